@@ -109,9 +109,12 @@ _QWEN2_7B = Transformer(28, 3584, 28, 4, 128, 18944, vocabulary=152064)
 _SIGLIP_400M = Transformer(27, 1152, 16, 16, 72, 4304, mlp_matrices=2, attended=1024)
 _INTERNVIT_300M = Transformer(24, 1024, 16, 16, 64, 4096, mlp_matrices=2, attended=1025)
 _INTERNVIT_6B = Transformer(45, 3200, 25, 25, 128, 12800, mlp_matrices=2, attended=1025)
+_WHISPER_SMALL = Transformer(12, 768, 12, 12, 64, 3072, mlp_matrices=2, attended=1500)
 _QWEN25_VISION = Transformer(32, 1280, 16, 16, 80, 3420, attended=128, rotates_wide=True)
 _QWEN3_VISION = Transformer(27, 1152, 16, 16, 72, 4304, mlp_matrices=2, attended=1024, rotates_wide=True)
 _MINICPM_MEDIA = MediaRule("tiles", 14, tile_tokens=64, max_tiles=9)
+# A clip of sound is a tile: 30 s of it, eight positions of the encoder in a token.
+_ULTRAVOX_MEDIA = MediaRule("tiles", 1, tile_patches=1500, tile_tokens=188, max_tiles=1)
 _INTERNVL_MEDIA = MediaRule("tiles", 14, tile_tokens=256, max_tiles=12)
 
 MODELS = {
@@ -129,6 +132,12 @@ MODELS = {
             _INTERNVIT_6B,
             Transformer(48, 6144, 48, 8, 128, 16384, vocabulary=92553),
             _INTERNVL_MEDIA,
+        ),
+        ModelShape(
+            "ultravox-v0.3",
+            _WHISPER_SMALL,
+            Transformer(32, 4096, 32, 8, 128, 14336, vocabulary=128256),
+            _ULTRAVOX_MEDIA,
         ),
         ModelShape("qwen2.5-vl-7b", _QWEN25_VISION, _QWEN2_7B, MediaRule("grid", 14)),
         ModelShape(

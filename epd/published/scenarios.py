@@ -13,6 +13,7 @@ from epd.published.memory import table_2, table_3, table_8, weights_by_role
 from epd.published.paper import overlap_rows, table_1, table_4, table_6
 from epd.published.table5 import table_5
 from epd.published.table5_study import study
+from epd.published.table7 import table_7
 from epd.published.tables import Row
 from epd.published.vllm_blog import vllm_blog
 
@@ -24,6 +25,7 @@ SCENARIOS: Mapping[str, Callable[[], Sequence[Row]]] = {
     "epd-table5": table_5,
     "epd-table5-study": study,
     "epd-table6": table_6,
+    "epd-table7": table_7,
     "epd-table8": table_8,
     "epd-fig5": figure_5,
     "epd-fig6": figure_6,

@@ -27,6 +27,13 @@ TABLE_6 = {
 # Table 5: requests per second that keep the objectives of table 9.
 TABLE_5 = {"optimum": 1.25, "mean of 10 random": 0.56}
 TABLE_5_AT_OPTIMUM = {"TTFT mean s": 2.12, "TPOT mean s": 0.031}  # at 1.25 requests/s
+# Table 7: share of requests within TTFT 2.0 s and TPOT .025 s, by requests per second; goodput, requests/s.
+TABLE_7 = {
+    "vLLM": {0.1: 0.99, 0.25: 1.0, 0.5: 0.99, 1.0: 0.91, 1.1: 0.87, 1.15: 0.87},
+    "DistServe": {0.1: 0.99, 0.25: 0.94, 0.5: 0.89, 1.0: 0.72, 1.1: 0.69, 1.15: 0.68},
+    "EPD": {0.1: 0.99, 0.25: 0.99, 0.5: 1.0, 1.0: 0.96, 1.1: 0.93, 1.15: 0.93},
+}
+TABLE_7_GOODPUT = {"vLLM": 1.01, "DistServe": 0.45, "EPD": 1.16}
 # Images per request; largest batch by tiles of an image, 0 for out of memory; % of free memory that is left
 # for keys and values by images, 0 for out of memory or past the context; % of weights a role saves (4.3).
 TABLE_2 = {
