@@ -64,7 +64,7 @@ def _store(  # type: ignore[no-untyped-def] # arguments are pointers, tiles and 
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator] # Triton is untyped
+@triton.jit(do_not_specialize=["num_rows", "scale_stride", "rows_of_scale", "columns_of_scale"])  # type: ignore[untyped-decorator] # Triton is untyped
 def _fp8_product_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
     rows,
     values,
@@ -135,7 +135,7 @@ def fp8_product(rows: Tensor, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator] # Triton is untyped
+@triton.jit(do_not_specialize=["num_rows", "num_groups"])  # type: ignore[untyped-decorator] # Triton is untyped
 def _int4_product_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
     rows,
     packed,

@@ -205,25 +205,25 @@ def fusion_launches(heads: tuple[int, int, int], dtype: torch.dtype, *, has_norm
     return recorded(launch)
 
 
-def quantized_launches(dtype: torch.dtype, group: int, *, has_blocks: bool) -> list[Launch]:
-    """The launches of products with quantised matrices, of decodes and of chunks; sizes of a 7B model.
+def quantized_launches(dtype: torch.dtype, group: int) -> list[Launch]:
+    """The launches of products with quantised matrices, of decodes and of chunks; sizes of 7B and 4B models.
 
-    group: columns that share a scale, with 4 bits. has_blocks: if FP8 has scales of blocks, else of rows.
+    group: columns that share a scale, with 4 bits. FP8 has a scale for each block or, in a 4B model, each row.
     """
 
     def launch() -> None:
-        num_out, num_in = 4608, 3584
         empty = partial(torch.empty, device="cuda")
-        values = empty(num_out, num_in, dtype=torch.float8_e4m3fn)
-        shape, block = ((36, 28), (128, 128)) if has_blocks else ((num_out, 1), (1, num_in))
-        of_eight_bits = Fp8Matrix(values, empty(shape, dtype=torch.bfloat16), *block)
-        zeros = empty(num_out, num_in // group, dtype=torch.uint8)
-        packed = empty(num_out, num_in // 2, dtype=torch.uint8)
-        of_four_bits = Int4Matrix(packed, zeros, empty(*zeros.shape, dtype=torch.float16))
-        for num_rows in (1, 2, 16, 17, 2048):
-            rows, bias = empty(num_rows, num_in, dtype=dtype), empty(num_out, dtype=dtype)
-            fp8_product(rows, of_eight_bits, None)
-            int4_product(rows, of_four_bits, bias)
+        for num_out, num_in, block in ((4608, 3584, (128, 128)), (2560, 4096, (1, 4096))):
+            values = empty(num_out, num_in, dtype=torch.float8_e4m3fn)
+            scales = empty(num_out // block[0], num_in // block[1], dtype=torch.bfloat16)
+            of_eight_bits = Fp8Matrix(values, scales, *block)
+            zeros = empty(num_out, num_in // group, dtype=torch.uint8)
+            packed = empty(num_out, num_in // 2, dtype=torch.uint8)
+            of_four_bits = Int4Matrix(packed, zeros, empty(*zeros.shape, dtype=torch.float16))
+            for num_rows in (1, 2, 16, 17, 2048):
+                rows, bias = empty(num_rows, num_in, dtype=dtype), empty(num_out, dtype=dtype)
+                fp8_product(rows, of_eight_bits, None)
+                int4_product(rows, of_four_bits, bias)
 
     return recorded(launch)
 
@@ -310,8 +310,8 @@ def _all_launches() -> Iterator[tuple[str, Launch]]:
     for group, dim, has_norms, dtype in itertools.product(GROUPS, HEAD_DIMS, (False, True), DTYPES):
         for launch in fusion_launches((4 * group, 4, dim), dtype, has_norms=has_norms):
             yield f"heads {4 * group} dim {dim} {dtype}", launch
-    for group, has_blocks, dtype in itertools.product((32, 64, 128), (False, True), DTYPES):
-        for launch in quantized_launches(dtype, group, has_blocks=has_blocks):
+    for group, dtype in itertools.product((32, 64, 128), DTYPES):
+        for launch in quantized_launches(dtype, group):
             yield f"quantised group {group} {dtype}", launch
     for (shape, *kind), dtype in itertools.product(PATCHES, DTYPES):
         yield f"patches {kind} {dtype}", patch_launches(shape, *kind, dtype)[0]
@@ -328,7 +328,7 @@ def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[s
         launches = attention_launches((query_heads, kv_heads, dim), block_size, dtype)
         launches += fusion_launches((query_heads, kv_heads, dim), dtype, has_norms=dim != 64)
         launches += patch_launches((8, 448, 448, 3), 2, 14, 2, dtype)
-        launches += quantized_launches(dtype, 32 if dim == 80 else 128, has_blocks=dim == 128)
+        launches += quantized_launches(dtype, 32 if dim == 80 else 128)
         jobs.append([(launch, arch) for launch in launches])
     reports = compiled_all([job for of_shape in jobs for job in of_shape], num_processes)
     found = [
@@ -340,7 +340,7 @@ def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[s
     ]
     warm = {launch.variant for launch in warm_up_launches()}
     missing = {launch.variant for launch in attention_launches((28, 4, 128), 16, torch.bfloat16)} - warm
-    products = {launch.variant for launch in quantized_launches(torch.bfloat16, 128, has_blocks=True)}
+    products = {launch.variant for launch in quantized_launches(torch.bfloat16, 128)}
     return {
         "shapes": found,
         "num_warm": len(warm),

@@ -65,7 +65,7 @@ def test_kernels_compile_without_spills(found: dict[str, Any], number: int) -> N
 
 
 def test_products_are_compiled_for_decodes_and_for_chunks_alone(found: dict[str, Any]) -> None:
-    """Whatever the number of rows: of FP8 and of 4 bits, one of each."""
+    """Whatever the number of rows, the matrix and its scales: of FP8 and of 4 bits, one of each."""
     assert found["num_products"] == 4
 
 
