@@ -208,7 +208,7 @@ def fusion_launches(heads: tuple[int, int, int], dtype: torch.dtype, *, has_norm
 def quantized_launches(dtype: torch.dtype, group: int) -> list[Launch]:
     """The launches of products with quantised matrices, of decodes and of chunks; sizes of 7B and 4B models.
 
-    group: columns that share a scale, with 4 bits. FP8 has a scale for each block or, in a 4B model, each row.
+    group: columns that share a scale, with 4 bits. FP8 has scales of blocks or, in a 4B model, of rows.
     """
 
     def launch() -> None:
