@@ -23,6 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 
 from benchmarks.gpu import checks, measures
+from benchmarks.gpu.replays import replays
 from benchmarks.gpu.sections import GpuSection, Outcome, run_all
 from benchmarks.gpu.setup import FULL, TINY, Setup
 from benchmarks.reporting import RESULTS, Row, setting, table
@@ -38,9 +39,10 @@ SECTIONS: Mapping[str, GpuSection] = {
     "encode": GpuSection("Encoding", measures.encode, 40),
     "transfers": GpuSection("Transfers, by each way", measures.transfers, 60),
     "decode": GpuSection("Decoding", measures.decode, 90),
+    "replays": GpuSection("Decodes launched kernel by kernel and replayed", replays, 60),
     "first_token": GpuSection("From decoded frames to the first token", measures.first_token, 90),
 }
-NEEDS_CHECKPOINT = ("prefill", "encode", "transfers", "decode", "first_token")
+NEEDS_CHECKPOINT = ("prefill", "encode", "transfers", "decode", "replays", "first_token")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -157,7 +157,7 @@ def tokens(setup: Setup) -> Iterator[Row]:
     """In float32: E, P and D on the device against `generate` on the CPU, for a checkpoint of each family."""
     torch.backends.cudnn.allow_tf32 = False
     for name in setup.sizes.checked:
-        path = _shrunk(name, setup.folder)
+        path = shrunk_checkpoint(name, setup.folder)
         family = Family.load(PUBLISHED[name].config["model_type"], path)
         compared = _Compared(name, family, _settings(setup, path, "float32"), setup.sizes.num_tokens)
         yield from compared.rows(_cases(family))
@@ -174,7 +174,7 @@ def tokens_in_type(setup: Setup) -> Iterator[Row]:
     yield from _Compared("shapes-vl", family, settings, _NUM_IN_TYPE).rows(_scenes(family))
 
 
-def _shrunk(name: str, folder: Path) -> Path:
+def shrunk_checkpoint(name: str, folder: Path) -> Path:
     """A shrunk checkpoint with the positions of the installed transformers, which the reference has."""
     path = shrunk.build(name, folder / name)
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))

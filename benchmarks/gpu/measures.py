@@ -22,6 +22,7 @@ from encoders.adapter import MediaPlan
 from encoders.batch import FrameEncoder
 from encoders.identity import prompt_identity
 from epd.encode.encoder_cache import CachedGroup
+from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket
 from epd.types import ceil_div
@@ -143,6 +144,7 @@ def _decode_step(setup: Setup, model: Any, batch: int, *, runs_ahead: bool) -> R
         model,
         setup.adapter,
         GenerationSettings(frozenset()),
+        config=SchedulerConfig(max_num_seqs=batch),
         num_kv_tokens=room,
         async_scheduling=runs_ahead,
     )

@@ -197,6 +197,11 @@ class LanguageEngine:
         """Releases the blocks of a request that was prefilled and held."""
         self.scheduler.release(request_id)
 
+    @property
+    def has_graphs(self) -> bool:
+        """Returns whether decodes replay passes that were captured."""
+        return self._runner.num_spare_blocks > 0
+
     def has_work(self) -> bool:
         """Reports whether any request is not over yet."""
         return bool(self._sequences)

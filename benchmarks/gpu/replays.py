@@ -1,0 +1,114 @@
+"""Compares decodes that replay a captured pass with those that launch every kernel: tokens, and time.
+
+On a CPU, where nothing can be captured, what would be is run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.checks import shrunk_checkpoint
+from benchmarks.gpu.sections import OK
+from benchmarks.gpu.setup import Setup
+from benchmarks.reporting import Row
+from encoders import Adapter, load_adapter
+from encoders.identity import prompt_identity
+from epd.kv.scheduling import SchedulerConfig
+from epd.sampling_params import SamplingParams
+from stages.engine.engine import LanguageEngine
+from stages.engine.generation import GenerateRequest, GenerationSettings
+from stages.engine.setup import build_engine
+from stages.loading.weights import load_role
+
+_BLOCK_SIZE = 16
+_NUM_TOKENS = 24
+# Steps that are timed together: the device is waited for at their end alone.
+_STEPS = 6
+# The model's own, which Qwen2.5-VL is asked with unless a request says another.
+_PENALTY = 1.05
+
+
+def replays(setup: Setup) -> Iterator[Row]:
+    """Tokens of a small model in float32, then steps of the measured one, behind short prompts."""
+    placement = replace(setup.placement, dtype=torch.float32)
+    path = shrunk_checkpoint(setup.sizes.checked[0], setup.folder)
+    model, adapter = load_role(path, "language", placement).model, load_adapter(path)
+    for batch in (1, 3):
+        yield _equality(model, adapter, setup, batch)
+    model = setup.load("language")
+    for batch in setup.sizes.decode_batches:
+        yield _speed(model, setup, batch)
+
+
+def _equality(model: Any, adapter: Adapter, setup: Setup, batch: int) -> Row:
+    """Answers of other lengths, so that the batch gets smaller; a size of four pads three."""
+    found = []
+    for enforce_eager in (True, False):
+        engine, has_graphs = _engine(model, adapter, setup, 4, 1024, enforce_eager=enforce_eager)
+        _add(engine, adapter, batch, [_NUM_TOKENS - 4 * number for number in range(batch)], 16)
+        tokens: dict[str, list[int]] = {}
+        while engine.has_work():
+            result = engine.step()
+            for fault in result.faults:
+                raise fault.cause
+            for output in result.outputs:
+                tokens.setdefault(output.request_id, []).append(output.token.token_id)
+        found.append(tokens)
+    num_tokens = sum(map(len, found[0].values()))
+    return {
+        "what": "tokens in float32",
+        "requests": batch,
+        "captured": has_graphs,
+        "tokens": num_tokens,
+        OK: has_graphs and found[0] == found[1],
+    }
+
+
+def _speed(model: Any, setup: Setup, batch: int) -> Row:
+    row: Row = {"what": "step", "requests": batch, "context": setup.sizes.step_context}
+    for name, enforce_eager in (("eager ms", True), ("replayed ms", False)):
+        room = batch * (setup.sizes.step_context + 16 * _BLOCK_SIZE)
+        engine, has_graphs = _engine(model, setup.adapter, setup, batch, room, enforce_eager=enforce_eager)
+        _add(engine, setup.adapter, batch, [12 * _BLOCK_SIZE] * batch, setup.sizes.step_context)
+        while sum(each.is_decoding for each in engine.scheduler.running) < batch:
+            for fault in engine.step().faults:
+                raise fault.cause
+        seconds = setup.seconds(lambda engine=engine: [engine.step() for _ in range(_STEPS)]) / _STEPS  # type: ignore[misc]
+        row[name] = round(seconds * 1e3, 3)
+    return row | {"captured": has_graphs, OK: has_graphs}
+
+
+def _engine(
+    model: Any, adapter: Adapter, setup: Setup, max_num_seqs: int, room: int, *, enforce_eager: bool
+) -> tuple[LanguageEngine, bool]:
+    """Builds an engine that runs ahead; returns also whether its decodes were captured."""
+    engine = build_engine(
+        model,
+        adapter,
+        GenerationSettings(frozenset()),
+        config=SchedulerConfig(max_num_seqs=max_num_seqs),
+        num_kv_tokens=room,
+        async_scheduling=True,
+        enforce_eager=enforce_eager,
+        graphs=None if setup.placement.is_cuda else _Repeats(),
+    )
+    return engine, engine.has_graphs
+
+
+class _Repeats:
+    """Stands in for CUDA graphs on a CPU."""
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return run
+
+
+def _add(engine: LanguageEngine, adapter: Adapter, batch: int, lengths: list[int], context: int) -> None:
+    for number in range(batch):
+        prompt = adapter.plan_prompt([], str(number % 10) * max(1, context - 64))
+        sampling = SamplingParams(max_tokens=lengths[number], ignore_eos=True, repetition_penalty=_PENALTY)
+        engine.add(GenerateRequest(f"r{number}", prompt, prompt_identity(prompt, []), sampling))
