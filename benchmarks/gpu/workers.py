@@ -33,6 +33,7 @@ from stages.encode.splicing import EmbeddingSplicer
 from stages.engine.generation import GenerateRequest, StepResult
 from stages.engine.kv_pool import KVPools, KVPoolsShape
 from stages.placement import Placement
+from stages.ranks.group_pools import PoolSharing
 
 _IDLE_S = 0.0002
 _ANSWER_S = 120.0  # after which an answer that has not come is an error
@@ -50,7 +51,13 @@ class OneProcess:
         pool = shape.build(device=device)
         return pool, self._embeddings.connect(name, pool)
 
-    def kv(self, name: str, shape: KVPoolsShape, device: torch.device) -> tuple[KVPools, KVConnector]:
+    def kv(
+        self,
+        name: str,
+        shape: KVPoolsShape,
+        device: torch.device,
+        sharing: PoolSharing | None = None,  # noqa: ARG002 # workers here have one rank
+    ) -> tuple[KVPools, KVConnector]:
         pools = shape.build(device=device)
         return pools, self._kv.connect(name, pools)
 
