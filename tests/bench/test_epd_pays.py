@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import time
+import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.epd_pays import SCALE, Pace, earlier_rows, goodput, goodput_rows, merged
-from epd.profiles.files import load_profile
+from benchmarks import epd_pays_rounds
+from benchmarks.epd_pays import attained, cells_of, goodput, goodput_rows, tail_rows, verdict_rows
+from benchmarks.epd_pays_live import Layout, Pace, Round, Times, paced_workers, run_live
+from benchmarks.epd_pays_mixes import MIXES, Kind, sizes_of
+from benchmarks.epd_pays_plan import predicted
+from benchmarks.epd_pays_rounds import Case, cases, kept_rounds, layout_of, measure
+from epd.planning.space import Settings
 from epd.simulate.clock import seconds_of
 from epd.simulate.language import PassCost
+from epd.workload.metrics import SLO
+from serve_app.worker.worker_core import WorkerCore
+from stages.visual_inputs import VisualInputs
+
+IMAGES, VIDEOS = MIXES.values()
+SETTINGS = Settings(4096, 16, 128, 2048, "groups")
+PLAN = {
+    kind: {"topology": topology, "settings": asdict(SETTINGS)}
+    for kind, topology in (("merged", "8epd"), ("split", "6e1p1d"), ("ep+d", "7ep1d"))
+}
 
 
 @pytest.mark.parametrize(
@@ -29,76 +44,178 @@ def test_goodput_lies_on_a_line_between_rates(points: list[tuple[float, float]],
     assert goodput(points) == pytest.approx(expected)
 
 
-def test_an_encoding_pass_lasts_as_long_as_its_patches_cost() -> None:
-    profile = load_profile("qwen2.5-vl-7b@a100-80gb")
-    stage: Any = SimpleNamespace(counts=SimpleNamespace(num_patches=0))
+class Clock:
+    """A clock that only stands still and is slept on."""
 
-    def step() -> int:
-        stage.counts.num_patches += 4096
-        return 2
+    def __init__(self) -> None:
+        self.now_s = 0.0
 
-    stage.step = step
-    pace = Pace(profile, 2.0)
-    start = time.perf_counter()
-    assert pace.encoder(stage)() == 2
-    assert time.perf_counter() - start >= 2.0 * profile.encode.cost.seconds(SCALE * 4096, 2)
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr("benchmarks.epd_pays_live.time", found)
+    return found
+
+
+def test_an_encoding_pass_lasts_as_long_as_its_patches_cost_before_anybody_gets_them(clock: Clock) -> None:
+    pace = Pace(VIDEOS.live_profile, 2.0)
+    runs: Any = [SimpleNamespace(grid=SimpleNamespace(num_patches=256))] * 2
+    assert pace.encoder(lambda given: [len(given)])(runs) == [2]
+    wanted_s = 2.0 * VIDEOS.profile.encode.cost.seconds(512 * VIDEOS.patches, 2)
+    assert clock.now_s == pytest.approx(wanted_s)
     assert (pace.num_passes, pace.num_late) == (1, 0)
-    stage.step = lambda: 0
-    start = time.perf_counter()
-    assert pace.encoder(stage)() == 0
-    assert pace.num_passes == 1  # nothing was encoded: nothing to wait for
 
 
-def test_a_pass_lasts_as_long_as_the_simulator_says() -> None:
-    """Prompt tokens stand for `SCALE` of the device's; decodes ride with prefill, or pass alone."""
-    profile = load_profile("qwen2.5-vl-7b@a100-80gb")
+def test_a_pass_of_the_language_model_lasts_as_long_as_the_simulator_says(clock: Clock) -> None:
+    """A token stands for several of the device's; a pass that takes longer than on the device is late."""
 
-    def chunk(start: int, stop: int, *, is_decoding: bool = False) -> Any:
-        return SimpleNamespace(start=start, stop=stop, request=SimpleNamespace(is_decoding=is_decoding))
+    def output(scale: int) -> Any:
+        def chunk(start: int, stop: int) -> Any:
+            request = SimpleNamespace(is_decoding=False)
+            return SimpleNamespace(start=scale * start, stop=scale * stop, request=request)
 
-    def device(start: int, stop: int, **kind: bool) -> Any:
-        return chunk(SCALE * start, SCALE * stop, **kind)
+        return SimpleNamespace(chunks=[chunk(0, 100), chunk(50, 80)], restores=(), preemptions=())
 
-    cost, pace = PassCost(profile), Pace(profile, 1.0)
-    prefills, decode = ((0, 100), (50, 80)), (119, 120)
-    ours = [chunk(*each) for each in prefills]
-    theirs = [device(*each) for each in prefills]
-    riding: Any = SimpleNamespace(
-        chunks=[*theirs, device(*decode, is_decoding=True)], restores=(), preemptions=()
-    )
-    got = pace._pass_s([*ours, chunk(*decode, is_decoding=True)])
-    assert got == pytest.approx(seconds_of(cost.mixed(riding)), rel=1e-3)  # a token and itself are one pair
-    alone: Any = SimpleNamespace(chunks=riding.chunks[2:], restores=(), preemptions=())
-    assert pace._pass_s([chunk(*decode, is_decoding=True)]) == pytest.approx(
-        seconds_of(cost.mixed(alone)), rel=1e-6
-    )
+    device_s = seconds_of(PassCost(VIDEOS.profile).mixed(output(VIDEOS.tokens)))
+    ours_s = seconds_of(PassCost(VIDEOS.live_profile).mixed(output(1)))
+    assert ours_s == pytest.approx(device_s, rel=1e-3)  # a token and itself are one pair
 
+    def paced(pace: Pace, work_s: float) -> float:
+        """Runs one step that computes for so long. Returns how long it took."""
+        engine: Any = SimpleNamespace(scheduler=SimpleNamespace(schedule=lambda: output(1)))
+        engine.step = lambda: (engine.scheduler.schedule(), clock.sleep(work_s))
+        start_s = clock.now_s
+        pace.engine(engine)()
+        return clock.now_s - start_s
 
-def test_a_case_is_as_it_was_measured_last_and_other_conditions_do_not_mix(tmp_path: Path) -> None:
-    def row(topology: str, rate: float, attained: float) -> dict[str, Any]:
-        return {"requests": "a small image", "topology": topology, "rate": rate, "attained": attained}
-
-    path = tmp_path / "results.json"
-    assert earlier_rows(path, {"slow": 4.0}) == []
-    kept = [row("1e1p1d", 10.0, 0.5), row("3epd", 20.0, 0.6)]
-    path.write_text(json.dumps({"setting": {"slow": 4.0, "cores": 2}, "live": kept}))
-    assert earlier_rows(path, {"slow": 8.0}) == []
-    found = merged(earlier_rows(path, {"slow": 4.0}), [row("3epd", 20.0, 0.9), row("3epd", 10.0, 1.0)])
-    assert found == [row("3epd", 10.0, 1.0), row("3epd", 20.0, 0.9), row("1e1p1d", 10.0, 0.5)]
+    pace = Pace(VIDEOS.live_profile, 4.0)
+    assert paced(pace, 3 * ours_s) == pytest.approx(4 * ours_s)
+    assert pace.num_late == 0
+    assert paced(pace, 5 * ours_s) == pytest.approx(5 * ours_s)
+    assert (pace.num_passes, pace.num_late) == (2, 1)
 
 
-def test_topologies_are_compared_with_as_many_merged_workers() -> None:
-    def row(topology: str, rate: float, attained: float, tpot_ms: float) -> dict[str, Any]:
-        figures = {"rate": rate, "attained": attained, "tpot_p99_ms": tpot_ms}
-        return {"requests": "a small image", "topology": topology, **figures}
+def test_requests_are_the_same_at_every_rate_and_for_the_simulator() -> None:
+    slow, fast = VIDEOS.arrivals(1.0, 3), VIDEOS.arrivals(4.0, 3)
+    assert [(each.kind, each.name) for each in slow] == [(each.kind, each.name) for each in fast]
+    assert [each.at_s for each in slow] == pytest.approx([4 * each.at_s for each in fast])
+    assert [each.kind for each in slow] != [each.kind for each in VIDEOS.arrivals(1.0, 4)]
+    job = IMAGES.jobs(IMAGES.arrivals(1.0, 0))[0]
+    assert [(group.media.num_patches, group.media.num_tokens) for group in job.groups] == [(10_240, 640)] * 4
+    video = Kind(1.0, num_tokens=1, num_frames=64, side=64)
+    groups = sizes_of(video, VIDEOS.group_tokens).groups
+    assert [tokens * VIDEOS.tokens for _, tokens in groups] == [256] * 16
 
-    found = goodput_rows(
-        [
-            row("3epd", 4.0, 1.0, 30.0), row("3epd", 8.0, 0.4, 90.0),
-            row("1e1p1d", 4.0, 1.0, 10.0), row("1e1p1d", 6.0, 1.0, 11.0),
-            row("4epd", 8.0, 1.0, 45.0),
-            row("2e1p1d", 8.0, 1.0, 15.0),
-        ]
-    )  # fmt: skip
-    ratios = {each["topology"]: (each["over_merged"], each["merged_tpot_p99_over"]) for each in found}
-    assert ratios == {"3epd": (1.0, 1.0), "1e1p1d": (1.29, 3.0), "4epd": (1.0, 1.0), "2e1p1d": (1.0, 3.0)}
+
+def test_a_small_round_answers_every_request_whole_and_leaves_nothing_paced(tmp_path: Path) -> None:
+    """Without overlap, and so fast that every pass is late: only the counts and the order are asked for."""
+    build, ready = WorkerCore._build, VisualInputs.num_ready
+    kinds = (Kind(1.0, num_tokens=3, num_images=2),)
+    mix = replace(IMAGES, kinds=kinds, num_requests=2)
+    arrivals = mix.arrivals(1000.0, 0)
+    layout = Layout("1e1p1d", SETTINGS, is_overlapped=False)
+    for found in (run_live(mix, layout, arrivals, tmp_path, 1e-6), predicted(mix, layout, arrivals)):
+        assert all(0 < each.ttft_s < math.inf and 0 < each.tpot_s < math.inf for each in found.times)
+        assert [each.has_media for each in found.times] == [True, True]
+    assert (WorkerCore._build, VisualInputs.num_ready) == (build, ready)
+
+
+def test_embeddings_that_are_not_overlapped_wait_for_the_last() -> None:
+    class Half:
+        _num_prompt_tokens, _num_arrived, indices = 9, 1, (2, 5)
+
+    with paced_workers(Pace(IMAGES.live_profile, 1.0), is_overlapped=False):
+        ready = VisualInputs.num_ready.fget  # type: ignore[attr-defined]
+        half: Any = Half()
+        assert ready(half) == 0
+        half._num_arrived = 2
+        assert ready(half) == 9
+    assert VisualInputs.num_ready.fget(half) == 9  # type: ignore[attr-defined]
+    half._num_arrived = 1
+    assert VisualInputs.num_ready.fget(half) == 5  # type: ignore[attr-defined]
+
+
+def times(ttft_s: float, tpot_s: float, count: int = 1, *, has_media: bool = True) -> tuple[Times, ...]:
+    return (Times(has_media, ttft_s, tpot_s, 2 * tpot_s),) * count
+
+
+def case(kind: str, rate: float, variant: str = "", round_index: int = 0) -> Case:
+    return Case(IMAGES.name, kind, variant, rate, round_index, 4.0)
+
+
+def test_rounds_are_kept_one_by_one_and_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[float] = []
+
+    def run(mix: object, layout: Layout, arrivals: Any, folder: Path, dilate: float) -> Round:
+        ran.append(dilate)
+        return Round(times(1.0, 0.02), 0.01, 1)
+
+    monkeypatch.setattr(epd_pays_rounds, "run_live", run)
+    monkeypatch.setattr(epd_pays_rounds, "planned", lambda _: {"slo": PLAN})
+    path = tmp_path / "rounds.jsonl"
+    todo = list(cases(IMAGES, 0, 4.0))
+    measure(todo[:2], path)
+    measure(todo[:3], path)
+    assert len(ran) == 3
+    assert kept_rounds(path) == dict.fromkeys(todo[:3], Round(times(1.0, 0.02), 0.01, 1))
+    assert kept_rounds(tmp_path / "none") == {}
+
+
+def test_variants_are_of_the_planned_layout() -> None:
+    found = {
+        each: layout_of(PLAN, "split", each)
+        for each in ("", "not sharded", "not overlapped", "unfit", "unfit, roles follow")
+    }
+    assert found[""] == Layout("6e1p1d", SETTINGS)
+    assert found["not sharded"].settings == replace(SETTINGS, sharding="request")
+    assert not found["not overlapped"].is_overlapped
+    assert found["unfit"] == Layout(epd_pays_rounds.UNFIT, SETTINGS)
+    assert layout_of(PLAN, "merged", "three workers").topology == "3epd"
+    assert found["unfit, roles follow"] == replace(found["unfit"], is_elastic=True)
+
+
+def test_rounds_with_many_late_passes_are_not_reported() -> None:
+    good, late = Round(times(1.0, 0.02), 0.05), Round(times(1.0, 0.02), 0.051)
+    rounds = {case("split", 1.0): good, case("split", 1.0, round_index=1): late, case("merged", 1.0): late}
+    cells, refused = cells_of(rounds)
+    assert [(cell.kind, cell.rounds) for cell in cells] == [("split", ((0, good),))]
+    assert len(refused) == 2
+
+
+def test_layouts_are_compared_with_merged_workers_at_the_rates_of_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("benchmarks.epd_pays.planned", lambda _: {"slo": PLAN})
+    monkeypatch.setattr("benchmarks.epd_pays.predicted", lambda *_: Round(times(1.0, 0.01, 10)))
+    met, missed = times(1.0, 0.02, 10), times(1.0, 0.06, 10)
+    rounds = {
+        case("merged", 2.0): Round(met), case("merged", 3.0): Round(missed),
+        case("split", 2.0): Round(met), case("split", 3.0): Round(met), case("split", 4.0): Round(missed),
+    }  # fmt: skip
+    cells, _ = cells_of(rounds)
+    strict = {row["layout"]: row for row in goodput_rows(cells) if row["objectives"].startswith("strict")}
+    assert strict["6e1p1d"]["over merged"] == pytest.approx(3.0 / 2.1, abs=0.01)
+    assert strict["6e1p1d"]["simulated over merged"] == 1.0
+    verdicts = {
+        (row["objectives"][:6], row["rate"]): (row["measured"], row["planner says"], row["right"])
+        for row in verdict_rows(cells)
+    }
+    assert verdicts["strict", 2.0] == ("equal", "equal", "yes")
+    assert verdicts["strict", 3.0] == ("wins", "equal", "no")
+    assert verdicts["loose:", 3.0] == ("equal", "equal", "yes")
+    tails = {row["rate"]: row["times better"] for row in tail_rows(cells)}
+    assert tails == {2.0: 1.0, 3.0: 3.0}
+
+
+def test_an_answer_that_never_came_meets_nothing() -> None:
+    none = Times(True, *(math.inf,) * 3)
+    assert attained((*times(1.0, 0.02), none), SLO(2.0, 0.03)) == 0.5
