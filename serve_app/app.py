@@ -15,7 +15,6 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
-from epd.errors import RequestError
 from serve_app.app_args import MEDIA_FIELDS, STAGE_FIELDS, AppArgs
 from serve_app.http.address import HttpAddress
 from serve_app.ray.deployments import Media, Stage, create_front
@@ -42,11 +41,6 @@ def application(args: AppArgs, address: HttpAddress | None = None) -> serve.Appl
     address: at which each front listens itself; None: requests come through Serve's proxy
     """
     args = args.with_keys_from(os.environ).resolved()
-    if args.max_ranks > 1:
-        raise RequestError(
-            f"received a tensor_parallel_size of {args.max_ranks} on Ray; allowed: 1, as a "
-            "replica has one GPU; use epd serve --local"
-        )
     options: dict[str, Any] = {
         "graceful_shutdown_timeout_s": args.drain_s + _CLOSE_S,
         "graceful_shutdown_wait_loop_s": 0.1,

@@ -48,6 +48,8 @@ STAGE_FIELDS = (
     "topology",
     "device",
     "dtype",
+    "tensor_parallel_size",
+    "decode_tensor_parallel_size",
     "num_threads",
     "num_kv_tokens",
     "gpu_memory_utilization",
@@ -100,7 +102,8 @@ class AppArgs(BaseModel):
         ge=0,
         le=1,
         description="GPUs that each stage worker asks Ray for; below 1, workers share a GPU and its memory: "
-        "with 0.33, 1e1p1d fits one. By default 1 with a device of cuda, and with auto what fits.",
+        "with 0.33, 1e1p1d fits one. By default 1 with a device of cuda, and with auto what fits. With a "
+        "tensor_parallel_size, for each of its processes.",
     )
     dtype: str = Field(
         default="auto",
@@ -111,8 +114,7 @@ class AppArgs(BaseModel):
         default=1,
         ge=1,
         le=64,
-        description="Processes that share the language model of each worker, each on a GPU of its own; only "
-        "with --local.",
+        description="Processes that share the language model of each worker, each on a GPU of its own.",
     )
     decode_tensor_parallel_size: int | None = Field(
         default=None,
@@ -424,6 +426,11 @@ class AppArgs(BaseModel):
         if self.max_ranks > 1 and self.elastic:
             raise RequestError(
                 f"{received} and elastic; allowed: workers whose roles stay; leave one of them out"
+            )
+        if self.max_ranks > 1 and self.gpus_per_worker not in (None, 0, 1):
+            raise RequestError(
+                f"{received} and gpus_per_worker {self.gpus_per_worker:g}; allowed: 1, a GPU for each of the "
+                "processes, or 0; set one of these"
             )
         if self.max_ranks > 1 and self.reduction not in SELECTION_METHODS:
             raise RequestError(

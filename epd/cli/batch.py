@@ -95,11 +95,6 @@ class _Target:
             check_server_options(
                 self.skip_static, self.device, self.dtype, self.drafting, None, self.tensor_parallel_size
             )
-        if self.topology is not None and self.tensor_parallel_size > 1:
-            raise RequestError(
-                f"received --topology {self.topology} and --tensor-parallel-size "
-                f"{self.tensor_parallel_size}; workers on Ray have no ranks; leave one of them out"
-            )
 
 
 def batch(
@@ -219,6 +214,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
                 target.device,
                 target.dtype,
                 target.drafting,
+                target.tensor_parallel_size,
             )
         )
         with opened as backend:

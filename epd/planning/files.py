@@ -67,8 +67,9 @@ class PlanFile(_Strict):
         for letters, degree in self.settings.tensor_parallel.items():
             if degree > 1:
                 raise RequestError(
-                    f"received a plan whose {letters} workers have {degree} devices each; allowed is 1, a "
-                    "worker of epd serve runs on one device; plan with --max-tensor-parallel 1"
+                    f"received a plan whose {letters} workers have {degree} devices each; allowed is 1; "
+                    "plan with --max-tensor-parallel 1, or give epd serve the topology and "
+                    "--tensor-parallel-size"
                 )
         if self.objectives.ttft_s is not None:
             decided["slo_ttft_s"] = self.objectives.ttft_s

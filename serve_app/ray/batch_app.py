@@ -34,10 +34,12 @@ def started_backend(
     device: str = "auto",
     dtype: str = "auto",
     drafting: DraftConfig = NO_DRAFTS,
+    tensor_parallel_size: int = 1,
 ) -> Iterator[HttpBackend]:
     """Starts a private application on this machine, protected by a key, with its own workers.
 
-    media_folder: the folder that files are read from. skip_static, device, dtype: see `AppArgs`.
+    media_folder: the folder that files are read from. skip_static, device, dtype, tensor_parallel_size: see
+    `AppArgs`.
     Raises EPDError if it cannot be served.
     """
     key = secrets.token_hex(16)
@@ -52,6 +54,7 @@ def started_backend(
         dtype=dtype,
         draft=drafting.method,
         max_draft=drafting.max_draft,
+        tensor_parallel_size=tensor_parallel_size,
     )
     http = HttpAddress("127.0.0.1", _free_port())
     with served_app(args.resolved(), http, RaySettings()), HttpBackend.open(http.url, key) as backend:

@@ -61,6 +61,7 @@ def test_a_worker_builds_its_pool_within_its_share(
     ("options", "message"),
     [
         ({"elastic": True}, "size of 2 and elastic; allowed: workers whose roles stay"),
+        ({"gpus_per_worker": 0.5}, "size of 2 and gpus_per_worker 0.5; allowed: 1, a GPU for each"),
         ({"reduction": "mustdrop"}, "the reduction mustdrop, which .* allowed: balanced"),
     ],
 )

@@ -10,15 +10,17 @@ import pytest
 
 from epd.errors import OverloadedError
 from epd.sampling_params import SamplingParams
-from epd.topology import topology_name
+from epd.topology import TensorParallel, topology_name
 from serve_app.network import remote_fleet
 from serve_app.network.connector import TransportConfig
 from serve_app.network.link import Address, Link, LinkTimeoutError, connect
 from serve_app.network.members import View
 from serve_app.network.routes import Route
 from serve_app.network.worker_server import WorkerServer
+from stages.ranks import loading
 from tests.serve_app.deployments import Question, num_held, undisturbed
 from tests.serve_app.network.cluster import Cluster, Front, clustered
+from tests.stages.ranks.thread_ranks import StartedThreadRanks
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -121,6 +123,35 @@ def test_every_transport_gives_the_same_tokens_and_is_shown(
             assert {name: shown[name] for name in ["e0", "p0", "d0"]} == {
                 "e0": {"p0": route}, "p0": {"d0": route}, "d0": {},
             }  # fmt: skip
+        finally:
+            await cluster.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("node_id", ["here", "elsewhere"])
+def test_workers_of_two_ranks_give_the_same_tokens(
+    node_id: str,
+    model: Path,
+    questions: list[Question],
+    expected: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """node_id: of the decode worker, to which keys and values go rank to rank or in parts."""
+    monkeypatch.setattr(loading, "ProcessRanks", StartedThreadRanks)
+
+    async def run() -> None:
+        cluster = Cluster(model, "1ep1d", tensor_parallel=TensorParallel(2))
+        try:
+            for each in ("here", node_id):
+                await cluster.add_stage(each)
+            await cluster.add_media()
+            front = await cluster.add_front()
+            await until_all_see(cluster, "1ep1d")
+            assert [answer.tokens for answer in await front.ask_all(questions[:4])] == expected[:4]
+            await settled(cluster)
+            shown = {each.name: each.transports for each in (await front.service.status()).workers}
+            assert shown["ep0"]["d0"] == (Route.SHARED_MEMORY if node_id == "here" else Route.LINK)
         finally:
             await cluster.close()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from epd.errors import InfeasibleError, RequestError
+from epd.errors import InfeasibleError
 from serve_app.app_args import AppArgs
 from serve_app.ray import gpus
 from tests import ROOT
@@ -96,9 +96,39 @@ def test_only_stage_workers_ask_for_gpus() -> None:
     }  # fmt: skip
 
 
-def test_a_worker_of_several_processes_is_refused_on_ray() -> None:
-    with pytest.raises(RequestError, match=r"tensor_parallel_size of 2 on Ray; .*; use epd serve --local"):
-        build_app(AppArgs(topology="1epd", tensor_parallel_size=2))
+@pytest.mark.parametrize(
+    ("args", "num_gpus", "expected"),
+    [
+        ({"device": "cuda", "tensor_parallel_size": 2}, 0, 2),
+        ({"tensor_parallel_size": 2}, 8, 2),
+        ({"tensor_parallel_size": 2}, 0, 0),
+        ({"tensor_parallel_size": 2, "decode_tensor_parallel_size": 4}, 16, 4),
+        ({"tensor_parallel_size": 2, "decode_tensor_parallel_size": 4, "topology": "1epd"}, 16, 2),
+    ],
+)
+def test_a_group_of_processes_asks_for_a_gpu_each(
+    args: dict[str, Any], num_gpus: float, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gpus.gpus_per_worker(AppArgs(**args), num_gpus) == expected
+    monkeypatch.setattr(gpus, "cluster_gpus", lambda: num_gpus)
+    monkeypatch.setattr(gpus, "node_gpus", lambda: [num_gpus])
+    if num_gpus or not expected:
+        assert gpus.gpus_per_worker(gpus.with_gpus(AppArgs(**args)), num_gpus) == expected, "asked again"
+
+
+def test_a_group_of_processes_is_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = AppArgs(topology="1ep1d", tensor_parallel_size=4)
+    monkeypatch.setattr(gpus, "cluster_gpus", lambda: 8.0)
+    monkeypatch.setattr(gpus, "node_gpus", lambda: [2.0, 6.0])
+    with pytest.raises(InfeasibleError, match="2 stage workers of 4 GPUs each; the cluster has 8 GPUs;"):
+        gpus.with_gpus(args)
+    monkeypatch.setattr(gpus, "node_gpus", lambda: [4.0, 4.0])
+    assert gpus.with_gpus(args).gpus_per_worker == 1
+
+
+def test_a_worker_that_sees_all_gpus_has_its_own_first() -> None:
+    assert gpus.own_first(["3", "5"], "0,1,3,4,5") == ["3", "5", "0", "1", "4"]
+    assert gpus.own_first(["3", "5"], "") == ["3", "5"]
 
 
 _PROBE = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import queue
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stages.placement import CPU_FLOAT32
+from stages.placement import CPU_FLOAT32, Placement
 from stages.rank import Rank
 from stages.ranks.communicator import Communicator
 from stages.ranks.follower import Follower, FollowerSettings
@@ -59,6 +60,22 @@ class ThreadRanks(Communicator):
         self._told.put(None)
         self._thread.join(END_S)
         assert not self._thread.is_alive()
+
+
+class StartedThreadRanks(ThreadRanks):
+    """Stands for `ProcessRanks` of two, without its processes."""
+
+    def __init__(self, path: Path, _placement: Placement, size: int, *, num_threads: int = 1) -> None:
+        assert size == 2
+        assert num_threads
+        self._path = path
+
+    def connect(self) -> None:
+        """Loads the other rank's part now: in one process, models are loaded one after the other."""
+        with tempfile.TemporaryDirectory(prefix="epd-ranks-") as folder:
+            super().__init__(self._path, Path(folder))
+
+    def check(self) -> None: ...
 
 
 def recorded(engine: Any) -> list[torch.Tensor]:
