@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 UInt8Array = NDArray[np.uint8]
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
 Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from encoders import Embeddings, PromptPlan, concatenated
-from epd.types import Int64Array
+from epd.types import BoolArray, Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,13 @@ class PlacedEmbeddings:
     """Holds visual tokens and their places in the prompt, int64 [V]: see `token_indices`.
 
     positions: int64 [rows, V], if only these tokens determine them: see `PromptPlan.reduction`.
+    is_key: bool [V], those that no question may drop, if questions drop any.
     """
 
     embeddings: Embeddings
     indices: Int64Array
     positions: Int64Array | None = None
+    is_key: BoolArray | None = None
 
     def __post_init__(self) -> None:
         if len(self.embeddings) != len(self.indices):

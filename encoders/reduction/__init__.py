@@ -1,7 +1,7 @@
 """Reduces visual tokens: lays out the shorter prompt, and selects the tokens that are kept."""
 
 from encoders.reduction.layout import reduce_prompt
-from encoders.reduction.reading import Reading, is_cut_at_encoder, kept_spec, windows_of
+from encoders.reduction.reading import Reading, is_cut_at_encoder, kept_spec, windows_of, without_keys
 from encoders.reduction.reducer import Kept, KeptCells, TokenReducer, kept_cells
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "kept_spec",
     "reduce_prompt",
     "windows_of",
+    "without_keys",
 ]

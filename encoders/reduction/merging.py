@@ -28,6 +28,7 @@ class MergedNeighbours:
         """Takes the number of tokens of a unit each way, in raster order."""
         self._height, self._width = height, width
         self._owners = torch.empty(0, dtype=torch.int64)
+        self._is_key = torch.empty(0, dtype=torch.bool)
 
     def choose(self, units: Tensor, num_kept: int) -> Tensor:
         tokens = normalize(units, dim=-1)
@@ -42,6 +43,7 @@ class MergedNeighbours:
             members = self._members(is_key)
             has_members = [bool(len(block)) for block in self._members(is_key, are_all=True)]
             alike = likenesses.flatten()[torch.tensor(has_members)]
+        self._is_key = is_key.flatten()
         order = [members[at] for at in alike.argsort(descending=True, stable=True).tolist()]
         self._owners = _merge(order, num_units * num_tokens, num_kept)
         chosen: Tensor = torch.unique(self._owners[self._owners != _DROPPED])
@@ -51,6 +53,10 @@ class MergedNeighbours:
         kept = (self._owners != _DROPPED).nonzero()[:, 0]
         kept, owners = (to_device(each, rows.device) for each in (kept, self._owners[kept]))
         return means(rows[kept], torch.searchsorted(chosen, owners), len(chosen))
+
+    def is_key(self, chosen: Tensor) -> Tensor:
+        """Marks those of the last window's chosen tokens, int64 [k], that must survive: bool [k]."""
+        return self._is_key[chosen]
 
     def _members(self, is_key: Tensor, *, are_all: bool = False) -> list[Tensor]:
         """Lists the tokens of each block of each unit that are no keys; without those of none, or all.

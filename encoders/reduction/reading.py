@@ -20,7 +20,9 @@ from encoders.groups import MediaGroup
 from encoders.reduction.reducer import TokenReducer
 from epd.encode.encoder_cache import GroupSpec
 from epd.reduction import ReductionPolicy, Window
+from epd.types import BoolArray, Int64Array
 
+# Of kept tokens among those of the item; of one that no question may drop, -1 - place.
 Places = tuple[int, ...]
 # `Adapter.join`
 Join = Callable[[Embeddings, MediaPlan, int, int], Embeddings]
@@ -62,8 +64,19 @@ class ItemReader:
         self.num_read += 1
         rows = self._join(embeddings, self._item.plan, group.start, group.stop)
         kept = list(self._reducer.push(rows))
-        places = np.concatenate([each.indices for each in kept])
+        places = np.concatenate([_with_keys(each.indices, each.is_key) for each in kept])
         return concatenated([each.embeddings for each in kept]), tuple(places.tolist())
+
+
+def _with_keys(indices: Int64Array, is_key: BoolArray) -> Int64Array:
+    return np.where(is_key, -1 - indices, indices)
+
+
+def without_keys(places: Places) -> tuple[Int64Array, BoolArray]:
+    """Returns the places of kept tokens alone, int64 [k], and which no question may drop, bool [k]."""
+    noted = np.array(places, dtype=np.int64)
+    is_key = noted < 0
+    return np.where(is_key, -1 - noted, noted), is_key
 
 
 def is_cut_at_encoder(prompt: PromptPlan, groups: Sequence[MediaGroup]) -> bool:

@@ -14,7 +14,7 @@ from encoders.device import to_device
 from encoders.reduction.merging import MergedNeighbours
 from encoders.reduction.selection import Method, new_method
 from epd.reduction import ReductionPolicy, Window
-from epd.types import Int64Array
+from epd.types import BoolArray, Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,13 @@ class Kept:
     """Holds the language model's input of one window: the k kept tokens, or all where it chooses itself.
 
     indices: int64 [k], ascending, of the tokens of the whole item.
+    is_key: bool [k], those that no question may drop.
     """
 
     window: int
     embeddings: Embeddings
     indices: Int64Array
+    is_key: BoolArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class TokenReducer:
         indices = self._num_before + np.arange(window.num_tokens)
         method = self._method
         if method is None:
-            return Kept(self._next, embeddings, indices)
+            return Kept(self._next, embeddings, indices, np.zeros(len(indices), dtype=bool))
         regular = window.num_tokens - window.num_extra
         rows = embeddings.rows[:regular]
         units = rows.view(window.stop - window.start, -1, rows.shape[1])
@@ -98,7 +100,15 @@ class TokenReducer:
             return torch.cat([method.merge(rows[:regular], chosen), rows[regular:]])
 
         places = np.concatenate([indices[:regular][kept.numpy()], indices[regular:]])
-        return Kept(self._next, embeddings.mapped(reduced), places)
+        return Kept(self._next, embeddings.mapped(reduced), places, _key_set(method, kept, len(places)))
+
+
+def _key_set(method: Method, kept: Tensor, num_kept: int) -> BoolArray:
+    """Marks the key set among what is kept; tokens behind the units are none of it."""
+    is_key = np.zeros(num_kept, dtype=bool)
+    if isinstance(method, MergedNeighbours):
+        is_key[: len(kept)] = method.is_key(kept).numpy()
+    return is_key
 
 
 def _new_method(policy: ReductionPolicy, item: MediaItem) -> Method:

@@ -64,7 +64,7 @@ class _Entry:
 class CachedGroup:
     """Locates the embeddings of one group: the first `num_embeddings` rows of these blocks, in order.
 
-    places: of kept embeddings, ascending, among all visual tokens of their item; empty where all are kept
+    places: of kept embeddings, in order, among all visual tokens of their item; empty where all are kept
     """
 
     num_embeddings: int

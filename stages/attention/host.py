@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from epd.kv.drafting import MOST_DRAFTS
-from epd.types import Int64Array, ceil_div
+from epd.types import BoolArray, Int64Array, ceil_div
 from stages.attention.gathered import GatheredPiece, OwnSpan
 from stages.attention.pieces import (
     Attended,
@@ -31,7 +31,7 @@ from stages.attention.pieces import (
     Rows,
     UnmaskedPiece,
 )
-from stages.attention.runs import BoolArray, SharedRun, all_blocks, find_runs, loose_blocks
+from stages.attention.runs import SharedRun, all_blocks, find_runs, loose_blocks
 
 if TYPE_CHECKING:
     from stages.attention.attention import AttentionBatch

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from epd.types import Int64Array, ceil_div
-
-BoolArray = NDArray[np.bool_]
+from epd.types import BoolArray, Int64Array, ceil_div
 
 
 @dataclass(frozen=True, slots=True)

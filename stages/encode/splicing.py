@@ -6,7 +6,7 @@ import numpy as np
 
 from encoders import Adapter, Embeddings, MediaItem, PromptPlan, concatenated
 from encoders.groups import MediaGroup
-from encoders.reduction import Kept, KeptCells, TokenReducer, kept_cells, windows_of
+from encoders.reduction import Kept, KeptCells, TokenReducer, kept_cells, windows_of, without_keys
 from stages.visual_inputs import PlacedEmbeddings
 
 
@@ -47,10 +47,11 @@ class EmbeddingSplicer:
     def place(self, group: MediaGroup, embeddings: Embeddings, places: tuple[int, ...]) -> PlacedEmbeddings:
         """Returns what an encoder has kept of the next group: see `encoders.reduction.reading.ItemReader`."""
         item = self._prompt.media[group.item]
-        kept, start, indices = [], 0, np.array(places, dtype=np.int64)
+        kept, start = [], 0
+        indices, is_key = without_keys(places)
         for number in range(*windows_of(item, group)):
             stop = start + item.windows[number].num_kept
-            kept.append(Kept(number, embeddings.cut(start, stop), indices[start:stop]))
+            kept.append(Kept(number, embeddings.cut(start, stop), indices[start:stop], is_key[start:stop]))
             start = stop
         return self._placed(group.item, item, kept)
 
@@ -73,4 +74,6 @@ class EmbeddingSplicer:
         if item.plan.kind == "video":
             self._cells.append((number, kept_cells(item, kept)))
         indices = np.concatenate([each.indices for each in kept])
-        return PlacedEmbeddings(embeddings, places, reduction.positions[number][:, indices])
+        is_by_question = reduction.policy.is_by_question
+        is_key = np.concatenate([each.is_key for each in kept]) if is_by_question else None
+        return PlacedEmbeddings(embeddings, places, reduction.positions[number][:, indices], is_key)

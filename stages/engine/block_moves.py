@@ -14,6 +14,7 @@ from epd.kv.scheduler_output import Preemption, Restore
 from epd.types import ceil_div
 from stages.engine.kv_pool import KVPool, KVPools, token_slots
 from stages.rank import RankGroup
+from stages.reduction.guarded import GuardedTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class BlockMoves:
         self._pools = pools
         self._moves = PoolMoves(pools)
         self._ranks = ranks
+        self.guarded = GuardedTokens(kv.spec.num_blocks[0], kv.block_size)
 
     @property
     def offloaded(self) -> frozenset[str]:
@@ -103,10 +105,12 @@ class BlockMoves:
         """Keeps the request's tokens; to be called before its blocks are written by others."""
         tables = tuple(tuple(table) for table in preemption.block_tables)
         self._carry_out(OffloadTokens(preemption.request.request_id, tables, preemption.num_tokens))
+        self.guarded.offload(preemption.request.request_id, tables[0], preemption.num_tokens)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         if copies:
             self._carry_out(CopyBlocks(tuple(copies)))
+            self.guarded.copy(copies)
         self._kv.copied(copies)
 
     def copy_behind(self, request_id: str, tokens: Tensor) -> None:
@@ -127,8 +131,10 @@ class BlockMoves:
         groups = range(len(self._pools.groups))
         tables = tuple(tuple(self._kv.block_table(request_id, group)) for group in groups)
         self._carry_out(RestoreTokens(request_id, tables, restore.start, restore.stop))
+        self.guarded.restore(request_id, tables[0], restore.start, restore.stop)
 
     def forget(self, request_id: str) -> None:
         """Drops what is kept of a request. Unknown ids are ignored."""
         if request_id in self._moves.offloaded:
             self._carry_out(ForgetTokens(request_id))
+            self.guarded.forget(request_id)

@@ -124,8 +124,7 @@ class LanguageEngine:
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             sequence.visual.add(placed)
-            if placed.positions is not None:
-                sequence.tokens.positions[:, placed.indices] = placed.positions
+            sequence.tokens.place(placed.indices, placed.positions, placed.is_key)
             sequence.scheduled.num_ready = max(sequence.scheduled.num_ready, sequence.visual.num_ready)
 
     def adopt(
@@ -314,12 +313,18 @@ class LanguageEngine:
         """Returns logits [R, V] of the sampled rows: a chunk's last, and one before it for each draft."""
         return self._runner.run(
             [
-                self._sequences[chunk.request.request_id].segment(
-                    chunk.start, chunk.stop, self._num_rows(chunk), self.kv
-                )
+                self._guarded(chunk).segment(chunk.start, chunk.stop, self._num_rows(chunk), self.kv)
                 for chunk in chunks
             ]
         )
+
+    def _guarded(self, chunk: Chunk) -> TokenSequence:
+        """Returns the chunk's sequence; a question that drops tokens is told those that it may not."""
+        sequence = self._sequences[chunk.request.request_id]
+        if sequence.view is not None and sequence.view.start == chunk.start:
+            table = self.kv.block_table(chunk.request.request_id)
+            sequence.view.guard(self._moves.guarded.read(table, chunk.start))
+        return sequence
 
     def _num_rows(self, chunk: Chunk) -> int:
         wanted = self._sequences[chunk.request.request_id].request.extent is not Extent.MEDIA
@@ -373,6 +378,7 @@ class LanguageEngine:
         if tokens and sequence.num_generated:
             self._continue(chunk, sequence, tokens, result)
             return
+        self._note_guarded(chunk, sequence)
         self.scheduler.advance(chunk.request, chunk.stop)
         self._drop_tokens(sequence)
         self._drop_embeddings(sequence)
@@ -427,6 +433,12 @@ class LanguageEngine:
         del self._sequences[sequence.request_id]
         self._moves.forget(sequence.request_id)
         self.scheduler.remove(sequence.scheduled, hold=hold)
+
+    def _note_guarded(self, chunk: Chunk, sequence: TokenSequence) -> None:
+        """Notes which tokens just computed no question may drop, before others can find them."""
+        if (is_key := sequence.tokens.is_key) is not None and chunk.start < len(is_key):
+            table = self.kv.block_table(chunk.request.request_id)
+            self._moves.guarded.write(table, chunk.start, is_key[chunk.start : chunk.stop])
 
     def _drop_tokens(self, sequence: TokenSequence) -> None:
         """Keeps of a prompt that is just computed what its question has chosen."""

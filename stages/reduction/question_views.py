@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from encoders.adapter import PromptPlan
 from encoders.device import CPU, to_device
 from epd.reduction import layer_counts
+from epd.types import BoolArray
 from stages.reduction.pruning import at_slots, coarse
 
 
@@ -37,6 +38,8 @@ class QuestionView:
         places = [item.token_indices(0, len(item.units)) for item in prompt.media]
         self.start = prompt.prefix_length
         visual = np.concatenate(places)
+        self._places = visual
+        self._is_key = torch.zeros(len(visual), dtype=torch.bool)
         is_text = np.ones(self.start, dtype=bool)
         is_text[visual] = False
         self._visual, self._text = torch.from_numpy(visual), torch.from_numpy(np.flatnonzero(is_text))
@@ -48,10 +51,15 @@ class QuestionView:
         """Counts the visual tokens that each layer read when the question was computed."""
         return self._counts[:-1]
 
+    def guard(self, is_key: BoolArray) -> None:
+        """Keeps some tokens through every choice, as far as there is room; bool [start], of those before."""
+        self._is_key = torch.from_numpy(is_key[self._places])
+
     def begin(self, num_layers: int, device: torch.device = CPU) -> None:
         """Resets the view, as the question is about to be computed on this device."""
         num_all = len(self._visual)
         self._visual, self._text = to_device(self._visual, device), to_device(self._text, device)
+        self._is_key = to_device(self._is_key, device)
         counts = layer_counts(num_all, self._num_survivors, num_layers)
         self._counts = (*counts, self._num_survivors)
         self._chosen = [torch.arange(num_all, device=device)] * (num_layers + 1)
@@ -75,7 +83,8 @@ class QuestionView:
         """
         chosen = self._chosen[layer]
         at = torch.searchsorted(tokens, self._visual[chosen])
-        self._chosen[layer + 1] = chosen[_best(weights[:, at], self._counts[layer + 1])]
+        best = _best(weights[:, at], self._is_key[chosen], self._counts[layer + 1])
+        self._chosen[layer + 1] = chosen[best]
 
     def keep(self, layer: int) -> None:
         """Lets the next layer read what this one did, which does not choose."""
@@ -86,8 +95,10 @@ class QuestionView:
         return self._counts[layer + 1] < self._counts[layer]
 
 
-def _best(weights: Tensor, num_kept: int) -> Tensor:
-    """Selects the tokens that the text attends most, int64 [k], ascending; weights: [q, K].
+def _best(weights: Tensor, is_key: Tensor, num_kept: int) -> Tensor:
+    """Selects the tokens that the text attends most, int64 [k], ascending; the key set goes before others.
+
+    weights: [q, K]. is_key: bool [K].
 
     MustDrop drops a token if the sum over the text is below gamma of the whole sum, and its maximum below
     alpha; in its settings both are about equal (.001 and .001). As that threshold rises tokens fall in the
@@ -95,7 +106,8 @@ def _best(weights: Tensor, num_kept: int) -> Tensor:
     Source: Liu et al. 2024, section 3.3 (arXiv 2411.10803).
     """
     scores = torch.maximum(weights.sum(0) / weights.sum(), weights.max(0).values)
-    return (-coarse(scores)).argsort(stable=True)[:num_kept].sort().values
+    ranks = coarse(scores) + (is_key.to(torch.int32) << 30)  # above every score, and those are in order
+    return (-ranks).argsort(stable=True)[:num_kept].sort().values
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,12 @@ def test_what_is_sent_is_what_would_have_been_kept(
                 assert torch.equal(mine, other)
             assert (ours.positions == theirs.positions).all()
             assert (ours.indices == theirs.indices).all()
+            if method == "mustdrop":
+                assert ours.is_key is not None
+                assert ours.is_key.any(), "of every window some must survive"
+                assert (ours.is_key == theirs.is_key).all()
+            else:
+                assert ours.is_key is theirs.is_key is None
     assert workers.num_encoded == num_encoded
 
 

@@ -304,8 +304,9 @@ def test_split_over_workers_gives_the_same_tokens(engines: Engines, mix: dict[st
 class TheirView:
     """MustDrop in transformers' own attention: each layer told what to read by an index list."""
 
-    def __init__(self, visual: np.ndarray, counts: tuple[int, ...], question: int) -> None:
-        self.counts, self.question = counts, question
+    def __init__(self, visual: np.ndarray, counts: tuple[int, ...], question: int, keys: set[int]) -> None:
+        """keys: tokens that stay."""
+        self.counts, self.question, self.keys = counts, question, keys
         self.reads = [list(visual)] * len(counts)
         self.visual = set(visual.tolist())
         self.read_by_question: list[list[int]] = []  # by each layer
@@ -334,8 +335,22 @@ class TheirView:
             j: max(float(weights[:, j].sum() / weights[:, read].sum()), float(weights[:, j].max()))
             for j in read
         }
-        best = sorted(read, key=lambda j: (-rounded(score[j]), j))
+        best = sorted(read, key=lambda j: (j not in self.keys, -rounded(score[j]), j))
         self.reads[layer + 1] = sorted(best[: self.counts[layer + 1]])
+
+
+def key_set(encoded: EncodedMedia, prompt: PromptPlan, visual: np.ndarray, positions: np.ndarray) -> set[int]:
+    """Of each unit the twentieth least like its mean, found in the prompt by their places in the video."""
+    (whole,) = prompt.reduction.positions if prompt.reduction else ()
+    rows = torch.cat([embeddings.rows for _, embeddings in encoded.groups]).double()
+    size = prompt.num_visual_tokens_before // encoded.plans[0].num_units
+    places = set[tuple[int, ...]]()
+    for start in range(0, len(rows), size):
+        unit = [row / row.norm() for row in rows[start : start + size]]
+        mean = sum(unit[1:], unit[0]) / size
+        alike = sorted(range(size), key=lambda token: float(unit[token] @ mean))
+        places |= {tuple(whole[:, start + token].tolist()) for token in alike[: max(1, round(size / 20))]}
+    return {int(token) for token in visual if tuple(positions[:, token].tolist()) in places}
 
 
 @torch.inference_mode()
@@ -350,14 +365,15 @@ def answered_by_view(
     visual = np.concatenate([item.token_indices(0, len(item.units)) for item in prompt.media])
     wanted = policy.retention * prompt.num_visual_tokens_before
     num_layers = len(model.model.language_model.layers)
-    view = TheirView(visual, layer_counts(len(visual), wanted, num_layers), prompt.prefix_length)
-    AttentionInterface.register("their_view", view.attend)
-    model.set_attn_implementation({"text_config": "their_view"})
     embed, at, cache = model.get_input_embeddings(), prompt.prefix_length, DynamicCache()
     rows, positions = embed(torch.from_numpy(prompt.token_ids[:at])), prompt.positions.copy()
     for part in placed(pipeline, encoded, prompt):
         assert part.positions is not None
         rows[part.indices], positions[:, part.indices] = part.embeddings.rows, part.positions
+    keys = key_set(encoded, prompt, visual, positions)
+    view = TheirView(visual, layer_counts(len(visual), wanted, num_layers), prompt.prefix_length, keys)
+    AttentionInterface.register("their_view", view.attend)
+    model.set_attn_implementation({"text_config": "their_view"})
     forward(model, cache, rows, positions[:, :at])
     tokens = their_answer(model, cache, prompt, count)
     model.set_attn_implementation({"text_config": "sdpa"})
@@ -387,6 +403,8 @@ def test_questions_read_what_their_text_selects(
     for question, answer in zip(questions, pipeline.answer_all(context, questions), strict=True):
         prompt = reduced_plan(pipeline, encoded, question, policy)
         theirs, view = answered_by_view(reference, pipeline, encoded, prompt, policy, len(answer.token_ids))
+        assert len(view.keys) == encoded.plans[0].num_units
+        assert view.keys <= set(view.reads[-1]), "they survive"
         assert answer.token_ids == theirs
         assert len(view.reads[-1]) < len(view.visual)
         read = [each[: len(view.counts)] for each in ours]
