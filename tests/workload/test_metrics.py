@@ -22,6 +22,14 @@ def test_latencies_of_one_request() -> None:
     assert SLOW.tpot_s == pytest.approx((1.1 - 0.4) / 7)
 
 
+def test_a_long_answer_that_comes_four_tokens_at_a_time_has_the_time_of_one() -> None:
+    """As where drafts hold: 121 tokens in 31 pieces."""
+    times = tuple(0.5 + 0.4 * number for number in range(31))
+    long = ClientRecord(5, 0.0, 0.0, 12.5, times, prompt_tokens=50, completion_tokens=121)
+    assert long.tpot_s == pytest.approx(0.1)
+    assert long.itl_s == pytest.approx((0.4,) * 30)
+
+
 def test_what_has_no_latency() -> None:
     assert ONE_TOKEN.tpot_s is None
     assert ONE_TOKEN.ttft_s == pytest.approx(0.2)
