@@ -29,7 +29,7 @@ from epd.errors import InfeasibleError, check_question
 from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.reduction import KEEP_ALL, NO_BUDGET, ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
-from epd.types import Answer, Int64Array, StageTimings
+from epd.types import Answer, Int64Array, MediaKind, StageTimings
 from stages.engine.generation import GenerateRequest, StepResult, TokenOutput
 from stages.group_driver import FailedJob, GroupDriver, MediaJob
 from stages.media import EncodedGroup
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 # Of a reduced video a group leaves few tokens: a pass waits for this share of what a whole group has.
 _PASS_SHARE = 0.75
+_SOUND: MediaKind = "audio"
 
 
 class Progress(Protocol):
@@ -116,6 +117,7 @@ class ColocatedPipeline(Pipeline):
         num_frames: int | None = None,
         start_s: float = 0.0,
         end_s: float | None = None,
+        as_audio: bool = False,
         reduction: ReductionPolicy = KEEP_ALL,
         budget: VisualBudget = NO_BUDGET,
         max_tokens: int | None = None,
@@ -135,6 +137,7 @@ class ColocatedPipeline(Pipeline):
             num_frames=num_frames,
             start_s=start_s,
             end_s=end_s,
+            as_audio=as_audio,
             reduction=reduction,
             budget=budget,
             question=question,
@@ -181,6 +184,7 @@ class ColocatedPipeline(Pipeline):
         num_frames: int | None = None,
         start_s: float = 0.0,
         end_s: float | None = None,
+        as_audio: bool = False,
         reduction: ReductionPolicy = KEEP_ALL,
         budget: VisualBudget = NO_BUDGET,
         question: str = "",
@@ -192,6 +196,7 @@ class ColocatedPipeline(Pipeline):
 
         fps, num_frames: which frames of each video, one of the two or neither: then as the processor has it.
         start_s, end_s: only of this part of each, by default of all of it.
+        as_audio: the sound of each alone, which may be that of a video.
         reduction: which of their tokens are kept, by default all; where frames or retention are not asked
             for, as many as `budget` and context have room for beside a question and its answer.
         question: the longest that is to come, if it is known.
@@ -201,6 +206,7 @@ class ColocatedPipeline(Pipeline):
         job = MediaJob(
             sources=media,
             frame_sampling=FrameSampling(fps, num_frames, start_s, end_s),
+            kinds=(_SOUND,) * len(media) if as_audio else None,
             question=question,
             reduction=reduction,
             budget=budget,

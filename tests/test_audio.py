@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from encoders import load_adapter
 from encoders.adapter import PatchRun
 from encoders.prompt.chat import ChatMessage, ContentPart
+from epd.cli.program import app
 from epd.errors import MediaLimitError, RequestError, UnsupportedMediaError
 from stages.colocated import ColocatedPipeline
 from tests.reference import MAX_TOKENS
-from tests.tiny_audio import WINDOW_S, Reference, build_qwen2_audio, heard, tones, write_audio
+from tests.tiny_audio import WINDOW_S, Reference, build_qwen2_audio, heard, tones, with_sound, write_audio
 
 QUESTION = "What is heard? Ä, 漢"
 
@@ -76,6 +79,36 @@ def test_a_part_of_a_long_clip_is_heard(
     assert beginning.token_ids == reference.tokens([heard(long)], [None, QUESTION])
     assert part.token_ids == reference.tokens([heard(long, 2.25, 3.5)], [None, QUESTION])
     assert beginning.token_ids != part.token_ids
+
+
+def test_the_sound_of_a_video_is_heard_where_it_is_asked_for(
+    reference: Reference, checkpoint: Path, clips: dict[str, Path], media: dict[str, Path], tmp_path: Path
+) -> None:
+    film = with_sound(media["video"], clips["stereo"], tmp_path / "film.mkv")
+    expected = reference.tokens([heard(clips["stereo"])], [None, QUESTION])
+    arguments = [
+        "ask",
+        film,
+        QUESTION,
+        "--model",
+        checkpoint,
+        "--max-tokens",
+        MAX_TOKENS,
+        "--json",
+        "--audio",
+    ]
+
+    answer = CliRunner().invoke(app, list(map(str, arguments)))
+    assert answer.exit_code == 0, answer.output
+    assert json.loads(answer.stdout)["answer"] == reference.processor.tokenizer.decode(
+        expected, skip_special_tokens=True
+    )
+
+    silent = CliRunner().invoke(
+        app, [*map(str, arguments[:1]), str(media["video"]), *map(str, arguments[2:])]
+    )
+    assert silent.exit_code == 2
+    assert "has no sound, only streams of kind ['video']" in silent.stderr
 
 
 def test_questions_share_what_was_heard(

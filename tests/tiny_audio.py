@@ -132,3 +132,16 @@ def write_audio(
                 out.mux(stream.encode(each))
         out.mux(stream.encode(None))
     return path
+
+
+def with_sound(pictures: Path, sound: Path, path: Path) -> Path:
+    """Writes the pictures of one file and the sound of another as they are encoded."""
+    with av.open(str(pictures)) as seen, av.open(str(sound)) as track, av.open(str(path), "w") as out:
+        tracks = [seen.streams.video[0], track.streams.audio[0]]
+        copies = [out.add_stream_from_template(each) for each in tracks]
+        for each, copy in zip(tracks, copies, strict=True):
+            for packet in each.container.demux(each):
+                if packet.dts is not None:
+                    packet.stream = copy
+                    out.mux(packet)
+    return path

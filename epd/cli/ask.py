@@ -12,6 +12,7 @@ from epd import console
 from epd.cli.conversations import api_options, conversation_with
 from epd.cli.options import (
     ApiKey,
+    AsAudio,
     ComputeShare,
     Device,
     Draft,
@@ -54,6 +55,7 @@ def ask(
     frames: Frames = None,
     start: Start = 0.0,
     end: End = None,
+    audio: AsAudio = False,
     retention: Retention = None,
     reduction: Reduction = None,
     compute_share: ComputeShare = None,
@@ -71,7 +73,7 @@ def ask(
     api_key: ApiKey = None,
     as_json: IsJson = False,
 ) -> None:
-    """Answer a question about videos and images.
+    """Answer a question about videos, images and audio.
 
     Streams the answer to stdout, then prints to stderr what each stage took. With --json, prints one object
     with answer, ttft_s, timings and usage. With --url, a running server answers: files are sent to it, and
@@ -86,7 +88,7 @@ def ask(
         options = api_options(
             fps, frames, start, end, retention, reduction, compute_share, max_visual_tokens, max_tokens
         )
-        conversation = conversation_with(url, api_key, model, paths, options)
+        conversation = conversation_with(url, api_key, model, paths, options, as_audio=audio)
         show_answer(conversation.ask(question, None if as_json else console.stream_text), as_json=as_json)
         return
     from epd.cli.pipelines import open_pipeline  # torch
@@ -110,6 +112,7 @@ def ask(
             num_frames=frames,
             start_s=start,
             end_s=end,
+            as_audio=audio,
             reduction=policy,
             budget=budget,
             max_tokens=max_tokens,

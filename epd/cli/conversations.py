@@ -15,16 +15,23 @@ from epd.types import MediaKind
 
 
 def conversation_with(
-    url: str, api_key: str | None, model: Path | None, paths: Sequence[str], options: Mapping[str, Any]
+    url: str,
+    api_key: str | None,
+    model: Path | None,
+    paths: Sequence[str],
+    options: Mapping[str, Any],
+    *,
+    as_audio: bool = False,
 ) -> Conversation:
     """Returns a conversation with a running server. Raises RequestError.
 
     model: the name of one of its models; by default the first
     paths: of files, or URLs, which the server fetches itself
     options: see `api_options`
+    as_audio: whether the sound alone is sent for
     """
     (endpoint,) = parse_endpoints([url], api_key=api_key)
-    media = [Medium(_kind(path), path) for path in paths]
+    media = [Medium("audio" if as_audio else _kind(path), path) for path in paths]
     has_files = any(not each.is_url for each in media)
     served = _served(endpoint, model, has_files=has_files)
     return Conversation(endpoint, served.name, media, options, max_body_bytes=served.max_body_bytes)

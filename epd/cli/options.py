@@ -134,6 +134,9 @@ Paths = Annotated[
     list[str],
     typer.Argument(metavar="PATH", help="Videos, images and audio, in the order the model gets them."),
 ]
+AsAudio = Annotated[
+    bool, typer.Option("--audio", help="Hear the sound of each file, also of a video; for models that hear.")
+]
 Start = Annotated[
     float, typer.Option("--start", metavar="S", help="Start of the part of each video and audio, seconds.")
 ]

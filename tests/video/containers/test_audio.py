@@ -12,7 +12,7 @@ import pytest
 import video
 from epd.errors import CorruptMediaError, MediaLimitError, RequestError, UnsupportedMediaError
 from epd.types import Float32Array
-from tests.tiny_audio import tones, write_audio
+from tests.tiny_audio import tones, with_sound, write_audio
 from video.children.children import MediaChildren
 from video.sources.local_files import open_file
 
@@ -87,19 +87,7 @@ def test_children_decode_the_same(files: dict[str, Path], tmp_path: Path) -> Non
 
 
 def test_a_video_has_sound_of_its_own(files: dict[str, Path], media: dict[str, Path], tmp_path: Path) -> None:
-    both = tmp_path / "both.mp4"
-    with (
-        av.open(str(media["video"])) as pictures,
-        av.open(str(files["a.m4a"])) as sound,
-        av.open(str(both), "w") as out,
-    ):
-        tracks = [pictures.streams.video[0], sound.streams.audio[0]]
-        copies = [out.add_stream_from_template(track) for track in tracks]
-        for track, copy in zip(tracks, copies, strict=True):
-            for packet in track.container.demux(track):
-                if packet.dts is not None:
-                    packet.stream = copy
-                    out.mux(packet)
+    both = with_sound(media["video"], files["a.m4a"], tmp_path / "both.mp4")
 
     assert video.look(both).kind == "video"
     assert video.look(both, as_audio=True).kind == "audio"
