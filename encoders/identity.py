@@ -46,8 +46,10 @@ def prompt_identity(prompt: PromptPlan, mm_hashes: Sequence[str], cache_salt: st
 def _units(item: MediaItem, mm_hash: str, reduction: str) -> Iterator[tuple[PlaceholderRange, bytes]]:
     plan = item.plan
     facts = (mm_hash, plan.kind, plan.resized, plan.grid.h, plan.grid.w, plan.unit_span_s)
+    is_one_window = len(item.windows) == 1  # what is kept of it may be something else then
     for index, place in enumerate(item.units):
-        shown = (_shown(plan, *item.unit_run(index)), reduction, item.windows[index : index + 1])
+        windows = item.windows[index : index + 1]
+        shown = (_shown(plan, *item.unit_run(index)), reduction, windows, is_one_window)
         digest = hashlib.blake2b(repr((facts, shown)).encode(), digest_size=DIGEST_BYTES).digest()
         yield place, digest
 

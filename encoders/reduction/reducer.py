@@ -113,7 +113,7 @@ def _key_set(method: Method, kept: Tensor, num_kept: int) -> BoolArray:
 
 def _new_method(policy: ReductionPolicy, item: MediaItem) -> Method:
     if not policy.is_by_question:
-        return new_method(policy.method)
+        return new_method(policy.method, sees_all=len(item.windows) == 1)
     return MergedNeighbours(*_token_grid(item))
 
 

@@ -28,6 +28,7 @@ _LEAST_WEIGHT = 0.25
 _LEAST_VALUE = 0.2
 _CHANGE, _MOST_CHANGE = 0.5, 1.0
 _REPETITION, _TURN_UNITS = 0.7, 8.0
+_SHARPNESS = 16
 
 
 class Method(Protocol):
@@ -172,10 +173,13 @@ class Balanced(_Dropping):
     averaged with those of earlier windows - and, half as much, to the last one there; every token scores a
     little. It counts for less if it looks like the one that was kept last at its place, and the less the
     shorter ago that was. So what is kept takes turns, and what does not move is repeated from time to time,
-    although it has become background.
+    although it has become background. If the window is the whole item, the background is what most of its
+    units show; in a part of a longer item that may be what is asked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, sees_all: bool = False) -> None:
+        """Takes whether the next window is the whole item."""
+        self._sees_all = sees_all
         self._background: Tensor | None = None  # [S, C]
         self._last: Tensor | None = None  # [S, C]
         self._kept: Tensor | None = None  # [S, C], at each place, zeros before anything is
@@ -213,10 +217,20 @@ class Balanced(_Dropping):
     def _update_background(self, tokens: Tensor) -> Tensor:
         """Returns the usual token at each place, [S, C]; of a single unit, at all of its places."""
         usual = tokens.mean(0) if len(tokens) > 1 else tokens.mean(1).expand(tokens.shape[1], -1)
-        usual = normalize(usual, dim=-1)
+        usual = normalize(_mode(tokens) if self._sees_all and len(tokens) > 1 else usual, dim=-1)
         mixed = usual if self._background is None else normalize(usual + self._background, dim=-1)
         self._background = mixed
         return mixed
+
+
+def _mode(tokens: Tensor) -> Tensor:
+    """Returns about what most units [U, S, C] show at each place, [S, C].
+
+    It is a mean in which a unit counts for the less, the less it is like all others: what passes by, hardly.
+    """
+    along = (tokens * tokens.mean(0)).sum(-1)  # [U, S], cosines with the mean, times its length
+    weights = (along / along.amax(0).clamp_min(_TINY)).clamp_min(_TINY) ** _SHARPNESS
+    return (weights[:, :, None] * tokens).sum(0)
 
 
 def _edges(num_tokens: int, num_runs: int) -> Tensor:
@@ -302,6 +316,10 @@ _METHODS: Mapping[str, Callable[[], Method]] = {
 assert set(_METHODS) == set(SELECTION_METHODS)
 
 
-def new_method(name: str) -> Method:
-    """Creates a method without state. name: one of SELECTION_METHODS."""
-    return _METHODS[name]()
+def new_method(name: str, *, sees_all: bool = False) -> Method:
+    """Creates a method without state.
+
+    name: one of SELECTION_METHODS.
+    sees_all: whether the first window is the whole item.
+    """
+    return Balanced(sees_all=sees_all) if name == "balanced" else _METHODS[name]()

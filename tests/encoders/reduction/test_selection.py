@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoders import Embeddings, Grid, MediaItem, MediaPlan
+from encoders.identity import _units
 from encoders.reduction import Kept, TokenReducer
 from encoders.reduction.selection import Balanced, UniformPooling, new_method
 from epd.errors import RequestError
@@ -112,6 +113,27 @@ def test_balanced_remembers_the_background_of_earlier_windows() -> None:
     method.choose(first, NUM_UNITS)
     chosen = method.choose(second, NUM_UNITS)
     assert (chosen % TOKENS_PER_UNIT).tolist() == [4] * NUM_UNITS
+
+
+def test_balanced_keeps_what_stays_at_a_place_for_nearly_half_of_an_item() -> None:
+    """In a mean it would be a part of the background, and what is there without it would stand out, too."""
+    background, thing = torch.eye(CHANNELS)[:2]
+    units = background.repeat(NUM_UNITS, TOKENS_PER_UNIT, 1)
+    units[:5, 4] = units[7:, 7] = thing
+    chosen = Balanced(sees_all=True).choose(units, NUM_UNITS)
+    kept = {divmod(int(index), TOKENS_PER_UNIT) for index in chosen}
+    assert {*((unit, 4) for unit in range(5)), *((unit, 7) for unit in range(7, NUM_UNITS))} <= kept
+
+
+def test_a_window_that_is_all_shares_nothing_with_the_first_of_several() -> None:
+    """Other tokens are kept of it, since more is known of its background."""
+    windows = plan_windows(RUNS, TOKENS_PER_UNIT, 0.3)
+    alone, first, same = (
+        next(_units(item_of(some), "clip", "")) for some in (windows[:1], windows, windows[:2])
+    )
+    assert alone[0] == first[0]
+    assert alone[1] != first[1]
+    assert first == same
 
 
 def test_balanced_keeps_of_every_unit_even_where_all_happens_in_one() -> None:
