@@ -37,7 +37,7 @@ from epd.sampling_params import SamplingParams
 from epd.shapes import make_scene
 from epd.transfer.connectors import KVChunk, KVTicket
 from stages.colocated import ColocatedPipeline, EncodedMedia
-from stages.connectors import InProcessHub
+from stages.connectors.in_process import InProcessHub
 from stages.decode import DecodeStage
 from stages.encode.readings import Readings
 from stages.encode.splicing import EmbeddingSplicer

@@ -26,7 +26,7 @@ from encoders.identity import prompt_identity
 from epd.sampling_params import SamplingParams
 from epd.transfer.connectors import EncoderConnector, KVConnector
 from serve_app.worker.worker_stages import StageBuilder, WorkerSettings
-from stages.connectors import InProcessHub
+from stages.connectors.in_process import InProcessHub
 from stages.encode.encoder import EncodeJob
 from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
 from stages.encode.splicing import EmbeddingSplicer

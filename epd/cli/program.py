@@ -22,7 +22,7 @@ _ABOUT = "Answers questions about images and long videos with vision-language mo
 # Group: command: (module and object, the first line of its help).
 _GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "Answer questions": {
-        "ask": ("epd.cli.ask:ask", "Answer a question about videos and images."),
+        "ask": ("epd.cli.ask:ask", "Answer a question about videos, images and audio."),
         "chat": ("epd.cli.chat:chat", "Answer questions about videos and images in a dialogue."),
         "serve": ("epd.cli.serve:serve", "Serve a model with an OpenAI-compatible API."),
         "batch": ("epd.cli.batch:batch", "Answer a file of questions about videos and images."),

@@ -39,7 +39,7 @@ from serve_app.worker.worker_core import WorkerCore
 from serve_app.worker.worker_stages import WorkerSettings
 from serve_app.worker.worker_thread import IDLE_S, Call, Listener, WorkerThread, fault_of
 from serve_app.worker_info import WorkerInfo
-from stages.connectors import InProcessHub
+from stages.connectors.in_process import InProcessHub
 from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
 from stages.engine.kv_pool import KVPools, KVPoolsShape
 from stages.placement import Placement

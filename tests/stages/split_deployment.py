@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from stages.connectors import InProcessHub
+from stages.connectors.in_process import InProcessHub
 from stages.decode import DecodeStage
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import StepResult, TokenOutput

@@ -23,7 +23,7 @@ from epd.encode.encoder_cache import EncoderCacheManager
 from epd.kv.scheduling import SchedulerConfig
 from epd.reduction import KEEP_ALL, PREFILL_METHODS, QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
-from stages.connectors import InProcessHub
+from stages.connectors.in_process import InProcessHub
 from stages.decode import DecodeStage
 from stages.encode.embedding_receiver import EmbeddingReceiver
 from stages.encode.encoder import EncodeJob, EncodeStage

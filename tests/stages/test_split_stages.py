@@ -11,7 +11,7 @@ from epd.kv.kv_identity import token_identity
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.transfer.connectors import TransferOutcome
-from stages.connectors import InProcessHub
+from stages.connectors.in_process import InProcessHub
 from stages.decode import DecodeStage
 from stages.prefill import PrefillStage
 from tests.stages.conftest import Subject

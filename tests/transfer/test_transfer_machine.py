@@ -16,7 +16,7 @@ from torch import nn
 
 from epd.encode.encoder_cache import EncoderCacheManager, GroupSpec
 from epd.transfer.connectors import Ticket
-from stages.connectors import InProcessHub
+from stages.connectors.in_process import InProcessHub
 from stages.encode.embedding_receiver import EmbeddingReceiver
 from stages.encode.encoder import EncodeJob, EncodeStage
 from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool

@@ -12,7 +12,7 @@ from torch import nn
 
 from epd.encode.encoder_cache import CachedGroup, EncoderCacheManager, GroupSpec
 from epd.transfer.connectors import Ticket
-from stages.connectors import InProcessHub
+from stages.connectors.in_process import InProcessHub
 from stages.connectors.mailbox import MailboxConnector
 from stages.encode.embedding_receiver import EmbeddingReceiver
 from stages.encode.encoder import EncodeJob, EncodeStage

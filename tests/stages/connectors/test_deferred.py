@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, TransferOutcome
-from stages.connectors import InProcessHub, deferred
-from stages.connectors.in_process import InProcessConnector
+from stages.connectors import deferred
+from stages.connectors.in_process import InProcessConnector, InProcessHub
 from stages.engine.kv_pool import KVPools
 from tests.stages.handover_workers import pools_shape
 from tests.stages.kv_values import put_tokens, tokens_at

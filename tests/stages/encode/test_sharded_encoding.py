@@ -18,7 +18,7 @@ from encoders.groups import MediaGroup, cut, plan_groups
 from epd.encode.encoder_cache import EncoderCacheManager, GroupSpec
 from epd.errors import EncodeError, InfeasibleError
 from epd.types import content_hash
-from stages.connectors import InProcessHub
+from stages.connectors.in_process import InProcessHub
 from stages.encode.embedding_receiver import EmbeddingReceiver
 from stages.encode.encoder import EncodeJob, EncodeStage
 from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool

@@ -12,7 +12,7 @@ from encoders.adapter import Embeddings
 from encoders.groups import MediaGroup, plan_groups
 from epd.encode.encoder_cache import EncoderCacheManager
 from epd.transfer.connectors import Ticket
-from stages.connectors import InProcessHub
+from stages.connectors.in_process import InProcessHub
 from stages.encode.embedding_receiver import EmbeddingReceiver
 from stages.encode.encoder import EncodeJob, EncodeStage
 from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
