@@ -158,10 +158,10 @@ def accuracy_row(row: Row, method: str) -> Row:
     }
 
 
-def seconds_to_first_token() -> dict[tuple[int | None, str, float], float]:
+def seconds_to_first_token() -> dict[tuple[int, str, float], float]:
     """Returns the section `prefill` of the results, by frames, method and retention."""
     rows = stored("reduction").get("prefill", [])
-    return {(row.get("frames"), row["method"], row["retention"]): row["ttft_s"] for row in rows}
+    return {(row["frames"], row["method"], row["retention"]): row["ttft_s"] for row in rows}
 
 
 def counted_costs() -> dict[tuple[int, str, float], Row]:
