@@ -33,7 +33,7 @@ from serve_app.held_folder import (
     remove_abandoned,
     remove_held,
 )
-from stages.connectors.shared_memory import MemoryPlace, leads_to, new_memory
+from stages.connectors.shared_memory import MemoryPlace, leads_to, new_memory, open_memory
 
 logger = logging.getLogger(__name__)
 
@@ -180,13 +180,9 @@ def orphans() -> list[Path]:
 def open_pool(path: Path) -> int | None:
     """Returns a descriptor of a pool created by any process of this machine; None if it is gone."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return open_memory(path, _memory_name(path))
     except OSError:
         return None
-    if leads_to(f"/proc/self/fd/{descriptor}", _memory_name(path)):
-        return descriptor
-    os.close(descriptor)  # its process is gone, and another one has its id
-    return None
 
 
 def _new_memory(path: Path, num_bytes: int) -> int:

@@ -12,6 +12,7 @@ import secrets
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -31,13 +32,9 @@ class MemoryPlace:
     def open(self) -> int | None:
         """Returns a descriptor of the memory; None if its process has ended. Raises OSError."""
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            return open_memory(self.path, self.name)
         except FileNotFoundError:
             return None
-        if leads_to(f"/proc/self/fd/{descriptor}", self.name):
-            return descriptor
-        os.close(descriptor)
-        return None
 
 
 class SharedMemory:
@@ -60,6 +57,18 @@ def new_memory(name: str, num_bytes: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def open_memory(path: str | Path, name: str) -> int | None:
+    """Returns a descriptor of the memory that was created under a name; None if `path` leads elsewhere.
+
+    That is so when its process is gone, and another one has its id. Raises OSError.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    if leads_to(f"/proc/self/fd/{descriptor}", name):
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def leads_to(path: str, name: str) -> bool:

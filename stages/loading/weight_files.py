@@ -119,13 +119,17 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
     Raises OSError, ValueError, SafetensorError, UnsupportedModelError for weights that are quantised as
     nothing here computes.
     """
-    quantization = read_quantization(path)
+    return with_forms(listed_tensors(path), read_quantization(path))
+
+
+def listed_tensors(path: Path) -> list[StoredTensor]:
+    """Lists the same without their forms. Raises OSError, ValueError, SafetensorError."""
     if (path / _INDEX).is_file():
         index: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
         files = [path / file for file in sorted(set(index.values()))]
     else:
         files = [path / _SINGLE]
-    return with_forms([tensor for file in files for tensor in tensors_in(file)], quantization)
+    return [tensor for file in files for tensor in tensors_in(file)]
 
 
 def with_forms(stored: list[StoredTensor], quantization: Quantization | None) -> list[StoredTensor]:

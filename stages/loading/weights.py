@@ -33,9 +33,9 @@ from stages.loading.quantized_linear import quantize_modules
 from stages.loading.weight_files import (
     StoredTensor,
     TensorPart,
+    listed_tensors,
     mapped_tensors,
     read_tensors,
-    stored_tensors,
     tensors_in,
     with_forms,
 )
@@ -90,7 +90,8 @@ def load_role(
             model = skeleton(config, placement.dtype)
             prune(model, role)
             parts = cut(model) if cut is not None else {}
-            stored = _stored(path, weights, quantization)
+            listed = listed_tensors(path) if weights is None else list(tensors_in(weights))
+            stored = with_forms(listed, quantization)
             quantize_modules(model, [each.form for each in stored if each.form is not None])
             loaded = _fill(model, path, stored, placement, on_progress, parts, is_copied=weights is None)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
@@ -110,12 +111,6 @@ def _check_cut(quantization: Quantization | None, cut: Cut | None) -> None:
             f"received weights quantised by '{quantization.method}' for a tensor parallel size above 1; "
             "allowed: 1; use the checkpoint that was not quantised"
         )
-
-
-def _stored(path: Path, weights: Path | None, quantization: Quantization | None) -> list[StoredTensor]:
-    if weights is None:
-        return stored_tensors(path)
-    return with_forms(list(tensors_in(weights)), quantization)
 
 
 def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
