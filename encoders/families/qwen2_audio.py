@@ -37,7 +37,7 @@ from encoders.prompt.chat import ChatMessage
 from encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
 from epd.errors import MediaLimitError, UnsupportedMediaError, UnsupportedModelError
 from epd.reduction import TowerMerge
-from epd.types import MediaKind
+from epd.types import MediaKind, ceil_div
 
 _HEARS = "received {} for a model that hears (qwen2_audio); allowed: audio and text; use a model that sees"
 
@@ -72,7 +72,7 @@ class Qwen2AudioAdapter(BaseAdapter):
         return AudioSpec(int(self._extractor.sampling_rate), int(self._extractor.n_samples))
 
     def plan_audio(self, num_samples: int, start_s: float = 0.0) -> MediaPlan:
-        num_columns = -(-num_samples // int(self._extractor.hop_length))
+        num_columns = ceil_div(num_samples, int(self._extractor.hop_length))
         num_tokens = _num_tokens(num_columns)
         if num_tokens < 1:
             raise MediaLimitError(

@@ -216,8 +216,11 @@ class Balanced(_Dropping):
 
     def _update_background(self, tokens: Tensor) -> Tensor:
         """Returns the usual token at each place, [S, C]; of a single unit, at all of its places."""
-        usual = tokens.mean(0) if len(tokens) > 1 else tokens.mean(1).expand(tokens.shape[1], -1)
-        usual = normalize(_mode(tokens) if self._sees_all and len(tokens) > 1 else usual, dim=-1)
+        if len(tokens) == 1:
+            usual = tokens.mean(1).expand(tokens.shape[1], -1)
+        else:
+            usual = _mode(tokens) if self._sees_all else tokens.mean(0)
+        usual = normalize(usual, dim=-1)
         mixed = usual if self._background is None else normalize(usual + self._background, dim=-1)
         self._background = mixed
         return mixed

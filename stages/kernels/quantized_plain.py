@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from epd.types import ceil_div
+
 # Values of a matrix that are dequantised at a time.
 _PIECE = 2**22
 
@@ -56,7 +58,7 @@ class Fp8Matrix:
 
     def dequantised(self, start: int, stop: int) -> Tensor:
         values = self.values[start:stop].to(torch.float32)
-        end = -(-stop // self.rows_of_scale)
+        end = ceil_div(stop, self.rows_of_scale)
         scales = self.scales[start // self.rows_of_scale : end].to(torch.float32)
         if self.rows_of_scale > 1:
             scales = scales.repeat_interleave(self.rows_of_scale, 0)[: len(values)]

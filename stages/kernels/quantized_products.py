@@ -20,6 +20,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from epd.types import ceil_div
 from stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
 
 # Of at most this many rows the tile of a decode is not mostly padding; tl.dot takes no fewer.
@@ -111,7 +112,7 @@ def fp8_product(rows: Tensor, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor:
     out = rows.new_empty(num_rows, num_out)
     tile = _tile(num_rows, rows.dtype)
     if num_rows:
-        _fp8_product_kernel[(-(-num_out // tile.block_n), -(-num_rows // tile.block_m))](
+        _fp8_product_kernel[(ceil_div(num_out, tile.block_n), ceil_div(num_rows, tile.block_m))](
             rows,
             matrix.values.view(torch.uint8),
             matrix.scales,
@@ -188,7 +189,7 @@ def int4_product(rows: Tensor, matrix: Int4Matrix, bias: Tensor | None) -> Tenso
     out = rows.new_empty(num_rows, num_out)
     tile = _tile(num_rows, rows.dtype)
     if num_rows:
-        _int4_product_kernel[(-(-num_out // tile.block_n), -(-num_rows // tile.block_m))](
+        _int4_product_kernel[(ceil_div(num_out, tile.block_n), ceil_div(num_rows, tile.block_m))](
             rows,
             matrix.packed,
             matrix.zeros,

@@ -61,13 +61,13 @@ def work_list(
     """
     starts = query_starts.astype(np.int64)[segments]
     lens = query_starts.astype(np.int64)[segments + 1] - starts
-    per_segment = -(-lens // tile_tokens)
+    per_segment = ceil_div(lens, tile_tokens)
     owner = np.repeat(np.arange(len(segments)), per_segment)
     first = _numbers(per_segment) * tile_tokens
     rows = np.minimum(tile_tokens, lens[owner] - first)
     stops = context_lens.astype(np.int64)[segments[owner]] - lens[owner] + first + rows
     keys = keys_each(int(stops.sum()), num_more)
-    counts = -(-stops // keys)
+    counts = ceil_div(stops, keys)
     tile, split = np.repeat(np.arange(len(counts)), counts), _numbers(counts)
     sizes = np.where(counts > 1, counts * rows, 0)
     bases = np.cumsum(sizes) - sizes
