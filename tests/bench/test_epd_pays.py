@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import epd_pays_rounds
-from benchmarks.epd_pays import attained, cells_of, goodput, goodput_rows, tail_rows, verdict_rows
-from benchmarks.epd_pays_live import Layout, Pace, Round, Times, paced_workers, run_live
-from benchmarks.epd_pays_mixes import MIXES, Kind, sizes_of
-from benchmarks.epd_pays_plan import predicted
-from benchmarks.epd_pays_rounds import Case, cases, kept_rounds, layout_of, measure
+from benchmarks.epd_pays import rounds
+from benchmarks.epd_pays.live import Layout, Pace, Round, Times, paced_workers, run_live
+from benchmarks.epd_pays.mixes import MIXES, Kind, sizes_of
+from benchmarks.epd_pays.plan import predicted
+from benchmarks.epd_pays.rounds import Case, cases, kept_rounds, layout_of, measure
+from benchmarks.epd_pays.tables import attained, cells_of, goodput, goodput_rows, tail_rows, verdict_rows
 from epd.planning.space import Settings
 from epd.simulate.clock import seconds_of
 from epd.simulate.language import PassCost
@@ -60,7 +60,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr("benchmarks.epd_pays_live.time", found)
+    monkeypatch.setattr("benchmarks.epd_pays.live.time", found)
     return found
 
 
@@ -159,8 +159,8 @@ def test_rounds_are_kept_one_by_one_and_run_again_only_if_passes_were_late(
         ran.append(dilate)
         return Round(times(1.0, 0.02), 0.06 if len(ran) == 1 else 0.01, 1)
 
-    monkeypatch.setattr(epd_pays_rounds, "run_live", run)
-    monkeypatch.setattr(epd_pays_rounds, "planned", lambda _: {"slo": PLAN})
+    monkeypatch.setattr(rounds, "run_live", run)
+    monkeypatch.setattr(rounds, "planned", lambda _: {"slo": PLAN})
     path = tmp_path / "rounds.jsonl"
     todo = list(cases(IMAGES, 0, 4.0))
     measure(todo[:2], path)
@@ -178,7 +178,7 @@ def test_variants_are_of_the_planned_layout() -> None:
     assert found[""] == Layout("6e1p1d", SETTINGS)
     assert found["not sharded"].settings == replace(SETTINGS, sharding="request")
     assert not found["not overlapped"].is_overlapped
-    assert found["unfit"] == Layout(epd_pays_rounds.UNFIT, SETTINGS)
+    assert found["unfit"] == Layout(rounds.UNFIT, SETTINGS)
     assert layout_of(PLAN, "merged", "three workers").topology == "3epd"
     assert found["unfit, roles follow"] == replace(found["unfit"], is_elastic=True)
 
@@ -194,8 +194,8 @@ def test_rounds_with_many_late_passes_are_not_reported() -> None:
 def test_layouts_are_compared_with_merged_workers_at_the_rates_of_both(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("benchmarks.epd_pays.planned", lambda _: {"slo": PLAN})
-    monkeypatch.setattr("benchmarks.epd_pays.predicted", lambda *_: Round(times(1.0, 0.01, 10)))
+    monkeypatch.setattr("benchmarks.epd_pays.tables.planned", lambda _: {"slo": PLAN})
+    monkeypatch.setattr("benchmarks.epd_pays.tables.predicted", lambda *_: Round(times(1.0, 0.01, 10)))
     met, missed = times(1.0, 0.02, 10), times(1.0, 0.06, 10)
     rounds = {
         case("merged", 2.0): Round(met), case("merged", 3.0): Round(missed),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.epd_pays_live import Layout, Round, Times
-from benchmarks.epd_pays_mixes import Arrival, Mix
+from benchmarks.epd_pays.live import Layout, Round, Times
+from benchmarks.epd_pays.mixes import Arrival, Mix
 from epd.planning.goodput import MAX_LOAD
 from epd.planning.search import LEAST_GAIN, Planner, Scored
 from epd.planning.space import Space
@@ -19,10 +19,11 @@ from epd.workload.metrics import SLO
 
 # Kinds of plain layouts that are compared, by the letters of their workers.
 FAMILIES: Mapping[str, frozenset[str]] = {
+    "merged": frozenset({"epd"}),
     "split": frozenset({"e", "p", "d"}),
     "ep+d": frozenset({"ep", "d"}),
-    "merged": frozenset({"epd"}),
 }
+KINDS = tuple(FAMILIES)
 _READERS = 64  # threads that read media, which takes no time here
 
 

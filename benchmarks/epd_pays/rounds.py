@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.epd_pays_live import Layout, Round, Times, run_live
-from benchmarks.epd_pays_mixes import MIXES, Mix
-from benchmarks.epd_pays_plan import best_of_families, planner_of
+from benchmarks.epd_pays.live import Layout, Round, Times, run_live
+from benchmarks.epd_pays.mixes import MIXES, Mix
+from benchmarks.epd_pays.plan import KINDS, best_of_families, planner_of
 from benchmarks.reporting import RESULTS, Row
 from epd.planning.space import Settings
 
@@ -78,7 +78,7 @@ def layout_of(plan: Row, kind: str, variant: str) -> Layout:
 def cases(mix: Mix, round_index: int, dilate: float) -> Iterator[Case]:
     """Yields the cases of a round: every kind of layout at every rate, then variants of the split one."""
     for rate in mix.rates:
-        for kind in ("merged", "split", "ep+d"):
+        for kind in KINDS:
             yield Case(mix.name, kind, "", rate, round_index, dilate)
     for variant in ("not sharded", "not overlapped", "unfit", "unfit, roles follow"):
         yield Case(mix.name, "split", variant, VARIED_RATES[mix.name], round_index, dilate)

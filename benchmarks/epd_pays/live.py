@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 from zlib import crc32
 
-from benchmarks.epd_pays_mixes import MODEL, VIDEO_FPS, Arrival, Mix
+from benchmarks.epd_pays.mixes import MODEL, VIDEO_FPS, Arrival, Mix
 from encoders import FrameSampling
 from epd.bench.media import draw_image
 from epd.control.elasticity.controller import ControllerConfig
@@ -263,8 +263,10 @@ def fleet_of(mix: Mix, layout: Layout, media: MediaSettings, dilate: float) -> L
 
 def slowed(config: ControllerConfig, dilate: float) -> ControllerConfig:
     """Returns the controller with its times on this machine's clock."""
-    names = ("interval_s", "horizon_s", "load_s", "max_drain_s", "cache_s", "cooldown_s", "turn_cooldown_s")
-    names += ("turn_s", "memory_s", "backoff_s")
+    names = (
+        "interval_s", "horizon_s", "load_s", "max_drain_s", "cache_s", "cooldown_s", "turn_cooldown_s",
+        "turn_s", "memory_s", "backoff_s",
+    )  # fmt: skip
     return replace(config, **{name: dilate * getattr(config, name) for name in names})
 
 

@@ -1,0 +1,1 @@
+"""Whether splitting pays at equal devices: `python -m benchmarks.epd_pays`."""
