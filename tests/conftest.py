@@ -25,6 +25,7 @@ from hypothesis.internal.conjecture import providers
 
 if TYPE_CHECKING:
     from tests.reference import Subject
+    from tests.tiny_audio import Reference
 
 # What is imported stays: it is not searched for garbage while it grows, nor after it is frozen.
 gc.disable()
@@ -83,6 +84,22 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
     built = {name: build(folder / name) for name, build in BUILDERS.items()}
     return {**built, "shapes-vl": embedded_model_path()}
+
+
+@pytest.fixture(scope="session")
+def audio_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random model that hears, built once."""
+    from tests.tiny_audio import build_qwen2_audio
+
+    return build_qwen2_audio(tmp_path_factory.mktemp("audio") / "model")
+
+
+@pytest.fixture(scope="session")
+def audio_reference(audio_checkpoint: Path) -> Reference:
+    """The same model, as transformers has it."""
+    from tests.tiny_audio import Reference
+
+    return Reference(audio_checkpoint)
 
 
 @pytest.fixture(scope="session", params=SUBJECTS)

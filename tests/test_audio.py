@@ -17,24 +17,14 @@ from epd.cli.program import app
 from epd.errors import MediaLimitError, RequestError, UnsupportedMediaError
 from stages.colocated import ColocatedPipeline
 from tests.reference import MAX_TOKENS
-from tests.tiny_audio import WINDOW_S, Reference, build_qwen2_audio, heard, tones, with_sound, write_audio
+from tests.tiny_audio import WINDOW_S, Reference, heard, tones, with_sound, write_audio
 
 QUESTION = "What is heard? Ä, 漢"
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_qwen2_audio(tmp_path_factory.mktemp("audio") / "model")
-
-
-@pytest.fixture(scope="module")
-def reference(checkpoint: Path) -> Reference:
-    return Reference(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def pipeline(checkpoint: Path) -> ColocatedPipeline:
-    return ColocatedPipeline.load(checkpoint)
+def pipeline(audio_checkpoint: Path) -> ColocatedPipeline:
+    return ColocatedPipeline.load(audio_checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +39,12 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_tokens_equal_generate(
-    reference: Reference, pipeline: ColocatedPipeline, clips: dict[str, Path]
+    audio_reference: Reference, pipeline: ColocatedPipeline, clips: dict[str, Path]
 ) -> None:
     answers = set()
     for names in [(), ("short",), ("whole",), ("stereo", "short", "stereo")]:
         paths = [clips[name] for name in names]
-        expected = reference.tokens([heard(path) for path in paths], [*[None] * len(paths), QUESTION])
+        expected = audio_reference.tokens([heard(path) for path in paths], [*[None] * len(paths), QUESTION])
 
         answer = pipeline.ask(paths, QUESTION, max_tokens=MAX_TOKENS)
 
@@ -64,7 +54,7 @@ def test_tokens_equal_generate(
 
 
 def test_a_part_of_a_long_clip_is_heard(
-    reference: Reference, pipeline: ColocatedPipeline, clips: dict[str, Path]
+    audio_reference: Reference, pipeline: ColocatedPipeline, clips: dict[str, Path]
 ) -> None:
     """More than a window is refused, not cut off without a word: transformers hears its beginning."""
     long = clips["long"]
@@ -76,22 +66,26 @@ def test_a_part_of_a_long_clip_is_heard(
     beginning = pipeline.ask([long], QUESTION, end_s=float(WINDOW_S), max_tokens=MAX_TOKENS)
     part = pipeline.ask([long], QUESTION, start_s=2.25, end_s=3.5, max_tokens=MAX_TOKENS)
 
-    assert beginning.token_ids == reference.tokens([heard(long)], [None, QUESTION])
-    assert part.token_ids == reference.tokens([heard(long, 2.25, 3.5)], [None, QUESTION])
+    assert beginning.token_ids == audio_reference.tokens([heard(long)], [None, QUESTION])
+    assert part.token_ids == audio_reference.tokens([heard(long, 2.25, 3.5)], [None, QUESTION])
     assert beginning.token_ids != part.token_ids
 
 
 def test_the_sound_of_a_video_is_heard_where_it_is_asked_for(
-    reference: Reference, checkpoint: Path, clips: dict[str, Path], media: dict[str, Path], tmp_path: Path
+    audio_reference: Reference,
+    audio_checkpoint: Path,
+    clips: dict[str, Path],
+    media: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
     film = with_sound(media["video"], clips["stereo"], tmp_path / "film.mkv")
-    expected = reference.tokens([heard(clips["stereo"])], [None, QUESTION])
+    expected = audio_reference.tokens([heard(clips["stereo"])], [None, QUESTION])
     arguments = [
         "ask",
         film,
         QUESTION,
         "--model",
-        checkpoint,
+        audio_checkpoint,
         "--max-tokens",
         MAX_TOKENS,
         "--json",
@@ -100,7 +94,7 @@ def test_the_sound_of_a_video_is_heard_where_it_is_asked_for(
 
     answer = CliRunner().invoke(app, list(map(str, arguments)))
     assert answer.exit_code == 0, answer.output
-    assert json.loads(answer.stdout)["answer"] == reference.processor.tokenizer.decode(
+    assert json.loads(answer.stdout)["answer"] == audio_reference.processor.tokenizer.decode(
         expected, skip_special_tokens=True
     )
 
@@ -112,26 +106,26 @@ def test_the_sound_of_a_video_is_heard_where_it_is_asked_for(
 
 
 def test_questions_share_what_was_heard(
-    reference: Reference, pipeline: ColocatedPipeline, clips: dict[str, Path]
+    audio_reference: Reference, pipeline: ColocatedPipeline, clips: dict[str, Path]
 ) -> None:
     context = pipeline.prefill_media([clips["short"], clips["whole"]])
     sounds = [heard(clips["short"]), heard(clips["whole"])]
 
     for question in ("What?", "Who speaks, and when?"):
         answer = pipeline.answer(context, question, max_tokens=MAX_TOKENS)
-        assert answer.token_ids == reference.tokens(sounds, [None, None, question])
+        assert answer.token_ids == audio_reference.tokens(sounds, [None, None, question])
         assert answer.timings.encode_s == 0
 
 
 def test_prompt_and_features_equal_the_processors(
-    reference: Reference, checkpoint: Path, clips: dict[str, Path]
+    audio_reference: Reference, audio_checkpoint: Path, clips: dict[str, Path]
 ) -> None:
     """Clips of several lengths in one call of the tower, with text before, between and behind them."""
-    adapter = load_adapter(checkpoint)
+    adapter = load_adapter(audio_checkpoint)
     sounds = [heard(clips[name]) for name in ("short", "stereo", "whole")]
     sounds += [np.zeros(321, np.float32), np.ones(480, np.float32)]  # the shortest, and a token's border
     content = ["First: ", None, None, " then ", None, None, None, " which?"]
-    theirs = reference.inputs(sounds, content)
+    theirs = audio_reference.inputs(sounds, content)
     plans = [adapter.plan_audio(len(each)) for each in sounds]
     parts = tuple(ContentPart("audio") if each is None else ContentPart("text", each) for each in content)
     prompt = adapter.plan_chat(plans, [ChatMessage("user", parts)])
@@ -148,8 +142,8 @@ def test_prompt_and_features_equal_the_processors(
     assert torch.equal(values[:, -1], theirs["feature_attention_mask"].float())
 
     with torch.inference_mode():
-        encoded = adapter.encode_batch(adapter.vision_tower(reference.model), runs)
-        alone = [adapter.encode_batch(reference.model.model, [run])[0] for run in runs]
+        encoded = adapter.encode_batch(adapter.vision_tower(audio_reference.model), runs)
+        alone = [adapter.encode_batch(audio_reference.model.model, [run])[0] for run in runs]
     assert [len(each) for each in encoded] == [item.num_tokens for item in prompt.media]
     for together, by_itself in zip(encoded, alone, strict=True):
         torch.testing.assert_close(together.rows, by_itself.rows)

@@ -13,19 +13,9 @@ from serve_app.worker.worker_roles import EncodeRole
 from tests.reference import MAX_TOKENS
 from tests.serve_app.conftest import JSON, data_url
 from tests.serve_app.real_app import RealApp, real_app
-from tests.tiny_audio import WINDOW_S, Reference, build_qwen2_audio, heard, tones, write_audio
+from tests.tiny_audio import WINDOW_S, Reference, heard, tones, write_audio
 
 QUESTION = "What is heard?"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_qwen2_audio(tmp_path_factory.mktemp("audio") / "model")
-
-
-@pytest.fixture(scope="module")
-def reference(checkpoint: Path) -> Reference:
-    return Reference(checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +29,8 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module", params=["1e1p1d", "2e1p1d"])
-def app(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[RealApp]:
-    with real_app(checkpoint, request.param) as app:
+def app(request: pytest.FixtureRequest, audio_checkpoint: Path) -> Iterator[RealApp]:
+    with real_app(audio_checkpoint, request.param) as app:
         yield app
         app.wait_until_empty()
         assert app.num_workers_lost == 0
@@ -76,11 +66,11 @@ def num_clips_encoded(app: RealApp) -> int:
     return sum(role.stage.counts.num_groups for role in roles if isinstance(role, EncodeRole))
 
 
-def said(reference: Reference, tokens: tuple[int, ...]) -> str:
-    return str(reference.processor.tokenizer.decode(tokens, skip_special_tokens=True))
+def said(audio_reference: Reference, tokens: tuple[int, ...]) -> str:
+    return str(audio_reference.processor.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def test_answers_equal_generate(app: RealApp, reference: Reference, clips: dict[str, Path]) -> None:
+def test_answers_equal_generate(app: RealApp, audio_reference: Reference, clips: dict[str, Path]) -> None:
     """One clip, then several with text around them, of which two are known by then; then a part of one."""
     short, other, long = (heard(clips[name]) for name in ("short", "other", "long"))
     several = (input_audio(clips["short"]), audio_url(clips["other"]), input_audio(clips["short"]))
@@ -101,17 +91,17 @@ def test_answers_equal_generate(app: RealApp, reference: Reference, clips: dict[
     ]
     answers = set()
     for parts, more, sounds, content in cases:
-        expected = reference.tokens(sounds, content)
-        num_prompt = reference.inputs(sounds, content)["input_ids"].shape[1]
+        expected = audio_reference.tokens(sounds, content)
+        num_prompt = audio_reference.inputs(sounds, content)["input_ids"].shape[1]
         body = body_of(*parts, **more)
         estimate = app.http.post("/v1/epd/estimate", json=body).json()
 
         found = answer_of(app, body)
 
-        assert found["choices"][0]["message"]["content"] == said(reference, expected)
+        assert found["choices"][0]["message"]["content"] == said(audio_reference, expected)
         assert found["usage"]["completion_tokens"] == len(expected)
         assert found["usage"]["prompt_tokens"] == estimate["prompt_tokens"] == num_prompt
-        answers.add(said(reference, expected))
+        answers.add(said(audio_reference, expected))
     assert len(answers) == len(cases), "what is heard makes no difference"
     assert len(long) > WINDOW_S * 16_000
 
@@ -130,7 +120,7 @@ def test_a_second_question_finds_what_was_heard(app: RealApp, clips: dict[str, P
     assert num_clips_encoded(app) == num_encoded + 1
 
 
-def test_responses_hear_too(app: RealApp, reference: Reference, clips: dict[str, Path]) -> None:
+def test_responses_hear_too(app: RealApp, audio_reference: Reference, clips: dict[str, Path]) -> None:
     content = [input_audio(clips["short"]), {"type": "input_text", "text": QUESTION}]
     asked = {
         "input": [{"role": "user", "content": content}],
@@ -138,8 +128,8 @@ def test_responses_hear_too(app: RealApp, reference: Reference, clips: dict[str,
         "max_output_tokens": MAX_TOKENS,
     }
     found = app.http.post("/v1/responses", json=asked).json()
-    expected = reference.tokens([heard(clips["short"])], [None, QUESTION])
-    assert found["output"][0]["content"][0]["text"] == said(reference, expected)
+    expected = audio_reference.tokens([heard(clips["short"])], [None, QUESTION])
+    assert found["output"][0]["content"][0]["text"] == said(audio_reference, expected)
 
 
 @pytest.mark.parametrize("app", ["1e1p1d"], indirect=True)
