@@ -119,7 +119,8 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
     Raises OSError, ValueError, SafetensorError, UnsupportedModelError for weights that are quantised as
     nothing here computes.
     """
-    return with_forms(listed_tensors(path), read_quantization(path))
+    quantization = read_quantization(path)  # what it refuses needs no files
+    return with_forms(listed_tensors(path), quantization)
 
 
 def listed_tensors(path: Path) -> list[StoredTensor]:
