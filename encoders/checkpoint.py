@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,21 @@ def read_model_type(path: Path) -> str:
     return model_type
 
 
+def read_config(path: Path) -> Any:
+    """Reads a folder's transformers configuration. The caller may change what it gets.
+
+    A worker's adapter, weights and engine each ask for it: a file that did not change is parsed once.
+    Raises OSError, and what transformers does.
+    """
+    file = (path / "config.json").stat()
+    return copy.deepcopy(_parsed_config(path, file.st_ino, file.st_mtime_ns, file.st_size))
+
+
+@lru_cache(maxsize=8)
+def _parsed_config(path: Path, *_version: int) -> Any:
+    return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """Reads configuration and processor from local files only.
 
@@ -65,7 +82,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     read_quantization(path)
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        config = read_config(path)
         try:
             processor = transformers.AutoProcessor.from_pretrained(path, local_files_only=True)
         except ImportError:  # the processor class wants a package; its parts do not

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import transformers
 
 from encoders import Adapter, PromptPlan
+from encoders.checkpoint import read_config
 from epd.kv.answer_length import expected_tokens, held_to_context
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
@@ -92,7 +93,7 @@ def generation_settings(path: Path, adapter: Adapter) -> GenerationSettings:
         config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
     except OSError:
         config = transformers.GenerationConfig()
-    model_config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    model_config = read_config(path)
     num_embeddings = getattr(model_config.get_text_config(), "vocab_size", None) or 0
     return GenerationSettings.of(
         config, adapter.tokenizer.eos_token_id, context_tokens(model_config), num_embeddings

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
+from encoders.checkpoint import read_config
 from encoders.names import WeightSet, expert_part, is_wanted, name_in_model
 from encoders.quantization import Quantization, read_quantization
 from epd.errors import ModelError, UnsupportedModelError
@@ -82,7 +83,7 @@ def load_role(
     """
     start_s = time.perf_counter()
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        config = read_config(path)
         quantization = read_quantization(path)
         _check_cut(quantization, cut)
         check_attention(config)
