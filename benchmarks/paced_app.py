@@ -12,6 +12,7 @@ import serve_app.app
 from epd.topology import Stage
 from serve_app.app_args import AppArgs
 from serve_app.ray import deployments
+from stages.encode.encoder import EncodedBatch
 
 # An encoder takes at least so long for a group of frames.
 GROUP_S = 0.5
@@ -35,12 +36,13 @@ class PacedStage(deployments.Stage):
         await super().__init__(args)
 
 
-def _paced(step: Callable[[], int]) -> Callable[[], int]:
-    def paced() -> int:
+def _paced(step: Callable[[], list[EncodedBatch]]) -> Callable[[], list[EncodedBatch]]:
+    def paced() -> list[EncodedBatch]:
         start_s = time.perf_counter()
-        num_groups = step()
+        batches = step()
+        num_groups = sum(each.num_encoded for each in batches)
         time.sleep(max(0.0, GROUP_S * num_groups - (time.perf_counter() - start_s)))
-        return num_groups
+        return batches
 
     return paced
 

@@ -68,6 +68,7 @@ STAGE_FIELDS = (
     "max_draft",
     "async_scheduling",
     "enforce_eager",
+    "encode_beside",
 )
 MEDIA_FIELDS = ("num_video_threads", "allowed_media_path", "allowed_media_hosts", "hang_s", "drain_s")
 
@@ -130,6 +131,11 @@ class AppArgs(BaseModel):
     enforce_eager: bool = Field(
         default=False,
         description="Launch every kernel of a pass of decodes, instead of a CUDA graph captured at start.",
+    )
+    encode_beside: bool = Field(
+        default=True,
+        description="In a worker with other roles too, encode in a thread of its own, on a GPU in its own "
+        "stream, so that media stall no answer.",
     )
     num_fronts: int = Field(
         default=1, ge=1, le=64, description="Replicas that answer HTTP; each works with all workers."

@@ -131,6 +131,7 @@ def worker_settings(args: AppArgs) -> WorkerSettings:
         tensor_parallel=args.tensor_parallel,
         async_scheduling=args.async_scheduling,
         enforce_eager=args.enforce_eager,
+        encode_beside=args.encode_beside,
         is_alone=args.num_stage_workers == 1,
         scheduler=args.scheduler(is_decode=False),
         max_batch_patches=args.max_batch_patches,

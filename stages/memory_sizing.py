@@ -149,11 +149,13 @@ def measured_kv_tokens(
     letters: str = "epd",
     memory_of: Callable[[torch.device], GPUMemory] = GPUMemory.now,
     ranks: RankGroup | None = None,
+    encode_beside: bool = False,
 ) -> int | None:
     """Returns the tokens of a KV pool after one run of each of the largest passes; None on a CPU.
 
-    tower: None for a worker that does not encode. memory_of: asked after the passes. ranks: that share
-    the model; what rank 0 has room for, the others have. Other arguments as in `kv_tokens_beside`.
+    tower: None for a worker that does not encode. encode_beside: it does so beside prefill.
+    memory_of: asked after the passes. ranks: that share the model; what rank 0 has room for, the others
+    have. Other arguments as in `kv_tokens_beside`.
     """
     if not placement.is_cuda:
         return None
@@ -167,7 +169,7 @@ def measured_kv_tokens(
         graph_bytes = _graph_bytes(device, lambda: _capture(model, adapter, settings, passes.num_captured))
     return kv_tokens_beside(
         memory_of(device),
-        max(peaks) + graph_bytes,
+        (sum(peaks) if encode_beside else max(peaks)) + graph_bytes,
         embedding_bytes,
         kv_layout(model).bytes_per_token,
         utilization,

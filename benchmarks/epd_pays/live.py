@@ -257,6 +257,7 @@ def fleet_of(mix: Mix, layout: Layout, media: MediaSettings, dilate: float) -> L
             scheduler=limits(settings.language_seqs),
             decode_scheduler=limits(settings.decode_seqs),
             max_batch_patches=max(1, settings.encode_patches // mix.patches),
+            encode_beside=False,  # a worker's stages share its device, and a pause is no work beside others
         ),
     )
 

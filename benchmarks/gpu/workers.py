@@ -219,7 +219,7 @@ class SplitPipeline:
             time.sleep(_IDLE_S)
 
     def _step_encode(self) -> bool:
-        return self._encode.step() > 0
+        return bool(self._encode.step())
 
     def _step_prefill(self) -> bool:
         grants = self._receiver.grant()

@@ -345,7 +345,7 @@ def _parameter(name: str, field: FieldInfo, argument: str | None, variable: str 
         kind = str
     metavar = "VALUE" if kind == list[str] else None
     flag = f"--{name.replace('_', '-')}"
-    if kind is bool and default is None:
+    if kind is bool and default is not False:
         flag += flag.replace("--", "/--no-", 1)
     info: Any = typer.Option(flag, metavar=metavar, help=field.description, envvar=variable)
     if argument is not None:

@@ -323,8 +323,9 @@ class LocalFleet:
             await asyncio.sleep(self._config.hang_s / 4)
             now = time.monotonic()
             for name, thread in list(self._threads.items()):
-                if self._infos[name].is_alive and now - thread.beat_s > self._config.hang_s:
-                    self._lose(name, f"no heartbeat for {now - thread.beat_s:.1f} s")
+                silent_s = max(now - thread.beat_s, thread.busy_s)
+                if self._infos[name].is_alive and silent_s > self._config.hang_s:
+                    self._lose(name, f"no heartbeat for {silent_s:.1f} s")
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

@@ -10,7 +10,7 @@ Not thread-safe. Roles can change while it runs: the remaining work of a role is
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from epd.control.routing import InFlight
@@ -49,6 +49,7 @@ from serve_app.worker.peer_losses import NamedPeer, PeerLosses, named_peer, refu
 from serve_app.worker.prefill_role import PrefillRole
 from serve_app.worker.worker_roles import Clock, DecodeRole, EncodeRole, ReportBuffer, Role, lost_stage
 from serve_app.worker.worker_stages import StageBuilder, Transport, WorkerSettings
+from stages.encode.beside import BesideThread
 
 
 class WorkerCore:
@@ -62,8 +63,12 @@ class WorkerCore:
         transport: Transport,
         *,
         clock: Clock = time.time,
+        wake: Callable[[], None] | None = None,
     ) -> None:
-        """Loads the weights of its roles. Raises ModelError."""
+        """Loads the weights of its roles. Raises ModelError.
+
+        wake: called by a thread of its own once `step` has something to take; without it there is none.
+        """
         self.name = name
         self.roles: frozenset[Stage] = frozenset()
         self._builder = StageBuilder(settings, transport, roles)
@@ -77,6 +82,8 @@ class WorkerCore:
         self._is_load_unreported = False
         self._has_moved = False
         self._settled_roles = roles
+        self._wake = wake
+        self._beside: BesideThread[Any] | None = None
         try:
             self._set_roles(roles)
         except BaseException:
@@ -210,6 +217,23 @@ class WorkerCore:
             self._builder.size(roles, missing)
             for stage in sorted(missing):
                 self.hosted[stage] = self._build(stage)
+        self._choose_lane()
+
+    def _choose_lane(self) -> None:
+        """Encodes beside other stages, if there are any, as `WorkerSettings.encode_beside` says."""
+        role, settings = self.hosted.get("encode"), self._builder.settings
+        if len(self.hosted) == 1 or self._wake is None or not settings.encode_beside:
+            return
+        if isinstance(role, EncodeRole):
+            if self._beside is None:
+                device = self._builder.placement.device
+                self._beside = BesideThread(f"{self.name} encode", device, self._wake)
+            role.stage.lane = self._beside
+
+    @property
+    def encoding_s(self) -> float:
+        """Returns the seconds that a batch has been encoded for beside the turns. Thread-safe."""
+        return self._beside.busy_s if self._beside is not None else 0.0
 
     def _onload(self, roles: frozenset[Stage]) -> OnloadTimes:
         """Starts the stages of roles. Raises ModelError, and InfeasibleError where a GPU has no room.
@@ -265,7 +289,9 @@ class WorkerCore:
         return self._has_moved
 
     def close(self) -> None:
-        """Ends the processes that the worker has started."""
+        """Ends the threads and processes that the worker has started."""
+        if self._beside is not None:
+            self._beside.close()
         self._builder.end_ranks()
 
     def has_work(self) -> bool:

@@ -117,7 +117,7 @@ class EncodeRole:
         self.stage = stage
         self._worker = worker
         self._clock = clock
-        self._begun: list[_Job] = []
+        self._begun: dict[str, _Job] = {}  # by transfer
         self._busy_s = 0.0
 
     def submit(self, message: EncodeGroup, frames: UInt8Array | None) -> bool:
@@ -139,7 +139,7 @@ class EncodeRole:
         if frames is None:
             raise EncodeError("the group has left the encoder's cache; send its frames")
         job.started_s = self._clock()
-        self._begun.append(job)
+        self._begun[job.message.ticket.transfer_id] = job
         return _tensor(frames)
 
     def cancel(self, message: CancelTickets) -> None:
@@ -150,17 +150,19 @@ class EncodeRole:
 
     def step(self, reports: ReportBuffer) -> bool:
         was_busy = self.stage.outstanding_patches > 0
-        start_s = self._clock()
-        if self.stage.step():
-            self._busy_s += self._clock() - start_s
-        begun, self._begun = self._begun, []
-        if begun:
-            reports.events += self._spans(begun)
-        return was_busy
+        done = self.stage.step()
+        for batch in done:
+            if batch.num_encoded:
+                self._busy_s += batch.seconds
+            begun = [self._begun.pop(each) for each in batch.transfer_ids if each in self._begun]
+            if begun:
+                reports.events += self._spans(begun, batch.seconds)
+        return bool(done) if self.stage.is_encoding else was_busy
 
-    def _spans(self, batch: Sequence[_Job]) -> list[SpanDone]:
+    def _spans(self, batch: Sequence[_Job], seconds: float) -> list[SpanDone]:
         """Returns spans; the groups of a request share the seconds of their batch."""
-        now_s, start_s = self._clock(), batch[0].started_s
+        start_s = batch[0].started_s
+        stop_s = start_s + seconds
         num_groups = Counter(job.message.request_id for job in batch)
         return [
             SpanDone(
@@ -169,11 +171,11 @@ class EncodeRole:
                     "encode",
                     self._worker,
                     start_s,
-                    now_s,
+                    stop_s,
                     item=job.message.group.item,
                     group=job.message.group.index,
                 ),
-                (now_s - start_s) / num_groups[job.message.request_id],
+                (stop_s - start_s) / num_groups[job.message.request_id],
                 start_s - job.submitted_s,
             )
             for job in batch

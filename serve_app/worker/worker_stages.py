@@ -67,6 +67,7 @@ class WorkerSettings:
     num_sharing: workers of this process, which share its GPU
     tensor_parallel: processes that share the language model of a worker
     async_scheduling, enforce_eager: see `build_engine`
+    encode_beside: in workers with other stages too, the tower runs in a thread of its own
     """
 
     model_path: Path
@@ -90,6 +91,7 @@ class WorkerSettings:
     tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
     async_scheduling: bool | None = None
     enforce_eager: bool = False
+    encode_beside: bool = True
 
     @property
     def decode_limits(self) -> SchedulerConfig:
@@ -212,6 +214,7 @@ class StageBuilder:
             letters=role_letters(roles),
             memory_of=self._memory,
             ranks=self._ranks,
+            encode_beside=settings.encode_beside,
         )
 
     def memory(self) -> MemoryUse:

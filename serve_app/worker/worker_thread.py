@@ -100,12 +100,13 @@ class WorkerThread:
 
     @property
     def busy_s(self) -> float:
-        """Returns seconds that the current turn has taken so far."""
-        return time.monotonic() - self.beat_s if self._is_busy else 0.0
+        """Returns seconds that the current turn, or a batch that is encoded beside it, has taken so far."""
+        turn_s = time.monotonic() - self.beat_s if self._is_busy else 0.0
+        return max(turn_s, self.core.encoding_s) if self.core is not None else turn_s
 
     def _run(self) -> None:
         try:
-            self.core = WorkerCore(*self._arguments)
+            self.core = WorkerCore(*self._arguments, wake=self.wake)
             self._post(_resolve, self._ready, None)
             while not self.is_stopped:
                 self.turn(self.core)

@@ -3,6 +3,9 @@
 submit -> waiting | schedule: one shape, patch budget, room | run: patches, tower | commit: pool, offer
                   | cached already: offer at once           |                     |
 
+The tower runs in the stage's turn, or beside it in a thread (`stages/encode/beside.py`): then a turn starts a
+batch, and a later one commits it. Only what is in the tower is touched by both: the pool's rows it reserved.
+
 Of a group of a reading, what is kept is chosen once it is encoded and earlier groups are read; it is written
 to an entry of its own and offered alone. The whole group stays cached, for other requests.
 """
@@ -10,6 +13,7 @@ to an entry of its own and offered alone. The whole group stays cached, for othe
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,11 +25,12 @@ from encoders.batch import BatchEncoder, FrameEncoder
 from encoders.groups import MediaGroup
 from encoders.reduction.reading import Reading
 from epd.encode.encode_batching import pick_batch
-from epd.encode.encoder_cache import EncoderCacheManager, GroupKey
+from epd.encode.encoder_cache import CachedGroup, EncoderCacheManager, GroupKey
 from epd.errors import EPDError, InternalError
 from epd.reduction import TowerMerge
 from epd.transfer.connectors import EncoderConnector, Ticket
 from epd.transfer.transfers import Outbox
+from stages.encode.beside import InTurn, Lane
 from stages.encode.encoder_pool import EncoderPool
 from stages.encode.readings import Readings
 
@@ -85,8 +90,39 @@ class EncodeCounts:
     num_units_skipped: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedBatch:
+    """Describes a batch that has been encoded.
+
+    transfer_ids: of its jobs. num_encoded: of them, those that did not fail. seconds: that it took
+    """
+
+    transfer_ids: tuple[str, ...]
+    num_encoded: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Holds the jobs of one call of the tower, and why it failed."""
+
+    jobs: Sequence[EncodeJob]
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Holds the calls that a batch took, and their seconds."""
+
+    calls: Sequence[_Call]
+    seconds: float
+
+
 class EncodeStage:
-    """Runs one encode worker. Not thread-safe."""
+    """Runs one encode worker. Not thread-safe.
+
+    lane: where the tower runs; may be replaced while nothing is encoded.
+    """
 
     def __init__(
         self,
@@ -111,6 +147,9 @@ class EncodeStage:
         self._readings = Readings(adapter.join)
         self._waiting: list[EncodeJob] = []
         self._unread: list[EncodeJob] = []  # encoded, of readings
+        self._running: list[EncodeJob] = []  # in the tower
+        self._unwanted: set[str] = set()  # transfers of those that were forgotten meanwhile
+        self.lane: Lane[_Run] = InTurn()
 
     def submit(self, job: EncodeJob) -> None:
         """Queues a job. Raises InfeasibleError when its result would never fit."""
@@ -121,7 +160,7 @@ class EncodeStage:
         self._waiting.append(job)
 
     def cancel(self, transfer_id: str) -> None:
-        """Forgets a job that has not been encoded yet; anything else is ended by the receiver's receipt."""
+        """Forgets a job that has not been offered yet; anything else is ended by the receiver's receipt."""
         self._forget(lambda job: job.ticket.transfer_id == transfer_id)
 
     def end_readings(self, request_id: str) -> None:
@@ -144,15 +183,22 @@ class EncodeStage:
     def _forget(self, is_over: Callable[[EncodeJob], bool]) -> None:
         self._waiting = [job for job in self._waiting if not is_over(job)]
         self._unread = [job for job in self._unread if not is_over(job)]
+        self._unwanted |= {job.ticket.transfer_id for job in self._running if is_over(job)}
 
     def has_work(self) -> bool:
-        """Reports whether jobs wait, readings are not over or offers are without a receipt."""
-        return bool(self._waiting or self._unread or self._readings) or len(self.outbox) > 0
+        """Reports whether jobs wait or run, readings are not over or offers are without a receipt."""
+        has_jobs = bool(self._waiting or self._running or self._unread or self._readings)
+        return has_jobs or len(self.outbox) > 0
+
+    @property
+    def is_encoding(self) -> bool:
+        """Returns whether a batch is in the tower."""
+        return bool(self._running)
 
     @property
     def num_waiting(self) -> int:
         """Counts the jobs of which nothing has been offered."""
-        return len(self._waiting) + len(self._unread)
+        return len(self._waiting) + len(self._running) + len(self._unread)
 
     @property
     def num_readings(self) -> int:
@@ -161,24 +207,26 @@ class EncodeStage:
 
     @property
     def waiting_transfers(self) -> list[str]:
-        """Lists the transfers that wait for these jobs."""
+        """Lists the transfers that wait for jobs which are not in the tower."""
         return [job.ticket.transfer_id for job in (*self._waiting, *self._unread)]
 
     @property
     def outstanding_patches(self) -> int:
         """Counts the patches of the jobs that are not encoded: what new work queues behind."""
-        return sum(job.num_patches for job in self._waiting)
+        return sum(job.num_patches for job in (*self._waiting, *self._running))
 
     @torch.inference_mode()
-    def step(self) -> int:
-        """Takes receipts, serves hits, encodes one batch. Returns the number of groups encoded."""
+    def step(self) -> list[EncodedBatch]:
+        """Takes receipts, serves hits, encodes one batch. Returns the batches that are over."""
         self.outbox.close(self._connector.poll())
+        done = self._finish()
         self._serve_hits()
         self._read()
-        batch = self._schedule()
-        num_encoded = self._run(batch) if batch else 0
+        if not self._running and (batch := self._schedule()):
+            self._start(batch)
+            done += self._finish()
         self._read()
-        return num_encoded
+        return done
 
     def _serve_hits(self) -> None:
         hits = [job for job in self._waiting if self.cache.is_ready(job.key)]
@@ -233,20 +281,45 @@ class EncodeStage:
         self._waiting = [job for job in self._waiting if job.ticket.transfer_id not in taken]
         return batch
 
-    def _run(self, batch: Sequence[EncodeJob]) -> int:
-        """Encodes and commits; if a batch of several fails, each alone, so that only the culprit does."""
+    def _start(self, batch: list[EncodeJob]) -> None:
+        places = [self.cache.get(job.key) for job in batch]
+        self._running = batch
+        self.lane.start(lambda: self._run(batch, places))
+
+    @torch.inference_mode()
+    def _run(self, batch: Sequence[EncodeJob], places: Sequence[CachedGroup]) -> _Run:
+        """Encodes a batch, in the lane."""
+        start_s = time.perf_counter()
+        calls = self._calls(batch, places)
+        return _Run(calls, time.perf_counter() - start_s)
+
+    def _calls(self, batch: Sequence[EncodeJob], places: Sequence[CachedGroup]) -> list[_Call]:
+        """Encodes into the pool; if a batch of several fails, each alone, so that only the culprit does."""
         try:
             results = self._encoder.encode([self._encoder.patches(job.frames(), job.plan) for job in batch])
-            places = [self.cache.get(job.key) for job in batch]
             for place, embeddings in zip(places, results, strict=True):
                 self._pool.write(place, embeddings)
         except Exception as error:  # noqa: BLE001 - whatever it is, it costs the group that it belongs to
             if len(batch) > 1:
-                return sum(self._run([job]) for job in batch)
-            self._fail(batch[0], error)
-            return 0
-        self._commit(batch)
-        return len(batch)
+                alone = zip(batch, places, strict=True)
+                return [call for job, place in alone for call in self._calls([job], [place])]
+            return [_Call(batch, error)]
+        return [_Call(batch)]
+
+    def _finish(self) -> list[EncodedBatch]:
+        """Commits the batch that was in the tower, if it is over."""
+        run = self.lane.finish()
+        if run is None:
+            return []
+        batch, self._running = self._running, []
+        for call in run.calls:
+            if call.error is None:
+                self._commit(call.jobs)
+            else:
+                self._fail(call.jobs[0], call.error)
+        self._unwanted.clear()
+        num_encoded = sum(len(call.jobs) for call in run.calls if call.error is None)
+        return [EncodedBatch(tuple(job.ticket.transfer_id for job in batch), num_encoded, run.seconds)]
 
     def _commit(self, batch: Sequence[EncodeJob]) -> None:
         self.counts.num_batches += 1
@@ -255,7 +328,8 @@ class EncodeStage:
         self.counts.num_units_skipped = self._encoder.num_skipped
         for job in batch:
             self.cache.commit(job.key)
-            self._pass_on(job)
+            if job.ticket.transfer_id not in self._unwanted:
+                self._pass_on(job)
             self.cache.release(job.key, job.ticket.transfer_id)
 
     def _offer(self, job: EncodeJob) -> None:
@@ -264,18 +338,21 @@ class EncodeStage:
 
     def _fail(self, job: EncodeJob, error: Exception) -> None:
         self.cache.release(job.key, job.ticket.transfer_id)
-        self._send_failure(job, error)
+        if job.ticket.transfer_id not in self._unwanted:
+            self._send_failure(job, error)
 
     def _send_failure(self, job: EncodeJob, error: Exception) -> None:
         logger.warning("group of transfer %s not encoded", job.ticket.transfer_id, exc_info=error)
         self._connector.send(job.ticket, None, _message_of(error))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless entries are held by open offers and by nothing else."""
+        """Raises AssertionError unless entries are held by open offers, or by jobs in the tower."""
         self.cache.check_integrity()
         self.outbox.check_integrity()
-        if self.cache.num_held > len(self.outbox):
+        if self.cache.num_held > len(self.outbox) + len(self._running):
             raise AssertionError("an entry is held without an open offer")
+        if not self._unwanted <= {job.ticket.transfer_id for job in self._running}:
+            raise AssertionError("transfers are unwanted that are not in the tower")
 
 
 def _message_of(error: Exception) -> str:

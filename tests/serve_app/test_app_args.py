@@ -90,7 +90,7 @@ def test_workers_run_ahead_as_they_are_asked_to(is_wanted: bool | None) -> None:
 
 
 def test_workers_on_ray_get_what_is_set_for_them() -> None:
-    args = AppArgs(async_scheduling=True, enforce_eager=True, num_kv_tokens=512, skip_static=0.5)
+    args = AppArgs(async_scheduling=True, enforce_eager=True, encode_beside=False, num_kv_tokens=512)
     sent = worker_settings(args.for_workers(*STAGE_FIELDS))
     assert sent == worker_settings(args)
-    assert (sent.async_scheduling, sent.enforce_eager) == (True, True)
+    assert (sent.async_scheduling, sent.enforce_eager, sent.encode_beside) == (True, True, False)

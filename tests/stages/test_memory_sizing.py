@@ -116,6 +116,8 @@ def test_the_largest_passes_are_run_before_the_pool_is_sized(
     assert ran == ["prefill", "encode"]
     bytes_per_token = memory_sizing.kv_layout(family.model).bytes_per_token
     assert num_tokens == (9 - 4 - 2 - 1) * GB // bytes_per_token // 16 * 16
+    both_at_once = measured_kv_tokens(*arguments, ON_GPU, passes, encode_beside=True)
+    assert both_at_once == (9 - 4 - 2 - 2) * GB // bytes_per_token // 16 * 16
 
 
 def test_captured_passes_are_part_of_what_a_worker_needs(

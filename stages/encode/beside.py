@@ -1,0 +1,134 @@
+"""Runs an encode stage's calls of the tower: in the worker's turn, or beside it in a thread of their own.
+
+    worker's thread   | turn: start --+ | decodes | decodes | turn: finish, commit, offer
+    encoding thread                   +--> tower, pool ... wakes the worker
+
+On a GPU the thread has a stream of its own. What it runs waits for all that the worker had launched before,
+and is told to be over once the device has done it: nothing launched later can see half of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+_JOIN_S = 5.0  # a batch takes less, unless it hangs
+
+T = TypeVar("T")
+Work = Callable[[], T]
+
+
+class Lane(Protocol[T]):
+    """Runs one piece of work at a time."""
+
+    def start(self, work: Work[T]) -> None:
+        """Starts work, once the result of the work before has been taken."""
+        ...
+
+    def finish(self) -> T | None:
+        """Takes the result of the work, None if it is not over; raises what the work has raised."""
+        ...
+
+
+class InTurn(Generic[T]):
+    """Runs work when it is started."""
+
+    def __init__(self) -> None:
+        self._result: T | None = None
+
+    def start(self, work: Work[T]) -> None:
+        self._result = work()
+
+    def finish(self) -> T | None:
+        result, self._result = self._result, None
+        return result
+
+
+class _Done(Generic[T]):
+    """Holds what work has returned or raised."""
+
+    def __init__(self, result: T | None, error: BaseException | None) -> None:
+        self.result, self.error = result, error
+
+
+class BesideThread(Generic[T]):
+    """Runs work in a thread of its own; used by one other thread.
+
+    wake: called once work is over, in the thread that did it.
+    """
+
+    def __init__(self, name: str, device: torch.device, wake: Callable[[], None]) -> None:
+        self._stream = EncodeStream(device) if device.type == "cuda" else None
+        self._wake = wake
+        self._inbox: SimpleQueue[tuple[Work[T], Any] | None] = SimpleQueue()
+        self._done: _Done[T] | None = None
+        self._is_busy = False
+        self._started_s = 0.0
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def busy_s(self) -> float:
+        """Returns the seconds that the work has taken so far; 0 if there is none. Thread-safe."""
+        return time.monotonic() - self._started_s if self._is_busy and self._done is None else 0.0
+
+    def start(self, work: Work[T]) -> None:
+        launched = self._stream.launched() if self._stream else None
+        self._started_s, self._is_busy = time.monotonic(), True
+        self._inbox.put((work, launched))
+
+    def finish(self) -> T | None:
+        done = self._done
+        if done is None:
+            return None
+        self._is_busy = False  # first: see `busy_s`
+        self._done = None
+        if done.error is not None:
+            raise done.error
+        return done.result
+
+    def close(self) -> None:
+        """Ends the thread after the work it has; waits no longer than a batch takes."""
+        self._inbox.put(None)
+        self._thread.join(_JOIN_S)
+
+    def _serve(self) -> None:
+        while (order := self._inbox.get()) is not None:
+            self._done = self._run(*order)
+            self._wake()
+
+    def _run(self, work: Work[T], launched: Any) -> _Done[T]:
+        scope: AbstractContextManager[None] = self._stream.after(launched) if self._stream else nullcontext()
+        try:
+            with scope:
+                result = work()
+        except BaseException as error:  # noqa: BLE001 - raised where the result is taken
+            return _Done(None, error)
+        return _Done(result, None)
+
+
+class EncodeStream:
+    """Is a CUDA stream beside that of the worker."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def launched(self) -> torch.cuda.Event:
+        """Returns an event behind all that the calling thread has launched."""
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
+
+    @contextmanager
+    def after(self, launched: torch.cuda.Event) -> Iterator[None]:
+        """Launches on this stream what the block launches, behind an event; then waits until it is done."""
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(launched)
+            yield
+            self._stream.record_event().synchronize()
