@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# Files with tests that measure time, marked `alone`: nothing else runs beside those.
-ALONE  := tests/bench/test_bench.py tests/serve_app/http/test_hostile.py
+# Files with tests that measure time, marked `timed`: a core is theirs at once, since all else is nicer.
+TIMED  := tests/bench/test_bench.py tests/serve_app/http/test_hostile.py
 # Processes of tests that run at once: one of them has all tests of Ray, which wait much of their time.
 TEST_PROCESSES ?= 3
 export OMP_WAIT_POLICY ?= passive
@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-together test-topologies explore soak structured clients kernels check lint types fix wheel bench score gpu gpu-dry clean
+.PHONY: help demo test test-together test-timed test-topologies explore soak structured clients kernels check lint types fix wheel bench score gpu gpu-dry clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -28,11 +28,13 @@ demo: $(STAMP) ## make a 60 s video, ask five questions, print answers, truth an
 	$(BIN)/epd demo
 
 test: lint ## lint, types and all tests, in TEST_PROCESSES at once (how long: CONTRIBUTING.md)
-	$(MAKE) --no-print-directory -j 2 types test-together
-	$(BIN)/python -m pytest -m alone $(ALONE)
+	$(MAKE) --no-print-directory -j 3 test-together test-timed types
 
 test-together: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --no-loadscope-reorder -m "not alone"
+	nice $(BIN)/python -m pytest -n $(TEST_PROCESSES) --no-loadscope-reorder -m "not timed"
+
+test-timed: $(STAMP)
+	$(BIN)/python -m pytest -m timed $(TIMED)
 
 test-topologies: $(STAMP) ## ask the app on Ray in every topology
 	EPD_TEST_TOPOLOGIES="1epd 1ep1d 1e1pd 1e1p1d 2e1p1d 2e2p2d" $(BIN)/python -m pytest tests/serve_app/ray/test_app.py

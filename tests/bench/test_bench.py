@@ -26,7 +26,7 @@ from epd.workload.requests import Mix, Resolution, ShapeClass, Workload
 from tests.bench.fake_server import FakeServer, Manner
 from tests.bench.test_client import TOLERANCE_S, took
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.timed
 
 SMALL = ShapeClass(
     output_tokens=SizeDistribution.of(5), images=SizeDistribution.of(1), image_size=(Resolution(32, 32),)

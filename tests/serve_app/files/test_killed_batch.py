@@ -16,6 +16,9 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
+from serve_app.app_args import AppArgs
+from serve_app.http.address import HttpAddress
+from serve_app.local.server import served_locally
 from tests.serve_app.server import wait_until
 
 START = "from epd.cli.program import main; main()"
@@ -70,7 +73,8 @@ def test_a_killed_server_asks_no_line_twice(tmp_path: Path) -> None:
             process.wait()
         num_before = results.read_bytes().count(b"\n")
         assert num_before < NUM_LINES - len(BAD)
-        with running(port, folder, output, http):
+        args = AppArgs(topology="1epd", files_dir=folder)
+        with served_locally(args, HttpAddress(port=port)):  # any server on that folder, here without a start
             wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
             done = client.batches.retrieve(batch.id)
             counts = done.request_counts

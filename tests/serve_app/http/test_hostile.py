@@ -36,7 +36,7 @@ pytestmark = [
 KINDS = ["threads", "ray"] if "EPD_SOAK" in os.environ else ["threads"]
 
 PLAIN = text_question("Which shape is it?", max_tokens=4)
-NUM_DRAWN = 2000
+NUM_DRAWN = 2000 if "EPD_SOAK" in os.environ else 500
 JSON_TYPE = {"content-type": "application/json"}
 # Of a client that has had enough: some of what is drawn asks for thousands of tokens.
 PATIENCE_S, LITTLE_PATIENCE_S = 20.0, 3.0
@@ -209,7 +209,7 @@ def test_there_are_enough() -> None:
     assert len(NAMES) >= 60
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @pytest.mark.parametrize("name", NAMES)
 def test_a_hostile_body_hurts_nobody_else(target: Target, bodies: dict[str, Body], name: str) -> None:
     content = content_of(bodies[name])
