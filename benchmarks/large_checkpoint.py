@@ -30,6 +30,7 @@ from transformers import AutoProcessor
 from benchmarks.gpu.checkpoint import write_full
 from benchmarks.reporting import Row, Section, run_sections, setting
 from encoders import FrameSampling
+from epd.host_memory import resident_bytes
 from epd.shapes import make_scene
 from stages.colocated import ColocatedPipeline
 from stages.loading.weight_files import num_weight_bytes
@@ -50,13 +51,6 @@ _PIECE = 1 << 20  # values that are read at once
 
 def on_cpu(dtype: str) -> Placement:
     return Placement(torch.device("cpu"), DTYPES[dtype])
-
-
-def resident_bytes(name: str) -> int:
-    """A line of this process's status: VmRSS now, VmHWM the most so far."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [each for each in lines if each.startswith(f"{name}:")]
-    return int(line.split()[1]) * 1024
 
 
 def load(folder: Path, dtype: str) -> Row:

@@ -25,9 +25,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.checkpoint import write_full
-from benchmarks.large_checkpoint import on_cpu, resident_bytes
+from benchmarks.large_checkpoint import on_cpu
 from benchmarks.reporting import Row, Section, run_sections, setting
 from encoders import load_adapter
+from epd.host_memory import resident_bytes
 from epd.models import embedded_model_path
 from epd.profiles.memory import MemoryLimits, MemoryNeeds
 from epd.topology import Stage

@@ -1,6 +1,9 @@
 """Turns frames into embeddings: one adapter per model family behind one protocol."""
 
+from epd.host_memory import prefer_large_pages
 from epd.machine import collector_paused
+
+prefer_large_pages()  # torch takes its first memory below
 
 with collector_paused():  # torch and transformers
     from encoders.adapter import (

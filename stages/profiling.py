@@ -16,6 +16,7 @@ from PIL import Image
 import video
 from encoders import FrameSampling, VideoFacts, load_adapter
 from encoders.batch import FrameEncoder
+from epd.host_memory import resident_bytes, resident_peak_bytes
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles import MediaRule, MemoryNeeds, Profile, StageTable, fit_table
 from epd.profiles.measuring import Action, measurement, table, timed
@@ -42,6 +43,7 @@ _VIDEO_SIZES, _VIDEO_FRAMES, _VIDEO_S = ((160, 96), (320, 192), (640, 384)), (2,
 # Beside 2048 pixels of height: sizes are cut to whole patches, and some shape comes close to the limit.
 _WIDTHS = tuple(range(1024, 4097, 64))
 _SPEED_S = 0.3
+_PAGE_BYTES = 4096
 _PEAK_SIDE, _PEAK_BATCHES, _PEAK_CHUNKS = 224, (2, 8), (128, 512)
 _PHOTO_SIDES = (256, 512, 1024)
 
@@ -57,6 +59,7 @@ class Profiler:
         on_progress: OnBytes | None = None,
     ) -> None:
         self.adapter: Any = load_adapter(path)
+        self._idle_bytes = resident_bytes()
         use_threads(num_threads)
         self.placement = placement
         self.clock = _clock(placement, num_threads)
@@ -78,6 +81,7 @@ class Profiler:
                 ("video", "source pixels", "frames", _video_points(Path(folder))),
                 ("images", "pixels", "images", _photo_points(Path(folder))),
             )
+            memory = self.memory()  # first: what is measured later leaves its own in the process
             tables: dict[str, StageTable] = {}
             speeds = [core_speed(_SPEED_S)]
             for done, (stage, units, items, points) in enumerate(stages, start=1):
@@ -88,7 +92,6 @@ class Profiler:
                 tables[stage] = measure(num_repeats)
                 speeds.append(core_speed(_SPEED_S))
                 show(len(tables), len(stages) + 2)
-            memory = self.memory()
         num_threads = torch.get_num_threads()
         return Profile(
             name=f"{name}@{device}",
@@ -182,6 +185,7 @@ class Profiler:
         layers = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
         item_bytes = self.placement.dtype.itemsize
         kv_bytes = kv_layout(self.model).bytes_per_token
+        fixed_bytes = self._fixed_bytes(total)
         encode_bytes, prefill_bytes = self._activation_bytes()
         return MemoryNeeds(
             device_bytes=total_bytes(self.placement.device),
@@ -193,7 +197,21 @@ class Profiler:
             encode_bytes_per_patch=encode_bytes,
             prefill_bytes_per_token=prefill_bytes,
             logits_bytes_per_sequence=4.0 * config.get_text_config().vocab_size,
+            fixed_bytes=fixed_bytes,
         )
+
+    def _fixed_bytes(self, weight_bytes: int) -> int:
+        """Measures what a process holds at the peak of a batch beside its weights and live tensors.
+
+        Modules, kernels with their workspaces, holes of the heap; above what an idle process has. 0 on a GPU.
+        """
+        if self.placement.is_cuda:
+            return 0
+        for parameter in self.model.parameters():
+            parameter.reshape(-1)[:: _PAGE_BYTES // parameter.element_size()].sum()  # files are mapped
+        _, encode = self._images(_PEAK_BATCHES[-1])
+        resident = resident_peak_bytes(encode)
+        return max(0, resident - self._idle_bytes - weight_bytes - peak_bytes(encode))
 
     def _activation_bytes(self) -> tuple[float, float]:
         """Measures what a patch adds to the peak of the tower, and a token to that of the language model."""
@@ -201,10 +219,15 @@ class Profiler:
 
     def _encode_peak(self, num_images: int) -> tuple[int, int]:
         """Returns (patches, bytes) of one batch of images."""
+        num_patches, encode = self._images(num_images)
+        return num_patches, peak_bytes(encode)
+
+    def _images(self, num_images: int) -> tuple[int, Action]:
+        """Returns (patches, what encodes them) of a batch of images."""
         plan = self.adapter.plan_image(_PEAK_SIDE, _PEAK_SIDE)
         frames = torch.zeros((1, *plan.size, 3), dtype=torch.uint8)
         encode = self._encoding(self.adapter.vision_tower(self.model), plan, frames, num_images)
-        return plan.grid.num_patches * num_images, peak_bytes(encode)
+        return plan.grid.num_patches * num_images, encode
 
     def _prefill_peak(self, num_tokens: int) -> tuple[int, int]:
         """Returns (tokens, bytes) of one pass."""

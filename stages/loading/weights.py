@@ -26,6 +26,7 @@ from encoders.checkpoint import read_config
 from encoders.names import WeightSet, expert_part, is_wanted, name_in_model
 from encoders.quantization import Quantization, read_quantization
 from epd.errors import ModelError, UnsupportedModelError
+from epd.host_memory import map_large_tensors
 from stages.attention.support import check_attention
 from stages.device_memory import check_room
 from stages.loading.expert_weights import check_experts, in_layout, put_expert
@@ -82,6 +83,8 @@ def load_role(
     for weights that the memory has no room for, before any is read.
     """
     start_s = time.perf_counter()
+    if placement.device.type == "cpu":
+        map_large_tensors()
     try:
         config = read_config(path)
         quantization = read_quantization(path)

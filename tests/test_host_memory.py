@@ -1,0 +1,56 @@
+"""Large tensors are given back to the system when they end, and what is resident is read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from epd.host_memory import map_large_tensors, resident_bytes, resident_peak_bytes
+
+SIZE = 16 << 20
+# The C library would take tensors from the heap once a larger one was given back, and keep the first of two.
+PROGRAM = f"""
+import encoders
+import torch
+from epd.host_memory import map_large_tensors, resident_bytes
+print(map_large_tensors())
+torch.ones({28 << 20}, dtype=torch.uint8)
+first, second = torch.ones({SIZE}, dtype=torch.uint8), torch.ones({SIZE}, dtype=torch.uint8)
+held = resident_bytes()
+print([line for line in open("/proc/self/smaps_rollup") if "AnonHugePages" in line][0].split()[1])
+del first
+print(held - resident_bytes())
+"""
+
+
+def test_large_tensors_go_back_to_the_system_and_are_made_of_large_pages() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    has_mapped, large_kb, given_back = done.stdout.split()
+    if has_mapped == "False":
+        pytest.skip("this system has no large pages")
+    assert int(large_kb) * 1024 >= SIZE
+    assert int(given_back) >= 0.9 * SIZE
+
+
+@pytest.mark.parametrize("modes", ["always madvise [never]", ""])
+def test_small_pages_leave_the_heap_as_it_is(tmp_path: Path, modes: str) -> None:
+    file = tmp_path / "sys/kernel/mm/transparent_hugepage/enabled"
+    file.parent.mkdir(parents=True)
+    file.write_text(modes)
+    assert not map_large_tensors(tmp_path)
+    assert not map_large_tensors(tmp_path / "nothing")
+
+
+def test_a_threshold_that_was_asked_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    assert not map_large_tensors()
+
+
+def test_the_peak_of_an_action_is_seen_after_it() -> None:
+    before = resident_bytes()
+    assert before > 0
+    assert resident_peak_bytes(lambda: bytearray(b"1") * (4 * SIZE)) - before >= 3 * SIZE
+    assert resident_peak_bytes(lambda: None) - before < 2 * SIZE  # the earlier peak is forgotten
