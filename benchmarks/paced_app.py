@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from ray import serve
 
 import serve_app.app
+from benchmarks.pacing import paced_tower
 from epd.topology import Stage
 from serve_app.app_args import AppArgs
 from serve_app.ray import deployments
-from stages.encode.encoder import EncodedBatch
 
 # An encoder takes at least so long for a group of frames.
 GROUP_S = 0.5
@@ -27,24 +26,21 @@ class PacedStage(deployments.Stage):
         build = WorkerCore._build
 
         def build_paced(core: WorkerCore, stage: Stage) -> Any:
-            role: Any = build(core, stage)
-            if stage == "encode":
-                role.stage.step = _paced(role.stage.step)
-            return role
+            return slowed(build(core, stage), stage)
 
         WorkerCore._build = build_paced  # type: ignore[assignment, method-assign]
         await super().__init__(args)
 
 
-def _paced(step: Callable[[], list[EncodedBatch]]) -> Callable[[], list[EncodedBatch]]:
-    def paced() -> list[EncodedBatch]:
-        start_s = time.perf_counter()
-        batches = step()
-        num_groups = sum(each.num_encoded for each in batches)
-        time.sleep(max(0.0, GROUP_S * num_groups - (time.perf_counter() - start_s)))
-        return batches
+def slowed(role: Any, stage: Stage) -> Any:
+    """Returns a role of a worker, whose tower is paced if it encodes."""
+    if stage == "encode":
+        role.stage._encoder.encode = paced_tower(role.stage._encoder.encode, _seconds)
+    return role
 
-    return paced
+
+def _seconds(groups: Sequence[Any]) -> float:
+    return GROUP_S * len(groups)
 
 
 def build_app(args: AppArgs) -> serve.Application:

@@ -13,6 +13,7 @@ from typing import Any, cast
 from zlib import crc32
 
 from benchmarks.epd_pays.mixes import MODEL, VIDEO_FPS, Arrival, Mix
+from benchmarks.pacing import Encode, paced_tower, wait_out
 from encoders import FrameSampling
 from epd.bench.media import draw_image
 from epd.control.elasticity.controller import ControllerConfig
@@ -89,16 +90,13 @@ class Pace:
         self._dilate = dilate
         self._lock = threading.Lock()
 
-    def encoder(self, encode: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Returns the call of a tower; nobody gets its embeddings before it ends."""
+    def encoder(self, encode: Encode) -> Encode:
+        """Returns the call of a tower."""
 
-        def paced(runs: Sequence[Any]) -> Any:
-            start = time.perf_counter()
-            embeddings = encode(runs)
-            self._wait(start, self._encode.seconds(sum(run.grid.num_patches for run in runs), len(runs)))
-            return embeddings
+        def seconds(runs: Sequence[Any]) -> float:
+            return self._encode.seconds(sum(run.grid.num_patches for run in runs), len(runs))
 
-        return paced
+        return paced_tower(encode, seconds, self._wait)
 
     def engine(self, engine: Any) -> Callable[[], Any]:
         """Returns the step of a language engine, whose scheduler says what is in each pass."""
@@ -133,11 +131,10 @@ class Pace:
         return paced
 
     def _wait(self, start: float, seconds: float) -> None:
-        left = seconds * self._dilate - (time.perf_counter() - start)
+        is_late = wait_out(start, seconds * self._dilate)
         with self._lock:
             self.num_passes += 1
-            self.num_late += left < 0
-        time.sleep(max(0.0, left))
+            self.num_late += is_late
 
 
 @contextmanager

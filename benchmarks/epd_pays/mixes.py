@@ -54,7 +54,7 @@ class Mix:
     """Requests that arrive at random, and what they ask of the devices.
 
     patches, tokens: of the device's model that one of shapes-vl stands for, in costs and in limits
-    slo: what splitting is for; loose: objectives that bind little, where merged workers may be better
+    slo: what splitting is for; loose: of long gaps between tokens, where merged workers may be better
     rates: per second of the device
     num_requests: of a round
     """
@@ -176,6 +176,17 @@ MIXES: Mapping[str, Mix] = {
             loose=SLO(6.2, 0.25),
             rates=(8.0, 12.0, 16.0, 20.0),
             num_requests=48,
+        ),
+        Mix(
+            "long videos",
+            "qwen2.5-vl-7b@a100-80gb",
+            patches=32,
+            tokens=32,
+            kinds=(Kind(1.0, num_tokens=10, num_frames=64, side=64),),
+            slo=SLO(3.1, 0.04),
+            loose=SLO(1.25, 0.4),
+            rates=(4.0, 8.0, 12.0),
+            num_requests=40,
         ),
     )
 }

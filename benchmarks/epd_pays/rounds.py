@@ -16,7 +16,11 @@ from epd.planning.space import Settings
 
 ROUNDS, PLANS = RESULTS / "epd_pays_rounds.jsonl", RESULTS / "epd_pays_plans.json"
 # A rate at which each layout has much to do: there its variants are run.
-VARIED_RATES: Mapping[str, float] = {"four 4K images": 2.25, "texts, each second a long video": 12.0}
+VARIED_RATES: Mapping[str, float] = {
+    "four 4K images": 2.25,
+    "texts, each second a long video": 12.0,
+    "long videos": 8.0,
+}
 # A round with a larger share of late passes is not reported, and is run again.
 MOST_LATE = 0.05
 # Workers as an earlier mix may have left them: too few encode.

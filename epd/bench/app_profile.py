@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from statistics import fmean
 
@@ -22,6 +22,7 @@ from epd.workload.config import load_workload
 from epd.workload.requests import Workload
 
 _SEED, _NUM_REQUESTS = 7_000, 30
+_NUM_ROUNDS = 2  # of all kinds of requests, one behind the other: the machine differs from minute to minute
 _LOAD = 0.4  # share of the cores that requests at random times keep busy
 _NUM_KV_TOKENS = 32_768
 _WARM_UP: tuple[Mapping[str, object], ...] = (
@@ -42,7 +43,7 @@ def with_app(
     Both run at once and get requests in turns, so that a machine that is slow for a while slows both. All
     costs are at the speed that the cores had meanwhile, which is lower than while one stage is measured.
     """
-    num_steps, steps = len(LAYOUTS) + 2 + len(KINDS) * len(LAYOUTS), count(1)
+    num_steps, steps = len(LAYOUTS) + 2 + _NUM_ROUNDS * len(KINDS) * len(LAYOUTS), count(1)
     with tempfile.TemporaryDirectory(prefix="epd-profile-app-") as name, ExitStack() as stack:
         folder, loads = Path(name), {}
         for layout in LAYOUTS:
@@ -55,16 +56,16 @@ def with_app(
         host, prompt = _alone(profile, loads[LAYOUTS[0]])
         show(next(steps), num_steps)
         asked = []
-        for number, part in enumerate(KINDS):
-            for each in loads.values():
-                asked.append(each.at_random(part, _SEED + number))
-                show(next(steps), num_steps)
+        for number, (part, each) in enumerate(product(_NUM_ROUNDS * KINDS, loads.values())):
+            asked.append(each.at_random(part, _SEED + number // len(loads)))
+            show(next(steps), num_steps)
     # The layout that gets no requests takes its idle share.
     both = replace(host, idle_cores=sum(each.idle_cores for each in loads.values()))
     found = calibrated(replace(profile, host=both, prompt=prompt), asked)
     show(next(steps), num_steps)
     assert found.host is not None
-    assumption = f"the application's share: questions at random times, of {' and '.join(LAYOUTS)}"
+    layouts = " and ".join(LAYOUTS)
+    assumption = f"the application's share: questions at random times, {_NUM_ROUNDS} rounds, of {layouts}"
     found = replace(
         found,
         host=replace(found.host, idle_cores=host.idle_cores),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray's own, when it is imported
-    from benchmarks.autoscale import BUSY_S, END_S, RAMP, TTFT_SLO_S, Asked, Run, arrivals
+    from benchmarks.autoscale import BUSY_S, END_S, GROUP_S, RAMP, TTFT_SLO_S, Asked, Run, arrivals
+    from benchmarks.paced_app import slowed
 
 
 def test_arrivals_follow_the_ramp() -> None:
@@ -33,3 +36,17 @@ def test_an_answer_that_was_cut_is_not_attained() -> None:
     row = Run(asked, looks).row("auto")
     assert (row["requests"], row["not whole"], row["changes"], row["workers"]) == (7, 2, 2, 3.5)
     assert (row["attained"], row["attained, busy"]) == (0.429, 0.5)
+
+
+def test_an_encoder_takes_its_time_before_anybody_gets_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    clock = SimpleNamespace(perf_counter=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr("benchmarks.pacing.time", clock)
+    encoder = SimpleNamespace(encode=lambda runs: len(runs))
+    role: Any = SimpleNamespace(stage=SimpleNamespace(_encoder=encoder))
+    assert slowed(role, "prefill") is role
+    assert encoder.encode([1]) == 1
+    assert slept == []
+    assert slowed(role, "encode") is role
+    assert encoder.encode([1, 2]) == 2
+    assert slept == [2 * GROUP_S]

@@ -23,7 +23,7 @@ from epd.workload.metrics import SLO
 from serve_app.worker.worker_core import WorkerCore
 from stages.visual_inputs import VisualInputs
 
-IMAGES, VIDEOS = MIXES.values()
+IMAGES, VIDEOS, _ = MIXES.values()
 SETTINGS = Settings(4096, 16, 128, 2048, "groups")
 PLAN = {
     kind: {"topology": topology, "settings": asdict(SETTINGS)}
@@ -60,7 +60,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr("benchmarks.epd_pays.live.time", found)
+    for module in ("benchmarks.epd_pays.live", "benchmarks.pacing"):
+        monkeypatch.setattr(f"{module}.time", found)
     return found
 
 
