@@ -100,10 +100,10 @@ def test_make_targets_exist(texts: dict[str, str]) -> None:
     assert named <= targets
 
 
-def test_make_names_the_files_of_all_tests_that_run_alone() -> None:
+def test_make_names_the_files_of_all_timed_tests() -> None:
     """Those of another file would never run."""
-    (line,) = re.findall(r"^ALONE +:= (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    marked = r"^(?:pytestmark = |@)pytest\.mark\.alone$"
+    (line,) = re.findall(r"^TIMED +:= (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    marked = r"^(?:pytestmark = |@)pytest\.mark\.timed$"
     files = [
         path for path in (ROOT / "tests").rglob("test_*.py") if re.search(marked, path.read_text(), re.M)
     ]
