@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,12 +13,21 @@ from torch import Tensor
 
 from encoders.device import arrays_to_device
 from encoders.kernels.dispatch import uses_kernels
-from epd.types import Int32Array, ceil_div
+from epd.types import Int32Array, Int64Array, ceil_div
 from stages import kernels
+from stages.attention.prefixes import own_tiles, prefix_tiles, shared_prefixes
+from stages.attention.runs import SharedRun
 from stages.kernels.paged_plain import attend_plain
-from stages.kernels.tiles import PagedSegments, TileSet
+from stages.kernels.tiles import AlikeSegments, PagedSegments, PagedWork
 from stages.kernels.tiling import MOST_SHORT, Tiling, tiling
-from stages.kernels.work_list import work_list
+from stages.kernels.work_list import (
+    ITEM_WIDTH,
+    MERGE_WIDTH,
+    Tiles,
+    WorkList,
+    segment_tiles,
+    work_list,
+)
 
 if TYPE_CHECKING:
     from stages.attention.attention import AttentionBatch
@@ -33,7 +42,7 @@ class DeviceHeads:
     """Describes the heads of a layer, and the device that attends.
 
     group: query heads of a KV head.
-    num_processors: of the device; 1 where no compiled kernel runs.
+    num_processors, chip: of the device, see `tiling`; 1 and 0 where no compiled kernel runs.
     """
 
     group: int
@@ -41,17 +50,35 @@ class DeviceHeads:
     head_dim: int
     dtype: torch.dtype
     num_processors: int = 1
+    chip: int = 0
 
     @classmethod
     def of(cls, key_cache: Tensor, num_query_heads: int) -> DeviceHeads:
         """Describes the heads of a cache [num_blocks, block_size, Hkv, D]."""
         num_kv_heads, head_dim = key_cache.shape[2:]
-        processors = _num_processors(key_cache.device) if uses_kernels(key_cache) else 1
-        return cls(num_query_heads // num_kv_heads, num_kv_heads, head_dim, key_cache.dtype, processors)
+        group = num_query_heads // num_kv_heads
+        heads = cls(group, num_kv_heads, head_dim, key_cache.dtype)
+        if not uses_kernels(key_cache):
+            return heads
+        device = key_cache.device
+        return replace(heads, num_processors=_num_processors(device), chip=_chip(device))
 
     def tile(self, max_new: int) -> Tiling:
         """Returns the tiles of segments of at most `max_new` new tokens."""
-        return tiling(max_new, self.group, self.head_dim, self.dtype)
+        return tiling(max_new, self.group, self.head_dim, self.dtype, self.chip)
+
+    def shared(
+        self, query_starts: Int32Array, context_lens: Int32Array, block_tables: Int32Array, block_size: int
+    ) -> list[SharedRun]:
+        """Returns what decodes of a pass read together: see `shared_prefixes`."""
+        return shared_prefixes(
+            query_starts,
+            context_lens,
+            block_tables,
+            block_size,
+            tile_tokens=self.tile(MOST_SHORT + 1).tokens,
+            bytes_per_token=2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize,
+        )
 
     @property
     def num_more(self) -> int:
@@ -60,47 +87,84 @@ class DeviceHeads:
 
 
 @dataclass(frozen=True, slots=True)
-class DevicePlan:
-    """Holds the kernels' inputs of a pass.
+class PassWork:
+    """Holds the work of a pass on the host. tiles: of each set of items. rows: int64 [P], see `work_list`."""
 
-    slot_mapping: int64 [T].
-    tile_sets: short segments and chunks; only those that exist.
+    work: WorkList
+    tiles: tuple[Tiling, ...]
+    rows: Int64Array
+
+    @classmethod
+    def of(
+        cls,
+        query_starts: Int32Array,
+        context_lens: Int32Array,
+        runs: Sequence[SharedRun],
+        heads: DeviceHeads,
+    ) -> PassWork:
+        """Lists the work of a pass, see `AttentionBatch`, in two sets, each of which may be empty.
+
+        Short segments, and what those in `runs` read alone; chunks, and what is read together.
+        """
+        lens = np.diff(query_starts)
+        is_alone = np.ones(len(lens), np.bool_)
+        is_alone[[segment for run in runs for segment in run.segments]] = False
+        short, tall = heads.tile(1), heads.tile(MOST_SHORT + 1)
+        rows = np.arange(query_starts[-1], dtype=np.int64)
+        sets = [
+            segment_tiles(query_starts, context_lens, np.flatnonzero(is_alone & kind), tile.tokens)
+            for kind, tile in ((lens <= MOST_SHORT, short), (lens > MOST_SHORT, tall))
+        ]
+        if runs:
+            together, more = prefix_tiles(runs, query_starts, len(rows), tall.tokens)
+            own = own_tiles(runs, query_starts, context_lens)
+            sets = [Tiles.joined([sets[0], own]), Tiles.joined([sets[1], together])]
+            rows = np.concatenate([rows, more])
+        return cls(work_list(sets, rows, heads.num_more), (short, tall), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """Holds the inputs of a pass: of the kernels, and of their twin.
+
+    slot_mapping: int64 [T]. alike: short segments and chunks; only those that exist.
     """
 
     slot_mapping: Tensor
     segments: PagedSegments
-    tile_sets: tuple[TileSet, ...]
+    alike: tuple[AlikeSegments, ...]
+    work: PagedWork
 
     @classmethod
     def build(cls, batch: AttentionBatch, device: torch.device, heads: DeviceHeads) -> DevicePlan:
+        runs = heads.shared(batch.query_starts, batch.context_lens, batch.block_tables, batch.block_size)
+        listed = PassWork.of(batch.query_starts, batch.context_lens, runs, heads)
         lens = np.diff(batch.query_starts)
         is_short = lens <= MOST_SHORT
         chosen = [np.flatnonzero(kind) for kind in (is_short, ~is_short) if kind.any()]
-        tiles = [heads.tile(int(lens[one].max())) for one in chosen]
-        work = [
-            work_list(batch.query_starts, batch.context_lens, one, tile.tokens, heads.num_more)
-            for one, tile in zip(chosen, tiles, strict=True)
-        ]
-        lists = [
-            [one.astype(np.int32), each.items, each.merges] for one, each in zip(chosen, work, strict=True)
-        ]
-        slots, starts, contexts, tables, *moved = arrays_to_device(
-            [batch.slot_mapping, batch.query_starts, batch.context_lens, batch.block_tables, *chain(*lists)],
+        sets = [each for each in zip(listed.work.items, listed.tiles, strict=True) if len(each[0])]
+        segments = [one.astype(np.int32) for one in chosen]
+        slots, starts, contexts, tables, rows, merges, entries, *moved = arrays_to_device(
+            [
+                batch.slot_mapping,
+                batch.query_starts,
+                batch.context_lens,
+                batch.block_tables,
+                listed.rows.astype(np.int32),
+                listed.work.merges,
+                listed.work.entries,
+                *(items for items, _ in sets),
+                *segments,
+            ],
             device,
         )
-        tile_sets = tuple(
-            TileSet(
-                segments=moved[3 * i],
-                items=moved[3 * i + 1],
-                merges=moved[3 * i + 2],
-                num_parts=work[i].num_parts,
-                tile=tiles[i],
-                max_new=int(lens[one].max()),
-                max_context=int(batch.context_lens[one].max()),
-            )
-            for i, one in enumerate(chosen)
+        items = [(each, tile) for each, (_, tile) in zip(moved, sets, strict=False)]
+        alike = tuple(
+            AlikeSegments(each, int(lens[one].max()), int(batch.context_lens[one].max()))
+            for each, one in zip(moved[len(sets) :], chosen, strict=True)
         )
-        return cls(slots, PagedSegments(starts, contexts, tables), tile_sets)
+        work = PagedWork(items, rows, merges, entries, listed.work.num_parts, tables)
+        return cls(slots, PagedSegments(starts, contexts, tables), alike, work)
 
     @classmethod
     def of_decodes(
@@ -108,54 +172,100 @@ class DevicePlan:
         slots: Tensor,
         contexts: Tensor,
         tables: Tensor,
-        items: Tensor,
-        merges: Tensor,
+        work: DecodeWork,
         heads: DeviceHeads,
         block_size: int,
     ) -> DevicePlan:
         """Plans one new token of each segment, from arrays whose values may change before each pass.
 
-        slots: int64 [S]. contexts: int32 [S]. tables: int32 [S, max_blocks]. items, merges: see `WorkList`.
+        slots: int64 [S]. contexts: int32 [S]. tables: int32 [S, max_blocks].
         """
         starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
-        tiles = TileSet(
-            starts[:-1],
-            items,
-            merges,
-            num_parts=len(items),
-            tile=heads.tile(1),
-            max_new=1,
-            max_context=tables.shape[1] * block_size,
+        alike = AlikeSegments(starts[:-1], max_new=1, max_context=tables.shape[1] * block_size)
+        tiles = heads.tile(1), heads.tile(MOST_SHORT + 1)
+        paged = PagedWork(
+            list(zip(work.items, tiles, strict=False)),
+            work.rows,
+            work.merges,
+            work.entries,
+            len(work.entries),
+            tables,
         )
-        return cls(slots, PagedSegments(starts, contexts, tables), (tiles,))
+        return cls(slots, PagedSegments(starts, contexts, tables), (alike,), paged)
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """Attends as `stages.attention.attention.attend` does."""
         if uses_kernels(query):
             return self.attend_by_kernels(query, key_cache, value_cache, scale)
-        return attend_plain(query, key_cache, value_cache, self.segments, self.tile_sets, scale)
+        return attend_plain(query, key_cache, value_cache, self.segments, self.alike, scale)
 
     def attend_by_kernels(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
     ) -> Tensor:
         """Attends by Triton's kernels, compiled on a GPU, interpreted elsewhere if that is asked for."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for tiles in self.tile_sets:
-            kernels.attend_tiles(query, key_cache, value_cache, self.segments, tiles, out, scale=scale)
+        kernels.attend_tiles(query, key_cache, value_cache, self.work, out, scale=scale)
         return out
 
 
-def decode_work(contexts: Int32Array, heads: DeviceHeads, num_items: int) -> tuple[Int32Array, Int32Array]:
-    """Returns items [num_items, 5] and merges [S, 4] of one new token of each segment: see `WorkList`.
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """Holds the work of decodes in memory of fixed size, on the device or on the host: see `WorkList`.
 
-    contexts: int32 [S].
+    items: of one set, or of two where prefixes are read together.
+    """
+
+    items: Sequence[Any]
+    rows: Any
+    merges: Any
+    entries: Any
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRoom:
+    """Says how much work decodes have at most: items of each set, and entries."""
+
+    num_items: tuple[int, int]
+    num_entries: int
+
+    @classmethod
+    def of(cls, num_seqs: int, heads: DeviceHeads) -> DecodeRoom:
+        """Returns the room for decodes of which at most num_seqs take part in something read together.
+
+        One that takes part in several runs counts for each of them, and has a piece before each.
+        """
+        own, together = 2 * num_seqs + heads.num_more, num_seqs + heads.num_more
+        most_parts = num_seqs + heads.tile(MOST_SHORT + 1).tokens * heads.num_more
+        return cls((own, together), own + most_parts)
+
+    def shapes(self, num_seqs: int) -> list[tuple[int, ...]]:
+        """Returns the shapes of a `DecodeWork` of so many decodes: of both sets of items, and of the rest."""
+        items = [(number, ITEM_WIDTH) for number in self.num_items]
+        return [*items, (2 * num_seqs,), (num_seqs, MERGE_WIDTH), (self.num_entries,)]
+
+
+def decode_work(
+    contexts: Int32Array, runs: Sequence[SharedRun], heads: DeviceHeads, room: DecodeRoom
+) -> DecodeWork:
+    """Returns the work of one new token of each segment, with what does nothing behind it.
+
+    contexts: int32 [S]. runs: with at most S members together.
     """
     size = len(contexts)
     starts = np.arange(size + 1, dtype=np.int32)
-    work = work_list(starts, contexts, np.arange(size), 1, heads.num_more).padded(num_items, size)
-    return work.items, work.merges
+    listed = PassWork.of(starts, contexts, runs, heads)
+    work = listed.work.padded(room.num_items, size, room.num_entries)
+    rows = np.zeros(2 * size, np.int32)
+    rows[: len(listed.rows)] = listed.rows
+    return DecodeWork(work.items, rows, work.merges, work.entries)
 
 
 @cache
 def _num_processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _chip(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

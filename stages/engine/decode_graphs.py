@@ -8,6 +8,9 @@ copy, which ends with the longest block table:
 
 Rows that pad a batch write to a block that no request gets, the last of each pool, and nobody reads them. The
 logits are copied from where the pass leaves them, since the next one may be launched before they are used.
+
+Each size above one is captured twice: with one reading of keys and values for each request, and with a set of
+work more for what several read together (`stages/attention/prefixes.py`), replayed if there is any.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from torch import Tensor
 
 from encoders.device import arrays_into, arrays_over, room_bytes
 from epd.types import Int32Array, Int64Array
-from stages.attention.attention import AttentionPlan
-from stages.attention.device import DeviceHeads, DevicePlan, decode_work
+from stages.attention.attention import AttentionBatch, AttentionPlan
+from stages.attention.device import DecodeRoom, DecodeWork, DeviceHeads, DevicePlan, decode_work
+from stages.attention.runs import SharedRun
 from stages.engine.graphs import GraphMaker
 from stages.engine.packed_pass import PackedPass
 
@@ -49,9 +53,11 @@ class DecodeShape:
     spare_blocks: tuple[int, ...]
     heads: tuple[DeviceHeads, ...]
 
-    def num_items(self, size: int) -> int:
-        """Returns the items of attention's work list that a batch has at most."""
-        return size + max(heads.num_more for heads in self.heads)
+    def room(self, size: int) -> DecodeRoom:
+        """Returns the room for attention's work of a batch."""
+        rooms = [DecodeRoom.of(size, heads) for heads in self.heads]
+        items = [max(each) for each in zip(*(room.num_items for room in rooms), strict=True)]
+        return DecodeRoom((items[0], items[1]), max(room.num_entries for room in rooms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,8 @@ class _Arrays:
     """Holds the arrays of a batch of B, G layer groups.
 
     slots: int64 [G, B]. token_ids: int64 [B]. positions: int64 [rows, B]. contexts: int32 [G, B].
-    items: int32 [G, I, 5]. merges: int32 [G, B, 4]. See `WorkList`.
+    own, together: items, int32 [G, I, 7]. rows: int32 [G, 2 B]. merges: int32 [G, B, 3].
+    entries: int32 [G, E]. See `WorkList`.
     tables: int32 [max_blocks, G, B], last, so that columns that no table of the batch has need not be copied.
     """
 
@@ -67,29 +74,36 @@ class _Arrays:
     token_ids: Tensor
     positions: Tensor
     contexts: Tensor
-    items: Tensor
+    own: Tensor
+    together: Tensor
+    rows: Tensor
     merges: Tensor
+    entries: Tensor
     tables: Tensor
 
     @classmethod
     def over(cls, memory: Tensor, shape: DecodeShape, size: int) -> _Arrays:
         return cls(*arrays_over(memory, _layout(shape, size)))
 
-    def plans(self, shape: DecodeShape) -> list[AttentionPlan]:
-        """Plans the attention of each layer group."""
+    def plans(self, shape: DecodeShape, *, is_shared: bool) -> list[AttentionPlan]:
+        """Plans the attention of each layer group. is_shared: with what is read together."""
         on_device = [
             DevicePlan.of_decodes(
                 self.slots[group],
                 self.contexts[group],
                 self.tables[:, group].t(),
-                self.items[group],
-                self.merges[group],
+                self._work(group, is_shared=is_shared),
                 heads,
                 shape.block_size,
             )
             for group, heads in enumerate(shape.heads)
         ]
         return [AttentionPlan(plan.slot_mapping, plan) for plan in on_device]
+
+    def _work(self, group: int, *, is_shared: bool) -> DecodeWork:
+        sets = (self.own, self.together) if is_shared else (self.own,)
+        entries = self.entries[group] if is_shared else self.entries[group, : self.own.shape[1]]
+        return DecodeWork([items[group] for items in sets], self.rows[group], self.merges[group], entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +132,16 @@ class DecodeGraphs:
         num_bytes = room_bytes(_layout(shape, self._sizes[-1]))
         self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._logits: Tensor | None = None
-        self._captured = {size: self._capture(maker, compute, size) for size in reversed(self._sizes)}
+        self._captured = {
+            (size, is_shared): self._capture(maker, compute, size, is_shared=is_shared)
+            for size in reversed(self._sizes)
+            for is_shared in ((True, False) if size > 1 else (False,))
+        }
 
-    def _capture(self, maker: GraphMaker, compute: Compute, size: int) -> _Captured:
-        arrays_into(self._memory, _host_arrays(None, self._shape, size))
+    def _capture(self, maker: GraphMaker, compute: Compute, size: int, *, is_shared: bool) -> _Captured:
+        arrays_into(self._memory, _host_arrays(None, self._shape, size, ()))
         arrays = _Arrays.over(self._memory, self._shape, size)
-        plans = arrays.plans(self._shape)
+        plans = arrays.plans(self._shape, is_shared=is_shared)
         if self._logits is None:
             self._logits = compute(arrays.token_ids, arrays.positions, plans)
         logits = self._logits[:size]
@@ -148,8 +166,9 @@ class DecodeGraphs:
         assert self._logits is not None
         num_rows = len(packed.token_ids)
         size = next(size for size in self._sizes if size >= num_rows)
-        captured = self._captured[size]
-        arrays_into(self._memory, _host_arrays(packed, self._shape, size))
+        runs = [_shared(batch, heads) for batch, heads in zip(packed.batches, self._shape.heads, strict=True)]
+        captured = self._captured[size, any(runs)]
+        arrays_into(self._memory, _host_arrays(packed, self._shape, size, runs))
         if token_ids is not None:
             captured.arrays.token_ids[:num_rows].copy_(token_ids)
         captured.replay()
@@ -161,6 +180,12 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [*takewhile(lambda size: size < max_num_seqs, _SIZES), min(max_num_seqs, _SIZES[-1])]
 
 
+def _shared(batch: AttentionBatch, heads: DeviceHeads) -> Sequence[SharedRun]:
+    """Returns what decodes read together; nothing if they take part more often than there is room for."""
+    runs = heads.shared(batch.query_starts, batch.context_lens, batch.block_tables, batch.block_size)
+    return runs if sum(len(run.segments) for run in runs) <= len(batch.context_lens) else ()
+
+
 def _num_columns(packed: PackedPass) -> int:
     return max(int(batch.block_tables.shape[1]) for batch in packed.batches)
 
@@ -170,13 +195,22 @@ def _layout(shape: DecodeShape, size: int) -> list[Tensor]:
     num_groups = len(shape.spare_blocks)
     shapes = [(num_groups, size), (size,), (shape.num_position_rows, size)]
     layout = [torch.empty(each, dtype=torch.int64, device="meta") for each in shapes]
-    work = [(num_groups, shape.num_items(size), 5), (num_groups, size, 4)]
-    shapes = [(num_groups, size), *work, (shape.max_blocks, num_groups, size)]
+    work = shape.room(size).shapes(size)
+    shapes = [
+        (num_groups, size),
+        *((num_groups, *each) for each in work),
+        (shape.max_blocks, num_groups, size),
+    ]
     return layout + [torch.empty(each, dtype=torch.int32, device="meta") for each in shapes]
 
 
-def _host_arrays(packed: PackedPass | None, shape: DecodeShape, size: int) -> list[Int64Array | Int32Array]:
-    """Returns the arrays of a batch, padded to `size` rows; without a pass nothing but padding."""
+def _host_arrays(
+    packed: PackedPass | None, shape: DecodeShape, size: int, runs: Sequence[Sequence[SharedRun]]
+) -> list[Int64Array | Int32Array]:
+    """Returns the arrays of a batch, padded to `size` rows; without a pass nothing but padding.
+
+    runs: of each layer group, what decodes read together.
+    """
     spare = np.array(shape.spare_blocks, np.int32)[:, None]
     num_columns = 1 if packed is None else _num_columns(packed)
     slots = np.tile(spare.astype(np.int64) * shape.block_size, size)
@@ -193,9 +227,10 @@ def _host_arrays(packed: PackedPass | None, shape: DecodeShape, size: int) -> li
             slots[group, :num_rows] = batch.slot_mapping
             contexts[group, :num_rows] = batch.context_lens
             tables[: batch.block_tables.shape[1], group, :num_rows] = batch.block_tables.T
+    room = shape.room(size)
     work = [
-        decode_work(each, heads, shape.num_items(size))
-        for each, heads in zip(contexts, shape.heads, strict=True)
+        decode_work(each, together, heads, room)
+        for each, together, heads in zip(contexts, runs or [()] * len(spare), shape.heads, strict=True)
     ]
-    items, merges = (np.stack(arrays) for arrays in zip(*work, strict=True))
-    return [slots, token_ids, positions, contexts, items, merges, tables]
+    columns = zip(*((*each.items, each.rows, each.merges, each.entries) for each in work), strict=True)
+    return [slots, token_ids, positions, contexts, *(np.stack(each) for each in columns), tables]

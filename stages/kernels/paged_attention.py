@@ -1,7 +1,7 @@
 """Computes attention over a paged KV cache on a GPU. Its twin is `stages.kernels.paged_plain`.
 
-One program takes one *item* of the host's work list: a tile (some new tokens of one segment, times the G
-query heads of one KV head) and some of the keys that it attends.
+One program takes one *item* of the host's work list: a tile (some new tokens, times the G query heads of one
+KV head) and some of the keys that it attends. The tokens are of one segment, or of several that share these.
 
     rows of a tile   (token 0, head 0) ... (token 0, head G - 1) (token 1, head 0) ...     padded to BLOCK_M
     keys of a tile   |    item i     |   item i + 1  | item i + 2 |                        padded to BLOCK_N
@@ -18,7 +18,8 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from epd.types import ceil_div
-from stages.kernels.tiles import PagedSegments, TileSet
+from stages.kernels.tiles import PagedWork
+from stages.kernels.tiling import LEAST_ROWS, next_power_of_2
 
 
 @triton.jit  # type: ignore[untyped-decorator] # Triton is untyped
@@ -54,8 +55,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
     parts,
     log_sums,
     items,
-    query_starts,
-    context_lens,
+    rows,
     block_tables,
     scale_log2,
     table_stride,
@@ -75,24 +75,22 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    item = items + tl.program_id(0) * 5
-    segment = tl.load(item)
-    first_token = tl.load(item + 1)
-    low = tl.load(item + 2)
-    high = tl.load(item + 3)
+    item = items + tl.program_id(0) * 7
+    table = tl.load(item)
+    first_row = tl.load(item + 1)
+    num_rows = tl.load(item + 2)
+    low = tl.load(item + 4)
+    high = tl.load(item + 5)
     kv_head = tl.program_id(1)
-    query_start = tl.load(query_starts + segment)
-    num_new = tl.load(query_starts + segment + 1) - query_start
-    context = tl.load(context_lens + segment)
 
     row = tl.arange(0, BLOCK_M)
-    token = first_token + row // GROUP
+    token = row // GROUP
     head = kv_head * GROUP + row % GROUP
-    is_row = (row < TOKENS * GROUP) & (token < num_new)
-    last_key = context - num_new + token
+    is_row = (row < TOKENS * GROUP) & (token < num_rows)
+    last_key = tl.load(item + 3) + token
     dim = tl.arange(0, BLOCK_D)
     is_value = is_row[:, None] & (dim < HEAD_DIM)[None, :]
-    packed = (query_start + token).to(tl.int64)
+    packed = tl.load(rows + first_row + token, mask=is_row, other=0).to(tl.int64)
     place = packed[:, None] * query_token_stride + head[:, None] * query_head_stride + dim[None, :]
     q = tl.load(query + place, mask=is_value, other=0.0)
     if UPCAST:
@@ -105,7 +103,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
         key = start + tl.arange(0, BLOCK_N)
         is_key = key < high
         block = tl.load(
-            block_tables + segment.to(tl.int64) * table_stride + key // BLOCK_SIZE * entry_stride,
+            block_tables + table.to(tl.int64) * table_stride + key // BLOCK_SIZE * entry_stride,
             mask=is_key,
             other=0,
         )
@@ -123,7 +121,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
     divisor = tl.where(total == 0.0, 1.0, total)
     at = head[:, None] * HEAD_DIM + dim[None, :]
     attended = weighted / divisor[:, None]
-    part = tl.load(item + 4)  # not before, or it would take a register all the time
+    part = tl.load(item + 6)  # not before, or it would take a register all the time
     if part < 0:
         out_place = out + packed[:, None] * out_token_stride + at
         tl.store(out_place, attended.to(out.dtype.element_ty), mask=is_value)
@@ -140,16 +138,16 @@ def _merge_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and 
     log_sums,
     out,
     merges,
+    entries,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    merge = merges + tl.program_id(0) * 4
+    merge = merges + tl.program_id(0) * 3
     packed = tl.load(merge).to(tl.int64)
-    first = tl.load(merge + 1).to(tl.int64)
-    step = tl.load(merge + 2)
-    count = tl.load(merge + 3)
+    first = tl.load(merge + 1)
+    count = tl.load(merge + 2)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     dim = tl.arange(0, BLOCK_D)
     is_head = head < NUM_HEADS
@@ -159,7 +157,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and 
     weighted = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     for index in range(count):
         # The first part is never empty, so `highest` is a number from there on.
-        place = (first + index * step) * NUM_HEADS + head
+        place = tl.load(entries + first + index).to(tl.int64) * NUM_HEADS + head
         log_sum = tl.load(log_sums + place, mask=is_head, other=0.0)
         part = tl.load(parts + place[:, None] * HEAD_DIM + dim[None, :], mask=is_value, other=0.0)
         new_highest = tl.maximum(highest, log_sum)
@@ -182,61 +180,60 @@ def attend_tiles(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    segments: PagedSegments,
-    tiles: TileSet,
+    work: PagedWork,
     out: Tensor,
     *,
     scale: float,
 ) -> None:
-    """Fills the rows of `tiles` in out [T, Hq, D], contiguous and of the query's dtype.
+    """Fills out [T, Hq, D], contiguous and of the query's dtype.
 
     query: [T, Hq, D], channels contiguous.
     key_cache, value_cache: [num_blocks, block_size, Hkv, D], of the same strides; blocks may lie apart.
     Sums are float32; float32 inputs are multiplied as IEEE has it.
     """
     num_heads, head_dim = query.shape[1:]
-    num_kv_heads, tile = key_cache.shape[2], tiles.tile
-    parts = torch.empty(
-        max(1, tiles.num_parts), num_heads, head_dim, dtype=torch.float32, device=query.device
-    )
+    num_kv_heads = key_cache.shape[2]
+    num_parts = max(1, work.num_parts)
+    parts = torch.empty(num_parts, num_heads, head_dim, dtype=torch.float32, device=query.device)
     log_sums = torch.empty(parts.shape[:2], dtype=torch.float32, device=query.device)
-    _attend_kernel[(len(tiles.items), num_kv_heads)](
-        query,
-        key_cache,
-        value_cache,
-        out,
-        parts,
-        log_sums,
-        tiles.items,
-        segments.query_starts,
-        segments.context_lens,
-        segments.block_tables,
-        scale * 1.4426950408889634,  # exp(x) = 2 ^ (x log2(e))
-        *segments.block_tables.stride(),
-        query.stride(0),
-        query.stride(1),
-        *key_cache.stride()[:3],
-        num_heads * head_dim,
-        GROUP=num_heads // num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=key_cache.shape[1],
-        TOKENS=tile.tokens,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_D=tile.block_d,
-        UPCAST=not query.is_cuda,  # the interpreter multiplies bfloat16 as if it were integers
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-    if len(tiles.merges):
-        _merge_kernel[(len(tiles.merges), ceil_div(num_heads, _HEADS_PER_MERGE))](
+    for items, tile in work.sets:
+        _attend_kernel[(len(items), num_kv_heads)](
+            query,
+            key_cache,
+            value_cache,
+            out,
+            parts,
+            log_sums,
+            items,
+            work.rows,
+            work.block_tables,
+            scale * 1.4426950408889634,  # exp(x) = 2 ^ (x log2(e))
+            *work.block_tables.stride(),
+            query.stride(0),
+            query.stride(1),
+            *key_cache.stride()[:3],
+            num_heads * head_dim,
+            GROUP=num_heads // num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=key_cache.shape[1],
+            TOKENS=tile.tokens,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_D=tile.block_d,
+            UPCAST=not query.is_cuda,  # the interpreter multiplies bfloat16 as if it were integers
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    if len(work.merges):
+        _merge_kernel[(len(work.merges), ceil_div(num_heads, _HEADS_PER_MERGE))](
             parts,
             log_sums,
             out,
-            tiles.merges,
+            work.merges,
+            work.entries,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
             BLOCK_H=_HEADS_PER_MERGE,
-            BLOCK_D=tile.block_d,
+            BLOCK_D=max(LEAST_ROWS, next_power_of_2(head_dim)),
             num_warps=4,
         )

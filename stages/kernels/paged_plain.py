@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stages.kernels.tiles import PagedSegments, TileSet
+from stages.kernels.tiles import AlikeSegments, PagedSegments
 
 
 def attend_plain(
@@ -18,24 +18,24 @@ def attend_plain(
     key_cache: Tensor,
     value_cache: Tensor,
     segments: PagedSegments,
-    tile_sets: Sequence[TileSet],
+    alike: Sequence[AlikeSegments],
     scale: float,
 ) -> Tensor:
     """Attends query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D]: [T, Hq, D].
 
-    Segments of a tile set are padded to the longest; what padding computes goes to one more row.
+    Segments that are alike are padded to the longest; what padding computes goes to one more row.
     """
     num_rows = len(query)
     out = query.new_zeros(num_rows + 1, *query.shape[1:])
-    for tiles in tile_sets:
-        starts = segments.query_starts[tiles.segments]
-        num_new = segments.query_starts[tiles.segments + 1] - starts
-        token = torch.arange(tiles.max_new, device=query.device)
+    for some in alike:
+        starts = segments.query_starts[some.segments]
+        num_new = segments.query_starts[some.segments + 1] - starts
+        token = torch.arange(some.max_new, device=query.device)
         rows = torch.where(token < num_new[:, None], starts[:, None] + token, num_rows)
-        contexts = segments.context_lens[tiles.segments]
+        contexts = segments.context_lens[some.segments]
         last_seen = (contexts - num_new)[:, None] + token
-        tables = segments.block_tables[tiles.segments]
-        gathered = [_gather(cache, tables, contexts, tiles.max_context) for cache in (key_cache, value_cache)]
+        tables = segments.block_tables[some.segments]
+        gathered = [_gather(cache, tables, contexts, some.max_context) for cache in (key_cache, value_cache)]
         padded = torch.cat([query, query.new_zeros(1, *query.shape[1:])])[rows]
         out[rows] = _attend(padded, gathered[0], gathered[1], last_seen, scale)
     return out[:num_rows]

@@ -1,7 +1,8 @@
-"""Describes what the attention kernels work on: the segments of a pass, and which of them are tiled alike."""
+"""Describes what attention over a paged cache works on: segments of a pass, and the work of the kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,19 +11,30 @@ from stages.kernels.tiling import Tiling
 
 
 @dataclass(frozen=True, slots=True)
-class TileSet:
-    """Holds segments that are tiled alike; integers on the device are int32.
+class PagedWork:
+    """Holds the kernels' work, int32 on the device: see `stages.kernels.work_list.WorkList`.
 
-    segments: [N].
-    items: [I, 5]. merges: [M, 4]. num_parts: see `stages.kernels.work_list.WorkList`.
-    max_new, max_context: of any of them.
+    sets: items [I, 7] that are launched together, and their tiles.
+    rows: [P], packed rows that items refer to. merges: [M, 3]. entries: [E].
+    block_tables: [S, max_blocks], of any strides.
+    """
+
+    sets: Sequence[tuple[Tensor, Tiling]]
+    rows: Tensor
+    merges: Tensor
+    entries: Tensor
+    num_parts: int
+    block_tables: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AlikeSegments:
+    """Holds segments of a pass with about as many new tokens, for the kernels' twin.
+
+    segments: int32 [N]. max_new, max_context: of any of them.
     """
 
     segments: Tensor
-    items: Tensor
-    merges: Tensor
-    num_parts: int
-    tile: Tiling
     max_new: int
     max_context: int
 

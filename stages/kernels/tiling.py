@@ -1,11 +1,13 @@
-"""Chooses the tiles of the attention kernel: by its type, head size, and query heads of a KV head.
+"""Chooses the tiles of the attention kernel: by chip, type, new tokens, head size, and heads of a KV head.
 
-`make kernels` prints what the compiler makes of each for sm_80 and sm_90. They are not tuned on a GPU.
+`make kernels` prints what the compiler makes of each entry of the table. They are not tuned on a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -13,6 +15,41 @@ import torch
 LEAST_ROWS = 16
 # Segments of at most this many new tokens are tiled apart from chunks, whose tiles would be mostly padding.
 MOST_SHORT = 8
+
+# exact: float32, whose IEEE products have no tensor cores: they are unrolled, and larger tiles spill.
+Kind = Literal["exact", "short", "tall"]
+
+
+class _Sizes(NamedTuple):
+    """Holds rows of a tile, keys of a step, warps, and how many steps are on their way at once."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+# By compute capability without its point; 0 for all other chips, some of which have only 99 KiB of shared
+# memory. Of each kind, for heads of up to 64, 128 and 256 channels.
+_EXACT = _Sizes(16, 32, 8, 2), _Sizes(16, 32, 8, 2), _Sizes(16, 16, 8, 2)
+_TABLE: Mapping[int, Mapping[Kind, tuple[_Sizes, _Sizes, _Sizes]]] = {
+    90: {
+        "exact": _EXACT,
+        "short": (_Sizes(16, 64, 4, 3), _Sizes(16, 64, 4, 3), _Sizes(16, 32, 4, 3)),
+        "tall": (_Sizes(128, 64, 8, 3), _Sizes(128, 64, 8, 3), _Sizes(64, 32, 8, 3)),
+    },
+    80: {
+        "exact": _EXACT,
+        "short": (_Sizes(16, 64, 4, 3), _Sizes(16, 64, 4, 3), _Sizes(16, 32, 4, 3)),
+        "tall": (_Sizes(64, 64, 4, 3), _Sizes(64, 64, 8, 3), _Sizes(64, 32, 8, 3)),
+    },
+    0: {
+        "exact": _EXACT,
+        "short": (_Sizes(16, 64, 4, 3), _Sizes(16, 32, 4, 3), _Sizes(16, 16, 4, 3)),
+        "tall": (_Sizes(64, 64, 4, 2), _Sizes(64, 32, 8, 2), _Sizes(64, 16, 8, 2)),
+    },
+}
+CHIPS = tuple(_TABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +70,18 @@ class Tiling:
     num_stages: int
 
 
-def tiling(max_new: int, group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
-    """Returns the tiles of segments of at most `max_new` new tokens. group: query heads of a KV head."""
+def tiling(max_new: int, group: int, head_dim: int, dtype: torch.dtype, chip: int = 0) -> Tiling:
+    """Returns the tiles of segments of at most `max_new` new tokens.
+
+    group: query heads of a KV head. chip: its compute capability, such as 90; see the table.
+    """
     block_d = max(LEAST_ROWS, next_power_of_2(head_dim))
-    is_wide, is_short = block_d > 128, max_new <= MOST_SHORT
-    if dtype.itemsize > 2:  # IEEE products have no tensor cores: they are unrolled, and larger tiles spill
-        rows, block_n, num_warps, num_stages = LEAST_ROWS, 16 if is_wide else 32, 8, 2
-    elif is_short:
-        rows, block_n, num_warps, num_stages = LEAST_ROWS, 32 if is_wide else 64, 4, 3
-    else:
-        rows, block_n, num_warps, num_stages = 64, 32 if is_wide else 64, 8 if block_d > 64 else 4, 3
+    kind: Kind = "exact" if dtype.itemsize > 2 else "short" if max_new <= MOST_SHORT else "tall"
+    column = 0 if block_d <= 64 else 1 if block_d <= 128 else 2
+    rows, keys, num_warps, num_stages = _TABLE.get(chip, _TABLE[0])[kind][column]
     tokens = max(1, rows // group)
     block_m = max(LEAST_ROWS, next_power_of_2(tokens * group))
-    return Tiling(tokens, block_m, block_n, block_d, num_warps, num_stages)
+    return Tiling(tokens, block_m, keys, block_d, num_warps, num_stages)
 
 
 def next_power_of_2(number: int) -> int:

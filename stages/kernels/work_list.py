@@ -1,19 +1,27 @@
 """Lists the work of the attention kernel on the host: which tile attends which keys, as equal pieces.
 
-A *tile* is some new tokens of one segment. Its keys are cut every so many, the same number for all tiles of a
-pass, so that one long context among short ones becomes many pieces and the short ones stay whole:
+A *tile* is some rows of a pass, and the keys that all of them attend. Its keys are cut every so many, the
+same number for all tiles of a set, so that one long context among short ones becomes many pieces:
 
     tile 0   | keys ..... |
     tile 1   | keys ............ | keys ............ | keys ............ | keys ... |    four items
     tile 2   | keys .. |
 
-Items of a tile that is not cut write their result; others write parts, which are merged (Dao et al. 2023,
-"Flash-Decoding"; pieces of one size as in Ye et al. 2025, "FlashInfer", section 3.3).
+Rows of decodes that share a prefix attend it in a tile of its own, and what is theirs alone in another:
+
+    tile 3   | prefix of rows 5, 6 and 9 ..... |
+    tile 4                                     | row 5 |     tile 5 | row 6 ... |     tile 6 | row 9 . |
+
+Rows with one piece are written by its item; of others, items write parts, which are merged (Dao et al. 2023,
+"Flash-Decoding"; pieces of one size as in Ye et al. 2025, "FlashInfer", section 3.3; prefixes as in Juravsky
+et al. 2024, "Hydragen").
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,65 +30,129 @@ from epd.types import Int32Array, Int64Array, ceil_div
 
 LEAST_KEYS = 256  # of an item, unless its tile has no more
 _ALIGNMENT = 64  # keys; a block of keys of any tiling
-# Tokens of no segment begin here: an item that begins here attends nothing and writes nothing.
-_NOWHERE = 2**30
-_NOTHING = np.array([0, _NOWHERE, 0, 0, -1], np.int32)
+ITEM_WIDTH = 7
+MERGE_WIDTH = 3
 
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """Holds the items of tiles, and what is to be merged.
+    """Holds the items of sets of tiles, and what is to be merged.
 
-    items: int32 [I, 5], of each the segment, the first new token, the first key, the key behind the last, and
-    the first of its rows among the parts, or -1 for those of a tile that is not cut.
-    merges: int32 [M, 4], of rows whose keys are cut: the packed row, its first part, from there to its next
-    part, and their number, which may be 0.
-    num_parts: rows of all parts.
+    items: of each set int32 [I, 7], of each item the block table, where its rows begin in the list of rows,
+    their number, the last key of the first row (the next row has the next), the first key, the key behind the
+    last, and the first of its rows among the parts, or -1 where it writes the result.
+    merges: int32 [M, 3], of rows with several pieces: the packed row, its first entry, and the number of
+    entries, which may be 0.
+    entries: int32 [E], rows among the parts. num_parts: rows of all parts.
     """
 
-    items: Int32Array
+    items: tuple[Int32Array, ...]
     merges: Int32Array
+    entries: Int32Array
     num_parts: int
 
-    def padded(self, num_items: int, num_merges: int) -> WorkList:
-        """Returns the same work, with items and merges that do nothing."""
-        items = np.tile(_NOTHING, (num_items, 1))
-        items[: len(self.items)] = self.items
-        merges = np.zeros((num_merges, 4), np.int32)
+    def padded(self, num_items: Sequence[int], num_merges: int, num_entries: int) -> WorkList:
+        """Returns the same work, with items and merges that do nothing. num_items: of each set."""
+        items = [np.tile(_NOTHING, (number, 1)) for number in num_items]
+        for padded, each in zip(items, self.items, strict=True):
+            padded[: len(each)] = each
+        merges, entries = np.zeros((num_merges, MERGE_WIDTH), np.int32), np.zeros(num_entries, np.int32)
         merges[: len(self.merges)] = self.merges
-        return WorkList(items, merges, self.num_parts)
+        entries[: len(self.entries)] = self.entries
+        return WorkList(tuple(items), merges, entries, self.num_parts)
 
 
-def work_list(
-    query_starts: Int32Array, context_lens: Int32Array, segments: Int64Array, tile_tokens: int, num_more: int
-) -> WorkList:
-    """Lists the work of some segments of a pass: see `AttentionBatch`.
+_NOTHING = np.array([0, 0, 0, 0, 0, 0, -1], np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Describes N tiles, int64 [N] each: what `WorkList.items` have, with keys [low, high) not cut yet."""
+
+    tables: Int64Array
+    first_rows: Int64Array
+    num_rows: Int64Array
+    last_keys: Int64Array
+    lows: Int64Array
+    highs: Int64Array
+
+    @classmethod
+    def joined(cls, parts: Sequence[Tiles]) -> Tiles:
+        some = [each for each in parts if len(each.lows)] or parts[:1]
+        if len(some) == 1:
+            return some[0]
+        return cls(*(np.concatenate(columns) for columns in zip(*map(_columns_of, some), strict=True)))
+
+
+def segment_tiles(
+    query_starts: Int32Array, context_lens: Int32Array, segments: Int64Array, tile_tokens: int
+) -> Tiles:
+    """Tiles some segments of a pass, each with all of its keys: see `AttentionBatch`.
 
     segments: int64 [N]. tile_tokens: new tokens of a tile.
-    num_more: items at most beyond one for each tile.
     """
-    starts = query_starts.astype(np.int64)[segments]
-    lens = query_starts.astype(np.int64)[segments + 1] - starts
+    if not len(segments):
+        return _NO_TILES
+    starts = query_starts.astype(np.int64)
+    lens = starts[segments + 1] - starts[segments]
     per_segment = ceil_div(lens, tile_tokens)
-    owner = np.repeat(np.arange(len(segments)), per_segment)
+    owner = np.repeat(segments, per_segment)
+    lens = np.repeat(lens, per_segment)
     first = _numbers(per_segment) * tile_tokens
-    rows = np.minimum(tile_tokens, lens[owner] - first)
-    stops = context_lens.astype(np.int64)[segments[owner]] - lens[owner] + first + rows
-    keys = keys_each(int(stops.sum()), num_more)
-    counts = ceil_div(stops, keys)
-    tile, split = np.repeat(np.arange(len(counts)), counts), _numbers(counts)
-    sizes = np.where(counts > 1, counts * rows, 0)
+    rows = np.minimum(tile_tokens, lens - first)
+    last = context_lens.astype(np.int64)[owner] - lens + first
+    return Tiles(owner, starts[owner] + first, rows, last, np.zeros_like(first), last + rows)
+
+
+def work_list(sets: Sequence[Tiles], rows: Int64Array, num_more: int) -> WorkList:
+    """Lists the work of sets of tiles, each of which is launched alone.
+
+    rows: int64 [P], the packed row of each place that tiles refer to; the rows of a tile have as many tiles.
+    num_more: items of a set at most beyond one for each tile.
+    """
+    cut = [_cut(tiles, num_more) for tiles in sets]
+    pieces = Tiles.joined(cut)
+    owner = np.repeat(np.arange(len(pieces.num_rows)), pieces.num_rows)
+    offset = _numbers(pieces.num_rows)
+    packed = rows[pieces.first_rows[owner] + offset]  # of each row of each piece
+    counts = np.bincount(packed)
+    is_part = counts[rows[pieces.first_rows]] > 1
+    sizes = np.where(is_part, pieces.num_rows, 0)
     bases = np.cumsum(sizes) - sizes
-    parts = np.where(counts[tile] > 1, bases[tile] + split * rows[tile], -1)
-    bounds = split * keys, np.minimum((split + 1) * keys, stops[tile])
-    cut = np.flatnonzero(counts > 1)
-    merged, offset = np.repeat(cut, rows[cut]), _numbers(rows[cut])
-    packed = starts[owner[merged]] + first[merged] + offset
+    items = _columns(*_columns_of(pieces), np.where(is_part, bases, -1))
+    of_parts = is_part[owner]
+    order = np.argsort(packed[of_parts], kind="stable")
+    merged = np.flatnonzero(counts > 1)
+    numbers = counts[merged]
+    ends = list(accumulate(len(each.lows) for each in cut))
     return WorkList(
-        _columns(segments[owner[tile]], first[tile], *bounds, parts),
-        _columns(packed, bases[merged] + offset, rows[merged], counts[merged]),
+        tuple(items[start:end] for start, end in zip([0, *ends], ends, strict=False)),
+        _columns(merged, np.cumsum(numbers) - numbers, numbers),
+        (bases[owner] + offset)[of_parts][order].astype(np.int32),
         int(sizes.sum()),
     )
+
+
+def _cut(tiles: Tiles, num_more: int) -> Tiles:
+    """Cuts the keys of all tiles of a set into pieces of one length."""
+    if not len(tiles.lows):
+        return tiles
+    lengths = tiles.highs - tiles.lows
+    keys = keys_each(int(lengths.sum()), num_more)
+    counts = ceil_div(lengths, keys)
+    tile, piece = np.repeat(np.arange(len(counts)), counts), _numbers(counts)
+    lows = tiles.lows[tile] + piece * keys
+    highs = np.minimum(lows + keys, tiles.highs[tile])
+    return Tiles(
+        tiles.tables[tile], tiles.first_rows[tile], tiles.num_rows[tile], tiles.last_keys[tile], lows, highs
+    )
+
+
+def _columns_of(tiles: Tiles) -> tuple[Int64Array, ...]:
+    return tuple(getattr(tiles, name) for name in Tiles.__slots__)
+
+
+_NO_TILES = Tiles(*(np.zeros(0, np.int64) for _ in Tiles.__slots__))
 
 
 def keys_each(num_keys: int, num_more: int) -> int:

@@ -46,11 +46,14 @@ from stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
 from stages.kernels.quantized_products import fp8_product, int4_product
 
 # Shared memory that one block of threads may have (CUDA C++ Programming Guide, compute capabilities).
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
+# Those whose every kernel is compiled; of others, attention, for which tiles are chosen by chip.
+ARCHS = (80, 90)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Query heads to a KV head of Qwen2.5-VL 7B and 3B, of Llama 8B, and one to one.
 GROUPS = (7, 8, 4, 1)
 HEAD_DIMS = (64, 80, 128)
+WIDE_DIM = 256  # of one group, since the table of tiles has an entry for it
 BLOCK_SIZES = (1, 4, 16, 32, 64, 128, 256)
 PATCHES = [((8, 448, 448, 3), 2, 14, 2), ((8, 448, 448, 3), 2, 16, 2), ((3, 384, 384, 3), 1, 384, 1)]
 _OPTIONS = frozenset({"num_warps", "num_stages"})
@@ -155,7 +158,9 @@ def recorded(launching: Any) -> list[Launch]:
     return recorder.launches
 
 
-def attention_launches(heads: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> list[Launch]:
+def attention_launches(
+    heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, arch: int
+) -> list[Launch]:
     """The launches of a pass: a decode with a long context, drafts and a chunk, and the write before."""
 
     def launch() -> None:
@@ -164,7 +169,7 @@ def attention_launches(heads: tuple[int, int, int], block_size: int, dtype: torc
         starts = np.cumsum([0, *lens]).astype(np.int32)
         tables = np.zeros((3, -(-40_000 // block_size)), np.int32)
         batch = AttentionBatch(starts, contexts, tables, np.zeros(starts[-1], np.int64), block_size)
-        unit = DeviceHeads(query_heads // kv_heads, kv_heads, dim, dtype, num_processors=132)
+        unit = DeviceHeads(query_heads // kv_heads, kv_heads, dim, dtype, num_processors=132, chip=arch)
         plan = DevicePlan.build(batch, torch.device("cuda"), unit)
         num_rows = int(starts[-1])
         storage = torch.empty(8, 28, 2, block_size, kv_heads, dim, dtype=dtype, device="cuda")
@@ -270,6 +275,7 @@ def warm_up_launches() -> list[Launch]:
             for module in ("stages.attention.attention", "stages.attention.device"):
                 switches.enter_context(patch(f"{module}.uses_kernels", lambda _: True))
             switches.enter_context(patch("stages.attention.device._num_processors", lambda _: 132))
+            switches.enter_context(patch("stages.attention.device._chip", lambda _: 90))
             warm_up(storage[:, 3, 0], storage[:, 3, 1], 28)
 
     return recorded(launch)
@@ -292,21 +298,24 @@ def _compiled_job(number: int) -> Report:
     return compiled(*_jobs[number])
 
 
-def every_launch() -> Iterator[tuple[str, Launch]]:
+def every_launch(arch: int) -> Iterator[tuple[str, Launch]]:
     """What a model may launch, without repetition: block sizes change little, so all with one group each."""
     seen: set[tuple[str, ...]] = set()
-    for what, launch in _all_launches():
+    for what, launch in itertools.chain(_attention(arch), _others() if arch in ARCHS else ()):
         if launch.variant not in seen:
             seen.add(launch.variant)
             yield what, launch
 
 
-def _all_launches() -> Iterator[tuple[str, Launch]]:
+def _attention(arch: int) -> Iterator[tuple[str, Launch]]:
     shapes = [(group, dim, 16) for group in GROUPS for dim in HEAD_DIMS]
-    shapes += [(7, 128, size) for size in BLOCK_SIZES]
+    shapes += [(7, 128, size) for size in BLOCK_SIZES] + [(2, WIDE_DIM, 16)]
     for (group, dim, size), dtype in itertools.product(shapes, DTYPES):
-        for launch in attention_launches((4 * group, 4, dim), size, dtype):
+        for launch in attention_launches((4 * group, 4, dim), size, dtype, arch):
             yield f"group {group} dim {dim} block {size} {dtype}", launch
+
+
+def _others() -> Iterator[tuple[str, Launch]]:
     for group, dim, has_norms, dtype in itertools.product(GROUPS, HEAD_DIMS, (False, True), DTYPES):
         for launch in fusion_launches((4 * group, 4, dim), dtype, has_norms=has_norms):
             yield f"heads {4 * group} dim {dim} {dtype}", launch
@@ -325,10 +334,11 @@ def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[s
     jobs: list[list[_Job]] = []
     for arch, dtype_name, query_heads, kv_heads, dim, block_size in shapes:
         dtype = getattr(torch, dtype_name)
-        launches = attention_launches((query_heads, kv_heads, dim), block_size, dtype)
-        launches += fusion_launches((query_heads, kv_heads, dim), dtype, has_norms=dim != 64)
-        launches += patch_launches((8, 448, 448, 3), 2, 14, 2, dtype)
-        launches += quantized_launches(dtype, 32 if dim == 80 else 128)
+        launches = attention_launches((query_heads, kv_heads, dim), block_size, dtype, arch)
+        if arch in ARCHS:
+            launches += fusion_launches((query_heads, kv_heads, dim), dtype, has_norms=dim != 64)
+            launches += patch_launches((8, 448, 448, 3), 2, 14, 2, dtype)
+            launches += quantized_launches(dtype, 32 if dim == 80 else 128)
         jobs.append([(launch, arch) for launch in launches])
     reports = compiled_all([job for of_shape in jobs for job in of_shape], num_processes)
     found = [
@@ -339,7 +349,7 @@ def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[s
         for of_shape in jobs
     ]
     warm = {launch.variant for launch in warm_up_launches()}
-    missing = {launch.variant for launch in attention_launches((28, 4, 128), 16, torch.bfloat16)} - warm
+    missing = {launch.variant for launch in attention_launches((28, 4, 128), 16, torch.bfloat16, 90)} - warm
     products = {launch.variant for launch in quantized_launches(torch.bfloat16, 128)}
     return {
         "shapes": found,
@@ -354,9 +364,9 @@ def main(arguments: Sequence[str]) -> int:
         asked = json.loads(arguments[0])
         print(json.dumps(report_shapes(asked["shapes"], asked["num_processes"])))
         return 0
-    launches = list(every_launch())
-    jobs = [(launch, arch) for arch in SHARED_BYTES for _, launch in launches]
-    names = [what for _ in SHARED_BYTES for what, _ in launches]
+    launches = [(what, launch, arch) for arch in SHARED_BYTES for what, launch in every_launch(arch)]
+    jobs = [(launch, arch) for _, launch, arch in launches]
+    names = [what for what, _, _ in launches]
     num_bad = 0
     for (launch, arch), what, report in zip(jobs, names, compiled_all(jobs, usable_cpus()), strict=True):
         is_bad = not report.fits(arch)

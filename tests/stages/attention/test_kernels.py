@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,10 +17,10 @@ import torch
 from torch import Tensor
 
 from encoders.patches import PatchSpec, patchify
+from stages.attention import prefixes
 from stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
-from stages.attention.device import DeviceHeads, DevicePlan
-from stages.kernels.work_list import work_list
-from tests.stages.attention.test_attention import Case, filled, make_case, naive
+from stages.attention.device import DecodeRoom, DecodeWork, DeviceHeads, DevicePlan, decode_work
+from tests.stages.attention.test_attention import Case, filled, make_case, naive, share
 
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
 on_gpu = pytest.mark.skipif(not HAS_GPU, reason="no GPU in this machine")
@@ -28,6 +31,7 @@ class Pass:
     """lens: (new tokens, context) of each segment. heads: of queries, of keys, channels of a head.
 
     num_processors: that the device is taken to have; the more, the more splits.
+    num_shared: leading blocks of all segments with one new token that are the same.
     """
 
     lens: tuple[tuple[int, int], ...]
@@ -35,6 +39,7 @@ class Pass:
     block_size: int
     dtype: torch.dtype = torch.float32
     num_processors: int = 1
+    num_shared: int = 0
 
 
 # Few programs each: interpreted, one takes milliseconds.
@@ -45,6 +50,9 @@ PASSES = [
     Pass(((40, 100), (9, 9), (1, 65)), (6, 2, 16), 16),  # chunks of several tiles beside a decode
     Pass(((1, 600), (1, 20), (20, 520)), (4, 1, 16), 16, num_processors=16),  # some tiles are cut
     Pass(((1, 900), (1, 20), (4, 700), (1, 31)), (6, 2, 16), 4, num_processors=4),  # one long context
+    # Decodes that share 256 tokens, in more tiles than one; beside them a chunk, or one that shares nothing.
+    Pass(((1, 270), (1, 300), (1, 600), (20, 50)), (8, 1, 16), 16, num_processors=2, num_shared=16),
+    Pass(((1, 40), *[(1, 530 + i) for i in range(3)]), (32, 1, 16), 16, num_shared=32),
     Pass(((1, 40), (12, 30)), (4, 2, 32), 4, torch.float16),
     Pass(((1, 40), (12, 30)), (4, 2, 32), 4, torch.bfloat16),
 ]
@@ -70,6 +78,25 @@ def in_float32(case: Case) -> Case:
     )
 
 
+def case_of(one: Pass) -> Case:
+    """The segments of a pass, with the blocks that they share."""
+    case = make_case(list(one.lens), one.heads, one.block_size, one.dtype)
+    return sharing(case, one.num_shared)
+
+
+def sharing(case: Case, num_blocks: int) -> Case:
+    """The same, but that leading blocks of segments with one new token, which have more, are one."""
+    batch, num_tokens = case.batch, num_blocks * case.batch.block_size
+    able = np.flatnonzero((np.diff(batch.query_starts) == 1) & (batch.context_lens > num_tokens))
+    return share(case, able.tolist(), num_tokens) if num_blocks else case
+
+
+@contextmanager
+def sharing_pays() -> Iterator[None]:
+    with patch.object(prefixes, "LAUNCH_BYTES", 0):
+        yield
+
+
 def heads_of(one: Pass, key_cache: Tensor) -> DeviceHeads:
     """Those of the device; of a CPU, as if it had the processors of the pass."""
     heads = DeviceHeads.of(key_cache, one.heads[0])
@@ -77,10 +104,12 @@ def heads_of(one: Pass, key_cache: Tensor) -> DeviceHeads:
 
 
 def compare_attention(one: Pass, device: str, *, is_large: bool = False) -> None:
-    case = make_case(list(one.lens), one.heads, one.block_size, one.dtype)
+    case = case_of(one)
     scale = one.heads[2] ** -0.5
     key_cache, value_cache = (cache.to(device) for cache in filled(case))
-    plan = DevicePlan.build(case.batch, torch.device(device), heads_of(one, key_cache))
+    with sharing_pays():
+        plan = DevicePlan.build(case.batch, torch.device(device), heads_of(one, key_cache))
+    assert (len(plan.work.rows) > len(case.query)) == (one.num_shared > 0)
     ours = plan.attend_by_kernels(case.query.to(device), key_cache, value_cache, scale)
     assert ours.dtype == one.dtype
     truth = in_float32(case)
@@ -92,17 +121,28 @@ def compare_attention(one: Pass, device: str, *, is_large: bool = False) -> None
 
 
 def compare_refilled(device: str) -> None:
-    """Decodes from arrays whose values change: a batch of three, then of two others, in rows for four."""
+    """Decodes from arrays whose values change: a batch of three, then of two others, in rows for four.
+
+    Then with what two of three read together, and again without it.
+    """
     heads = (4, 2, 32)
     memory: list[Tensor] = []
-    for lens in (((1, 700), (1, 9), (1, 300)), ((1, 20), (1, 610))):
-        case = make_case(list(lens), heads, 16)
+    for lens, num_shared in (
+        (((1, 700), (1, 9), (1, 300)), 0),
+        (((1, 20), (1, 610)), 0),
+        (((1, 700), (1, 9), (1, 300)), 16),
+        (((1, 600), (1, 610), (1, 580), (1, 20)), 32),
+        (((1, 20), (1, 610)), 0),
+    ):
+        case = sharing(make_case(list(lens), heads, 16), num_shared)
         key_cache, value_cache = (cache.to(device) for cache in filled(case))
         unit = replace(DeviceHeads.of(key_cache, heads[0]), num_processors=4)
         arrays = refilled(case.batch, unit, num_rows=4, max_blocks=64)
         if not memory:
             memory = [array.to(device) for array in arrays]
-            plan = DevicePlan.of_decodes(*memory, unit, block_size=16)
+            slots, contexts, tables, own, together, *rest = memory
+            work = DecodeWork([own, together], *rest)
+            plan = DevicePlan.of_decodes(slots, contexts, tables, work, unit, block_size=16)
         for place, array in zip(memory, arrays, strict=True):
             place.copy_(array)
         query = torch.cat([case.query, torch.full((4 - len(lens), *heads[::2]), torch.nan)]).to(device)
@@ -111,15 +151,17 @@ def compare_refilled(device: str) -> None:
 
 
 def refilled(batch: AttentionBatch, heads: DeviceHeads, num_rows: int, max_blocks: int) -> list[Tensor]:
-    """Slots, contexts, tables, items and merges of a batch, in more rows than it has, else nonsense."""
+    """Slots, contexts, tables and work of a batch, in more rows than it has, else nonsense."""
     num_used, width = batch.block_tables.shape
     tables = np.full((max_blocks, num_rows), 10**6, np.int32)
     tables[:width, :num_used] = batch.block_tables.T
-    slots, contexts = np.full(num_rows, 10**6), np.full(num_rows, -1, np.int32)
+    tables[0, num_used:] = 0  # for rows that pad the batch: of one token each
+    slots, contexts = np.full(num_rows, 10**6), np.ones(num_rows, np.int32)
     slots[:num_used], contexts[:num_used] = batch.slot_mapping, batch.context_lens
-    work = work_list(batch.query_starts, batch.context_lens, np.arange(num_used), 1, heads.num_more)
-    work = work.padded(num_rows + heads.num_more, num_rows)
-    arrays = [slots, contexts, tables, work.items, work.merges]
+    with sharing_pays():
+        runs = heads.shared(batch.query_starts, batch.context_lens, batch.block_tables, batch.block_size)
+    work = decode_work(contexts, runs, heads, DecodeRoom.of(num_rows, heads))
+    arrays = [slots, contexts, tables, *work.items, work.rows, work.merges, work.entries]
     tensors = [torch.from_numpy(array) for array in arrays]
     tensors[2] = tensors[2].t()
     return tensors
@@ -142,7 +184,7 @@ def compare_moves(device: str, dtype: torch.dtype = torch.float32) -> None:
 
 @pytest.mark.parametrize("one", PASSES)
 def test_the_plain_twin_attends_from_the_same_inputs(one: Pass) -> None:
-    case = in_float32(make_case(list(one.lens), one.heads, one.block_size))
+    case = in_float32(case_of(replace(one, dtype=torch.float32)))
     caches = filled(case)
     plan = DevicePlan.build(case.batch, torch.device("cpu"), heads_of(one, caches[0]))
     scale = one.heads[2] ** -0.5

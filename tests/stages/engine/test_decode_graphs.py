@@ -18,6 +18,7 @@ from torch import Tensor
 from epd.kv.drafting import DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
+from stages.attention import prefixes
 from stages.engine.decode_graphs import DecodeGraphs, graph_sizes
 from stages.engine.engine import LanguageEngine
 from stages.engine.kv_pool import KVGroupShape, KVPoolsShape
@@ -31,17 +32,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:Depre
 
 @dataclass
 class Repeats:
-    """Stands in for CUDA graphs: replays are runs of what was captured."""
+    """Stands in for CUDA graphs: replays are runs of what was captured. replayed: numbers of captures."""
 
     replays: int = 0
     num_captured: int = 0
+    replayed: list[int] = field(default_factory=list)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
+        number = self.num_captured
         self.num_captured += 1
 
         def replay() -> None:
             self.replays += 1
+            self.replayed.append(number)
             run()
 
         return replay
@@ -116,10 +120,30 @@ def test_tokens_equal_generate(
     while engine.has_work():
         drive.step()
     assert all(drive.tokens(f"{count}") == subject.prompts[0].expected[:count] for count in range(4, 9))
-    assert graphs.num_captured == len(graph_sizes(6)) == 4
+    assert len(graph_sizes(6)) == 4
+    assert graphs.num_captured == 7, "each size above one also for what several read together"
     assert graphs.replays == len(watched.batches) > 10
     assert watched.num_eager_decodes == 0
     assert {2, 3, 4, 5} <= set(watched.batches), "batches were meant to be padded, and not to be"
+
+
+def test_questions_about_one_video_replay_the_pass_that_reads_it_once(
+    subjects: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch, watched: Watched
+) -> None:
+    """Where that pays; captures 0, 2 and 4 are of it, for 6, 4 and 2 rows."""
+    monkeypatch.setattr(prefixes, "LEAST_KEYS", 32)
+    subject = subjects("qwen2_5_vl")
+    for launch_bytes, shared in ((0, {2, 4}), (2**40, set())):
+        monkeypatch.setattr(prefixes, "LAUNCH_BYTES", launch_bytes)
+        engine = captured(subject, graphs := Repeats(), enable_prefix_caching=True)
+        prompt = max(subject.prompts, key=lambda each: len(each.plan))
+        drive = Drive(engine, seed=5)
+        assert drive.run({"first": prompt}) == {"first": prompt.expected}
+        graphs.replayed.clear()
+        names = ["a", "b", "c"]
+        assert drive.run(dict.fromkeys(names, prompt)) == dict.fromkeys(names, prompt.expected)
+        assert {number for number in graphs.replayed if number % 2 == 0 and number < 6} == shared
+        assert watched.num_eager_decodes == 0
 
 
 @pytest.mark.parametrize(("name", "mode"), [("qwen2_5_vl", "offload"), ("qwen3_vl", "recompute")])
