@@ -42,6 +42,7 @@ class Pipeline:
         merge: TowerMerge | None = None,
         drafting: DraftConfig = NO_DRAFTS,
         ranks: RankGroup | None = None,
+        enforce_eager: bool = False,
     ) -> None:
         """Takes ownership of the model: its attention function becomes ours. Options as in `load`.
 
@@ -50,7 +51,13 @@ class Pipeline:
         self.adapter = adapter
         self.settings = settings
         self.engine = build_engine(
-            model, adapter, settings, num_kv_tokens=num_kv_tokens, drafting=drafting, ranks=ranks
+            model,
+            adapter,
+            settings,
+            num_kv_tokens=num_kv_tokens,
+            drafting=drafting,
+            ranks=ranks,
+            enforce_eager=enforce_eager,
         )
         self.encoder = FrameEncoder(adapter, adapter.vision_tower(model), skip_static, merge)
         self.group_tokens = group_tokens
@@ -69,6 +76,7 @@ class Pipeline:
         merge: TowerMerge | None = None,
         drafting: DraftConfig = NO_DRAFTS,
         tensor_parallel_size: int = 1,
+        enforce_eager: bool = False,
         on_progress: OnBytes | None = None,
     ) -> Self:
         """Loads the folder `model_path`, in Hugging Face layout.
@@ -84,6 +92,7 @@ class Pipeline:
         merge: how many tokens the later layers of the tower compute; by default all.
         drafting: who proposes tokens, for one pass to check.
         tensor_parallel_size: processes that share the language model, each on a GPU of its own.
+        enforce_eager: see `build_engine`.
         on_progress: called with the bytes of weights that have been read, and with all of them.
         Raises RequestError, ModelNotFoundError, UnsupportedModelError, ModelError, InfeasibleError for
         weights that the memory has no room for, and RankLostError.
@@ -97,7 +106,9 @@ class Pipeline:
         if num_kv_tokens is None:
             scheduler = SchedulerConfig()
             passes = LargestPasses(
-                max(group_tokens, 1) * _PATCHES_OF_TOKEN, scheduler.max_chunk_tokens, scheduler.max_num_seqs
+                max(group_tokens, 1) * _PATCHES_OF_TOKEN,
+                scheduler.max_chunk_tokens,
+                0 if enforce_eager else scheduler.max_num_seqs,
             )
             num_kv_tokens = measured_kv_tokens(
                 model,
@@ -120,6 +131,7 @@ class Pipeline:
             merge=merge,
             drafting=drafting,
             ranks=ranks,
+            enforce_eager=enforce_eager,
         )
 
 

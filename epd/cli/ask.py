@@ -18,6 +18,7 @@ from epd.cli.options import (
     Draft,
     Dtype,
     End,
+    EnforceEager,
     Fps,
     Frames,
     IsJson,
@@ -67,6 +68,7 @@ def ask(
     device: Device = "auto",
     dtype: Dtype = "auto",
     tensor_parallel_size: TensorParallelSize = 1,
+    enforce_eager: EnforceEager = False,
     draft: Draft = DEFAULT_DRAFT,
     max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     url: Url = None,
@@ -83,7 +85,9 @@ def ask(
     budget = visual_budget(max_visual_tokens, retention)
     drafting, merge = draft_config(draft, max_draft), tower_merge(tower_share, tower_merge_layer)
     if url is not None:
-        check_server_options(skip_static, device, dtype, drafting, merge, tensor_parallel_size)
+        check_server_options(
+            skip_static, device, dtype, drafting, merge, tensor_parallel_size, enforce_eager=enforce_eager
+        )
         check_question(question)
         options = api_options(
             fps, frames, start, end, retention, reduction, compute_share, max_visual_tokens, max_tokens
@@ -103,6 +107,7 @@ def ask(
         dtype=dtype,
         drafting=drafting,
         tensor_parallel_size=tensor_parallel_size,
+        enforce_eager=enforce_eager,
     )
     with console.progress_bar("frames") as show:
         answer = pipeline.ask(

@@ -29,6 +29,7 @@ from epd.cli.options import (
     Device,
     Draft,
     Dtype,
+    EnforceEager,
     Fps,
     Frames,
     IsJson,
@@ -85,6 +86,7 @@ class _Target:
     dtype: str
     drafting: DraftConfig
     tensor_parallel_size: int
+    enforce_eager: bool
 
     def __post_init__(self) -> None:
         given = {"--topology": self.topology, "--url": self.url, "--address": self.address}
@@ -93,7 +95,13 @@ class _Target:
             raise RequestError(f"received {' and '.join(names)}; allowed: one of them; leave out the rest")
         if (self.url, self.address) != (None, None):
             check_server_options(
-                self.skip_static, self.device, self.dtype, self.drafting, None, self.tensor_parallel_size
+                self.skip_static,
+                self.device,
+                self.dtype,
+                self.drafting,
+                None,
+                self.tensor_parallel_size,
+                enforce_eager=self.enforce_eager,
             )
 
 
@@ -118,6 +126,7 @@ def batch(
     device: Device = "auto",
     dtype: Dtype = "auto",
     tensor_parallel_size: TensorParallelSize = 1,
+    enforce_eager: EnforceEager = False,
     draft: Draft = DEFAULT_DRAFT,
     max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     plot: Plot = None,
@@ -141,6 +150,7 @@ def batch(
         dtype,
         draft_config(draft, max_draft),
         tensor_parallel_size,
+        enforce_eager,
     )
     _check_options(fps, frames, max_tokens)
     reduction_policy(reduction, retention, compute_share)
@@ -215,6 +225,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
                 target.dtype,
                 target.drafting,
                 target.tensor_parallel_size,
+                enforce_eager=target.enforce_eager,
             )
         )
         with opened as backend:
@@ -231,6 +242,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
                 dtype=target.dtype,
                 drafting=target.drafting,
                 tensor_parallel_size=target.tensor_parallel_size,
+                enforce_eager=target.enforce_eager,
                 on_progress=show,
             )
         yield loaded

@@ -17,6 +17,7 @@ from epd.cli.options import (
     Draft,
     Dtype,
     End,
+    EnforceEager,
     Fps,
     Frames,
     MaxDraft,
@@ -56,6 +57,7 @@ def chat(
     device: Device = "auto",
     dtype: Dtype = "auto",
     tensor_parallel_size: TensorParallelSize = 1,
+    enforce_eager: EnforceEager = False,
     draft: Draft = DEFAULT_DRAFT,
     max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     url: Url = None,
@@ -74,9 +76,11 @@ def chat(
         fps, frames, start, end, retention, reduction, compute_share, max_visual_tokens, max_tokens
     )
     if url is not None:
-        check_server_options(None, device, dtype, drafting, None, tensor_parallel_size)
+        check_server_options(
+            None, device, dtype, drafting, None, tensor_parallel_size, enforce_eager=enforce_eager
+        )
     with _opened(
-        paths, model, url, api_key, options, device, dtype, drafting, tensor_parallel_size
+        paths, model, url, api_key, options, device, dtype, drafting, tensor_parallel_size, enforce_eager
     ) as conversation:
         for question in _questions(is_terminal=sys.stdin.isatty()):
             _answer(conversation, question, is_terminal=sys.stdin.isatty())
@@ -93,17 +97,17 @@ def _opened(
     dtype: str,
     drafting: DraftConfig,
     tensor_parallel_size: int,
+    enforce_eager: bool,
 ) -> Iterator[Conversation]:
     if url is not None:
         yield conversation_with(url, api_key, model, paths, options)
         return
     from epd.cli.server_here import server_here  # torch
 
-    with server_here(paths, model, device, dtype, drafting, tensor_parallel_size) as (
-        own_url,
-        own_key,
-        media,
-    ):
+    opened = server_here(
+        paths, model, device, dtype, drafting, tensor_parallel_size, enforce_eager=enforce_eager
+    )
+    with opened as (own_url, own_key, media):
         yield conversation_with(own_url, own_key, None, media, options)
 
 

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from epd import console
-from epd.cli.options import Device, Dtype, IsJson, Model, NumThreads, Plot, Seed, TensorParallelSize
+from epd.cli.options import (
+    Device,
+    Dtype,
+    EnforceEager,
+    IsJson,
+    Model,
+    NumThreads,
+    Plot,
+    Seed,
+    TensorParallelSize,
+)
 from epd.errors import RequestError
 from epd.eval.demo import demo_cases
 from epd.eval.files import read_videos
@@ -126,6 +136,7 @@ def evaluate(
     device: Device = "auto",
     dtype: Dtype = "auto",
     tensor_parallel_size: TensorParallelSize = 1,
+    enforce_eager: EnforceEager = False,
     as_json: IsJson = False,
 ) -> None:
     """Measure what token reduction costs in accuracy.
@@ -147,7 +158,13 @@ def evaluate(
     cases = _cases(run, demo, asked.num_frames, video_dir)
     plan = EvalPlan(tuple(cases), asked.settings, max_tokens, ttft_videos)
     log = VerdictLog(run, out)
-    pipeline = load_pipeline(model, placement, num_threads, tensor_parallel_size=tensor_parallel_size)
+    pipeline = load_pipeline(
+        model,
+        placement,
+        num_threads,
+        tensor_parallel_size=tensor_parallel_size,
+        enforce_eager=enforce_eager,
+    )
     with console.progress_bar("settings x videos") as show:
         run_evaluation(pipeline, plan, log, show)
     _show(log, asked, part, plot, as_json)

@@ -120,6 +120,13 @@ TensorParallelSize = Annotated[
         help="Processes that share the language model, each on a GPU of its own, from --device on.",
     ),
 ]
+EnforceEager = Annotated[
+    bool,
+    typer.Option(
+        "--enforce-eager",
+        help="Launch every kernel of a pass of decodes, instead of a CUDA graph captured at start.",
+    ),
+]
 Fps = Annotated[
     float | None,
     typer.Option(
@@ -366,11 +373,19 @@ def check_server_options(
     drafting: DraftConfig,
     merge: TowerMerge | None = None,
     tensor_parallel_size: int = 1,
+    *,
+    enforce_eager: bool = False,
 ) -> None:
     """Raises RequestError for options that a running server has its own values of."""
-    own = {"--skip-static": skip_static, "--device": device, "--dtype": dtype, "--draft": drafting.method}
+    own: dict[str, object] = {
+        "--skip-static": skip_static,
+        "--device": device,
+        "--dtype": dtype,
+        "--draft": drafting.method,
+    }
     own["--tower-share"] = None if merge is None else merge.share
     own["--tensor-parallel-size"] = None if tensor_parallel_size == 1 else tensor_parallel_size
+    own["--enforce-eager"] = enforce_eager or None
     for name, value in own.items():
         if value not in (None, "auto" if name != "--draft" else "none"):
             raise RequestError(

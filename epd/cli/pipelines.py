@@ -30,6 +30,7 @@ def open_pipeline(
     dtype: str = "auto",
     drafting: DraftConfig = NO_DRAFTS,
     tensor_parallel_size: int = 1,
+    enforce_eager: bool = False,
 ) -> ColocatedPipeline:
     """Checks the input, then loads a model. Raises EPDError."""
     check_question(question)
@@ -43,6 +44,7 @@ def open_pipeline(
         merge=merge,
         drafting=drafting,
         tensor_parallel_size=tensor_parallel_size,
+        enforce_eager=enforce_eager,
     )
 
 
@@ -59,6 +61,8 @@ def load_pipeline(
     drafting: DraftConfig = NO_DRAFTS,
     merge: TowerMerge | None = None,
     tensor_parallel_size: int = 1,
+    *,
+    enforce_eager: bool = False,
 ) -> ColocatedPipeline:
     """Loads a model. Raises EPDError."""
     with console.loading_bar() as show:
@@ -70,5 +74,6 @@ def load_pipeline(
             merge=merge,
             drafting=drafting,
             tensor_parallel_size=tensor_parallel_size,
+            enforce_eager=enforce_eager,
             on_progress=show,
         )

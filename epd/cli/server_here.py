@@ -27,6 +27,8 @@ def server_here(
     dtype: str,
     drafting: DraftConfig,
     tensor_parallel_size: int = 1,
+    *,
+    enforce_eager: bool = False,
 ) -> Iterator[tuple[str, str, list[str]]]:
     """Serves a model in this process while open. Yields its URL, its key, and the URLs of the files.
 
@@ -41,6 +43,7 @@ def server_here(
         device=device,
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
+        enforce_eager=enforce_eager,
         draft=drafting.method,
         max_draft=drafting.max_draft,
         api_key=SecretStr(key),

@@ -95,6 +95,7 @@ class LocalBackend:
         dtype: str = "auto",
         drafting: DraftConfig = NO_DRAFTS,
         tensor_parallel_size: int = 1,
+        enforce_eager: bool = False,
         on_progress: OnBytes | None = None,
     ) -> LocalBackend:
         """Loads a model. Options as in `Placement.resolve` and `BatchPipeline.load`. Raises EPDError."""
@@ -105,6 +106,7 @@ class LocalBackend:
             placement=Placement.resolve(device, dtype, model),
             drafting=drafting,
             tensor_parallel_size=tensor_parallel_size,
+            enforce_eager=enforce_eager,
             on_progress=on_progress,
         )
         return cls(pipeline, ModelCard(model.name, int(time.time())))

@@ -35,11 +35,12 @@ def started_backend(
     dtype: str = "auto",
     drafting: DraftConfig = NO_DRAFTS,
     tensor_parallel_size: int = 1,
+    *,
+    enforce_eager: bool = False,
 ) -> Iterator[HttpBackend]:
     """Starts a private application on this machine, protected by a key, with its own workers.
 
-    media_folder: the folder that files are read from. skip_static, device, dtype, tensor_parallel_size: see
-    `AppArgs`.
+    media_folder: the folder that files are read from. skip_static and all behind it: see `AppArgs`.
     Raises EPDError if it cannot be served.
     """
     key = secrets.token_hex(16)
@@ -55,6 +56,7 @@ def started_backend(
         draft=drafting.method,
         max_draft=drafting.max_draft,
         tensor_parallel_size=tensor_parallel_size,
+        enforce_eager=enforce_eager,
     )
     http = HttpAddress("127.0.0.1", _free_port())
     with served_app(args.resolved(), http, RaySettings()), HttpBackend.open(http.url, key) as backend:

@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 
 from encoders import ADAPTERS
 from epd.cli.program import app
+from epd.errors import RequestError
 from epd.types import StageTimings
 from tests.media import write_audio_only, write_image, write_video
 
@@ -160,6 +161,18 @@ def test_weights_that_lack_a_tensor_give_one_line(
     assert_one_clear_line(
         run("ask", media["image"], QUESTION, "--model", model), "1 tensors", "lm_head.weight"
     )
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
+def test_passes_are_captured_unless_it_is_told_not_to(
+    media: dict[str, Path], monkeypatch: pytest.MonkeyPatch, is_eager: bool
+) -> None:
+    def told(*_: object, enforce_eager: bool, **__: object) -> None:
+        raise RequestError(f"eager: {enforce_eager}")
+
+    monkeypatch.setattr("stages.pipeline.build_engine", told)
+    options = ["--enforce-eager"] if is_eager else []
+    assert_one_clear_line(run("ask", media["image"], QUESTION, *options), f"eager: {is_eager}")
 
 
 def test_an_unsupported_model_type_lists_the_supported(media: dict[str, Path], tmp_path: Path) -> None:

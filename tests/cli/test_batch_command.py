@@ -136,6 +136,7 @@ def test_a_folder_and_questions_become_lines(tmp_path: Path) -> None:
         (["in.jsonl", "out.jsonl", "--plot", "x.txt"], "x.txt"),
         (["in.jsonl", "out.jsonl", "--topology", "1epd", "--url", "http://x"], "--topology and --url"),
         (["in.jsonl", "out.jsonl", "--url", "http://x", "--tensor-parallel-size", "2"], "running server"),
+        (["in.jsonl", "out.jsonl", "--url", "http://x", "--enforce-eager"], "received --enforce-eager"),
         (["in.jsonl", "out.jsonl", "--url", "x"], "not an endpoint"),
         (["nothing.jsonl", "out.jsonl"], "nothing.jsonl"),
         ([".", "out.jsonl"], "--questions"),

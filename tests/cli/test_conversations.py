@@ -200,6 +200,7 @@ def test_what_cannot_be_asked_is_one_line(server: Server) -> None:
         ("--draft", "auto"),
         ("--tower-share", "0.5"),
         ("--tensor-parallel-size", "2"),
+        ("--enforce-eager",),
     ):
         assert f"received {option[0]}" in line_of(run(*ask, *server.options, *option), 2)
     assert "the question is empty" in line_of(run("ask", server.clip, " ", *server.options), 2)
