@@ -23,7 +23,7 @@ PREFILL_METHODS = ("quickprefill", "fastkv")
 # Those of them where the later layers compute only what the earlier ones have chosen.
 PROPAGATING_METHODS = ("fastkv",)
 # Chosen by each question for itself, from a cache that serves all: stages/reduction/question_views.py.
-QUESTION_METHODS = ("mustdrop",)
+QUESTION_METHODS = ("funnel", "mustdrop")
 METHODS = SELECTION_METHODS + PREFILL_METHODS + QUESTION_METHODS
 # MustDrop: what is left after neighbours are merged, and after how many of 32 layers text drops more.
 _MERGED_SHARE = 0.76
@@ -109,6 +109,11 @@ class ReductionPolicy:
         if not self.is_by_question:
             return self.retention
         return max(self.retention, min(_MERGED_SHARE, _MERGED_PER_READ * self.retention))
+
+    @property
+    def surviving_share(self) -> float:
+        """Returns the share of the cached visual tokens that is left once a question is computed."""
+        return self.retention / self.cached_retention
 
     @property
     def key(self) -> str:

@@ -43,6 +43,7 @@ def test_every_method_works_in_one_place(method: str) -> None:
         ("quickprefill", True, False, False),
         ("fastkv", True, True, False),
         ("mustdrop", False, False, True),
+        ("funnel", False, False, True),
     ],
 )
 def test_where_methods_work(method: str, in_prefill: bool, propagating: bool, by_question: bool) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from encoders.adapter import Embeddings, MediaItem, concatenated
 from encoders.device import to_device
-from encoders.reduction.merging import MergedNeighbours
-from encoders.reduction.selection import Method, new_method
+from encoders.reduction.method import ItemOutline, Method
+from encoders.reduction.selection import new_method
 from epd.reduction import ReductionPolicy, Window
 from epd.types import BoolArray, Int64Array
 
@@ -63,7 +63,9 @@ class TokenReducer:
 
     def __init__(self, policy: ReductionPolicy, item: MediaItem) -> None:
         """Takes an item of a reduced prompt."""
-        self._method: Method | None = None if policy.is_in_prefill else _new_method(policy, item)
+        self._method: Method | None = None
+        if not policy.is_in_prefill:
+            self._method = new_method(policy.method, _outline(policy, item))
         self._windows = item.windows
         self._next = 0  # window
         self._num_before = 0  # tokens of the windows before it
@@ -106,15 +108,12 @@ class TokenReducer:
 def _key_set(method: Method, kept: Tensor, num_kept: int) -> BoolArray:
     """Marks the key set among what is kept; tokens behind the units are none of it."""
     is_key = np.zeros(num_kept, dtype=bool)
-    if isinstance(method, MergedNeighbours):
-        is_key[: len(kept)] = method.is_key(kept).numpy()
+    is_key[: len(kept)] = method.is_key(kept).numpy()
     return is_key
 
 
-def _new_method(policy: ReductionPolicy, item: MediaItem) -> Method:
-    if not policy.is_by_question:
-        return new_method(policy.method, sees_all=len(item.windows) == 1)
-    return MergedNeighbours(*_token_grid(item))
+def _outline(policy: ReductionPolicy, item: MediaItem) -> ItemOutline:
+    return ItemOutline(_token_grid(item), len(item.windows) == 1, policy.surviving_share)
 
 
 def _token_grid(item: MediaItem) -> tuple[int, int]:

@@ -7,56 +7,26 @@ No method sees a question or an attention map, so what is kept serves every ques
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from encoders.device import all_to_host, arrays_to_device, to_device, to_host
+from encoders.device import all_to_host, to_device, to_host
 from encoders.reduction.at_once import complementary_at_once
-from encoders.reduction.merging import means
-from epd.reduction import SELECTION_METHODS
+from encoders.reduction.balanced import Balanced, Funnel
+from encoders.reduction.merging import MergedNeighbours, means
+from encoders.reduction.method import Dropping, ItemOutline, Method
+from epd.reduction import QUESTION_METHODS, SELECTION_METHODS
 
 _MOST_DISSIMILAR = 2.0  # 1 - the least cosine
 _TINY = 1e-6
 _FRAME_TEMPERATURE = 0.1
 _MEMORY_UNITS = 8
 _LEAST_WEIGHT = 0.25
-_LEAST_VALUE = 0.2
-_CHANGE, _MOST_CHANGE = 0.5, 1.0
-_REPETITION, _TURN_UNITS = 0.7, 8.0
-_SHARPNESS = 16
 
 
-class Method(Protocol):
-    """Selects tokens, with a state of one item."""
-
-    def choose(self, units: Tensor, num_kept: int) -> Tensor:
-        """Returns int64 [k], ascending, of the window's tokens, on the host: it places them in the prompt.
-
-        units: [U, S, C], of the next window.
-        """
-        ...
-
-    def merge(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """Returns the rows [k, C] that replace the window's rows [U * S, C] at the chosen places.
-
-        chosen: what `choose` has returned, on the device of the rows.
-        """
-        ...
-
-
-class _Dropping:
-    """Drops the tokens that are not chosen."""
-
-    def merge(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        return rows[chosen]
-
-
-class RandomTokens(_Dropping):
+class RandomTokens(Dropping):
     """Selects random tokens as a control, the same ones every time."""
 
     def __init__(self) -> None:
@@ -67,7 +37,7 @@ class RandomTokens(_Dropping):
         return order[:num_kept].sort().values
 
 
-class UniformPooling:
+class UniformPooling(Dropping):
     """Averages runs of neighbours in raster and time order, of equal length, as a control."""
 
     def choose(self, units: Tensor, num_kept: int) -> Tensor:
@@ -81,7 +51,7 @@ class UniformPooling:
         return means(rows, to_device(owners, rows.device), len(chosen))
 
 
-class EVS(_Dropping):
+class EVS(Dropping):
     """Keeps what changes most since one unit earlier at its place (Efficient Video FrameSampling, in vLLM).
 
     The first unit of an item is kept before anything else.
@@ -100,7 +70,7 @@ class EVS(_Dropping):
         return _best(to_host(scores).flatten(), num_kept)
 
 
-class VidCom2(_Dropping):
+class VidCom2(Dropping):
     """Gives frames that are unlike the video more tokens; in a frame, those unlike frame and video.
 
     Source: Liu et al. 2025, "Video Compression Commander", sections 3.2 and 3.3. The mean of the video is of
@@ -126,7 +96,7 @@ class VidCom2(_Dropping):
         return _best_per_unit(scores, budgets)
 
 
-class Novelty(_Dropping):
+class Novelty(Dropping):
     """Keeps what is new at its place, one token from each direction, in the manner of GleanVID.
 
     A token is as novel as it is unlike everything lately seen at its place. Units share the budget by how
@@ -164,76 +134,6 @@ class Novelty(_Dropping):
             if len(seen):
                 novelty[unit] = 1 - (seen * tokens[unit]).sum(-1).max(0).values
         return novelty
-
-
-class Balanced(_Dropping):
-    """Keeps about as many tokens of every unit: those that differ from the background, in turns.
-
-    A token is scored by how unlike it is to the usual token at its place - the mean over the window,
-    averaged with those of earlier windows - and, half as much, to the last one there; every token scores a
-    little. It counts for less if it looks like the one that was kept last at its place, and the less the
-    shorter ago that was. So what is kept takes turns, and what does not move is repeated from time to time,
-    although it has become background. If the window is the whole item, the background is what most of its
-    units show; in a part of a longer item that may be what is asked for.
-    """
-
-    def __init__(self, *, sees_all: bool = False) -> None:
-        """Takes whether the next window is the whole item."""
-        self._sees_all = sees_all
-        self._background: Tensor | None = None  # [S, C]
-        self._last: Tensor | None = None  # [S, C]
-        self._kept: Tensor | None = None  # [S, C], at each place, zeros before anything is
-        self._kept_at = np.empty(0)  # [S], units before the next window, negative
-
-    def choose(self, units: Tensor, num_kept: int) -> Tensor:
-        tokens = normalize(units.float(), dim=-1)
-        before = torch.cat([-tokens[:1] if self._last is None else self._last[None], tokens[:-1]])
-        change = (1 - (tokens * before).sum(-1)).clamp(max=_MOST_CHANGE)
-        standing_out = 1 - (tokens * self._update_background(tokens)).sum(-1)
-        self._last = tokens[-1]
-        values = _LEAST_VALUE + standing_out + _CHANGE * change
-        is_kept = self._in_turns(tokens, values, num_kept)
-        return torch.from_numpy(is_kept.ravel().nonzero()[0])
-
-    def _in_turns(self, tokens: Tensor, values: Tensor, num_kept: int) -> NDArray[np.bool_]:
-        """Marks about as many of each unit, of the highest values [U, S]: bool [U, S], on the host."""
-        num_units, num_tokens = values.shape
-        if self._kept is None:
-            self._kept, self._kept_at = torch.zeros_like(tokens[0]), np.full(num_tokens, -np.inf)
-        line = torch.cat([self._kept[None], tokens])  # what may have been kept last at a place
-        alike, values = all_to_host([torch.einsum("usc,lsc->uls", tokens, line).clamp_min(0), values])
-        likeness, budgets = alike.numpy(), _even_budgets(values, num_kept)
-        at, last, places = self._kept_at, np.zeros(num_tokens, dtype=np.int64), np.arange(num_tokens)
-        is_kept = np.zeros((num_units, num_tokens), dtype=bool)
-        for unit, (value, budget) in enumerate(zip(values.numpy(), budgets.tolist(), strict=True)):
-            repetition = likeness[unit, last, places] * np.exp((at - unit) / _TURN_UNITS)
-            chosen = np.argsort(value * (_REPETITION * repetition - 1), kind="stable")[:budget]
-            is_kept[unit, chosen] = True
-            at[chosen], last[chosen] = unit, unit + 1
-        self._kept = line[tuple(arrays_to_device([last, places], line.device))]
-        self._kept_at = at - num_units
-        return is_kept
-
-    def _update_background(self, tokens: Tensor) -> Tensor:
-        """Returns the usual token at each place, [S, C]; of a single unit, at all of its places."""
-        if len(tokens) == 1:
-            usual = tokens.mean(1).expand(tokens.shape[1], -1)
-        else:
-            usual = _mode(tokens) if self._sees_all else tokens.mean(0)
-        usual = normalize(usual, dim=-1)
-        mixed = usual if self._background is None else normalize(usual + self._background, dim=-1)
-        self._background = mixed
-        return mixed
-
-
-def _mode(tokens: Tensor) -> Tensor:
-    """Returns about what most units [U, S, C] show at each place, [S, C].
-
-    It is a mean in which a unit counts for the less, the less it is like all others: what passes by, hardly.
-    """
-    along = (tokens * tokens.mean(0)).sum(-1)  # [U, S], cosines with the mean, times its length
-    weights = (along / along.amax(0).clamp_min(_TINY)).clamp_min(_TINY) ** _SHARPNESS
-    return (weights[:, :, None] * tokens).sum(0)
 
 
 def _edges(num_tokens: int, num_runs: int) -> Tensor:
@@ -275,17 +175,6 @@ def _budgets(weights: Tensor, num_kept: int, most: int) -> Tensor:
     return budgets
 
 
-def _even_budgets(scores: Tensor, num_kept: int) -> Tensor:
-    """Shares the budget evenly, int64 [U]; the rest goes to units whose next best token scores highest."""
-    num_units, num_tokens = scores.shape
-    each, rest = divmod(num_kept, num_units)
-    budgets = torch.full((num_units,), each)
-    if rest:
-        following = scores.sort(1, descending=True).values[:, min(each, num_tokens - 1)]
-        budgets[following.topk(rest).indices] += 1
-    return budgets
-
-
 def _gini(values: Tensor) -> Tensor:
     """Computes the Gini index [U]: 0 where all of a row [U, S] are alike, towards 1 where one has it all."""
     ordered = values.clamp_min(_TINY).sort(1).values
@@ -308,21 +197,22 @@ def complementary(tokens: Tensor, scores: Tensor, num_kept: int) -> Tensor:
     return torch.tensor(sorted(chosen), dtype=torch.int64)
 
 
-_METHODS: Mapping[str, Callable[[], Method]] = {
-    "balanced": Balanced,
-    "evs": EVS,
-    "vidcom2": VidCom2,
-    "novelty": Novelty,
-    "random": RandomTokens,
-    "uniform": UniformPooling,
+_METHODS: Mapping[str, Callable[[ItemOutline], Method]] = {
+    "balanced": lambda item: Balanced(sees_all=item.is_one_window),
+    "evs": lambda _: EVS(),
+    "vidcom2": lambda _: VidCom2(),
+    "novelty": lambda _: Novelty(),
+    "random": lambda _: RandomTokens(),
+    "uniform": lambda _: UniformPooling(),
+    "funnel": lambda item: Funnel(item.surviving_share, sees_all=item.is_one_window),
+    "mustdrop": lambda item: MergedNeighbours(*item.grid),
 }
-assert set(_METHODS) == set(SELECTION_METHODS)
+assert set(_METHODS) == set(SELECTION_METHODS + QUESTION_METHODS)
 
 
-def new_method(name: str, *, sees_all: bool = False) -> Method:
-    """Creates a method without state.
+def new_method(name: str, item: ItemOutline) -> Method:
+    """Creates a method without state, for the item.
 
-    name: one of SELECTION_METHODS.
-    sees_all: whether the first window is the whole item.
+    name: one of SELECTION_METHODS and QUESTION_METHODS.
     """
-    return Balanced(sees_all=sees_all) if name == "balanced" else _METHODS[name]()
+    return _METHODS[name](item)

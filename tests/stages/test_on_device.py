@@ -305,7 +305,7 @@ def test_reduced_prompts_are_answered(family: Family, cuda: FakeCuda) -> None:
         engine.add(request)
         device.feed(request, [engine])
     steps(engine, until=len(requests))
-    reading = [*requests[: len(SELECTION_METHODS)], requests[-1]]
+    reading = [each for each, policy in zip(requests, POLICIES, strict=True) if not policy.is_in_prefill]
     num_windows = sum(len(item.windows) for request in reading for item in request.prompt.media)
     novelty = len(requests[SELECTION_METHODS.index("novelty")].prompt.media[0].windows)  # reads two for each
     reads = [place for place in cuda.waits if place[0].startswith("encoders/reduction")]

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from encoders import Embeddings, Grid, MediaItem, MediaPlan
 from encoders.identity import _units
 from encoders.reduction import Kept, TokenReducer
-from encoders.reduction.selection import Balanced, UniformPooling, new_method
+from encoders.reduction.balanced import Balanced, Funnel
+from encoders.reduction.method import ItemOutline
+from encoders.reduction.selection import UniformPooling, new_method
 from epd.errors import RequestError
 from epd.reduction import SELECTION_METHODS, ReductionPolicy, Window, plan_windows
 from epd.types import PlaceholderRange
@@ -98,7 +100,7 @@ def test_what_appears_before_a_still_background_is_kept(method: str) -> None:
     places = [(unit, (2 * unit) % TOKENS_PER_UNIT) for unit in range(4, NUM_UNITS)]
     for unit, place in places:
         units[unit, place] = -background[0, place]
-    chosen = new_method(method).choose(units, 3 * NUM_UNITS)
+    chosen = new_method(method, ItemOutline()).choose(units, 3 * NUM_UNITS)
     kept = {divmod(int(index), TOKENS_PER_UNIT) for index in chosen}
     assert set(places) <= kept
 
@@ -152,6 +154,31 @@ def test_balanced_tells_what_stands_still_from_time_to_time() -> None:
     for _ in range(3):
         chosen = method.choose(still.repeat(NUM_UNITS, 1, 1), NUM_UNITS)
         assert torch.equal((chosen % 2).diff().abs(), torch.ones(NUM_UNITS - 1, dtype=torch.int64))
+
+
+def test_a_funnel_keeps_what_balanced_does_and_marks_the_best_of_every_unit() -> None:
+    rows = some_rows().view(NUM_UNITS, TOKENS_PER_UNIT, CHANNELS)
+    funnel, balanced, num_kept, num_keys = Funnel(1 / 3), Balanced(), 0, 0
+    for start, stop in RUNS:
+        here = 4 * (stop - start) + 2
+        chosen = funnel.choose(rows[start:stop], here)
+        assert torch.equal(chosen, balanced.choose(rows[start:stop], here))
+        is_key = funnel.is_key(chosen)
+        keys = torch.bincount(chosen[is_key] // TOKENS_PER_UNIT, minlength=stop - start)
+        assert keys.max() - keys.min() <= 1
+        num_kept, num_keys = num_kept + here, num_keys + int(is_key.sum())
+        assert num_keys == round(num_kept / 3), "what rounding takes from a window the next one gets"
+
+
+def test_what_stands_out_is_the_key_of_a_funnel() -> None:
+    background = torch.randn(1, TOKENS_PER_UNIT, CHANNELS, generator=torch.Generator().manual_seed(3))
+    units = background.repeat(NUM_UNITS, 1, 1)
+    places = torch.arange(NUM_UNITS) * TOKENS_PER_UNIT + torch.arange(NUM_UNITS) * 2 % TOKENS_PER_UNIT
+    units.view(-1, CHANNELS)[places] *= -1
+    funnel = Funnel(0.25, sees_all=True)
+    chosen = funnel.choose(units, 4 * NUM_UNITS)
+    assert torch.equal(chosen[funnel.is_key(chosen)], places)
+    assert not Balanced().is_key(chosen).any(), "other methods have none"
 
 
 @pytest.mark.parametrize(("method", "retention"), [("magic", 0.5), ("evs", 0.0), ("evs", 1.2)])

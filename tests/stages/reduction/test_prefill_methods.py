@@ -370,7 +370,10 @@ def answered_by_view(
     for part in placed(pipeline, encoded, prompt):
         assert part.positions is not None
         rows[part.indices], positions[:, part.indices] = part.embeddings.rows, part.positions
-    keys = key_set(encoded, prompt, visual, positions)
+    if policy.method == "mustdrop":
+        keys = key_set(encoded, prompt, visual, positions)
+    else:
+        keys = {int(at) for part in placed(pipeline, encoded, prompt) for at in part.indices[part.is_key]}
     view = TheirView(visual, layer_counts(len(visual), wanted, num_layers), prompt.prefix_length, keys)
     AttentionInterface.register("their_view", view.attend)
     model.set_attn_implementation({"text_config": "their_view"})
@@ -380,8 +383,12 @@ def answered_by_view(
     return tokens, view
 
 
-@pytest.mark.parametrize("retention", [0.4, 0.15, 0.1, 0.078])
+@pytest.mark.parametrize(
+    ("method", "retention"),
+    [*(("mustdrop", each) for each in (0.4, 0.15, 0.1, 0.078)), ("funnel", 0.25), ("funnel", 0.1)],
+)
 def test_questions_read_what_their_text_selects(
+    method: str,
     retention: float,
     pipeline: ColocatedPipeline,
     encoded: EncodedMedia,
@@ -398,12 +405,14 @@ def test_questions_read_what_their_text_selects(
         return survivors(view, num_tokens)
 
     monkeypatch.setattr(QuestionView, "survivors", noted)
-    policy = ReductionPolicy("mustdrop", retention)
+    policy = ReductionPolicy(method, retention)
     context = pipeline.prefill_encoded(encoded, reduction=policy)
     for question, answer in zip(questions, pipeline.answer_all(context, questions), strict=True):
         prompt = reduced_plan(pipeline, encoded, question, policy)
         theirs, view = answered_by_view(reference, pipeline, encoded, prompt, policy, len(answer.token_ids))
-        assert len(view.keys) == encoded.plans[0].num_units
+        assert len(view.keys) == (
+            encoded.plans[0].num_units if method == "mustdrop" else len(view.reads[-1])
+        ), "of a funnel, nothing but keys survives"
         assert view.keys <= set(view.reads[-1]), "they survive"
         assert answer.token_ids == theirs
         assert len(view.reads[-1]) < len(view.visual)
