@@ -24,7 +24,9 @@ from tests.media import write_long_video
 QUESTION = "What is shown?"
 # Less than the default 768 frames take; an hour and ten of them have as many.
 CONTEXT = 1024
-SECONDS = (1, 60, 3600, *((36_000,) if "EPD_SOAK" in os.environ else ()))
+SECONDS = (1, 60, 3600, 36_000)
+# In the model's own context ten hours take as long as one: `make soak`.
+IN_WHOLE_CONTEXT = SECONDS if "EPD_SOAK" in os.environ else SECONDS[:-1]
 
 
 def run(*arguments: object) -> Result:
@@ -59,7 +61,7 @@ def asked(path: Path, *options: object) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("seconds", SECONDS)
+@pytest.mark.parametrize("seconds", IN_WHOLE_CONTEXT)
 def test_any_length_is_answered_as_it_was_before(folder: Path, seconds: int) -> None:
     """The embedded model's context has room for its 768 frames: nothing is chosen."""
     video = folder / f"{seconds}.mp4"
@@ -137,5 +139,5 @@ def test_a_server_answers_any_length_as_it_estimates(
         assert estimate[name] == report[name], name
     assert estimate["prompt_tokens"] == answer["usage"]["prompt_tokens"]
     assert report["visual_tokens"] <= min(most or 600, 600), "the server's own limit holds, too"
-    if seconds == 3600:
+    if seconds >= 3600:
         assert report["visual_tokens"] > min(most or 600, 600) - 16
