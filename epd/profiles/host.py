@@ -59,6 +59,7 @@ class HostCosts:
     idle_cores: cores in use without any request
     request: from the client to a worker and back
     split: extra where another worker decodes
+    media: extra of a request with any, before it is read
     image: of one, before its prompt is planned and again to hand it over
     video: of one group of frames, to hand it over
     sent: extra where another worker prefills than encodes
@@ -72,6 +73,7 @@ class HostCosts:
     idle_cores: float
     request: Overhead = _NOTHING
     split: Overhead = _NOTHING
+    media: Overhead = _NOTHING
     image: Overhead = _NOTHING
     video: Overhead = _NOTHING
     sent: Overhead = _NOTHING
@@ -88,7 +90,7 @@ class HostCosts:
 
     def times(self, factor: float) -> HostCosts:
         """Returns costs with work multiplied by a factor; pure delays stay as they were."""
-        ways = ("request", "split", "image", "video", "sent", "second")
+        ways = ("request", "split", "media", "image", "video", "sent", "second")
         seconds = ("token_s", "encode_s", "prefill_s", "decode_s", "sequence_s")
         changes: dict[str, Any] = {name: getattr(self, name).times(factor) for name in ways}
         changes |= {name: factor * getattr(self, name) for name in seconds}

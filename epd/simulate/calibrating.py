@@ -27,8 +27,9 @@ from epd.types import Float64Array
 from epd.workload.requests import Workload
 
 # On the way of a request, in its workers, and beside both.
-_WAYS = ("request", "split", "image", "video", "sent", "second")
+_WAYS = ("request", "split", "media", "image", "video", "sent", "second")
 _IN_WORKERS = ("encode_s", "prefill_s", "decode_s")
+# Of "media" that would not be told from tokens: texts have more of them.
 _BESIDE = ("request", "split", "image", "video", "sent")
 _NUM_ROUNDS, _STEP_S = 3, 0.002
 

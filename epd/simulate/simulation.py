@@ -198,8 +198,12 @@ class Simulation:
                 for group in images:
                     self._machine.spend_in_turn("image", partial(self._deal, state, [group]))
 
-        for group in sorted(state.missing):
-            self._cpu.submit(state.job.groups[group].decode_ticks, partial(read, group))
+        def begin(groups: Sequence[int]) -> None:
+            for group in groups:
+                self._cpu.submit(state.job.groups[group].decode_ticks, partial(read, group))
+
+        if state.missing:
+            self._machine.spend(("media",), partial(begin, sorted(state.missing)))
 
     def _missing_groups(self, state: RequestState) -> set[int]:
         """Returns groups that the prefill worker has not cached; the others are neither read nor encoded."""

@@ -77,6 +77,7 @@ def test_every_overhead_has_its_place() -> None:
         FREE,
         request=Overhead(0.01, 0.02),
         split=Overhead(0.1, 0.2),
+        media=Overhead(0.5),
         image=Overhead(1.0),
         sent=Overhead(2.0),
         second=Overhead(0.0, 4.0),
@@ -88,10 +89,10 @@ def test_every_overhead_has_its_place() -> None:
     profile = replace(plain_profile(), host=costs)
     part = {"images": "1", "image_size": "448x448", "output_tokens": "5"}
     split = simulate(profile, "1e1p1d", **part)
-    assert split.ttft_s[0] == pytest.approx(1.85 + 0.03 + 0.3 + 2 * 1 + 2 + 8 + 16)
+    assert split.ttft_s[0] == pytest.approx(1.85 + 0.03 + 0.3 + 0.5 + 2 * 1 + 2 + 8 + 16)
     assert split.e2e_s[0] - split.ttft_s[0] == pytest.approx(0.25 + 4 + 4 * 0.013)
     merged = simulate(profile, "1epd", **part)
-    assert merged.ttft_s[0] == pytest.approx(1.6 + 0.03 + 2 * 1 + 8 + 16)
+    assert merged.ttft_s[0] == pytest.approx(1.6 + 0.03 + 0.5 + 2 * 1 + 8 + 16)
     assert merged.e2e_s[0] - merged.ttft_s[0] == pytest.approx(4 * 0.013)
 
 
@@ -122,6 +123,7 @@ def test_a_profile_with_a_host_survives_its_file() -> None:
 
 KNOWN = replace(
     FREE, idle_cores=0.1, request=Overhead(0.02, beside_s=0.01), split=Overhead(0.004),
+    media=Overhead(0.015),
     image=Overhead(0.002, beside_s=0.002), video=Overhead(0.009), sent=Overhead(0.006),
     second=Overhead(0.008), token_s=0.0015, encode_s=0.003, prefill_s=0.002, decode_s=0.004,
 )  # fmt: skip
@@ -161,7 +163,7 @@ def test_costs_that_are_known_are_found_again() -> None:
     assert host is not None
     for name in ("encode_s", "prefill_s", "decode_s", "token_s"):
         assert getattr(host, name) == pytest.approx(getattr(KNOWN, name), abs=1e-4), name
-    for name in ("request", "split", "image", "video", "sent", "second"):
+    for name in ("request", "split", "media", "image", "video", "sent", "second"):
         one, known = getattr(host, name), getattr(KNOWN, name)
         assert one.work_s == pytest.approx(known.work_s, abs=1.5e-3), name
         assert one.beside_s == pytest.approx(known.beside_s, abs=1.5e-3), name
