@@ -20,7 +20,7 @@ from epd.eval.verdicts import TTFTSample, Verdict, VerdictLog
 from epd.reduction import ReductionPolicy
 from epd.types import Answer
 from stages.colocated import ColocatedPipeline, EncodedMedia, MediaContext
-from video.demo_video import write_demo_video
+from video.demo_video import PLAIN, Filming, write_demo_video
 
 DEMO_HEIGHT, DEMO_WIDTH, DEMO_FPS = 360, 640, 2
 
@@ -35,16 +35,19 @@ def evaluate(
     plan: EvalPlan,
     log: VerdictLog,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
+    filming: Filming = PLAIN,
 ) -> None:
-    """Adds the missing results to the log. progress: called with settings done, of all.
+    """Adds the missing results to the log.
 
+    progress: called with settings done, of all.
+    filming: how videos of the shapes world are filmed.
     Raises MediaError for a video that cannot be read; what was found out before is in the log.
     """
     left = list(todos(plan, log))
     num_done, num_all = 0, sum(map(len, left))
     is_warm = False
     for todo in left:
-        with _video_file(todo.case.video) as source:
+        with _video_file(todo.case.video, filming) as source:
             for _ in _judge(pipeline, plan, todo, source, log):
                 progress(num_done := num_done + 1, num_all)
             if todo.untimed and not is_warm:
@@ -56,14 +59,16 @@ def evaluate(
 
 
 @contextmanager
-def _video_file(video: EvalVideo) -> Iterator[str]:
+def _video_file(video: EvalVideo, filming: Filming) -> Iterator[str]:
     """Locates the video; one of the shapes world is drawn, encoded, and removed afterwards."""
     if isinstance(video.source, str):
         yield video.source
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "video.mp4"
-        write_demo_video(path, video.source, fps=DEMO_FPS, height=DEMO_HEIGHT, width=DEMO_WIDTH)
+        write_demo_video(
+            path, video.source, fps=DEMO_FPS, height=DEMO_HEIGHT, width=DEMO_WIDTH, filming=filming
+        )
         yield str(path)
 
 

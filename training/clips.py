@@ -2,8 +2,11 @@
 
     python -m training.clips --out runs/clips --shards 200 --first-shard 0
 
-A shard is `NNNN.npy`, uint8 [clips, frames, 84, 140, 3], and `NNNN.json`, the scenes' seeds and durations: a
-scene follows from them. Seeds from HELD_OUT_SEED on belong to evaluation and are never drawn here.
+    python -m training.clips --out runs/filmed --footage handheld=0.2 --footage wild=0.4 --background clips
+
+A shard is `NNNN.npy`, uint8 [clips, frames, 84, 140, 3], and `NNNN.json`, the scenes' seeds, durations,
+numbers of objects and footage, if not still: a scene follows from them. Seeds from HELD_OUT_SEED on belong to
+evaluation and are never drawn here.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -23,10 +27,13 @@ import numpy as np
 import torch
 
 import video
-from epd.shapes import Scene, SceneRenderer, make_scene
+from epd.errors import RequestError
+from epd.shapes import Scene, footage_level, make_scene
+from epd.shapes.footage import resized
 from epd.shapes.world import max_objects
 from epd.types import UInt8Array
-from video.demo_video import encode_h264
+from video.backgrounds import BackgroundClips
+from video.demo_video import PLAIN, Filming, encode_h264
 
 HELD_OUT_SEED = 2_000_000_000
 MODEL_HEIGHT, MODEL_WIDTH = 84, 140
@@ -76,14 +83,53 @@ def draw_scene(rng: random.Random, num_frames: int) -> Scene:
     raise RuntimeError(f"no scene fits {num_frames} frames")
 
 
-def film(scene: Scene, num_frames: int, rng: random.Random) -> UInt8Array:
+@dataclass(frozen=True, slots=True)
+class FootageMix:
+    """Draws how clips are filmed. shares: of the clips, by level of footage; the rest is still.
+
+    backgrounds: behind the objects of clips that are not still; None draws them.
+    """
+
+    shares: Mapping[str, float]
+    backgrounds: BackgroundClips | None = None
+
+    @classmethod
+    def parse(cls, texts: Sequence[str], folder: Path | None) -> FootageMix:
+        """Reads LEVEL=SHARE. Raises RequestError for unknown levels, and shares that are none."""
+        shares: dict[str, float] = {}
+        for text in texts:
+            level, _, share = text.partition("=")
+            footage_level(level)
+            shares[level] = float(share) if re.fullmatch(r"[01]?\.?\d+", share) else math.nan
+        if not sum(shares.values()) <= 1 or (folder is not None and not shares):
+            raise RequestError(
+                f"received the footage {' '.join(texts) or 'none'!r}; allowed: LEVEL=SHARE, at most 1 "
+                "in all, and at least one with a background; try --footage wild=0.5"
+            )
+        return cls(shares, None if folder is None else BackgroundClips(folder))
+
+    def draw(self, rng: random.Random) -> str:
+        """Returns the level of the next clip."""
+        place = rng.random()
+        for level, share in self.shares.items():
+            if (place := place - share) < 0:
+                return level
+        return "still"
+
+    def filming(self, level: str) -> Filming:
+        return PLAIN if level == "still" else Filming(footage_level(level), self.backgrounds)
+
+
+ALL_STILL = FootageMix({})
+
+
+def film(scene: Scene, num_frames: int, rng: random.Random, filming: Filming = PLAIN) -> UInt8Array:
     """Draws the sampled frames, takes them through H.264, and resizes: uint8 [N, 84, 140, 3]."""
-    renderer = SceneRenderer(scene, SOURCE_HEIGHT, SOURCE_WIDTH)
     gap_s = scene.duration_s / num_frames
     file = io.BytesIO()
     encode_h264(
         file,
-        (renderer.frame(index * gap_s) for index in range(num_frames)),
+        filming.frames(scene, (index * gap_s for index in range(num_frames)), SOURCE_HEIGHT, SOURCE_WIDTH),
         fps=Fraction(2),
         height=SOURCE_HEIGHT,
         width=SOURCE_WIDTH,
@@ -94,13 +140,20 @@ def film(scene: Scene, num_frames: int, rng: random.Random) -> UInt8Array:
     return video.reference_decode(file.getvalue(), times_s, (MODEL_HEIGHT, MODEL_WIDTH)).data
 
 
-def write_shard(folder: Path, number: int, num_frames: int, shard_frames: int) -> None:
+def write_shard(
+    folder: Path, number: int, num_frames: int, shard_frames: int, mix: FootageMix = ALL_STILL
+) -> None:
     """Writes about `shard_frames` frames as clips of `num_frames`; the JSON file appears last and whole."""
-    rng = random.Random(number)
+    rng, footage_rng = random.Random(number), random.Random(f"footage {number}")
     scenes = [draw_scene(rng, num_frames) for _ in range(shard_frames // max(num_frames, 8))]
-    frames = np.stack([film(scene, num_frames, rng) for scene in scenes])
+    levels = [mix.draw(footage_rng) for _ in scenes]
+    filmed = list(zip(scenes, levels, strict=True))
+    frames = np.stack([film(scene, num_frames, rng, mix.filming(level)) for scene, level in filmed])
     np.save(folder / f"{number:04d}.npy", frames)
-    specs = [[scene.seed, scene.duration_s, len(scene.objects)] for scene in scenes]
+    specs = [
+        [scene.seed, scene.duration_s, len(scene.objects), *([] if level == "still" else [level])]
+        for scene, level in filmed
+    ]
     temporary = folder / f"{number:04d}.json.part"
     temporary.write_text(json.dumps(specs))
     temporary.rename(folder / f"{number:04d}.json")
@@ -109,8 +162,9 @@ def write_shard(folder: Path, number: int, num_frames: int, shard_frames: int) -
 def read_shard(spec: Path) -> Iterator[Clip]:
     """Yields the clips of one shard, frames memory-mapped."""
     frames = np.load(spec.with_suffix(".npy"), mmap_mode="r")
-    for (seed, duration_s, count), clip in zip(json.loads(spec.read_text()), frames, strict=True):
-        yield Clip(make_scene(seed, duration_s, count), clip)
+    for (seed, duration_s, count, *level), clip in zip(json.loads(spec.read_text()), frames, strict=True):
+        footage = footage_level(level[0] if level else "still")
+        yield Clip(resized(make_scene(seed, duration_s, count), footage), clip)
 
 
 def main() -> None:
@@ -122,13 +176,18 @@ def main() -> None:
     parser.add_argument("--first-shard", type=int, default=0)
     parser.add_argument("--frames", type=int, help="frames per clip; by default 4 to 64, a length per shard")
     parser.add_argument("--shard-frames", type=int, default=_FRAMES_PER_SHARD, help="frames per shard")
+    parser.add_argument(
+        "--footage", action="append", default=[], metavar="LEVEL=SHARE", help="share of clips filmed so"
+    )
+    parser.add_argument("--background", type=Path, metavar="DIR", help="videos behind these clips' objects")
     options = parser.parse_args()
+    mix = FootageMix.parse(options.footage, options.background)
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     for number in range(options.first_shard, options.first_shard + options.shards):
         if not (options.out / f"{number:04d}.json").exists():
             num_frames = options.frames or _LENGTHS[number % len(_LENGTHS)]
-            write_shard(options.out, number, num_frames, options.shard_frames)
+            write_shard(options.out, number, num_frames, options.shard_frames, mix)
             print(f"shard {number} written", flush=True)
 
 

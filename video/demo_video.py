@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from fractions import Fraction
+from itertools import tee
 from pathlib import Path
 from typing import IO
 
 import av
 
 from epd.errors import RequestError, check_file
-from epd.shapes import Scene, SceneRenderer, make_questions, make_scene
+from epd.shapes import STILL, Footage, Scene, SceneRenderer, footage_level, make_questions, make_scene
+from epd.shapes.footage import resized
 from epd.types import UInt8Array
 from epd.workload.requests import VideoSpec
+from video.backgrounds import BackgroundClips
 
 _GOP_S = 2.0
 _MIN_SIDE, _MAX_SIDE = 32, 4096
@@ -71,6 +75,37 @@ def parse_size(text: str) -> tuple[int, int]:
     return height, width
 
 
+@dataclass(frozen=True, slots=True)
+class Filming:
+    """Says how scenes are filmed. backgrounds: what is behind the objects; None draws it."""
+
+    footage: Footage = STILL
+    backgrounds: BackgroundClips | None = None
+
+    @classmethod
+    def of(cls, level: str, folder: Path | None) -> Filming:
+        """Returns a level of footage, with the clips of a folder. Raises RequestError."""
+        return cls(footage_level(level), None if folder is None else BackgroundClips(folder))
+
+    def frames(self, scene: Scene, times_s: Iterable[float], height: int, width: int) -> Iterator[UInt8Array]:
+        """Yields the scene's frames, uint8 [H, W, 3], at increasing times. Raises MediaError."""
+        renderer = SceneRenderer(scene, height, width, self.footage)
+        if self.backgrounds is None:
+            yield from map(renderer.frame, times_s)
+        else:
+            times_s, shown_s = tee(times_s)
+            behind = self.backgrounds.play(scene.seed, shown_s, height, width)
+            yield from map(renderer.frame, times_s, behind)
+
+    def record(self) -> dict[str, object]:
+        """Returns what a truth file says of it: nothing, where nothing disturbs the picture."""
+        footage = {} if self.footage == STILL else {"footage": asdict(self.footage)}
+        return footage | ({"background": str(self.backgrounds.folder)} if self.backgrounds else {})
+
+
+PLAIN = Filming()
+
+
 def write_demo_video(
     out: Path,
     scene: Scene,
@@ -78,6 +113,7 @@ def write_demo_video(
     fps: int,
     height: int,
     width: int,
+    filming: Filming = PLAIN,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Path:
     """Draws and encodes a scene to `out` and writes its truth beside it as JSON; returns the truth's path.
@@ -88,17 +124,18 @@ def write_demo_video(
     if not 1 <= fps <= _MAX_FPS:
         raise RequestError(f"fps is {fps}, it must be 1 to {_MAX_FPS}")
     check_file(out)
-    renderer = SceneRenderer(scene, height, width)
     total = max(1, round(scene.duration_s * fps))
+    times_s = (index / fps for index in range(total))
 
     def frames() -> Iterable[UInt8Array]:
-        for index in range(total):
-            yield renderer.frame(index / fps)
-            progress(index + 1, total)
+        for num_done, image in enumerate(filming.frames(scene, times_s, height, width), start=1):
+            yield image
+            progress(num_done, total)
 
     encode_h264(out, frames(), fps=Fraction(fps), height=height, width=width)
     truth = out.with_suffix(".json")
-    truth.write_text(json.dumps(_truth(scene, fps, height, width), indent=2) + "\n")
+    shown = _truth(resized(scene, filming.footage), fps, height, width) | filming.record()
+    truth.write_text(json.dumps(shown, indent=2) + "\n")
     return truth
 
 

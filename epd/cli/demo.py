@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from epd import console
-from epd.cli.options import Seed
+from epd.cli.options import Background, FootageLevel, Seed
 from epd.shapes import Question, QuestionKind, make_scene
 from epd.types import Answer
-from video.demo_video import parse_size, write_demo_video
+from video.demo_video import PLAIN, Filming, parse_size, write_demo_video
 
 if TYPE_CHECKING:
     from stages.colocated import ColocatedPipeline, MediaContext
@@ -28,14 +28,21 @@ _Size = Annotated[str, typer.Option(metavar="WxH", help="Width and height in pix
 
 
 def demo_video(
-    out: _OutFile, seconds: _Seconds = 30.0, fps: _Fps = 24, size: _Size = "640x360", seed: Seed = 7
+    out: _OutFile,
+    seconds: _Seconds = 30.0,
+    fps: _Fps = 24,
+    size: _Size = "640x360",
+    seed: Seed = 7,
+    footage: FootageLevel = "still",
+    background: Background = None,
 ) -> None:
     """Draw a video whose contents are known.
 
     Writes a scene of the shapes world as H.264, with B-frames and a keyframe every two seconds, and beside it
     a JSON file that says what is visible when. Prints the names of the two files.
     """
-    print(out, _write_video(out, seconds, fps, size, seed), sep="\n")
+    filming = Filming.of(footage, background)
+    print(out, _write_video(out, seconds, fps, size, seed, filming), sep="\n")
 
 
 def demo(out: _Out = Path("demo-out/demo.mp4"), seed: Seed = 7) -> None:
@@ -86,9 +93,11 @@ def _print_cost(context: MediaContext, answers: list[Answer]) -> None:
     )
 
 
-def _write_video(out: Path, seconds: float, fps: int, size: str, seed: int) -> Path:
+def _write_video(out: Path, seconds: float, fps: int, size: str, seed: int, filming: Filming = PLAIN) -> Path:
     """Draws and writes a video; returns the file with its truth. Raises RequestError for useless options."""
     height, width = parse_size(size)
     scene = make_scene(seed, seconds)
     with console.progress_bar("drawing") as show:
-        return write_demo_video(out, scene, fps=fps, height=height, width=width, progress=show)
+        return write_demo_video(
+            out, scene, fps=fps, height=height, width=width, filming=filming, progress=show
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,9 +10,11 @@ import typer
 
 from epd import console
 from epd.cli.options import (
+    Background,
     Device,
     Dtype,
     EnforceEager,
+    FootageLevel,
     IsJson,
     Model,
     NumThreads,
@@ -121,6 +124,8 @@ def evaluate(
     seed: Seed = 0,
     seconds: _Seconds = None,
     per_kind: _PerKind = 1,
+    footage: FootageLevel = "still",
+    background: Background = None,
     retention: _Retention = None,
     method: _Method = None,
     model: Model = None,
@@ -144,17 +149,18 @@ def evaluate(
     Compares accuracy and time to first token with those at full retention. Questions come from a file or,
     with --demo, from the shapes world that the embedded model knows.
     """
-    _check_sources(data, demo, table)
+    _check_sources(data, demo, table, footage, background)
     part = as_part(by) if by is not None else None
     if table is not None:
         log = VerdictLog.read(table)
         _show(log, RowSelection.of(log, against), part, plot, as_json)
         return
     asked = _asked(method, retention or _DEFAULT_RETENTIONS, frames or _DEFAULT_FRAMES, against)
-    from epd.cli.pipelines import load_pipeline, placement_of, run_evaluation  # torch
+    from epd.cli.pipelines import Filming, load_pipeline, placement_of, run_evaluation  # torch
 
-    placement = placement_of(device, dtype, model)
+    placement, filming = placement_of(device, dtype, model), Filming.of(footage, background)
     run = _run_info(data, model, max_tokens, seed, seconds, per_kind, str(placement))
+    run = replace(run, footage=footage, background=str(background or ""))
     cases = _cases(run, demo, asked.num_frames, video_dir)
     plan = EvalPlan(tuple(cases), asked.settings, max_tokens, ttft_videos)
     log = VerdictLog(run, out)
@@ -166,16 +172,22 @@ def evaluate(
         enforce_eager=enforce_eager,
     )
     with console.progress_bar("settings x videos") as show:
-        run_evaluation(pipeline, plan, log, show)
+        run_evaluation(pipeline, plan, log, show, filming)
     _show(log, asked, part, plot, as_json)
 
 
-def _check_sources(data: Path | None, demo: int | None, table: Path | None) -> None:
+def _check_sources(
+    data: Path | None, demo: int | None, table: Path | None, footage: str, background: Path | None
+) -> None:
     sources = (("QUESTIONS", data), ("--demo", demo), ("--table", table))
     given = [name for name, value in sources if value is not None]
     if len(given) != 1:
         raise RequestError(
             f"got {' and '.join(given) or 'no questions'}; give one of QUESTIONS, --demo N and --table FILE"
+        )
+    if demo is None and (footage != "still" or background is not None):
+        raise RequestError(
+            f"received --footage or --background with {given[0]}; allowed with --demo only; drop them"
         )
 
 

@@ -21,6 +21,7 @@ from epd.reduction import (
     VisualBudget,
     check_tolerance,
 )
+from epd.shapes.footage import LEVELS, footage_level
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -58,6 +59,20 @@ def _device(name: str) -> str:
 def _dtype(name: str) -> str:
     check_dtype(name)
     return name
+
+
+def _footage(name: str) -> str:
+    footage_level(name)
+    return name
+
+
+def _folder(path: Path | None) -> Path | None:
+    """Raises RequestError for what is no folder."""
+    if path is not None and not path.is_dir():
+        raise RequestError(
+            f"received the folder {str(path)!r}, which does not exist; allowed: folders; name one"
+        )
+    return path
 
 
 def _at_least_one(value: int | None) -> int | None:
@@ -267,6 +282,25 @@ RepeatRate = Annotated[
 ]
 Seed = Annotated[
     int, typer.Option("--seed", metavar="N", help="The same seed gives the same requests or videos.")
+]
+FootageLevel = Annotated[
+    str,
+    typer.Option(
+        "--footage",
+        metavar="LEVEL",
+        callback=_footage,
+        help=f"How videos are filmed: {', '.join(LEVELS)}. A camera that moves, noise and changing light, "
+        "or smaller objects with posts before them and a clock; wild is all of these.",
+    ),
+]
+Background = Annotated[
+    Path | None,
+    typer.Option(
+        "--background",
+        metavar="DIR",
+        callback=_folder,
+        help="Folder of videos to play, muted, behind the objects; by default a texture is drawn.",
+    ),
 ]
 SloTtft = Annotated[
     float | None,

@@ -15,8 +15,9 @@ from stages.colocated import ColocatedPipeline
 from stages.evaluation import evaluate as run_evaluation
 from stages.placement import Placement
 from stages.profiling import Profiler
+from video.demo_video import Filming
 
-__all__ = ["Profiler", "load_pipeline", "open_pipeline", "placement_of", "run_evaluation"]
+__all__ = ["Filming", "Profiler", "load_pipeline", "open_pipeline", "placement_of", "run_evaluation"]
 
 
 def open_pipeline(

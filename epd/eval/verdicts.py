@@ -29,6 +29,7 @@ class RunInfo:
     max_tokens: of an answer.
     seed, duration_s, num_per_kind: of a demo, where duration_s is 0 for one second a frame.
     placement: the type and device of the model.
+    footage, background: of a demo: how it is filmed, and the folder of clips behind the objects, or "".
     """
 
     data: str
@@ -38,6 +39,8 @@ class RunInfo:
     duration_s: float = 0.0
     num_per_kind: int = 1
     placement: str = "float32 on cpu"
+    footage: str = "still"
+    background: str = ""
 
 
 @dataclass(frozen=True, slots=True)

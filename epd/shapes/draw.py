@@ -1,4 +1,4 @@
-"""Draws scenes: a textured, static background and at most three flat objects over it.
+"""Draws scenes: a textured background and at most three flat objects over it, as the footage shows them.
 
 Shapes: H frame height, W frame width in pixels.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from epd.shapes.footage import STILL, Camera, Footage, resized
 from epd.shapes.world import COLOURS, NUM_LANES, Scene, SceneObject
 from epd.types import UInt8Array
 
@@ -21,20 +22,26 @@ _SUPERSAMPLING = 4
 class SceneRenderer:
     """Draws frames of one scene at one size; holds one background, no frames."""
 
-    def __init__(self, scene: Scene, height: int, width: int) -> None:
-        self.scene = scene
+    def __init__(self, scene: Scene, height: int, width: int, footage: Footage = STILL) -> None:
+        self.scene = scene = resized(scene, footage)
         self.height, self.width = height, width
+        self._camera = Camera(footage, scene.seed, height, width)
         rng = np.random.default_rng(scene.seed)
         self._background = _draw_background(rng, height, width)
         self._sprites = {item.shape: _Sprite(rng, item, height, width) for item in scene.objects}
 
-    def frame(self, time_s: float) -> UInt8Array:
-        """Returns the frame at `time_s`: uint8 [H, W, 3], RGB."""
-        canvas = self._background.copy()
+    def frame(self, time_s: float, background: UInt8Array | None = None) -> UInt8Array:
+        """Returns the frame at `time_s`: uint8 [H, W, 3], RGB.
+
+        background: uint8 [H, W, 3], in place of the drawn one.
+        """
+        canvas = self._camera.background(self._background if background is None else background, time_s)
+        down, right = self._camera.shift(time_s)
         for item in self.scene.visible(time_s):
             x, y = item.position(time_s)
-            self._sprites[item.shape].paint(canvas, round(x * self.width), round(y * self.height))
-        return canvas
+            centre = round(x * self.width) + right, round(y * self.height) + down
+            self._sprites[item.shape].paint(canvas, *centre)
+        return self._camera.finish(canvas, time_s)
 
 
 class _Sprite:

@@ -11,9 +11,10 @@ import pytest
 from epd.cli.program import app
 from epd.eval.demo import demo_cases
 from epd.eval.verdicts import Verdict, VerdictLog
-from epd.shapes import Scene
+from epd.shapes import LEVELS, Scene
 from stages.colocated import ColocatedPipeline
 from stages.pipeline import Pipeline
+from tests.media import write_video
 from video.demo_video import write_demo_video
 
 # One video of 8 seconds and all five questions about it.
@@ -146,6 +147,31 @@ def test_a_table_and_a_picture_of_what_is_known(
     assert (rows[1]["wins"], rows[1]["losses"]) == (0, 0)
 
 
+def test_demo_videos_are_filmed_as_asked_and_verdicts_of_other_footage_are_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Any] = []
+
+    def write(*args: Any, **options: Any) -> Path:
+        shown.append(options["filming"])
+        return write_demo_video(*args, **options)
+
+    monkeypatch.setattr("stages.evaluation.write_demo_video", write)
+    (tmp_path / "clips").mkdir()
+    behind = write_video(tmp_path / "clips" / "behind.mp4").parent
+    filmed = ("--footage", "busy", "--background", behind)
+    out = tmp_path / "verdicts.jsonl"
+    options = (*ONE_VIDEO[:-3], "0", "--num-threads", "1", "--retention", "1.0", "--out", out)
+    assert run(*options, *filmed) == 0
+    assert [(each.footage, each.backgrounds.folder) for each in shown] == [(LEVELS["busy"], behind)]
+    log = VerdictLog.read(out)
+    assert (log.run.footage, log.run.background) == ("busy", str(behind))
+    assert len(log.verdicts) == 5
+    capsys.readouterr()
+    assert run(*options) == 2
+    assert "write to another file" in capsys.readouterr().err
+
+
 def test_a_file_of_open_and_multiple_choice_questions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,6 +239,9 @@ def test_any_supported_model_can_be_asked(
         ([], "got no questions; give one of"),
         (["some.jsonl", "--demo", "5"], "got QUESTIONS and --demo; give one of"),
         (["some.jsonl"], "cannot be read"),
+        (["some.jsonl", "--footage", "wild"], "allowed with --demo only"),
+        (["--demo", "5", "--footage", "shaky"], "'shaky'; allowed: still"),
+        (["--demo", "5", "--background", "docs"], "no video among them"),
         (["--table", "some.jsonl"], "cannot be read"),
         (["--table", "some.jsonl", "--by", "colour"], "--by is 'colour'; give one of kind, duration"),
         (["--demo", "5", "--model", "/no/such/model"], "/no/such/model"),

@@ -70,7 +70,7 @@ def _seen(scene: Scene) -> dict[str, tuple[float, float]]:
     return {shape: (min(seen), max(seen)) for shape, seen in times.items()}
 
 
-def _answer_by_looking(scene: Scene, question: Question) -> str:
+def answer_by_looking(scene: Scene, question: Question) -> str:
     """The answer from what is visible when and the words of the question, not from how it was made."""
     order = sorted(_seen(scene), key=lambda shape: _seen(scene)[shape][0])
     colour_of = {item.shape: item.colour for item in scene.objects}
@@ -100,7 +100,7 @@ def _answer_by_looking(scene: Scene, question: Question) -> str:
 def test_answers_equal_what_looking_at_every_moment_finds(seed: int, duration_s: float) -> None:
     scene = make_scene(seed, duration_s)
     for question in make_questions(scene, random.Random(seed), num_per_kind=2):
-        assert question.answer == _answer_by_looking(scene, question), question.text
+        assert question.answer == answer_by_looking(scene, question), question.text
 
 
 def test_every_kind_is_asked_and_both_yes_and_no_occur() -> None:

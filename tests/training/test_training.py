@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from epd.errors import RequestError
 from epd.models import embedded_model_path
 from epd.shapes import SHAPES, Question, QuestionKind, Scene
 from epd.shapes.world import SceneObject
@@ -43,6 +44,28 @@ def test_clips_come_back_from_disk_and_show_what_their_scenes_say(drawn: list[Cl
         assert clip.frames.shape[1:] == (84, 140, 3)
         assert is_resolved(clip.scene, len(clip.frames))
         assert clip.scene.seed < HELD_OUT_SEED
+
+
+def test_a_share_of_the_clips_is_filmed_and_the_others_stay(
+    tmp_path: Path, folder: Path, drawn: list[Clip]
+) -> None:
+    mix = clips.FootageMix.parse(["busy=0.5"], None)
+    clips.write_shard(tmp_path, 0, 4, shard_frames=32, mix=mix)
+    specs = [json.loads((each / "0000.json").read_text()) for each in (folder, tmp_path)]
+    assert [spec[:3] for spec in specs[1]] == specs[0], "scenes do not depend on how they are filmed"
+    is_busy = [spec[3:] == ["busy"] for spec in specs[1]]
+    assert any(is_busy)
+    assert not all(is_busy)
+    for still, filmed, busy in zip(drawn, read_shard(tmp_path / "0000.json"), is_busy, strict=False):
+        assert np.array_equal(still.frames, filmed.frames) != busy
+        assert (still.scene == filmed.scene) != busy
+        assert is_resolved(filmed.scene, 4)
+
+
+@pytest.mark.parametrize("texts", [["shaky=0.1"], ["busy"], ["busy=2"], ["busy=0.6", "wild=0.5"]])
+def test_shares_of_footage_that_make_no_sense_are_refused(texts: list[str]) -> None:
+    with pytest.raises(RequestError, match=r"received .*; allowed: "):
+        clips.FootageMix.parse(texts, None)
 
 
 def test_the_batched_tower_equals_the_models_own(drawn: list[Clip]) -> None:
