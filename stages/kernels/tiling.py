@@ -46,7 +46,7 @@ _TABLE: Mapping[int, Mapping[Kind, tuple[_Sizes, _Sizes, _Sizes]]] = {
     0: {
         "exact": _EXACT,
         "short": (_Sizes(16, 64, 4, 3), _Sizes(16, 32, 4, 3), _Sizes(16, 16, 4, 3)),
-        "tall": (_Sizes(64, 64, 4, 2), _Sizes(64, 32, 8, 2), _Sizes(64, 16, 8, 2)),
+        "tall": (_Sizes(64, 64, 4, 2), _Sizes(64, 32, 4, 2), _Sizes(64, 16, 8, 2)),
     },
 }
 CHIPS = tuple(_TABLE)
