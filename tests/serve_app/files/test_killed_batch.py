@@ -45,6 +45,15 @@ def running(port: int, folder: Path, output: Path, http: httpx.Client) -> Iterat
             process.kill()
 
 
+@contextmanager
+def kept_port() -> Iterator[int]:
+    """Yields a port that the system gives to nobody while a process starts that will listen there."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
 def is_ready(port: int, process: subprocess.Popen[bytes], http: httpx.Client) -> bool:
     assert process.poll() is None
     try:
@@ -54,11 +63,9 @@ def is_ready(port: int, process: subprocess.Popen[bytes], http: httpx.Client) ->
 
 
 def test_a_killed_server_asks_no_line_twice(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
     folder, output = tmp_path / "kept", tmp_path / "output"
     lines = "\n".join(json.dumps(line(number)) for number in range(NUM_LINES)).encode()
-    with httpx.Client(trust_env=False, timeout=60) as http:
+    with kept_port() as port, httpx.Client(trust_env=False, timeout=60) as http:
         client = OpenAI(
             base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, http_client=http
         )

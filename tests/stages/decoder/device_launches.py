@@ -74,6 +74,7 @@ def launches(name: str, num_layers: int, *, is_warm_up: bool = False) -> tuple[l
         for module in _DISPATCHED:
             stack.enter_context(patch(f"{module}.uses_kernels", lambda tensor: tensor.is_cuda))
         stack.enter_context(patch("stages.attention.device._num_processors", lambda _: 132))
+        stack.enter_context(patch("stages.attention.device._chip", lambda _: 90))
         return recorded(launch), operations.names
 
 
