@@ -12,7 +12,6 @@ import ast
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -31,6 +30,7 @@ import pytest
 import epd
 from tests import ROOT
 from tests.hostile_packages import PACKAGES, write_hostile_packages
+from tests.ports import kept_port
 
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 _NAME = _PROJECT["name"]
@@ -215,10 +215,8 @@ def _commands() -> set[str]:
 @contextmanager
 def _serving(installed: Installed, command: str, folder: Path) -> Iterator[int]:
     """The port of a server that this command of the README starts, until it is asked to end."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
     program, *arguments = command.split()
-    with subprocess.Popen(
+    with kept_port() as port, subprocess.Popen(
         [str(installed.environment / "bin" / program), *arguments, "--port", str(port)],
         cwd=folder, env=_without_ours(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as process:  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -19,6 +18,7 @@ from openai import OpenAI
 from serve_app.app_args import AppArgs
 from serve_app.http.address import HttpAddress
 from serve_app.local.server import served_locally
+from tests.ports import kept_port
 from tests.serve_app.server import wait_until
 
 START = "from epd.cli.program import main; main()"
@@ -43,15 +43,6 @@ def running(port: int, folder: Path, output: Path, http: httpx.Client) -> Iterat
             yield process
         finally:
             process.kill()
-
-
-@contextmanager
-def kept_port() -> Iterator[int]:
-    """Yields a port that the system gives to nobody while a process starts that will listen there."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield holder.getsockname()[1]
 
 
 def is_ready(port: int, process: subprocess.Popen[bytes], http: httpx.Client) -> bool:
