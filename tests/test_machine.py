@@ -6,6 +6,7 @@ import ast
 import gc
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,6 +132,8 @@ def test_the_collector_is_afterwards_as_it_was(is_enabled: bool) -> None:
         (gc.enable if is_enabled else gc.disable)()
         with collector_paused():
             assert not gc.isenabled()
+            made: list[Any] = []
         assert gc.isenabled() is is_enabled
+        assert all(each is not made for each in gc.get_objects())  # it is not searched again
     finally:
         (gc.enable if was_enabled else gc.disable)()

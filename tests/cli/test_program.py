@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -89,3 +90,63 @@ def test_a_command_without_its_extra_says_which_to_install(package: str, words: 
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     expected = f"error: this command needs the package {package}, which is not installed; {advice}"
     assert (done.returncode, done.stderr.splitlines()) == (2, [expected])
+
+
+ENDS = """
+import atexit, sys, threading, time, weakref
+from epd.cli import program
+
+class Freed:
+    def __del__(self):
+        print("freed")
+
+def later():
+    time.sleep(0.1)
+    print("thread")
+
+def app():
+    global kept
+    kept = Freed()
+    threading.Thread(target=later).start()
+    weakref.finalize(kept, print, "finalizer")
+    atexit.register(print, "at exit")
+    {end}
+
+program.app = app
+program.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "message", "frees"),
+    [
+        ("sys.exit(3)", 3, "", False),
+        ("sys.exit()", 0, "", False),
+        ("sys.exit('no such model')", 1, "no such model\n", True),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n", True),
+        ("pass", 0, "", True),
+    ],
+)
+def test_the_process_ends_without_freeing_what_was_imported(
+    end: str, code: int, message: str, frees: bool
+) -> None:
+    """All that waits for its end is done before; where Python has more to say, it says it and frees."""
+    command = [sys.executable, "-c", ENDS.format(end=end)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code
+    assert done.stdout.split("\n")[:3] == ["thread", "at exit", "finalizer"]
+    assert ("freed" in done.stdout) is frees
+    assert done.stderr.endswith(message)
+    assert message or not done.stderr
+
+
+def test_what_cannot_be_written_is_reported_as_ever() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with os.fdopen(writer, "w") as broken:
+        command = [sys.executable, "-c", ENDS.format(end="sys.exit(0)")]
+        done = subprocess.run(
+            command, stdout=broken, stderr=subprocess.PIPE, env=buffered, timeout=60, check=False
+        )
+    assert (done.returncode, b"BrokenPipeError" in done.stderr) == (120, True)
