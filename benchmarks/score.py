@@ -4,10 +4,10 @@
 
 A pair is a layout, a workload and a share of visual tokens that is kept. First `epd profile --app` measures
 the machine; then every pair gets the same requests live and in the simulator, as in `benchmarks/planner.py`;
-nothing is fitted to these runs. Merged workers encode in turns with their other stages (--no-encode-beside),
-as in the simulator. What is done is kept in FOLDER, so a run goes on where it was stopped, and
---pairs does a part. When all pairs are there, results go to benchmarks/results/score.{json,md}, with one more
-entry in the history of dates. The machine must have nothing else to do.
+nothing is fitted to these runs. Both encode beside the other stages of a worker, the default of `epd serve`.
+What is done is kept in FOLDER, so a run goes on where it was stopped, and --pairs does a part. When all pairs
+are there, results go to benchmarks/results/score.{json,md}, with one more entry in the history of dates. The
+machine must have nothing else to do.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def measure(run: Run, cases: Sequence[Case]) -> None:
         library = MediaLibrary(Path(folder) / "media", write_scene)
         for topology, group in groupby(left, key=lambda case: case.topology):
             options = ["--topology", topology, "--num-threads", str(profile.num_threads or 1)]
-            options += ["--num-kv-tokens", str(NUM_KV_TOKENS), "--no-encode-beside"]
+            options += ["--num-kv-tokens", str(NUM_KV_TOKENS)]
             with live_app(options, Path(folder) / "serve.log") as app:
                 for part in WORKLOADS.values():
                     app.send(workload_at(part, 4, 2.0), library, seed=SEED - 1)
@@ -261,7 +261,11 @@ def main() -> None:
     found = run.found()
     print(json.dumps(scores_of(found), indent=1) if found else "the profile is measured")
     if {each.case for each in found} == set(CASES):
-        conditions: Row = {"load": LOAD, "requests": NUM_REQUESTS, "merged workers": "encode in turns"}
+        conditions: Row = {
+            "load": LOAD,
+            "requests": NUM_REQUESTS,
+            "merged workers": "encode beside their passes",
+        }
         here = setting(("ray", "torch"), checkpoint="shapes-vl, float32", **conditions)
         written(found, RESULTS, here)
         run.clear()

@@ -64,13 +64,14 @@ def jobs_of(requests: list[ClientRequest]) -> Iterator[Job]:
 
 
 def by_default(layout: str) -> Deployment:
-    return Deployment(parse_topology(layout), cpu_threads=64)
+    return Deployment(parse_topology(layout), cpu_threads=64, encode_beside=False)
 
 
 def planned(sample: list[ClientRequest], num_devices: int) -> Candidate:
     """Returns the planner's decision for a part of the requests, evenly spread, and `OBJECTIVES`."""
     few = sample[:: max(1, len(sample) // NUM_PLANNED)][:NUM_PLANNED]
-    planner = planner_for(PROFILE, list(jobs_of(few)), OBJECTIVES, Space(num_devices), cpu_threads=64)
+    jobs, space = list(jobs_of(few)), Space(num_devices)
+    planner = planner_for(PROFILE, jobs, OBJECTIVES, space, cpu_threads=64, encode_beside=False)
     return planner.search().winner.candidate
 
 

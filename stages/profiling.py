@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from epd.profiles.measuring import Action, measurement, table, timed
 from epd.profiles.speed import core_speed
 from epd.workload.requests import Resolution, VideoSpec
 from stages.device_memory import total_bytes
+from stages.encode.beside_cost import beside_of, wall_clock
 from stages.engine.generation import generation_settings
 from stages.engine.model_runner import kv_layout
 from stages.engine.setup import build_engine, default_kv_tokens
@@ -38,6 +40,7 @@ Points = Iterator[tuple[float, float, Action]]
 _IMAGE_SIDES, _IMAGE_BATCHES = (56, 112, 224, 448), (1, 4)
 _PROMPT_TOKENS, _CHUNKS = 1024, (32, 128, 512)
 _DECODE_BATCHES, _DECODE_CONTEXTS = (1, 4, 16), (64, 512)
+_BESIDE_IMAGES, _BESIDE_SEQUENCES, _BESIDE_TOKENS = 8, 4, 4096
 _TRANSFER_BYTES = (2**14, 2**18, 2**22, 2**25)
 _VIDEO_SIZES, _VIDEO_FRAMES, _VIDEO_S = ((160, 96), (320, 192), (640, 384)), (2, 8), 2.0
 # Beside 2048 pixels of height: sizes are cut to whole patches, and some shape comes close to the limit.
@@ -92,6 +95,7 @@ class Profiler:
                 tables[stage] = measure(num_repeats)
                 speeds.append(core_speed(_SPEED_S))
                 show(len(tables), len(stages) + 2)
+            beside = self._beside(num_repeats)
         num_threads = torch.get_num_threads()
         return Profile(
             name=f"{name}@{device}",
@@ -114,6 +118,7 @@ class Profiler:
             dtype=self.placement.dtype_name,
             num_threads=num_threads,
             core_speed=sum(speeds) / len(speeds),
+            beside=beside,
         )
 
     def _encode_points(self) -> Points:
@@ -159,22 +164,34 @@ class Profiler:
 
     def _decode_table(self, num_repeats: int) -> StageTable:
         points = []
-        self._limit(4096)
         for batch in _DECODE_BATCHES:
             for context in _DECODE_CONTEXTS:
-                requests = [self._request(context, num_repeats + 8) for _ in range(batch)]
-                for request in requests:
-                    self.engine.add(request)
-                while any(not each.is_decoding for each in self.engine.scheduler.running) or (
-                    self.engine.scheduler.waiting
-                ):
-                    self.engine.step()
-                self.engine.step()
-                seconds = [timed(self.engine.step, self.clock) for _ in range(num_repeats)]
+                with self._decoding(batch, context, num_repeats + 8):
+                    seconds = [timed(self.engine.step, self.clock) for _ in range(num_repeats)]
                 points.append(measurement(batch, batch * (context + 2 + num_repeats / 2), seconds))
-                for request in requests:
-                    self.engine.abort(request.request_id)
         return fit_table("sequences", "context tokens", points)
+
+    @contextmanager
+    def _decoding(self, batch: int, context: int, max_tokens: int) -> Iterator[None]:
+        """Has requests that decode, and nothing else, in the engine."""
+        self._limit(4096)
+        requests = [self._request(context, max_tokens) for _ in range(batch)]
+        for request in requests:
+            self.engine.add(request)
+        scheduler = self.engine.scheduler
+        while scheduler.waiting or any(not each.is_decoding for each in scheduler.running):
+            self.engine.step()
+        self.engine.step()
+        yield
+        for request in requests:
+            self.engine.abort(request.request_id)
+
+    def _beside(self, num_rounds: int) -> float:
+        """Measures how much a batch of the tower and decode passes slow each other."""
+        device = self.placement.device
+        _, encode = self._images(_BESIDE_IMAGES)
+        with self._decoding(_BESIDE_SEQUENCES, _DECODE_CONTEXTS[0], _BESIDE_TOKENS):
+            return beside_of(encode, self.engine.step, device, num_rounds, wall_clock(device))
 
     def memory(self) -> MemoryNeeds:
         """Measures what sizes the memory of a worker; to be called in inference mode."""

@@ -96,7 +96,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "media_prefix.py": ". encode engine",
         "batch": ". engine media_prefix.py pipeline.py",
         "colocated.py": ". engine media_prefix.py pipeline.py sampling",
-        "profiling.py": ". engine loading memory_sizing.py pipeline.py",
+        "profiling.py": ". encode engine loading memory_sizing.py pipeline.py",
         "evaluation.py": "colocated.py",
     },
     "serve_app": {

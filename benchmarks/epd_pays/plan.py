@@ -29,7 +29,12 @@ _READERS = 64  # threads that read media, which takes no time here
 
 def planner_of(mix: Mix, slo: SLO) -> Planner:
     return planner_for(
-        mix.profile, mix.jobs(mix.arrivals(1.0, 0)), slo, Space(mix.num_devices), cpu_threads=_READERS
+        mix.profile,
+        mix.jobs(mix.arrivals(1.0, 0)),
+        slo,
+        Space(mix.num_devices),
+        cpu_threads=_READERS,
+        encode_beside=False,
     )
 
 
@@ -55,7 +60,10 @@ def best_of_families(planner: Planner) -> dict[str, Scored]:
 def predicted(mix: Mix, layout: Layout, arrivals: Sequence[Arrival]) -> Round:
     """Simulates a round as `epd plan` does: the device's costs, and media that take no time to read."""
     base = Deployment(
-        parse_topology(layout.topology), cpu_threads=_READERS, is_overlapped=layout.is_overlapped
+        parse_topology(layout.topology),
+        cpu_threads=_READERS,
+        is_overlapped=layout.is_overlapped,
+        encode_beside=False,
     )
     deployment = layout.settings.deployment(base.topology, base)
     elasticity = Elasticity() if layout.is_elastic else None

@@ -47,8 +47,7 @@ def with_app(
     with tempfile.TemporaryDirectory(prefix="epd-profile-app-") as name, ExitStack() as stack:
         folder, loads = Path(name), {}
         for layout in LAYOUTS:
-            # In the simulator the stages of a worker take turns.
-            options = ["--topology", layout, "--num-kv-tokens", str(_NUM_KV_TOKENS), "--no-encode-beside"]
+            options = ["--topology", layout, "--num-kv-tokens", str(_NUM_KV_TOKENS)]
             options += ["--num-threads", str(profile.num_threads or 1)]
             options += ["--device", device, "--dtype", profile.dtype]
             app = stack.enter_context(live_app([str(model), *options], folder / f"{layout}.log"))

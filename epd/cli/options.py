@@ -321,6 +321,14 @@ CpuThreads = Annotated[
     typer.Option("--cpu-threads", metavar="N", callback=_at_least_one, help="Threads that read media."),
 ]
 
+EncodesBeside = Annotated[
+    bool,
+    typer.Option(
+        "--encode-beside/--no-encode-beside",
+        help="Workers with other roles too encode beside them, as epd serve does by default, or in turns.",
+    ),
+]
+
 # Output
 IsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Plot = Annotated[

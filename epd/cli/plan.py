@@ -8,7 +8,18 @@ import typer
 import yaml  # type: ignore[import-untyped]  # its stubs are another package
 
 from epd import console
-from epd.cli.options import CpuThreads, IsJson, Out, Profile, Seed, SloTpot, SloTtft, Trace, Workload
+from epd.cli.options import (
+    CpuThreads,
+    EncodesBeside,
+    IsJson,
+    Out,
+    Profile,
+    Seed,
+    SloTpot,
+    SloTtft,
+    Trace,
+    Workload,
+)
 from epd.cli.simulate import num_cpu_threads, workload_config
 from epd.errors import RequestError
 from epd.planning.plan import Plan, make_plan
@@ -53,6 +64,7 @@ def plan(
     min_retention: _MinRetention = 1.0,
     max_tensor_parallel: _MaxDegree = 1,
     cpu_threads: CpuThreads = None,
+    encode_beside: EncodesBeside = True,
     seed: Seed = 0,
     out: Out = None,
     as_json: IsJson = False,
@@ -88,6 +100,7 @@ def plan(
         ),
         attainment=attainment,
         cpu_threads=num_cpu_threads(cpu_threads, loaded, 64),
+        encode_beside=encode_beside,
     )
     with console.progress_bar("topologies") as show:
         found = make_plan(planner, cells=cells, min_rate=min_rate, on_progress=show)

@@ -12,6 +12,7 @@ from epd import console
 from epd.cli.options import (
     ChromeTrace,
     CpuThreads,
+    EncodesBeside,
     IsJson,
     NumRequests,
     Plot,
@@ -90,6 +91,7 @@ def simulate(
     sharding: _Sharding = "groups",
     order: _Order = "fcfs",
     whole: _IsWhole = False,
+    encode_beside: EncodesBeside = True,
     cpu_threads: CpuThreads = None,
     slo_ttft_s: SloTtft = None,
     slo_tpot_s: SloTpot = None,
@@ -112,7 +114,8 @@ def simulate(
     )
     threads = num_cpu_threads(cpu_threads, loaded, 16)
     deployment = _deployment(topology, sharding, whole, threads, has_repeats=config.repeat_rate > 0)
-    deployment = replace(deployment, language=_ordered(deployment.language, order))
+    limits = _ordered(deployment.language, order)
+    deployment = replace(deployment, language=limits, encode_beside=encode_beside)
     result = _run(loaded, deployment, config, seed, has_spans=chrome_trace is not None)
     slo = SLO(slo_ttft_s, slo_tpot_s)
     if as_json:

@@ -35,6 +35,7 @@ class PlanSettings(_Strict):
     retention: float = Field(gt=0, le=1)
     dtype: Literal["float32", "bfloat16", "float16"]
     num_video_threads: int = Field(ge=1)
+    encode_beside: bool | None = None
     num_threads: int | None = Field(default=None, ge=1)
     num_kv_tokens: int | None = Field(default=None, ge=1)
     tensor_parallel: dict[str, int] = {}

@@ -17,7 +17,7 @@ from epd.simulate.deployment import Deployment
 from epd.simulate.records import RecordTable, SimulationResult
 from epd.simulate.requests import Job, RequestState
 from epd.simulate.simulation import Simulation
-from epd.topology import STAGES, Stage, Topology
+from epd.topology import STAGES, Stage
 from epd.workload.metrics import SLO
 
 # Closer to the bound a queue has no steady state: a short run would merely not show its growth.
@@ -127,21 +127,33 @@ def rate_bound(
     work: of a request, where it is known; by default `mean_work`
     """
     work = work or mean_work(profile, deployment, demand)
-    bounds = (num_workers / seconds for _, num_workers, seconds in shared_work(deployment.topology, work))
+    found = shared_work(deployment, work, profile.beside)
+    bounds = (num_workers / seconds for _, num_workers, seconds in found)
     return min(min(bounds, default=math.inf), _host_bound(profile, work, demand))
 
 
-def shared_work(topology: Topology, work: MeanWork) -> Iterator[tuple[tuple[str, ...], int, float]]:
+def shared_work(
+    deployment: Deployment, work: MeanWork, beside: float
+) -> Iterator[tuple[tuple[str, ...], float, float]]:
     """Yields (kinds of workers, how many, seconds a request) for each set of stages that takes time.
 
-    These workers do any of the stages, so that nobody else does any of these seconds.
+    These workers do any of the stages, so that nobody else does any of these seconds. One that encodes beside
+    other stages of the set counts for as many as do the same in turns.
+
+    beside: see `Profile`
     """
     for mask in range(1, 8):
         chosen = frozenset(stage for place, stage in enumerate(STAGES) if mask >> place & 1)
-        groups = [group for group in topology.groups if group.roles & chosen]
+        groups = [group for group in deployment.topology.groups if group.roles & chosen]
         seconds = work.seconds(chosen)
         if seconds > 0:
-            yield tuple(group.letters for group in groups), sum(g.num_workers for g in groups), seconds
+            num_workers = sum(g.num_workers * _speed(deployment, g.roles & chosen, beside) for g in groups)
+            yield tuple(group.letters for group in groups), num_workers, seconds
+
+
+def _speed(deployment: Deployment, roles: frozenset[Stage], beside: float) -> float:
+    """Returns the seconds of work that a worker does in a second, at most."""
+    return max(1.0, 2 / beside) if deployment.encodes_beside(roles) else 1.0
 
 
 def _host_bound(profile: Profile, work: MeanWork, demand: Demand) -> float:
@@ -164,16 +176,17 @@ def simulate_at(
 def goodput(
     profile: Profile, deployment: Deployment, demand: Demand, *, at_least: float = 0.0, num_halvings: int = 7
 ) -> float:
-    """Returns requests per second; 0 if even a trickle misses the objectives, or if it is below `at_least`.
+    """Returns requests per second; 0 if a trickle misses the objectives, or all above `at_least` does.
 
     The answer is exact to bound / 2 ** num_halvings, from below, and at most MAX_LOAD of the bound.
     Raises InfeasibleError if memory binds.
     """
     high = MAX_LOAD * rate_bound(profile, deployment, demand)
-    if high <= at_least or not keeps(profile, deployment, demand, max(at_least, high / 2.0**num_halvings)):
+    step = high / 2.0**num_halvings
+    low = at_least + step
+    if high < low or not keeps(profile, deployment, demand, low):
         return 0.0
-    low = max(at_least, high / 2.0**num_halvings)
-    for _ in range(num_halvings):
+    while high - low > step:
         middle = (low + high) / 2
         if keeps(profile, deployment, demand, middle):
             low = middle

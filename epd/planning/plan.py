@@ -115,6 +115,7 @@ class Plan:
             "sharding": settings.sharding,
             "retention": settings.retention,
             "dtype": self.profile.dtype,
+            "encode_beside": deployment.encode_beside,
             "num_video_threads": deployment.cpu_threads,
             "num_threads": self.profile.num_threads,
             "num_kv_tokens": self._num_kv_tokens(),
@@ -232,7 +233,7 @@ def busiest_workers(planner: Planner, scored: Scored, rate_per_s: float) -> tupl
     work = mean_work(planner.profile, candidate.deployment, planner.demand_of(candidate))
     loads = {
         " and ".join(kinds): rate_per_s * seconds / num_workers
-        for kinds, num_workers, seconds in shared_work(candidate.topology, work)
+        for kinds, num_workers, seconds in shared_work(candidate.deployment, work, planner.profile.beside)
     }
     return max(loads.items(), key=lambda each: each[1])
 

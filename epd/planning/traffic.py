@@ -32,16 +32,18 @@ def planner_for(
     *,
     attainment: float = 0.9,
     cpu_threads: int | None = None,
+    encode_beside: bool = True,
 ) -> Planner:
     """Returns a planner for requests with objectives.
 
     slo: of a first token, a token after it, or both
     attainment: share of the requests that must meet it
     cpu_threads: that read media, by default those of `Deployment`
+    encode_beside: see `Deployment`
     """
     longest_s = (slo.ttft_s or 1.0) + (slo.tpot_s or 0.05) * max(job.output_tokens for job in jobs)
     demand = Demand.of(jobs, slo, attainment, _HORIZON * longest_s)
-    base = Deployment(parse_topology("1epd"))
+    base = Deployment(parse_topology("1epd"), encode_beside=encode_beside)
     if cpu_threads is not None:
         base = replace(base, cpu_threads=cpu_threads)
     return Planner(profile, demand, space, base)

@@ -149,6 +149,7 @@ def _assumptions(efficiency: Efficiency) -> tuple[str, ...]:
         f"{efficiency.compute:.0%} of dense 16-bit FLOPs, {efficiency.memory:.0%} of memory bandwidth, "
         f"{efficiency.link:.0%} of link bandwidth",
         f"{efficiency.launch_s * 1e3:g} ms per pass, {efficiency.call_s * 1e3:g} ms per call of the tower",
+        "a batch of the tower and a pass of one worker take twice as long while both run",
         f"activations of one layer at its widest, {_RUNTIME_BYTES / 1e9:g} GB of runtime per device",
         f"one CPU thread decodes {efficiency.pixels_per_s:.2g} pixels/s of H.264, "
         f"{efficiency.image_pixels_per_s:.2g} of JPEG",

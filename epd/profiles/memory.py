@@ -3,7 +3,7 @@
     device | fixed | weights | embeddings | activations | keys and values ........ | kept free |
            |                   fixed by the settings     | the rest                | 1 - utilization
 
-A worker with encode and prefill takes turns, so that its activations are those of the larger turn.
+A worker that encodes beside its passes holds the activations of both; one that takes turns, of the larger.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class MemoryNeeds:
             turns.append(
                 self.prefill_bytes_per_token * tokens + self.logits_bytes_per_sequence * limits.num_seqs
             )
-        return round(max(turns))
+        return round(sum(turns) if limits.encode_beside else max(turns))
 
     def _fitting(self, free_bytes: int) -> int:
         fitting = max(0, free_bytes // self.kv_bytes_per_token)
@@ -91,6 +91,7 @@ class MemoryLimits:
     num_embeddings: that an encoder keeps, and a prefill worker receives, each
     kv_tokens: None for as many as fit
     utilization: share of the device that may be used, fragments left out
+    encode_beside: at the same time as passes of the language model
     """
 
     encode_patches: int = 0
@@ -99,6 +100,7 @@ class MemoryLimits:
     num_embeddings: int = 0
     kv_tokens: int | None = None
     utilization: float = 0.9
+    encode_beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class Profile:
     host: of the one machine that all workers share, None where each has a device of its own
     prompt: tokens around a text
     parallel: to run a worker on several devices, None where the layers are not known
+    beside: times as long that a batch and a pass of one worker take while both run; 2 is half a device each
     core_speed: of a CPU core when all of this was measured, see `epd/profiles/speed.py`; None if not measured
     """
 
@@ -52,6 +53,11 @@ class Profile:
     prompt: PromptRule = field(default_factory=PromptRule)
     core_speed: float | None = None
     parallel: TensorParallel | None = None
+    beside: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.beside < 1:
+            raise ValueError(f"beside is {self.beside}, it must be at least 1: nothing gains from company")
 
     def on(self, num_devices: int) -> Profile:
         """Returns the profile of a worker on several devices. Raises RequestError if layers are not known."""

@@ -104,6 +104,7 @@ def paper_deployment(topology: str, sharding: Sharding = "groups") -> Deployment
         sharding=sharding,
         is_overlapped=False,
         deal=one_run_each,
+        encode_beside=False,
         cpu_threads=64,
     )
 

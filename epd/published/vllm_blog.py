@@ -62,6 +62,7 @@ def _deployment(topology: str, sharding: Sharding) -> Deployment:
         max_batch_patches=2**20,
         sharding=sharding,
         is_overlapped=False,
+        encode_beside=False,
         cpu_threads=512,
     )
 

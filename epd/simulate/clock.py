@@ -43,13 +43,13 @@ class EventQueue:
     def __init__(self) -> None:
         self.now = 0
         self.num_happened = 0
-        self._events: list[tuple[int, int, int, Callable[[], None]]] = []
+        self._events: list[tuple[int, int, int, Callable[[], object]]] = []
         self._num_planned = 0
 
     def __len__(self) -> int:
         return len(self._events)
 
-    def push(self, time: int, rank: Rank, action: Callable[[], None]) -> None:
+    def push(self, time: int, rank: Rank, action: Callable[[], object]) -> None:
         """Plans an event. Raises ValueError for one in the past."""
         if time < self.now:
             raise ValueError(f"an event at tick {time} cannot be planned at tick {self.now}")

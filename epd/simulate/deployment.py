@@ -31,6 +31,7 @@ class Deployment:
     degrees: (letters of a group's roles, devices that each of its workers shares its layers over); else 1
     largest_group_patches: of the requests to come, a batch of its own if it is above max_batch_patches
     max_waiting, max_wait_s: before requests are refused
+    encode_beside: workers with other stages too encode beside these, as `epd serve` has it; else in turns
     is_stepwise: every decode step is an event of its own, a slow check of combined steps
     """
 
@@ -50,6 +51,7 @@ class Deployment:
     enable_prefix_caching: bool = False
     max_waiting: int = 4096
     max_wait_s: float = 600.0
+    encode_beside: bool = True
     is_stepwise: bool = False
 
     def __post_init__(self) -> None:
@@ -62,6 +64,10 @@ class Deployment:
     def degree(self, roles: frozenset[Stage]) -> int:
         """Returns the devices of one worker."""
         return dict(self.degrees).get(role_letters(roles), 1)
+
+    def encodes_beside(self, roles: frozenset[Stage]) -> bool:
+        """Returns whether workers with these roles encode beside their other stages."""
+        return self.encode_beside and "encode" in roles and len(roles) > 1
 
     @property
     def num_devices(self) -> int:
@@ -78,6 +84,7 @@ class Deployment:
                 limits.max_num_seqs,
                 self.num_embeddings,
                 self.kv_tokens,
+                encode_beside=self.encode_beside,
             ),
         )
         found.check(profile.model, profile.device, self.block_size)

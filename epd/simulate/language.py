@@ -31,9 +31,10 @@ from epd.types import ceil_div
 class PassCost:
     """Computes the ticks of a forward pass."""
 
-    def __init__(self, profile: Profile) -> None:
-        self._prefill = profile.prefill.cost
-        self._decode = profile.decode.cost
+    def __init__(self, profile: Profile, factor: float = 1.0) -> None:
+        """Multiplies the costs of passes, and not of what moves, by the factor."""
+        self._prefill = profile.prefill.cost.times(factor)
+        self._decode = profile.decode.cost.times(factor)
         self._restore = profile.transfer.cost
         self._kv_bytes = profile.memory.kv_bytes_per_token
         self.per_context = ticks_of(self._decode.per_item_s)
@@ -103,7 +104,8 @@ class LanguageSide:
         self.scheduler = Scheduler(config, self.kv)
         self.num_arriving = 0
         self.num_held = 0
-        self._cost = PassCost(profile)
+        self._alone, self._beside = PassCost(profile), PassCost(profile, profile.beside)
+        self._cost = self._alone
         self._hands_over = hands_over
         self._is_stepwise = is_stepwise
         self._states: dict[str, RequestState] = {}
@@ -142,7 +144,7 @@ class LanguageSide:
             job.num_prompt_tokens,
             job.num_prompt_tokens + (1 if self._hands_over else job.output_tokens),
             state.num_ready,
-            latest_start_s=seconds_of(job.due) - self._cost.alone_s(job.num_prompt_tokens),
+            latest_start_s=seconds_of(job.due) - self._alone.alone_s(job.num_prompt_tokens),
         )
         self.scheduler.add(request)
         self._states[state.request_id], self._requests[state.request_id] = state, request
@@ -209,11 +211,13 @@ class LanguageSide:
 
     # One pass, or many
 
-    def start(self, *, is_single: bool = False) -> int | None:
+    def start(self, *, is_single: bool = False, is_beside: bool = False) -> int | None:
         """Reserves the next pass, or a run of decode steps; returns its ticks, None without work.
 
         is_single: others wait for their turn after one pass.
+        is_beside: a batch of the tower runs meanwhile.
         """
+        self._cost = self._beside if is_beside else self._alone
         run = None if is_single or self._is_stepwise else self._plan_run()
         if run is not None:
             self._run = run
@@ -224,7 +228,7 @@ class LanguageSide:
         left = num_running + len(output.admitted) - len(self.scheduler.running)
         self._is_admission_stuck = not output.admitted and not left
         if not output.chunks:
-            return self.start(is_single=is_single) if output.admitted else None
+            return self.start(is_single=is_single, is_beside=is_beside) if output.admitted else None
         self._output = output
         ticks = self._cost.mixed(output)
         self._count(output, ticks)

@@ -4,7 +4,7 @@
     shared cores    n tasks on c cores: each runs at min(1, c / n) of its speed
 
 With equal speeds for all, one clock is enough: it runs as fast as any task, and a task ends when the
-clock has advanced by its length.
+clock has advanced by its length. What is left of a task may change while it runs: see `Machine.set_left`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,17 @@ OverheadName = Literal["request", "split", "media", "image", "video", "sent", "s
 _CORE = 1000  # shares of one core
 
 
+class Task:
+    """Is work under way. end: on the clock of its machine; version: of the event that ends it."""
+
+    __slots__ = ("done", "end", "version")
+
+    def __init__(self, end: int, done: Then) -> None:
+        self.end = end
+        self.done = done
+        self.version = 0
+
+
 class Machine(Protocol):
     """Runs tasks of a given number of ticks."""
 
@@ -32,7 +43,15 @@ class Machine(Protocol):
         """Returns the work of all tasks so far."""
         ...
 
-    def run(self, ticks: int, done: Then) -> None: ...
+    def run(self, ticks: int, done: Then) -> Task: ...
+
+    def left(self, task: Task) -> int:
+        """Returns the ticks of work that a task has left."""
+        ...
+
+    def set_left(self, task: Task, ticks: int) -> None:
+        """Gives a task under way more or less to do than it had left."""
+        ...
 
     def spend(self, names: tuple[OverheadName, ...], then: Then) -> None:
         """Runs costs of the application, by their names in `HostCosts`; then the continuation."""
@@ -54,9 +73,24 @@ class OwnDevices:
         self.work_ticks = 0
         self._events = events
 
-    def run(self, ticks: int, done: Then) -> None:
+    def run(self, ticks: int, done: Then) -> Task:
         self.work_ticks += ticks
-        self._events.push(self._events.now + ticks, Rank.END, done)
+        task = Task(self._events.now + ticks, done)
+        self._events.push(task.end, Rank.END, partial(self._end, task, 0))
+        return task
+
+    def left(self, task: Task) -> int:
+        return task.end - self._events.now
+
+    def set_left(self, task: Task, ticks: int) -> None:
+        task.end = self._events.now + ticks
+        task.version += 1
+        self._events.push(task.end, Rank.END, partial(self._end, task, task.version))
+
+    @staticmethod
+    def _end(task: Task, version: int) -> None:
+        if version == task.version:
+            task.done()
 
     def spend(self, names: tuple[OverheadName, ...], then: Then) -> None:  # noqa: ARG002 - not simulated
         then()
@@ -76,18 +110,35 @@ class SharedCores:
         self._costs = costs
         self._events = events
         self._capacity = round(_CORE * (costs.num_cores - costs.idle_cores))
-        self._tasks: list[tuple[int, int, Then]] = []  # by the clock at which they end
+        self._tasks: list[tuple[int, int, Task]] = []  # by the clock at which they end, some out of date
+        self._num_tasks = 0
         self._turns: deque[tuple[OverheadName, Then]] = deque()  # the first has its turn
         self._clock = 0
         self._seen = 0
-        self._num_started = 0
+        self._num_pushed = 0
         self._version = 0
 
-    def run(self, ticks: int, done: Then) -> None:
+    def run(self, ticks: int, done: Then) -> Task:
         self._go_on()
         self.work_ticks += ticks
-        self._num_started += 1
-        heappush(self._tasks, (self._clock + ticks, self._num_started, done))
+        self._num_tasks += 1
+        task = Task(self._clock + ticks, done)
+        self._push(task)
+        return task
+
+    def left(self, task: Task) -> int:
+        self._go_on()
+        return task.end - self._clock
+
+    def set_left(self, task: Task, ticks: int) -> None:
+        self._go_on()
+        task.end = self._clock + ticks
+        self._push(task)
+
+    def _push(self, task: Task) -> None:
+        self._num_pushed += 1
+        task.version = self._num_pushed
+        heappush(self._tasks, (task.end, task.version, task))
         self._plan()
 
     def spend(self, names: tuple[OverheadName, ...], then: Then) -> None:
@@ -117,23 +168,26 @@ class SharedCores:
     def _go_on(self) -> None:
         """Advances the clock to now."""
         elapsed, self._seen = self._events.now - self._seen, self._events.now
-        self._clock += min(elapsed, elapsed * self._capacity // (_CORE * max(1, len(self._tasks))))
+        self._clock += min(elapsed, elapsed * self._capacity // (_CORE * max(1, self._num_tasks)))
 
     def _plan(self) -> None:
         """Plans when the first task will end if no other comes."""
         self._version += 1
+        while self._tasks and self._tasks[0][1] != self._tasks[0][2].version:
+            heappop(self._tasks)
         if self._tasks:
             left = max(0, self._tasks[0][0] - self._clock)
-            ticks = max(left, ceil_div(left * _CORE * len(self._tasks), self._capacity))
+            ticks = max(left, ceil_div(left * _CORE * self._num_tasks, self._capacity))
             self._events.push(self._events.now + ticks, Rank.END, partial(self._end, self._version))
 
     def _end(self, version: int) -> None:
         if version != self._version:
             return
         self._go_on()
-        _, _, done = heappop(self._tasks)
+        _, _, task = heappop(self._tasks)
+        self._num_tasks -= 1
         self._plan()
-        done()
+        task.done()
 
 
 def _nothing() -> None:

@@ -1,10 +1,11 @@
-"""Simulates a worker: one device or process whose roles take turns; and the CPU threads decoding media."""
+"""Simulates a worker, one device or process with its roles; and the CPU threads that decode media."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 from epd.kv.kv_cache import KVCacheSpec
 from epd.profiles.profile import Profile
@@ -12,15 +13,35 @@ from epd.simulate.clock import EventQueue, Rank
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeSide, EncodeTask
 from epd.simulate.language import LanguageSide, PassResult
-from epd.simulate.machine import Machine
+from epd.simulate.machine import Machine, Task
 from epd.simulate.records import WorkSpan
 from epd.topology import Stage
+from epd.types import ceil_div
 
 OnSpan = Callable[[WorkSpan], None]
+_ALONE = 1000
+
+
+class _Lane:
+    """Runs one task at a time. pace: of thousand ticks of work, those that it takes for them."""
+
+    __slots__ = ("name", "pace", "started", "task")
+
+    def __init__(self, name: Literal["encode", "language"]) -> None:
+        self.name = name
+        self.task: Task | None = None
+        self.started = -1
+        self.pace = _ALONE
 
 
 class SimulatedWorker:
-    """Runs one task at a time on a device: a batch of the encoder, then a pass of the language model.
+    """Runs a batch of the encoder, then a pass of the language model, and so on; or one beside the other.
+
+        in turns | batch | pass | batch | pass |         beside | batch .......... | batch ...
+                                                                | pass | pass | pass | pass |
+
+    Beside each other both are slower, and a batch begins and is handed on between two passes, as in a turn of
+    `stages/encode/encoder.py`.
 
     roles: kinds of work sent to it; it finishes its work of a role that it had before
     is_switching: it takes nothing new
@@ -41,25 +62,26 @@ class SimulatedWorker:
         self.encoder: EncodeSide | None = None
         self.language: LanguageSide | None = None
         self.is_switching = False
-        self.busy_ticks = 0
-        self.last_ticks = 0  # of its last work
-        self.encode_ticks = 0
+        self.last_ticks = 0  # of the last work that is over
         self._events = events
         self._machine = machine
         self._on_encoded = on_encoded
         self._on_passed = on_passed
         self._on_span = on_span
-        self._started = -1
-        self._is_encoding = False
+        self._encoding, self._passing = _Lane("encode"), _Lane("language")
+        self._is_beside = False
+        self._pace = _ALONE  # of both lanes while both run
+        self._encoded_ticks = -1  # of a batch that is over, and handed on after the pass under way
         self._was_encoding = False
         self._is_woken = False
-        self._version = 0
 
     def host(self, roles: frozenset[Stage], deployment: Deployment, profile: Profile) -> None:
         """Takes these roles, with what they need of the deployment; what it had is gone."""
         self.roles = roles
         num_blocks = deployment.num_blocks(profile, roles)
         profile = profile.on(deployment.degree(roles))
+        self._is_beside = deployment.encodes_beside(roles)
+        self._pace = round(_ALONE * profile.beside)
         self.encoder = self.language = None
         if "encode" in roles:
             self.encoder = EncodeSide(profile, deployment.max_batch_patches, deployment.language.order)
@@ -75,7 +97,8 @@ class SimulatedWorker:
 
     @property
     def is_busy(self) -> bool:
-        return self._started >= 0
+        """Returns whether a turn is under way. A batch beside the passes is in no turn."""
+        return self._passing.task is not None or (self._encoding.task is not None and not self._is_beside)
 
     def takes(self, stage: Stage) -> bool:
         """Returns whether it takes new work of a stage."""
@@ -100,48 +123,82 @@ class SimulatedWorker:
         self._is_woken = False
         if self.is_busy:
             return
+        if self._is_beside:
+            if self._encoding.task is None:
+                self._start_encoder()
+            self._start_language(is_single=False)
+            self._set_pace(self._encoding, self._passing)
+            return
         for is_encoding in (not self._was_encoding, self._was_encoding):
-            ticks = self._start_encoder() if is_encoding else self._start_language()
-            if ticks is not None:
-                self._started, self._is_encoding = self._events.now, is_encoding
-                self._version += 1
-                self._machine.run(ticks, partial(self._end, self._version))
+            is_single = self.encoder is not None and self.encoder.is_waited_for
+            if self._start_encoder() if is_encoding else self._start_language(is_single=is_single):
                 return
 
-    def _start_encoder(self) -> int | None:
-        return self.encoder.start() if self.encoder is not None else None
+    def _start_encoder(self) -> bool:
+        ticks = None if self.encoder is None else self.encoder.start()
+        return self._run(self._encoding, ticks, self._end_batch, _ALONE)
 
-    def _start_language(self) -> int | None:
+    def _start_language(self, *, is_single: bool) -> bool:
         if self.language is None:
-            return None
-        return self.language.start(is_single=self.encoder is not None and self.encoder.is_waited_for)
+            return False
+        is_beside = self._encoding.task is not None
+        ticks = self.language.start(is_single=is_single, is_beside=is_beside)
+        return self._run(self._passing, ticks, self._end_pass, self._pace if is_beside else _ALONE)
+
+    def _run(self, lane: _Lane, ticks: int | None, end: Callable[[], None], pace: int) -> bool:
+        if ticks is None:
+            return False
+        lane.started, lane.pace = self._events.now, pace
+        lane.task = self._machine.run(ticks, end)
+        return True
+
+    def _set_pace(self, lane: _Lane, other: _Lane) -> None:
+        """Changes what a lane has left to its pace beside the other one, or alone."""
+        pace = self._pace if other.task is not None else _ALONE
+        if lane.task is not None and lane.pace != pace:
+            self._machine.set_left(lane.task, ceil_div(self._machine.left(lane.task) * pace, lane.pace))
+            lane.pace = pace
 
     def _cut(self) -> None:
-        if self._is_encoding or self.language is None:
+        if self._passing.task is None or self.language is None:
             return
-        ticks = self.language.cut(self._events.now - self._started)
+        now, started = self._events.now, self._passing.started
+        ticks = self.language.cut(now - started)
         if ticks is not None:
-            self._version += 1
-            self._events.push(self._started + ticks, Rank.END, partial(self._end, self._version))
+            self._machine.set_left(self._passing.task, started + ticks - now)
 
-    def _end(self, version: int) -> None:
-        if version != self._version:
-            return
-        started, self._started = self._started, -1
-        self._was_encoding = self._is_encoding
-        self.last_ticks = self._events.now - started
-        self.busy_ticks += self.last_ticks
-        if self._on_span is not None:
-            name = "encode" if self._is_encoding else "language"
-            self._on_span(WorkSpan(self.name, name, started, self._events.now - started))
-        if self._is_encoding:
-            assert self.encoder is not None
-            self.encode_ticks += self._events.now - started
-            self._on_encoded(self, self.encoder.end())
+    def _end_batch(self) -> None:
+        ticks = self._end(self._encoding)
+        self._was_encoding = True
+        if self._passing.task is None:
+            self._hand_on(ticks)
+            self.wake()
         else:
-            assert self.language is not None
-            self._on_passed(self, self.language.end())
+            self._encoded_ticks = ticks
+            self._cut()
+            self._set_pace(self._passing, self._encoding)
+
+    def _hand_on(self, ticks: int) -> None:
+        """Hands on the groups of the batch that is over."""
+        assert self.encoder is not None
+        self.last_ticks, self._encoded_ticks = ticks, -1
+        self._on_encoded(self, self.encoder.end())
+
+    def _end_pass(self) -> None:
+        assert self.language is not None
+        self.last_ticks = self._end(self._passing)
+        self._was_encoding = False
+        self._on_passed(self, self.language.end())
+        if self._encoded_ticks >= 0:
+            self._hand_on(self._encoded_ticks)
         self.wake()
+
+    def _end(self, lane: _Lane) -> int:
+        """Ends the task of a lane; returns the ticks that it took."""
+        lane.task, ticks = None, self._events.now - lane.started
+        if self._on_span is not None:
+            self._on_span(WorkSpan(self.name, lane.name, lane.started, ticks))
+        return ticks
 
 
 class CpuPool:

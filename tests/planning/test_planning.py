@@ -177,13 +177,15 @@ def test_a_verdict_that_comes_early_is_that_of_the_whole_run(name: str, share: f
     assert set(verdicts) == {True, False}
 
 
-def test_no_schedule_exceeds_the_bound() -> None:
+@pytest.mark.parametrize("beside", [1.0, 1.4, 2.0])
+def test_no_schedule_exceeds_the_bound(beside: float) -> None:
     """A hundred times the bound, all at once: the fleet is not done sooner than the bound allows."""
-    want = demand(PROFILE, SLO(ttft_s=1e6), 200, **HEAVY)
+    profile = replace(PROFILE, beside=beside)
+    want = demand(profile, SLO(ttft_s=1e6), 200, **HEAVY)
     for name in ("1e1p1d", "2ep1d", "1e2pd", "1ed2p", "2epd"):
         deployment = Settings(32768, 64, 128, 8192, "groups").deployment(parse_topology(name), BASE)
-        bound = rate_bound(PROFILE, deployment, want)
-        result = simulate_at(PROFILE, deployment, want, 100 * bound)
+        bound = rate_bound(profile, deployment, want)
+        result = simulate_at(profile, deployment, want, 100 * bound)
         done_s = result.rows["end"].max() / 1e12
         assert len(want.jobs) / done_s <= bound * 1.001, name
 

@@ -61,6 +61,20 @@ def test_a_role_holds_what_it_needs_and_no_more(
         assert found.peak_bytes <= found.allowed_bytes
 
 
+def test_a_worker_that_encodes_beside_its_passes_holds_the_activations_of_both() -> None:
+    beside = replace(LIMITS, encode_beside=True)
+    parts = [NEEDS.worker(roles_of(letters), LIMITS).activation_bytes for letters in ("e", "pd")]
+    assert NEEDS.worker(roles_of("epd"), LIMITS).activation_bytes == max(parts)
+    assert NEEDS.worker(roles_of("epd"), beside).activation_bytes == sum(parts)
+    assert [NEEDS.worker(roles_of(each), beside).activation_bytes for each in ("e", "pd")] == parts
+    deployment = Deployment(parse_topology("1epd"), encode_beside=False)
+    profile = analytic_profile("a100-80gb", "qwen2.5-vl-7b")
+    in_turns, both = (
+        replace(deployment, encode_beside=each).memory(profile, roles_of("epd")) for each in (False, True)
+    )
+    assert in_turns.activation_bytes < both.activation_bytes
+
+
 def test_caps_and_wishes_for_keys_and_values() -> None:
     capped = replace(NEEDS, max_kv_tokens=1000).worker(roles_of("d"), LIMITS)
     assert (capped.kv_tokens, capped.kv_bytes) == (1000, 10**8)
