@@ -6,6 +6,7 @@ answer -> sightings (what it claims)                   -> FactCounts           f
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -83,23 +84,37 @@ class Sighting:
         }
 
 
-def sightings(scene: Scene, gap_s: float) -> list[Sighting]:
-    """Returns what frames every `gap_s` seconds show, in order of appearance; two frames share their times.
+def sightings(scene: Scene, times_s: Sequence[float]) -> list[Sighting]:
+    """Returns what frames at `times_s` show, in order of appearance; two neighbouring frames share a time.
 
-    A vision tower takes two frames together, so that the first of both names the second of an appearance.
+    A vision tower takes two frames together. Times are those of the first and the last two that show an
+    object, in the whole seconds of the timestamps that Qwen3-VL writes before them, so that an answer may
+    copy what the prompt says: `<12.5 seconds>` is 12.
     """
-    num_frames = max(2, round(scene.duration_s / gap_s))
+    stamps_s = timestamps_s(times_s)
     seen = []
     for item in scene.objects:
-        frames = [index for index in range(num_frames) if item.is_visible(index * gap_s)]
+        frames = [index for index, time_s in enumerate(times_s) if item.is_visible(time_s)]
         if frames:
             first, last = frames[0], frames[-1]
-            height = item.position(last * gap_s)[1] - item.position(first * gap_s)[1]
-            is_last = last // 2 == (num_frames - 1) // 2
-            to_s = None if is_last else int((last // 2 + 1) * 2 * gap_s)
-            from_s = int(first // 2 * 2 * gap_s)
+            height = item.position(times_s[last])[1] - item.position(times_s[first])[1]
+            is_last = last // 2 == len(stamps_s) - 1
+            to_s = None if is_last else int(stamps_s[last // 2])
+            from_s = int(stamps_s[first // 2])
             seen.append(Sighting(item.shape, item.colour, item.lane, _motion(height), from_s, to_s))
     return seen
+
+
+def timestamps_s(times_s: Sequence[float]) -> list[float]:
+    """Returns the middle of every two frames, in tenths; an odd last frame is taken twice."""
+    times = [*times_s, *times_s[len(times_s) // 2 * 2 :]]
+    middles = ((first + second) / 2 for first, second in zip(times[::2], times[1::2], strict=True))
+    return [float(f"{middle:.1f}") for middle in middles]
+
+
+def even_times_s(duration_s: float, gap_s: float) -> list[float]:
+    """Returns when frames every `gap_s` seconds are seen, at least two."""
+    return [index * gap_s for index in range(max(2, round(duration_s / gap_s)))]
 
 
 def _motion(height: float) -> int:
@@ -256,7 +271,15 @@ def make_stories(
     """Draws questions that take more than one word, about what frames every `gap_s` seconds show."""
     if is_image:
         return [Question(QuestionKind.DESCRIBE, rng.choice(_DESCRIBE_STILL), still_description(scene))]
-    seen = sightings(scene, gap_s)
+    return stories_at(scene, rng, even_times_s(scene.duration_s, gap_s), num_per_kind)
+
+
+def stories_at(
+    scene: Scene, rng: random.Random, times_s: Sequence[float], num_per_kind: int = 1
+) -> list[Question]:
+    """Draws questions that take more than one word, about what frames at `times_s` show."""
+    gap_s = max(later - earlier for earlier, later in itertools.pairwise(times_s))
+    seen = sightings(scene, times_s)
     questions = [
         Question(QuestionKind.DESCRIBE, rng.choice(_DESCRIBE), description(seen)),
         Question(QuestionKind.JSON, rng.choice(_JSON), as_json(seen)),
