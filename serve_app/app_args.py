@@ -17,7 +17,7 @@ from epd.errors import ModelNotFoundError, RequestError
 from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, MOST_DRAFTS, DraftConfig, DraftMethod
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
-from epd.models import embedded_model_path
+from epd.models import embedded_models, model_folder
 from epd.reduction import (
     DEFAULT_METHOD,
     LEAST_RETENTION,
@@ -83,7 +83,8 @@ class AppArgs(BaseModel):
 
     model: Path | None = Field(
         default=None,
-        description="Folder of a model in Hugging Face layout; by default the embedded shapes-vl.",
+        description="Folder of a model in Hugging Face layout, or the name of an embedded one; by default "
+        "shapes-vl.",
     )
     model_name: str | None = Field(
         default=None, description="Name of the model in requests; by default the name of its folder."
@@ -329,11 +330,11 @@ class AppArgs(BaseModel):
     @property
     def model_path(self) -> Path:
         """Returns the model's folder. Raises ModelNotFoundError if it does not exist."""
-        path = self.model or embedded_model_path()
+        path = model_folder(self.model)
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(
                 f"received the model '{path}', where there is no config.json; give a folder in Hugging Face "
-                "layout, or leave it out for the embedded model"
+                f"layout, or {', '.join(embedded_models())}"
             )
         return path
 

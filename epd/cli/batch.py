@@ -51,7 +51,7 @@ from epd.cli.options import (
 )
 from epd.errors import RequestError
 from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, DraftConfig
-from epd.models import embedded_model_path
+from epd.models import model_folder
 
 _Source = Annotated[
     Path, typer.Argument(metavar="IN", help="JSON lines, or a folder of videos with --questions.")
@@ -139,7 +139,7 @@ def batch(
     application on that cluster.
     """
     target = _Target(
-        model or embedded_model_path(),
+        model_folder(model),
         topology,
         url,
         address,

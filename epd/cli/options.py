@@ -102,7 +102,9 @@ def draft_config(method: str, max_draft: int) -> DraftConfig:
 Model = Annotated[
     Path | None,
     typer.Option(
-        "--model", help="Folder of a model in Hugging Face layout; by default the embedded shapes-vl."
+        "--model",
+        help="Folder of a model in Hugging Face layout, or the name of an embedded one; by default "
+        "shapes-vl.",
     ),
 ]
 Device = Annotated[

@@ -9,7 +9,7 @@ import video
 from epd import console
 from epd.errors import check_question
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
-from epd.models import embedded_model_path
+from epd.models import model_folder
 from epd.reduction import TowerMerge
 from stages.colocated import ColocatedPipeline
 from stages.evaluation import evaluate as run_evaluation
@@ -51,7 +51,7 @@ def open_pipeline(
 
 def placement_of(device: str, dtype: str, model: Path | None) -> Placement:
     """Returns where a model runs: see `Placement.resolve`. Raises RequestError."""
-    return Placement.resolve(device, dtype, model or embedded_model_path())
+    return Placement.resolve(device, dtype, model_folder(model))
 
 
 def load_pipeline(
@@ -68,7 +68,7 @@ def load_pipeline(
     """Loads a model. Raises EPDError."""
     with console.loading_bar() as show:
         return ColocatedPipeline.load(
-            model or embedded_model_path(),
+            model_folder(model),
             placement=placement,
             num_threads=num_threads,
             skip_static=skip_static,

@@ -13,7 +13,7 @@ from epd import console
 from epd.bench.app_profile import with_app
 from epd.cli.options import Device, Dtype, IsJson, Out
 from epd.errors import RequestError
-from epd.models import embedded_model_path
+from epd.models import model_folder
 from epd.profiles import HostCosts, Profile
 from epd.profiles.files import dump_profile, load_profile
 from video.demo_video import write_scene
@@ -22,7 +22,8 @@ _Model = Annotated[
     str | None,
     typer.Argument(
         metavar="[MODEL]",
-        help="Folder in Hugging Face layout, by default the embedded shapes-vl; MODEL@DEVICE computes costs.",
+        help="Folder in Hugging Face layout, or the name of an embedded model, by default shapes-vl; "
+        "MODEL@DEVICE computes costs.",
     ),
 ]
 _Repeats = Annotated[int, typer.Option(metavar="N", help="Runs of each point.")]
@@ -75,7 +76,7 @@ def _profile_of(
         return load_profile(model)
     from epd.cli.pipelines import Profiler, placement_of  # torch
 
-    path = Path(model) if model is not None else embedded_model_path()
+    path = model_folder(model)
     placement = placement_of(device, dtype, path)
     with console.loading_bar() as show:
         profiler = Profiler(path, num_threads, placement, show)

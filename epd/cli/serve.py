@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from epd.cli.config import parse_values
 from epd.cli.options import Address, with_fields_of
 from epd.errors import RequestError
-from epd.models import embedded_model_path
+from epd.models import model_folder
 from epd.planning.files import load_plan
 from serve_app.app_args import ENVIRONMENT, AppArgs
 from serve_app.http.address import HttpAddress
@@ -72,7 +72,7 @@ def serve(
 def _planned(path: Path, options: Mapping[str, Any], context: typer.Context) -> dict[str, Any]:
     """The options that a plan decides and the user does not. Raises RequestError."""
     plan = load_plan(path)
-    plan.check_model(options["model_name"] or (options["model"] or embedded_model_path()).resolve().name)
+    plan.check_model(options["model_name"] or model_folder(options["model"]).resolve().name)
     sources = {name: context.get_parameter_source(name) for name in plan.app_options()}
     return {
         name: value
