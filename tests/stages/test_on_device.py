@@ -23,6 +23,7 @@ from epd.encode.encoder_cache import EncoderCacheManager
 from epd.kv.scheduling import SchedulerConfig
 from epd.reduction import KEEP_ALL, PREFILL_METHODS, QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
+from stages.attention import prefixes
 from stages.connectors.in_process import InProcessHub
 from stages.decode import DecodeStage
 from stages.encode.embedding_receiver import EmbeddingReceiver
@@ -69,12 +70,25 @@ class OnDevice:
         self._ids = count()
 
     def engine(
-        self, num_tokens: int = 4096, graphs: GraphMaker | None = None, **options: Any
+        self,
+        num_tokens: int = 4096,
+        graphs: GraphMaker | None = None,
+        *,
+        shares_prefixes: bool = False,
+        **options: Any,
     ) -> LanguageEngine:
         config = SchedulerConfig(**({"max_chunk_tokens": 64} | options))
         pools = kv_shape(self.model, num_tokens, 4).build(device="cuda")
         settings = GenerationSettings(eos_ids=frozenset())
-        return build_engine(self.model, self.family.adapter, settings, pools, config=config, graphs=graphs)
+        return build_engine(
+            self.model,
+            self.family.adapter,
+            settings,
+            pools,
+            config=config,
+            graphs=graphs,
+            enable_prefix_caching=shares_prefixes,
+        )
 
     def prefill(self, **options: Any) -> PrefillStage:
         engine = self.engine(**options)
@@ -209,14 +223,26 @@ def test_tokens_are_sampled(
 
 
 class Replays:
-    """Stands in for CUDA graphs. A replay is one launch on the device, and does nothing else."""
+    """Stands in for CUDA graphs. A replay is one launch on the device, and does nothing else.
+
+    replayed: numbers of captures.
+    """
 
     def __init__(self, mode: FakeCuda) -> None:
         self._mode = mode
+        self.replayed: list[int] = []
+        self._num_captured = 0
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
-        return lambda: self._mode.launches.append("replay")
+        number = self._num_captured
+        self._num_captured += 1
+
+        def replay() -> None:
+            self._mode.launches.append("replay")
+            self.replayed.append(number)
+
+        return replay
 
 
 PENALISED = SamplingParams(max_tokens=12, repetition_penalty=1.05)
@@ -242,6 +268,32 @@ def test_a_step_of_decodes_is_one_replay(
         assert len(engine.step().outputs) == 3
         assert cuda.launches.count("replay") == 1
         assert len(cuda.launches) <= most
+        assert cuda.waits == [("stages/sampling/sampler.py", "_on_host")]
+
+
+def test_a_step_of_decodes_that_share_a_prefix_is_one_replay(
+    families: dict[str, Family], cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the pass that reads it once, and as many launches beside it as where nothing is shared."""
+    monkeypatch.setattr(prefixes, "LEAST_KEYS", 8)
+    monkeypatch.setattr(prefixes, "LAUNCH_BYTES", 0)
+    device = OnDevice(families["qwen2_5_vl"], cuda)
+    graphs = Replays(cuda)
+    engine = device.engine(graphs=graphs, shares_prefixes=True, max_num_seqs=3)
+    for _ in range(3):  # one after another, so that later ones find the blocks of the first
+        request = device.request(SamplingParams(max_tokens=24))
+        engine.add(request)
+        device.feed(request, [engine])
+        while engine.scheduler.waiting or not all(each.is_decoding for each in engine.scheduler.running):
+            engine.step()
+    engine.step()  # begins to run ahead
+    for _ in range(4):
+        cuda.launches.clear()
+        cuda.waits.clear()
+        graphs.replayed.clear()
+        assert len(engine.step().outputs) == 3
+        assert graphs.replayed == [0], "the capture for three that share"
+        assert len(cuda.launches) <= 9
         assert cuda.waits == [("stages/sampling/sampler.py", "_on_host")]
 
 
