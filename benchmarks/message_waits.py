@@ -1,0 +1,262 @@
+"""How long messages to workers wait, and what users feel of it: images at a local fleet, one commit or two.
+
+    python -m benchmarks.message_waits [--quick] [--against CHECKOUT] [--topology 1epd] [--rounds N]
+
+An orchestrator over workers as threads of one process, without HTTP, with the embedded model. Questions about
+one new image each come from a closed loop, 1 or 8 at a time, with answers of 16 tokens. Each checkout has a
+process of its own; they take turns in every round, so ratios are medians of the ratios within a round.
+
+grant_ms: from the prompt's submission until the first group is granted. reserve_ms, prefill_ms, encode_ms:
+until a worker has answered the message. messages: to stage workers, per request.
+Results go to benchmarks/results/message_waits.{json,md}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.reporting import Row, Section, run_sections, setting
+from encoders import FrameSampling
+from encoders.prompt.chat import ChatMessage, ContentPart
+from epd.bench.media import draw_image
+from epd.models import embedded_model_path
+from epd.sampling_params import SamplingParams
+from epd.topology import parse_topology
+from epd.transfer.reception import Grant
+from epd.workload.requests import Resolution
+from serve_app.fleet import FleetEvent
+from serve_app.local.fleet import LocalFleet, LocalFleetConfig
+from serve_app.media.media_worker import MediaSettings
+from serve_app.messages import Prefill, WorkerReport
+from serve_app.orchestration.orchestrator import Orchestrator
+from serve_app.orchestration.request_planner import RequestPlanner
+from serve_app.service import AnswerRequest, MediaReference, TokenDelta
+from serve_app.worker.worker_stages import WorkerSettings
+from video import FetchPolicy
+
+MODEL = embedded_model_path()
+TOPOLOGIES = ("1epd", "1ep1d", "1e1p1d")
+_SIDE = 448
+_ANSWER = SamplingParams(max_tokens=16, ignore_eos=True)
+_WAITS = ("Grant", "Reserve", "Prefill", "EncodeGroup")
+
+
+class WatchedFleet(LocalFleet):
+    """Keeps how long each message waited for its reply, by kind; of grants, since the prompt was sent."""
+
+    def __init__(self, config: LocalFleetConfig, settings: WorkerSettings) -> None:
+        super().__init__(config, settings)
+        self.waits_s: dict[str, list[float]] = defaultdict(list)
+        self._sent_s: dict[str, float] = {}
+
+    async def send(self, stage: Any, target: str, message: Any, bulk: Any = None) -> Any:
+        start_s = time.perf_counter()
+        if isinstance(message, Prefill):
+            self._sent_s[message.request.request_id] = start_s
+        try:
+            return await super().send(stage, target, message, bulk)
+        finally:
+            if stage != "video":
+                self.waits_s[type(message).__name__].append(time.perf_counter() - start_s)
+
+    async def events(self) -> AsyncIterator[FleetEvent]:
+        async for event in super().events():
+            for each in event.events if isinstance(event, WorkerReport) else ():
+                if isinstance(each, Grant) and each.request_id in self._sent_s:
+                    sent_s = self._sent_s.pop(each.request_id)
+                    self.waits_s["Grant"].append(time.perf_counter() - sent_s)
+            yield event
+
+
+class Asker:
+    """Asks about images that nobody has seen."""
+
+    def __init__(self, service: Orchestrator, folder: Path) -> None:
+        self._service = service
+        self._folder = folder
+        self._numbers = itertools.count(os.getpid())
+
+    async def ask(self) -> tuple[float, float]:
+        """Returns seconds until the first token, and until the last."""
+        number = next(self._numbers)
+        path = self._folder / f"{number}.png"
+        draw_image(path, number, Resolution(_SIDE, _SIDE), "png")
+        message = ChatMessage("user", (ContentPart("image"), ContentPart("text", "What is shown?")))
+        reference = MediaReference("image", path.as_uri(), "image")
+        start_s, first_s = time.perf_counter(), 0.0
+        async with self._service.media.sources(f"q{number}", [reference]) as sources:
+            request = AnswerRequest(f"q{number}", "shapes-vl", (message,), sources, _ANSWER, FrameSampling())
+            async with aclosing(self._service.answer(request)) as answer:
+                async for items in answer:
+                    if any(isinstance(item, TokenDelta) for item in items):
+                        first_s = first_s or time.perf_counter() - start_s
+        path.unlink()
+        return first_s, time.perf_counter() - start_s
+
+
+async def _serve_rounds(topology: str) -> None:
+    """Runs rounds as they are asked for on the standard input, and prints a row for each."""
+    workers = {worker.name: worker.roles for worker in parse_topology(topology).workers()}
+    media = MediaSettings(MODEL, FetchPolicy(media_folder=Path(tempfile.gettempdir())))
+    config = LocalFleetConfig(workers | {"v0": frozenset({"video"})}, media=media)
+    fleet = WatchedFleet(config, WorkerSettings(MODEL, num_kv_tokens=16_384, num_embeddings=16_384))
+    service = Orchestrator(fleet, RequestPlanner(MODEL, "shapes-vl"))
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            await service.start()
+            asker = Asker(service, Path(folder))
+            while line := await asyncio.to_thread(sys.stdin.readline):
+                row = await _round(asker, fleet, *map(int, line.split()))
+                print(json.dumps(row), flush=True)
+        finally:
+            await service.close()
+
+
+async def _round(asker: Asker, fleet: WatchedFleet, num_at_once: int, num_requests: int) -> Row:
+    fleet.waits_s.clear()
+    answers: list[tuple[float, float]] = []
+
+    async def loop(number: int) -> None:
+        for _ in range(number):
+            answers.append(await asker.ask())  # noqa: PERF401 - one after another
+
+    start_s = time.perf_counter()
+    await asyncio.gather(*(loop(num_requests // num_at_once) for _ in range(num_at_once)))
+    seconds = time.perf_counter() - start_s
+    num_messages = sum(len(waits) for name, waits in fleet.waits_s.items() if name != "Grant")
+    return {
+        "requests_per_s": len(answers) / seconds,
+        "ttft_ms": 1e3 * statistics.median(first for first, _ in answers),
+        **{
+            f"{name.lower().removesuffix('group')}_ms": 1e3 * statistics.median(fleet.waits_s[name])
+            for name in _WAITS
+            if fleet.waits_s[name]
+        },
+        "messages": num_messages / len(answers),
+    }
+
+
+class Checkout:
+    """Is a process that runs rounds with the code of a checkout."""
+
+    def __init__(self, folder: Path, topology: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), "--rounds-of", topology],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def round(self, num_at_once: int, num_requests: int) -> Row:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(num_at_once, num_requests, file=self._process.stdin, flush=True)
+        row: Row = json.loads(self._process.stdout.readline())
+        return row
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+@contextmanager
+def _running(folders: Sequence[Path], topology: str) -> Iterator[list[Checkout]]:
+    running = [Checkout(folder, topology) for folder in folders]
+    try:
+        yield running
+    finally:
+        for each in running:
+            each.close()
+
+
+def rows(folders: Sequence[Path], topologies: Sequence[str], num_rounds: int, num_requests: int) -> list[Row]:
+    """Measures all topologies, the checkouts in turns within each round."""
+    found = []
+    for topology in topologies:
+        with _running(folders, topology) as running:
+            for each in running:  # warm
+                each.round(8, 16)
+            for num_at_once, num in ((1, num_requests // 2), (8, num_requests)):
+                rounds: list[list[Row]] = [[] for _ in running]
+                for number in range(num_rounds):
+                    for place in range(len(running)):
+                        index = (place + number) % len(running)
+                        rounds[index].append(running[index].round(num_at_once, num))
+                found += [_row(topology, num_at_once, index, rounds) for index in range(len(rounds))]
+                print(*found[-len(rounds) :], sep="\n", file=sys.stderr)
+    return found
+
+
+def _row(topology: str, num_at_once: int, index: int, rounds: Sequence[Sequence[Row]]) -> Row:
+    """Sums up the rounds of a checkout. ratios: to the first one, within each round."""
+    mine, first = rounds[index], rounds[0]
+
+    def ratio(name: str) -> float:
+        return round(statistics.median(a[name] / b[name] for a, b in zip(mine, first, strict=True)), 3)
+
+    medians = {name: round(statistics.median(each[name] for each in mine), 2) for name in mine[0]}
+    return {
+        "topology": topology,
+        "in_flight": num_at_once,
+        "code": "before" if index == 0 and len(rounds) > 1 else "now",
+        **medians,
+        "ttft_ratio": ratio("ttft_ms"),
+        "requests_ratio": ratio("requests_per_s"),
+        "rounds": len(mine),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="little traffic, one round; writes nothing")
+    parser.add_argument("--against", type=Path, help="a checkout of another commit, the first of each round")
+    parser.add_argument("--topology", action="append", help=f"of {', '.join(TOPOLOGIES)}; may be repeated")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--requests", type=int, default=48, help="of a round with 8 at a time (default: 48)")
+    parser.add_argument("--rounds-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.rounds_of:
+        asyncio.run(_serve_rounds(options.rounds_of))
+        return
+    here = Path(__file__).resolve().parents[1]
+    folders = [options.against.resolve(), here] if options.against else [here]
+    num_rounds, num_requests = (1, 16) if options.quick else (options.rounds, options.requests)
+    topologies = options.topology or TOPOLOGIES
+    title = f"Questions about one image of {_SIDE} x {_SIDE} each, answers of {_ANSWER.max_tokens} tokens"
+    sections = {"images": Section(title, lambda: rows(folders, topologies, num_rounds, num_requests))}
+    run_sections(
+        "message_waits",
+        "Waits of messages to workers",
+        sections,
+        list(sections),
+        lambda: setting(("torch", "transformers", "numpy"), checkpoint="shapes-vl, float32"),
+        save=not options.quick,
+    )
+
+
+if __name__ == "__main__":
+    main()
