@@ -240,23 +240,47 @@ class Scheduler:
         Those come later in the queue, so none is admitted and then preempted in one step.
         """
         while self.waiting:
-            request = self.waiting[0]
-            may_open = self._has_slot(request) and self._may_fit(request)
-            copies = self._open(request) if may_open else None
-            if copies is None:
-                if self._preempt_for(request, output):
-                    continue
+            if not self._admit_first(output) and not self._preempt_for(self.waiting[0], output):
                 return
-            del self.waiting[0]
-            insort(self.running, request, key=_by_order)
-            output.copies += copies
-            if request.num_offloaded > request.num_computed:
-                dropped = request.num_dropped
-                start, stop = request.num_computed - dropped, request.num_offloaded - dropped
-                output.restores.append(Restore(request, start, stop))
-                request.num_computed = request.num_offloaded
-            request.num_offloaded = 0
-            output.admitted.append(request)
+
+    def admit_early(self) -> SchedulerOutput:
+        """Admits waiting requests for which there is plenty of room, before a step or in the middle of one.
+
+        Whatever the step has decided holds: nobody is preempted, and each running request finds blocks for
+        its next tokens. What comes back from host memory waits for `schedule`.
+        """
+        output = SchedulerOutput()
+        while self.waiting and self._has_plenty(self.waiting[0]) and self._admit_first(output):
+            pass
+        return output
+
+    def _has_plenty(self, request: ScheduledRequest) -> bool:
+        """Returns whether blocks for the next tokens of all others stay free beside a request's own."""
+        if request.num_offloaded:
+            return False
+        size = self.kv.block_size
+        needed = ceil_div(self._reserved_tokens(request), size)
+        needed += sum(1 + ceil_div(each.num_drafts, size) for each in self.running)
+        return all(self.kv.num_free_blocks(g) >= needed for g in range(len(self.kv.spec.num_blocks)))
+
+    def _admit_first(self, output: SchedulerOutput) -> bool:
+        """Gives the first waiting request its blocks. Returns False if there is no room."""
+        request = self.waiting[0]
+        may_open = self._has_slot(request) and self._may_fit(request)
+        copies = self._open(request) if may_open else None
+        if copies is None:
+            return False
+        del self.waiting[0]
+        insort(self.running, request, key=_by_order)
+        output.copies += copies
+        if request.num_offloaded > request.num_computed:
+            dropped = request.num_dropped
+            start, stop = request.num_computed - dropped, request.num_offloaded - dropped
+            output.restores.append(Restore(request, start, stop))
+            request.num_computed = request.num_offloaded
+        request.num_offloaded = 0
+        output.admitted.append(request)
+        return True
 
     def _preempt_for(self, request: ScheduledRequest, output: SchedulerOutput) -> bool:
         """Preempts one less important request for one that waits; False where all could not make room."""

@@ -114,7 +114,7 @@ class MediaFeeds:
         self._report_failed(self.receiver.poll(), reports)
         self._report_arrived(reports)
         has_fed = [self._guarded(feed, on_fault) for feed in list(self._feeds.values())]
-        self._grant(reports)
+        self.grant(reports)
         return any(has_fed) or len(reports.events) > num_events
 
     def _report_failed(self, failed: dict[GroupKey, str], reports: ReportBuffer) -> None:
@@ -160,7 +160,8 @@ class MediaFeeds:
         feed = self._feeds.get(request_id)
         return feed.splicer.take_cells() if feed is not None else []
 
-    def _grant(self, reports: ReportBuffer) -> None:
+    def grant(self, reports: ReportBuffer) -> None:
+        """Grants what there is room for."""
         for grant in self.receiver.grant():
             feed = self._feeds[grant.request_id]
             self._issue(feed, grant.group, grant.ticket, reports)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from encoders.groups import MediaGroup
@@ -57,8 +57,17 @@ class _Progress:
 class PrefillRole:
     """Runs one prefill worker, or one with merged roles."""
 
-    def __init__(self, worker: str, stage: PrefillStage, feeds: MediaFeeds, clock: Clock) -> None:
+    def __init__(
+        self,
+        worker: str,
+        stage: PrefillStage,
+        feeds: MediaFeeds,
+        clock: Clock,
+        tell: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Starts without requests. tell: sends what is to be reported by now, before the step is over."""
         self.stage = stage
+        self._tell = tell
         self.feeds = feeds
         self._worker = worker
         self._clock = clock
@@ -105,15 +114,33 @@ class PrefillRole:
 
     def step(self, reports: ReportBuffer) -> bool:
         has_fed = self.feeds.step(reports, lambda fault: self._take_faults([fault], reports))
+        has_fed |= self._admit(reports)
+        self._tell()
         start_s = self._clock()
         result = self.stage.step()
         self._count(result, self._clock() - start_s)
         self._take_faults(result.faults, reports)
         reports.outputs += result.outputs
-        self._take_admissions(result, reports)
+        self._take_admitted(result, reports)
         self._take_progress(result, start_s, reports)
         self._take_handovers(result, reports)
         return has_fed or bool(result.num_tokens or result.admissions or result.handovers)
+
+    def step_within(self, reports: ReportBuffer) -> None:
+        self._admit(reports)
+
+    def _admit(self, reports: ReportBuffer) -> bool:
+        """Admits what there is plenty of room for, and grants its groups. Returns whether there was any."""
+        result = self.stage.engine.admit_early()
+        self._take_faults(result.faults, reports)
+        self._take_admitted(result, reports)
+        return bool(result.admissions or result.faults)
+
+    def _take_admitted(self, result: StepResult, reports: ReportBuffer) -> None:
+        """Reports admissions, and grants the groups of what was admitted."""
+        self._take_admissions(result, reports)
+        if result.admissions:
+            self.feeds.grant(reports)
 
     def _count(self, result: StepResult, seconds: float) -> None:
         """Counts a pass; one with any prompt counts for prefill."""

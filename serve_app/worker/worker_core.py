@@ -4,6 +4,10 @@
     step()                       every role advances by one step
     take_report()                tokens and events since the last call
 
+In the middle of a pass of the language model, between two layers, `on_layer` is called. Then messages of
+WITHIN_A_PASS may be handled, since they change nothing that the pass computes with, and `step_within`
+advances what does not depend on the pass.
+
 Not thread-safe. Roles can change while it runs: the remaining work of a role is completed.
 """
 
@@ -50,6 +54,10 @@ from serve_app.worker.prefill_role import PrefillRole
 from serve_app.worker.worker_roles import Clock, DecodeRole, EncodeRole, ReportBuffer, Role, lost_stage
 from serve_app.worker.worker_stages import StageBuilder, Transport, WorkerSettings
 from stages.encode.beside import BesideThread
+from stages.engine.engine import LanguageEngine
+
+# Messages that may be handled in the middle of a pass.
+WITHIN_A_PASS = (Prefill, Reserve, Redirect, EncodeGroup, CancelTickets)
 
 
 class WorkerCore:
@@ -64,10 +72,13 @@ class WorkerCore:
         *,
         clock: Clock = time.time,
         wake: Callable[[], None] | None = None,
+        on_layer: Callable[[], None] | None = None,
+        tell: Callable[[], None] = lambda: None,
     ) -> None:
         """Loads the weights of its roles. Raises ModelError.
 
         wake: called by a thread of its own once `step` has something to take; without it there is none.
+        on_layer: called between the layers of a pass. tell: called in a step with news that can be taken.
         """
         self.name = name
         self.roles: frozenset[Stage] = frozenset()
@@ -83,6 +94,7 @@ class WorkerCore:
         self._has_moved = False
         self._settled_roles = roles
         self._wake = wake
+        self._on_layer, self._tell = on_layer, tell
         self._beside: BesideThread[Any] | None = None
         try:
             self._set_roles(roles)
@@ -262,10 +274,17 @@ class WorkerCore:
         if stage == "encode":
             return EncodeRole(self.name, self._builder.encode(name), self._clock)
         if stage == "decode":
-            return DecodeRole(self._builder.decode(name), self._clock)
+            decode = self._builder.decode(name)
+            self._interrupt(decode.engine)
+            return DecodeRole(decode, self._clock)
         prefill = self._builder.prefill(name)
+        self._interrupt(prefill.engine)
         feeds = MediaFeeds(self._builder.adapter, prefill, self._builder.receiver(name))
-        return PrefillRole(self.name, prefill, feeds, self._clock)
+        return PrefillRole(self.name, prefill, feeds, self._clock, self._tell)
+
+    def _interrupt(self, engine: LanguageEngine) -> None:
+        if self._on_layer is not None:
+            engine.call_between_layers(self._on_layer)
 
     def _drop_drained(self, roles: frozenset[Stage]) -> None:
         """Drops stages that these roles do not need and that have no work left."""
@@ -288,6 +307,16 @@ class WorkerCore:
         self._is_load_unreported |= self._has_moved
         return self._has_moved
 
+    def step_within(self) -> None:
+        """Advances, in the middle of a pass, what the pass has nothing to do with."""
+        for role in self.hosted.values():
+            role.step_within(self._reports)
+
+    @property
+    def has_encoded(self) -> bool:
+        """Returns whether a batch that was encoded beside the turns waits to be taken. Thread-safe."""
+        return self._beside is not None and self._beside.is_done
+
     def close(self) -> None:
         """Ends the threads and processes that the worker has started."""
         if self._beside is not None:
@@ -304,8 +333,15 @@ class WorkerCore:
         is_at_rest = self._is_load_unreported and not self._has_moved
         if not (reports.events or reports.outputs or is_at_rest):
             return None
-        self._reports, self._is_load_unreported = ReportBuffer(), False
-        return WorkerReport(self.name, tuple(reports.events), tuple(reports.outputs), self.load())
+        self._is_load_unreported = False
+        return self._report()
+
+    def take_news(self) -> WorkerReport | None:
+        """Returns a report, in the middle of a step, if there is anything to tell."""
+        return self._report() if self._reports.events or self._reports.outputs else None
+
+    def _report(self) -> WorkerReport:
+        return WorkerReport(self.name, *self._reports.take(), self.load())
 
     def load(self) -> WorkerLoad:
         """Returns the load of all roles together."""

@@ -32,6 +32,7 @@ from serve_app.role_messages import RemainingWork
 from serve_app.service import StageSpan
 from serve_app.worker.worker_stages import drafting_counters
 from stages.decode import DecodeStage
+from stages.encode.beside import InTurn
 from stages.encode.encoder import EncodeJob, EncodeStage
 from stages.engine.generation import TokenOutput
 
@@ -45,12 +46,23 @@ class ReportBuffer:
     events: list[WorkerEvent] = field(default_factory=list)
     outputs: list[TokenOutput] = field(default_factory=list)
 
+    def take(self) -> tuple[tuple[WorkerEvent, ...], tuple[TokenOutput, ...]]:
+        """Returns what has been collected, and begins anew."""
+        taken = tuple(self.events), tuple(self.outputs)
+        self.events.clear()
+        self.outputs.clear()
+        return taken
+
 
 class Role(Protocol):
     """Runs one role of a worker."""
 
     def step(self, reports: ReportBuffer) -> bool:
         """Advances all work by one step. Returns whether there was any progress."""
+        ...
+
+    def step_within(self, reports: ReportBuffer) -> None:
+        """Advances, in the middle of a pass of the language model, what the pass has nothing to do with."""
         ...
 
     def has_work(self) -> bool:
@@ -159,6 +171,15 @@ class EncodeRole:
                 reports.events += self._spans(begun, batch.seconds)
         return bool(done) if self.stage.is_encoding else was_busy
 
+    def step_within(self, reports: ReportBuffer) -> None:
+        if self.is_beside:
+            self.step(reports)
+
+    @property
+    def is_beside(self) -> bool:
+        """Returns whether its tower runs in a thread of its own."""
+        return not isinstance(self.stage.lane, InTurn)
+
     def _spans(self, batch: Sequence[_Job], seconds: float) -> list[SpanDone]:
         """Returns spans; the groups of a request share the seconds of their batch."""
         start_s = batch[0].started_s
@@ -257,6 +278,9 @@ class DecodeRole:
             RequestFailed(each.request_id, each.error, is_final=True) for each in result.faults
         ]
         return bool(result.num_tokens or result.handovers or result.admissions)
+
+    def step_within(self, reports: ReportBuffer) -> None:
+        """Does nothing: what has arrived is decoded from the next pass on."""
 
     def has_work(self) -> bool:
         return self.stage.has_work()

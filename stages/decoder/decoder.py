@@ -7,7 +7,8 @@ knows, and `ModulesDecoder` with the modules of transformers, for all others, an
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,7 +57,9 @@ class DecoderInputs:
 
 
 class Decoder(Protocol):
-    """Computes a run of layers."""
+    """Computes a run of layers. before_layer: called before each one that is not captured."""
+
+    before_layer: Callable[[], None]
 
     @property
     def num_layers(self) -> int: ...
@@ -95,6 +98,7 @@ class FusedDecoder:
         self._model = model
         self._layers = layers
         self._heads = (model.num_heads, model.num_kv_heads, model.head_dim)
+        self.before_layer: Callable[[], None] = _nothing
 
     @property
     def num_layers(self) -> int:
@@ -131,6 +135,7 @@ class FusedDecoder:
         deepstack = inputs.visual.deepstack if inputs.visual is not None else ()
         residual, added = hidden, None
         for index in layers:
+            self.before_layer()
             attended = self._attend(index, residual, added, inputs, rotations)
             if index + 1 == self.num_layers and rows is not None and index >= len(deepstack):
                 residual, attended, rows = _only(rows, residual), _only(rows, attended), None
@@ -175,6 +180,7 @@ class ModulesDecoder:
         self._adapter = adapter
         self._decoder: nn.Module = model.get_decoder()
         adapter.prepare_decoder(self._decoder)
+        self.before_layer: Callable[[], None] = _nothing
 
     @property
     def num_layers(self) -> int:
@@ -186,14 +192,26 @@ class ModulesDecoder:
         if inputs.visual is not None and layers.start == 0:
             extra = self._adapter.decoder_kwargs(inputs.visual_rows, inputs.visual)
         positions = inputs.positions
-        computed: Tensor = self._part(layers)(
-            inputs_embeds=hidden[None],
-            position_ids=positions if len(positions) == 1 else positions[:, None],
-            use_cache=False,
-            paged=inputs.paged,
-            **extra,
-        ).last_hidden_state[0]
+        with self._interrupted():
+            computed: Tensor = self._part(layers)(
+                inputs_embeds=hidden[None],
+                position_ids=positions if len(positions) == 1 else positions[:, None],
+                use_cache=False,
+                paged=inputs.paged,
+                **extra,
+            ).last_hidden_state[0]
         return computed if rows is None else _only(rows, computed)
+
+    @contextmanager
+    def _interrupted(self) -> Iterator[None]:
+        """Calls `before_layer` where it says while the block runs."""
+        layers: Any = () if self.before_layer is _nothing else self._decoder.layers
+        hooks = [layer.register_forward_pre_hook(lambda *_: self.before_layer()) for layer in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _part(self, layers: range) -> nn.Module:
         """Returns a decoder of some layers alone, which shares the weights."""
@@ -205,6 +223,10 @@ class ModulesDecoder:
         if layers.stop < self.num_layers:
             part.norm = nn.Identity()
         return part
+
+
+def _nothing() -> None:
+    """Is what happens before a layer unless somebody has something to do."""
 
 
 def _only(rows: Tensor, of: Tensor) -> Tensor:

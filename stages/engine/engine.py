@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -62,6 +62,7 @@ class LanguageEngine:
         self.kv = KVCacheManager(spec, enable_prefix_caching=enable_prefix_caching)
         self.scheduler = Scheduler(config, self.kv)
         self._runner = runner
+        self._has_ranks = ranks is not None
         self.pools = runner.pools
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
@@ -245,6 +246,23 @@ class LanguageEngine:
             if self._drafting and only_decodes:
                 num_seqs = len(output.chunks)
                 self._drafting.record_pass(num_seqs, output.num_tokens - num_seqs, self._now_s() - start_s)
+        return self._checked(result)
+
+    def call_between_layers(self, function: Callable[[], None]) -> None:
+        """Calls a function between the layers of passes, which may then call `add` and `admit_early`.
+
+        Not between those that are captured, or that several ranks compute: their exchanges have an order.
+        """
+        if not self._has_ranks:
+            self._runner.call_between_layers(function)
+
+    def admit_early(self) -> StepResult:
+        """Admits waiting requests that there is plenty of room for, before a step or in the middle of one."""
+        result = StepResult()
+        if self.scheduler.waiting:
+            output = self.scheduler.admit_early()
+            self._move(output)
+            self._admit(output, result)
         return self._checked(result)
 
     def _checked(self, result: StepResult) -> StepResult:

@@ -295,6 +295,43 @@ def test_a_prompt_that_waits_for_room_is_not_looked_up_in_every_step(
     assert [each.request_id for each in queue.schedule().admitted] == ["w"]
 
 
+def test_a_prompt_that_comes_in_the_middle_of_a_pass_is_admitted_at_once() -> None:
+    """What the pass computes is what was scheduled; the next one computes the prompt too."""
+    queue = scheduler()
+    add(queue, request("a", 8))
+    output = queue.schedule()
+    queue.add(request("b", 8, num_ready=0))
+    assert names(queue.admit_early().admitted) == ["b"]
+    computed(queue, output)
+    assert spans(output) == [("a", 0, 8)]
+    queue.running[1].num_ready = 8
+    assert spans(step(queue)) == [("a", 8, 9), ("b", 0, 8)]
+
+
+def test_what_is_admitted_in_the_middle_of_a_pass_leaves_answers_room_for_their_next_tokens() -> None:
+    """The 2 blocks of `b` and one for the next tokens of `a` are free; then 1 is, which `c` does not get."""
+    queue = scheduler(6)
+    add(queue, request("a", 8, max_new=8))
+    step(queue)
+    queue.add(request("b", 7))
+    queue.add(request("c", 3, max_new=1))
+    assert names(queue.admit_early().admitted) == ["b"]
+    assert queue.kv.num_free_blocks() == 1
+    assert step(queue).preemptions == []
+
+
+def test_what_was_preempted_does_not_come_back_in_the_middle_of_a_pass() -> None:
+    queue = scheduler()
+    add(queue, request("a", 8))
+    step(queue)
+    queue.running[0].num_offloaded = 8
+    queue.remove(back := queue.running[0])
+    back.num_computed = 0
+    queue.add(back)
+    assert queue.admit_early().admitted == []
+    assert names(queue.schedule().admitted) == ["a"]
+
+
 # Preemption: answers may outgrow the cache
 
 

@@ -162,13 +162,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         if request.is_decoding:
             request.num_drafts = min(drafts, request.max_total_tokens - request.num_tokens - 1)
 
-    @rule(wrong=st.integers(0, 4))
-    def step(self, wrong: int) -> None:
+    @rule()
+    def admit_early(self) -> None:
+        """Nobody is preempted then, nor by what was admitted in the step that follows."""
+        num_preempted = self.scheduler.num_preempted
+        output = self.scheduler.admit_early()
+        assert [*output.chunks, *output.preemptions, *output.restores] == []
+        self.follow_moves(output)
+        assert self.scheduler.num_preempted == num_preempted
+
+    @rule(wrong=st.integers(0, 4), admits_within=st.booleans())
+    def step(self, wrong: int, admits_within: bool) -> None:
         """Schedules, checks what was decided, and does what the engine would."""
         decoding = [request for request in self.scheduler.running if request.is_decoding]
         output = self.scheduler.schedule()
         self.check(output, decoding)
         self.follow_moves(output)
+        if admits_within:
+            self.admit_early()
         for chunk in output.chunks:
             request = chunk.request
             if not chunk.is_sampled:
@@ -287,7 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             for request in self.requests.values():
                 request.num_ready = max(request.num_ready, request.num_prompt_tokens)
-            self.step(0)
+            self.step(0, False)
             self.books_are_in_order()
         assert not self.requests, "somebody starves"
         assert self.scheduler.kv.usage == 0
