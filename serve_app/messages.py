@@ -95,7 +95,8 @@ class CancelTickets(Message[None]):
 class Prefill(Message[bool]):
     """Submits a request with the groups of all its media. The reply is whether there was room for it.
 
-    ticket: at the decode worker that continues it; None if the roles are merged
+    ticket: at the decode worker that continues it; None if the roles are merged, or it is to come
+    awaits_ticket: whether a `Redirect` will bring the ticket, since room is reserved at the same time
     incarnation: of that worker, as in `Reserve`
     wants_kept: whether one encoder gets all its groups, and can send only what is kept of them
     """
@@ -105,11 +106,12 @@ class Prefill(Message[bool]):
     ticket: KVTicket | None
     incarnation: int = 0
     wants_kept: bool = False
+    awaits_ticket: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Redirect(Message[bool]):
-    """Hands a request over to another decode worker. Reply False: it is gone and must be prefilled again.
+    """Hands a request over to a first or another decode worker. Reply False: it is gone here.
 
     incarnation: of the decode worker, as in `Reserve`
     """
@@ -242,7 +244,7 @@ WorkerEvent = Admitted | Grant | GroupsArrived | GroupFailed | HandedOver | Requ
 class WorkerLoad:
     """The load of a worker. Usages: shares of its memory in use, None if it has no such memory.
 
-    seq_usage: answers it is generating, as a share of the most it can generate at once
+    seq_usage: answers it is generating, as a share of the most it can generate at once, max_num_seqs
     counters: totals since its start, under names as in `ServiceStatus.counters`
     spooled_bytes, num_downloads: at a media worker, files of requests in flight and downloads in progress
     transports: the way that its data last took to other workers, by name
@@ -266,6 +268,7 @@ class WorkerLoad:
     work: InFlight | None = None
     media: MediaSample | None = None
     memory: MemoryUse | None = None
+    max_num_seqs: int = 0
 
 
 @dataclass(frozen=True, slots=True)

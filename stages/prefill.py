@@ -46,26 +46,31 @@ class PrefillStage:
         """Reports whether the request would be admitted at once; if not, forward it elsewhere."""
         return self.engine.can_admit(request)
 
-    def submit(self, request: GenerateRequest, ticket: KVTicket | None = None) -> None:
+    def submit(
+        self, request: GenerateRequest, ticket: KVTicket | None = None, *, awaits_ticket: bool = False
+    ) -> None:
         """Queues a request. ticket: room at the decode worker that is to continue it.
 
+        awaits_ticket: it will come by `redirect`; what is computed before waits for it.
         Raises InfeasibleError when it can never fit, RequestError for an id in use, ValueError for a ticket
         of another length.
         """
-        if ticket is None:
+        if ticket is None and not awaits_ticket:
             self.engine.add(request)
             return
-        _check_length(request, ticket)
+        if ticket is not None:
+            _check_length(request, ticket)
         self.engine.add(replace(request, extent=Extent.FIRST_TOKEN))
         self._handovers[request.request_id] = _Handover(request)
-        self._outbox.open(ticket)
+        if ticket is not None:
+            self._outbox.open(ticket)
 
     def add_embeddings(self, request_id: str, placed: PlacedEmbeddings) -> None:
         """Adds the next visual tokens of a request, in order."""
         self.engine.add_embeddings(request_id, placed)
 
     def redirect(self, request_id: str, ticket: KVTicket) -> None:
-        """Hands a request over to another decode worker, from its first token; the former gets no more.
+        """Hands a request over to a decode worker, from its first token; a former one gets no more.
 
         Raises KeyError for a request that is not here any more: prefill it again.
         """

@@ -92,6 +92,7 @@ class Orchestrator:
             stall_s=self.config.stall_timeout_s,
         )
         self._attempts: dict[str, Attempt] = {}
+        self._loads: dict[str, WorkerLoad] = {}
         self.losses = LossCounter(
             LossLedger(self.config.losses),
             fleet,
@@ -102,7 +103,15 @@ class Orchestrator:
         )
         self.isolation = Isolation(self._dispatcher, self.router, self._attempts, time.time)
         self._placement = RequestPlacer(
-            fleet, self.router, self.queue, limits, self.losses, self.isolation, time.time, self._sole_encoder
+            fleet,
+            self.router,
+            self.queue,
+            limits,
+            self.losses,
+            self.isolation,
+            time.time,
+            self._sole_encoder,
+            self._loads,
         )
         self._shared = SharedLoad(self.router, self._dispatcher, self._placement)
         self._feeds: dict[str, GroupFeed] = {}
@@ -115,7 +124,6 @@ class Orchestrator:
         )
         self._leads = True
         self.ask_leader: Callable[[SwitchRequest], Awaitable[Any]] | None = None
-        self._loads: dict[str, WorkerLoad] = {}
         self.media = FleetMedia(
             fleet, self.router, self._loads, owner=owner, patience_s=self.config.unavailable_s
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +17,20 @@ from epd.kv.kv_identity import TokenIdentity
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket
 from serve_app.fleet import Fleet, WorkerLostError
-from serve_app.messages import Abort, Message, Prefill, Redirect, ReplyT, Reserve, endpoint
+from serve_app.messages import (
+    Abort,
+    Message,
+    Prefill,
+    Redirect,
+    ReplyT,
+    Reserve,
+    WorkerLoad,
+    endpoint,
+)
 from serve_app.orchestration.attempt import Attempt, Ending
 from serve_app.orchestration.losses.isolation import Isolation
 from serve_app.orchestration.losses.loss_counter import LossCounter
+from serve_app.orchestration.room_books import RoomBooks
 from serve_app.role_messages import Move, Pause, Resume
 from serve_app.worker.peer_losses import NamedPeer
 from serve_app.worker_info import WorkerInfo
@@ -62,12 +72,25 @@ class _Round:
     """One round of messages to workers about an attempt.
 
     ticket: of the room that was reserved last
+    reserving: gives it, if it is reserved while the prompt is submitted
     seen: the workers of the attempt as they were when they were chosen
     """
 
     def __init__(self) -> None:
         self.ticket: KVTicket | None = None
+        self.reserving: asyncio.Task[KVTicket | None] | None = None
         self.seen: _Seen = []
+
+    async def settle(self) -> None:
+        """Waits until it is known what was reserved. Raises EPDError."""
+        if self.reserving is not None:
+            self.ticket = await self.reserving
+            self.reserving = None
+
+    def close(self) -> None:
+        """Waits for no answer any more: what was reserved is for the caller to drop."""
+        if self.reserving is not None and not self.reserving.cancel() and not self.reserving.cancelled():
+            self.reserving.exception()  # so that it counts as looked at
 
 
 class RequestPlacer:
@@ -83,8 +106,13 @@ class RequestPlacer:
         isolation: Isolation,
         clock: Callable[[], float],
         sole_encoder: Callable[[Attempt], NamedPeer | None] = lambda _: None,
+        loads: Mapping[str, WorkerLoad] | None = None,
     ) -> None:
-        """Starts without requests. sole_encoder: of an attempt with a prefill worker: see `Attempt`."""
+        """Starts without requests.
+
+        sole_encoder: of an attempt with a prefill worker: see `Attempt`
+        loads: the last report of each worker, to estimate its room; None to ask for it first
+        """
         self._fleet = fleet
         self._listed: tuple[WorkerInfo, ...] = ()
         self._candidates = Candidates(())
@@ -94,6 +122,7 @@ class RequestPlacer:
         self._losses = losses
         self._isolation = isolation
         self._sole_encoder = sole_encoder
+        self._books = RoomBooks({} if loads is None else loads)
         self._clock = clock
         self._waiting: dict[str, asyncio.Event] = {}  # by attempt, set when it should look again
         self._redirecting: set[str] = set()
@@ -142,7 +171,7 @@ class RequestPlacer:
         attempt.started_s = self._clock()
         allowed = partial(self._isolation.allowed, attempt)
         media, round_ = attempt.answer.plan.visual_tokens, _Round()
-        with closing(self._policy.place(attempt.placement, media, allowed)) as steps:
+        with closing(round_), closing(self._policy.place(attempt.placement, media, allowed)) as steps:
             try:
                 step = next(steps)
                 while not (attempt.lost_with or attempt.is_withdrawn) or step == "release":
@@ -160,7 +189,11 @@ class RequestPlacer:
         match step:
             case "reserve":
                 round_.seen = self._seen(attempt)
-                round_.ticket = await self._reserve(attempt, attempt.decode_worker)
+                seems_to_have_room = self._seems_to_have_room(attempt)
+                round_.reserving = asyncio.ensure_future(self._reserve(attempt, attempt.decode_worker))
+                if seems_to_have_room:
+                    return True
+                await round_.settle()
                 return round_.ticket is not None
             case "submit":
                 if attempt.placement.is_merged:
@@ -169,11 +202,43 @@ class RequestPlacer:
                 request, incarnation = plan.generate_request(attempt.id), round_.seen[1].incarnation
                 attempt.sole_encoder = self._sole_encoder(attempt)
                 wants_kept = attempt.sole_encoder is not None
-                prefill = Prefill(request, plan.groups, round_.ticket, incarnation, wants_kept)
-                return await self._give(attempt, prefill, round_.seen)
+                awaits_ticket = round_.reserving is not None
+                ticket = None if awaits_ticket else round_.ticket
+                prefill = Prefill(request, plan.groups, ticket, incarnation, wants_kept, awaits_ticket)
+                is_taken = await self._give(attempt, prefill, round_.seen)
+                return is_taken and (not awaits_ticket or await self._is_joined(attempt, round_))
             case "release":
+                await round_.settle()
                 await self._abort(attempt, attempt.decode_worker)
         return True
+
+    def _seems_to_have_room(self, attempt: Attempt) -> bool:
+        """Returns whether the prompt may be submitted before the decode worker has said that it has room.
+
+        Not of a request that was lost with a worker: one worker after the other is put at risk by it.
+        """
+        if attempt.isolated_at:
+            return False
+        return self._books.has_room(
+            attempt.decode_worker, _num_tokens(attempt), attempt.answer.plan.sampling.n
+        )
+
+    async def _is_joined(self, attempt: Attempt, round_: _Round) -> bool:
+        """Brings the ticket to the prompt that a prefill worker has taken meanwhile.
+
+        Without one, that worker forgets the prompt; what it granted may still come, so the attempt ends.
+        """
+        await round_.settle()
+        if round_.ticket is not None:
+            message = Redirect(attempt.id, round_.ticket, round_.seen[1].incarnation)
+            if await self._give(attempt, message, round_.seen):
+                return True
+            if not attempt.is_withdrawn and self._seen(attempt) == round_.seen:  # it is over there
+                await self._abort(attempt, attempt.decode_worker)
+                return True
+        await self._abort(attempt, attempt.prefill_worker)
+        attempt.is_withdrawn = True
+        return False
 
     def _is_allowed(self, attempt: Attempt, step: Step) -> bool:
         """Checks again what was checked when the worker was chosen: others were asked questions since."""
@@ -294,7 +359,13 @@ class RequestPlacer:
         return bool(is_taken)
 
     async def _reserve(self, attempt: Attempt, worker: str) -> KVTicket | None:
-        return await self._ask(attempt, "decode", worker, self._reservation(attempt))
+        asked = self._books.ask(worker, _num_tokens(attempt), attempt.answer.plan.sampling.n)
+        ticket: KVTicket | None = None
+        try:
+            ticket = await self._ask(attempt, "decode", worker, self._reservation(attempt))
+            return ticket
+        finally:
+            self._books.answer(worker, asked, is_taken=ticket is not None)
 
     def _reservation(self, attempt: Attempt) -> Reserve:
         """Returns the message that reserves room for what the attempt's prefill worker computes."""
@@ -346,3 +417,9 @@ class RequestPlacer:
             return
         finally:
             change.clear()
+
+
+def _num_tokens(attempt: Attempt) -> int:
+    """Returns the tokens that a decode worker holds of a prompt."""
+    prompt = attempt.answer.plan.prompt
+    return len(prompt) - prompt.num_dropped

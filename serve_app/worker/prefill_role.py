@@ -76,10 +76,10 @@ class PrefillRole:
 
     def submit(self, message: Prefill) -> bool:
         """Submits a request, see `Prefill`. Raises InfeasibleError, RequestError."""
-        num_seqs = message.request.sampling.n if message.ticket is None else 1
-        if not self._has_room(message.request, num_seqs):
+        is_split = message.ticket is not None or message.awaits_ticket
+        if not self._has_room(message.request, 1 if is_split else message.request.sampling.n):
             return False
-        self.stage.submit(message.request, message.ticket)
+        self.stage.submit(message.request, message.ticket, awaits_ticket=message.awaits_ticket)
         ends = tuple(group_end(message.request, group) for group in message.groups)
         self._prompts[message.request.request_id] = _Progress(message, ends, self._clock())
         return True

@@ -190,7 +190,8 @@ class WorkerCore:
 
     def _submit(self, message: Prefill) -> bool:
         """Submits a request, unless the role is missing: only merged roles work without a decode worker."""
-        has_role = "prefill" in self.roles and (message.ticket is not None or "decode" in self.roles)
+        is_split = message.ticket is not None or message.awaits_ticket
+        has_role = "prefill" in self.roles and (is_split or "decode" in self.roles)
         return has_role and self._prefilling.submit(message)
 
     def _reserve(self, message: Reserve) -> KVTicket | None:
@@ -353,6 +354,7 @@ class WorkerCore:
             encoder_cache_usage=_highest([load.encoder_cache_usage for load in loads]),
             num_role_switches=self._num_switches,
             seq_usage=_highest([load.seq_usage for load in loads]),
+            max_num_seqs=max((load.max_num_seqs for load in loads), default=0),
             counters=_summed([load.counters for load in loads]),
             stages={stage: sample for load in loads for stage, sample in load.stages.items()},
             transports=self._builder.transport.routes(),

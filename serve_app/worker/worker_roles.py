@@ -314,6 +314,7 @@ class DecodeRole:
             kv_usage=engine.kv.usage,
             work=InFlight(num_decodes=len(self.stage.request_ids)),
             seq_usage=min(1.0, self.stage.num_seqs / engine.scheduler.config.max_num_seqs),
+            max_num_seqs=engine.scheduler.config.max_num_seqs,
             counters={
                 "generated_tokens": engine.counts.num_generated_tokens,
                 "preemptions": engine.scheduler.num_preempted,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from epd.sampling_params import SamplingParams
 from serve_app.messages import (
     Abort,
     EncodeGroup,
@@ -21,6 +22,7 @@ from serve_app.messages import (
     SpanDone,
     WorkerEvent,
 )
+from serve_app.orchestration.request_planner import AnswerPlan
 from serve_app.role_messages import SetRoles
 from tests.serve_app.deployments import MAX_TOKENS, Question
 from tests.serve_app.worker.bench import Bench
@@ -237,4 +239,53 @@ def test_roles_change_without_losing_what_runs(bench: Bench, question: Question)
     assert bench.tell("p0", Prefill(plan.generate_request("s"), plan.groups, ticket))
     bench.finish({"s": (question, plan)}, encoder="e1")
     assert bench.tokens("s") == bench.tokens("r")
+    bench.settle()
+
+
+def submit_ahead(bench: Bench, plan: AnswerPlan) -> bool:
+    """Submits a prompt to the prefill worker whose ticket is to come."""
+    message = Prefill(plan.generate_request("r"), plan.groups, None, awaits_ticket=True)
+    taken: bool = bench.tell("p0", message)
+    return taken
+
+
+@pytest.mark.parametrize("num_steps", [0, 2, 40])
+def test_a_ticket_may_come_after_the_prompt(bench: Bench, question: Question, num_steps: int) -> None:
+    """Before anything is computed, in the middle, or when all is and waits for it."""
+    plan = bench.plan(question)
+    assert bench.submit("expected", plan)
+    bench.finish({"expected": (question, plan)})
+    assert submit_ahead(bench, plan)
+    for _ in range(num_steps):
+        for granted in bench.granted(bench.step()):
+            assert bench.encode(question, plan, granted, "e0")
+    ticket = bench.reserve("r", plan)
+    assert ticket is not None
+    assert bench.tell("p0", Redirect("r", ticket))
+    bench.finish({"r": (question, plan)})
+    assert bench.tokens("r") == bench.tokens("expected")
+    bench.settle()
+
+
+def test_a_prompt_that_waits_for_its_ticket_can_be_aborted(bench: Bench, question: Question) -> None:
+    plan = bench.plan(question)
+    assert submit_ahead(bench, plan)
+    for _ in range(40):
+        for granted in bench.granted(bench.step()):
+            assert bench.encode(question, plan, granted, "e0")
+    assert bench.cores["p0"].has_work()
+    bench.tell("p0", Abort(("r",)))
+    bench.settle()
+    ticket = bench.reserve("r", plan)
+    assert ticket is not None
+    assert not bench.tell("p0", Redirect("r", ticket)), "it is gone"
+    bench.tell("d0", Abort(("r",)))
+    bench.settle()
+
+
+def test_an_answer_of_one_token_needs_no_ticket(bench: Bench) -> None:
+    question = Question((), sampling=SamplingParams(max_tokens=1))
+    plan = bench.plan(question)
+    assert submit_ahead(bench, plan)
+    bench.finish({"r": (question, plan)})
     bench.settle()
