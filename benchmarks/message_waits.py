@@ -96,11 +96,15 @@ class Asker:
         self._folder = folder
         self._numbers = itertools.count(os.getpid())
 
-    async def ask(self) -> tuple[float, float]:
-        """Returns seconds until the first token, and until the last."""
+    def drawn(self) -> Path:
         number = next(self._numbers)
         path = self._folder / f"{number}.png"
         draw_image(path, number, Resolution(_SIDE, _SIDE), "png")
+        return path
+
+    async def ask(self, path: Path) -> tuple[float, float]:
+        """Returns seconds until the first token, and until the last."""
+        number = path.stem
         message = ChatMessage("user", (ContentPart("image"), ContentPart("text", "What is shown?")))
         reference = MediaReference("image", path.as_uri(), "image")
         start_s, first_s = time.perf_counter(), 0.0
@@ -134,14 +138,15 @@ async def _serve_rounds(topology: str) -> None:
 
 async def _round(asker: Asker, fleet: WatchedFleet, num_at_once: int, num_requests: int) -> Row:
     fleet.waits_s.clear()
+    images = [asker.drawn() for _ in range(num_requests)]
     answers: list[tuple[float, float]] = []
 
-    async def loop(number: int) -> None:
-        for _ in range(number):
-            answers.append(await asker.ask())  # noqa: PERF401 - one after another
+    async def loop() -> None:
+        while images:
+            answers.append(await asker.ask(images.pop()))
 
     start_s = time.perf_counter()
-    await asyncio.gather(*(loop(num_requests // num_at_once) for _ in range(num_at_once)))
+    await asyncio.gather(*(loop() for _ in range(num_at_once)))
     seconds = time.perf_counter() - start_s
     num_messages = sum(len(waits) for name, waits in fleet.waits_s.items() if name != "Grant")
     return {
