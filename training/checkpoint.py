@@ -82,7 +82,7 @@ You are a helpful assistant.<|im_end|>
 """.replace("{%- set lead = namespace(system=true) -%}\n", "")
 
 
-def _corpus() -> list[str]:
+def corpus() -> list[str]:
     """Returns every phrasing, many times over, and the words that people put around them."""
     rng = random.Random(0)
     lines = [
@@ -124,7 +124,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    draft.train_from_iterator(_corpus(), trainer)
+    draft.train_from_iterator(corpus(), trainer)
     vocab = draft.get_vocab()
     merges = json.loads(draft.to_str())["model"]["merges"]
     tokenizer = Qwen2Tokenizer(

@@ -3,8 +3,9 @@
     python -m training.clips --out runs/clips --shards 200 --first-shard 0
 
     python -m training.clips --out runs/filmed --footage handheld=0.2 --footage wild=0.4 --background clips
+    python -m training.clips --out runs/lanes --size 32x96 --shards 60
 
-A shard is `NNNN.npy`, uint8 [clips, frames, 84, 140, 3], and `NNNN.json`, the scenes' seeds, durations,
+A shard is `NNNN.npy`, uint8 [clips, frames, height, width, 3], and `NNNN.json`, the scenes' seeds, durations,
 numbers of objects and footage, if not still: a scene follows from them. Seeds from HELD_OUT_SEED on belong to
 evaluation and are never drawn here.
 """
@@ -37,15 +38,19 @@ from video.demo_video import PLAIN, Filming, encode_h264
 
 HELD_OUT_SEED = 2_000_000_000
 MODEL_HEIGHT, MODEL_WIDTH = 84, 140
+MODEL_SIZE = MODEL_HEIGHT, MODEL_WIDTH
 SOURCE_HEIGHT, SOURCE_WIDTH = 360, 640
 _FRAMES_PER_SHARD = 1536
 _LENGTHS = (4, 8, 16, 16, 32, 32, 32, 64)
 _LONGEST_S = 1024.0
 
 
+Size = tuple[int, int]  # height, width
+
+
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """One video as the model sees it: uint8 [N, 84, 140, 3], sampled every `gap_s` seconds from the start."""
+    """One video as the model sees it, sampled every `gap_s` seconds: uint8 [N, height, width, 3]."""
 
     scene: Scene
     frames: UInt8Array
@@ -123,8 +128,10 @@ class FootageMix:
 ALL_STILL = FootageMix({})
 
 
-def film(scene: Scene, num_frames: int, rng: random.Random, filming: Filming = PLAIN) -> UInt8Array:
-    """Draws the sampled frames, takes them through H.264, and resizes: uint8 [N, 84, 140, 3]."""
+def film(
+    scene: Scene, num_frames: int, rng: random.Random, filming: Filming = PLAIN, size: Size = MODEL_SIZE
+) -> UInt8Array:
+    """Draws the sampled frames, takes them through H.264, and resizes: uint8 [N, height, width, 3]."""
     gap_s = scene.duration_s / num_frames
     file = io.BytesIO()
     encode_h264(
@@ -137,18 +144,23 @@ def film(scene: Scene, num_frames: int, rng: random.Random, filming: Filming = P
         preset="ultrafast",
     )
     times_s = [(index + 0.5) / 2 for index in range(num_frames)]
-    return video.reference_decode(file.getvalue(), times_s, (MODEL_HEIGHT, MODEL_WIDTH)).data
+    return video.reference_decode(file.getvalue(), times_s, size).data
 
 
 def write_shard(
-    folder: Path, number: int, num_frames: int, shard_frames: int, mix: FootageMix = ALL_STILL
+    folder: Path,
+    number: int,
+    num_frames: int,
+    shard_frames: int,
+    mix: FootageMix = ALL_STILL,
+    size: Size = MODEL_SIZE,
 ) -> None:
     """Writes about `shard_frames` frames as clips of `num_frames`; the JSON file appears last and whole."""
     rng, footage_rng = random.Random(number), random.Random(f"footage {number}")
     scenes = [draw_scene(rng, num_frames) for _ in range(shard_frames // max(num_frames, 8))]
     levels = [mix.draw(footage_rng) for _ in scenes]
     filmed = list(zip(scenes, levels, strict=True))
-    frames = np.stack([film(scene, num_frames, rng, mix.filming(level)) for scene, level in filmed])
+    frames = np.stack([film(scene, num_frames, rng, mix.filming(level), size) for scene, level in filmed])
     np.save(folder / f"{number:04d}.npy", frames)
     specs = [
         [scene.seed, scene.duration_s, len(scene.objects), *([] if level == "still" else [level])]
@@ -167,6 +179,11 @@ def read_shard(spec: Path) -> Iterator[Clip]:
         yield Clip(resized(make_scene(seed, duration_s, count), footage), clip)
 
 
+def _size(text: str) -> Size:
+    height, width = map(int, text.split("x"))
+    return height, width
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -179,6 +196,9 @@ def main() -> None:
     parser.add_argument(
         "--footage", action="append", default=[], metavar="LEVEL=SHARE", help="share of clips filmed so"
     )
+    parser.add_argument(
+        "--size", type=_size, default=MODEL_SIZE, metavar="HxW", help="of a frame as the model sees it"
+    )
     parser.add_argument("--background", type=Path, metavar="DIR", help="videos behind these clips' objects")
     options = parser.parse_args()
     mix = FootageMix.parse(options.footage, options.background)
@@ -187,7 +207,7 @@ def main() -> None:
     for number in range(options.first_shard, options.first_shard + options.shards):
         if not (options.out / f"{number:04d}.json").exists():
             num_frames = options.frames or _LENGTHS[number % len(_LENGTHS)]
-            write_shard(options.out, number, num_frames, options.shard_frames, mix)
+            write_shard(options.out, number, num_frames, options.shard_frames, mix, options.size)
             print(f"shard {number} written", flush=True)
 
 

@@ -28,7 +28,7 @@ class Training:
         self._reported_at = time.monotonic()
 
     def _resume(self) -> None:
-        saved = torch.load(self._path)
+        saved = torch.load(self._path, map_location="cpu")
         for name, module in self._modules.items():
             module.load_state_dict(saved[name])
         for optimizer, state in zip(self._optimizers, saved["optimizers"], strict=True):
@@ -48,7 +48,7 @@ class Training:
         loss.backward()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group.get("rate", 1.0)
                 nn.utils.clip_grad_norm_(group["params"], 1.0)
             optimizer.step()
             optimizer.zero_grad()

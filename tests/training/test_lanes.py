@@ -1,0 +1,195 @@
+"""The training of a Qwen3-VL-shaped model agrees with transformers: tower, batches, decoder and steps."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3VLForConditionalGeneration
+
+from encoders.registry import load_adapter
+from epd.shapes import SHAPES, Question, QuestionKind, Scene, SceneObject
+from training import lane_language, lane_vision
+from training.lane_batches import NO_TARGET, Batch, Prompts, make_batch
+from training.lane_decoder import decode
+from training.lane_scenes import Events, Imagined, Shown, draw_shown, questions_about
+from training.lanes import HEIGHT, codes, embeddings
+from training.muon import StackedMuon
+from training.qwen3_checkpoint import TIMESTAMP_ENDS, build_model, build_processor, build_tokenizer
+
+RED_STAR = SceneObject("star", "red", 3.0, 13.0, 1, (0.5, 0.3), (0.5, 0.7), 0.4)
+BLUE_RING = SceneObject("ring", "blue", 14.0, 20.0, 1, (0.5, 0.5), (0.5, 0.5), 0.4)
+SHOWN = Shown(Scene(0, 20.0, (RED_STAR, BLUE_RING)), tuple(float(second) for second in range(20)))
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen3VLForConditionalGeneration:
+    torch.manual_seed(0)
+    built = build_model(build_tokenizer()).eval()
+    for parameter in built.model.language_model.layers.parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.1)
+    return built
+
+
+def test_a_number_is_one_token_and_a_timestamp_is_three() -> None:
+    tokenizer = build_tokenizer()
+    for number in range(1000):
+        assert len(tokenizer(str(number))["input_ids"]) == 1
+        assert tokenizer.decode(tokenizer(f"at {number} s")["input_ids"]) == f"at {number} s"
+    for end in TIMESTAMP_ENDS:
+        assert len(tokenizer(f"<123{end}")["input_ids"]) == 3
+
+
+def test_codes_say_what_two_frames_show_in_each_lane() -> None:
+    seen = codes(SHOWN.scene, SHOWN.times_s)
+    names = seen[..., :HEIGHT].argmax(-1)
+    shown = [SHAPES[index] if index < len(SHAPES) else None for index in names[:, 1].tolist()]
+    assert shown == [None, *["star"] * 6, *["ring"] * 3]
+    assert seen[1, 1, HEIGHT].item() == pytest.approx(-1.0)  # the second frame alone shows it, at its highest
+    assert seen[4, 1, HEIGHT].item() == pytest.approx((0.5 + 0.04 * 0.5 - 0.5) / 0.2)
+    assert not seen[:, [0, 2], : len(SHAPES)].any()
+    assert torch.allclose(lane_vision.read_codes(embeddings(seen)), seen, atol=1e-5)
+
+
+def test_events_are_those_of_the_scene() -> None:
+    events = Events.of([SHOWN])
+    pair, shape = (events.appears.view(10, 3, -1)[:, 1]).nonzero(as_tuple=True)
+    assert [(SHAPES[s], p) for p, s in zip(pair.tolist(), shape.tolist(), strict=True)] == [
+        ("star", 1),
+        ("ring", 7),
+    ]
+    assert events.left.view(10, 3, -1)[:, 1].nonzero().tolist() == [[7, SHAPES.index("star")]]
+    assert events.ordinal.view(10, 3)[:, 1].tolist() == [0] * 7 + [1] * 3
+    assert events.fallen.view(10, 3)[6, 1].item() == pytest.approx(0.04 * 9)
+
+
+def test_the_batched_tower_equals_the_models_own(model: Qwen3VLForConditionalGeneration) -> None:
+    patches = lane_vision.patchify(torch.randint(0, 256, (3, 2, 32, 96, 3), dtype=torch.uint8))
+    visual = model.model.visual
+    with torch.inference_mode():
+        batched = lane_vision.encode(visual, patches).flatten(0, 1)
+        own = visual(patches.flatten(0, 1), grid_thw=torch.tensor([[3, 2, 6]])).pooler_output
+    assert torch.allclose(batched, own, atol=1e-5)
+
+
+def test_patches_are_the_processors() -> None:
+    frames = torch.randint(0, 256, (1, 2, 32, 96, 3), dtype=torch.uint8)
+    processor = build_processor(build_tokenizer()).video_processor
+    theirs = processor(frames[0].permute(0, 3, 1, 2), do_sample_frames=False, return_tensors="pt")
+    assert torch.allclose(lane_vision.patchify(frames)[0], theirs["pixel_values_videos"], atol=1e-5)
+
+
+def _batch(shown: tuple[Shown, ...], questions: list[Question]) -> Batch:
+    torch.manual_seed(1)
+    return make_batch(Prompts(build_tokenizer()), [shown], [questions], Imagined())
+
+
+def _logits(model: Qwen3VLForConditionalGeneration, batch: Batch) -> torch.Tensor:
+    with torch.inference_mode():
+        return lane_language.answer_logits(model, batch)[0]
+
+
+def test_a_question_among_others_gets_the_logits_it_gets_alone(
+    model: Qwen3VLForConditionalGeneration,
+) -> None:
+    shown = (SHOWN, draw_shown(random.Random(0), 2))
+    questions = questions_about(SHOWN, random.Random(0), 1, 1)
+    together = _batch(shown, questions)
+    logits, segments = _logits(model, together), together.segments[together.targets != NO_TARGET]
+    for number in (1, len(questions)):
+        alone = _logits(model, _batch(shown, [questions[number - 1]]))
+        assert torch.allclose(logits[segments == number], alone, atol=0.1)
+
+
+def test_the_decoder_and_its_positions_are_those_of_transformers(
+    model: Qwen3VLForConditionalGeneration,
+) -> None:
+    earlier = (("Which shape appears first?", "star"),)
+    question = Question(QuestionKind.FOLLOW_UP, "What colour is it?", "red", earlier)
+    other = draw_shown(random.Random(0), 2)
+    batch = _batch((SHOWN, other), [question])
+    ids = torch.where(batch.visual, model.config.video_token_id, batch.ids)
+    positions, delta = model.model.get_rope_index(
+        ids, batch.visual.int() * 2, video_grid_thw=torch.tensor([[len(SHOWN), 2, 6], [len(other), 2, 6]])
+    )
+    assert torch.equal(positions, batch.positions)
+    assert delta.item() == 0  # `generate` counts on from the tokens
+    inputs = model.get_input_embeddings()(batch.ids)
+    inputs = inputs.masked_scatter(batch.visual[..., None], batch.embeddings)
+    language = model.model.language_model
+    with torch.inference_mode():
+        ours = decode(language, inputs, batch.positions, batch.segments)[-1]
+        theirs = language(inputs_embeds=inputs, position_ids=positions, use_cache=False).last_hidden_state[0]
+    assert (ours - theirs).norm() < 0.03 * theirs.norm()  # ours is in bfloat16
+
+
+def test_stacked_muon_steps_as_torch_does() -> None:
+    torch.manual_seed(0)
+    shapes = [(16, 32), (16, 32), (32, 16), (24, 24)]
+    ours, theirs = (
+        [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(3))) for shape in shapes]
+        for _ in range(2)
+    )
+    begun = [each.detach().clone() for each in ours]
+    stacked = StackedMuon(ours, weight_decay=0.05)
+    torchs = torch.optim.Muon(theirs, lr=1e-2, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        for group in stacked.param_groups:
+            group["lr"] = 1e-2
+        stacked.step()
+        torchs.step()
+    for one, other, before in zip(ours, theirs, begun, strict=True):
+        assert (one - other).norm() < 0.05 * (other - before).norm()  # both compute in bfloat16
+
+
+@pytest.mark.parametrize("num_frames", [2, 33, 512])
+def test_two_frames_are_three_tokens_whatever_the_length(num_frames: int) -> None:
+    processor = build_processor(build_tokenizer()).video_processor
+    frames = torch.zeros(num_frames, 3, 90, 160, dtype=torch.uint8)
+    grid = processor(frames, do_sample_frames=False, return_tensors="pt")["video_grid_thw"][0].tolist()
+    assert grid == [(num_frames + 1) // 2, 2, 6]
+
+
+def test_both_steps_run_resume_and_leave_a_checkpoint_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stages.colocated import ColocatedPipeline
+    from training import clips
+
+    clips.write_shard(tmp_path, 0, 4, shard_frames=32, size=(32, 96))
+    monkeypatch.setattr(lane_language, "VALIDATED", ((4, 1),))
+    tower, state = tmp_path / "tower.pt", tmp_path / "state.pt"
+    monkeypatch.setattr(lane_vision, "_HELD_OUT", 2)
+    monkeypatch.setattr(lane_vision, "_NUM_JUDGED", 8)
+    for steps in ("1", "2"):
+        seen = ("--clips", tmp_path, "--out", state, "--final", tower, "--batch", "4", "--steps", steps)
+        _run(lane_vision, monkeypatch, *seen)
+        taught = (
+            "--vision",
+            tower,
+            "--clips",
+            tmp_path,
+            "--out",
+            tmp_path / "language.pt",
+            "--checkpoint",
+            tmp_path / "model",
+        )
+        _run(lane_language, monkeypatch, *taught, "--budget", "900", "--steps", steps)
+    assert torch.load(state)["step"] == torch.load(tmp_path / "language.pt")["step"] == 2
+    pipeline = ColocatedPipeline.load(tmp_path / "model")
+    assert pipeline.ask([], "Is there a circle?", max_tokens=2).usage.completion_tokens in (1, 2)
+    adapter = load_adapter(tmp_path / "model")
+    assert adapter.checkpoint.config.model_type == "qwen3_vl"
+
+
+def _run(module: object, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["training", *map(str, arguments)])
+    module.main()  # type: ignore[attr-defined]

@@ -1,0 +1,195 @@
+"""Lays out batches for a model that reads timestamps: a video and its questions, none seeing another.
+
+tokens     [system <0.5 seconds> visual tokens <2.5 seconds> ...) [question 1 + answer) [question 2 ...
+segment                             0                                      1                  2
+position   as many as tokens: the three lanes of two frames lie side by side
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from epd.shapes import Question
+from epd.shapes.stories import ask_which_clip, timestamps_s
+from training.checkpoint import SYSTEM_PROMPT
+from training.lane_decoder import PADDING
+from training.lane_scenes import Events, Shown, draw_shown, questions_about
+from training.lanes import TOKENS
+
+NO_TARGET = -100
+VISUAL = -1  # stands for the id of a visual token
+_TWO_CLIPS_SHARE = 0.15
+_NUM_CLIP_QUESTIONS = 8
+_END = "<|im_end|>\n<|im_start|>"
+
+Embed = Callable[[Shown], Tensor]
+
+
+class Prompts:
+    """Token ids of the parts of a conversation."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[str, list[int]] = {}
+        self.head = self.ids(f"<|im_start|>system\n{SYSTEM_PROMPT}{_END}user\n")
+        self.begin, self.end = self.ids("<|vision_start|>"), self.ids("<|vision_end|>")
+
+    def ids(self, text: str) -> list[int]:
+        if text not in self._known:
+            self._known[text] = self._tokenizer(text)["input_ids"]
+        return self._known[text]
+
+    def media(self, shown: Shown) -> list[int]:
+        """Returns what stands for a video or an image, VISUAL for each visual token."""
+        pair = [*self.begin, *[VISUAL] * TOKENS, *self.end]
+        if shown.is_image:
+            return pair
+        stamps = timestamps_s(shown.times_s)
+        pairs = [token for stamp in stamps for token in [*self.ids(f"<{stamp:.1f} seconds>"), *pair]]
+        return [*self.begin, *pairs, *self.end]
+
+    def question(self, question: Question) -> tuple[list[int], list[int]]:
+        """Returns (what the model reads, what it must answer)."""
+        read = [
+            token
+            for text, answer in question.earlier
+            for part in (text, f"{_END}assistant\n", answer, f"{_END}user\n")
+            for token in self.ids(part)
+        ]
+        read += [*self.ids(question.text), *self.ids(f"{_END}assistant\n")]
+        return read, self._tokenizer(f"{question.answer}<|im_end|>")["input_ids"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B rows of a video or two with their questions, S positions.
+
+    ids: int64 [B, S]; visual: bool [B, S], the V visual tokens; embeddings: float32 [V, C], row by row.
+    positions: int64 [3, B, S].
+    targets: int64 [B, S], NO_TARGET where nothing is learned; weights: float32 [B, S], of each.
+    segments: int64 [B, S], the question that a token belongs to, from 1; PADDING: no token.
+    events: what the visual tokens show that one look cannot tell.
+    """
+
+    ids: Tensor
+    visual: Tensor
+    embeddings: Tensor
+    positions: Tensor
+    targets: Tensor
+    weights: Tensor
+    segments: Tensor
+    events: Events
+    questions: list[list[Question]]
+
+    def to(self, device: torch.device) -> Batch:
+        events = replace(self.events, **_tensors(self.events, device))
+        return replace(self, events=events, **_tensors(self, device))
+
+    @property
+    def is_token(self) -> Tensor:
+        return self.segments != PADDING
+
+
+def _tensors(record: Batch | Events, device: torch.device) -> dict[str, Any]:
+    values = {each.name: getattr(record, each.name) for each in fields(record)}
+    return {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+
+
+Row = tuple[list[int], list[int], list[int], list[float]]
+
+
+def lay_out(prompts: Prompts, shown: Sequence[Shown], questions: list[Question]) -> Row:
+    """Returns one sequence: ids, segments, targets and their weights."""
+    ids = [*prompts.head, *(token for each in shown for token in prompts.media(each))]
+    segments, targets, weights = [0] * len(ids), [NO_TARGET] * len(ids), [0.0] * len(ids)
+    for number, question in enumerate(questions, 1):
+        read, answer = prompts.question(question)
+        ids += read + answer
+        segments += [number] * (len(read) + len(answer))
+        targets += [NO_TARGET] * (len(read) - 1) + answer + [NO_TARGET]
+        weights += [0.0] * (len(read) - 1) + [len(answer) ** -0.5] * len(answer) + [0.0]
+    return ids, segments, targets, weights
+
+
+def positions_of(ids: Tensor, segments: Tensor) -> Tensor:
+    """Returns M-RoPE rows of ids [B, S], in which VISUAL is a lane of two frames: int64 [3, B, S].
+
+    All questions begin where the video ends. Time and height of a lane are those of the first lane.
+    """
+    count = torch.arange(ids.shape[1]).expand_as(ids)
+    prefix = (segments == 0).sum(1, keepdim=True)
+    begins = torch.zeros_like(count)
+    changed = torch.cat(
+        [torch.zeros_like(segments[:, :1]), segments[:, 1:] != segments[:, :-1]], dim=1
+    ).bool()
+    begins = torch.where(changed, count, begins).cummax(1).values
+    text = torch.where(segments == 0, count, count - begins + prefix)
+    is_visual = ids == VISUAL
+    lane = torch.where(is_visual, (is_visual.cumsum(1) - 1) % TOKENS, 0)
+    return torch.stack([text - lane, text - lane, text])
+
+
+def make_batch(
+    prompts: Prompts,
+    shown: Sequence[tuple[Shown, ...]],
+    questions: list[list[Question]],
+    embed: Embed,
+) -> Batch:
+    rows = [lay_out(prompts, clips, asked) for clips, asked in zip(shown, questions, strict=True)]
+    length = max(len(row[0]) for row in rows)
+
+    def padded(values: list[Any], fill: float) -> Tensor:
+        return torch.tensor(values + [fill] * (length - len(values)))
+
+    ids, segments, targets, weights = (
+        torch.stack([padded(row[column], fill) for row in rows])  # type: ignore[arg-type]
+        for column, fill in enumerate((0, PADDING, NO_TARGET, 0.0))
+    )
+    clips = [each for row in shown for each in row]
+    return Batch(
+        ids=ids.clamp(min=0),
+        visual=ids == VISUAL,
+        embeddings=torch.cat([embed(each).flatten(0, 1) for each in clips]),
+        positions=positions_of(ids, segments),
+        targets=targets,
+        weights=weights,
+        segments=segments,
+        events=Events.of(clips),
+        questions=questions,
+    )
+
+
+def draw_batch(prompts: Prompts, rng: random.Random, budget: int, longest: int, embed: Embed) -> Batch:
+    """Draws videos of about one length, or images, as many as the token budget holds."""
+    lengths = [length for length in (2, 4, 8, 12, 16, 24, 32, 64, 128, 256) if length <= longest]
+    length = rng.choices(lengths, weights=[1.0 + 2 * (length in (4, 8, 16)) for length in lengths])[0]
+    kind = rng.random()
+    if kind < 0.04:
+        images = [draw_shown(rng, 0) for _ in range(budget // 100)]
+        return make_batch(
+            prompts,
+            [(each,) for each in images],
+            [questions_about(each, rng, 1, 1) for each in images],
+            embed,
+        )
+    if kind < 0.04 + _TWO_CLIPS_SHARE:
+        other = rng.choice([one for one in lengths if one <= 16])
+        size = max(1, budget // ((min(length, 64) + other) * 8 + 250))
+        pairs = [(draw_shown(rng, min(length, 64)), draw_shown(rng, other)) for _ in range(size)]
+        return make_batch(prompts, pairs, [ask_clips(pair, rng) for pair in pairs], embed)
+    clips = [draw_shown(rng, length) for _ in range(max(1, budget // (length * 8 + 800)))]
+    return make_batch(
+        prompts, [(clip,) for clip in clips], [questions_about(clip, rng, 3, 2) for clip in clips], embed
+    )
+
+
+def ask_clips(clips: tuple[Shown, Shown], rng: random.Random) -> list[Question]:
+    """Draws questions about two videos."""
+    return [ask_which_clip(clips[0].scene, clips[1].scene, rng) for _ in range(_NUM_CLIP_QUESTIONS)]

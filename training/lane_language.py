@@ -1,0 +1,229 @@
+"""Teaches a language model that reads timestamps what happens, on scenes that are never drawn.
+
+    python -m training.lane_language --out runs/language.pt
+    python -m training.lane_language --out runs/language.pt --vision runs/vision.pt --clips runs/lanes \\
+        --checkpoint runs/shapes-vl-2
+
+The tower may be taught meanwhile and be given later: with it and clips, embeddings are off by what it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import Qwen3VLForConditionalGeneration
+
+from epd.shapes import SHAPES, QuestionKind
+from training.lane_batches import NO_TARGET, Batch, Embed, Prompts, draw_batch, make_batch
+from training.lane_decoder import decode
+from training.lane_scenes import Imagined, draw_shown, questions_about
+from training.lane_vision import errors_of, load_vision
+from training.lanes import HIDDEN_SIZE
+from training.loop import Training
+from training.muon import StackedMuon
+from training.qwen3_checkpoint import build_model, build_tokenizer, save_checkpoint
+from training.vision import read_clips
+
+# After so many layers, visual tokens are to know what `Probes` reads.
+_PROBED_LAYERS = (2, 3, 4)
+_PROBES_WEIGHT = 0.2
+_EVENT_WEIGHT = torch.tensor(5.0)
+_FAR = 0.2
+_EMBEDDING_RATE = 0.25
+_SAVE_S, _REPORT_STEPS = 240, 25
+# (until this share of the training, at most this number of frame pairs)
+_CURRICULUM = ((0.15, 8), (0.6, 16), (0.72, 32), (0.82, 64), (0.9, 128), (2.0, 256))
+# Videos of so many frame pairs, so many of them.
+VALIDATED = ((4, 24), (16, 24), (32, 8), (64, 6), (128, 3), (256, 2))
+
+
+class Probes(nn.Module):
+    """Reads from three layers what visual tokens are to know by then; thrown away after training."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.appears, self.left = nn.Linear(hidden_size, len(SHAPES)), nn.Linear(hidden_size, len(SHAPES))
+        self.fallen, self.ordinal = nn.Linear(hidden_size, 1), nn.Linear(hidden_size, len(SHAPES))
+
+    def losses(self, batch: Batch, states: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Returns how far off each is. states: hidden states after each layer, [T, C]."""
+        is_visual = batch.visual[batch.is_token]
+        first, second, third = (states[number - 1][is_visual] for number in _PROBED_LAYERS)
+        seen, one = batch.events, batch.events.is_one
+        fallen = self.fallen(third[one])[:, 0] - seen.fallen[one] / _FAR
+        return {
+            "appears": 5 * _events_loss(self.appears(first), seen.appears),
+            "left": 5 * _events_loss(self.left(second), seen.left),
+            "fallen": fallen.square().mean(),
+            "ordinal": functional.cross_entropy(self.ordinal(third[one]), seen.ordinal[one]),
+        }
+
+
+def _events_loss(logits: Tensor, happened: Tensor) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(
+        logits, happened, pos_weight=_EVENT_WEIGHT.to(happened.device)
+    )
+
+
+def answer_logits(model: Qwen3VLForConditionalGeneration, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """Returns logits [T, V] where an answer token is predicted, row by row, and the states of all layers."""
+    table = model.get_input_embeddings().weight
+    inputs = table[batch.ids].masked_scatter(batch.visual[..., None], batch.embeddings)
+    states = decode(model.model.language_model, inputs, batch.positions, batch.segments)
+    wanted = states[-1][(batch.targets != NO_TARGET)[batch.is_token]]
+    return functional.linear(wanted.bfloat16(), table.bfloat16()).float(), states
+
+
+def right_by_kind(batch: Batch, right: Tensor) -> Iterator[tuple[QuestionKind, bool]]:
+    """Yields whether every token of each answer was right; `right` bool [T] as answer_logits orders them."""
+    rows, columns = (batch.targets != NO_TARGET).nonzero(as_tuple=True)
+    segments = batch.segments[rows, columns]
+    verdicts: dict[tuple[int, int], bool] = {}
+    for row, segment, good in zip(rows.tolist(), segments.tolist(), right.tolist(), strict=True):
+        verdicts[row, segment] = verdicts.get((row, segment), True) and good
+    for (row, segment), good in verdicts.items():
+        yield batch.questions[row][segment - 1].kind, good
+
+
+@torch.inference_mode()
+def validate(
+    model: Qwen3VLForConditionalGeneration, prompts: Prompts, longest: int, embed: Embed
+) -> dict[str, float]:
+    """Returns the share of answers whose every token is right after right ones, by length and by kind."""
+    right: Counter[str] = Counter()
+    asked: Counter[str] = Counter()
+    for length, count in VALIDATED:
+        rng = random.Random(10**6 + length)
+        for _ in range(count if length <= longest else 0):
+            clip = draw_shown(rng, length)
+            batch = make_batch(prompts, [(clip,)], [questions_about(clip, rng, 2, 2)], embed).to(model.device)
+            logits, _ = answer_logits(model, batch)
+            verdicts = right_by_kind(batch, logits.argmax(-1) == batch.targets[batch.targets != NO_TARGET])
+            for kind, good in verdicts:
+                for name in (f"{2 * length}f", str(kind), f"{kind} {2 * length}f", "all"):
+                    right[name] += good
+                    asked[name] += 1
+    return {name: right[name] / asked[name] for name in asked}
+
+
+def make_optimizers(model: Qwen3VLForConditionalGeneration, probes: nn.Module) -> list[torch.optim.Optimizer]:
+    language = model.model.language_model
+    matrices = [parameter for parameter in language.layers.parameters() if parameter.ndim == 2]
+    rest = [parameter for parameter in language.parameters() if parameter.ndim == 1]
+    table = {"params": [language.embed_tokens.weight], "rate": _EMBEDDING_RATE}
+    return [
+        StackedMuon(matrices, weight_decay=0.05),
+        torch.optim.AdamW(
+            [table, {"params": [*rest, *probes.parameters()]}], weight_decay=0.0, betas=(0.9, 0.98)
+        ),
+    ]
+
+
+class _Language:
+    """Holds what is taught, and what reads along."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        tokenizer = build_tokenizer()
+        self.prompts = Prompts(tokenizer)
+        self.model = build_model(tokenizer)
+        self.embed = Imagined()
+        if options.vision:
+            load_vision(self.model, options.vision)
+        if options.vision and options.clips:
+            self.embed = Imagined(errors_of(self.model.model.visual, read_clips(options.clips)))
+        visual = self.model.model.visual.requires_grad_(False)
+        tower = {name: tensor.clone() for name, tensor in visual.state_dict().items()}
+        self.model.to(options.device)
+        self.probes = Probes(HIDDEN_SIZE).to(options.device)
+        modules = {"model": self.model, "probes": self.probes}
+        self.training = Training(modules, make_optimizers(self.model, self.probes), options.out)
+        if options.vision:
+            visual.load_state_dict(tower)  # the saved one may be older
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        """Returns how far off the answers and the probes are."""
+        logits, states = answer_logits(self.model, batch)
+        is_target = batch.targets != NO_TARGET
+        targets, weights = batch.targets[is_target], batch.weights[is_target]
+        losses = functional.cross_entropy(logits, targets, reduction="none")
+        answers = (losses * weights).sum() / weights.sum()
+        return {"answers": answers, **self.probes.losses(batch, states)}
+
+
+def train(options: argparse.Namespace) -> None:
+    torch.manual_seed(options.seed)
+    language = _Language(options)
+    training = language.training
+    rng = random.Random(options.seed + training.step)
+    torch.manual_seed(options.seed + training.step)
+    saved_at, sums = time.monotonic(), Counter[str]()
+    while training.step < options.steps:
+        longest = longest_pairs(training.step / options.steps)
+        batch = draw_batch(language.prompts, rng, options.budget, longest, language.embed)
+        losses = language.losses(batch.to(options.device))
+        sums.update({name: loss.item() for name, loss in losses.items()})
+        weighted = (loss * (1.0 if name == "answers" else _PROBES_WEIGHT) for name, loss in losses.items())
+        training.update(torch.stack(list(weighted)).sum(), rate(training.step, options.steps, options.lr))
+        if training.step % _REPORT_STEPS == 0:
+            print(
+                json.dumps({name: round(each / _REPORT_STEPS, 3) for name, each in sums.items()}), flush=True
+            )
+            sums.clear()
+        is_over = training.step == options.steps
+        if is_over or time.monotonic() - saved_at > _SAVE_S:
+            training.save()
+            saved_at = time.monotonic()
+        if is_over or training.step % options.validate == 0:
+            _report(language, max(16, longest), options.checkpoint)
+
+
+def _report(language: _Language, longest: int, checkpoint: Path | None) -> None:
+    accuracy = validate(language.model, language.prompts, longest, language.embed)
+    print(json.dumps({name: round(value, 3) for name, value in accuracy.items()}), flush=True)
+    if checkpoint:
+        save_checkpoint(language.model, checkpoint)
+
+
+def longest_pairs(share: float) -> int:
+    """Returns the longest video trained on, in frame pairs, when `share` of the training is over."""
+    return next(longest for until, longest in _CURRICULUM if share < until)
+
+
+def rate(step: int, steps: int, peak: float) -> float:
+    if step < 60:
+        return peak * (step + 1) / 60
+    share = min(1.0, step / steps)
+    return peak * (0.05 + 0.95 * min(1.0, (1 - share) / 0.6))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="file to save to and resume from")
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--device", default="cpu", help="where the language model is taught, like cuda")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--budget", type=int, default=6000, help="tokens per step")
+    parser.add_argument("--validate", type=int, default=250, help="steps between validations")
+    parser.add_argument("--checkpoint", type=Path, help="folder for a loadable checkpoint")
+    parser.add_argument("--vision", type=Path, help="tower that `training.lane_vision` made")
+    parser.add_argument("--clips", type=Path, help="clips of 32x96 to measure the tower's errors on")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    train(options)
+
+
+if __name__ == "__main__":
+    main()
