@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     pass
 
 _DEFAULT_FRAMES = [32]
+_WORD_TOKENS, _STORY_TOKENS = 16, 384
 _DEFAULT_RETENTIONS = [1.0, 0.25, 0.15, 0.1]
 
 _Data = Annotated[
@@ -74,6 +75,14 @@ _PerKind = Annotated[
         "independent.",
     ),
 ]
+_Stories = Annotated[
+    bool,
+    typer.Option(
+        "--stories",
+        help="For --demo: also ask for descriptions, JSON, times, places, motions and counts at an instant, "
+        "which shapes-vl was not taught. A description is right if all its facts are.",
+    ),
+]
 _Retention = Annotated[
     list[float] | None,
     typer.Option(
@@ -90,7 +99,10 @@ _VideoDir = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Folder of the videos of QUESTIONS; by default the one it is in."),
 ]
-_MaxTokens = Annotated[int, typer.Option(metavar="N", help="Longest answer, in tokens.")]
+_MaxTokens = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Longest answer, in tokens; by default 16, with --stories 384."),
+]
 _TTFTVideos = Annotated[
     int,
     typer.Option(
@@ -124,13 +136,14 @@ def evaluate(
     seed: Seed = 0,
     seconds: _Seconds = None,
     per_kind: _PerKind = 1,
+    stories: _Stories = False,
     footage: FootageLevel = "still",
     background: Background = None,
     retention: _Retention = None,
     method: _Method = None,
     model: Model = None,
     video_dir: _VideoDir = None,
-    max_tokens: _MaxTokens = 16,
+    max_tokens: _MaxTokens = None,
     ttft_videos: _TTFTVideos = 3,
     out: _Out = None,
     table: _TableFile = None,
@@ -149,7 +162,7 @@ def evaluate(
     Compares accuracy and time to first token with those at full retention. Questions come from a file or,
     with --demo, from the shapes world that the embedded model knows.
     """
-    _check_sources(data, demo, table, footage, background)
+    _check_sources(data, demo, table, footage, background, stories)
     part = as_part(by) if by is not None else None
     if table is not None:
         log = VerdictLog.read(table)
@@ -159,8 +172,10 @@ def evaluate(
     from epd.cli.pipelines import Filming, load_pipeline, placement_of, run_evaluation  # torch
 
     placement, filming = placement_of(device, dtype, model), Filming.of(footage, background)
+    if max_tokens is None:
+        max_tokens = _STORY_TOKENS if stories else _WORD_TOKENS
     run = _run_info(data, model, max_tokens, seed, seconds, per_kind, str(placement))
-    run = replace(run, footage=footage, background=str(background or ""))
+    run = replace(run, footage=footage, background=str(background or ""), has_stories=stories)
     cases = _cases(run, demo, asked.num_frames, video_dir)
     plan = EvalPlan(tuple(cases), asked.settings, max_tokens, ttft_videos)
     log = VerdictLog(run, out)
@@ -177,7 +192,12 @@ def evaluate(
 
 
 def _check_sources(
-    data: Path | None, demo: int | None, table: Path | None, footage: str, background: Path | None
+    data: Path | None,
+    demo: int | None,
+    table: Path | None,
+    footage: str,
+    background: Path | None,
+    stories: bool,
 ) -> None:
     sources = (("QUESTIONS", data), ("--demo", demo), ("--table", table))
     given = [name for name, value in sources if value is not None]
@@ -185,6 +205,8 @@ def _check_sources(
         raise RequestError(
             f"got {' and '.join(given) or 'no questions'}; give one of QUESTIONS, --demo N and --table FILE"
         )
+    if demo is None and stories:
+        raise RequestError(f"received --stories with {given[0]}; allowed with --demo only; drop it")
     if demo is None and (footage != "still" or background is not None):
         raise RequestError(
             f"received --footage or --background with {given[0]}; allowed with --demo only; drop them"
@@ -225,7 +247,10 @@ def _cases(
 ) -> list[EvalCase]:
     """num_questions: in a demo."""
     if num_questions is not None:
-        return demo_cases(num_questions, frames, run.seed, run.duration_s or None, run.num_per_kind)
+        duration_s = run.duration_s or None
+        return demo_cases(
+            num_questions, frames, run.seed, duration_s, run.num_per_kind, has_stories=run.has_stories
+        )
     videos = read_videos(Path(run.data), video_dir)
     return [EvalCase(video, each) for each in frames for video in videos]
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 
 from epd.errors import RequestError
 from epd.eval.items import EvalCase, EvalItem, EvalVideo
 from epd.shapes import make_questions, make_scene
+from epd.shapes.stories import is_told, make_stories
 
 # Seeds from here on are never drawn in training; the first billion of them is that of the model card.
 HELD_OUT_SEED = 2_000_000_000
@@ -25,12 +27,15 @@ def demo_cases(
     seed: int,
     duration_s: float | None = None,
     num_per_kind: int = 1,
+    *,
+    has_stories: bool = False,
 ) -> list[EvalCase]:
     """Returns videos with `num_questions` questions in all, for each number of frames.
 
     duration_s: of every video, which are then the same for each number of frames; by default one second for
         each frame.
     num_per_kind: most questions of one kind about a video.
+    has_stories: kinds that take more than one word are asked about, too.
     Raises RequestError for numbers that make no sense.
     """
     if min(num_questions, num_per_kind) < 1 or seed < 0:
@@ -41,11 +46,13 @@ def demo_cases(
     return [
         EvalCase(video, frames)
         for frames in num_frames
-        for video in _videos(num_questions, seed, duration_s or float(frames), num_per_kind)
+        for video in _videos(num_questions, seed, duration_s or float(frames), num_per_kind, has_stories)
     ]
 
 
-def _videos(num_questions: int, seed: int, duration_s: float, num_per_kind: int) -> list[EvalVideo]:
+def _videos(
+    num_questions: int, seed: int, duration_s: float, num_per_kind: int, has_stories: bool
+) -> list[EvalVideo]:
     """Returns videos with questions of every kind; the last video has the rest of them."""
     if not 2 <= duration_s <= _MAX_DURATION_S:
         raise RequestError(
@@ -56,19 +63,31 @@ def _videos(num_questions: int, seed: int, duration_s: float, num_per_kind: int)
     for number in count():
         if num_questions <= 0:
             break
-        videos.append(_video(first + number, duration_s, num_per_kind, num_questions))
+        videos.append(_video(first + number, duration_s, num_per_kind, num_questions, has_stories))
         num_questions -= len(videos[-1].items)
     return videos
 
 
-def _video(seed: int, duration_s: float, num_per_kind: int, max_questions: int) -> EvalVideo:
+def _video(
+    seed: int, duration_s: float, num_per_kind: int, max_questions: int, has_stories: bool
+) -> EvalVideo:
     """Returns one video; questions that were drawn twice are asked once."""
     scene = make_scene(seed, duration_s)
     name = f"shapes-{duration_s:g}s-{seed}"
-    drawn = make_questions(scene, random.Random(seed), num_per_kind, _TIME_MARGIN_S)
+    rng = random.Random(seed)
+    drawn = make_questions(scene, rng, num_per_kind, _TIME_MARGIN_S)
+    if has_stories:
+        stories = make_stories(scene, rng, _TIME_MARGIN_S / 2, num_per_kind)
+        drawn = [*(each for each in stories if not each.earlier), *drawn]
     questions = list({question.text: question for question in drawn}.values())[:max_questions]
     items = tuple(
-        EvalItem(f"{name}-{index}", question.text, question.answer, kind=str(question.kind))
+        EvalItem(
+            f"{name}-{index}",
+            question.text,
+            question.answer,
+            kind=str(question.kind),
+            judge=partial(is_told, question, scene, _TIME_MARGIN_S),
+        )
         for index, question in enumerate(questions)
     )
     return EvalVideo(name, scene, items)

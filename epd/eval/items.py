@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from epd.shapes import Scene
@@ -25,6 +26,7 @@ class EvalItem:
     options: of a multiple-choice question, without their letters.
     answer: the right option's letter, or, without options, the right words.
     duration_group: how long the video is, roughly, in the data set's words; accuracy is reported by it too.
+    judge: says whether an answer without options is right; by default, if its words are.
     """
 
     item_id: str
@@ -33,6 +35,7 @@ class EvalItem:
     options: tuple[str, ...] = ()
     kind: str = ""
     duration_group: str = ""
+    judge: Callable[[str], bool] | None = None
 
     def __post_init__(self) -> None:
         if self.options and self.answer not in tuple(LETTERS[: len(self.options)]):
@@ -60,7 +63,7 @@ class EvalItem:
         """Returns whether a model's answer is right; case, outer space and a final full stop do not count."""
         if self.options:
             return chosen_letter(text, self.options) == self.answer
-        return _plain(text) == _plain(self.answer)
+        return _plain(text) == _plain(self.answer) if self.judge is None else self.judge(text)
 
 
 def chosen_letter(text: str, options: tuple[str, ...]) -> str | None:

@@ -29,6 +29,7 @@ class RunInfo:
     max_tokens: of an answer.
     seed, duration_s, num_per_kind: of a demo, where duration_s is 0 for one second a frame.
     placement: the type and device of the model.
+    has_stories: True of a demo with questions that take more than one word.
     footage, background: of a demo: how it is filmed, and the folder of clips behind the objects, or "".
     """
 
@@ -41,6 +42,7 @@ class RunInfo:
     placement: str = "float32 on cpu"
     footage: str = "still"
     background: str = ""
+    has_stories: bool = False
 
 
 @dataclass(frozen=True, slots=True)

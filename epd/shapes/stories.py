@@ -214,6 +214,18 @@ def compare(claims: Sequence[Sighting], scene: Scene, margin_s: float) -> FactCo
     return counts + FactCounts(missed=6 * len(left))
 
 
+def is_told(question: Question, scene: Scene, margin_s: float, answer: str) -> bool:
+    """Returns True for a right answer: a description, or JSON, with all facts of the scene and no other.
+
+    margin_s: a time this near is right.
+    """
+    if question.kind not in (QuestionKind.DESCRIBE, QuestionKind.JSON):
+        return question.is_answered_by(answer)
+    counts = compare(claimed(answer), scene, margin_s)
+    is_json = answer.lstrip().startswith("{")
+    return is_json == (question.kind is QuestionKind.JSON) and not counts.missed and not counts.invented
+
+
 def _right_facts(claim: Sighting, item: SceneObject, duration_s: float, margin_s: float) -> int:
     height = item.end_xy[1] - item.start_xy[1]
     motions = {_motion(height + shift) for shift in (-_MOVED_MARGIN, 0, _MOVED_MARGIN)}

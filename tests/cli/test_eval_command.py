@@ -240,6 +240,7 @@ def test_any_supported_model_can_be_asked(
         (["some.jsonl", "--demo", "5"], "got QUESTIONS and --demo; give one of"),
         (["some.jsonl"], "cannot be read"),
         (["some.jsonl", "--footage", "wild"], "allowed with --demo only"),
+        (["some.jsonl", "--stories"], "received --stories with QUESTIONS; allowed with --demo only"),
         (["--demo", "5", "--footage", "shaky"], "'shaky'; allowed: still"),
         (["--demo", "5", "--background", "docs"], "no video among them"),
         (["--table", "some.jsonl"], "cannot be read"),

@@ -1,0 +1,25 @@
+"""Questions of a demo that take more than one word are judged by what their answers state."""
+
+from __future__ import annotations
+
+from epd.eval.demo import demo_cases
+from epd.shapes.questions import ONE_WORD_KINDS
+
+
+def test_stories_are_judged_by_facts_and_their_truth_is_right() -> None:
+    cases = demo_cases(60, [32], 0, has_stories=True)
+    items = {item.kind: item for case in cases for item in case.video.items}
+    assert {"describe", "json", "when", "where", "motion", "count over time", *ONE_WORD_KINDS} == set(items)
+    for item in (each for case in cases for each in case.video.items):
+        assert item.is_answered_by(item.answer), item
+    described, as_json, when = items["describe"], items["json"], items["when"]
+    for item, other in ((described, as_json), (as_json, described)):
+        assert item.is_answered_by(f" {item.answer}\n")
+        assert not item.is_answered_by(other.answer), "the right facts in another form"
+        assert not item.is_answered_by(item.answer[: len(item.answer) // 2])
+    assert not when.is_answered_by(described.answer)
+
+
+def test_without_stories_every_answer_is_a_word() -> None:
+    kinds = {item.kind for case in demo_cases(30, [32], 0) for item in case.video.items}
+    assert kinds == set(map(str, ONE_WORD_KINDS))
