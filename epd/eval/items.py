@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from epd.shapes import Scene
 
@@ -35,7 +35,7 @@ class EvalItem:
     options: tuple[str, ...] = ()
     kind: str = ""
     duration_group: str = ""
-    judge: Callable[[str], bool] | None = None
+    judge: Callable[[str], bool] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.options and self.answer not in tuple(LETTERS[: len(self.options)]):
