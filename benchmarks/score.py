@@ -2,9 +2,16 @@
 
     make score        python -m benchmarks.score [--pairs 0:10] [--folder FOLDER] [--fresh]
 
-A pair is a layout, a workload and a share of visual tokens that is kept. First `epd profile --app` measures
-the machine; then every pair gets the same requests live and in the simulator, as in `benchmarks/planner.py`;
-nothing is fitted to these runs. Both encode beside the other stages of a worker, the default of `epd serve`.
+A pair is a layout, a workload and a share of visual tokens that is kept. Every pair gets the same requests
+live and in the simulator, as in `benchmarks/planner.py`. The profile is measured in turns with the live runs,
+since cores change within minutes:
+
+    stages | round of the profile | two layouts live | round | two layouts live | round
+
+A round asks the application other requests (`KINDS`, in `LAYOUTS`, with other seeds). The profile knows the
+stages and all three rounds, and no figure of a live run: of these are used the requests, and the speed of the
+cores meanwhile, by a small loop that the client times. Rates of live runs follow from the first round. Both
+encode beside the other stages of a worker, the default of `epd serve`.
 What is done is kept in FOLDER, so a run goes on where it was stopped, and --pairs does a part. When all pairs
 are there, results go to benchmarks/results/score.{json,md}, with one more entry in the history of dates. The
 machine must have nothing else to do.
@@ -21,10 +28,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from benchmarks.planner import (
     EPD,
@@ -38,9 +45,12 @@ from benchmarks.planner import (
     workload_at,
 )
 from benchmarks.reporting import RESULTS, Row, setting, table
-from epd.bench.live_app import LiveApp, live_app
+from epd.bench.app_profile import AppRound, app_round, fitted
+from epd.bench.live_app import live_app
 from epd.bench.media import MediaLibrary
+from epd.models import embedded_model_path
 from epd.profiles import Profile
+from epd.profiles.app_costs import Figures
 from epd.profiles.files import load_profile
 from epd.simulate.calibrating import simulated_figures
 from video.demo_video import write_scene
@@ -118,69 +128,120 @@ def with_entry(history: Sequence[Row], entry: Row) -> list[Row]:
 # Measuring
 
 
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """Holds what the application did with the requests of a pair. core_speed: meanwhile."""
+
+    case: Case
+    rate: float
+    figures: Figures
+    core_speed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Holds what is measured so far: rounds of the profile, and live runs."""
+
+    rounds: tuple[AppRound, ...] = ()
+    runs: tuple[LiveRun, ...] = ()
+
+
 class Run:
-    """Keeps what is measured in a folder, after each pair."""
+    """Keeps what is measured in a folder, after each step."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._profile = folder / "profile.json"
-        self._pairs = folder / "pairs.json"
+        self._stages = folder / "stages.json"
+        self._measured = folder / "measured.json"
+        self._type = TypeAdapter(Measured)
 
     def clear(self) -> None:
-        self._profile.unlink(missing_ok=True)
-        self._pairs.unlink(missing_ok=True)
+        self._stages.unlink(missing_ok=True)
+        self._measured.unlink(missing_ok=True)
 
-    def profile(self) -> Profile:
-        if not self._profile.exists():
-            command = [str(EPD), "profile", "--app", "--repeats", "9", "--out", str(self._profile)]
-            subprocess.run(command, check=True)
-        return load_profile(str(self._profile))
+    def stages(self) -> Profile:
+        """Returns the profile without the application."""
+        if not self._stages.exists():
+            command = [str(EPD), "profile", "--repeats", "9", "--out", str(self._stages)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return load_profile(str(self._stages))
 
-    def found(self) -> list[Found]:
-        rows = json.loads(self._pairs.read_text(encoding="utf-8")) if self._pairs.exists() else []
-        return [Found(**{**row, "case": Case(**row["case"])}) for row in rows]
+    def measured(self) -> Measured:
+        if not self._measured.exists():
+            return Measured()
+        return self._type.validate_json(self._measured.read_bytes())
 
-    def add(self, found: Sequence[Found]) -> None:
-        rows = [asdict(each) for each in [*self.found(), *found]]
-        self._pairs.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    def add(self, *, rounds: Sequence[AppRound] = (), runs: Sequence[LiveRun] = ()) -> None:
+        now = self.measured()
+        now = Measured((*now.rounds, *rounds), (*now.runs, *runs))
+        self._measured.write_bytes(self._type.dump_json(now, indent=1))
 
 
 def measure(run: Run, cases: Sequence[Case]) -> None:
-    """Measures those of the pairs that are not there yet."""
-    profile, done = run.profile(), {each.case for each in run.found()}
-    left = [case for case in cases if case not in done]
+    """Measures what is not there yet: before each second layout, and at last, a round of the profile."""
+    stages = run.stages()
+    first = None
+    for number, topology in enumerate(TOPOLOGIES):
+        done = {each.case for each in run.measured().runs}
+        left = [case for case in cases if case.topology == topology and case not in done]
+        if left and number % 2 == 0:
+            _add_round(run, stages, number // 2)
+        if left:
+            first = first or fitted(stages, run.measured().rounds[:1])
+            measure_layout(run, first, topology, left)
+    if {each.case for each in run.measured().runs} == set(CASES):
+        _add_round(run, stages, len(TOPOLOGIES) // 2)
+
+
+def _add_round(run: Run, stages: Profile, number: int) -> None:
+    if len(run.measured().rounds) <= number:
+        print(f"round {number + 1} of the profile", file=sys.stderr, flush=True)
+        run.add(rounds=[app_round(stages, embedded_model_path(), write_scene, numbers=[number])])
+
+
+def measure_layout(run: Run, profile: Profile, topology: str, cases: Sequence[Case]) -> None:
+    """Sends the requests of pairs of one layout. profile: for their rates."""
     with tempfile.TemporaryDirectory(prefix="epd-score-") as folder:
         library = MediaLibrary(Path(folder) / "media", write_scene)
-        for topology, group in groupby(left, key=lambda case: case.topology):
-            options = ["--topology", topology, "--num-threads", str(profile.num_threads or 1)]
-            options += ["--num-kv-tokens", str(NUM_KV_TOKENS)]
-            with live_app(options, Path(folder) / "serve.log") as app:
-                for part in WORKLOADS.values():
-                    app.send(workload_at(part, 4, 2.0), library, seed=SEED - 1)
-                for case in group:
-                    run.add(compared(profile, app, case, library))
+        options = ["--topology", topology, "--num-threads", str(profile.num_threads or 1)]
+        options += ["--num-kv-tokens", str(NUM_KV_TOKENS)]
+        with live_app(options, Path(folder) / "serve.log") as app:
+            for part in WORKLOADS.values():
+                app.send(workload_at(part, 4, 2.0), library, seed=SEED - 1)
+            for case in cases:
+                rate = rate_of(profile, topology, WORKLOADS[case.workload], LOAD)
+                extra = {} if case.retention == 1 else {"epd": {"retention": case.retention}}
+                workload = workload_at(WORKLOADS[case.workload], NUM_REQUESTS, rate)
+                result = app.send(workload, library, seed=_seed(case), extra=extra)
+                run.add(runs=[LiveRun(case, rate, result.figures(0.0), result.core_speed)])
 
 
-def compared(profile: Profile, app: LiveApp, case: Case, library: MediaLibrary) -> list[Found]:
-    """Sends the requests of a pair, and simulates the same."""
-    part, deployment = WORKLOADS[case.workload], deployment_of(case.topology)
-    workload = workload_at(part, NUM_REQUESTS, rate_of(profile, case.topology, part, LOAD))
-    seed = seed_of(case.workload, round(10 * (1 - case.retention)))  # no media twice
-    extra = {} if case.retention == 1 else {"epd": {"retention": case.retention}}
-    result = app.send(workload, library, seed=seed, extra=extra)
-    at_speed = profile.at_speed(result.core_speed)
-    live = result.figures(0.0)
+def _seed(case: Case) -> int:
+    """Returns the seed of a pair's requests: no two of a layout have the same media."""
+    return seed_of(case.workload, round(10 * (1 - case.retention)))
+
+
+def compared(profile: Profile, live: LiveRun) -> list[Found]:
+    """Simulates the requests of a live run."""
+    case, deployment = live.case, deployment_of(live.case.topology)
+    workload = workload_at(WORKLOADS[case.workload], NUM_REQUESTS, live.rate)
     simulated, steady = (
-        simulated_figures(each, deployment, workload, seed, retention=case.retention)
-        for each in (at_speed, profile)
+        simulated_figures(each, deployment, workload, _seed(case), retention=case.retention)
+        for each in (profile.at_speed(live.core_speed), profile)
     )
-    found = [
-        Found(case, figure, getattr(live, name), getattr(simulated, name), getattr(steady, name))
+    return [
+        Found(case, figure, getattr(live.figures, name), getattr(simulated, name), getattr(steady, name))
         for figure, name in FIGURES.items()
     ]
-    told = [f"{each.figure} {1e3 * each.live_s:.1f} / {1e3 * each.simulated_s:.1f} ms" for each in found]
-    print(f"{case}: {', '.join(told)}", file=sys.stderr, flush=True)
-    return found
+
+
+def found_of(run: Run) -> list[Found]:
+    """Fits the profile to all rounds, and simulates all live runs with it."""
+    measured = run.measured()
+    if not measured.runs:
+        return []
+    profile = fitted(run.stages(), measured.rounds)
+    return [each for live in measured.runs for each in compared(profile, live)]
 
 
 # Results
@@ -258,7 +319,7 @@ def main() -> None:
     if args.fresh:
         run.clear()
     measure(run, CASES[args.pairs])
-    found = run.found()
+    found = found_of(run)
     print(json.dumps(scores_of(found), indent=1) if found else "the profile is measured")
     if {each.case for each in found} == set(CASES):
         conditions: Row = {

@@ -40,7 +40,7 @@ Points = Iterator[tuple[float, float, Action]]
 _IMAGE_SIDES, _IMAGE_BATCHES = (56, 112, 224, 448), (1, 4)
 _PROMPT_TOKENS, _CHUNKS = 1024, (32, 128, 512)
 _DECODE_BATCHES, _DECODE_CONTEXTS = (1, 4, 16), (64, 512)
-_BESIDE_IMAGES, _BESIDE_SEQUENCES, _BESIDE_TOKENS = 8, 4, 4096
+_BESIDE_IMAGES, _BESIDE_SEQUENCES, _BESIDE_TOKENS, _BESIDE_ROUNDS = 8, 4, 4096, 20
 _TRANSFER_BYTES = (2**14, 2**18, 2**22, 2**25)
 _VIDEO_SIZES, _VIDEO_FRAMES, _VIDEO_S = ((160, 96), (320, 192), (640, 384)), (2, 8), 2.0
 # Beside 2048 pixels of height: sizes are cut to whole patches, and some shape comes close to the limit.
@@ -95,7 +95,7 @@ class Profiler:
                 tables[stage] = measure(num_repeats)
                 speeds.append(core_speed(_SPEED_S))
                 show(len(tables), len(stages) + 2)
-            beside = self._beside(num_repeats)
+            beside = self._beside()
         num_threads = torch.get_num_threads()
         return Profile(
             name=f"{name}@{device}",
@@ -186,12 +186,12 @@ class Profiler:
         for request in requests:
             self.engine.abort(request.request_id)
 
-    def _beside(self, num_rounds: int) -> float:
+    def _beside(self) -> float:
         """Measures how much a batch of the tower and decode passes slow each other."""
         device = self.placement.device
         _, encode = self._images(_BESIDE_IMAGES)
         with self._decoding(_BESIDE_SEQUENCES, _DECODE_CONTEXTS[0], _BESIDE_TOKENS):
-            return beside_of(encode, self.engine.step, device, num_rounds, wall_clock(device))
+            return beside_of(encode, self.engine.step, device, _BESIDE_ROUNDS, wall_clock(device))
 
     def memory(self) -> MemoryNeeds:
         """Measures what sizes the memory of a worker; to be called in inference mode."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count, product
 from pathlib import Path
 from statistics import fmean
@@ -31,6 +31,35 @@ _WARM_UP: tuple[Mapping[str, object], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class KindAsked:
+    """Holds the answers to one kind of questions. kind: its place in KINDS; core_speed: meanwhile."""
+
+    topology: str
+    kind: int
+    rate: float
+    seed: int
+    figures: Figures
+    core_speed: float
+
+    def asked(self) -> Asked:
+        workload = _workload(KINDS[self.kind], _NUM_REQUESTS, rate=self.rate)
+        return Asked(self.topology, workload, self.seed, self.figures, self.core_speed)
+
+
+@dataclass(frozen=True, slots=True)
+class AppRound:
+    """Holds what the application answered, in all layouts, while all of them were up.
+
+    idle_cores: of all of them without any request; of the host: of one.
+    """
+
+    host: HostCosts
+    idle_cores: float
+    prompt: PromptRule
+    kinds: tuple[KindAsked, ...]
+
+
 def with_app(
     profile: Profile,
     model: Path,
@@ -38,12 +67,23 @@ def with_app(
     show: Callable[[int, int], None],
     device: str = "auto",
 ) -> Profile:
-    """Returns the profile with the costs of the application on this machine. Starts it in two layouts.
+    """Returns the profile with the costs of the application on this machine."""
+    return fitted(profile, [app_round(profile, model, write_video, show, device, range(_NUM_ROUNDS))])
 
-    Both run at once and get requests in turns, so that a machine that is slow for a while slows both. All
-    costs are at the speed that the cores had meanwhile, which is lower than while one stage is measured.
+
+def app_round(
+    profile: Profile,
+    model: Path,
+    write_video: WriteVideo,
+    show: Callable[[int, int], None] = lambda _done, _all: None,
+    device: str = "auto",
+    numbers: Sequence[int] = (0,),
+) -> AppRound:
+    """Starts the application in two layouts, and asks each all kinds of questions, for each number anew.
+
+    Both run at once and get requests in turns, so that a machine that is slow for a while slows both.
     """
-    num_steps, steps = len(LAYOUTS) + 2 + _NUM_ROUNDS * len(KINDS) * len(LAYOUTS), count(1)
+    num_steps, steps = len(LAYOUTS) + 1 + len(numbers) * len(KINDS) * len(LAYOUTS), count(1)
     with tempfile.TemporaryDirectory(prefix="epd-profile-app-") as name, ExitStack() as stack:
         folder, loads = Path(name), {}
         for layout in LAYOUTS:
@@ -55,20 +95,32 @@ def with_app(
             show(next(steps), num_steps)
         host, prompt = _alone(profile, loads[LAYOUTS[0]])
         show(next(steps), num_steps)
-        asked = []
-        for number, (part, each) in enumerate(product(_NUM_ROUNDS * KINDS, loads.values())):
-            asked.append(each.at_random(part, _SEED + number // len(loads)))
+        kinds = []
+        for number, kind, each in product(numbers, range(len(KINDS)), loads.values()):
+            kinds.append(each.at_random(kind, _SEED + len(KINDS) * number + kind))
             show(next(steps), num_steps)
+    return AppRound(host, sum(each.idle_cores for each in loads.values()), prompt, tuple(kinds))
+
+
+def fitted(profile: Profile, rounds: Sequence[AppRound]) -> Profile:
+    """Returns the profile with the costs with which the simulator answers as the application did.
+
+    All costs are at the mean speed of the cores in these rounds, lower than while one stage is measured.
+    """
+    idle_cores = fmean(each.host.idle_cores for each in rounds)
+    sequence_s = fmean(each.host.sequence_s for each in rounds)
+    host = replace(rounds[0].host, idle_cores=idle_cores, sequence_s=sequence_s)
     # The layout that gets no requests takes its idle share.
-    both = replace(host, idle_cores=sum(each.idle_cores for each in loads.values()))
-    found = calibrated(replace(profile, host=both, prompt=prompt), asked)
-    show(next(steps), num_steps)
+    both = replace(host, idle_cores=fmean(each.idle_cores for each in rounds))
+    asked = [kind.asked() for each in rounds for kind in each.kinds]
+    found = calibrated(replace(profile, host=both, prompt=rounds[0].prompt), asked)
     assert found.host is not None
+    num_rounds = len(asked) // (len(KINDS) * len(LAYOUTS))
     layouts = " and ".join(LAYOUTS)
-    assumption = f"the application's share: questions at random times, {_NUM_ROUNDS} rounds, of {layouts}"
+    assumption = f"the application's share: questions at random times, {num_rounds} rounds, of {layouts}"
     found = replace(
         found,
-        host=replace(found.host, idle_cores=host.idle_cores),
+        host=replace(found.host, idle_cores=idle_cores),
         assumptions=(*profile.assumptions, assumption),
     )
     return found.at_speed(fmean(each.core_speed for each in asked))
@@ -102,13 +154,15 @@ class _AppLoad:
         workload = _workload(part, num_requests, arrival="closed")
         return self._load(workload, next(self._seeds), concurrency).figures(self.idle_cores)
 
-    def at_random(self, part: Mapping[str, object], seed: int) -> Asked:
+    def at_random(self, kind: int, seed: int) -> KindAsked:
         """Sends requests at random times, at a rate that keeps about a share _LOAD of the cores busy."""
+        part = KINDS[kind]
         free_cores = usable_cpus() - self.idle_cores
         rate = _LOAD * free_cores / max(self.in_turn(part, 6).cpu_s, 1e-3)
         workload = _workload(part, _NUM_REQUESTS, rate=rate)
         result = self._load(workload, seed)
-        return Asked(self._layout, workload, seed, result.figures(self.idle_cores), result.core_speed)
+        figures = result.figures(self.idle_cores)
+        return KindAsked(self._layout, kind, rate, seed, figures, result.core_speed)
 
     def _load(self, workload: Workload, seed: int, concurrency: int | None = None) -> TrafficResult:
         result = self._app.send(workload, self._library, seed=seed, concurrency=concurrency)

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray's own, when it is imported
-    from benchmarks.score import CASES, RESULTS, Found, Run, is_met, score_of, scores_of, with_entry, written
+    from benchmarks import score
+    from benchmarks.score import (
+        CASES,
+        RESULTS,
+        Case,
+        Found,
+        LiveRun,
+        Measured,
+        Run,
+        is_met,
+        measure,
+        score_of,
+        scores_of,
+        with_entry,
+        written,
+    )
+    from epd.bench.app_profile import AppRound, KindAsked
+    from epd.profiles import HostCosts, PromptRule
+    from epd.profiles.app_costs import Figures
 
 HERE = {"date": "2999-01-01 10:00 UTC", "cores": 2}
 
@@ -65,10 +84,53 @@ def test_history_is_only_added_to(tmp_path: Path) -> None:
         with_entry(results["history"], {"date": "2026-11-20"})
 
 
+FIGURES = Figures(0.02, 0.005, 0.0, 0.01, 0.08, 40.0, 0.0)
+
+
+def live(case: Case) -> LiveRun:
+    return LiveRun(case, 5.0, FIGURES, 3500.0)
+
+
+def a_round() -> AppRound:
+    kinds = tuple(KindAsked(layout, 0, 8.0, 7, FIGURES, 3500.0) for layout in ("1epd", "1e1p1d"))
+    return AppRound(HostCosts(2, 0.1), 0.2, PromptRule(8.0), kinds)
+
+
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    found = found_with({"TTFT": 0.2})
-    Run(tmp_path).add(found[:3])
-    Run(tmp_path).add(found[3:5])
-    assert Run(tmp_path).found() == found[:5]
+    runs = [live(case) for case in CASES[:5]]
+    Run(tmp_path).add(rounds=[a_round()], runs=runs[:3])
+    Run(tmp_path).add(runs=runs[3:])
+    assert Run(tmp_path).measured() == Measured((a_round(),), tuple(runs))
     Run(tmp_path).clear()
-    assert Run(tmp_path).found() == []
+    assert Run(tmp_path).measured() == Measured()
+
+
+def steps_of(run: Run, cases: Sequence[Case], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns what is measured, in order."""
+    steps: list[str] = []
+
+    def layout(run: Run, _profile: object, topology: str, left: Sequence[Case]) -> None:
+        steps.append(f"{topology} {len(left)}")
+        run.add(runs=[live(case) for case in left])
+
+    def asked(*_: object, numbers: Sequence[int]) -> AppRound:
+        steps.append(f"round {numbers[0]}")
+        return a_round()
+
+    monkeypatch.setattr(Run, "stages", lambda _: None)
+    monkeypatch.setattr(score, "fitted", lambda _stages, rounds: len(rounds))
+    monkeypatch.setattr(score, "measure_layout", layout)
+    monkeypatch.setattr(score, "app_round", asked)
+    measure(run, cases)
+    return steps
+
+
+def test_rounds_of_the_profile_are_before_between_and_after_the_live_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ["round 0", "1epd 5", "1ep1d 5", "round 1", "1e1pd 5", "1e1p1d 5", "round 2"]
+    assert steps_of(Run(tmp_path / "whole"), CASES, monkeypatch) == whole
+    assert steps_of(Run(tmp_path / "whole"), CASES, monkeypatch) == []
+    parts = Run(tmp_path / "parts")
+    assert steps_of(parts, CASES[:7], monkeypatch) == ["round 0", "1epd 5", "1ep1d 2"]
+    assert steps_of(parts, CASES, monkeypatch) == ["1ep1d 3", *whole[3:]]
