@@ -71,8 +71,7 @@ def planned(sample: list[ClientRequest], num_devices: int) -> Candidate:
     """Returns the planner's decision for a part of the requests, evenly spread, and `OBJECTIVES`."""
     few = sample[:: max(1, len(sample) // NUM_PLANNED)][:NUM_PLANNED]
     jobs, space = list(jobs_of(few)), Space(num_devices)
-    planner = planner_for(PROFILE, jobs, OBJECTIVES, space, cpu_threads=64, encode_beside=False)
-    return planner.search().winner.candidate
+    return planner_for(PROFILE, jobs, OBJECTIVES, space, base=by_default("1epd")).search().winner.candidate
 
 
 def simulated(

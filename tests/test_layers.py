@@ -50,7 +50,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "shapes": ".",
         "models": "",
         "eval": ". shapes",
-        "simulate": ". control encode kv profiles workload",
+        "simulate": ". control encode kv profiles transfer workload",
         "client": ".",
         "bench": ". client profiles shapes simulate workload",
         "batch": ". client transfer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from benchmarks.epd_pays.live import Layout, Round, Times
 from benchmarks.epd_pays.mixes import Arrival, Mix
@@ -28,14 +29,13 @@ _READERS = 64  # threads that read media, which takes no time here
 
 
 def planner_of(mix: Mix, slo: SLO) -> Planner:
-    return planner_for(
-        mix.profile,
-        mix.jobs(mix.arrivals(1.0, 0)),
-        slo,
-        Space(mix.num_devices),
-        cpu_threads=_READERS,
-        encode_beside=False,
-    )
+    jobs, space = mix.jobs(mix.arrivals(1.0, 0)), Space(mix.num_devices)
+    return planner_for(mix.profile, jobs, slo, space, base=_deployment("1epd"))
+
+
+def _deployment(topology: str) -> Deployment:
+    """Returns a layout as `benchmarks/epd_pays/live.py` runs it: merged workers encode in turns."""
+    return Deployment(parse_topology(topology), cpu_threads=_READERS, encode_beside=False)
 
 
 def family_of(topology: Topology) -> str:
@@ -59,12 +59,7 @@ def best_of_families(planner: Planner) -> dict[str, Scored]:
 
 def predicted(mix: Mix, layout: Layout, arrivals: Sequence[Arrival]) -> Round:
     """Simulates a round as `epd plan` does: the device's costs, and media that take no time to read."""
-    base = Deployment(
-        parse_topology(layout.topology),
-        cpu_threads=_READERS,
-        is_overlapped=layout.is_overlapped,
-        encode_beside=False,
-    )
+    base = replace(_deployment(layout.topology), is_overlapped=layout.is_overlapped)
     deployment = layout.settings.deployment(base.topology, base)
     elasticity = Elasticity() if layout.is_elastic else None
     result = Simulation(mix.profile, deployment, elasticity=elasticity).run(mix.jobs(arrivals))

@@ -22,8 +22,10 @@ from epd.cli.options import (
     JsonFile,
     NumRequests,
     Plot,
+    QuestionsPerMedia,
     Rate,
     RepeatRate,
+    RepeatSkew,
     Seed,
     SloTpot,
     SloTtft,
@@ -114,6 +116,8 @@ def bench(
     concurrency: _Concurrency = None,
     trace: Trace = None,
     repeat_rate: RepeatRate = None,
+    repeat_skew: RepeatSkew = None,
+    questions_per_media: QuestionsPerMedia = None,
     text_tokens: _TextTokens = None,
     max_tokens: _MaxTokens = None,
     images: _Images = None,
@@ -149,7 +153,11 @@ def bench(
     how_long = _given(num_requests=num_requests, duration_s=duration)
     what = _given(text_tokens=text_tokens, output_tokens=max_tokens, images=images, image_size=image_size)
     videos = _given(video_s=video_seconds, video_fps=video_fps, video_size=video_size)
-    fields = {**when, **how_long, **_given(repeat_rate=repeat_rate)}
+    fields = {
+        **when,
+        **how_long,
+        **_given(repeat_rate=repeat_rate, repeat_skew=repeat_skew, questions_per_media=questions_per_media),
+    }
     config = _workload_config(workload, fields, {**what, **videos})
     plan = BenchPlan(
         config.resolve(),

@@ -282,6 +282,20 @@ RepeatRate = Annotated[
     float | None,
     typer.Option("--repeat-rate", metavar="P", help="Share of requests about media sent before; 0 is cold."),
 ]
+RepeatSkew = Annotated[
+    float | None,
+    typer.Option(
+        "--repeat-skew",
+        metavar="S",
+        help="Prefer later media for repeats: the k-th latest by 1 / k**S; 0 for all alike.",
+    ),
+]
+QuestionsPerMedia = Annotated[
+    int | None,
+    typer.Option(
+        "--questions-per-media", metavar="N", help="Requests about the same media, instead of --repeat-rate."
+    ),
+]
 Seed = Annotated[
     int, typer.Option("--seed", metavar="N", help="The same seed gives the same requests or videos.")
 ]
@@ -331,6 +345,14 @@ EncodesBeside = Annotated[
     ),
 ]
 
+DraftAcceptance = Annotated[
+    float,
+    typer.Option(
+        "--draft-acceptance",
+        metavar="P",
+        help="How often a drafted token holds, as --draft auto of epd serve reports it; 0 for no drafts.",
+    ),
+]
 # Output
 IsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Plot = Annotated[

@@ -10,22 +10,30 @@ import yaml  # type: ignore[import-untyped]  # its stubs are another package
 from epd import console
 from epd.cli.options import (
     CpuThreads,
+    DraftAcceptance,
     EncodesBeside,
     IsJson,
+    MaxDraft,
     Out,
     Profile,
+    QuestionsPerMedia,
+    RepeatRate,
+    RepeatSkew,
     Seed,
     SloTpot,
     SloTtft,
     Trace,
     Workload,
 )
-from epd.cli.simulate import num_cpu_threads, workload_config
+from epd.cli.simulate import draft_plan, num_cpu_threads, workload_config
 from epd.errors import RequestError
+from epd.kv.drafting import DEFAULT_MAX_DRAFT
 from epd.planning.plan import Plan, make_plan
 from epd.planning.space import Space, cells_of
 from epd.planning.traffic import planner_for, workload_jobs
 from epd.profiles.files import load_profile
+from epd.simulate import Deployment
+from epd.topology import parse_topology
 from epd.workload.metrics import SLO
 
 _Gpus = Annotated[int, typer.Option(metavar="N", help="Devices to lay out, 1 to 256.")]
@@ -57,6 +65,9 @@ def plan(
     profile: Profile = "qwen2.5-vl-7b@a100-80gb",
     workload: Workload = None,
     trace: Trace = None,
+    repeat_rate: RepeatRate = None,
+    repeat_skew: RepeatSkew = None,
+    questions_per_media: QuestionsPerMedia = None,
     slo_ttft_s: SloTtft = None,
     slo_tpot_s: SloTpot = None,
     attainment: _Attainment = 0.9,
@@ -65,6 +76,8 @@ def plan(
     max_tensor_parallel: _MaxDegree = 1,
     cpu_threads: CpuThreads = None,
     encode_beside: EncodesBeside = True,
+    draft_acceptance: DraftAcceptance = 0.0,
+    max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     seed: Seed = 0,
     out: Out = None,
     as_json: IsJson = False,
@@ -86,7 +99,14 @@ def plan(
         raise RequestError(f"max tensor parallel is {max_tensor_parallel}, it must be 1, 2, 4 or 8")
     loaded = load_profile(profile)
     loaded.on(max_tensor_parallel)  # raises where the profile cannot tell
-    config = workload_config(loaded.media, workload, trace=trace)
+    config = workload_config(
+        loaded.media,
+        workload,
+        trace=trace,
+        repeat_rate=repeat_rate,
+        repeat_skew=repeat_skew,
+        questions_per_media=questions_per_media,
+    )
     cells = cells_of(gpus)
     retentions = tuple(share for share in _RETENTIONS if share >= min_retention)
     planner = planner_for(
@@ -99,8 +119,13 @@ def plan(
             degrees=tuple(each for each in _DEGREES if each <= max_tensor_parallel),
         ),
         attainment=attainment,
-        cpu_threads=num_cpu_threads(cpu_threads, loaded, 64),
-        encode_beside=encode_beside,
+        base=Deployment(
+            parse_topology("1epd"),
+            cpu_threads=num_cpu_threads(cpu_threads, loaded, 64),
+            enable_prefix_caching=config.resolve().has_repeats,
+            drafts=draft_plan(draft_acceptance, max_draft),
+            encode_beside=encode_beside,
+        ),
     )
     with console.progress_bar("topologies") as show:
         found = make_plan(planner, cells=cells, min_rate=min_rate, on_progress=show)

@@ -12,13 +12,17 @@ from epd import console
 from epd.cli.options import (
     ChromeTrace,
     CpuThreads,
+    DraftAcceptance,
     EncodesBeside,
     IsJson,
+    MaxDraft,
     NumRequests,
     Plot,
     Profile,
+    QuestionsPerMedia,
     Rate,
     RepeatRate,
+    RepeatSkew,
     Seed,
     SloTpot,
     SloTtft,
@@ -26,6 +30,7 @@ from epd.cli.options import (
     Workload,
 )
 from epd.errors import RequestError
+from epd.kv.drafting import DEFAULT_MAX_DRAFT
 from epd.kv.request_order import RequestOrder
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles import MediaRule
@@ -36,6 +41,7 @@ from epd.published.report import print_rows
 from epd.published.scenarios import run_scenario
 from epd.simulate import Deployment, JobMaker, Sharding, Simulation, SimulationResult
 from epd.simulate.chrome import chrome_trace as trace_of
+from epd.simulate.drafting import DraftPlan
 from epd.simulate.plots import plot_simulation
 from epd.simulate.report import print_result, result_record
 from epd.topology import parse_topology
@@ -87,11 +93,15 @@ def simulate(
     num_requests: NumRequests = None,
     trace: Trace = None,
     repeat_rate: RepeatRate = None,
+    repeat_skew: RepeatSkew = None,
+    questions_per_media: QuestionsPerMedia = None,
     seed: Seed = 0,
     sharding: _Sharding = "groups",
     order: _Order = "fcfs",
     whole: _IsWhole = False,
     encode_beside: EncodesBeside = True,
+    draft_acceptance: DraftAcceptance = 0.0,
+    max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     cpu_threads: CpuThreads = None,
     slo_ttft_s: SloTtft = None,
     slo_tpot_s: SloTpot = None,
@@ -110,12 +120,20 @@ def simulate(
         return
     loaded = load_profile(profile)
     config = workload_config(
-        loaded.media, workload, rate=rate, num_requests=num_requests, trace=trace, repeat_rate=repeat_rate
+        loaded.media,
+        workload,
+        rate=rate,
+        num_requests=num_requests,
+        trace=trace,
+        repeat_rate=repeat_rate,
+        repeat_skew=repeat_skew,
+        questions_per_media=questions_per_media,
     )
     threads = num_cpu_threads(cpu_threads, loaded, 16)
-    deployment = _deployment(topology, sharding, whole, threads, has_repeats=config.repeat_rate > 0)
+    deployment = _deployment(topology, sharding, whole, threads, has_repeats=config.resolve().has_repeats)
     limits = _ordered(deployment.language, order)
-    deployment = replace(deployment, language=limits, encode_beside=encode_beside)
+    drafts = draft_plan(draft_acceptance, max_draft)
+    deployment = replace(deployment, language=limits, encode_beside=encode_beside, drafts=drafts)
     result = _run(loaded, deployment, config, seed, has_spans=chrome_trace is not None)
     slo = SLO(slo_ttft_s, slo_tpot_s)
     if as_json:
@@ -137,6 +155,12 @@ def _show_scenario(name: str, as_json: bool, plot: Path | None) -> None:
         print_rows(rows, console.stdout_console())
     if plot is not None:
         plot_rows(rows, plot)
+
+
+def draft_plan(acceptance: float, max_draft: int) -> DraftPlan | None:
+    """What drafts are worth; None for no drafts."""
+    plan = DraftPlan(acceptance, max_draft)
+    return plan if acceptance else None
 
 
 def num_cpu_threads(given: int | None, profile: LoadedProfile, default: int) -> int:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from epd.encode.sharding import Sharding
 from epd.errors import RequestError
+from epd.kv.drafting import DraftMethod
 
 FORMAT: Literal["epd plan, version 1"] = "epd plan, version 1"
 
@@ -36,6 +37,8 @@ class PlanSettings(_Strict):
     dtype: Literal["float32", "bfloat16", "float16"]
     num_video_threads: int = Field(ge=1)
     encode_beside: bool | None = None
+    draft: DraftMethod | None = None
+    max_draft: int | None = Field(default=None, ge=1)
     num_threads: int | None = Field(default=None, ge=1)
     num_kv_tokens: int | None = Field(default=None, ge=1)
     tensor_parallel: dict[str, int] = {}

@@ -7,7 +7,7 @@ search    between 0 and the bound by halving, each step a simulation of the same
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from epd.errors import InfeasibleError
@@ -86,18 +86,30 @@ def mean_work(profile: Profile, deployment: Deployment, demand: Demand) -> MeanW
     decode = _fastest(profile, deployment, "decode").decode.cost
     batch_size = _largest_batch(profile, deployment, demand)
     step_s = decode.seconds(batch_size) / batch_size
-    encode_s = sum(encode.per_unit_s * job.num_patches for job in jobs)
-    prefill_s = sum(
-        prefill.per_unit_s * job.num_prompt_tokens
-        + prefill.per_item_s * job.num_prompt_tokens * (job.num_prompt_tokens + 1) / 2
-        for job in jobs
-    )
+    encode_s = prefill_s = 0.0
+    for job, known in _with_known(jobs, has_caches=deployment.enable_prefix_caching):
+        total = job.num_prompt_tokens
+        encode_s += 0.0 if known else encode.per_unit_s * job.num_patches
+        pairs = (total * (total + 1) - known * (known + 1)) / 2
+        prefill_s += prefill.per_unit_s * (total - known) + prefill.per_item_s * pairs
+    most_tokens = 1.0 if deployment.drafts is None else deployment.drafts.most_tokens  # of a pass
     decode_s = sum(
         (job.output_tokens - 1)
+        / most_tokens
         * (step_s + decode.per_item_s * (job.num_prompt_tokens + job.output_tokens / 2))
         for job in jobs
     )
     return MeanWork(encode_s / len(jobs), prefill_s / len(jobs), decode_s / len(jobs))
+
+
+def _with_known(jobs: Iterable[Job], *, has_caches: bool) -> Iterator[tuple[Job, int]]:
+    """Yields jobs, and the tokens of their prompts that caches have which forget nothing."""
+    seen: set[tuple[bool, int]] = set()
+    for job in jobs:
+        key = (True, job.media_key) if job.groups else (False, job.text_key)
+        known = job.num_visual_tokens if job.groups else job.num_prompt_tokens - 1
+        yield job, known if has_caches and key in seen else 0
+        seen.add(key)
 
 
 def _fastest(profile: Profile, deployment: Deployment, stage: Stage) -> Profile:

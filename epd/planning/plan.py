@@ -105,7 +105,9 @@ class Plan:
     def _settings(self) -> dict[str, Any]:
         """Returns the settings under the names of the application's arguments."""
         settings, deployment = self.winner.candidate.settings, self.winner.candidate.deployment
-        shared = {"tensor_parallel": dict(settings.degrees)} if settings.degrees else {}
+        shared: dict[str, Any] = {"tensor_parallel": dict(settings.degrees)} if settings.degrees else {}
+        if deployment.drafts is not None:
+            shared |= {"draft": "auto", "max_draft": deployment.drafts.max_draft}
         return shared | {
             "max_batch_patches": settings.encode_patches,
             "max_num_batched_tokens": deployment.language.max_num_batched_tokens,
@@ -190,7 +192,7 @@ def make_plan(
     reason = None
     if result.runner_up is not None:
         reason = why_it_lost(planner, result.runner_up, result.winner)
-    assumptions = (*planner.profile.assumptions, *_ASSUMED)
+    assumptions = (*planner.profile.assumptions, _ASSUMED_CACHES[planner.has_repeats], *_ASSUMED)
     if num_cells > 1 or rest:
         assumptions += (
             "each cell has requests of its own; the runner-up's figures and those by number of encoders are "
@@ -218,10 +220,11 @@ def _like(planner: Planner, winner: Scored, num_devices: int) -> Scored | None:
         return None
 
 
-_ASSUMED = (
-    "nothing is cached: every request brings new media",
-    "links do not get in each other's way; every device of a kind is as fast as every other",
-)
+_ASSUMED_CACHES = {
+    False: "nothing is cached: every request brings new media",
+    True: "media come again as the workload says, and workers keep what they have room for",
+}
+_ASSUMED = ("links do not get in each other's way; every device of a kind is as fast as every other",)
 
 
 def busiest_workers(planner: Planner, scored: Scored, rate_per_s: float) -> tuple[str, float]:

@@ -92,6 +92,11 @@ class Planner:
     def _reduced(self, retention: float) -> Demand:
         return replace(self.demand, jobs=reduced(self.demand.jobs, retention))
 
+    @property
+    def has_repeats(self) -> bool:
+        """Returns whether media come more than once, so that caches are simulated."""
+        return self._base.enable_prefix_caching
+
     def demand_of(self, candidate: Candidate) -> Demand:
         return self._demands[candidate.settings.retention]
 

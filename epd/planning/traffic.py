@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from epd.planning.goodput import Demand
@@ -22,6 +21,7 @@ from epd.workload.metrics import SLO
 LEAST_REQUESTS, MOST_REQUESTS = 20, 250
 # Arrivals are simulated for this many times the longest that a request may take.
 _HORIZON = 5.0
+_BASE = Deployment(parse_topology("1epd"))
 
 
 def planner_for(
@@ -31,32 +31,22 @@ def planner_for(
     space: Space,
     *,
     attainment: float = 0.9,
-    cpu_threads: int | None = None,
-    encode_beside: bool = True,
+    base: Deployment = _BASE,
 ) -> Planner:
     """Returns a planner for requests with objectives.
 
     slo: of a first token, a token after it, or both
     attainment: share of the requests that must meet it
-    cpu_threads: that read media, by default those of `Deployment`
-    encode_beside: see `Deployment`
+    base: all settings that are not searched for
     """
     longest_s = (slo.ttft_s or 1.0) + (slo.tpot_s or 0.05) * max(job.output_tokens for job in jobs)
     demand = Demand.of(jobs, slo, attainment, _HORIZON * longest_s)
-    base = Deployment(parse_topology("1epd"), encode_beside=encode_beside)
-    if cpu_threads is not None:
-        base = replace(base, cpu_threads=cpu_threads)
     return Planner(profile, demand, space, base)
 
 
 def workload_jobs(profile: Profile, config: WorkloadConfig, seed: int) -> list[Job]:
-    """Returns requests of a workload, at most MOST_REQUESTS, none about the same media as another."""
-    fields = {
-        "num_requests": MOST_REQUESTS,
-        "duration_s": None,
-        "rate": config.rate or 1.0,
-        "repeat_rate": 0.0,
-    }
+    """Returns requests of a workload, at most MOST_REQUESTS."""
+    fields = {"num_requests": MOST_REQUESTS, "duration_s": None, "rate": config.rate or 1.0}
     requests = config.model_copy(update=fields).resolve().requests(seed)
     return list(JobMaker(profile).jobs(requests))
 

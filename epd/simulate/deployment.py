@@ -9,6 +9,7 @@ from epd.encode.sharding import Sharding
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.memory import MemoryLimits, WorkerMemory
 from epd.profiles.profile import Profile
+from epd.simulate.drafting import DraftPlan
 from epd.topology import Stage, Topology, role_letters
 
 _DEFAULT_LIMITS = SchedulerConfig()
@@ -30,6 +31,8 @@ class Deployment:
     num_embeddings: that an encoder keeps, and a prefill worker receives, each: as `epd serve` has it
     degrees: (letters of a group's roles, devices that each of its workers shares its layers over); else 1
     largest_group_patches: of the requests to come, a batch of its own if it is above max_batch_patches
+    enable_prefix_caching: with the caches of embeddings, of encoders and of receivers
+    drafts: None for none
     max_waiting, max_wait_s: before requests are refused
     encode_beside: workers with other stages too encode beside these, as `epd serve` has it; else in turns
     is_stepwise: every decode step is an event of its own, a slow check of combined steps
@@ -49,6 +52,7 @@ class Deployment:
     degrees: tuple[tuple[str, int], ...] = ()
     block_size: int = 16
     enable_prefix_caching: bool = False
+    drafts: DraftPlan | None = None
     max_waiting: int = 4096
     max_wait_s: float = 600.0
     encode_beside: bool = True

@@ -20,6 +20,7 @@ from epd.kv.scheduler_output import Chunk, SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig
 from epd.profiles.profile import Profile
 from epd.simulate.clock import seconds_of, ticks_of
+from epd.simulate.drafting import DraftPlan, SimulatedDrafts
 from epd.simulate.requests import Job, RequestState
 from epd.simulate.stacked_blocks import StackedBlocks
 from epd.simulate.step_run import StepRun
@@ -47,12 +48,15 @@ class PassCost:
         return ticks_of(self._decode.seconds(num_sequences))
 
     def mixed(self, output: SchedulerOutput) -> int:
-        """Returns the cost of a pass with prefill chunks; decodes in it add their own tokens and context."""
+        """Returns the cost of a pass with prefill chunks; decodes in it add their own tokens and context.
+
+        A drafted token costs what another sequence does, without context of its own.
+        """
         num_tokens = num_pairs = num_decodes = num_context = 0
         for chunk in output.chunks:
             length = chunk.stop - chunk.start
             if chunk.request.is_decoding:
-                num_decodes += 1
+                num_decodes += 1 + chunk.num_drafts
                 num_context += chunk.stop
             else:
                 num_tokens += length
@@ -66,8 +70,10 @@ class PassCost:
 
     def riding(self, output: SchedulerOutput) -> int:
         """Returns the cost that decodes add to a pass with prefill chunks."""
-        decodes = [chunk.stop for chunk in output.chunks if chunk.request.is_decoding]
-        return ticks_of(self._decode.per_unit_s * len(decodes)) + self.per_context * sum(decodes)
+        decodes = [chunk for chunk in output.chunks if chunk.request.is_decoding]
+        num_tokens = sum(1 + chunk.num_drafts for chunk in decodes)
+        context = sum(chunk.stop for chunk in decodes)
+        return ticks_of(self._decode.per_unit_s * num_tokens) + self.per_context * context
 
 
 @dataclass(slots=True)
@@ -77,7 +83,7 @@ class PassResult:
     first_tokens: requests whose prompt is computed
     finished: requests whose answer is complete
     prefilled: requests with computed prompt tokens
-    sampled: requests that got a token, where steps are single
+    sampled: requests that got a token, once for each, where steps are single
     """
 
     first_tokens: list[RequestState] = field(default_factory=list)
@@ -98,6 +104,7 @@ class LanguageSide:
         hands_over: bool,
         enable_prefix_caching: bool,
         is_stepwise: bool,
+        drafts: DraftPlan | None = None,
     ) -> None:
         make_pool = BlockPool if enable_prefix_caching else StackedBlocks
         self.kv = KVCacheManager(spec, enable_prefix_caching=enable_prefix_caching, make_pool=make_pool)
@@ -107,7 +114,8 @@ class LanguageSide:
         self._alone, self._beside = PassCost(profile), PassCost(profile, profile.beside)
         self._cost = self._alone
         self._hands_over = hands_over
-        self._is_stepwise = is_stepwise
+        self._is_stepwise = is_stepwise or drafts is not None  # steps differ in what they draft
+        self._drafts = None if drafts is None else SimulatedDrafts(drafts)
         self._states: dict[str, RequestState] = {}
         self._requests: dict[str, ScheduledRequest] = {}
         self._output: SchedulerOutput | None = None
@@ -223,6 +231,8 @@ class LanguageSide:
             self._run = run
             return run.ticks(run.num_steps)
         num_running = len(self.scheduler.running)
+        if self._drafts is not None:
+            self._drafts.propose([each for each in self.scheduler.running if each.is_decoding])
         output = self.scheduler.schedule()
         self.kv.copied(output.copies)
         left = num_running + len(output.admitted) - len(self.scheduler.running)
@@ -238,8 +248,11 @@ class LanguageSide:
 
     def _count(self, output: SchedulerOutput, ticks: int) -> None:
         """Counts a pass for both stages, each by its own share."""
-        num_decodes = sum(chunk.request.is_decoding for chunk in output.chunks)
-        num_prompt = output.num_tokens - num_decodes
+        decodes = [chunk for chunk in output.chunks if chunk.request.is_decoding]
+        num_decodes, num_drafted = len(decodes), sum(chunk.num_drafts for chunk in decodes)
+        num_prompt = output.num_tokens - num_decodes - num_drafted
+        if self._drafts is not None and num_decodes and not num_prompt:
+            self._drafts.record_pass(num_decodes, num_drafted, seconds_of(ticks))
         riding = self._cost.riding(output) if num_prompt else ticks
         self._decoded.add(num_decodes, riding)
         self._prefilled.add(num_prompt, ticks - riding)
@@ -358,13 +371,20 @@ class LanguageSide:
         request = chunk.request
         is_sampled, is_first = chunk.is_sampled, request.num_tokens == request.num_prompt_tokens
         if not request.is_decoding:
-            result.prefilled.append(self._states[request.request_id])
-        self.scheduler.advance(request, chunk.stop)
+            prefilled = self._states[request.request_id]
+            prefilled.num_prefilled = chunk.stop
+            if prefilled.num_cached < 0:
+                prefilled.num_cached = chunk.start
+            result.prefilled.append(prefilled)
+        num_held = 0
+        if self._drafts is not None and chunk.num_drafts:
+            num_held = self._drafts.num_held(request, chunk.num_drafts)
+        self.scheduler.advance(request, chunk.stop - chunk.num_drafts + num_held)
         if not is_sampled:
             return
-        request.num_tokens += 1
+        request.num_tokens += 1 + num_held
         state = self._states[request.request_id]
-        result.sampled.append(state)
+        result.sampled += [state] * (1 + num_held)
         if is_first:
             result.first_tokens.append(state)
         if self._hands_over and is_first:

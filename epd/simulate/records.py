@@ -20,7 +20,8 @@ ROW = np.dtype(
     [
         ("index", "i8"), ("due", "i8"), ("placed", "i8"), ("media_read", "i8"), ("encoded", "i8"),
         ("first_token", "i8"), ("adopted", "i8"), ("end", "i8"), ("encode_ticks", "i8"),
-        ("prefill_ticks", "i8"), ("prompt_tokens", "i4"), ("output_tokens", "i4"), ("is_refused", "?"),
+        ("prefill_ticks", "i8"), ("prompt_tokens", "i4"), ("cached_tokens", "i4"), ("output_tokens", "i4"),
+        ("is_refused", "?"),
     ]
 )  # fmt: skip
 _BUFFER_ROWS = 2**14
@@ -51,7 +52,7 @@ class RecordTable:
         self._buffer[place] = (
             job.index, job.due, state.placed, state.media_read, state.encoded, state.first_token,
             state.adopted, end, state.encode_ticks, state.prefill_ticks, job.num_prompt_tokens,
-            job.output_tokens, is_refused,
+            max(state.num_cached, 0), job.output_tokens, is_refused,
         )  # fmt: skip
         self._length += 1
 
@@ -108,6 +109,7 @@ class SimulationResult:
     rows: see ROW
     spans: only where they were requested
     switches: (seconds, worker, new roles)
+    num_groups, num_encoded: groups of media that requests had, and those of them that were encoded
     """
 
     rows: NDArray[np.void]
@@ -115,6 +117,8 @@ class SimulationResult:
     num_preempted: int
     switches: tuple[tuple[float, str, str], ...] = ()
     spans: tuple[WorkSpan, ...] = ()
+    num_groups: int = 0
+    num_encoded: int = 0
 
     def seconds(self, start: str, stop: str) -> NDArray[np.float64]:
         """Returns the seconds from one moment to another, of the requests for which both have come."""

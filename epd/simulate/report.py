@@ -34,6 +34,10 @@ def result_record(result: SimulationResult, slo: SLO) -> dict[str, Any]:
         "num_requests": len(result.rows),
         "num_refused": int(result.rows["is_refused"].sum()),
         "num_preempted": result.num_preempted,
+        "num_prompt_tokens": int(result.rows["prompt_tokens"].sum()),
+        "num_cached_tokens": int(result.rows["cached_tokens"].sum()),
+        "num_groups": result.num_groups,
+        "num_groups_encoded": result.num_encoded,
         "duration_s": duration_s,
         "slo_attainment": good,
         "goodput_per_s": good * len(result.rows) / duration_s,
@@ -63,5 +67,11 @@ def print_result(result: SimulationResult, slo: SLO, console: Console) -> None:
         f"{record['num_refused']} refused, {record['num_preempted']} times one gave way; "
         f"{record['slo_attainment']:.1%} kept the objectives, {record['goodput_per_s']:.3g} a second"
     )
+    if result.rows["cached_tokens"].any():
+        share = record["num_cached_tokens"] / record["num_prompt_tokens"]
+        console.print(
+            f"caches had {share:.0%} of the prompts' tokens; {record['num_groups_encoded']} of "
+            f"{record['num_groups']} groups of media were encoded"
+        )
     for switch in record["switches"]:
         console.print(f"at {switch['at_s']:.1f} s {switch['worker']} became {switch['roles']}")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from epd.profiles.media import MediaWork
 from epd.profiles.profile import Profile
 from epd.simulate.clock import ticks_of
 from epd.workload.requests import PlannedRequest, RequestShape
+
+if TYPE_CHECKING:
+    from epd.simulate.receiving import GroupReceiver
 
 
 @lru_cache(maxsize=32)
@@ -115,7 +119,8 @@ class RequestState:
 
     __slots__ = (
         "adopted", "encode_ticks", "encoded", "encoder", "end", "first_token", "identity", "is_added", "job",
-        "media_read", "missing", "num_sent", "placed", "placement", "prefill_ticks", "request_id", "starts",
+        "media_read", "missing", "num_cached", "num_prefilled", "num_sent", "placed", "placement",
+        "prefill_ticks", "receiver", "request_id", "starts",
     )  # fmt: skip
 
     def __init__(self, job: Job, placement: Placement) -> None:
@@ -128,7 +133,10 @@ class RequestState:
         self.encoder: str | None = None  # group that was dispatched last
         self.is_added = False
         self.num_sent = job.num_prompt_tokens  # computed tokens that its decode worker gets from another
+        self.num_cached = -1  # prompt tokens that the prefill worker had, once it has begun
+        self.num_prefilled = 0
         self.missing: set[int] = set()
+        self.receiver: GroupReceiver | None = None  # of its groups, where caches are simulated
         self.starts = (0, *accumulate(group.media.num_tokens for group in job.groups))
 
     @property

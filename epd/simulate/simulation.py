@@ -11,28 +11,27 @@ In place of the network: workers that answer in no time, so that requests are pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
 from epd.control.elasticity import Switch
 from epd.control.placement import Candidates, Placement
 from epd.control.routing import Router
-from epd.encode.encoder_cache import GroupKey
-from epd.encode.sharding import wanted_encoder
 from epd.profiles.profile import Profile
 from epd.simulate.clock import EventQueue, Rank, seconds_of, ticks_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeTask
 from epd.simulate.language import LanguageSide, PassResult
 from epd.simulate.machine import Machine, OwnDevices, SharedCores
+from epd.simulate.media_flow import MediaFlow
 from epd.simulate.offloading import Offloading
 from epd.simulate.placement import SimulatedPlacer
 from epd.simulate.records import RecordTable, SimulationResult, WorkSpan
 from epd.simulate.requests import Job, RequestState, identity_of
 from epd.simulate.retention import SimulatedRetention
 from epd.simulate.switching import Elasticity, RoleSwitching, sample_of
-from epd.simulate.worker import CpuPool, SimulatedWorker
+from epd.simulate.worker import SimulatedWorker
 from epd.topology import Stage, role_letters
 
 OnProgress = Callable[[int], None]
@@ -61,7 +60,6 @@ class Simulation:
         self.deployment = deployment
         self.records = RecordTable()
         self._spans: list[WorkSpan] | None = [] if has_spans else None
-        self._cpu = CpuPool(self._machine, deployment.cpu_threads)
         self._workers = {
             spec.name: self._worker(spec.name, spec.roles) for spec in deployment.topology.workers()
         }
@@ -70,7 +68,11 @@ class Simulation:
             deployment, self.events, self._workers, self.router, self._begin, self._refused
         )
         self._switcher = None if elasticity is None else RoleSwitching(profile, elasticity)
-        self._offloading = Offloading(profile, self._workers, self.router, self._after_transfer)
+        self._media = MediaFlow(
+            self.profile, deployment, self.events, self._machine, self._workers, self.router,
+            self._placer.candidates,
+        )  # fmt: skip
+        self._offloading = Offloading(profile, self._workers, self.router, self._media.after_transfer)
         self._placed: dict[str, RequestState] = {}  # requests that have workers and have not ended
         self._since_s = dict.fromkeys(self._workers, 0.0)
         self._switches: list[tuple[float, str, str]] = []
@@ -115,6 +117,8 @@ class Simulation:
             sum(side.scheduler.num_preempted for side in sides),
             tuple(self._switches),
             tuple(self._spans or ()),
+            self._media.num_groups,
+            self._media.num_encoded,
         )
 
     def _plan_arrival(self, source: Iterator[Job]) -> None:
@@ -165,124 +169,24 @@ class Simulation:
         if self._switcher is not None and not is_refused:
             self._switcher.estimator.finished(seconds_of(state.end))
 
-    # Media
-
     def _begin(self, state: RequestState) -> None:
         self._placed[state.request_id] = state
-        state.missing = self._missing_groups(state)
-        if not state.missing:
-            state.media_read = state.encoded = self.events.now
-        if not state.missing or self.deployment.is_overlapped:
-            self._submit(state)
-        unread = len(state.missing)
-        images = [group for group in sorted(state.missing) if not state.job.groups[group].is_video]
-        unplanned = len(images)
-
-        def read(group: int) -> None:
-            nonlocal unread
-            unread -= 1
-            if unread == 0:
-                state.media_read = self.events.now
-            if self.deployment.is_overlapped and state.job.groups[group].is_video:
-                self._machine.spend_in_turn("video", partial(self._deal, state, [group]))
-            elif self.deployment.is_overlapped:
-                self._machine.spend_in_turn("image", planned)
-            elif unread == 0:
-                self._deal(state, sorted(state.missing))
-
-        def planned() -> None:
-            """Plans a prompt when all its images are there; then they are handed over."""
-            nonlocal unplanned
-            unplanned -= 1
-            if unplanned == 0:
-                for group in images:
-                    self._machine.spend_in_turn("image", partial(self._deal, state, [group]))
-
-        def begin(groups: Sequence[int]) -> None:
-            for group in groups:
-                self._cpu.submit(state.job.groups[group].decode_ticks, partial(read, group))
-
-        if state.missing:
-            self._machine.spend(("media",), partial(begin, sorted(state.missing)))
-
-    def _missing_groups(self, state: RequestState) -> set[int]:
-        """Returns groups that the prefill worker has not cached; the others are neither read nor encoded."""
-        num_groups = len(state.job.groups)
-        if not self.deployment.enable_prefix_caching or not num_groups:
-            return set(range(num_groups))
-        self._workers[state.prefill_worker].wake()  # blocks that steps under way have evicted are gone by now
-        kv = self._language(state.prefill_worker).kv
-        num_cached = kv.num_cached(state.identity, state.job.num_prompt_tokens - 1)
-        return {group for group in range(num_groups) if state.starts[group + 1] > num_cached}
+        self._media.begin(state)
 
     def _language(self, name: str) -> LanguageSide:
         side = self._workers[name].language
         assert side is not None
         return side
 
-    def _submit(self, state: RequestState) -> None:
-        """Hands the request to its prefill worker."""
-        state.is_added = True
-        self._language(state.prefill_worker).add(state)
-        self._workers[state.prefill_worker].wake()
-
-    def _deal(self, state: RequestState, groups: Sequence[int]) -> None:
-        """Dispatches groups to encoders."""
-        encoders, deployment = self._candidates.taking("encode"), self.deployment
-        if deployment.deal is None or deployment.sharding != "groups" or len(groups) == 1:
-            for group in groups:
-                wanted = wanted_encoder(deployment.sharding, state.prefill_worker, state.encoder)
-                state.encoder = self.router.encoder(encoders, wanted)
-                self._encode(state, group, state.encoder)
-            return
-        patches = [state.job.groups[group].media.num_patches for group in groups]
-        outstanding = [self.router.in_flight(name).encode_patches for name in encoders]
-        for encoder, group in sorted(zip(deployment.deal(patches, outstanding), groups, strict=True)):
-            self._encode(state, group, encoders[encoder])
-
-    def _encode(self, state: RequestState, group: int, encoder: str) -> None:
-        """Dispatches one group to an encoder."""
-        key = GroupKey(str(state.job.media_key), (), (group, group + 1), (1, 1), self.profile.model)
-        worker = self._workers[encoder]
-        assert worker.encoder is not None
-        self.router.add(encoder, encode_patches=state.job.groups[group].media.num_patches)
-        worker.encoder.add(EncodeTask(state, group, key))
-        worker.wake()
-
     def _encoded(self, worker: SimulatedWorker, tasks: list[EncodeTask]) -> None:
-        """Sends embeddings to the worker that prefills them."""
-        for state in {id(task.state): task.state for task in tasks}.values():
-            state.encode_ticks += worker.last_ticks
-        for task in tasks:
-            media = task.state.job.groups[task.group].media
-            self.router.add(worker.name, encode_patches=-media.num_patches)
-            if worker.name == task.state.prefill_worker:
-                self._embeddings_arrived(task)
-                continue
-            num_bytes = media.num_tokens * self.profile.memory.embedding_bytes_per_token
-            arrived = partial(self._embeddings_arrived, task)
-            self._after_transfer(num_bytes, partial(self._machine.spend, ("sent",), arrived))
-
-    def _after_transfer(self, num_bytes: int, then: Callable[[], None]) -> None:
-        ticks = ticks_of(self.profile.transfer.cost.seconds(num_bytes, 1))
-        self.events.push(self.events.now + ticks, Rank.END, then)
-
-    def _embeddings_arrived(self, task: EncodeTask) -> None:
-        state = task.state
-        state.missing.discard(task.group)
-        if not state.missing:
-            state.encoded = self.events.now
-        if state.is_added:
-            self._workers[state.prefill_worker].wake()
-            self._language(state.prefill_worker).set_ready(state)
-        elif not state.missing:
-            self._submit(state)
+        self._media.encoded(worker, tasks)
 
     # Tokens
 
     def _passed(self, worker: SimulatedWorker, result: PassResult) -> None:
         for state in result.prefilled:
             state.prefill_ticks += worker.last_ticks
+        self._media.prefilled(result.prefilled)
         self._machine.send_tokens(len(result.sampled))
         for state in result.first_tokens:
             self._first_token(worker, state)
@@ -309,7 +213,7 @@ class Simulation:
             tokens = min(tokens, self.deployment.language.max_chunk_tokens)
         num_bytes = tokens * self.profile.memory.kv_bytes_per_token
         arrived = partial(self._handed_over, worker, state)
-        self._after_transfer(num_bytes, partial(self._machine.spend, ("second",), arrived))
+        self._media.after_transfer(num_bytes, partial(self._machine.spend, ("second",), arrived))
 
     def _handed_over(self, prefill: SimulatedWorker, state: RequestState) -> None:
         state.adopted = self.events.now
@@ -347,7 +251,7 @@ class Simulation:
             tasks = worker.encoder.take_back()
             for task in tasks:
                 self.router.add(worker.name, encode_patches=-task.num_patches)
-                self._deal(task.state, [task.group])
+                self._media.deal(task.state, [task.group])
         self._await_drained(worker, switch)
 
     def _offload(self, worker: SimulatedWorker) -> None:

@@ -14,6 +14,7 @@ from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeSide, EncodeTask
 from epd.simulate.language import LanguageSide, PassResult
 from epd.simulate.machine import Machine, Task
+from epd.simulate.receiving import GroupReceiver, embedding_cache
 from epd.simulate.records import WorkSpan
 from epd.topology import Stage
 from epd.types import ceil_div
@@ -60,6 +61,7 @@ class SimulatedWorker:
         self.name = name
         self.roles = roles
         self.encoder: EncodeSide | None = None
+        self.receiver: GroupReceiver | None = None  # where caches are simulated
         self.language: LanguageSide | None = None
         self.is_switching = False
         self.last_ticks = 0  # of the last work that is over
@@ -82,9 +84,15 @@ class SimulatedWorker:
         profile = profile.on(deployment.degree(roles))
         self._is_beside = deployment.encodes_beside(roles)
         self._pace = round(_ALONE * profile.beside)
-        self.encoder = self.language = None
+        self.encoder = self.language = self.receiver = None
+        embeddings = deployment.num_embeddings, deployment.block_size
+        has_caches = deployment.enable_prefix_caching
         if "encode" in roles:
-            self.encoder = EncodeSide(profile, deployment.max_batch_patches, deployment.language.order)
+            cache = embedding_cache(*embeddings) if has_caches else None
+            order = deployment.language.order
+            self.encoder = EncodeSide(profile, deployment.max_batch_patches, order, cache)
+        if "prefill" in roles and has_caches:
+            self.receiver = GroupReceiver(self.name, *embeddings, profile.model)
         if roles & {"prefill", "decode"}:
             self.language = LanguageSide(
                 profile,
@@ -93,6 +101,7 @@ class SimulatedWorker:
                 hands_over="decode" not in roles,
                 enable_prefix_caching=deployment.enable_prefix_caching,
                 is_stepwise=deployment.is_stepwise,
+                drafts=deployment.drafts,
             )
 
     @property
@@ -123,6 +132,9 @@ class SimulatedWorker:
         self._is_woken = False
         if self.is_busy:
             return
+        if self.encoder is not None and (hits := self.encoder.take_hits()):
+            self.last_ticks = 0
+            self._on_encoded(self, hits)
         if self._is_beside:
             if self._encoding.task is None:
                 self._start_encoder()

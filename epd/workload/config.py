@@ -73,6 +73,7 @@ class WorkloadConfig(BaseModel):
     ramp_from: the rate at the start of a ramp that reaches `rate` after ramp_s (by default at the end of the
         run).
     tokens_per_image: what an image took of a trace's ContextTokens.
+    repeat_rate, repeat_skew, questions_per_media: see `Workload`.
     token_side, frames_per_s: of the model that a trace with tokens of media asked, see `ModelSight`.
 
     A trace takes sizes of media from the first part of the mix, and the token counts given there as caps.
@@ -89,6 +90,8 @@ class WorkloadConfig(BaseModel):
     num_requests: int | None = None
     duration_s: float | None = None
     repeat_rate: float = 0.0
+    repeat_skew: float = 0.0
+    questions_per_media: int = 1
     trace: Path | None = None
     tokens_per_image: int = 256
     token_side: int = 28
@@ -106,7 +109,14 @@ class WorkloadConfig(BaseModel):
 
     def _workload(self, arrivals: Arrivals, shapes: Any) -> Workload:
         return Workload(
-            self.name, arrivals, shapes, self.num_requests, self.duration_s, repeat_rate=self.repeat_rate
+            self.name,
+            arrivals,
+            shapes,
+            self.num_requests,
+            self.duration_s,
+            repeat_rate=self.repeat_rate,
+            repeat_skew=self.repeat_skew,
+            questions_per_media=self.questions_per_media,
         )
 
     def _arrivals(self) -> Arrivals:

@@ -23,6 +23,7 @@ from epd.workload.arrivals import Arrivals, ClosedArrivals
 from epd.workload.distributions import SizeDistribution, pick_weighted
 
 _NUM_REPEATABLE = 256
+_NUM_OPEN = 8  # media that are asked about by turns, where each has several questions
 _SEED_BOUND = 2**63
 _NONE = SizeDistribution.of(0)
 _SHORT_TEXT = SizeDistribution.of(16)
@@ -181,6 +182,9 @@ class Workload:
 
     repeat_rate: share of the requests that ask something new about the media of an earlier request, one of
         the latest 256 new ones; without media the whole text is repeated.
+    repeat_skew: how much later media are preferred: the k-th latest in proportion to 1 / k ** skew (Zipf's
+        law); 0 for all alike.
+    questions_per_media: requests about the same media, mixed with those about 7 others; no repeat_rate then.
     """
 
     name: str
@@ -189,14 +193,28 @@ class Workload:
     num_requests: int | None = None
     duration_s: float | None = None
     repeat_rate: float = 0.0
+    repeat_skew: float = 0.0
+    questions_per_media: int = 1
 
     def __post_init__(self) -> None:
+        if not 0 <= self.repeat_skew < math.inf:
+            raise RequestError(f"repeat skew is {self.repeat_skew}, it must be 0 (all alike) or above")
+        if self.questions_per_media < 1 or (self.questions_per_media > 1 and self.repeat_rate):
+            raise RequestError(
+                f"questions per media are {self.questions_per_media}, the repeat rate is {self.repeat_rate}; "
+                "questions must be at least 1, and only one of the two may be given"
+            )
         if not 0 <= self.repeat_rate <= 1:
             raise RequestError(f"repeat rate is {self.repeat_rate}, it must be 0 (all new) to 1")
         if self.num_requests is not None and self.num_requests < 1:
             raise RequestError(f"number of requests is {self.num_requests}, it must be at least 1")
         if self.duration_s is not None and not 0 < self.duration_s < math.inf:
             raise RequestError(f"duration is {self.duration_s} s, it must be above 0")
+
+    @property
+    def has_repeats(self) -> bool:
+        """Whether media or texts come more than once."""
+        return self.repeat_rate > 0 or self.questions_per_media > 1
 
     @property
     def is_open_loop(self) -> bool:
@@ -214,7 +232,7 @@ class Workload:
             np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(round_index, *stream)))
             for stream in ((0,), (1,), (2, copy))
         )
-        content = _Content(which, self.repeat_rate)
+        content = _Content(which, self)
         pairs = zip(self.arrivals.times_s(when), self.shapes.draw(what), strict=False)
         for index, (due_s, shape) in enumerate(pairs):
             if index == self.num_requests or (self.duration_s is not None and due_s >= self.duration_s):
@@ -225,23 +243,51 @@ class Workload:
 class _Content:
     """Gives each request its content: new, or that of an earlier one."""
 
-    def __init__(self, rng: np.random.Generator, repeat_rate: float) -> None:
+    def __init__(self, rng: np.random.Generator, workload: Workload) -> None:
         self._rng = rng
-        self._repeat_rate = repeat_rate
+        self._repeat_rate = workload.repeat_rate
+        self._skew = workload.repeat_skew
+        self._num_questions = workload.questions_per_media
         # Those with media and those without apart: a repeat keeps the kind that was drawn.
         self._earlier = {kind: deque[PlannedRequest](maxlen=_NUM_REPEATABLE) for kind in (True, False)}
+        self._open: list[tuple[PlannedRequest, int]] = []  # with the questions that are still to come
 
     def fill(self, index: int, due_s: float, shape: RequestShape) -> PlannedRequest:
         # Always as many draws, so that another repeat rate does not change the content of the others.
         media_seed, text_seed = self._rng.integers(_SEED_BOUND, size=2).tolist()
         lot = float(self._rng.random())
-        earlier = self._earlier[shape.has_media]
-        if lot < self._repeat_rate and earlier:
-            first = earlier[int(lot / self._repeat_rate * len(earlier))]
+        first = self._first(lot, has_media=shape.has_media)
+        if first is not None:
             return _repeated(first, index, due_s, shape, text_seed)
         new = PlannedRequest(index, due_s, shape, media_seed, text_seed)
-        earlier.append(new)
+        self._earlier[shape.has_media].append(new)
+        if shape.has_media and self._num_questions > 1:
+            self._open.append((new, self._num_questions - 1))
         return new
+
+    def _first(self, lot: float, *, has_media: bool) -> PlannedRequest | None:
+        """Returns the earlier request whose media are asked about again; None for new ones. lot: 0 to 1."""
+        earlier = self._earlier[has_media]
+        if lot < self._repeat_rate and earlier:
+            return earlier[self._place(lot / self._repeat_rate, len(earlier))]
+        if has_media and len(self._open) >= _NUM_OPEN:
+            return self._next_of(int(lot * len(self._open)))
+        return None
+
+    def _place(self, lot: float, num_earlier: int) -> int:
+        """Returns the place of an earlier request, the latest one last."""
+        if not self._skew:
+            return int(lot * num_earlier)
+        weights = np.arange(num_earlier, 0, -1.0) ** -self._skew
+        return int(np.searchsorted(np.cumsum(weights) / weights.sum(), lot, side="right"))
+
+    def _next_of(self, place: int) -> PlannedRequest:
+        first, num_left = self._open[place]
+        if num_left > 1:
+            self._open[place] = first, num_left - 1
+        else:
+            del self._open[place]
+        return first
 
 
 def _repeated(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pytest
@@ -130,6 +133,49 @@ def test_repeats_ask_anew_about_known_media() -> None:
         assert first.repeat_of is None
         assert (first.media_seed, first.shape.images) == (request.media_seed, request.shape.images)
         assert (first.text_seed == request.text_seed) is not request.shape.has_media
+
+
+def test_a_skew_prefers_the_latest_media() -> None:
+    """How far back the media of a repeat lie, among those with media: half of 256, or a few."""
+
+    def distances(skew: float) -> list[int]:
+        drawn = replace(workload(repeat_rate=0.5), num_requests=2000, repeat_skew=skew).requests(0)
+        new: list[int] = []
+        found = []
+        for request in drawn:
+            if request.shape.has_media and request.repeat_of is not None:
+                found.append(len(new) - new.index(request.repeat_of))
+            elif request.shape.has_media:
+                new.append(request.index)
+        return found
+
+    even, skewed = distances(0.0), distances(1.5)
+    assert 80 < median(even[len(even) // 2 :]) < 180
+    assert median(skewed) <= 3
+    assert max(skewed) > 30
+
+
+def test_each_medium_is_asked_about_as_often_as_said() -> None:
+    drawn = list(replace(workload(), num_requests=1200, questions_per_media=4).requests(3))
+    counts = Counter(request.media_seed for request in drawn if request.shape.has_media)
+    assert max(counts.values()) == 4
+    assert sum(count == 4 for count in counts.values()) > 0.9 * len(counts)
+    assert all(request.repeat_of is None for request in drawn if not request.shape.has_media)
+    firsts = {request.index: request for request in drawn if request.repeat_of is None}
+    for request in drawn:
+        if request.repeat_of is not None:
+            assert firsts[request.repeat_of].shape.images == request.shape.images
+    neighbours = [one.media_seed == two.media_seed for one, two in pairwise(drawn)]
+    assert sum(neighbours) < 0.2 * len(drawn)  # mixed with those about others
+
+
+def test_repeats_are_given_in_one_way() -> None:
+    with pytest.raises(RequestError, match="only one of the two"):
+        replace(workload(repeat_rate=0.5), questions_per_media=2)
+    with pytest.raises(RequestError, match="skew"):
+        replace(workload(repeat_rate=0.5), repeat_skew=-1.0)
+    assert not workload().has_repeats
+    assert replace(workload(), questions_per_media=2).has_repeats
 
 
 def test_repeating_leaves_the_others_content_as_it_was() -> None:
