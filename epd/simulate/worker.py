@@ -41,8 +41,8 @@ class SimulatedWorker:
         in turns | batch | pass | batch | pass |         beside | batch .......... | batch ...
                                                                 | pass | pass | pass | pass |
 
-    Beside each other both are slower, and a batch begins and is handed on between two passes, as in a turn of
-    `stages/encode/encoder.py`.
+    Beside each other both are slower. A batch begins and is handed on at any time, since a worker looks for
+    messages between the layers of a pass.
 
     roles: kinds of work sent to it; it finishes its work of a role that it had before
     is_switching: it takes nothing new
@@ -73,7 +73,6 @@ class SimulatedWorker:
         self._encoding, self._passing = _Lane("encode"), _Lane("language")
         self._is_beside = False
         self._pace = _ALONE  # of both lanes while both run
-        self._encoded_ticks = -1  # of a batch that is over, and handed on after the pass under way
         self._was_encoding = False
         self._is_woken = False
 
@@ -124,13 +123,19 @@ class SimulatedWorker:
         """
         if self.is_busy:
             self._cut()
-        elif not self._is_woken:
+        if not self._is_woken and (not self.is_busy or self._may_encode()):
             self._is_woken = True
             self._events.push(self._events.now, Rank.START, self._start)
 
+    def _may_encode(self) -> bool:
+        """Returns whether groups wait for an encoder that is idle beside a pass."""
+        if not self._is_beside or self._encoding.task is not None:
+            return False
+        return self.encoder is not None and self.encoder.is_waited_for
+
     def _start(self) -> None:
         self._is_woken = False
-        if self.is_busy:
+        if self.is_busy and not self._is_beside:
             return
         if self.encoder is not None and (hits := self.encoder.take_hits()):
             self.last_ticks = 0
@@ -138,7 +143,9 @@ class SimulatedWorker:
         if self._is_beside:
             if self._encoding.task is None:
                 self._start_encoder()
-            self._start_language(is_single=False)
+            self._set_pace(self._passing, self._encoding)
+            if self._passing.task is None:
+                self._start_language(is_single=False)
             self._set_pace(self._encoding, self._passing)
             return
         for is_encoding in (not self._was_encoding, self._was_encoding):
@@ -168,6 +175,8 @@ class SimulatedWorker:
         """Changes what a lane has left to its pace beside the other one, or alone."""
         pace = self._pace if other.task is not None else _ALONE
         if lane.task is not None and lane.pace != pace:
+            if lane is self._passing:
+                self._cut()
             self._machine.set_left(lane.task, ceil_div(self._machine.left(lane.task) * pace, lane.pace))
             lane.pace = pace
 
@@ -180,29 +189,18 @@ class SimulatedWorker:
             self._machine.set_left(self._passing.task, started + ticks - now)
 
     def _end_batch(self) -> None:
-        ticks = self._end(self._encoding)
-        self._was_encoding = True
-        if self._passing.task is None:
-            self._hand_on(ticks)
-            self.wake()
-        else:
-            self._encoded_ticks = ticks
-            self._cut()
-            self._set_pace(self._passing, self._encoding)
-
-    def _hand_on(self, ticks: int) -> None:
-        """Hands on the groups of the batch that is over."""
         assert self.encoder is not None
-        self.last_ticks, self._encoded_ticks = ticks, -1
+        self.last_ticks = self._end(self._encoding)
+        self._was_encoding = True
+        self._set_pace(self._passing, self._encoding)
         self._on_encoded(self, self.encoder.end())
+        self.wake()
 
     def _end_pass(self) -> None:
         assert self.language is not None
         self.last_ticks = self._end(self._passing)
         self._was_encoding = False
         self._on_passed(self, self.language.end())
-        if self._encoded_ticks >= 0:
-            self._hand_on(self._encoded_ticks)
         self.wake()
 
     def _end(self, lane: _Lane) -> int:

@@ -57,20 +57,18 @@ def test_in_turns_an_answer_waits_for_the_batch() -> None:
     assert in_turns.rows["end"][0] / 1e12 == pytest.approx(0.1 + 299 * 0.01 + 1.0 + 0.09)
 
 
-def test_a_batch_begins_and_is_handed_on_between_two_passes() -> None:
-    """Passes of 0.4 s: the image is there at 0.7 s, its batch begins at 0.9 s and ends inside of a pass."""
-    profile = slowed(1.0)
-    profile = replace(profile, decode=replace(profile.decode, cost=flat(0.4)))
-    deployment = Deployment(parse_topology("1epd"))
+def test_a_batch_begins_and_is_handed_on_in_the_middle_of_a_pass() -> None:
+    """Passes of 0.36 s alone, 0.45 beside a batch: the image comes at 0.7 s, its batch ends at 1.95 s."""
+    profile = slowed(1.25)
+    profile = replace(profile, decode=replace(profile.decode, cost=flat(0.36)))
+    deployment = Deployment(parse_topology("1epd"), is_stepwise=True)
     result = Simulation(profile, deployment, has_spans=True).run(a_text_and_an_image(profile, 20))
-    starts = {(span.name, span.start / 1e12): span.ticks / 1e12 for span in result.spans}
-    [(encode_start, encode_s)] = [(at, took) for (name, at), took in starts.items() if name == "encode"]
-    assert encode_s == pytest.approx(1.0)
-    ends = [at + took for (name, at), took in starts.items() if name == "language"]
-    assert any(end == pytest.approx(encode_start) for end in ends)
-    handed_s = result.rows["encoded"][1] / 1e12
-    assert handed_s > encode_start + encode_s
-    assert any(end == pytest.approx(handed_s) for end in ends)
+    [encoded] = [span for span in result.spans if span.name == "encode"]
+    assert (encoded.start / 1e12, encoded.ticks / 1e12) == (pytest.approx(0.7), pytest.approx(1.25))
+    assert result.rows["encoded"][1] == encoded.start + encoded.ticks
+    ends = [(span.start + span.ticks) / 1e12 for span in result.spans if span.name == "language"]
+    # The third pass has 0.12 s left when the batch begins, the sixth 0.2 s when it ends.
+    assert ends[:6] == pytest.approx([0.1, 0.46, 0.7 + 0.15, 1.3, 1.75, 1.95 + 0.2])
 
 
 @pytest.mark.parametrize("topology", ["1epd", "1ep1d", "1ed1p"])
