@@ -186,21 +186,34 @@ def simulate_at(
 
 
 def goodput(
-    profile: Profile, deployment: Deployment, demand: Demand, *, at_least: float = 0.0, num_halvings: int = 7
+    profile: Profile,
+    deployment: Deployment,
+    demand: Demand,
+    *,
+    at_least: float = 0.0,
+    known: float | None = None,
+    num_halvings: int = 7,
 ) -> float:
     """Returns requests per second; 0 if a trickle misses the objectives, or all above `at_least` does.
 
     The answer is exact to bound / 2 ** num_halvings, from below, and at most MAX_LOAD of the bound.
+    known: an answer with another `at_least`; what follows from it is not simulated again.
     Raises InfeasibleError if memory binds.
     """
     high = MAX_LOAD * rate_bound(profile, deployment, demand)
     step = high / 2.0**num_halvings
+
+    def is_kept(rate_per_s: float) -> bool:
+        if known is not None and not known < rate_per_s < known + step:
+            return rate_per_s <= known
+        return keeps(profile, deployment, demand, rate_per_s)
+
     low = at_least + step
-    if high < low or not keeps(profile, deployment, demand, low):
+    if high < low or not is_kept(low):
         return 0.0
     while high - low > step:
         middle = (low + high) / 2
-        if keeps(profile, deployment, demand, middle):
+        if is_kept(middle):
             low = middle
         else:
             high = middle

@@ -168,9 +168,9 @@ class Planner:
             "are numbers that its workers divide; take another number of devices"
         )
 
-    def goodput(self, candidate: Candidate, at_least: float = 0.0) -> float:
+    def goodput(self, candidate: Candidate, at_least: float = 0.0, known: float | None = None) -> float:
         demand = self.demand_of(candidate)
-        return goodput(self.profile, candidate.deployment, demand, at_least=at_least)
+        return goodput(self.profile, candidate.deployment, demand, at_least=at_least, known=known)
 
     def exhaustive(self) -> Scored:
         """Returns the best plain layout, each simulated to the end: a slow check of `search`."""
@@ -247,13 +247,13 @@ class Planner:
         return LEAST_GAIN * max(own, second)
 
     def _ranked(self, best: dict[str, Scored]) -> list[Scored]:
-        """Returns the best two and the colocated one, scored again from scratch and so on the same scale.
+        """Returns the best two and the colocated one, scored again on the same scale.
 
         Of equals, the one with fewer kinds of workers is first.
         """
         ranked = sorted(best.values(), key=lambda each: -each.goodput)
         kept = ranked[:2] + [each for each in ranked[2:] if is_colocated(each.candidate.topology)]
-        scored = [Scored(each.candidate, self.goodput(each.candidate)) for each in kept]
+        scored = [Scored(each.candidate, self.goodput(each.candidate, known=each.goodput)) for each in kept]
         return sorted(scored, key=lambda each: (-each.goodput, len(each.candidate.topology.groups)))
 
     def _binding(self, candidates: list[Candidate]) -> str:
