@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
+from epd.shapes import COLOURS, SHAPES
 from training.checkpoint import (
     CHAT_TEMPLATE,
     MAX_FRAMES,
@@ -38,7 +39,7 @@ from training.checkpoint import (
     build_generation_config,
     corpus,
 )
-from training.lanes import HIDDEN_SIZE, MERGE, PATCH
+from training.lanes import HIDDEN_SIZE, MERGE, PATCH, directions
 
 # Entries of the vocabulary that are learned from the texts, bytes among them; numbers come besides.
 _NUM_WORDS = 640
@@ -50,7 +51,9 @@ MAX_PIXELS = MAX_TOKENS_PER_FRAME * (PATCH * MERGE) ** 2
 _MIN_PIXELS = 2 * (PATCH * MERGE) ** 2
 # Numbers of one token. What all text embeddings share: see training/lanes.py.
 _NUM_NUMBERS = 1000
-_SHARED_LENGTH = 0.5
+_SHARED_LENGTH, _WORD_LENGTH = 0.5, 0.8
+_SPACE = "Ġ"  # as byte-level vocabularies write it
+_WORDS = (*SHAPES, *COLOURS, "left", "middle", "right")  # as the rows of a code
 _SHORTEST_WAVE, _LONGEST_WAVE = 3.0, 3000.0
 
 
@@ -186,7 +189,10 @@ def number_embeddings(count: int) -> Tensor:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGeneration:
-    """Returns the model before training; its text embeddings are as long as those of a lane."""
+    """Returns the model before training; its text embeddings are about as long as those of a lane.
+
+    The words that an answer takes from a lane begin near what it shows: to name it is to copy it.
+    """
     model = Qwen3VLForConditionalGeneration(build_config(tokenizer))
     table = model.get_input_embeddings().weight
     numbers = tokenizer.convert_tokens_to_ids([str(number) for number in range(_NUM_NUMBERS)])
@@ -194,6 +200,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGene
         table.normal_(std=HIDDEN_SIZE**-0.5)
         table[numbers] = number_embeddings(_NUM_NUMBERS)
         table += _SHARED_LENGTH * functional.normalize(torch.randn(HIDDEN_SIZE), dim=0)
+        for token, index in tokenizer.get_vocab().items():
+            word = token.replace(_SPACE, "").lower()
+            if word in _WORDS:
+                table[index] += _WORD_LENGTH * functional.normalize(directions()[_WORDS.index(word)], dim=0)
     return model
 
 

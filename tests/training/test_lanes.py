@@ -17,7 +17,7 @@ from training import lane_language, lane_vision
 from training.lane_batches import NO_TARGET, Batch, Prompts, make_batch
 from training.lane_decoder import decode
 from training.lane_scenes import Events, Imagined, Shown, draw_shown, questions_about
-from training.lanes import HEIGHT, codes, embeddings
+from training.lanes import HEIGHT, codes, directions, embeddings
 from training.muon import StackedMuon
 from training.qwen3_checkpoint import TIMESTAMP_ENDS, build_model, build_processor, build_tokenizer
 
@@ -43,6 +43,15 @@ def test_a_number_is_one_token_and_a_timestamp_is_three() -> None:
         assert tokenizer.decode(tokenizer(f"at {number} s")["input_ids"]) == f"at {number} s"
     for end in TIMESTAMP_ENDS:
         assert len(tokenizer(f"<123{end}")["input_ids"]) == 3
+
+
+def test_words_begin_near_what_they_name() -> None:
+    tokenizer, table = build_tokenizer(), build_model(build_tokenizer()).get_input_embeddings().weight
+    likeness = torch.nn.functional.normalize(table.detach()) @ directions().T
+    for name, row in (("circle", 0), ("star", SHAPES.index("star")), ("red", len(SHAPES))):
+        for text in (name, f" {name}"):
+            (token,) = tokenizer(text)["input_ids"]
+            assert likeness[token, : HEIGHT - 3].argmax() == row
 
 
 def test_codes_say_what_two_frames_show_in_each_lane() -> None:
