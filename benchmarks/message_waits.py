@@ -1,6 +1,6 @@
 """How long messages to workers wait, and what users feel of it: images at a local fleet, one commit or two.
 
-    python -m benchmarks.message_waits [--quick] [--against CHECKOUT] [--topology 1epd] [--rounds N]
+    python -m benchmarks.message_waits [--quick] [--against CHECKOUT ...] [--topology 1epd] [--rounds N]
 
 An orchestrator over workers as threads of one process, without HTTP, with the embedded model. Questions about
 one new image each come from a closed loop, 1 or 8 at a time, with answers of 16 tokens. Each checkout has a
@@ -197,26 +197,36 @@ def _running(folders: Sequence[Path], topology: str) -> Iterator[list[Checkout]]
             each.close()
 
 
-def rows(folders: Sequence[Path], topologies: Sequence[str], num_rounds: int, num_requests: int) -> list[Row]:
+def rows(
+    folders: Sequence[Path],
+    topologies: Sequence[str],
+    at_once: Sequence[int],
+    num_rounds: int,
+    num_requests: int,
+) -> list[Row]:
     """Measures all topologies, the checkouts in turns within each round."""
     found = []
     for topology in topologies:
         with _running(folders, topology) as running:
             for each in running:  # warm
                 each.round(8, 16)
-            for num_at_once, num in ((1, num_requests // 2), (8, num_requests)):
+            for num_at_once in at_once:
+                num = num_requests // 2 if num_at_once == 1 else num_requests
                 rounds: list[list[Row]] = [[] for _ in running]
                 for number in range(num_rounds):
                     for place in range(len(running)):
                         index = (place + number) % len(running)
                         rounds[index].append(running[index].round(num_at_once, num))
-                found += [_row(topology, num_at_once, index, rounds) for index in range(len(rounds))]
+                names = [f"before {index + 1}" for index in range(len(rounds) - 1)] + ["now"]
+                found += [_row(topology, num_at_once, index, names, rounds) for index in range(len(rounds))]
                 print(*found[-len(rounds) :], sep="\n", file=sys.stderr)
     return found
 
 
-def _row(topology: str, num_at_once: int, index: int, rounds: Sequence[Sequence[Row]]) -> Row:
-    """Sums up the rounds of a checkout. ratios: to the first one, within each round."""
+def _row(
+    topology: str, num_at_once: int, index: int, names: Sequence[str], rounds: Sequence[Sequence[Row]]
+) -> Row:
+    """Sums up the rounds of a checkout; ratios are to the first one, within each round."""
     mine, first = rounds[index], rounds[0]
 
     def ratio(name: str) -> float:
@@ -226,7 +236,7 @@ def _row(topology: str, num_at_once: int, index: int, rounds: Sequence[Sequence[
     return {
         "topology": topology,
         "in_flight": num_at_once,
-        "code": "before" if index == 0 and len(rounds) > 1 else "now",
+        "code": names[index],
         **medians,
         "ttft_ratio": ratio("ttft_ms"),
         "requests_ratio": ratio("requests_per_s"),
@@ -237,8 +247,15 @@ def _row(topology: str, num_at_once: int, index: int, rounds: Sequence[Sequence[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="little traffic, one round; writes nothing")
-    parser.add_argument("--against", type=Path, help="a checkout of another commit, the first of each round")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        action="append",
+        default=[],
+        help="a checkout of another commit, before ours; may be repeated, ratios are to the first",
+    )
     parser.add_argument("--topology", action="append", help=f"of {', '.join(TOPOLOGIES)}; may be repeated")
+    parser.add_argument("--in-flight", type=int, action="append", help="by default 1 and 8; may be repeated")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--requests", type=int, default=48, help="of a round with 8 at a time (default: 48)")
     parser.add_argument("--rounds-of", help=argparse.SUPPRESS)
@@ -248,11 +265,13 @@ def main() -> None:
         asyncio.run(_serve_rounds(options.rounds_of))
         return
     here = Path(__file__).resolve().parents[1]
-    folders = [options.against.resolve(), here] if options.against else [here]
+    folders = [*(each.resolve() for each in options.against), here]
     num_rounds, num_requests = (1, 16) if options.quick else (options.rounds, options.requests)
-    topologies = options.topology or TOPOLOGIES
+    topologies, at_once = options.topology or TOPOLOGIES, options.in_flight or (1, 8)
     title = f"Questions about one image of {_SIDE} x {_SIDE} each, answers of {_ANSWER.max_tokens} tokens"
-    sections = {"images": Section(title, lambda: rows(folders, topologies, num_rounds, num_requests))}
+    sections = {
+        "images": Section(title, lambda: rows(folders, topologies, at_once, num_rounds, num_requests))
+    }
     run_sections(
         "message_waits",
         "Waits of messages to workers",

@@ -122,7 +122,7 @@ class RequestPlacer:
         self._losses = losses
         self._isolation = isolation
         self._sole_encoder = sole_encoder
-        self._books = RoomBooks({} if loads is None else loads)
+        self._books = RoomBooks({} if loads is None else loads, clock)
         self._clock = clock
         self._waiting: dict[str, asyncio.Event] = {}  # by attempt, set when it should look again
         self._redirecting: set[str] = set()
@@ -217,7 +217,7 @@ class RequestPlacer:
 
         Not of a request that was lost with a worker: one worker after the other is put at risk by it.
         """
-        if attempt.isolated_at:
+        if attempt.isolated_at or not self._books.is_slow(attempt.decode_worker):
             return False
         return self._books.has_room(
             attempt.decode_worker, _num_tokens(attempt), attempt.answer.plan.sampling.n

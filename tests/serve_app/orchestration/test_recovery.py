@@ -16,7 +16,8 @@ from epd.errors import UnavailableError
 from epd.sampling_params import SamplingParams
 from epd.topology import Stage
 from epd.transfer.reception import Grant
-from serve_app.messages import Prefill
+from serve_app.messages import EncodeGroup, Prefill
+from serve_app.orchestration import room_books
 from serve_app.orchestration.attempt import Attempt
 from serve_app.orchestration.group_feed import GroupFeed
 from tests.serve_app.deployments import Answered, Deployment, Question, deployed, undisturbed, until_busy
@@ -77,7 +78,11 @@ def test_a_worker_that_is_lost_changes_no_token(
     checkpoints: dict[str, Path],
     questions: list[Question],
     expected: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The second time, prompts are submitted while room is reserved for them, however soon it is."""
+    if moment:
+        monkeypatch.setattr(room_books, "_SLOW_S", -1.0)
     seconds = random.Random(f"{victim} {moment}").uniform(0.02, 0.7)
 
     async def run() -> None:
@@ -96,23 +101,30 @@ def test_what_a_worker_granted_before_it_was_asked_to_forget_reaches_no_encoder(
     expected: list[tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A worker is lost while the prompt is submitted, which is taken back; groups were granted meanwhile."""
+    """A worker is lost while the prompt is submitted, which is taken back; groups were granted meanwhile.
+
+    None of these is encoded before that: what has arrived needs no grant in the next attempt.
+    """
 
     async def run() -> None:
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
             fleet = deployment.fleet
             send, grant, granted = fleet.send, GroupFeed.grant, list[str]()
+            is_lost = asyncio.Event()
 
             def granting(feed: GroupFeed, group: Grant) -> None:
                 granted.append(group.request_id)
                 grant(feed, group)
 
             async def losing(stage: Stage, worker: str, message: Any, *frames: Any) -> Any:
+                if isinstance(message, EncodeGroup):
+                    await is_lost.wait()
                 reply = await send(stage, worker, message, *frames)
-                if isinstance(message, Prefill) and not granted:
+                if isinstance(message, Prefill) and not is_lost.is_set():
                     while not granted:
                         await asyncio.sleep(0.002)
                     fleet.kill(victim)
+                    is_lost.set()
                     while fleet.workers[victim].is_alive:
                         await asyncio.sleep(0.002)
                 return reply

@@ -26,7 +26,7 @@ def load(kv_usage: float = 0.0, seq_usage: float = 0.0, num_tokens: int = 100) -
 
 def test_room_is_what_the_last_report_left_but_for_a_share_into_which_answers_grow() -> None:
     loads = {"d0": load(0.5)}
-    books = RoomBooks(loads)
+    books = RoomBooks(loads, lambda: 0.0)
     assert books.has_room("d0", 30, 1)
     assert not books.has_room("d0", 31, 1)
     loads["d0"] = load(0.0, seq_usage=0.75)
@@ -36,13 +36,13 @@ def test_room_is_what_the_last_report_left_but_for_a_share_into_which_answers_gr
 
 @pytest.mark.parametrize("said", [None, WorkerLoad(), load(num_tokens=0)])
 def test_nothing_is_assumed_of_a_worker_that_has_not_said_what_it_has(said: WorkerLoad | None) -> None:
-    assert not RoomBooks({} if said is None else {"d0": said}).has_room("d0", 1, 1)
+    assert not RoomBooks({} if said is None else {"d0": said}, lambda: 0.0).has_room("d0", 1, 1)
 
 
 def test_what_was_asked_for_counts_until_a_report_counts_it() -> None:
     """A report that was on its way when the worker answered may not count it yet, the next one does."""
     loads = {"d0": load()}
-    books = RoomBooks(loads)
+    books = RoomBooks(loads, lambda: 0.0)
     asked = books.ask("d0", 50, 1)
     assert not books.has_room("d0", 40, 1)
     loads["d0"] = load()
@@ -55,11 +55,33 @@ def test_what_was_asked_for_counts_until_a_report_counts_it() -> None:
 
 def test_after_a_refusal_a_worker_is_asked_first_until_it_reports() -> None:
     loads = {"d0": load()}
-    books = RoomBooks(loads)
+    books = RoomBooks(loads, lambda: 0.0)
     books.answer("d0", books.ask("d0", 50, 1), is_taken=False)
     assert not books.has_room("d0", 1, 1)
     loads["d0"] = load()
     assert books.has_room("d0", 50, 1)
+
+
+def test_what_reports_count_is_forgotten() -> None:
+    loads = {"d0": load()}
+    books = RoomBooks(loads, lambda: 0.0)
+    for _ in range(9):
+        books.answer("d0", books.ask("d0", 1, 1), is_taken=True)
+        loads["d0"] = load()
+    assert len(books._asked["d0"]) == 1
+
+
+def test_whether_a_worker_is_slow_follows_its_last_answers() -> None:
+    now_s = 0.0
+    books = RoomBooks({}, lambda: now_s)
+    assert not books.is_slow("d0")
+    found = []
+    for seconds in (0.05, 0.001, *[0.001] * 6, 0.05):
+        asked = books.ask("d0", 1, 1)
+        now_s += seconds
+        books.answer("d0", asked, is_taken=True)
+        found.append(books.is_slow("d0"))
+    assert found == [True] * 5 + [False] * 3 + [True]
 
 
 # The messages
@@ -87,12 +109,14 @@ class JoiningFleet(ScriptedFleet):
 
 
 class JoiningBench(Bench):
-    """Of workers that have reported that they have room."""
+    """Of workers that have reported that they have room, and that take long to answer."""
 
-    def __init__(self, room: dict[str, int]) -> None:
+    def __init__(self, room: dict[str, int], *, is_slow: bool = True) -> None:
         super().__init__(room)
         self.joining = self.fleet = self.placement._fleet = JoiningFleet(room)
-        self.placement._books = RoomBooks({name: load() for name in room if name[0] == "d"})
+        self.placement._books = RoomBooks({name: load() for name in room if name[0] == "d"}, self._clock)
+        for name in room if is_slow else ():
+            self.placement._books._seconds[name] = 1.0
 
     @property
     def kinds(self) -> list[tuple[str, type]]:
@@ -158,6 +182,17 @@ def test_room_is_given_back_when_the_prefill_worker_refuses_or_has_no_use_for_it
         attempt = await early.place("r")
         assert attempt.is_placed
         assert early.fleet.held["d0"] == set()
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_answers_at_once_is_asked_first() -> None:
+    """A third message would cost more than the wait."""
+
+    async def run() -> None:
+        bench = JoiningBench({"p0": 1, "d0": 1}, is_slow=False)
+        await bench.place("r")
+        assert bench.kinds == [("d0", Reserve), ("p0", Prefill)]
 
     asyncio.run(run())
 
