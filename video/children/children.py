@@ -180,6 +180,8 @@ class MediaChildren:
     def _error(self, child: Child, reply: Header, name: str) -> EPDError:
         kind, message = str(reply["error"]), str(reply.get("message"))
         if kind in _ERRORS:
+            # FFmpeg may have spoiled its memory, or have too little of it, which it calls a broken file.
+            child.is_sound &= kind != CorruptMediaError.__name__
             return _ERRORS[kind](message)
         child.is_sound = False
         if kind == MemoryError.__name__:

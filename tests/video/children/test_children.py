@@ -19,7 +19,14 @@ import pytest
 from PIL import Image
 
 import video
-from epd.errors import CancelledError, CorruptMediaError, MediaError, MediaLimitError, UnavailableError
+from epd.errors import (
+    CancelledError,
+    CorruptMediaError,
+    MediaError,
+    MediaLimitError,
+    UnavailableError,
+    UnsupportedMediaError,
+)
 from tests.video.conftest import Clip
 from tests.video.corpus import corpus
 from tests.video.recipes import GOP15, Recipe, make
@@ -209,6 +216,22 @@ def test_a_video_that_needs_more_memory(tmp_path: Path, clip: Clip) -> None:
             assert children.look(file, "it").kind == "video"
     finally:
         children.close()
+
+
+def test_a_child_that_read_a_broken_file_reads_no_other(
+    children: MediaChildren, clip: Clip, tmp_path: Path
+) -> None:
+    with opened(clip("h264_b.mp4")) as file:
+        children.look(file, "it")
+    (pid,) = before = pids(children)
+    (tmp_path / "x.txt").write_text("not a video")
+    with opened(tmp_path / "x.txt") as file, pytest.raises(UnsupportedMediaError):
+        children.look(file, "it")
+    assert pids(children) == before
+    (tmp_path / "x.mp4").write_bytes(clip("h264_b.mp4").read_bytes()[:2000])
+    with opened(tmp_path / "x.mp4") as file, pytest.raises(CorruptMediaError):
+        children.look(file, "it")
+    assert pid not in pids(children)
 
 
 def all_groups(stream: ChildStream) -> int:
