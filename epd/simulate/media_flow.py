@@ -55,11 +55,37 @@ class MediaFlow:
         self.num_groups += len(state.job.groups)
         state.missing = self._missing_groups(state)
         if not state.missing:
-            state.media_read = state.encoded = self._events.now
-        if not state.missing or self._deployment.is_overlapped:
+            self._plan_known(state)
+            return
+        if self._deployment.is_overlapped:
             self._submit(state)
-        if state.missing:
-            self.receive(state)
+        self.receive(state)
+
+    def _plan_known(self, state: RequestState) -> None:
+        """Plans a prompt whose media are all known: they come all the same, and are looked at."""
+        images = [group for group in state.job.groups if not group.is_video]
+        left = len(images)
+
+        def plan() -> None:
+            for _ in images:
+                self._machine.spend_in_turn("image", planned)
+            if not images:
+                submit()
+
+        def planned() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                submit()
+
+        def submit() -> None:
+            state.media_read = state.encoded = self._events.now
+            self._submit(state)
+
+        if state.job.groups:
+            self._machine.spend(("media",), plan)
+        else:
+            submit()
 
     def receive(self, state: RequestState) -> None:
         """Brings the groups that a request misses to its prefill worker."""
