@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, product
 from pathlib import Path
@@ -49,13 +49,9 @@ class KindAsked:
 
 @dataclass(frozen=True, slots=True)
 class AppRound:
-    """Holds what the application answered, in all layouts, while all of them were up.
-
-    idle_cores: of all of them without any request; of the host: of one.
-    """
+    """Holds what the application answered in all layouts."""
 
     host: HostCosts
-    idle_cores: float
     prompt: PromptRule
     kinds: tuple[KindAsked, ...]
 
@@ -79,27 +75,37 @@ def app_round(
     device: str = "auto",
     numbers: Sequence[int] = (0,),
 ) -> AppRound:
-    """Starts the application in two layouts, and asks each all kinds of questions, for each number anew.
+    """Starts the application in each layout, and asks all kinds of questions, for each number anew.
 
-    Both run at once and get requests in turns, so that a machine that is slow for a while slows both.
+    One after the other, as users run it: one that is idle takes .15 of a core, in moments that delay others.
     """
-    num_steps, steps = len(LAYOUTS) + 1 + len(numbers) * len(KINDS) * len(LAYOUTS), count(1)
-    with tempfile.TemporaryDirectory(prefix="epd-profile-app-") as name, ExitStack() as stack:
-        folder, loads = Path(name), {}
-        for layout in LAYOUTS:
-            options = ["--topology", layout, "--num-kv-tokens", str(_NUM_KV_TOKENS)]
-            options += ["--num-threads", str(profile.num_threads or 1)]
-            options += ["--device", device, "--dtype", profile.dtype]
-            app = stack.enter_context(live_app([str(model), *options], folder / f"{layout}.log"))
-            loads[layout] = _AppLoad(app, layout, MediaLibrary(folder / "media", write_video))
+    num_steps, steps = len(LAYOUTS) * (2 + len(numbers) * len(KINDS)), count(1)
+    kinds, alone, idle = [], [], []
+    for layout in LAYOUTS:
+        with _running(profile, model, write_video, layout, device) as load:
             show(next(steps), num_steps)
-        host, prompt = _alone(profile, loads[LAYOUTS[0]])
-        show(next(steps), num_steps)
-        kinds = []
-        for number, kind, each in product(numbers, range(len(KINDS)), loads.values()):
-            kinds.append(each.at_random(kind, _SEED + len(KINDS) * number + kind))
+            alone.append(_alone(profile, load))
+            idle.append(load.idle_cores)
             show(next(steps), num_steps)
-    return AppRound(host, sum(each.idle_cores for each in loads.values()), prompt, tuple(kinds))
+            for number, kind in product(numbers, range(len(KINDS))):
+                kinds.append(load.at_random(kind, _SEED + len(KINDS) * number + kind))
+                show(next(steps), num_steps)
+    host, prompt = alone[0]
+    return AppRound(replace(host, idle_cores=fmean(idle)), prompt, tuple(kinds))
+
+
+@contextmanager
+def _running(
+    profile: Profile, model: Path, write_video: WriteVideo, layout: str, device: str
+) -> Iterator[_AppLoad]:
+    """Runs the application in one layout."""
+    options = ["--topology", layout, "--num-kv-tokens", str(_NUM_KV_TOKENS)]
+    options += ["--num-threads", str(profile.num_threads or 1)]
+    options += ["--device", device, "--dtype", profile.dtype]
+    with tempfile.TemporaryDirectory(prefix="epd-profile-app-") as name:
+        folder = Path(name)
+        with live_app([str(model), *options], folder / f"{layout}.log") as app:
+            yield _AppLoad(app, layout, MediaLibrary(folder / "media", write_video))
 
 
 def fitted(profile: Profile, rounds: Sequence[AppRound]) -> Profile:
@@ -110,19 +116,12 @@ def fitted(profile: Profile, rounds: Sequence[AppRound]) -> Profile:
     idle_cores = fmean(each.host.idle_cores for each in rounds)
     sequence_s = fmean(each.host.sequence_s for each in rounds)
     host = replace(rounds[0].host, idle_cores=idle_cores, sequence_s=sequence_s)
-    # The layout that gets no requests takes its idle share.
-    both = replace(host, idle_cores=fmean(each.idle_cores for each in rounds))
     asked = [kind.asked() for each in rounds for kind in each.kinds]
-    found = calibrated(replace(profile, host=both, prompt=rounds[0].prompt), asked)
-    assert found.host is not None
+    found = calibrated(replace(profile, host=host, prompt=rounds[0].prompt), asked)
     num_rounds = len(asked) // (len(KINDS) * len(LAYOUTS))
     layouts = " and ".join(LAYOUTS)
     assumption = f"the application's share: questions at random times, {num_rounds} rounds, of {layouts}"
-    found = replace(
-        found,
-        host=replace(found.host, idle_cores=idle_cores),
-        assumptions=(*profile.assumptions, assumption),
-    )
+    found = replace(found, assumptions=(*profile.assumptions, assumption))
     return found.at_speed(fmean(each.core_speed for each in asked))
 
 

@@ -64,6 +64,7 @@ class HostCosts:
     video: of one group of frames, to hand it over
     sent: extra where another worker prefills than encodes
     second: from the first token to the second, where another worker decodes
+    end: from the last token of an answer to its end
     token_s: of one output token, off the critical path
     encode_s, prefill_s, decode_s, sequence_s: of a batch, a pass, a step and each sequence in the step, in
         the worker, beside the time of the model
@@ -78,6 +79,7 @@ class HostCosts:
     video: Overhead = _NOTHING
     sent: Overhead = _NOTHING
     second: Overhead = _NOTHING
+    end: Overhead = _NOTHING
     token_s: float = 0.0
     encode_s: float = 0.0
     prefill_s: float = 0.0
@@ -90,7 +92,7 @@ class HostCosts:
 
     def times(self, factor: float) -> HostCosts:
         """Returns costs with work multiplied by a factor; pure delays stay as they were."""
-        ways = ("request", "split", "media", "image", "video", "sent", "second")
+        ways = ("request", "split", "media", "image", "video", "sent", "second", "end")
         seconds = ("token_s", "encode_s", "prefill_s", "decode_s", "sequence_s")
         changes: dict[str, Any] = {name: getattr(self, name).times(factor) for name in ways}
         changes |= {name: factor * getattr(self, name) for name in seconds}

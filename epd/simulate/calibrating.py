@@ -27,11 +27,13 @@ from epd.types import Float64Array
 from epd.workload.requests import Workload
 
 # On the way of a request, in its workers, and beside both.
-_WAYS = ("request", "split", "media", "image", "video", "sent", "second")
+_WAYS = ("request", "split", "media", "image", "video", "sent", "second", "end")
 _IN_WORKERS = ("encode_s", "prefill_s", "decode_s")
 # Of "media" that would not be told from tokens: texts have more of them.
 _BESIDE = ("request", "split", "image", "video", "sent")
 _NUM_ROUNDS, _STEP_S = 3, 0.002
+# Larger relative errors count by their size, not its square: what disturbs the machine is in a few answers.
+_LARGE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def calibrated(profile: Profile, asked: Sequence[Asked]) -> Profile:
         return np.concatenate([_times(_simulated(found, each)) for each in asked])[counted]
 
     def error(host: HostCosts) -> float:
-        return float(((times(host) / live[counted] - 1) ** 2).sum())
+        return float((_weights(errors := times(host) / live[counted] - 1) * errors**2).sum())
 
     hosts = [_host(profile)]
     for _ in range(_NUM_ROUNDS):
@@ -103,8 +105,14 @@ def _improved(host: HostCosts, times: Callable[[HostCosts], Float64Array], live:
     costs, now = _costs(host), times(host)
     more = [times(_with_costs(host, costs + _STEP_S * unit)) for unit in np.eye(len(costs))]
     slopes = (np.stack(more, axis=1) - now[:, None]) / _STEP_S
-    found = nonnegative_fit(slopes / live[:, None], (live - now + slopes @ costs) / live)
+    scale = np.sqrt(_weights(now / live - 1)) / live
+    found = nonnegative_fit(slopes * scale[:, None], (live - now + slopes @ costs) * scale)
     return _with_costs(host, np.array(found))
+
+
+def _weights(errors: Float64Array) -> Float64Array:
+    """Returns how much each square counts, after Huber: 1 for small errors."""
+    return _LARGE / np.maximum(np.abs(errors), _LARGE)
 
 
 def _costs(host: HostCosts) -> Float64Array:

@@ -20,7 +20,7 @@ from epd.simulate.clock import EventQueue, Rank, ticks_of
 from epd.types import ceil_div
 
 Then = Callable[[], None]
-OverheadName = Literal["request", "split", "media", "image", "video", "sent", "second"]
+OverheadName = Literal["request", "split", "media", "image", "video", "sent", "second", "end"]
 _CORE = 1000  # shares of one core
 
 

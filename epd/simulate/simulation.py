@@ -191,11 +191,14 @@ class Simulation:
         for state in result.first_tokens:
             self._first_token(worker, state)
         for state in result.finished:
-            self._record(state)
+            self._end(state)
         if worker.is_switching:
             self._offload(worker)
         if result.finished or result.first_tokens:
             self._placer.place_waiting()
+
+    def _end(self, state: RequestState) -> None:
+        self._machine.spend(("end",), partial(self._record, state))
 
     def _first_token(self, worker: SimulatedWorker, state: RequestState) -> None:
         state.first_token = self.events.now
@@ -206,7 +209,7 @@ class Simulation:
             return
         if state.job.output_tokens == 1:
             self._language(worker.name).release(state.request_id)
-            self._record(state)
+            self._end(state)
             return
         tokens = state.job.num_prompt_tokens
         if self.deployment.is_overlapped:  # all but the last chunk have gone while it was computed

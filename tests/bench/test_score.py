@@ -93,7 +93,7 @@ def live(case: Case) -> LiveRun:
 
 def a_round() -> AppRound:
     kinds = tuple(KindAsked(layout, 0, 8.0, 7, FIGURES, 3500.0) for layout in ("1epd", "1e1p1d"))
-    return AppRound(HostCosts(2, 0.1), 0.2, PromptRule(8.0), kinds)
+    return AppRound(HostCosts(2, 0.1), PromptRule(8.0), kinds)
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from epd.planning.goodput import Demand, goodput, rate_bound
@@ -15,7 +16,7 @@ from epd.profiles.cost import StageCost
 from epd.profiles.files import dump_profile, parse_profile
 from epd.profiles.speed import SpeedSampler, core_speed
 from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
-from epd.simulate.calibrating import Asked, calibrated, simulated_figures
+from epd.simulate.calibrating import Asked, _weights, calibrated, simulated_figures
 from epd.simulate.clock import EventQueue, Rank, ticks_of
 from epd.simulate.machine import SharedCores
 from epd.topology import parse_topology
@@ -81,6 +82,7 @@ def test_every_overhead_has_its_place() -> None:
         image=Overhead(1.0),
         sent=Overhead(2.0),
         second=Overhead(0.0, 4.0),
+        end=Overhead(32.0),
         encode_s=8.0,
         prefill_s=16.0,
         decode_s=0.001,
@@ -90,10 +92,23 @@ def test_every_overhead_has_its_place() -> None:
     part = {"images": "1", "image_size": "448x448", "output_tokens": "5"}
     split = simulate(profile, "1e1p1d", **part)
     assert split.ttft_s[0] == pytest.approx(1.85 + 0.03 + 0.3 + 0.5 + 2 * 1 + 2 + 8 + 16)
-    assert split.e2e_s[0] - split.ttft_s[0] == pytest.approx(0.25 + 4 + 4 * 0.013)
+    assert split.e2e_s[0] - split.ttft_s[0] == pytest.approx(0.25 + 4 + 4 * 0.013 + 32)
     merged = simulate(profile, "1epd", **part)
     assert merged.ttft_s[0] == pytest.approx(1.6 + 0.03 + 0.5 + 2 * 1 + 8 + 16)
-    assert merged.e2e_s[0] - merged.ttft_s[0] == pytest.approx(4 * 0.013)
+    assert merged.e2e_s[0] - merged.ttft_s[0] == pytest.approx(4 * 0.013 + 32)
+
+
+def test_media_that_are_known_are_looked_at_all_the_same() -> None:
+    """The second request's image is in the prefix cache: 10 ms for any media and 4 for the image are left."""
+    host = replace(FREE, media=Overhead(work_s=0.01), image=Overhead(work_s=0.004))
+    work = [replace(job, due=job.due * 100) for job in jobs(plain_profile(), 2, images="1", repeat_rate=1.0)]
+    ttft_s = []
+    for costs in (FREE, host):
+        deployment = Deployment(parse_topology("1epd"), enable_prefix_caching=True)
+        result = Simulation(replace(plain_profile(), host=costs), deployment).run(work)
+        assert result.rows["cached_tokens"][1] > 0
+        ttft_s.append(result.ttft_s[1])
+    assert ttft_s[1] - ttft_s[0] == pytest.approx(0.014)
 
 
 def test_what_is_done_beside_takes_cores_from_others() -> None:
@@ -125,7 +140,8 @@ KNOWN = replace(
     FREE, idle_cores=0.1, request=Overhead(0.02, beside_s=0.01), split=Overhead(0.004),
     media=Overhead(0.015),
     image=Overhead(0.002, beside_s=0.002), video=Overhead(0.009), sent=Overhead(0.006),
-    second=Overhead(0.008), token_s=0.0015, encode_s=0.003, prefill_s=0.002, decode_s=0.004,
+    second=Overhead(0.008), end=Overhead(0.01), token_s=0.0015, encode_s=0.003, prefill_s=0.002,
+    decode_s=0.004,
 )  # fmt: skip
 
 
@@ -163,7 +179,7 @@ def test_costs_that_are_known_are_found_again() -> None:
     assert host is not None
     for name in ("encode_s", "prefill_s", "decode_s", "token_s"):
         assert getattr(host, name) == pytest.approx(getattr(KNOWN, name), abs=1e-4), name
-    for name in ("request", "split", "media", "image", "video", "sent", "second"):
+    for name in ("request", "split", "media", "image", "video", "sent", "second", "end"):
         one, known = getattr(host, name), getattr(KNOWN, name)
         assert one.work_s == pytest.approx(known.work_s, abs=1.5e-3), name
         assert one.beside_s == pytest.approx(known.beside_s, abs=1.5e-3), name
@@ -172,6 +188,11 @@ def test_costs_that_are_known_are_found_again() -> None:
         again = asked(found, answer.topology, part, answer.core_speed).figures
         assert again.ttft_s == pytest.approx(answer.figures.ttft_s, rel=0.02)
         assert again.cpu_s == pytest.approx(answer.figures.cpu_s, rel=0.01)
+
+
+def test_an_answer_that_was_disturbed_counts_by_its_error_and_not_by_the_square() -> None:
+    errors = np.array([0.0, 0.05, -0.1, 0.2, -1.0])
+    assert _weights(errors) * errors**2 == pytest.approx([0.0, 0.0025, 0.01, 0.02, 0.1])
 
 
 def test_slower_cores_take_longer_for_work_but_not_for_waiting() -> None:
