@@ -31,6 +31,30 @@ def test_the_same_seed_gives_the_same_record(capsys: pytest.CaptureFixture[str])
     assert record["latencies"]["TTFT"]["p50_s"] > 0
 
 
+def test_media_that_come_again_drafts_and_lanes_are_options(capsys: pytest.CaptureFixture[str]) -> None:
+    records = []
+    for more in ([], ["--questions-per-media", "4"], ["--draft-acceptance", "0.8"], ["--no-encode-beside"]):
+        run(
+            "--workload",
+            "images",
+            "--num-requests",
+            "40",
+            "--rate",
+            "9",
+            "--topology",
+            "1epd",
+            "--json",
+            *more,
+        )
+        records.append(json.loads(capsys.readouterr().out))
+    plain, again, drafted, in_turns = records
+    assert (plain["num_groups_encoded"], plain["num_cached_tokens"]) == (40, 0)
+    assert again["num_groups_encoded"] < 20
+    assert again["num_cached_tokens"] > 0
+    assert drafted["latencies"]["TPOT"]["p50_s"] < 0.6 * plain["latencies"]["TPOT"]["p50_s"]
+    assert in_turns["latencies"] != plain["latencies"]
+
+
 @pytest.mark.parametrize("workload", ["text", "images", "video", "mixed"])
 def test_every_preset_can_be_simulated(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(
