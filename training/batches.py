@@ -17,7 +17,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,13 +24,12 @@ from torch.nn import functional
 from transformers import Qwen2Tokenizer
 
 from epd.shapes import SHAPES, Question, QuestionKind, make_questions
-from epd.shapes.stories import ask_which_clip, make_stories
+from epd.shapes.stories import make_stories
 from training.checkpoint import SYSTEM_PROMPT
 from training.encoded import EncodedClip, crop, retime
+from training.rows import VISUAL, Row, ask_clips, stacked
 from training.vision import COLUMNS, ROWS, TOKENS, reached
 
-NO_TARGET = -100
-VISUAL = -1  # stands for the id of a visual token
 # How far apart frames lie unless a user says otherwise, and the share of clips that are shown so.
 USUAL_GAP_S = 1.0
 _USUAL_GAP_SHARE = 0.6
@@ -50,7 +48,6 @@ _MIX = {
 # Questions of each kind of more than one word, but one description and one in JSON.
 _NUM_STORIES = 2
 _TWO_CLIPS_SHARE = 0.2
-_NUM_CLIP_QUESTIONS = 8
 
 
 class Prompts:
@@ -162,8 +159,8 @@ def visual_positions(clip: EncodedClip, start: int) -> Tensor:
 
 def lay_out(
     prompts: Prompts, clips: Sequence[EncodedClip], questions: list[Question], after_last_instant: bool
-) -> tuple[list[int], Tensor, list[int], list[int], list[float]]:
-    """Returns one sequence: ids, positions [3, S], segments, targets and their weights."""
+) -> tuple[Row, Tensor]:
+    """Returns one sequence and its positions [3, S]."""
     ids, last = list(prompts.head), len(prompts.head) - 1
     positions = [torch.arange(len(ids)).expand(3, -1)]
     largest = last
@@ -177,17 +174,14 @@ def lay_out(
         positions.append(seen)
         largest = max(largest, int(seen.max()))
         last = int(seen.max()) if after_last_instant else last + max(ROWS, COLUMNS)
-    segments, targets, weights = [0] * len(ids), [NO_TARGET] * len(ids), [0.0] * len(ids)
+    row = Row(ids)
     for number, question in enumerate(questions, 1):
         read, answer = prompts.question(question)
-        ids += read + answer
-        segments += [number] * (len(read) + len(answer))
-        targets += [NO_TARGET] * (len(read) - 1) + answer + [NO_TARGET]
-        weights += [0.0] * (len(read) - 1) + [len(answer) ** -0.5] * len(answer) + [0.0]
+        row.ask(number, read, answer)
         asked = torch.arange(len(read)) + last + 1
         answered = torch.arange(len(answer)) + max(largest, int(asked[-1])) + 1
         positions.append(torch.cat([asked, answered]).expand(3, -1))
-    return ids, torch.cat(positions, dim=1), segments, targets, weights
+    return row, torch.cat(positions, dim=1)
 
 
 def make_batch(
@@ -202,16 +196,9 @@ def make_batch(
         lay_out(prompts, shown, asked, after_last_instant=rng.random() < after_last_instant_share)
         for shown, asked in zip(clips, questions, strict=True)
     ]
-    length = max(len(row[0]) for row in rows)
-
-    def padded(values: list[Any], fill: int) -> Tensor:
-        return torch.tensor(values + [fill] * (length - len(values)))
-
-    ids = torch.stack([padded(row[0], 0) for row in rows])
-    positions = torch.stack([functional.pad(row[1], (0, length - row[1].shape[1])) for row in rows], dim=1)
-    segments = torch.stack([padded(row[2], -1) for row in rows])
-    targets = torch.stack([padded(row[3], NO_TARGET) for row in rows])
-    weights = torch.stack([padded(row[4], 0) for row in rows])
+    ids, segments, targets, weights = stacked([row for row, _ in rows], -1)
+    length = ids.shape[1]
+    positions = torch.stack([functional.pad(each, (0, length - each.shape[1])) for _, each in rows], dim=1)
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     same = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0)
     visual = (ids[0] == VISUAL).nonzero().flatten()
@@ -270,12 +257,6 @@ def draw_batch(
         return make_batch(prompts, pairs, [ask_clips(pair, rng) for pair in pairs], rng)
     clips = [first.draw() for _ in range(max(1, budget // (first.num_pairs * TOKENS + 800)))]
     return make_batch(prompts, [(clip,) for clip in clips], [ask_mix(clip, rng) for clip in clips], rng)
-
-
-def ask_clips(clips: tuple[EncodedClip, EncodedClip], rng: random.Random) -> list[Question]:
-    """Draws questions about two videos."""
-    first, second = (clip.scene for clip in clips)
-    return [ask_which_clip(first, second, rng) for _ in range(_NUM_CLIP_QUESTIONS)]
 
 
 class _ClipDraw:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +19,9 @@ from tokenizers import Regex as TokenizerRegex
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
@@ -29,6 +34,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from epd.shapes import COLOURS, SHAPES, make_questions, make_scene
 from epd.shapes.stories import ask_which_clip, make_stories
 
+_Model = TypeVar("_Model", bound=PreTrainedModel)
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -194,7 +200,7 @@ def build_config(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
     )
 
 
-def build_generation_config(tokenizer: Qwen2Tokenizer) -> GenerationConfig:
+def build_generation_config(tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
     end, stop = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     return GenerationConfig(
         do_sample=False, max_new_tokens=512, eos_token_id=[end, stop], pad_token_id=stop, bos_token_id=stop
@@ -202,12 +208,19 @@ def build_generation_config(tokenizer: Qwen2Tokenizer) -> GenerationConfig:
 
 
 def save_checkpoint(model: Qwen2_5_VLForConditionalGeneration, out: Path) -> None:
-    """Writes the whole folder. Weights are stored in bfloat16, half the size, for use in float32."""
+    """Writes the whole folder."""
     tokenizer = build_tokenizer()
+    write_folder(model, tokenizer, build_processor(tokenizer), out)
+
+
+def write_folder(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, processor: ProcessorMixin, out: Path
+) -> None:
+    """Writes a folder that loads. Weights are stored in bfloat16, half the size, for use in float32."""
     out.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(out)
     build_generation_config(tokenizer).save_pretrained(out)
-    build_processor(tokenizer).save_pretrained(out)
+    processor.save_pretrained(out)
     tied = "lm_head.weight"
     weights = {
         name: tensor.to(torch.bfloat16).contiguous()
@@ -217,16 +230,25 @@ def save_checkpoint(model: Qwen2_5_VLForConditionalGeneration, out: Path) -> Non
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
 
 
-def main() -> None:
+def write_untrained(
+    description: str | None, build: Callable[[], _Model], save: Callable[[_Model, Path], None]
+) -> None:
+    """Is the program that builds a model and saves it where the command line says."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
     torch.manual_seed(0)
-    model = Qwen2_5_VLForConditionalGeneration(build_config(build_tokenizer()))
-    save_checkpoint(model, out)
+    model = build()
+    save(model, out)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters in {out}")
+
+
+def main() -> None:
+    write_untrained(
+        __doc__, lambda: Qwen2_5_VLForConditionalGeneration(build_config(build_tokenizer())), save_checkpoint
+    )
 
 
 if __name__ == "__main__":

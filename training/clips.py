@@ -13,6 +13,7 @@ evaluation and are never drawn here.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import itertools
 import json
@@ -29,7 +30,7 @@ import torch
 
 import video
 from epd.errors import RequestError
-from epd.shapes import Scene, footage_level, make_scene
+from epd.shapes import Scene, SceneObject, footage_level, make_scene
 from epd.shapes.footage import resized
 from epd.shapes.world import max_objects
 from epd.types import UInt8Array
@@ -126,6 +127,18 @@ class FootageMix:
 
 
 ALL_STILL = FootageMix({})
+
+
+def cropped(item: SceneObject, start_s: float, end_s: float) -> SceneObject:
+    """Returns the object as it is seen in [start_s, end_s), in the time of the part."""
+    first_s, last_s = max(item.start_s, start_s), min(item.end_s, end_s)
+    return dataclasses.replace(
+        item,
+        start_s=first_s - start_s,
+        end_s=last_s - start_s,
+        start_xy=item.position(first_s),
+        end_xy=item.position(last_s),
+    )
 
 
 def film(

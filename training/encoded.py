@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from epd.shapes import Scene, SceneObject
-from training.clips import Clip, read_shard
+from epd.shapes import Scene
+from training.clips import Clip, cropped, read_shard
 from training.vision import encode, patchify
 
 # One shard of every length, see `training.clips`.
@@ -38,24 +38,12 @@ def crop(clip: EncodedClip, first: int, stop: int) -> EncodedClip | None:
     start_s, end_s = first * 2 * clip.gap_s, stop * 2 * clip.gap_s
     frame_times = start_s + clip.gap_s * np.arange(2 * (stop - first))
     objects = tuple(
-        _cropped(item, start_s, end_s)
+        cropped(item, start_s, end_s)
         for item in clip.scene.objects
         if ((frame_times >= item.start_s) & (frame_times < item.end_s)).any()
     )
     scene = Scene(clip.scene.seed, end_s - start_s, objects)
     return EncodedClip(scene, clip.gap_s, clip.embeddings[first:stop]) if objects else None
-
-
-def _cropped(item: SceneObject, start_s: float, end_s: float) -> SceneObject:
-    """Returns the object as it is seen in [start_s, end_s), in the time of the part."""
-    first_s, last_s = max(item.start_s, start_s), min(item.end_s, end_s)
-    return dataclasses.replace(
-        item,
-        start_s=first_s - start_s,
-        end_s=last_s - start_s,
-        start_xy=item.position(first_s),
-        end_xy=item.position(last_s),
-    )
 
 
 def retime(clip: EncodedClip, gap_s: float) -> EncodedClip:

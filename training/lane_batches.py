@@ -17,16 +17,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from epd.shapes import Question
-from epd.shapes.stories import ask_which_clip, timestamps_s
+from epd.shapes.stories import timestamps_s
 from training.checkpoint import SYSTEM_PROMPT
 from training.lane_decoder import PADDING
 from training.lane_scenes import Events, Shown, draw_shown, questions_about
 from training.lanes import TOKENS
+from training.rows import VISUAL, Row, ask_clips, stacked
 
-NO_TARGET = -100
-VISUAL = -1  # stands for the id of a visual token
 _TWO_CLIPS_SHARE = 0.15
-_NUM_CLIP_QUESTIONS = 8
 _END = "<|im_end|>\n<|im_start|>"
 
 Embed = Callable[[Shown], Tensor]
@@ -102,20 +100,12 @@ def _tensors(record: Batch | Events, device: torch.device) -> dict[str, Any]:
     return {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
 
 
-Row = tuple[list[int], list[int], list[int], list[float]]
-
-
 def lay_out(prompts: Prompts, shown: Sequence[Shown], questions: list[Question]) -> Row:
-    """Returns one sequence: ids, segments, targets and their weights."""
-    ids = [*prompts.head, *(token for each in shown for token in prompts.media(each))]
-    segments, targets, weights = [0] * len(ids), [NO_TARGET] * len(ids), [0.0] * len(ids)
+    """Returns one sequence."""
+    row = Row([*prompts.head, *(token for each in shown for token in prompts.media(each))])
     for number, question in enumerate(questions, 1):
-        read, answer = prompts.question(question)
-        ids += read + answer
-        segments += [number] * (len(read) + len(answer))
-        targets += [NO_TARGET] * (len(read) - 1) + answer + [NO_TARGET]
-        weights += [0.0] * (len(read) - 1) + [len(answer) ** -0.5] * len(answer) + [0.0]
-    return ids, segments, targets, weights
+        row.ask(number, *prompts.question(question))
+    return row
 
 
 def positions_of(ids: Tensor, segments: Tensor) -> Tensor:
@@ -143,15 +133,7 @@ def make_batch(
     embed: Embed,
 ) -> Batch:
     rows = [lay_out(prompts, clips, asked) for clips, asked in zip(shown, questions, strict=True)]
-    length = max(len(row[0]) for row in rows)
-
-    def padded(values: list[Any], fill: float) -> Tensor:
-        return torch.tensor(values + [fill] * (length - len(values)))
-
-    ids, segments, targets, weights = (
-        torch.stack([padded(row[column], fill) for row in rows])  # type: ignore[arg-type]
-        for column, fill in enumerate((0, PADDING, NO_TARGET, 0.0))
-    )
+    ids, segments, targets, weights = stacked(rows, PADDING)
     clips = [each for row in shown for each in row]
     return Batch(
         ids=ids.clamp(min=0),
@@ -188,8 +170,3 @@ def draw_batch(prompts: Prompts, rng: random.Random, budget: int, longest: int, 
     return make_batch(
         prompts, [(clip,) for clip in clips], [questions_about(clip, rng, 3, 2) for clip in clips], embed
     )
-
-
-def ask_clips(clips: tuple[Shown, Shown], rng: random.Random) -> list[Question]:
-    """Draws questions about two videos."""
-    return [ask_which_clip(clips[0].scene, clips[1].scene, rng) for _ in range(_NUM_CLIP_QUESTIONS)]

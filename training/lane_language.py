@@ -12,9 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,16 +21,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Qwen3VLForConditionalGeneration
 
-from epd.shapes import SHAPES, QuestionKind
-from training.lane_batches import NO_TARGET, Batch, Embed, Prompts, draw_batch, make_batch
+from epd.shapes import SHAPES
+from training.lane_batches import Batch, Embed, Prompts, draw_batch, make_batch
 from training.lane_decoder import decode
 from training.lane_scenes import Imagined, draw_shown, questions_about
-from training.lane_vision import errors_of, load_vision
+from training.lane_vision import errors_of
 from training.lanes import HIDDEN_SIZE
-from training.loop import Training
-from training.muon import StackedMuon
+from training.loop import Training, base_parser
 from training.qwen3_checkpoint import build_model, build_tokenizer, save_checkpoint
-from training.vision import read_clips
+from training.rows import NO_TARGET, right_by_kind
+from training.vision import load_vision, read_clips
 
 # After so many layers, visual tokens are to know what `Probes` reads.
 _PROBED_LAYERS = (2, 3, 4)
@@ -39,7 +38,7 @@ _PROBES_WEIGHT = 0.2
 _EVENT_WEIGHT = torch.tensor(5.0)
 _FAR = 0.2
 _EMBEDDING_RATE = 0.25
-_SAVE_S, _REPORT_STEPS = 240, 25
+_REPORT_STEPS = 25
 # (until this share of the training, at most this number of frame pairs)
 _CURRICULUM = ((0.15, 8), (0.6, 16), (0.72, 32), (0.82, 64), (0.9, 128), (2.0, 256))
 # Videos of so many frame pairs, so many of them.
@@ -83,17 +82,6 @@ def answer_logits(model: Qwen3VLForConditionalGeneration, batch: Batch) -> tuple
     return functional.linear(wanted.bfloat16(), table.bfloat16()).float(), states
 
 
-def right_by_kind(batch: Batch, right: Tensor) -> Iterator[tuple[QuestionKind, bool]]:
-    """Yields whether every token of each answer was right; `right` bool [T] as answer_logits orders them."""
-    rows, columns = (batch.targets != NO_TARGET).nonzero(as_tuple=True)
-    segments = batch.segments[rows, columns]
-    verdicts: dict[tuple[int, int], bool] = {}
-    for row, segment, good in zip(rows.tolist(), segments.tolist(), right.tolist(), strict=True):
-        verdicts[row, segment] = verdicts.get((row, segment), True) and good
-    for (row, segment), good in verdicts.items():
-        yield batch.questions[row][segment - 1].kind, good
-
-
 @torch.inference_mode()
 def validate(
     model: Qwen3VLForConditionalGeneration, prompts: Prompts, longest: int, embed: Embed
@@ -121,7 +109,7 @@ def make_optimizers(model: Qwen3VLForConditionalGeneration, probes: nn.Module) -
     rest = [parameter for parameter in language.parameters() if parameter.ndim == 1]
     table = {"params": [language.embed_tokens.weight], "rate": _EMBEDDING_RATE}
     return [
-        StackedMuon(matrices, weight_decay=0.05),
+        torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(
             [table, {"params": [*rest, *probes.parameters()]}], weight_decay=0.0, betas=(0.9, 0.98)
         ),
@@ -165,7 +153,7 @@ def train(options: argparse.Namespace) -> None:
     training = language.training
     rng = random.Random(options.seed + training.step)
     torch.manual_seed(options.seed + training.step)
-    saved_at, sums = time.monotonic(), Counter[str]()
+    sums = Counter[str]()
     while training.step < options.steps:
         longest = longest_pairs(training.step / options.steps)
         batch = draw_batch(language.prompts, rng, options.budget, longest, language.embed)
@@ -179,9 +167,7 @@ def train(options: argparse.Namespace) -> None:
             )
             sums.clear()
         is_over = training.step == options.steps
-        if is_over or time.monotonic() - saved_at > _SAVE_S:
-            training.save()
-            saved_at = time.monotonic()
+        training.save_now_and_then(is_over=is_over)
         if is_over or training.step % options.validate == 0:
             _report(language, max(16, longest), options.checkpoint)
 
@@ -206,20 +192,12 @@ def rate(step: int, steps: int, peak: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="file to save to and resume from")
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    parser = base_parser(__doc__, steps=4000, lr=2e-3, needs_clips=False)
     parser.add_argument("--device", default="cpu", help="where the language model is taught, like cuda")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--budget", type=int, default=6000, help="tokens per step")
     parser.add_argument("--validate", type=int, default=250, help="steps between validations")
     parser.add_argument("--checkpoint", type=Path, help="folder for a loadable checkpoint")
     parser.add_argument("--vision", type=Path, help="tower that `training.lane_vision` made")
-    parser.add_argument("--clips", type=Path, help="clips of 32x96 to measure the tower's errors on")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     train(options)

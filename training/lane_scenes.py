@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epd.shapes import SHAPES, Question, QuestionKind, Scene, SceneObject, make_questions, make_scene
+from epd.shapes import SHAPES, Question, QuestionKind, Scene, make_questions, make_scene
 from epd.shapes.stories import still_description, stories_at
 from epd.shapes.world import max_objects
-from training.clips import HELD_OUT_SEED
+from training.clips import HELD_OUT_SEED, cropped
 from training.lanes import HEIGHT, TOKENS, codes, embeddings
 
 _LONGEST_S = 1000.0
@@ -116,18 +116,7 @@ def part(scene: Scene, start_s: float, length_s: float) -> Scene:
     """Returns what is seen in [start_s, start_s + length_s), in the time of the part."""
     end_s = start_s + length_s
     kept = [item for item in scene.objects if item.start_s < end_s and start_s < item.end_s]
-    return Scene(scene.seed, length_s, tuple(_cut(item, start_s, end_s) for item in kept))
-
-
-def _cut(item: SceneObject, start_s: float, end_s: float) -> SceneObject:
-    first_s, last_s = max(item.start_s, start_s), min(item.end_s, end_s)
-    return dataclasses.replace(
-        item,
-        start_s=first_s - start_s,
-        end_s=last_s - start_s,
-        start_xy=item.position(first_s),
-        end_xy=item.position(last_s),
-    )
+    return Scene(scene.seed, length_s, tuple(cropped(item, start_s, end_s) for item in kept))
 
 
 def resolved(scene: Scene, times_s: tuple[float, ...]) -> Shown | None:

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import Qwen3VLForConditionalGeneration
-from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
+from encoders.patches import PatchSpec
 from training.clips import Clip
 from training.lanes import (
     HEIGHT,
@@ -35,21 +33,20 @@ from training.lanes import (
 )
 from training.loop import Training, base_parser, learning_rate
 from training.qwen3_checkpoint import build_model, build_tokenizer
-from training.vision import read_clips
+from training.vision import draw_pairs, patches_of, read_clips, run_blocks
 
 GRID_H, GRID_W = MODEL_HEIGHT // PATCH, MODEL_WIDTH // PATCH
+_HALF = (127.5,) * 3
+_PATCHES = PatchSpec(PATCH, MERGE, frames_per_unit=2, mean=_HALF, std=_HALF, resample=3)
 _GRID = torch.tensor([[1, GRID_H, GRID_W]])
-_SAVE_S = 240
+_REDRAWN = 0.7  # of pairs that show nothing
 # Clips that are not learned from, and pairs of their frames that are looked at.
 _HELD_OUT, _NUM_JUDGED = 200, 2048
 
 
 def patchify(pairs: Tensor) -> Tensor:
     """Returns the processor's patches: uint8 [B, 2, 32, 96, 3] -> normalised float32 [B, 12, 1536]."""
-    pixels = pairs.float() / 127.5 - 1
-    rows, columns = GRID_H // MERGE, GRID_W // MERGE
-    blocks = pixels.view(len(pairs), 2, rows, MERGE, PATCH, columns, MERGE, PATCH, 3)
-    return blocks.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(len(pairs), GRID_H * GRID_W, -1)
+    return patches_of(pairs, _PATCHES)
 
 
 def encode(visual: nn.Module, patches: Tensor) -> Tensor:
@@ -57,7 +54,6 @@ def encode(visual: nn.Module, patches: Tensor) -> Tensor:
 
     The same arithmetic as the module's own forward, batched instead of one pair after another.
     """
-    batch, count, _ = patches.shape
     hidden = functional.linear(
         patches, visual.patch_embed.proj.weight.flatten(1), visual.patch_embed.proj.bias
     )
@@ -71,30 +67,15 @@ def encode(visual: nn.Module, patches: Tensor) -> Tensor:
     )
     hidden = hidden + (visual.pos_embed(indices) * weights[:, :, None]).sum(1)
     cos, sin = visual.rotary_pos_emb(hidden, get_vision_position_ids(_GRID, MERGE, kwargs={}))
-    for block in visual.blocks:
-        qkv = block.attn.qkv(block.norm1(hidden)).view(batch, count, 3, block.attn.num_heads, -1)
-        query, key, value = qkv.unbind(2)
-        query, key = apply_rotary_pos_emb_vision(query, key, cos, sin)
-        mixed = functional.scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        )
-        hidden = hidden + block.attn.proj(mixed.transpose(1, 2).reshape(batch, count, -1))
-        hidden = hidden + block.mlp(block.norm2(hidden))
-    return visual.merger(hidden.reshape(batch * count, -1)).view(batch, TOKENS, -1)
+    return run_blocks(visual, hidden, cos, sin)
 
 
 def draw_batch(clips: list[Clip], rng: random.Random, size: int) -> tuple[Tensor, Tensor]:
     """Draws frame pairs and single frames, uint8 [B, 2, 32, 96, 3], and their codes [B, 3, CODE_SIZE]."""
     pairs, targets = [], []
-    while len(pairs) < size:
-        clip = rng.choice(clips)
-        first = rng.randrange(len(clip.frames) // 2) * 2
-        second = first if rng.random() < 0.15 else first + 1
-        times_s = [clip.times_s[first], clip.times_s[second]]
-        if not any(clip.scene.visible(time_s) for time_s in times_s) and rng.random() < 0.7:
-            continue
-        pairs.append(np.stack([clip.frames[first], clip.frames[second]]))
-        targets.append(codes(clip.scene, times_s)[0])
+    for pair, scene, times_s in draw_pairs(clips, rng, size, _REDRAWN):
+        pairs.append(pair)
+        targets.append(codes(scene, times_s)[0])
     return torch.from_numpy(np.stack(pairs)), torch.stack(targets)
 
 
@@ -120,7 +101,6 @@ def train(options: argparse.Namespace) -> None:
     rng = random.Random(options.seed + training.step)
     clips = read_clips(options.clips)
     held_out, clips = clips[:_HELD_OUT], clips[_HELD_OUT:]
-    saved_at = time.monotonic()
     while training.step < options.steps:
         pairs, targets = draw_batch(clips, rng, options.batch)
         with torch.autocast("cpu", torch.bfloat16):
@@ -129,9 +109,7 @@ def train(options: argparse.Namespace) -> None:
         training.update(loss, learning_rate(training.step, options.steps, options.lr))
         if training.step % 200 == 0 or training.step == options.steps:
             report(visual, held_out)
-        if training.step == options.steps or time.monotonic() - saved_at > _SAVE_S:
-            training.save()
-            saved_at = time.monotonic()
+        training.save_now_and_then(is_over=training.step == options.steps)
     torch.save({"visual": visual.state_dict()}, options.final)
 
 
@@ -148,11 +126,6 @@ def errors_of(visual: nn.Module, clips: list[Clip]) -> Tensor:
     pairs, targets = draw_batch(clips[:_HELD_OUT], random.Random(1), _NUM_JUDGED)
     seen = torch.cat([encode(visual, patchify(some)) for some in pairs.split(256)])
     return (seen - embeddings(targets)).flatten(0, 1).clone()
-
-
-def load_vision(model: Qwen3VLForConditionalGeneration, path: Path) -> None:
-    model.model.visual.load_state_dict(torch.load(path)["visual"])
-    model.model.visual.requires_grad_(False)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import argparse
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from epd.shapes import SHAPES, QuestionKind
-from training.batches import NO_TARGET, USUAL_GAP_S, Batch, Prompts, ask_all, draw_batch, make_batch
+from epd.shapes import SHAPES
+from training.batches import USUAL_GAP_S, Batch, Prompts, ask_all, draw_batch, make_batch
 from training.checkpoint import build_config, build_tokenizer, save_checkpoint
 from training.encoded import EncodedPool, retime
 from training.loop import Training, base_parser, learning_rate
-from training.vision import TOKENS
+from training.rows import NO_TARGET, right_by_kind
+from training.vision import TOKENS, load_vision
 
 # After so many layers, visual tokens are to know what `Probes` reads.
 _PROBED_LAYERS = (3, 4, 5)
@@ -96,17 +97,6 @@ def answer_logits(model: Qwen2_5_VLForConditionalGeneration, batch: Batch) -> tu
         return model.lm_head(hidden[wanted]).float(), batch.targets[wanted], batch.weights[wanted]
 
 
-def right_by_kind(batch: Batch, right: Tensor) -> Iterator[tuple[QuestionKind, bool]]:
-    """Yields whether every token of each answer was right; `right` bool [T] as answer_logits orders them."""
-    rows, columns = (batch.targets != NO_TARGET).nonzero(as_tuple=True)
-    segments = batch.segments[rows, columns]
-    verdicts: dict[tuple[int, int], bool] = {}
-    for row, segment, good in zip(rows.tolist(), segments.tolist(), right.tolist(), strict=True):
-        verdicts[row, segment] = verdicts.get((row, segment), True) and good
-    for (row, segment), good in verdicts.items():
-        yield batch.questions[row][segment - 1].kind, good
-
-
 @torch.inference_mode()
 def validate(model: nn.Module, pool: EncodedPool, prompts: Prompts, budget: int) -> dict[str, float]:
     """Returns accuracy by length and by kind on clips never trained on."""
@@ -143,11 +133,6 @@ def make_optimizers(model: Qwen2_5_VLForConditionalGeneration) -> list[torch.opt
 def longest_pairs(share: float) -> int:
     """Returns the longest video trained on, in frame pairs, when `share` of the training is over."""
     return next(longest for until, longest in _CURRICULUM if share < until)
-
-
-def load_vision(model: Qwen2_5_VLForConditionalGeneration, path: Path) -> None:
-    model.model.visual.load_state_dict(torch.load(path)["visual"])
-    model.model.visual.requires_grad_(False)
 
 
 def start_from(model: Qwen2_5_VLForConditionalGeneration, tokenizer: Qwen2Tokenizer, folder: Path) -> None:

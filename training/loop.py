@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 _REPORT_STEPS = 25
 _WARMUP_STEPS = 100
+_SAVE_S = 240
 
 
 class Training:
@@ -25,7 +26,7 @@ class Training:
         if path.exists():
             self._resume()
         self._losses: list[float] = []
-        self._reported_at = time.monotonic()
+        self._reported_at = self._saved_at = time.monotonic()
 
     def _resume(self) -> None:
         saved = torch.load(self._path, map_location="cpu")
@@ -42,6 +43,12 @@ class Training:
         temporary = self._path.with_suffix(".part")
         torch.save({**states, "optimizers": optimizers, "step": self.step}, temporary)
         temporary.rename(self._path)
+        self._saved_at = time.monotonic()
+
+    def save_now_and_then(self, *, is_over: bool) -> None:
+        """Saves at the end, and before it every few minutes."""
+        if is_over or time.monotonic() - self._saved_at > _SAVE_S:
+            self.save()
 
     def update(self, loss: Tensor, rate: float) -> None:
         """Takes one step down the gradient of `loss`; prints the mean loss and the pace now and then."""
@@ -72,12 +79,14 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * share)))
 
 
-def base_parser(description: str | None, *, steps: int, lr: float) -> argparse.ArgumentParser:
-    """Returns the options that both steps have."""
+def base_parser(
+    description: str | None, *, steps: int, lr: float, needs_clips: bool = True
+) -> argparse.ArgumentParser:
+    """Returns the options that all steps have."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--clips", type=Path, required=True, help="folder that `training.clips` wrote")
+    parser.add_argument("--clips", type=Path, required=needs_clips, help="folder that `training.clips` wrote")
     parser.add_argument("--out", type=Path, required=True, help="file to save to and resume from")
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--lr", type=float, default=lr, help="peak learning rate")

@@ -8,7 +8,6 @@ that is to name a time copies one token of the prompt.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -16,7 +15,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Regex as TokenizerRegex
 from torch import Tensor
@@ -36,8 +34,9 @@ from training.checkpoint import (
     CHAT_TEMPLATE,
     MAX_FRAMES,
     SPECIAL_TOKENS,
-    build_generation_config,
     corpus,
+    write_folder,
+    write_untrained,
 )
 from training.lanes import HIDDEN_SIZE, MERGE, PATCH, directions
 
@@ -208,30 +207,13 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGene
 
 
 def save_checkpoint(model: Qwen3VLForConditionalGeneration, out: Path) -> None:
-    """Writes the whole folder. Weights are stored in bfloat16, half the size, for use in float32."""
+    """Writes the whole folder."""
     tokenizer = build_tokenizer()
-    out.mkdir(parents=True, exist_ok=True)
-    model.config.save_pretrained(out)
-    build_generation_config(tokenizer).save_pretrained(out)
-    build_processor(tokenizer).save_pretrained(out)
-    weights = {
-        name: tensor.to(torch.bfloat16).contiguous()
-        for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight"
-    }
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    write_folder(model, tokenizer, build_processor(tokenizer), out)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    torch.manual_seed(0)
-    model = build_model(build_tokenizer())
-    save_checkpoint(model, out)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters in {out}")
+    write_untrained(__doc__, lambda: build_model(build_tokenizer()), save_checkpoint)
 
 
 if __name__ == "__main__":

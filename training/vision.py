@@ -17,7 +17,9 @@ from __future__ import annotations
 import argparse
 import copy
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +29,10 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
+from encoders.patches import PatchSpec, patchify_plain
 from epd.shapes import COLOURS, SHAPES, Scene, SceneObject
 from epd.shapes.world import NUM_LANES
+from epd.types import UInt8Array
 from training.checkpoint import build_config, build_tokenizer
 from training.clips import MODEL_HEIGHT, MODEL_WIDTH, SOURCE_HEIGHT, SOURCE_WIDTH, Clip, read_shard
 from training.loop import Training, base_parser, learning_rate
@@ -38,8 +42,17 @@ GRID_H, GRID_W = MODEL_HEIGHT // PATCH, MODEL_WIDTH // PATCH
 ROWS, COLUMNS = GRID_H // MERGE, GRID_W // MERGE
 TOKENS = ROWS * COLUMNS
 _NAMES = (*SHAPES, *COLOURS)
-# Most tokens show no more than background.
+_PATCHES = PatchSpec(
+    PATCH,
+    MERGE,
+    frames_per_unit=2,
+    mean=tuple(255 * each for each in OPENAI_CLIP_MEAN),
+    std=tuple(255 * each for each in OPENAI_CLIP_STD),
+    resample=3,
+)
+# Most tokens show no more than background, and most pairs of frames that show nothing are drawn again.
 _POSITIVE_WEIGHT = torch.tensor(3.0)
+_REDRAWN = 0.8
 # Pairs of frames whose embeddings are looked at, to whiten them and to find a direction.
 _WHITENING_PAIRS, _DIRECTION_PAIRS = 1024, 512
 # Directions that vary less than this carry no name and are not blown up.
@@ -53,12 +66,12 @@ _HIGHEST, _LOWEST = 0.3, 0.7
 
 def patchify(pairs: Tensor) -> Tensor:
     """Returns the processor's patches: uint8 [B, 2, 84, 140, 3] -> normalised float32 [B, 60, 1176]."""
-    mean = torch.tensor(OPENAI_CLIP_MEAN) * 255
-    std = torch.tensor(OPENAI_CLIP_STD) * 255
-    pixels = (pairs.float() - mean) / std
-    blocks = pixels.view(len(pairs), 2, ROWS, MERGE, PATCH, COLUMNS, MERGE, PATCH, 3)
-    ordered = blocks.permute(0, 2, 5, 3, 6, 8, 1, 4, 7)
-    return ordered.reshape(len(pairs), GRID_H * GRID_W, -1)
+    return patches_of(pairs, _PATCHES)
+
+
+def patches_of(pairs: Tensor, spec: PatchSpec) -> Tensor:
+    """Returns patches of pairs of frames: uint8 [B, 2, H, W, 3] -> float32 [B, N, 6 * side**2]."""
+    return patchify_plain(pairs.flatten(0, 1), spec).view(len(pairs), -1, 6 * spec.side**2)
 
 
 def encode(visual: nn.Module, patches: Tensor) -> Tensor:
@@ -70,6 +83,12 @@ def encode(visual: nn.Module, patches: Tensor) -> Tensor:
     batch, count, _ = patches.shape
     hidden = visual.patch_embed(patches.reshape(batch * count, -1)).view(batch, count, -1)
     cos, sin = visual.rotary_pos_emb(hidden, _patch_positions())
+    return run_blocks(visual, hidden, cos, sin)
+
+
+def run_blocks(visual: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns embeddings of patches that are rotated by cos and sin: [B, N, width] -> [B, N / 4, hidden]."""
+    batch, count, _ = hidden.shape
     for block in visual.blocks:
         attention = block.attn
         qkv = attention.qkv(block.norm1(hidden)).view(batch, count, 3, attention.num_heads, -1)
@@ -80,7 +99,7 @@ def encode(visual: nn.Module, patches: Tensor) -> Tensor:
         )
         hidden = hidden + attention.proj(mixed.transpose(1, 2).reshape(batch, count, -1))
         hidden = hidden + block.mlp(block.norm2(hidden))
-    return visual.merger(hidden.reshape(batch * count, -1)).view(batch, TOKENS, -1)
+    return visual.merger(hidden.reshape(batch * count, -1)).view(batch, count // MERGE**2, -1)
 
 
 def _patch_positions() -> Tensor:
@@ -146,17 +165,30 @@ def draw_batch(clips: list[Clip], rng: random.Random, size: int) -> tuple[Tensor
     Returns their targets, too: names float32 [B, 15, 14] and heights float32 [B, 15].
     """
     pairs, targets, heights = [], [], []
-    while len(pairs) < size:
+    for pair, scene, times_s in draw_pairs(clips, rng, size, _REDRAWN):
+        pairs.append(pair)
+        targets.append(token_targets(scene, times_s))
+        heights.append(token_heights(scene, times_s))
+    return torch.from_numpy(np.stack(pairs)), torch.stack(targets), torch.stack(heights)
+
+
+def draw_pairs(
+    clips: list[Clip], rng: random.Random, size: int, redrawn: float
+) -> Iterator[tuple[UInt8Array, Scene, list[float]]]:
+    """Yields pairs of neighbouring frames, or of one frame twice, [2, H, W, 3], with scene and instants.
+
+    redrawn: share of those that show nothing in whose place others are drawn
+    """
+    num_drawn = 0
+    while num_drawn < size:
         clip = rng.choice(clips)
         first = rng.randrange(len(clip.frames) // 2) * 2
         second = first if rng.random() < 0.15 else first + 1
         times_s = [clip.times_s[first], clip.times_s[second]]
-        if not any(clip.scene.visible(time_s) for time_s in times_s) and rng.random() < 0.8:
+        if not any(clip.scene.visible(time_s) for time_s in times_s) and rng.random() < redrawn:
             continue
-        pairs.append(np.stack([clip.frames[first], clip.frames[second]]))
-        targets.append(token_targets(clip.scene, times_s))
-        heights.append(token_heights(clip.scene, times_s))
-    return torch.from_numpy(np.stack(pairs)), torch.stack(targets), torch.stack(heights)
+        num_drawn += 1
+        yield np.stack([clip.frames[first], clip.frames[second]]), clip.scene, times_s
 
 
 def exact_share(logits: Tensor, targets: Tensor) -> float:
@@ -198,6 +230,12 @@ def least_used_direction(visual: nn.Module, clips: list[Clip], rng: random.Rando
     pairs, _, _ = draw_batch(clips, rng, _DIRECTION_PAIRS)
     embeddings = torch.cat([encode(visual, patchify(part)) for part in pairs.split(64)]).flatten(0, 1)
     return torch.linalg.eigh(torch.cov(embeddings.T)).eigenvectors[:, 0].clone()
+
+
+def load_vision(model: Any, path: Path) -> None:
+    """Gives a model the tower that a step of training has made, to be learned no more."""
+    model.model.visual.load_state_dict(torch.load(path)["visual"])
+    model.model.visual.requires_grad_(False)
 
 
 def read_clips(folder: Path) -> list[Clip]:

@@ -14,12 +14,12 @@ from transformers import Qwen3VLForConditionalGeneration
 from encoders.registry import load_adapter
 from epd.shapes import SHAPES, Question, QuestionKind, Scene, SceneObject
 from training import lane_language, lane_vision
-from training.lane_batches import NO_TARGET, Batch, Prompts, make_batch
+from training.lane_batches import Batch, Prompts, make_batch
 from training.lane_decoder import decode
 from training.lane_scenes import Events, Imagined, Shown, draw_shown, questions_about
 from training.lanes import HEIGHT, codes, directions, embeddings
-from training.muon import StackedMuon
 from training.qwen3_checkpoint import TIMESTAMP_ENDS, build_model, build_processor, build_tokenizer
+from training.rows import NO_TARGET
 
 RED_STAR = SceneObject("star", "red", 3.0, 13.0, 1, (0.5, 0.3), (0.5, 0.7), 0.4)
 BLUE_RING = SceneObject("ring", "blue", 14.0, 20.0, 1, (0.5, 0.5), (0.5, 0.5), 0.4)
@@ -135,28 +135,6 @@ def test_the_decoder_and_its_positions_are_those_of_transformers(
         ours = decode(language, inputs, batch.positions, batch.segments)[-1]
         theirs = language(inputs_embeds=inputs, position_ids=positions, use_cache=False).last_hidden_state[0]
     assert (ours - theirs).norm() < 0.03 * theirs.norm()  # ours is in bfloat16
-
-
-def test_stacked_muon_steps_as_torch_does() -> None:
-    torch.manual_seed(0)
-    shapes = [(16, 32), (16, 32), (32, 16), (24, 24)]
-    ours, theirs = (
-        [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(3))) for shape in shapes]
-        for _ in range(2)
-    )
-    begun = [each.detach().clone() for each in ours]
-    stacked = StackedMuon(ours, weight_decay=0.05)
-    torchs = torch.optim.Muon(theirs, lr=1e-2, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
-    for _ in range(3):
-        for one, other in zip(ours, theirs, strict=True):
-            one.grad = torch.randn_like(one)
-            other.grad = one.grad.clone()
-        for group in stacked.param_groups:
-            group["lr"] = 1e-2
-        stacked.step()
-        torchs.step()
-    for one, other, before in zip(ours, theirs, begun, strict=True):
-        assert (one - other).norm() < 0.05 * (other - before).norm()  # both compute in bfloat16
 
 
 @pytest.mark.parametrize("num_frames", [2, 33, 512])

@@ -17,11 +17,12 @@ from epd.models import embedded_model_path
 from epd.shapes import SHAPES, Question, QuestionKind, Scene
 from epd.shapes.world import SceneObject
 from training import clips, language, vision
-from training.batches import NO_TARGET, Prompts, Sightings, ask, ask_clips, make_batch
+from training.batches import Prompts, Sightings, ask, make_batch
 from training.checkpoint import build_config, build_tokenizer
 from training.clips import HELD_OUT_SEED, Clip, is_resolved, read_shard
 from training.encoded import EncodedClip, crop, encode_shard
 from training.loop import Training
+from training.rows import NO_TARGET, ask_clips
 
 
 @pytest.fixture(scope="module")
