@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -261,14 +260,9 @@ def _slope(points: Iterable[tuple[int, int]]) -> float:
 
 def _clock(placement: Placement, num_threads: int) -> Callable[[], float]:
     """Returns the clock of all measurements: CPU time of one thread or wall time; a GPU completes first."""
-    if placement.is_cuda:
-        return partial(_time_completed, placement.device)
-    return time.process_time if num_threads == 1 else time.perf_counter
-
-
-def _time_completed(device: torch.device) -> float:
-    torch.cuda.synchronize(device)
-    return time.perf_counter()
+    if placement.is_cuda or num_threads != 1:
+        return wall_clock(placement.device)
+    return time.process_time
 
 
 def _area(size: tuple[int, int]) -> int:

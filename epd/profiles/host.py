@@ -37,6 +37,8 @@ class Overhead:
 
 
 _NOTHING = Overhead()
+# Fields of `HostCosts`: actions on the way of a request.
+WAYS = ("request", "split", "media", "image", "video", "sent", "second", "end")
 _LEAST_FREE = 0.05  # cores left free of idle use, however slow all of them are
 
 
@@ -92,9 +94,8 @@ class HostCosts:
 
     def times(self, factor: float) -> HostCosts:
         """Returns costs with work multiplied by a factor; pure delays stay as they were."""
-        ways = ("request", "split", "media", "image", "video", "sent", "second", "end")
         seconds = ("token_s", "encode_s", "prefill_s", "decode_s", "sequence_s")
-        changes: dict[str, Any] = {name: getattr(self, name).times(factor) for name in ways}
+        changes: dict[str, Any] = {name: getattr(self, name).times(factor) for name in WAYS}
         changes |= {name: factor * getattr(self, name) for name in seconds}
         return replace(
             self, idle_cores=min(factor * self.idle_cores, self.num_cores - _LEAST_FREE), **changes

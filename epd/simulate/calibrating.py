@@ -15,7 +15,7 @@ import numpy as np
 
 from epd.profiles.app_costs import Figures, median
 from epd.profiles.cost import nonnegative_fit
-from epd.profiles.host import HostCosts
+from epd.profiles.host import WAYS, HostCosts
 from epd.profiles.profile import Profile
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.deployment import Deployment
@@ -26,10 +26,10 @@ from epd.topology import parse_topology
 from epd.types import Float64Array
 from epd.workload.requests import Workload
 
-# On the way of a request, in its workers, and beside both.
-_WAYS = ("request", "split", "media", "image", "video", "sent", "second", "end")
+# Fields of `HostCosts` beside WAYS: in the workers of a request.
 _IN_WORKERS = ("encode_s", "prefill_s", "decode_s")
-# Of "media" that would not be told from tokens: texts have more of them.
+# Actions that take time beside the way of a request, too.
+# Those of "media" would not be told from those of tokens: texts have more of them.
 _BESIDE = ("request", "split", "image", "video", "sent")
 _NUM_ROUNDS, _STEP_S = 3, 0.002
 # Larger relative errors count by their size, not its square: what disturbs the machine is in a few answers.
@@ -116,13 +116,13 @@ def _weights(errors: Float64Array) -> Float64Array:
 
 
 def _costs(host: HostCosts) -> Float64Array:
-    ways = [getattr(host, name).work_s for name in _WAYS]
+    ways = [getattr(host, name).work_s for name in WAYS]
     return np.array(ways + [getattr(host, name) for name in _IN_WORKERS])
 
 
 def _with_costs(host: HostCosts, costs: Float64Array) -> HostCosts:
     values = iter(map(float, costs))
-    fields: dict[str, Any] = {name: replace(getattr(host, name), work_s=next(values)) for name in _WAYS}
+    fields: dict[str, Any] = {name: replace(getattr(host, name), work_s=next(values)) for name in WAYS}
     fields |= dict(zip(_IN_WORKERS, values, strict=True))
     return replace(host, **fields)
 
