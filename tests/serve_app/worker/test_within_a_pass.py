@@ -160,14 +160,13 @@ def test_a_group_that_comes_in_a_pass_is_encoded_beside_it(
 
     async def run() -> None:
         async with paused(merged_bench, gate, MERGED) as worker:
+            granted = worker.put(Prefill(plan.generate_request("media"), plan.groups, None))
             gate.first.release()
-            gate.last.release()
-            assert await worker.reply(Prefill(plan.generate_request("media"), plan.groups, None))
+            assert await asyncio.wait_for(granted, SOON_S)
             await worker.until(lambda: bool(worker.of(Grant)))
             group = plan.groups[worker.of(Grant)[0].group]
             gate.reached.clear()
-            gate.first.release()
-            gate.last.release()
+            gate.last.release()  # the next pass is held, too
             assert await asyncio.to_thread(gate.reached.wait, SOON_S)
             message = EncodeGroup("media", worker.of(Grant)[0].ticket, group)
             taken = worker.put(message, merged_bench.pixels(question, group))
@@ -176,7 +175,9 @@ def test_a_group_that_comes_in_a_pass_is_encoded_beside_it(
             assert worker.thread.core is not None
             role = worker.thread.core.hosted["encode"]
             assert isinstance(role, EncodeRole)
-            assert role.stage.is_encoding or role.stage.counts.num_groups
+            async with asyncio.timeout(SOON_S):  # the reply comes first
+                while not (role.stage.is_encoding or role.stage.counts.num_groups):
+                    await asyncio.sleep(0.01)
             gate.open()
             await worker.until(lambda: bool(worker.of(SpanDone)))
 
