@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-together test-timed test-topologies explore soak structured clients kernels check lint types fix wheel bench score gpu gpu-dry clean
+.PHONY: help demo test test-together test-timed test-compiled test-topologies explore soak structured clients kernels check lint types fix wheel bench score gpu gpu-dry clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -31,7 +31,13 @@ demo: $(STAMP) ## make a 60 s video, ask five questions, print answers, truth an
 	$(BIN)/epd demo
 
 test: lint ## lint, types and all tests, in TEST_PROCESSES at once (how long: CONTRIBUTING.md)
-	$(MAKE) --no-print-directory -j 3 test-together test-timed types
+	$(MAKE) --no-print-directory -j 2 types test-compiled
+	$(MAKE) --no-print-directory -j 2 test-together test-timed
+
+# Imports all tests once, beside mypy: each process of tests would compile them and what they import itself.
+# What fails here fails again where it is shown.
+test-compiled: $(STAMP)
+	-@$(BIN)/python -m pytest --collect-only -qq > /dev/null
 
 test-together: $(STAMP)
 	nice $(BIN)/python -m pytest -n $(TEST_PROCESSES) --no-loadscope-reorder -m "not timed"

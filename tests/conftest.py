@@ -74,10 +74,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
-
-
 def read_processors_once() -> None:
     """Copies a folder's processor for whoever reads it again: each worker of an application does.
 

@@ -23,7 +23,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import AutoModelForImageTextToText
@@ -119,8 +124,9 @@ class FakeCuda(TorchDispatchMode):
         return self._on_device(func, packet, args, kwargs)
 
     def _on_device(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_view = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
-        if not is_view and "empty" not in packet.__name__:
+        if _is_view(func):
+            return self._view(func, args, kwargs)
+        if "empty" not in packet.__name__:
             self.launches.append(packet.__name__)
         if packet is aten._local_scalar_dense:
             self.wait("a value is read")
@@ -139,6 +145,12 @@ class FakeCuda(TorchDispatchMode):
         self._check(packet, args, kwargs)
         args, kwargs = tree_map(self._faked, (args, kwargs))
         return func(*args, **kwargs)
+
+    def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Asks torch's own kernel, in a quarter of FakeTensorMode's time: half of all calls are views."""
+        with in_kernel_invocation_manager(self.fake):
+            views = func(*args, **kwargs)
+        return tree_map(lambda view: FakeTensor(self.fake, view, CUDA), views)
 
     def _read(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         with unset_fake_temporarily():
@@ -197,6 +209,12 @@ class FakeCuda(TorchDispatchMode):
         if place not in WAITS:
             raise UnlistedWaitError(f"{place[0]}:{frame.f_lineno} in {place[1]}: {how}")
         self.waits.append(place)
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether what the operation returns lies in the memory of its argument, which it does not write."""
+    return any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
 
 
 @cache

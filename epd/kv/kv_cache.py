@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from epd.errors import require
 from epd.kv.block_pool import BlockPool, BlockTable
@@ -378,15 +379,10 @@ class KVCacheManager:
             self._check_request(request)
 
     def _check_references(self, group: int, pool: BlockPool) -> None:
-        holders = [0] * pool.num_blocks
-        for request in self._requests.values():
-            for block in request.tables[group].blocks:
-                holders[block] += 1
-        for node in self._cache.nodes():
-            holders[node.blocks[group]] += 1
-        for block, held in enumerate(holders):
-            if (counted := pool.references(block)) != held:
-                raise AssertionError(f"block {block}: {counted} references are counted, {held} are held")
+        tables = (request.tables[group].blocks for request in self._requests.values())
+        held = Counter(chain.from_iterable(tables))
+        held.update(node.blocks[group] for node in self._cache.nodes())
+        pool.check_holders(held)
 
     def _check_request(self, request: RequestBlocks) -> None:
         size, parent = self.block_size, self._cache.root
