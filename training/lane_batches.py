@@ -20,6 +20,7 @@ from epd.shapes import Question
 from epd.shapes.stories import timestamps_s
 from training.checkpoint import SYSTEM_PROMPT
 from training.lane_decoder import PADDING
+from training.lane_mentions import Mentions
 from training.lane_scenes import Events, Shown, draw_shown, questions_about
 from training.lanes import TOKENS
 from training.rows import VISUAL, Row, ask_clips, stacked
@@ -34,14 +35,14 @@ class Prompts:
     """Token ids of the parts of a conversation."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._known: dict[str, list[int]] = {}
         self.head = self.ids(f"<|im_start|>system\n{SYSTEM_PROMPT}{_END}user\n")
         self.begin, self.end = self.ids("<|vision_start|>"), self.ids("<|vision_end|>")
 
     def ids(self, text: str) -> list[int]:
         if text not in self._known:
-            self._known[text] = self._tokenizer(text)["input_ids"]
+            self._known[text] = self.tokenizer(text)["input_ids"]
         return self._known[text]
 
     def media(self, shown: Shown) -> list[int]:
@@ -62,7 +63,7 @@ class Prompts:
             for token in self.ids(part)
         ]
         read += [*self.ids(question.text), *self.ids(f"{_END}assistant\n")]
-        return read, self._tokenizer(f"{question.answer}<|im_end|>")["input_ids"]
+        return read, self.tokenizer(f"{question.answer}<|im_end|>")["input_ids"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class Batch:
     targets: int64 [B, S], NO_TARGET where nothing is learned; weights: float32 [B, S], of each.
     segments: int64 [B, S], the question that a token belongs to, from 1; PADDING: no token.
     events: what the visual tokens show that one look cannot tell.
+    mentions: what is true of the shapes that questions and answers name.
     """
 
     ids: Tensor
@@ -84,18 +86,20 @@ class Batch:
     weights: Tensor
     segments: Tensor
     events: Events
+    mentions: Mentions
     questions: list[list[Question]]
 
     def to(self, device: torch.device) -> Batch:
         events = replace(self.events, **_tensors(self.events, device))
-        return replace(self, events=events, **_tensors(self, device))
+        mentions = replace(self.mentions, **_tensors(self.mentions, device))
+        return replace(self, events=events, mentions=mentions, **_tensors(self, device))
 
     @property
     def is_token(self) -> Tensor:
         return self.segments != PADDING
 
 
-def _tensors(record: Batch | Events, device: torch.device) -> dict[str, Any]:
+def _tensors(record: Batch | Events | Mentions, device: torch.device) -> dict[str, Any]:
     values = {each.name: getattr(record, each.name) for each in fields(record)}
     return {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
 
@@ -144,6 +148,7 @@ def make_batch(
         weights=weights,
         segments=segments,
         events=Events.of(clips),
+        mentions=Mentions.of(prompts.tokenizer, ids, segments, PADDING, shown),
         questions=questions,
     )
 

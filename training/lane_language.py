@@ -13,7 +13,6 @@ import argparse
 import json
 import random
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,56 +20,26 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Qwen3VLForConditionalGeneration
 
-from epd.shapes import SHAPES
 from training.lane_batches import Batch, Embed, Prompts, draw_batch, make_batch
 from training.lane_decoder import decode
+from training.lane_probes import EventProbes, NameProbes
 from training.lane_scenes import Imagined, draw_shown, questions_about
 from training.lane_vision import errors_of
 from training.lanes import HIDDEN_SIZE
-from training.loop import Training, base_parser
+from training.loop import Progress, Training, base_parser
 from training.qwen3_checkpoint import build_model, build_tokenizer, save_checkpoint
 from training.rows import NO_TARGET, right_by_kind
 from training.vision import load_vision, read_clips
 
-# After so many layers, visual tokens are to know what `Probes` reads.
-_PROBED_LAYERS = (2, 3, 4)
-_PROBES_WEIGHT = 0.2
-_EVENT_WEIGHT = torch.tensor(5.0)
-_FAR = 0.2
-_EMBEDDING_RATE = 0.25
+# Losses of what is read along count so much.
+_EVENTS_WEIGHT, _NAMES_WEIGHT = 0.2, 0.4
+# Rates, in shares of the matrices': embeddings, gains of queries and keys, linear layers that read along.
+_EMBEDDING_RATE, _GAINS_RATE, _PROBES_RATE = 0.25, 4.0, 4.0
 _REPORT_STEPS = 25
 # (until this share of the training, at most this number of frame pairs)
-_CURRICULUM = ((0.15, 8), (0.6, 16), (0.72, 32), (0.82, 64), (0.9, 128), (2.0, 256))
+_CURRICULUM = ((0.15, 8), (0.5, 16), (0.7, 32), (0.85, 64), (0.95, 128), (2.0, 256))
 # Videos of so many frame pairs, so many of them.
 VALIDATED = ((4, 24), (16, 24), (32, 8), (64, 6), (128, 3), (256, 2))
-
-
-class Probes(nn.Module):
-    """Reads from three layers what visual tokens are to know by then; thrown away after training."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.appears, self.left = nn.Linear(hidden_size, len(SHAPES)), nn.Linear(hidden_size, len(SHAPES))
-        self.fallen, self.ordinal = nn.Linear(hidden_size, 1), nn.Linear(hidden_size, len(SHAPES))
-
-    def losses(self, batch: Batch, states: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Returns how far off each is. states: hidden states after each layer, [T, C]."""
-        is_visual = batch.visual[batch.is_token]
-        first, second, third = (states[number - 1][is_visual] for number in _PROBED_LAYERS)
-        seen, one = batch.events, batch.events.is_one
-        fallen = self.fallen(third[one])[:, 0] - seen.fallen[one] / _FAR
-        return {
-            "appears": 5 * _events_loss(self.appears(first), seen.appears),
-            "left": 5 * _events_loss(self.left(second), seen.left),
-            "fallen": fallen.square().mean(),
-            "ordinal": functional.cross_entropy(self.ordinal(third[one]), seen.ordinal[one]),
-        }
-
-
-def _events_loss(logits: Tensor, happened: Tensor) -> Tensor:
-    return functional.binary_cross_entropy_with_logits(
-        logits, happened, pos_weight=_EVENT_WEIGHT.to(happened.device)
-    )
 
 
 def answer_logits(model: Qwen3VLForConditionalGeneration, batch: Batch) -> tuple[Tensor, list[Tensor]]:
@@ -104,15 +73,24 @@ def validate(
 
 
 def make_optimizers(model: Qwen3VLForConditionalGeneration, probes: nn.Module) -> list[torch.optim.Optimizer]:
+    """Returns Muon for the matrices and AdamW for the rest.
+
+    Gains of queries and keys have a higher rate: they bound how sharp a look can be.
+    """
     language = model.model.language_model
     matrices = [parameter for parameter in language.layers.parameters() if parameter.ndim == 2]
-    rest = [parameter for parameter in language.parameters() if parameter.ndim == 1]
-    table = {"params": [language.embed_tokens.weight], "rate": _EMBEDDING_RATE}
+    gains = {name: each for name, each in language.named_parameters() if each.ndim == 1}
+    sharp = [each for name, each in gains.items() if name.endswith(("q_norm.weight", "k_norm.weight"))]
+    rest = [each for name, each in gains.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))]
+    groups = [
+        {"params": [language.embed_tokens.weight], "rate": _EMBEDDING_RATE},
+        {"params": sharp, "rate": _GAINS_RATE},
+        {"params": rest},
+        {"params": list(probes.parameters()), "rate": _PROBES_RATE},
+    ]
     return [
         torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(
-            [table, {"params": [*rest, *probes.parameters()]}], weight_decay=0.0, betas=(0.9, 0.98)
-        ),
+        torch.optim.AdamW(groups, weight_decay=0.0, betas=(0.9, 0.98)),
     ]
 
 
@@ -131,20 +109,29 @@ class _Language:
         visual = self.model.model.visual.requires_grad_(False)
         tower = {name: tensor.clone() for name, tensor in visual.state_dict().items()}
         self.model.to(options.device)
-        self.probes = Probes(HIDDEN_SIZE).to(options.device)
-        modules = {"model": self.model, "probes": self.probes}
-        self.training = Training(modules, make_optimizers(self.model, self.probes), options.out)
+        self.events = EventProbes(HIDDEN_SIZE).to(options.device)
+        self.names = NameProbes(HIDDEN_SIZE).to(options.device)
+        modules = {"model": self.model, "events": self.events, "names": self.names}
+        optimizers = make_optimizers(self.model, nn.ModuleList([self.events, self.names]))
+        self.training = Training(modules, optimizers, options.out)
         if options.vision:
             visual.load_state_dict(tower)  # the saved one may be older
 
-    def losses(self, batch: Batch) -> dict[str, Tensor]:
-        """Returns how far off the answers and the probes are."""
+    def losses(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns what is to become small, and its parts: of the answers, of events and of names."""
         logits, states = answer_logits(self.model, batch)
         is_target = batch.targets != NO_TARGET
         targets, weights = batch.targets[is_target], batch.weights[is_target]
         losses = functional.cross_entropy(logits, targets, reduction="none")
         answers = (losses * weights).sum() / weights.sum()
-        return {"answers": answers, **self.probes.losses(batch, states)}
+        events = self.events.losses(batch, states)
+        names = self.names.losses(batch, states, self.model.get_input_embeddings().weight)
+        total = answers + _EVENTS_WEIGHT * _sum(events) + _NAMES_WEIGHT * _sum(names)
+        return total, {"answers": answers} | events | names
+
+
+def _sum(losses: dict[str, Tensor]) -> Tensor:
+    return torch.stack(list(losses.values())).sum()
 
 
 def train(options: argparse.Namespace) -> None:
@@ -153,22 +140,21 @@ def train(options: argparse.Namespace) -> None:
     training = language.training
     rng = random.Random(options.seed + training.step)
     torch.manual_seed(options.seed + training.step)
+    progress = Progress(options.steps, training.step, options.until, options.begun)
     sums = Counter[str]()
-    while training.step < options.steps:
-        longest = longest_pairs(training.step / options.steps)
+    while not progress.is_over(training.step):
+        share = progress.share(training.step)
+        longest = longest_pairs(share)
         batch = draw_batch(language.prompts, rng, options.budget, longest, language.embed)
-        losses = language.losses(batch.to(options.device))
+        total, losses = language.losses(batch.to(options.device))
         sums.update({name: loss.item() for name, loss in losses.items()})
-        weighted = (loss * (1.0 if name == "answers" else _PROBES_WEIGHT) for name, loss in losses.items())
-        training.update(torch.stack(list(weighted)).sum(), rate(training.step, options.steps, options.lr))
+        training.update(total, options.lr * progress.warmed(training.step) * rate(share))
         if training.step % _REPORT_STEPS == 0:
-            print(
-                json.dumps({name: round(each / _REPORT_STEPS, 3) for name, each in sums.items()}), flush=True
-            )
+            means = {name: round(each / _REPORT_STEPS, 3) for name, each in sums.items()}
+            print(json.dumps({"share": round(share, 3)} | means), flush=True)
             sums.clear()
-        is_over = training.step == options.steps
-        training.save_now_and_then(is_over=is_over)
-        if is_over or training.step % options.validate == 0:
+        training.save_now_and_then(is_over=progress.is_over(training.step))
+        if progress.is_over(training.step) or training.step % options.validate == 0:
             _report(language, max(16, longest), options.checkpoint)
 
 
@@ -184,11 +170,9 @@ def longest_pairs(share: float) -> int:
     return next(longest for until, longest in _CURRICULUM if share < until)
 
 
-def rate(step: int, steps: int, peak: float) -> float:
-    if step < 60:
-        return peak * (step + 1) / 60
-    share = min(1.0, step / steps)
-    return peak * (0.05 + 0.95 * min(1.0, (1 - share) / 0.6))
+def rate(share: float) -> float:
+    """Returns the rate in shares of its peak: level at first, then down to almost nothing."""
+    return 0.02 + 0.98 * min(1.0, (1 - share) / 0.7)
 
 
 def main() -> None:
@@ -198,6 +182,8 @@ def main() -> None:
     parser.add_argument("--validate", type=int, default=250, help="steps between validations")
     parser.add_argument("--checkpoint", type=Path, help="folder for a loadable checkpoint")
     parser.add_argument("--vision", type=Path, help="tower that `training.lane_vision` made")
+    parser.add_argument("--until", help="wall-clock time like 19:25 to end at, whatever the steps")
+    parser.add_argument("--begun", type=float, default=0.0, help="with --until, the share that is over now")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     train(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import math
 import time
 from pathlib import Path
@@ -69,6 +70,39 @@ class Training:
         mean = sum(self._losses) / len(self._losses)
         print(f"step {self.step} loss {mean:.4f} {pace:.2f} steps/s", flush=True)
         self._losses, self._reported_at = [], time.monotonic()
+
+
+class Progress:
+    """Says how much of a training is over: by its steps, or by the clock where it is to end at some time."""
+
+    def __init__(self, steps: int, step: int, until: str | None = None, begun: float = 0.0) -> None:
+        """step: updates made already; the rate warms up anew.
+
+        until: when to end, like 19:25, whatever the steps. begun: the share that is over now, if so.
+        """
+        self._steps, self._first, self._begun = steps, step, begun
+        self._start_s = time.time()
+        self._end_s = until_s(until, self._start_s) if until else None
+
+    def share(self, step: int) -> float:
+        if self._end_s is None:
+            return step / self._steps
+        gone = (time.time() - self._start_s) / max(1.0, self._end_s - self._start_s)
+        return min(1.0, self._begun + (1 - self._begun) * gone)
+
+    def is_over(self, step: int) -> bool:
+        return self.share(step) >= 1
+
+    def warmed(self, step: int) -> float:
+        """Returns what the rate is multiplied by in the first steps."""
+        return min(1.0, (step - self._first + 1) / _WARMUP_STEPS)
+
+
+def until_s(clock: str, now_s: float) -> float:
+    """Returns when the clock shows a time like 19:25 next, in seconds since the epoch."""
+    now = datetime.datetime.fromtimestamp(now_s)
+    end = datetime.datetime.combine(now.date(), datetime.time.fromisoformat(clock))
+    return (end if end > now else end + datetime.timedelta(days=1)).timestamp()
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 from pathlib import Path
@@ -12,10 +13,12 @@ from torch import nn
 from transformers import Qwen3VLForConditionalGeneration
 
 from encoders.registry import load_adapter
-from epd.shapes import SHAPES, Question, QuestionKind, Scene, SceneObject
+from epd.shapes import COLOURS, SHAPES, Question, QuestionKind, Scene, SceneObject
+from epd.shapes.stories import MOTIONS
 from training import lane_language, lane_vision
 from training.lane_batches import Batch, Prompts, make_batch
 from training.lane_decoder import decode
+from training.lane_probes import NameProbes
 from training.lane_scenes import Events, Imagined, Shown, draw_shown, questions_about
 from training.lanes import HEIGHT, codes, directions, embeddings
 from training.qwen3_checkpoint import TIMESTAMP_ENDS, build_model, build_processor, build_tokenizer
@@ -75,6 +78,46 @@ def test_events_are_those_of_the_scene() -> None:
     assert events.left.view(10, 3, -1)[:, 1].nonzero().tolist() == [[7, SHAPES.index("star")]]
     assert events.ordinal.view(10, 3)[:, 1].tolist() == [0] * 7 + [1] * 3
     assert events.fallen.view(10, 3)[6, 1].item() == pytest.approx(0.04 * 9)
+
+
+def test_names_come_with_what_is_true_of_their_shapes() -> None:
+    questions = [
+        Question(QuestionKind.COLOUR, "What colour is the star?", "red"),
+        Question(QuestionKind.AFTER, "What came after the ring?", "nothing"),
+        Question(QuestionKind.PRESENCE, "Is there a cross?", "no"),
+    ]
+    batch, tokenizer = _batch((SHOWN,), questions), build_tokenizer()
+    named, ids = batch.mentions, batch.ids[batch.is_token]
+    assert tokenizer.batch_decode(ids[named.at][:, None]) == [" star", " ring", " cross"]
+    assert named.shown.tolist() == [[1, 0], [1, 0], [0, 0]]
+    two, twelve, fourteen = tokenizer.convert_tokens_to_ids(["2", "12", "14"])
+    colours = list(COLOURS)
+    assert named.facts.tolist() == [
+        [colours.index("red"), 1, MOTIONS.index("moves down"), two, twelve],
+        [colours.index("blue"), 1, MOTIONS.index("hardly moves"), fourteen, NO_TARGET],
+        [NO_TARGET] * 5,
+    ]
+
+
+def test_of_two_videos_names_say_which_shows_their_shapes() -> None:
+    alone = Shown(dataclasses.replace(SHOWN.scene, objects=(RED_STAR,)), SHOWN.times_s)
+    question = Question(QuestionKind.CLIPS, "Which video has a star? And a ring?", "both")
+    named = _batch((alone, SHOWN), [question]).mentions
+    assert named.shown.tolist() == [[1, 1], [0, 1]]
+    assert (named.facts == NO_TARGET).all()
+
+
+def test_of_an_image_only_colour_and_lane_are_known() -> None:
+    image = Shown(dataclasses.replace(SHOWN.scene, objects=(RED_STAR,)), (5.0,), is_image=True)
+    named = _batch((image,), [Question(QuestionKind.PRESENCE, "Is there a star?", "yes")]).mentions
+    assert named.facts.tolist() == [[list(COLOURS).index("red"), 1, *[NO_TARGET] * 3]]
+
+
+def test_what_reads_along_learns_from_what_is_certain_alone() -> None:
+    batch = _batch((SHOWN,), [Question(QuestionKind.PRESENCE, "Is there a cross?", "no")])
+    states = [torch.randn(int(batch.is_token.sum()), 256) for _ in range(7)]
+    losses = NameProbes(256).losses(batch, states, torch.randn(2000, 256))
+    assert [name for name, loss in losses.items() if loss > 0] == ["shown"]
 
 
 def test_the_batched_tower_equals_the_models_own(model: Qwen3VLForConditionalGeneration) -> None:

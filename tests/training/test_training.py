@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import random
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ from training.batches import Prompts, Sightings, ask, make_batch
 from training.checkpoint import build_config, build_tokenizer
 from training.clips import HELD_OUT_SEED, Clip, is_resolved, read_shard
 from training.encoded import EncodedClip, crop, encode_shard
-from training.loop import Training
+from training.loop import Progress, Training, until_s
 from training.rows import NO_TARGET, ask_clips
 
 
@@ -305,3 +307,26 @@ def test_both_steps_run_resume_and_leave_a_checkpoint_that_loads(
     assert len(updates) == 3 + 2
     answer = ColocatedPipeline.load(tmp_path / "model").ask([], "Is there a circle?", max_tokens=2)
     assert answer.usage.completion_tokens in (1, 2)
+
+
+def test_a_training_is_over_after_its_steps_or_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [Progress(200, 0).share(step) for step in (0, 50, 200)] == [0.0, 0.25, 1.0]
+    now = datetime.datetime(2026, 3, 1, 18, 0)
+    monkeypatch.setattr(time, "time", lambda: now.timestamp())
+    progress = Progress(200, 900, "20:00", 0.4)
+    assert progress.share(900) == pytest.approx(0.4)
+    now += datetime.timedelta(hours=1)
+    assert progress.share(5000) == pytest.approx(0.7)
+    assert not progress.is_over(5000)
+    now += datetime.timedelta(hours=2)
+    assert progress.is_over(5000)
+
+
+def test_an_end_that_is_past_today_is_that_of_tomorrow() -> None:
+    now = datetime.datetime(2026, 3, 1, 23, 30)
+    assert until_s("00:15", now.timestamp()) - now.timestamp() == 45 * 60
+
+
+def test_the_rate_warms_up_anew_where_a_training_goes_on() -> None:
+    progress = Progress(200, 900)
+    assert [progress.warmed(step) for step in (900, 949, 999, 2000)] == [0.01, 0.5, 1.0, 1.0]
