@@ -7,7 +7,7 @@ tokens         0 .... written .)| room )
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import not_
 
 import numpy as np
@@ -33,7 +33,7 @@ class BlockPool:
             raise ValueError(f"a block pool needs at least 1 block, got {num_blocks}")
         self.num_blocks = num_blocks
         self.num_free = num_blocks
-        self._references: MutableSequence[int] = [0] * num_blocks
+        self._references = [0] * num_blocks
         self._is_free = bytearray([1]) * num_blocks + bytearray(1)  # none after the last
         self._was_held = bytearray(num_blocks + 1)
         self._num_written = [0] * num_blocks
@@ -128,10 +128,10 @@ class BlockPool:
 
     def check_holders(self, held: Mapping[int, int]) -> None:
         """Raises AssertionError unless blocks have the references that are held, and no other has any."""
-        wrong = [block for block, times in held.items() if self._references[block] != times]
-        if wrong or sum(self._references) != sum(held.values()):
-            counted = {block: times for block, times in enumerate(self._references) if times}
-            raise AssertionError(f"references are counted of {counted}, blocks are held as in {dict(held)}")
+        wrong = {block: self.references(block) for block in held if self.references(block) != held[block]}
+        num_held = self.num_blocks - self.num_free
+        if wrong or num_held != len(held):
+            raise AssertionError(f"{num_held} blocks are not free, {len(held)} are held; counted: {wrong}")
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,10 @@ class StackedBlocks(BlockPool):
         # The stack: blocks that were never taken, of which there may be very many, below the released ones.
         self._num_untouched = num_blocks
         self._released: list[int] = []
-        self._references = bytearray(num_blocks)
+        self._held = bytearray(num_blocks)
+
+    def references(self, block: int) -> int:
+        return self._held[block]
 
     def num_written(self, block: int) -> int:  # noqa: ARG002 - of any
         """Returns a large number: all that has room counts as written."""
@@ -39,7 +42,7 @@ class StackedBlocks(BlockPool):
         self._num_untouched -= num_new
         del self._released[start:]
         for block in taken:
-            self._references[block] = 1
+            self._held[block] = 1
         return taken
 
     def share(self, block: int) -> None:
@@ -47,15 +50,15 @@ class StackedBlocks(BlockPool):
 
     def release(self, *blocks: int) -> None:
         for block in blocks:
-            if not self._references[block]:
+            if not self._held[block]:
                 raise ValueError(f"block {block} is free already")
-            self._references[block] = 0
+            self._held[block] = 0
         self._released += blocks
         self.num_free += len(blocks)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the free blocks are those without a holder."""
-        free = {block for block, held in enumerate(self._references) if not held}
+        free = {block for block, held in enumerate(self._held) if not held}
         stack = [*range(self._num_untouched), *self._released]
         if free != set(stack) or len(stack) != len(free) or self.num_free != len(free):
             raise AssertionError(f"{len(free)} blocks have no holder, {self.num_free} count as free")
