@@ -27,7 +27,7 @@ from training.lane_scenes import Imagined, draw_shown, questions_about
 from training.lane_vision import errors_of
 from training.lanes import HIDDEN_SIZE
 from training.loop import Progress, Training, base_parser
-from training.qwen3_checkpoint import build_model, build_tokenizer, save_checkpoint
+from training.qwen3_checkpoint import build_model, build_tokenizer, number_ids, save_checkpoint
 from training.rows import NO_TARGET, right_by_kind
 from training.vision import load_vision, read_clips
 
@@ -100,6 +100,7 @@ class _Language:
     def __init__(self, options: argparse.Namespace) -> None:
         tokenizer = build_tokenizer()
         self.prompts = Prompts(tokenizer)
+        self.numbers = number_ids(tokenizer)
         self.model = build_model(tokenizer)
         self.embed = Imagined()
         if options.vision:
@@ -124,8 +125,9 @@ class _Language:
         targets, weights = batch.targets[is_target], batch.weights[is_target]
         losses = functional.cross_entropy(logits, targets, reduction="none")
         answers = (losses * weights).sum() / weights.sum()
-        events = self.events.losses(batch, states)
-        names = self.names.losses(batch, states, self.model.get_input_embeddings().weight)
+        table = self.model.get_input_embeddings().weight
+        events = self.events.losses(batch, states, table[self.numbers])
+        names = self.names.losses(batch, states, table)
         total = answers + _EVENTS_WEIGHT * _sum(events) + _NAMES_WEIGHT * _sum(names)
         return total, {"answers": answers} | events | names
 

@@ -30,8 +30,8 @@ class Mentions:
 
     at: int64 [M], which token of the batch, padding left out.
     shown: float32 [M, 2], 1 where the first or the second video shows the shape.
-    facts: int64 [M, 5]: colour, lane, motion, and the tokens of when it appears and leaves; NO_TARGET for
-        what is not so or not certain, like all of them with two videos.
+    facts: int64 [M, 5]: colour, lane, motion, and the tokens of when it appears and leaves, or of " end";
+        NO_TARGET for what is not so or not certain, like all of them with two videos.
     """
 
     at: Tensor
@@ -98,8 +98,6 @@ def _known(tokenizer: PreTrainedTokenizerFast, clip: Shown) -> Iterator[tuple[in
             yield SHAPES.index(item.shape), facts
         return
     for each in sightings(clip.scene, clip.times_s):
-        times = [
-            NO_TARGET if time_s is None else tokenizer.convert_tokens_to_ids(str(time_s))
-            for time_s in (each.from_s, each.to_s)
-        ]
+        seen = (str(each.from_s), f"{_SPACE}end" if each.to_s is None else str(each.to_s))
+        times = tokenizer.convert_tokens_to_ids(list(seen))
         yield SHAPES.index(each.shape), [colours.index(each.colour), each.place, each.motion, *times]

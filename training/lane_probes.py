@@ -11,6 +11,7 @@ from torch.nn import functional
 from epd.shapes import COLOURS, SHAPES
 from epd.shapes.stories import MOTIONS
 from training.lane_batches import Batch
+from training.lane_scenes import UNTIMED
 from training.lanes import TOKENS
 from training.rows import NO_TARGET
 
@@ -28,9 +29,13 @@ class EventProbes(nn.Module):
         super().__init__()
         self.appears, self.left = nn.Linear(hidden_size, len(SHAPES)), nn.Linear(hidden_size, len(SHAPES))
         self.fallen, self.ordinal = nn.Linear(hidden_size, 1), nn.Linear(hidden_size, len(SHAPES))
+        self.clock, self.before = nn.Linear(hidden_size, hidden_size), nn.Linear(hidden_size, hidden_size)
 
-    def losses(self, batch: Batch, states: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Returns how far off each is. states: hidden states after each layer, [T, C]."""
+    def losses(self, batch: Batch, states: Sequence[Tensor], numbers: Tensor) -> dict[str, Tensor]:
+        """Returns how far off each is.
+
+        states: hidden states after each layer, [T, C]. numbers: embeddings of whole seconds, [N, C].
+        """
         is_visual = batch.visual[batch.is_token]
         first, second, third = (states[number - 1][is_visual] for number in _EVENT_LAYERS)
         seen, one = batch.events, batch.events.is_one
@@ -40,6 +45,8 @@ class EventProbes(nn.Module):
             "left": 5 * _events_loss(self.left(second), seen.left),
             "fallen": fallen.square().mean(),
             "ordinal": functional.cross_entropy(self.ordinal(third[one]), seen.ordinal[one]),
+            "clock": _token_loss(self.clock(first), numbers, seen.seconds[:, 0], UNTIMED),
+            "before": _token_loss(self.before(second), numbers, seen.seconds[:, 1], UNTIMED),
         }
 
 
@@ -63,17 +70,20 @@ class NameProbes(nn.Module):
         named = batch.mentions
         first, second, third = (states[number - 1][named.at] for number in _NAME_LAYERS)
         known = (first, first, third, second, second)
-        logits = [layer(state) for layer, state in zip(self.facts, known, strict=True)]
-        logits[3:] = [functional.linear(each.bfloat16(), table.bfloat16()).float() for each in logits[3:]]
-        names = ("colour", "lane", "motion", "from", "to")
-        losses = {
-            name: _certain_loss(each, facts)
-            for name, each, facts in zip(names, logits, named.facts.T, strict=True)
-        }
-        return {"shown": functional.binary_cross_entropy_with_logits(self.shown(first), named.shown)} | losses
+        facts = named.facts.T
+        read = [layer(state) for layer, state in zip(self.facts, known, strict=True)]
+        losses = [_certain_loss(*each) for each in zip(read[:3], facts[:3], strict=True)]
+        losses += [_token_loss(*each) for each in zip(read[3:], [table] * 2, facts[3:], strict=True)]
+        shown = functional.binary_cross_entropy_with_logits(self.shown(first), named.shown)
+        return dict(zip(("shown", "colour", "lane", "motion", "from", "to"), [shown, *losses], strict=True))
 
 
-def _certain_loss(logits: Tensor, targets: Tensor) -> Tensor:
+def _token_loss(read: Tensor, table: Tensor, targets: Tensor, ignored: int = NO_TARGET) -> Tensor:
+    """Returns the loss of the embedding [N, C] that is nearest to what is read, [M, C]."""
+    return _certain_loss(functional.linear(read.bfloat16(), table.bfloat16()).float(), targets, ignored)
+
+
+def _certain_loss(logits: Tensor, targets: Tensor, ignored: int = NO_TARGET) -> Tensor:
     """Returns the mean loss where there is a target, 0 where there is none."""
-    total = functional.cross_entropy(logits, targets, ignore_index=NO_TARGET, reduction="sum")
-    return total / (targets != NO_TARGET).sum().clamp(min=1)
+    total = functional.cross_entropy(logits, targets, ignore_index=ignored, reduction="sum")
+    return total / (targets != ignored).sum().clamp(min=1)

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from epd.shapes import SHAPES, Question, QuestionKind, Scene, make_questions, make_scene
-from epd.shapes.stories import still_description, stories_at
+from epd.shapes.stories import still_description, stories_at, timestamps_s
 from epd.shapes.world import max_objects
 from training.clips import HELD_OUT_SEED, cropped
 from training.lanes import HEIGHT, TOKENS, codes, embeddings
 
 _LONGEST_S = 1000.0
+UNTIMED = -1  # seconds of what has no time
 _SHARE_USUAL, _SHARE_PART = 0.5, 0.25  # the rest is of any length
 _SOURCE_FPS = (2, 4, 10, 24, 30)
 # What the tower is off by, in shares of a name's direction, of the height's range, and in each dimension.
@@ -163,6 +164,7 @@ class Events:
     is_one: bool [V], True where a token shows one object.
     fallen: float32 [V], how much lower that object is than it was first, in shares of the frame's height.
     ordinal: int64 [V], how many objects appeared before it.
+    seconds: int64 [V, 2], the whole seconds of these two frames' time and of that before, UNTIMED for none.
     """
 
     appears: Tensor
@@ -170,6 +172,7 @@ class Events:
     is_one: Tensor
     fallen: Tensor
     ordinal: Tensor
+    seconds: Tensor
 
     @classmethod
     def of(cls, shown: Sequence[Shown]) -> Events:
@@ -194,5 +197,11 @@ def _events(shown: Shown) -> tuple[Tensor, ...]:
             now = max(index for index in seen if index // 2 <= pair)
             lowered = item.position(times_s[now])[1] - item.position(times_s[seen[0]])[1]
             fallen[pair, item.lane] = lowered
-    flat = [each.flatten(0, 1) for each in (appears, left, count == 1, fallen, ordinal)]
-    return tuple(flat)
+    seconds = _seconds(shown)[:, None].expand(-1, TOKENS, -1)
+    return tuple(each.flatten(0, 1) for each in (appears, left, count == 1, fallen, ordinal, seconds))
+
+
+def _seconds(shown: Shown) -> Tensor:
+    """Returns when each pair of frames is, and when the one before: int64 [P, 2], in whole seconds."""
+    own = [UNTIMED] if shown.is_image else [int(stamp_s) for stamp_s in timestamps_s(shown.times_s)]
+    return torch.tensor(list(zip(own, [UNTIMED, *own[:-1]], strict=True)))

@@ -172,6 +172,11 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
     )
 
 
+def number_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Returns the tokens of 0 to 999."""
+    return tokenizer.convert_tokens_to_ids([str(number) for number in range(_NUM_NUMBERS)])
+
+
 def number_embeddings(count: int) -> Tensor:
     """Returns what the embeddings of 0 to `count` - 1 begin as: float32 [count, C], about 1 long.
 
@@ -194,10 +199,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGene
     """
     model = Qwen3VLForConditionalGeneration(build_config(tokenizer))
     table = model.get_input_embeddings().weight
-    numbers = tokenizer.convert_tokens_to_ids([str(number) for number in range(_NUM_NUMBERS)])
     with torch.no_grad():
         table.normal_(std=HIDDEN_SIZE**-0.5)
-        table[numbers] = number_embeddings(_NUM_NUMBERS)
+        table[number_ids(tokenizer)] = number_embeddings(_NUM_NUMBERS)
         table += _SHARED_LENGTH * functional.normalize(torch.randn(HIDDEN_SIZE), dim=0)
         for token, index in tokenizer.get_vocab().items():
             word = token.replace(_SPACE, "").lower()

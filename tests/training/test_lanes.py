@@ -19,7 +19,7 @@ from training import lane_language, lane_vision
 from training.lane_batches import Batch, Prompts, make_batch
 from training.lane_decoder import decode
 from training.lane_probes import NameProbes
-from training.lane_scenes import Events, Imagined, Shown, draw_shown, questions_about
+from training.lane_scenes import UNTIMED, Events, Imagined, Shown, draw_shown, questions_about
 from training.lanes import HEIGHT, codes, directions, embeddings
 from training.qwen3_checkpoint import TIMESTAMP_ENDS, build_model, build_processor, build_tokenizer
 from training.rows import NO_TARGET
@@ -78,6 +78,10 @@ def test_events_are_those_of_the_scene() -> None:
     assert events.left.view(10, 3, -1)[:, 1].nonzero().tolist() == [[7, SHAPES.index("star")]]
     assert events.ordinal.view(10, 3)[:, 1].tolist() == [0] * 7 + [1] * 3
     assert events.fallen.view(10, 3)[6, 1].item() == pytest.approx(0.04 * 9)
+    assert events.seconds.view(10, 3, 2)[:, 2].tolist() == [
+        [0, UNTIMED],
+        *([2 * n, 2 * n - 2] for n in range(1, 10)),
+    ]
 
 
 def test_names_come_with_what_is_true_of_their_shapes() -> None:
@@ -90,11 +94,11 @@ def test_names_come_with_what_is_true_of_their_shapes() -> None:
     named, ids = batch.mentions, batch.ids[batch.is_token]
     assert tokenizer.batch_decode(ids[named.at][:, None]) == [" star", " ring", " cross"]
     assert named.shown.tolist() == [[1, 0], [1, 0], [0, 0]]
-    two, twelve, fourteen = tokenizer.convert_tokens_to_ids(["2", "12", "14"])
+    two, twelve, fourteen, end = tokenizer.convert_tokens_to_ids(["2", "12", "14", "Ġend"])
     colours = list(COLOURS)
     assert named.facts.tolist() == [
         [colours.index("red"), 1, MOTIONS.index("moves down"), two, twelve],
-        [colours.index("blue"), 1, MOTIONS.index("hardly moves"), fourteen, NO_TARGET],
+        [colours.index("blue"), 1, MOTIONS.index("hardly moves"), fourteen, end],
         [NO_TARGET] * 5,
     ]
 
