@@ -28,7 +28,7 @@ from training.lane_vision import errors_of
 from training.lanes import HIDDEN_SIZE
 from training.loop import Progress, Training, base_parser
 from training.qwen3_checkpoint import build_model, build_tokenizer, number_ids, save_checkpoint
-from training.rows import NO_TARGET, right_by_kind
+from training.rows import NO_TARGET, Tally, answers_loss
 from training.vision import load_vision, read_clips
 
 # Losses of what is read along count so much.
@@ -56,20 +56,16 @@ def validate(
     model: Qwen3VLForConditionalGeneration, prompts: Prompts, longest: int, embed: Embed
 ) -> dict[str, float]:
     """Returns the share of answers whose every token is right after right ones, by length and by kind."""
-    right: Counter[str] = Counter()
-    asked: Counter[str] = Counter()
+    tally = Tally()
     for length, count in VALIDATED:
         rng = random.Random(10**6 + length)
         for _ in range(count if length <= longest else 0):
             clip = draw_shown(rng, length)
             batch = make_batch(prompts, [(clip,)], [questions_about(clip, rng, 2, 2)], embed).to(model.device)
             logits, _ = answer_logits(model, batch)
-            verdicts = right_by_kind(batch, logits.argmax(-1) == batch.targets[batch.targets != NO_TARGET])
-            for kind, good in verdicts:
-                for name in (f"{2 * length}f", str(kind), f"{kind} {2 * length}f", "all"):
-                    right[name] += good
-                    asked[name] += 1
-    return {name: right[name] / asked[name] for name in asked}
+            right = logits.argmax(-1) == batch.targets[batch.targets != NO_TARGET]
+            tally.add(batch, right, f"{2 * length}f")
+    return tally.shares()
 
 
 def make_optimizers(model: Qwen3VLForConditionalGeneration, probes: nn.Module) -> list[torch.optim.Optimizer]:
@@ -122,9 +118,7 @@ class _Language:
         """Returns what is to become small, and its parts: of the answers, of events and of names."""
         logits, states = answer_logits(self.model, batch)
         is_target = batch.targets != NO_TARGET
-        targets, weights = batch.targets[is_target], batch.weights[is_target]
-        losses = functional.cross_entropy(logits, targets, reduction="none")
-        answers = (losses * weights).sum() / weights.sum()
+        answers = answers_loss(logits, batch.targets[is_target], batch.weights[is_target])
         table = self.model.get_input_embeddings().weight
         events = self.events.losses(batch, states, table[self.numbers])
         names = self.names.losses(batch, states, table)

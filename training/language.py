@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from training.batches import USUAL_GAP_S, Batch, Prompts, ask_all, draw_batch, m
 from training.checkpoint import build_config, build_tokenizer, save_checkpoint
 from training.encoded import EncodedPool, retime
 from training.loop import Training, base_parser, learning_rate
-from training.rows import NO_TARGET, right_by_kind
+from training.rows import NO_TARGET, Tally, answers_loss
 from training.vision import TOKENS, load_vision
 
 # After so many layers, visual tokens are to know what `Probes` reads.
@@ -100,9 +99,7 @@ def answer_logits(model: Qwen2_5_VLForConditionalGeneration, batch: Batch) -> tu
 @torch.inference_mode()
 def validate(model: nn.Module, pool: EncodedPool, prompts: Prompts, budget: int) -> dict[str, float]:
     """Returns accuracy by length and by kind on clips never trained on."""
-    right: Counter[str] = Counter()
-    asked: Counter[str] = Counter()
-    rng = random.Random(1)
+    tally, rng = Tally(), random.Random(1)
     for length, clips in sorted(pool.validation.items()):
         size = max(1, budget // (length * TOKENS + 600))
         for first in range(0, min(len(clips), 48), size):
@@ -112,11 +109,8 @@ def validate(model: nn.Module, pool: EncodedPool, prompts: Prompts, budget: int)
             asked_of = [ask_all(clip, rng) for clip in part]
             batch = make_batch(prompts, [(clip,) for clip in part], asked_of, rng, 0.0)
             logits, targets, _ = answer_logits(model, batch)
-            for kind, good in right_by_kind(batch, logits.argmax(-1) == targets):
-                for name in (f"{2 * length}f" if length else "image", str(kind), "all"):
-                    right[name] += good
-                    asked[name] += 1
-    return {name: right[name] / asked[name] for name in asked}
+            tally.add(batch, logits.argmax(-1) == targets, f"{2 * length}f" if length else "image")
+    return tally.shares()
 
 
 def make_optimizers(model: Qwen2_5_VLForConditionalGeneration) -> list[torch.optim.Optimizer]:
@@ -167,9 +161,7 @@ def train(options: argparse.Namespace) -> None:
         share = training.step / options.steps
         batch = draw_batch(pool.training, prompts, rng, options.budget, longest_pairs(share))
         logits, targets, weights = answer_logits(model, batch)
-        losses = functional.cross_entropy(logits, targets, reduction="none")
-        loss = (losses * weights).sum() / weights.sum()
-        loss = loss + _PROBES_WEIGHT * probes.loss(batch)
+        loss = answers_loss(logits, targets, weights) + _PROBES_WEIGHT * probes.loss(batch)
         training.update(loss, learning_rate(training.step, options.steps, options.lr))
         if training.step % 250 == 0 or training.step == options.steps:
             accuracy = validate(model, pool, prompts, options.budget)

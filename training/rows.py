@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from epd.shapes import Question, QuestionKind, Scene
 from epd.shapes.stories import ask_which_clip
@@ -72,6 +74,30 @@ def right_by_kind(batch: AskedBatch, right: Tensor) -> Iterator[tuple[QuestionKi
         verdicts[row, segment] = verdicts.get((row, segment), True) and good
     for (row, segment), good in verdicts.items():
         yield batch.questions[row][segment - 1].kind, good
+
+
+class Tally:
+    """Counts right answers by name: of a length, of a kind, of both, and of all."""
+
+    def __init__(self) -> None:
+        self._right: Counter[str] = Counter()
+        self._asked: Counter[str] = Counter()
+
+    def add(self, batch: AskedBatch, right: Tensor, length: str) -> None:
+        """right: bool [T], of targets row by row. length: what the batch's videos are called."""
+        for kind, good in right_by_kind(batch, right):
+            for name in (length, str(kind), f"{kind} {length}", "all"):
+                self._right[name] += good
+                self._asked[name] += 1
+
+    def shares(self) -> dict[str, float]:
+        return {name: self._right[name] / asked for name, asked in self._asked.items()}
+
+
+def answers_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Returns the weighted mean of the cross entropy of targets [T] under logits [T, V]."""
+    losses = functional.cross_entropy(logits, targets, reduction="none")
+    return (losses * weights).sum() / weights.sum()
 
 
 class WithScene(Protocol):

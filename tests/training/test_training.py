@@ -7,6 +7,7 @@ import json
 import random
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from training.checkpoint import build_config, build_tokenizer
 from training.clips import HELD_OUT_SEED, Clip, is_resolved, read_shard
 from training.encoded import EncodedClip, crop, encode_shard
 from training.loop import Progress, Training, until_s
-from training.rows import NO_TARGET, ask_clips
+from training.rows import NO_TARGET, Tally, answers_loss, ask_clips
 
 
 @pytest.fixture(scope="module")
@@ -330,3 +331,27 @@ def test_an_end_that_is_past_today_is_that_of_tomorrow() -> None:
 def test_the_rate_warms_up_anew_where_a_training_goes_on() -> None:
     progress = Progress(200, 900)
     assert [progress.warmed(step) for step in (900, 949, 999, 2000)] == [0.01, 0.5, 1.0, 1.0]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    targets: torch.Tensor
+    segments: torch.Tensor
+    questions: list[list[Question]]
+
+
+def test_an_answer_is_right_if_all_its_tokens_are() -> None:
+    targets = torch.tensor([[NO_TARGET, 3, 4, 5], [6, NO_TARGET, NO_TARGET, NO_TARGET]])
+    segments = torch.tensor([[0, 1, 1, 2], [1, 1, 1, 1]])
+    colour, count = Question(QuestionKind.COLOUR, "", ""), Question(QuestionKind.COUNT, "", "")
+    tally = Tally()
+    tally.add(_Asked(targets, segments, [[colour, count], [count]]), torch.tensor([1, 0, 1, 0]) > 0, "8f")
+    expected = {"8f": 1 / 3, "all": 1 / 3, "colour": 0.0, "count": 0.5, "colour 8f": 0.0, "count 8f": 0.5}
+    assert tally.shares() == pytest.approx(expected)
+
+
+def test_the_loss_of_answers_is_a_mean_by_weight() -> None:
+    logits, targets = torch.tensor([[2.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 1])
+    single = [answers_loss(logits[[i]], targets[[i]], torch.ones(1)) for i in range(2)]
+    loss = answers_loss(logits, targets, torch.tensor([3.0, 1.0]))
+    assert loss.item() == pytest.approx((3 * single[0] + single[1]).item() / 4)
