@@ -1,10 +1,15 @@
 """How long messages to workers wait, and what users feel of it: images at a local fleet, one commit or two.
 
     python -m benchmarks.message_waits [--quick] [--against CHECKOUT ...] [--topology 1epd] [--rounds N]
+                                       [--per-second N] [--pass-ms N]
 
 An orchestrator over workers as threads of one process, without HTTP, with the embedded model. Questions about
-one new image each come from a closed loop, 1 or 8 at a time, with answers of 16 tokens. Each checkout has a
-process of its own; they take turns in every round, so ratios are medians of the ratios within a round.
+one new image each come from a closed loop, 1 or 8 at a time, or by chance so many per second, with answers of
+16 tokens. Each checkout has a process of its own; they take turns in every round, so ratios are medians of
+the ratios within a round. A closed loop falls into step and out of it: give a copy of the same code with
+--against too, to see what chance does.
+
+--pass-ms: workers that only decode pause after each pass and take no message in it, as while a GPU computes.
 
 grant_ms: from the prompt's submission until the first group is granted. reserve_ms, prefill_ms, encode_ms:
 until a worker has answered the message. messages: to stage workers, per request.
@@ -18,6 +23,7 @@ import asyncio
 import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -31,7 +37,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -52,13 +58,17 @@ from serve_app.messages import Prefill, WorkerReport
 from serve_app.orchestration.orchestrator import Orchestrator
 from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.service import AnswerRequest, MediaReference, TokenDelta
+from serve_app.worker.worker_core import WorkerCore
+from serve_app.worker.worker_roles import DecodeRole
 from serve_app.worker.worker_stages import WorkerSettings
+from stages.engine.generation import StepResult
 from video import FetchPolicy
 
 MODEL = embedded_model_path()
 TOPOLOGIES = ("1epd", "1ep1d", "1e1p1d")
 _SIDE = 448
-_ANSWER = SamplingParams(max_tokens=16, ignore_eos=True)
+_ANSWER_TOKENS = 16
+_ANSWER = SamplingParams(max_tokens=_ANSWER_TOKENS, ignore_eos=True)
 _WAITS = ("Grant", "Reserve", "Prefill", "EncodeGroup")
 
 
@@ -125,7 +135,23 @@ class Asker:
         return first_s, time.perf_counter() - start_s
 
 
-async def _serve_rounds(topology: str) -> None:
+def _slow_down(core: WorkerCore, pass_s: float) -> None:
+    """Lets the passes of a decode worker take longer, in which it takes no message."""
+    role = core.hosted["decode"]
+    assert isinstance(role, DecodeRole)
+    step = role.stage.step
+
+    def slow() -> StepResult:
+        result = step()
+        time.sleep(pass_s if result.num_tokens else 0.0)
+        return result
+
+    role.stage.step = slow  # type: ignore[method-assign]
+    if hasattr(role.stage.engine, "call_between_layers"):  # earlier commits take no message in a pass
+        role.stage.engine.call_between_layers(lambda: None)
+
+
+async def _serve_rounds(topology: str, pass_s: float) -> None:
     """Runs rounds as they are asked for on the standard input, and prints a row for each."""
     workers = {worker.name: worker.roles for worker in parse_topology(topology).workers()}
     media = MediaSettings(MODEL, FetchPolicy(media_folder=Path(tempfile.gettempdir())))
@@ -135,30 +161,54 @@ async def _serve_rounds(topology: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             await service.start()
+            for name in workers if pass_s else ():
+                if workers[name] == {"decode"}:
+                    _slow_down(fleet.core(name), pass_s)
             asker = Asker(service, Path(folder))
             while line := await asyncio.to_thread(sys.stdin.readline):
-                row = await _round(asker, fleet, *map(int, line.split()))
+                row = await _round(asker, fleet, Round(*json.loads(line)))
                 print(json.dumps(row), flush=True)
         finally:
             await service.close()
 
 
-async def _round(asker: Asker, fleet: WatchedFleet, num_at_once: int, num_requests: int) -> Row:
-    fleet.waits_s.clear()
-    images = [asker.drawn() for _ in range(num_requests)]
+class Round(NamedTuple):
+    """Says which requests come: `num_at_once`, the next as one is answered, or `per_s` in the mean."""
+
+    num_requests: int
+    num_at_once: int
+    per_s: float = 0.0
+    seed: int = 0
+
+
+async def _answers(asker: Asker, round_: Round) -> list[tuple[float, float]]:
+    images = [asker.drawn() for _ in range(round_.num_requests)]
     answers: list[tuple[float, float]] = []
 
     async def loop() -> None:
         while images:
             answers.append(await asker.ask(images.pop()))
 
+    if not round_.per_s:
+        await asyncio.gather(*(loop() for _ in range(round_.num_at_once)))
+        return answers
+    gaps, asking = random.Random(round_.seed), list[asyncio.Task[tuple[float, float]]]()
+    for image in images:
+        asking.append(asyncio.create_task(asker.ask(image)))
+        await asyncio.sleep(gaps.expovariate(round_.per_s))
+    return await asyncio.gather(*asking)
+
+
+async def _round(asker: Asker, fleet: WatchedFleet, round_: Round) -> Row:
+    fleet.waits_s.clear()
     start_s = time.perf_counter()
-    await asyncio.gather(*(loop() for _ in range(num_at_once)))
+    answers = await _answers(asker, round_)
     seconds = time.perf_counter() - start_s
     num_messages = sum(len(waits) for name, waits in fleet.waits_s.items() if name != "Grant")
     return {
         "requests_per_s": len(answers) / seconds,
         "ttft_ms": 1e3 * statistics.median(first for first, _ in answers),
+        "tpot_ms": 1e3 * statistics.median((last - first) / (_ANSWER_TOKENS - 1) for first, last in answers),
         **{
             f"{name.lower().removesuffix('group')}_ms": 1e3 * statistics.median(fleet.waits_s[name])
             for name in _WAITS
@@ -171,9 +221,16 @@ async def _round(asker: Asker, fleet: WatchedFleet, num_at_once: int, num_reques
 class Checkout:
     """Is a process that runs rounds with the code of a checkout."""
 
-    def __init__(self, folder: Path, topology: str) -> None:
+    def __init__(self, folder: Path, topology: str, pass_ms: float) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--rounds-of", topology],
+            [
+                sys.executable,
+                str(Path(__file__).resolve()),
+                "--rounds-of",
+                topology,
+                "--pass-ms",
+                str(pass_ms),
+            ],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(folder)},
             stdin=subprocess.PIPE,
@@ -181,10 +238,10 @@ class Checkout:
             text=True,
         )
 
-    def round(self, num_at_once: int, num_requests: int) -> Row:
+    def round(self, round_: Round) -> Row:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(num_at_once, num_requests, file=self._process.stdin, flush=True)
+        print(json.dumps(round_), file=self._process.stdin, flush=True)
         row: Row = json.loads(self._process.stdout.readline())
         return row
 
@@ -195,8 +252,8 @@ class Checkout:
 
 
 @contextmanager
-def _running(folders: Sequence[Path], topology: str) -> Iterator[list[Checkout]]:
-    running = [Checkout(folder, topology) for folder in folders]
+def _running(folders: Sequence[Path], topology: str, pass_ms: float) -> Iterator[list[Checkout]]:
+    running = [Checkout(folder, topology, pass_ms) for folder in folders]
     try:
         yield running
     finally:
@@ -207,45 +264,46 @@ def _running(folders: Sequence[Path], topology: str) -> Iterator[list[Checkout]]
 def rows(
     folders: Sequence[Path],
     topologies: Sequence[str],
-    at_once: Sequence[int],
+    loads: Sequence[Round],
     num_rounds: int,
-    num_requests: int,
+    pass_ms: float = 0.0,
 ) -> list[Row]:
     """Measures all topologies, the checkouts in turns within each round."""
     found = []
     for topology in topologies:
-        with _running(folders, topology) as running:
+        with _running(folders, topology, pass_ms) as running:
             for each in running:  # warm
-                each.round(8, 16)
-            for num_at_once in at_once:
-                num = num_requests // 2 if num_at_once == 1 else num_requests
+                each.round(Round(16, 8))
+            for load in loads:
                 rounds: list[list[Row]] = [[] for _ in running]
                 for number in range(num_rounds):
                     for place in range(len(running)):
                         index = (place + number) % len(running)
-                        rounds[index].append(running[index].round(num_at_once, num))
+                        rounds[index].append(running[index].round(load._replace(seed=number)))
                 names = [f"before {index + 1}" for index in range(len(rounds) - 1)] + ["now"]
-                found += [_row(topology, num_at_once, index, names, rounds) for index in range(len(rounds))]
+                found += [_row(topology, load, index, names, rounds) for index in range(len(rounds))]
                 print(*found[-len(rounds) :], sep="\n", file=sys.stderr)
     return found
 
 
 def _row(
-    topology: str, num_at_once: int, index: int, names: Sequence[str], rounds: Sequence[Sequence[Row]]
+    topology: str, load: Round, index: int, names: Sequence[str], rounds: Sequence[Sequence[Row]]
 ) -> Row:
     """Sums up the rounds of a checkout; ratios are to the first one, within each round."""
     mine, first = rounds[index], rounds[0]
 
     def ratio(name: str) -> float:
-        return round(statistics.median(a[name] / b[name] for a, b in zip(mine, first, strict=True)), 3)
+        ratios = [float(a[name]) / float(b[name]) for a, b in zip(mine, first, strict=True)]
+        return round(statistics.median(ratios), 3)
 
     medians = {name: round(statistics.median(each[name] for each in mine), 2) for name in mine[0]}
     return {
         "topology": topology,
-        "in_flight": num_at_once,
+        "load": f"{load.per_s:g} per second" if load.per_s else f"{load.num_at_once} in flight",
         "code": names[index],
         **medians,
         "ttft_ratio": ratio("ttft_ms"),
+        "tpot_ratio": ratio("tpot_ms"),
         "requests_ratio": ratio("requests_per_s"),
         "rounds": len(mine),
     }
@@ -263,21 +321,31 @@ def main() -> None:
     )
     parser.add_argument("--topology", action="append", help=f"of {', '.join(TOPOLOGIES)}; may be repeated")
     parser.add_argument("--in-flight", type=int, action="append", help="by default 1 and 8; may be repeated")
+    parser.add_argument("--per-second", type=float, default=0.0, help="by chance, in place of --in-flight")
+    parser.add_argument("--pass-ms", type=float, default=0.0, help="pause of decode workers after each pass")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--requests", type=int, default=48, help="of a round with 8 at a time (default: 48)")
     parser.add_argument("--rounds-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.rounds_of:
-        asyncio.run(_serve_rounds(options.rounds_of))
+        asyncio.run(_serve_rounds(options.rounds_of, options.pass_ms / 1e3))
         return
     here = Path(__file__).resolve().parents[1]
     folders = [*(each.resolve() for each in options.against), here]
     num_rounds, num_requests = (1, 16) if options.quick else (options.rounds, options.requests)
-    topologies, at_once = options.topology or TOPOLOGIES, options.in_flight or (1, 8)
-    title = f"Questions about one image of {_SIDE} x {_SIDE} each, answers of {_ANSWER.max_tokens} tokens"
+    topologies = options.topology or TOPOLOGIES
+    loads = [
+        Round(num_requests // 2 if num == 1 else num_requests, num) for num in options.in_flight or (1, 8)
+    ]
+    if options.per_second:
+        at_once = options.in_flight or (1, 8)
+    loads = [Round(num_requests // 2 if num == 1 else num_requests, num) for num in at_once]
+    if options.per_second:
+        loads = [Round(num_requests, 0, options.per_second)]
+    title = f"Questions about one image of {_SIDE} x {_SIDE} each, answers of {_ANSWER_TOKENS} tokens"
     sections = {
-        "images": Section(title, lambda: rows(folders, topologies, at_once, num_rounds, num_requests))
+        "images": Section(title, lambda: rows(folders, topologies, loads, num_rounds, options.pass_ms))
     }
     run_sections(
         "message_waits",
