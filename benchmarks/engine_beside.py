@@ -1,6 +1,6 @@
 """What running answers feel of images and videos that a merged worker encodes, in its turns or beside them.
 
-    python -m benchmarks.engine_beside [--quick] [--threads N] [--section images|videos]
+    python -m benchmarks.engine_beside [--quick] [--threads N] [--section images|one_at_a_time|videos]
 
 One worker with all roles, in this process, without HTTP: eight texts are answered while requests with media
 come, a few at a time, the next as one of them has got its answer. Frames are drawn, and new in every request.
@@ -200,21 +200,22 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="little traffic, one repeat; writes nothing")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--section", action="append", help="images or videos; may be repeated")
+    parser.add_argument("--section", action="append", help="images, one_at_a_time or videos; may be repeated")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     repeats = 1 if options.quick else options.repeats
     traffic = {
         "images": Traffic("images", 1, 1, 20) if options.quick else Traffic("images", 12, 4, 120),
+        "one_at_a_time": Traffic("images", 1, 1, 20) if options.quick else Traffic("images", 12, 1, 120),
         "videos": Traffic("videos", 1, 1, 20) if options.quick else Traffic("videos", 4, 2, 120),
     }
     sections = {
-        kind: Section(
-            f"{NUM_TEXTS} texts of {each.text_tokens} tokens, {each.num_media} requests with {kind}, "
+        name: Section(
+            f"{NUM_TEXTS} texts of {each.text_tokens} tokens, {each.num_media} requests with {each.kind}, "
             f"{each.num_at_once} at a time",
             lambda each=each: rows(each, repeats),  # type: ignore[misc]
         )
-        for kind, each in traffic.items()
+        for name, each in traffic.items()
     }
     run_sections(
         "engine_beside",

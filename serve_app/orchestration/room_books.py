@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from serve_app.messages import WorkerLoad
 
 _SPARE_SHARE = 0.2  # of the cache: into which answers grow
-_SLOW_S = 0.01  # until a worker answers: a prompt that need not wait for it is worth a message more
+_SLOW_S = 0.005  # until a worker answers: a prompt that need not wait for it is worth a message more
 _LAST_SHARE = 0.3  # of the last answer, in the mean of the seconds that a worker takes
 
 

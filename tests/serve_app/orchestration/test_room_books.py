@@ -76,7 +76,7 @@ def test_whether_a_worker_is_slow_follows_its_last_answers() -> None:
     books = RoomBooks({}, lambda: now_s)
     assert not books.is_slow("d0")
     found = []
-    for seconds in (0.05, 0.001, *[0.001] * 6, 0.05):
+    for seconds in (0.025, 0.0005, *[0.0005] * 6, 0.025):
         asked = books.ask("d0", 1, 1)
         now_s += seconds
         books.answer("d0", asked, is_taken=True)
