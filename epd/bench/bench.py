@@ -89,32 +89,44 @@ class BenchResult:
     plan: BenchPlan
     runs: tuple[EndpointRun, ...]
 
-    def records(self, place: int) -> list[tuple[ClientRecord, ...]]:
-        """Returns the rounds of one endpoint, in order."""
-        return [
-            run.records for run in sorted(self.runs, key=lambda run: run.round_index) if run.place == place
-        ]
+    def kinds(self) -> tuple[str, ...]:
+        """Returns what requests are about, by name; nothing where all are of one kind."""
+        rounds = [self.plan.requests(run.round_index, run.place) for run in self.runs]
+        found = {request.shape.kind for requests in rounds for request in requests}
+        return tuple(sorted(found)) if len(found) > 1 else ()
 
-    def reports(self, place: int) -> list[RunReport]:
+    def records(self, place: int, kind: str | None = None) -> list[tuple[ClientRecord, ...]]:
+        """Returns the rounds of one endpoint, in order; of requests of one kind, those that have any."""
+        runs = sorted((run for run in self.runs if run.place == place), key=lambda run: run.round_index)
+        if kind is None:
+            return [run.records for run in runs]
+        return [of_kind for run in runs if (of_kind := self._of_kind(run, kind))]
+
+    def _of_kind(self, run: EndpointRun, kind: str) -> tuple[ClientRecord, ...]:
+        requests = self.plan.requests(run.round_index, run.place)
+        chosen = {request.index for request in requests if request.shape.kind == kind}
+        return tuple(record for record in run.records if record.index in chosen)
+
+    def reports(self, place: int, kind: str | None = None) -> list[RunReport]:
         """Returns one report for each round of an endpoint."""
-        return [self._report([records]) for records in self.records(place)]
+        return [self._report([records]) for records in self.records(place, kind)]
 
-    def pooled(self, place: int) -> RunReport:
+    def pooled(self, place: int, kind: str | None = None) -> RunReport:
         """Returns all rounds of an endpoint together."""
-        return self._report(self.records(place))
+        return self._report(self.records(place, kind))
 
     def _report(self, runs: Sequence[Sequence[ClientRecord]]) -> RunReport:
         return report_of(runs, self.plan.slo, is_open_loop=self.plan.workload.is_open_loop)
 
-    def ratios(self) -> list[Ratio]:
+    def ratios(self, kind: str | None = None) -> list[Ratio]:
         """Returns every other endpoint against the first."""
         baseline, *others = self.plan.endpoints
-        theirs = self.reports(0)
+        theirs = self.reports(0, kind)
         return [
             ratio
             for place, endpoint in enumerate(others, start=1)
             for ratio in ratios(
-                endpoint.name, baseline.name, list(zip(self.reports(place), theirs, strict=True))
+                endpoint.name, baseline.name, list(zip(self.reports(place, kind), theirs, strict=True))
             )
         ]
 

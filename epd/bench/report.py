@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from epd.bench.bench import BenchPlan, BenchResult
-from epd.workload.metrics import SLO, Latency, RunReport
+from epd.workload.metrics import SLO, Latency, Ratio, RunReport
 
 DEFINITIONS = {
     "ttft_s": "from sending a request to the first event that carries text",
@@ -38,6 +39,7 @@ def result_record(
             "url": endpoint.shown_url,
             "model": endpoint.model,
             "pooled": _report_record(result.pooled(place)),
+            "kinds": {kind: _report_record(result.pooled(place, kind)) for kind in result.kinds()},
             "rounds": [_report_record(report) for report in result.reports(place)],
         }
         for place, endpoint in enumerate(plan.endpoints)
@@ -53,6 +55,7 @@ def result_record(
         "definitions": DEFINITIONS,
         "endpoints": endpoints,
         "ratios": [asdict(ratio) for ratio in result.ratios()],
+        "ratios_by_kind": {kind: list(map(asdict, result.ratios(kind))) for kind in result.kinds()},
     }
     if with_requests:
         record["requests"] = [
@@ -73,17 +76,25 @@ def _report_record(report: RunReport) -> dict[str, Any]:
 
 
 def print_result(result: BenchResult, console: Console) -> None:
-    """Prints the tables: latencies, totals, and ratios if there are endpoints to compare."""
+    """Prints the tables: latencies, also by kind of requests, totals, and ratios of several endpoints."""
     console.print(_headline(result.plan))
     console.print()
     endpoints = [endpoint.name for endpoint in result.plan.endpoints]
     reports = {name: result.pooled(place) for place, name in enumerate(endpoints)}
     console.print(_latency_table(reports))
     console.print()
+    if kinds := result.kinds():
+        each = product(enumerate(endpoints), kinds)
+        of_kinds = {f"{name}, {kind}": result.pooled(place, kind) for (place, name), kind in each}
+        console.print(_latency_table(of_kinds))
+        console.print()
     console.print(_totals_table(reports, has_slo=result.plan.slo != SLO()))
     if len(endpoints) > 1:
         console.print()
-        console.print(_ratio_table(result))
+        console.print(_ratio_table(result.ratios()))
+        for kind in kinds:
+            console.print()
+            console.print(_ratio_table(result.ratios(kind), kind))
     for name, report in reports.items():
         for line in _remarks(name, report, result):
             console.print(line)
@@ -136,11 +147,11 @@ def _totals_table(reports: Mapping[str, RunReport], *, has_slo: bool) -> Table:
     return table
 
 
-def _ratio_table(result: BenchResult) -> Table:
-    table = Table("ratio", "of", box=None, pad_edge=False)
+def _ratio_table(ratios: Sequence[Ratio], kind: str = "") -> Table:
+    table = Table(f"ratio, {kind}" if kind else "ratio", "of", box=None, pad_edge=False)
     for column in ("median", "least", "most", "rounds"):
         table.add_column(column, justify="right")
-    for ratio in result.ratios():
+    for ratio in ratios:
         spread = (f"{ratio.median:.3f}", f"{ratio.low:.3f}", f"{ratio.high:.3f}")
         table.add_row(f"{ratio.name} / {ratio.baseline}", ratio.figure, *spread, str(ratio.num_rounds))
     return table

@@ -223,6 +223,8 @@ _FIGURES: dict[str, Callable[[RunReport], float | None]] = {
     "TTFT p50": lambda report: report.ttft.p50_s if report.ttft else None,
     "TTFT p99": lambda report: report.ttft.p99_s if report.ttft else None,
     "TPOT p50": lambda report: report.tpot.p50_s if report.tpot else None,
+    "TPOT p99": lambda report: report.tpot.p99_s if report.tpot else None,
+    "ITL p99": lambda report: report.itl.p99_s if report.itl else None,
     "E2E p50": lambda report: report.e2e.p50_s if report.e2e else None,
     "requests/s": lambda report: report.requests_per_s,
     "goodput/s": lambda report: report.goodput_per_s,

@@ -85,6 +85,11 @@ class RequestShape:
             )
 
     @property
+    def kind(self) -> str:
+        """What the request is about: "video" if it has any, else "image", else "text"."""
+        return "video" if self.videos else "image" if self.images else "text"
+
+    @property
     def has_media(self) -> bool:
         return bool(self.images or self.videos)
 

@@ -14,11 +14,13 @@ from typing import Any, Self
 class Manner:
     """How requests are answered.
 
-    status: other than 200 refuses at once. cut_after: closes the connection after so many tokens.
+    media_ttft_s: of requests with media, in addition. status: other than 200 refuses at once.
+    cut_after: closes the connection after so many tokens.
     error_after: puts an error into the stream after so many tokens. tokens_per_event: text of one event.
     """
 
     ttft_s: float = 0.05
+    media_ttft_s: float = 0.0
     gap_s: float = 0.01
     tokens_per_event: int = 1
     status: int = 200
@@ -98,7 +100,8 @@ class FakeServer:
             return True
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
         _event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-        await asyncio.sleep(manner.ttft_s)
+        has_media = isinstance(body["messages"][0]["content"], list)
+        await asyncio.sleep(manner.ttft_s + has_media * manner.media_ttft_s)
         num_tokens = body["max_tokens"]
         for index in range(0, num_tokens, manner.tokens_per_event):
             if index:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,27 @@ def test_endpoints_take_turns_and_get_the_same(server: FakeServer, library: Medi
     assert found["TTFT p50"].num_rounds == 2
 
 
+def test_kinds_of_requests_are_told_apart(server: FakeServer, library: MediaLibrary) -> None:
+    """One of two answers an image after half a second, and a text at once; the other both at once."""
+    server.behave(media_ttft_s=0.45)
+    with FakeServer() as other:
+        todo = plan(server, other, arrivals=ConstantArrivals(20.0), num=12, rounds=2)
+        result = run(replace(todo, workload=replace(todo.workload, shapes=Mix((SMALL, TEXT)))), library)
+    assert result.kinds() == ("image", "text")
+    images, texts = (result.pooled(0, kind) for kind in result.kinds())
+    assert images.num_requests + texts.num_requests == 24
+    assert images.ttft is not None
+    assert texts.ttft is not None
+    assert took(images.ttft.p50_s, 0.5)
+    assert texts.ttft.p50_s < 0.25
+    of_images, of_texts = ({ratio.figure: ratio for ratio in result.ratios(kind)} for kind in result.kinds())
+    assert of_images["TTFT p50"].median < 0.4 < of_texts["TTFT p50"].median
+
+
+def test_requests_that_are_alike_have_no_kinds(server: FakeServer, library: MediaLibrary) -> None:
+    assert run(plan(server, arrivals=ConstantArrivals(50.0), num=3), library).kinds() == ()
+
+
 def test_one_server_under_two_names_gets_nothing_twice(server: FakeServer, library: MediaLibrary) -> None:
     todo = plan(server, server, arrivals=ClosedArrivals(), num=3, shape=SMALL, max_in_flight=1)
     run(todo, library)
@@ -197,6 +219,8 @@ def test_the_command_prints_tables_and_writes_files(server: FakeServer, tmp_path
         "p99",
         "SLO met",
         "slow / quick",
+        "quick, video",
+        "ratio, text",
         "open loop, 2 rounds",
     ):
         assert word in result.stdout
@@ -206,6 +230,8 @@ def test_the_command_prints_tables_and_writes_files(server: FakeServer, tmp_path
     assert record["endpoints"]["quick"]["pooled"]["num_ok"] == 24
     assert record["endpoints"]["slow"]["pooled"]["slo_attainment"] == 0.0
     assert len(record["requests"]) == 48
+    assert sum(report["num_ok"] for report in record["endpoints"]["quick"]["kinds"].values()) == 24
+    assert {kind for kind, found in record["ratios_by_kind"].items() if found} == {"image", "text", "video"}
     assert {ratio["name"] for ratio in record["ratios"]} == {"slow"}
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     contents = [body["messages"][0]["content"] for body in server.bodies]
