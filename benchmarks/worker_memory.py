@@ -1,13 +1,17 @@
 """The most memory of a worker that only encodes, against one that does everything, and what a plan says.
 
-    python -m benchmarks.worker_memory [--folder DIR] [--model shapes-vl|Qwen2.5-VL-7B]
+    python -m benchmarks.worker_memory [--folder DIR] [--model shapes-vl|Qwen2.5-VL-7B|InternVL3-8B]
 
-For shapes-vl in 32 bits, and for a checkpoint of the shape of Qwen2.5-VL-7B with random weights in bfloat16,
-16.6 GB, which is written to a temporary folder (17 GB of disk), or to --folder, where a later run finds it.
-Each worker is a process that loads the weights of its roles, reads each of them once, and runs the largest
-batch and pass of its limits, PATCHES and TOKENS. Its peak is the most resident memory above what it had
-before it loaded; mapped pages count. Planned is `MemoryNeeds.worker` by the same limits, without pools of
-embeddings, its activations measured as `epd profile` does, with two and eight images and 128 and 512 tokens.
+For shapes-vl in 32 bits, and for checkpoints of the shapes of Qwen2.5-VL-7B and InternVL3-8B with random
+weights in bfloat16, 16.6 and 15.9 GB, which are written to a temporary folder (17 GB of disk each), or to
+--folder/NAME, where a later run finds them. Each worker is a process that loads the weights of its roles,
+reads each of them once, and runs the largest batch and pass of its limits, PATCHES and TOKENS. With
+InternVL3-8B, whose tower and tiles are those of the EPD paper's InternVL2-8B, the batch is one image of a
+size of the paper, of which an encoder keeps the embeddings, and a worker of all roles a second time, as the
+receiver that it is too. The peak is the most resident memory above what the process had before it loaded;
+mapped pages count, so the machine must have room for all weights. Planned is `MemoryNeeds.worker` by the same
+limits, its activations measured as `epd profile` does, with two and eight images and 128 and 512 tokens;
+embeddings are those of the image, pools are empty otherwise.
 Results go to benchmarks/results/worker_memory.{json,md}.
 """
 
@@ -18,16 +22,19 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.gpu.checkpoint import write_full
 from benchmarks.large_checkpoint import on_cpu
 from benchmarks.reporting import Row, Section, run_sections, setting
-from encoders import load_adapter
+from encoders import Adapter, load_adapter
+from encoders.adapter import Embeddings
+from encoders.batch import FrameEncoder
 from epd.host_memory import resident_bytes
 from epd.models import embedded_model_path
 from epd.profiles.memory import MemoryLimits, MemoryNeeds
@@ -38,9 +45,12 @@ from stages.loading.weights import load_role
 from stages.memory_sizing import run_encode, run_prefill
 from stages.pipeline import use_threads
 from stages.profiling import Profiler
+from tests.models.published import PUBLISHED
 
-LARGE, FRAME_SIZE = "Qwen2.5-VL-7B", (448, 448)
-DTYPES = {"shapes-vl": "float32", LARGE: "bfloat16"}
+LARGE, TILED, FRAME_SIZE = "Qwen2.5-VL-7B", "InternVL3-8B", (448, 448)
+DTYPES = {"shapes-vl": "float32", LARGE: "bfloat16", TILED: "bfloat16"}
+# (width, height) of the EPD paper's images, pixels; its 313 x 234 is cut into as many tiles as 4032 x 3024.
+SIZES = ((4032, 3024), (787, 444))
 PATCHES, TOKENS = 4096, 512
 LIMITS = MemoryLimits(PATCHES, TOKENS, 1, 0, TOKENS + 2 * BLOCK_SIZE)
 ROLES: dict[str, frozenset[Stage]] = {
@@ -50,18 +60,44 @@ ROLES: dict[str, frozenset[Stage]] = {
 _PIECE = 1 << 20  # values that are read at once
 
 
-def peak_of(letters: str, folder: Path, dtype: str) -> Row:
-    """Measures a worker in this process."""
+def peak_of(letters: str, folder: Path, dtype: str, size: tuple[int, int] | None) -> Row:
+    """Measures a worker in this process. size: of the image that is its batch; None for its largest batch."""
     adapter = load_adapter(folder)
     before = resident_bytes("VmRSS")
     model = load_role(folder, "encode" if letters == "e" else "whole", on_cpu(dtype)).model
     for parameter in model.parameters():
         for piece in parameter.view(-1).split(_PIECE):
             piece.sum()
-    run_encode(adapter, adapter.vision_tower(model), PATCHES)
+    tower = adapter.vision_tower(model)
+    kept: list[Embeddings] = []
+    if size is None:
+        run_encode(adapter, tower, PATCHES)
+    else:
+        kept = encode_image(adapter, tower, size, num_copies=1 if letters == "e" else 2)
     if letters != "e":
         run_prefill(model, adapter, generation_settings(folder, adapter), TOKENS)
+    del kept
     return {"bytes": resident_bytes("VmHWM") - before}
+
+
+@torch.inference_mode()
+def encode_image(adapter: Adapter, tower: Any, size: tuple[int, int], num_copies: int) -> list[Embeddings]:
+    """Encodes one image of (width, height) as a worker does, and returns what its pools hold of it."""
+    plan = adapter.plan_image(size[1], size[0])
+    frames = torch.randint(0, 256, (plan.num_units, *plan.size, 3), dtype=torch.uint8)
+    encoder = FrameEncoder(adapter, tower, max_patches=PATCHES)
+    (embeddings,) = encoder.encode([encoder.patches(frames, plan)])
+    return [embeddings.mapped(torch.clone) for _ in range(num_copies)]
+
+
+def limits_of(folder: Path, size: tuple[int, int] | None) -> MemoryLimits:
+    """Returns what a worker's settings and its image allow at once."""
+    if size is None:
+        return LIMITS
+    plan = load_adapter(folder).plan_image(size[1], size[0])
+    num_patches = min(PATCHES, plan.grid.num_patches)
+    num_tokens = plan.num_units * plan.tokens_per_unit
+    return replace(LIMITS, encode_patches=num_patches, num_embeddings=num_tokens)
 
 
 def needs_of(folder: Path, dtype: str) -> Row:
@@ -70,9 +106,10 @@ def needs_of(folder: Path, dtype: str) -> Row:
         return asdict(Profiler(folder, 1, on_cpu(dtype)).memory())
 
 
-def child(name: str, folder: Path, dtype: str) -> Row:
+def child(name: str, folder: Path, dtype: str, size: tuple[int, int] | None = None) -> Row:
     """Runs `needs` or a worker of some roles in a process of its own, whose memory is its own too."""
     command = [sys.executable, "-m", "benchmarks.worker_memory", "--child", name]
+    command += ["--size", *map(str, size)] if size else []
     done = subprocess.run(
         [*command, "--folder", str(folder), "--dtype", dtype], stdout=subprocess.PIPE, text=True, check=True
     )
@@ -81,20 +118,27 @@ def child(name: str, folder: Path, dtype: str) -> Row:
 
 
 def rows(name: str, folder: Path) -> list[Row]:
-    if name == LARGE and not (folder / "model.safetensors.index.json").exists():
+    if name in PUBLISHED and not (folder / "model.safetensors.index.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(0)
-        write_full(LARGE, folder, FRAME_SIZE, on_cpu("bfloat16"))
-    dtype = DTYPES[name]
-    needs = MemoryNeeds(**child("needs", folder, dtype))
-    peaks = {letters: child(letters, folder, dtype)["bytes"] for letters in ROLES}
+        write_full(name, folder, FRAME_SIZE, on_cpu("bfloat16"))
+    needs = MemoryNeeds(**child("needs", folder, DTYPES[name]))
+    sizes = SIZES if name == TILED else (None,)
+    return [row for size in sizes for row in _rows_of(name, folder, needs, size)]
+
+
+def _rows_of(name: str, folder: Path, needs: MemoryNeeds, size: tuple[int, int] | None) -> list[Row]:
+    """Compares the workers of a model, with a batch of one image or the largest one."""
+    limits = limits_of(folder, size)
+    peaks = {letters: child(letters, folder, DTYPES[name], size)["bytes"] for letters in ROLES}
     found = []
     for letters, roles in ROLES.items():
-        planned = needs.worker(roles, LIMITS)
+        planned = needs.worker(roles, limits)
         found.append(
             {
                 "model": name,
-                "type": dtype,
+                "type": DTYPES[name],
+                "batch": f"image of {size[0]}x{size[1]}" if size else f"{limits.encode_patches} patches",
                 "roles": letters,
                 "peak, MB": round(peaks[letters] / 1e6),
                 "planned, MB": round(planned.peak_bytes / 1e6),
@@ -112,14 +156,19 @@ def main() -> None:
     parser.add_argument("--model", choices=list(DTYPES))
     parser.add_argument("--child", choices=["needs", *ROLES], help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="bfloat16", help=argparse.SUPPRESS)
+    parser.add_argument("--size", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         use_threads(1)
-        measure = needs_of if options.child == "needs" else partial(peak_of, options.child)
-        print(json.dumps(measure(options.folder, options.dtype)))
+        if options.child == "needs":
+            print(json.dumps(needs_of(options.folder, options.dtype)))
+        else:
+            size = tuple(options.size) if options.size else None
+            print(json.dumps(peak_of(options.child, options.folder, options.dtype, size)))
         return
     with tempfile.TemporaryDirectory(prefix="epd-memory-") as temporary:
-        folders = {"shapes-vl": embedded_model_path(), LARGE: options.folder or Path(temporary)}
+        root = options.folder or Path(temporary)
+        folders = {"shapes-vl": embedded_model_path(), LARGE: root / LARGE, TILED: root / TILED}
         limits = f"batches of {PATCHES} patches, passes of {TOKENS} tokens"
         sections = {
             name: Section(f"{name}, {limits}", partial(rows, name, folder))
@@ -127,7 +176,7 @@ def main() -> None:
         }
         wanted = [options.model] if options.model else list(sections)
         packages = ("torch", "transformers", "safetensors")
-        here = partial(setting, packages, checkpoint=f"{LARGE}, random weights")
+        here = partial(setting, packages, checkpoints=f"{LARGE} and {TILED}, random weights")
         run_sections("worker_memory", "Memory of a worker by its roles", sections, wanted, here)
 
 

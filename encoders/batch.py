@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from encoders.adapter import Embeddings, MediaPlan, PatchRun, TowerMerger
+from encoders.adapter import Embeddings, MediaPlan, PatchRun, TowerMerger, concatenated
 from encoders.device import CPU, device_of
 from encoders.reduction.static_units import encode_moving
 from epd.reduction import TowerMerge, check_tolerance
@@ -45,6 +46,7 @@ class FrameEncoder:
     skip_static: the tolerance within which a unit of a video looks like the one before it, and is not
     encoded; None to encode all. See `encoders.reduction.static_units`.
     merge: how many tokens later layers of the tower compute; None for all.
+    max_patches: in one call of the tower; None for any number. See `unit_pieces`.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class FrameEncoder:
         tower: nn.Module,
         skip_static: float | None = None,
         merge: TowerMerge | None = None,
+        max_patches: int | None = None,
     ) -> None:
         """Raises RequestError for an invalid tolerance, and what `BatchEncoder.tower_merger` raises."""
         check_tolerance(skip_static)
@@ -62,17 +65,44 @@ class FrameEncoder:
         self._tower = tower
         self._merger = None if merge is None else family.tower_merger(tower, merge)
         self._skip_static = skip_static
+        self._max_patches = max_patches
 
     def patches(self, frames: Tensor, plan: MediaPlan) -> PatchRun:
         """Prepares frames, uint8 [N, h, w, 3] on the host, for the tower. plan: of their units alone."""
         return PatchRun(plan.kind, self._family.preprocess(frames, plan, self._device), plan.grid)
 
     def encode(self, runs: Sequence[PatchRun]) -> list[Embeddings]:
-        """Encodes several runs of equal grid height and width in one call of the tower."""
+        """Encodes several runs of equal grid height and width: in one call of the tower, if it takes so many.
+
+        Else each run by itself, in pieces of whole units, so that what the tower holds stays bounded.
+        """
         embeddings, num_skipped = encode_moving(self._encode_batch, runs, self._skip_static)
         self.num_skipped += num_skipped
         return embeddings
 
     def _encode_batch(self, runs: Sequence[PatchRun]) -> list[Embeddings]:
+        if self._max_patches is None or sum(run.grid.num_patches for run in runs) <= self._max_patches:
+            return self._call(runs)
+        limit = self._max_patches
+        return [concatenated([self._call([piece])[0] for piece in unit_pieces(run, limit)]) for run in runs]
+
+    def _call(self, runs: Sequence[PatchRun]) -> list[Embeddings]:
         with nullcontext() if self._merger is None else self._merger.during(runs):
             return self._family.encode_batch(self._tower, runs)
+
+
+def unit_pieces(run: PatchRun, max_patches: int) -> list[PatchRun]:
+    """Cuts a run into pieces of whole units with at most this number of patches, or of one unit.
+
+    13 tiles of 1,024 patches, 4,096 at most     [0, 4) [4, 8) [8, 12) [12, 13)
+    """
+    num_units, of_unit = run.grid.t, run.grid.h * run.grid.w
+    step, rows = max(1, max_patches // of_unit), len(run.values) // num_units
+    return [
+        replace(
+            run,
+            values=run.values[start * rows : (start + step) * rows],
+            grid=run.grid.cut(min(step, num_units - start)),
+        )
+        for start in range(0, num_units, step)
+    ]

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from epd.control.request_budget import RequestLimits
 from epd.control.retention import RetentionConfig, levels_down_to
 from epd.devices import check_device, check_dtype
+from epd.encode.encode_batching import DEFAULT_BATCH_PATCHES
 from epd.encode.sharding import Sharding
 from epd.errors import ModelNotFoundError, RequestError
 from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, MOST_DRAFTS, DraftConfig, DraftMethod
@@ -265,7 +266,7 @@ class AppArgs(BaseModel):
         default=4, ge=1, le=256, description="Lines of batches that a front answers at once."
     )
     max_batch_patches: int = Field(
-        default=4096, ge=1, description="Patches that an encoder batches together."
+        default=DEFAULT_BATCH_PATCHES, ge=1, description="Patches that an encoder batches together."
     )
     skip_static: float | None = Field(
         default=None,

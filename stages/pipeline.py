@@ -11,6 +11,7 @@ import torch
 from encoders import Adapter, load_adapter
 from encoders.batch import FrameEncoder
 from encoders.groups import DEFAULT_GROUP_TOKENS
+from epd.encode.encode_batching import DEFAULT_BATCH_PATCHES
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
@@ -59,7 +60,9 @@ class Pipeline:
             ranks=ranks,
             enforce_eager=enforce_eager,
         )
-        self.encoder = FrameEncoder(adapter, adapter.vision_tower(model), skip_static, merge)
+        self.encoder = FrameEncoder(
+            adapter, adapter.vision_tower(model), skip_static, merge, DEFAULT_BATCH_PATCHES
+        )
         self.group_tokens = group_tokens
 
     @classmethod

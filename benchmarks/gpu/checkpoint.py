@@ -16,26 +16,40 @@ from stages.loading.weights import skeleton
 from stages.placement import Placement
 from tests.models import shrunk
 from tests.models.files import name_in_files
-from tests.models.published import PUBLISHED
+from tests.models.published import PUBLISHED, Config
 
 _FILE_BYTES = 4 * 10**9
 _SCALE = 0.02  # of the initial weights of these models
+_MAX_TILES = 12  # of an image, without the one that shows all of it, as InternVL's processor has it
 
 
 def write_full(checkpoint: str, folder: Path, frame_size: tuple[int, int], placement: Placement) -> Path:
     """Writes config, processor and weights in the placement's type; frames are decoded at `frame_size`.
 
     Its tokenizer is one of bytes, so its special tokens have other numbers than the published ones.
+    InternVL's tiles have the published size, whatever frame_size is.
     """
     published = PUBLISHED[checkpoint].config
     processor = shrunk.processor_of(published)
-    for part in (processor.image_processor, processor.video_processor):
-        part.size = {"shortest_edge": 56 * 56, "longest_edge": frame_size[0] * frame_size[1]}
+    if published["model_type"] == "internvl":
+        _set_tiles(processor, published)
+    else:
+        for part in (processor.image_processor, processor.video_processor):
+            part.size = {"shortest_edge": 56 * 56, "longest_edge": frame_size[0] * frame_size[1]}
     processor.save_pretrained(folder)
     config = published | shrunk.special_ids(published, processor.tokenizer)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     _write_weights(checkpoint, folder, placement)
     return folder
+
+
+def _set_tiles(processor: Any, published: Config) -> None:
+    """Sets what the published processor of InternVL says of tiles."""
+    height, width = published["vision_config"]["image_size"]
+    for part in (processor.image_processor, processor.video_processor):
+        part.size = {"height": height, "width": width}
+    processor.image_processor.max_patches = _MAX_TILES
+    processor.image_seq_length = published["image_seq_length"]
 
 
 def _write_weights(checkpoint: str, folder: Path, placement: Placement) -> None:

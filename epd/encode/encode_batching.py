@@ -7,6 +7,9 @@ from typing import Protocol
 
 from epd.encode.encoder_cache import GroupKey
 
+# Patches that the tower takes together.
+DEFAULT_BATCH_PATCHES = 4096
+
 
 class WaitingGroup(Protocol):
     """Is what the batch policy sees of a group that waits for an encoder."""

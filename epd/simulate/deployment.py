@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from epd.encode.encode_batching import DEFAULT_BATCH_PATCHES
 from epd.encode.sharding import Sharding
 from epd.kv.scheduling import SchedulerConfig
+from epd.profiles.media import MediaRule
 from epd.profiles.memory import MemoryLimits, WorkerMemory
 from epd.profiles.profile import Profile
 from epd.simulate.drafting import DraftPlan
@@ -30,7 +32,8 @@ class Deployment:
     kv_tokens: of each worker; None for the most that fits the device
     num_embeddings: that an encoder keeps, and a prefill worker receives, each: as `epd serve` has it
     degrees: (letters of a group's roles, devices that each of its workers shares its layers over); else 1
-    largest_group_patches: of the requests to come, a batch of its own if it is above max_batch_patches
+    largest_group_patches: of the requests to come, a batch of its own if it is above max_batch_patches; of
+        tiles a call of the tower takes no more than max_batch_patches all the same
     enable_prefix_caching: with the caches of embeddings, of encoders and of receivers
     drafts: None for none
     max_waiting, max_wait_s: before requests are refused
@@ -41,7 +44,7 @@ class Deployment:
     topology: Topology
     language: SchedulerConfig = _DEFAULT_LIMITS
     decode: SchedulerConfig = _DEFAULT_LIMITS
-    max_batch_patches: int = 4096
+    max_batch_patches: int = DEFAULT_BATCH_PATCHES
     sharding: Sharding = "groups"
     deal: DealGroups | None = None
     is_overlapped: bool = True
@@ -83,7 +86,7 @@ class Deployment:
         found = profile.on(self.degree(roles)).memory.worker(
             roles,
             MemoryLimits(
-                max(self.max_batch_patches, self.largest_group_patches),
+                max(self.max_batch_patches, self._largest_unit(profile.media)),
                 limits.max_num_batched_tokens,
                 limits.max_num_seqs,
                 self.num_embeddings,
@@ -93,6 +96,11 @@ class Deployment:
         )
         found.check(profile.model, profile.device, self.block_size)
         return found
+
+    def _largest_unit(self, media: MediaRule) -> int:
+        """Returns the most patches that a call of the tower takes at any limit: a group, or one tile."""
+        is_tiled = media.kind == "tiles"
+        return min(self.largest_group_patches, media.tile_patches) if is_tiled else self.largest_group_patches
 
     def num_blocks(self, profile: Profile, roles: frozenset[Stage]) -> int:
         """Returns KV blocks of one worker. Raises InfeasibleError when its weights leave no room for one."""

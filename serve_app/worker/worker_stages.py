@@ -16,6 +16,7 @@ import torch
 
 from encoders import Adapter, load_adapter
 from encoders.names import WeightSet
+from epd.encode.encode_batching import DEFAULT_BATCH_PATCHES
 from epd.encode.encoder_cache import EncoderCacheManager
 from epd.errors import InfeasibleError, RequestError
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
@@ -81,7 +82,7 @@ class WorkerSettings:
     drafting: DraftConfig = NO_DRAFTS
     num_embeddings: int | None = None
     embeddings_per_block: int = 16
-    max_batch_patches: int = 4096
+    max_batch_patches: int = DEFAULT_BATCH_PATCHES
     skip_static: float | None = None
     merge: TowerMerge | None = None
     decode_scheduler: SchedulerConfig | None = None

@@ -136,11 +136,11 @@ class EncodeStage:
         skip_static: float | None = None,
         merge: TowerMerge | None = None,
     ) -> None:
-        """Creates a stage. skip_static, merge: see `FrameEncoder`."""
+        """Creates a stage. max_batch_patches: that the tower takes together. Others: see `FrameEncoder`."""
         self.cache = cache
         self.counts = EncodeCounts()
         self.outbox = Outbox(cache)
-        self._encoder = FrameEncoder(adapter, tower, skip_static, merge)
+        self._encoder = FrameEncoder(adapter, tower, skip_static, merge, max_batch_patches)
         self._pool = pool
         self._connector = connector
         self._max_batch_patches = max_batch_patches

@@ -115,6 +115,18 @@ def test_a_group_larger_than_the_batch_is_a_batch() -> None:
     assert found == pytest.approx(9000 * profile.memory.encode_bytes_per_patch)
 
 
+def test_a_group_of_tiles_is_encoded_in_batches() -> None:
+    """13 tiles of 1,024 patches; a batch that is smaller than a tile takes one."""
+    profile = analytic_profile("a100-80gb", "internvl2-8b")
+    per_patch = profile.memory.encode_bytes_per_patch
+    for limit, held in ((4096, 4096), (500, 1024)):
+        deployment = Deployment(
+            parse_topology("1e1pd"), max_batch_patches=limit, largest_group_patches=13_312
+        )
+        found = deployment.memory(profile, roles_of("e")).activation_bytes
+        assert found == pytest.approx(held * per_patch)
+
+
 def test_the_simulated_pools_are_those_of_the_application() -> None:
     """A plan sets num_kv_tokens, and so embeddings are not sized by memory."""
     assert Deployment(parse_topology("1epd")).num_embeddings == DEFAULT_EMBEDDINGS
