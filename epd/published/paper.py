@@ -22,7 +22,7 @@ from epd.published.sharding import one_run_each
 from epd.published.tables import TABLE_1, TABLE_4, TABLE_6, Row
 from epd.simulate.deployment import Deployment
 from epd.simulate.records import SimulationResult
-from epd.simulate.requests import JobMaker
+from epd.simulate.requests import Job, JobMaker
 from epd.simulate.simulation import Simulation
 from epd.simulate.switching import Elasticity
 from epd.topology import parse_topology
@@ -127,12 +127,16 @@ class Experiment:
     shapes: Sequence[RequestShape]
     elasticity: Elasticity | None = None
 
-    def run(self, profile: Profile, round_index: int = 0) -> SimulationResult:
+    def jobs(self, profile: Profile, round_index: int = 0) -> Iterator[Job]:
+        """Draws the requests of a round."""
         workload = Workload(
             "paper", poisson_arrivals(self.rate_per_s), TraceShapes(tuple(self.shapes)), len(self.shapes)
         )
-        jobs = JobMaker(profile, _CODEC).jobs(workload.requests(0, round_index))
-        return Simulation(profile, self.deployment, elasticity=self.elasticity).run(jobs)
+        return JobMaker(profile, _CODEC).jobs(workload.requests(0, round_index))
+
+    def run(self, profile: Profile, round_index: int = 0, *, has_spans: bool = False) -> SimulationResult:
+        simulation = Simulation(profile, self.deployment, elasticity=self.elasticity, has_spans=has_spans)
+        return simulation.run(self.jobs(profile, round_index))
 
     def means(self, profile: Profile) -> dict[str, float]:
         """Averages rounds of a hundred requests, since one draw of arrivals moves a mean by some percent."""

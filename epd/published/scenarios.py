@@ -8,12 +8,14 @@ from epd.errors import RequestError
 from epd.published.encoder_calls import encoder_calls
 from epd.published.figure5 import figure_5
 from epd.published.figure6 import figure_6
+from epd.published.figure6_each import figure_6_each
 from epd.published.figure6_study import figure_6_study
 from epd.published.memory import table_2, table_3, table_8, weights_by_role
 from epd.published.paper import overlap_rows, table_1, table_4, table_6
 from epd.published.table5 import table_5
 from epd.published.table5_study import study
 from epd.published.table7 import table_7
+from epd.published.table7_study import table_7_study
 from epd.published.tables import Row
 from epd.published.vllm_blog import vllm_blog
 
@@ -26,10 +28,12 @@ SCENARIOS: Mapping[str, Callable[[], Sequence[Row]]] = {
     "epd-table5-study": study,
     "epd-table6": table_6,
     "epd-table7": table_7,
+    "epd-table7-study": table_7_study,
     "epd-table8": table_8,
     "epd-fig5": figure_5,
     "epd-fig6": figure_6,
     "epd-fig6-study": figure_6_study,
+    "epd-fig6-each": figure_6_each,
     "epd-weights": weights_by_role,
     "epd-encoder-calls": encoder_calls,
     "epd-overlap": overlap_rows,

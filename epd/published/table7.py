@@ -28,15 +28,16 @@ from epd.workload.arrivals import poisson_arrivals
 from epd.workload.metrics import SLO
 from epd.workload.requests import RequestShape, Resolution, TraceShapes, Workload
 
-OBJECTIVES = SLO(ttft_s=2.0, tpot_s=0.025)
+TTFT_S, TPOT_S = 2.0, 0.025
+OBJECTIVES = SLO(ttft_s=TTFT_S, tpot_s=TPOT_S)
 ATTAINMENT = 0.9  # that goodput is read at
 NUM_ROUNDS = 4
-_NUM_CLIPS, _NUM_REQUESTS = 24, 100
+NUM_CLIPS, _NUM_REQUESTS = 24, 100
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 22, 10
-_POSITIONS = 1500
+POSITIONS = 1500
 _CLIP = Resolution(32, 32)  # one tile, whatever its size
 
-_SHAPES = (RequestShape(_PROMPT_TOKENS, _OUTPUT_TOKENS, (_CLIP,) * _NUM_CLIPS),) * _NUM_REQUESTS
+SHAPES = (RequestShape(_PROMPT_TOKENS, _OUTPUT_TOKENS, (_CLIP,) * NUM_CLIPS),) * _NUM_REQUESTS
 
 # (system, requests per second)
 FITTED_ROWS = frozenset({("vLLM", 1.15), ("DistServe", 0.5), ("EPD", 1.15)})
@@ -59,7 +60,7 @@ def audio_profile(fit: AudioFit | None = None) -> Profile:
     return replace(
         base,
         name="ultravox-v0.3@epd-paper",
-        encode=replace(base.encode, cost=StageCost(per_unit_s=fit.encode_clip_s / _POSITIONS)),
+        encode=replace(base.encode, cost=StageCost(per_unit_s=fit.encode_clip_s / POSITIONS)),
         prefill=replace(base.prefill, cost=prefill),
         images=replace(base.images, cost=StageCost()),
         assumptions=(*base.assumptions, "encode and a prefill pass fitted to the EPD paper's table 7"),
@@ -75,7 +76,7 @@ LAYOUTS: Mapping[str, Deployment] = {
 
 def attainment(profile: Profile, system: str, rate_per_s: float) -> float:
     """Returns the share of requests within both objectives, the mean of rounds of a hundred."""
-    experiment = Experiment(LAYOUTS[system], rate_per_s, _SHAPES)
+    experiment = Experiment(LAYOUTS[system], rate_per_s, SHAPES)
     shares = [experiment.run(profile, each).attainment(OBJECTIVES) for each in range(NUM_ROUNDS)]
     return float(np.mean(shares))
 
@@ -95,6 +96,6 @@ def _rows(profile: Profile, system: str) -> Iterator[Row]:
 
 
 def _demand(profile: Profile) -> Demand:
-    workload = Workload("clips", poisson_arrivals(1.0), TraceShapes(_SHAPES), len(_SHAPES))
+    workload = Workload("clips", poisson_arrivals(1.0), TraceShapes(SHAPES), len(SHAPES))
     jobs = list(JobMaker(profile, "frames").jobs(workload.requests(0)))
     return Demand.of(jobs, OBJECTIVES, ATTAINMENT)

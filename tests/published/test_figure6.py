@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from epd.published import figure6_study
+from epd.published import figure6_each, figure6_study
 from epd.published.figure5 import figure_5, num_shown
 from epd.published.figure6 import figure_6, figure_profile, ttft_cut
+from epd.published.figure6_each import FACTORS
 from epd.published.figure6_study import FITTED_FACTOR, SEEN_FACTOR
 from epd.published.paper import FOUR_K, paper_profile
 from epd.published.tables import FIGURE_6, Row
@@ -51,3 +52,26 @@ def test_costs_leave_the_tables_as_they_were() -> None:
         profile = figure_profile(model)
         patches = profile.media.image(FOUR_K).num_patches
         assert profile.encode.cost.seconds(patches) == pytest.approx(image_s, rel=0.02)
+
+
+@pytest.mark.parametrize("fitted", list(FACTORS))
+def test_a_factor_fitted_to_one_cut_gives_the_others_within_a_fifth_but_one(fitted: str) -> None:
+    """At the numbers of images whose cuts are the largest."""
+    counts = {"minicpm-v-2.6": 8, "internvl2-8b": 8, "internvl2-26b": 4}
+    errors = {
+        model: ttft_cut(model, count, FACTORS[fitted]) / FIGURE_6[model] - 1
+        for model, count in counts.items()
+    }
+    assert abs(errors.pop(fitted)) < 0.005
+    far = {model for model, error in errors.items() if abs(error) > 0.2}
+    assert far == ({"internvl2-8b"} if fitted == "minicpm-v-2.6" else set())
+
+
+def test_each_factor_has_one_fitted_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts = [Row("EPD", f"{model}, 8 images", "TTFT cut %", 1, 2) for model in FIGURE_6]
+    monkeypatch.setattr(figure6_each, "figure_6", lambda _: cuts)
+    monkeypatch.setattr(figure6_each, "ttft_cut", lambda *_: 1.0)
+    rows = figure6_each.figure_6_each()
+    assert len(rows) == 12
+    fitted = [row.case.split(",")[0] for row in rows if row.is_fitted]
+    assert fitted == list(FACTORS)
