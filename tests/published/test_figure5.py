@@ -6,6 +6,7 @@ import pytest
 
 from epd.published.figure5 import figure_5, num_shown
 from epd.published.tables import Row
+from tests.published.recorded import assert_recorded
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +17,7 @@ def rows() -> list[Row]:
 def test_five_of_twelve_cases_have_the_shape(rows: list[Row]) -> None:
     """InternVL2-8B with two images is too slow with our costs: 1.46 s alone, the objective is 1.20 s."""
     assert len(rows) == 36
+    assert_recorded("epd-fig5", rows)
     assert not any(row.is_fitted for row in rows)
     assert num_shown(rows) == 5
     low = {row.case for row in rows if row.system == "EPD" and not row.is_within}

@@ -11,10 +11,13 @@ from epd.published.figure6_each import FACTORS
 from epd.published.figure6_study import FITTED_FACTOR, SEEN_FACTOR
 from epd.published.paper import FOUR_K, paper_profile
 from epd.published.tables import FIGURE_6, Row
+from tests.published.recorded import assert_recorded
 
 
 def test_cuts_of_the_mean_ttft() -> None:
-    rows = {row.case.split(",")[0]: row for row in figure_6()}
+    found = figure_6()
+    assert_recorded("epd-fig6", found)
+    rows = {row.case.split(",")[0]: row for row in found}
     assert not any(row.is_fitted for row in rows.values())
     assert abs(rows["minicpm-v-2.6"].error) < 0.2
     assert rows["internvl2-8b"].simulated == pytest.approx(15.5, abs=1.5)

@@ -16,6 +16,7 @@ from epd.published.memory import (
     weights_by_role,
 )
 from epd.published.tables import TABLE_2, TABLE_8, Row
+from tests.published.recorded import assert_recorded
 
 # One cause each: a table that repeats 19 where three tiles fit 85 times into the context; and a merged worker
 # of the largest model, which holds more than the larger of its two turns.
@@ -44,6 +45,7 @@ def test_rows_follow_within_a_fifth_but_for_those_named(name: str) -> None:
     table, num_rows = TABLES[name]
     rows = table()
     assert len(rows) == num_rows
+    assert_recorded(name, rows)
     assert {(row.system, row.case) for row in rows if abs(row.error) > 0.2} == FAR[name]
     fitted = {(name, row.system, row.case, row.metric) for row in rows if row.is_fitted}
     assert fitted == {row for row in FITTED_ROWS if row[0] == name}

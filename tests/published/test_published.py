@@ -27,6 +27,7 @@ from epd.published.paper import (
 from epd.published.scenarios import SCENARIOS, run_scenario
 from epd.published.tables import TABLE_1, Row
 from epd.published.vllm_blog import vllm_blog
+from tests.published.recorded import assert_recorded
 
 # What the profile was fitted to: seven rows of twenty-six, for six numbers.
 NAMED = {
@@ -52,6 +53,7 @@ def test_the_rows_that_were_not_fitted_follow_within_a_fifth(
 ) -> None:
     rows = tables[name]
     assert len(rows) == num_rows
+    assert_recorded(name, rows)
     fitted = {(row.system, row.case, row.metric) for row in rows if row.is_fitted}
     assert fitted == NAMED[name]
     far = {(row.system, row.case, row.metric): row.error for row in rows if abs(row.error) > 0.2}
@@ -135,6 +137,7 @@ def test_switching_ends_where_the_paper_does() -> None:
 
 def test_no_gain_at_one_image_and_twice_at_four() -> None:
     rows = vllm_blog()
+    assert_recorded("vllm-blog", rows)
     goodput = {(row.system, row.case): row.simulated for row in rows}
     assert goodput["1E3PD", "1 image"] / goodput["DP4", "1 image"] == pytest.approx(1.0, abs=0.15)
     assert goodput["1E3PD", "4 images"] / goodput["DP4", "4 images"] == pytest.approx(2.0, abs=0.35)
@@ -144,7 +147,9 @@ def test_no_gain_at_one_image_and_twice_at_four() -> None:
 
 def test_what_overlap_and_sharding_of_one_video_are_worth() -> None:
     """64 frames at 1 request/s, published 1.00 s, and 3.1 s where one device encodes each video."""
-    times = {row.system: row.simulated for row in overlap_rows()}
+    rows = overlap_rows()
+    assert_recorded("epd-overlap", rows)
+    times = {row.system: row.simulated for row in rows}
     assert len(times) == 8
     assert times["one after another, fitted pass"] == pytest.approx(1.0, rel=0.2)
     assert times["one encoder, one after another, fitted pass"] == pytest.approx(TABLE_1["vLLM"][64], rel=0.2)

@@ -6,11 +6,14 @@ import numpy as np
 
 from epd.published.table5 import random_goodputs, table_5
 from epd.published.table5_study import study
+from tests.published.recorded import assert_recorded
 
 
 def test_table_5() -> None:
     """The plan in the paper's own space is the paper's optimum, and 2.2 times what chance finds."""
-    rows = {row.system: row for row in table_5()}
+    found = table_5()
+    assert_recorded("epd-table5", found)
+    rows = {row.system: row for row in found}
     assert rows["optimum"].case.endswith("6e1p1d")
     assert rows["optimum / random"].simulated >= 2.2
     assert rows["optimum"].simulated >= 2.2 * np.mean(random_goodputs(seed=1))
@@ -20,6 +23,7 @@ def test_one_assumption_explains_what_table_5_measured() -> None:
     """Stages that take 1.5 times as long under load; no other single assumption does."""
     errors: dict[str, list[float]] = {}
     rows = study()
+    assert_recorded("epd-table5-study", rows)
     slow_hand_over = "the same, and a hand-over takes 0.1 s"
     assert [(row.system, row.metric) for row in rows if row.is_fitted] == [(slow_hand_over, "TPOT mean s")]
     for row in rows:

@@ -7,6 +7,7 @@ import pytest
 from epd.published import table7
 from epd.published.scenarios import run_scenario
 from epd.published.tables import TABLE_7, Row
+from tests.published.recorded import assert_recorded
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +21,7 @@ def rows() -> dict[tuple[str, str], Row]:
 
 
 def test_epd_and_vllm_follow_and_distserve_does_not(rows: dict[tuple[str, str], Row]) -> None:
+    assert_recorded("epd-table7", list(rows.values()), is_all=False)
     for system in ("EPD", "vLLM"):
         assert abs(rows[system, "1 requests/s"].error) < 0.03
         assert abs(rows[system, "90% in SLO"].error) < 0.1
