@@ -32,8 +32,9 @@ import torch
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
 from encoders import FrameSampling
 from encoders.adapter import MediaPlan, VideoFacts
-from encoders.groups import DEFAULT_GROUP_TOKENS, plan_groups
+from encoders.groups import plan_groups
 from encoders.identity import prompt_identity
+from epd.encode.group_cut import GROUP_TOKENS
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
 from epd.topology import Stage
@@ -124,7 +125,7 @@ class Worker:
         prompt = self.adapter.plan_prompt(plans, "What is shown?")
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         request = GenerateRequest(name, prompt, prompt_identity(prompt, hashes), sampling)
-        groups = plan_groups(plans, hashes, model="m", group_tokens=DEFAULT_GROUP_TOKENS)
+        groups = plan_groups(plans, hashes, model="m", group_tokens=GROUP_TOKENS)
         frames = [
             self._draws.integers(0, 256, (group.plan.num_frames, *group.plan.size, 3), np.uint8)
             for group in groups

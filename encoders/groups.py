@@ -1,12 +1,4 @@
-"""Cuts an item into groups, and names each for the encoder cache.
-
-A video is cut on a lattice of its own time, not where a clip of it happens to begin, so that overlapping
-clips have groups in common:
-
-    time of the video      |  0   1   2   3 |  4   5   6   7 |  8   9  10  11 |
-    whole video            [     group      )[     group      )[     group      )
-    clip from 2                     [ group )[ the same group )[  the same ... )
-"""
+"""Cuts an item into groups, and names each for the encoder cache; `epd.encode.group_cut` has the policy."""
 
 from __future__ import annotations
 
@@ -15,9 +7,7 @@ from dataclasses import dataclass
 
 from encoders.adapter import MediaPlan
 from epd.encode.encoder_cache import GroupKey, GroupSpec
-
-# Encode and prefill about this many visual tokens at a time.
-DEFAULT_GROUP_TOKENS = 256
+from epd.encode.group_cut import FIRST_GROUP_TOKENS, cut_units, units_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +47,18 @@ def plan_groups(
 ) -> list[MediaGroup]:
     """Plans all groups of a request in order, of about `group_tokens` embeddings and at least one unit each.
 
+    The first group of a video has about FIRST_GROUP_TOKENS, if that is less.
+
     mm_hashes: of each item's bytes.
     model: name and revision of the weights.
     reduction: of what is encoded, not of what is kept: requests that keep different shares share encodings.
     """
     groups = []
     for item, (plan, mm_hash) in enumerate(zip(plans, mm_hashes, strict=True)):
-        cuts = cut(plan, max(1, group_tokens // plan.tokens_per_unit))
+        group_units, first_units = (
+            units_of(tokens, plan.tokens_per_unit) for tokens in (group_tokens, FIRST_GROUP_TOKENS)
+        )
+        cuts = cut(plan, group_units, first_units)
         for index, (start, stop) in enumerate(cuts):
             part = plan.part(start, stop)
             tiles = (0, 0) if plan.kind == "video" else (start, stop)
@@ -73,12 +68,14 @@ def plan_groups(
     return groups
 
 
-def cut(plan: MediaPlan, group_units: int) -> list[tuple[int, int]]:
-    """Cuts units into half-open runs, without gaps, of at most about `group_units` and at least one."""
-    first = _lattice_index(plan)
-    cells = [(first + unit) // group_units for unit in range(plan.num_units)]
-    starts = [unit for unit in range(plan.num_units) if unit == 0 or cells[unit] != cells[unit - 1]]
-    return list(zip(starts, [*starts[1:], plan.num_units], strict=True))
+def cut(plan: MediaPlan, group_units: int, first_units: int | None = None) -> list[tuple[int, int]]:
+    """Cuts units into half-open runs, without gaps, of at most about `group_units` and at least one.
+
+    first_units: of the first run of a video, at most; None for `group_units`. An image is prefilled whole,
+        so nothing waits for its first run.
+    """
+    first = group_units if first_units is None or plan.kind != "video" else first_units
+    return cut_units(plan.num_units, group_units, first, _lattice_index(plan))
 
 
 def _lattice_index(plan: MediaPlan) -> int:

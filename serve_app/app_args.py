@@ -12,7 +12,8 @@ from pydantic_core import PydanticCustomError
 from epd.control.request_budget import RequestLimits
 from epd.control.retention import RetentionConfig, levels_down_to
 from epd.devices import check_device, check_dtype
-from epd.encode.encode_batching import DEFAULT_BATCH_PATCHES
+from epd.encode.encode_batching import BATCH_PATCHES
+from epd.encode.group_cut import FIRST_GROUP_TOKENS, GROUP_TOKENS
 from epd.encode.sharding import Sharding
 from epd.errors import ModelNotFoundError, RequestError
 from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, MOST_DRAFTS, DraftConfig, DraftMethod
@@ -265,8 +266,17 @@ class AppArgs(BaseModel):
     batch_concurrency: int = Field(
         default=4, ge=1, le=256, description="Lines of batches that a front answers at once."
     )
-    max_batch_patches: int = Field(
-        default=DEFAULT_BATCH_PATCHES, ge=1, description="Patches that an encoder batches together."
+    group_tokens: int = Field(
+        default=GROUP_TOKENS,
+        ge=1,
+        description="Visual tokens that are encoded and prefilled together, about; the first ones of a video "
+        f"are {FIRST_GROUP_TOKENS} at most.",
+    )
+    max_batch_patches: int | None = Field(
+        default=None,
+        ge=1,
+        description="Patches that an encoder batches together; by default "
+        f"{BATCH_PATCHES['cpu']} on a CPU and {BATCH_PATCHES['cuda']} on a GPU.",
     )
     skip_static: float | None = Field(
         default=None,

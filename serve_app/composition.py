@@ -37,7 +37,9 @@ async def create_app(args: AppArgs, fleet: Fleet, owner: str = "") -> FastAPI:
 
     owner: by which the fleet's workers know the requests of this app
     """
-    planner = RequestPlanner(args.model_path, args.model_name, limits=args.limits)
+    planner = RequestPlanner(
+        args.model_path, args.model_name, group_tokens=args.group_tokens, limits=args.limits
+    )
     service = Orchestrator(fleet, planner, _orchestrator_config(args), owner=owner)
     app = create_api(service, service.media, replace(_api_settings(args, planner), front=owner))
     api_lifespan = app.router.lifespan_context

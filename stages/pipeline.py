@@ -10,8 +10,8 @@ import torch
 
 from encoders import Adapter, load_adapter
 from encoders.batch import FrameEncoder
-from encoders.groups import DEFAULT_GROUP_TOKENS
 from epd.encode.encode_batching import DEFAULT_BATCH_PATCHES
+from epd.encode.group_cut import GROUP_TOKENS
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
@@ -37,7 +37,7 @@ class Pipeline:
         adapter: Adapter,
         *,
         settings: GenerationSettings,
-        group_tokens: int = DEFAULT_GROUP_TOKENS,
+        group_tokens: int = GROUP_TOKENS,
         num_kv_tokens: int | None = None,
         skip_static: float | None = None,
         merge: TowerMerge | None = None,
@@ -72,7 +72,7 @@ class Pipeline:
         *,
         placement: Placement | None = None,
         num_threads: int | None = None,
-        group_tokens: int = DEFAULT_GROUP_TOKENS,
+        group_tokens: int = GROUP_TOKENS,
         num_kv_tokens: int | None = None,
         gpu_memory_utilization: float = DEFAULT_UTILIZATION,
         skip_static: float | None = None,

@@ -45,7 +45,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "encode": ".",
         "transfer": ". encode kv",
         "workload": ".",
-        "profiles": ". workload",
+        "profiles": ". encode workload",
         "control": ". encode profiles",
         "shapes": ".",
         "models": "",

@@ -9,8 +9,9 @@ from functools import cache, cached_property
 
 from encoders import FrameSampling, VideoFacts, load_adapter
 from encoders.adapter import MediaPlan
-from encoders.groups import DEFAULT_GROUP_TOKENS, plan_groups
+from encoders.groups import plan_groups
 from encoders.prompt.chat import ChatMessage, ContentPart
+from epd.encode.group_cut import GROUP_TOKENS
 from epd.models import embedded_model_path
 from epd.profiles.files import load_profile
 from epd.profiles.media import MediaWork
@@ -96,7 +97,7 @@ class Mix:
     @property
     def group_tokens(self) -> int:
         """Returns the visual tokens of a group, of shapes-vl."""
-        return max(1, DEFAULT_GROUP_TOKENS // self.tokens)
+        return max(1, GROUP_TOKENS // self.tokens)
 
     def arrivals(self, rate: float, round_index: int) -> list[Arrival]:
         """Returns the requests of a round; all layouts get the same, and all rates in the same order."""

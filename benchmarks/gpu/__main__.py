@@ -40,7 +40,7 @@ SECTIONS: Mapping[str, GpuSection] = {
     "transfers": GpuSection("Transfers, by each way", measures.transfers, 60),
     "decode": GpuSection("Decoding", measures.decode, 90),
     "replays": GpuSection("Decodes launched kernel by kernel and replayed", replays, 60),
-    "first_token": GpuSection("From decoded frames to the first token", measures.first_token, 90),
+    "first_token": GpuSection("From decoded frames to the first token", measures.first_token, 120),
 }
 NEEDS_CHECKPOINT = ("prefill", "encode", "transfers", "decode", "replays", "first_token")
 

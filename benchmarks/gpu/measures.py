@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -238,17 +239,17 @@ def first_token(setup: Setup) -> Iterator[Row]:
         str(placement.device),
         str(placement.dtype).removeprefix("torch."),
         num_kv_tokens=ceil_div(2 * plan.num_tokens + 4096, _BLOCK_SIZE) * _BLOCK_SIZE,
-        max_batch_patches=32_768,
     )
     short = _video(setup, min(16, setup.sizes.num_frames))
-    for group_tokens in (256, 2048):
-        with SplitPipeline(settings, group_tokens) as pipeline:
+    for group_tokens, batch_patches in ((256, 4096), (256, 16_384), (2048, 16_384)):
+        with SplitPipeline(replace(settings, max_batch_patches=batch_patches), group_tokens) as pipeline:
             pipeline.ask("warm up", [short], [frames[: short.num_frames]], "What is shown?", 4)
             answer = pipeline.ask("measured", [plan], [frames], "What is shown?", 4)
         yield {
             "frames": plan.num_frames,
             "visual tokens": plan.num_tokens,
             "group tokens": group_tokens,
+            "batch patches": batch_patches,
             "first token s": round(answer.first_s, 3),
             "frames/s": round(plan.num_frames / answer.first_s, 1),
         }

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from encoders.adapter import MediaPlan
-from encoders.groups import DEFAULT_GROUP_TOKENS, MediaGroup, plan_groups
+from encoders.groups import MediaGroup, plan_groups
 from encoders.identity import prompt_identity
+from epd.encode.group_cut import GROUP_TOKENS
 from epd.sampling_params import SamplingParams
 from epd.transfer.connectors import EncoderConnector, KVConnector
 from serve_app.worker.worker_stages import StageBuilder, WorkerSettings
@@ -154,7 +155,7 @@ def group_range(group: MediaGroup) -> range:
 class SplitPipeline:
     """One checkpoint on three threads. Weights of the language model are shared by P and D."""
 
-    def __init__(self, settings: WorkerSettings, group_tokens: int = DEFAULT_GROUP_TOKENS) -> None:
+    def __init__(self, settings: WorkerSettings, group_tokens: int = GROUP_TOKENS) -> None:
         builder = StageBuilder(settings, OneProcess())
         self.adapter, self._group_tokens = builder.adapter, group_tokens
         self._encode = builder.encode("e0")

@@ -345,6 +345,17 @@ EncodesBeside = Annotated[
     ),
 ]
 
+GroupTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--group-tokens",
+        metavar="N",
+        min=1,
+        help="Visual tokens of a video that travel together, cut as epd serve does. By default the frames "
+        "that the profile names, or 8.",
+    ),
+]
+
 DraftAcceptance = Annotated[
     float,
     typer.Option(

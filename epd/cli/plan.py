@@ -12,6 +12,7 @@ from epd.cli.options import (
     CpuThreads,
     DraftAcceptance,
     EncodesBeside,
+    GroupTokens,
     IsJson,
     MaxDraft,
     Out,
@@ -25,7 +26,7 @@ from epd.cli.options import (
     Trace,
     Workload,
 )
-from epd.cli.simulate import draft_plan, num_cpu_threads, workload_config
+from epd.cli.simulate import cut_by, draft_plan, num_cpu_threads, workload_config
 from epd.errors import RequestError
 from epd.kv.drafting import DEFAULT_MAX_DRAFT
 from epd.planning.plan import Plan, make_plan
@@ -76,6 +77,7 @@ def plan(
     max_tensor_parallel: _MaxDegree = 1,
     cpu_threads: CpuThreads = None,
     encode_beside: EncodesBeside = True,
+    group_tokens: GroupTokens = None,
     draft_acceptance: DraftAcceptance = 0.0,
     max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     seed: Seed = 0,
@@ -97,7 +99,7 @@ def plan(
             raise RequestError(f"{name} is {share}, it must be above 0 and at most 1")
     if max_tensor_parallel not in _DEGREES:
         raise RequestError(f"max tensor parallel is {max_tensor_parallel}, it must be 1, 2, 4 or 8")
-    loaded = load_profile(profile)
+    loaded = cut_by(load_profile(profile), group_tokens)
     loaded.on(max_tensor_parallel)  # raises where the profile cannot tell
     config = workload_config(
         loaded.media,

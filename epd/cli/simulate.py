@@ -14,6 +14,7 @@ from epd.cli.options import (
     CpuThreads,
     DraftAcceptance,
     EncodesBeside,
+    GroupTokens,
     IsJson,
     MaxDraft,
     NumRequests,
@@ -100,6 +101,7 @@ def simulate(
     order: _Order = "fcfs",
     whole: _IsWhole = False,
     encode_beside: EncodesBeside = True,
+    group_tokens: GroupTokens = None,
     draft_acceptance: DraftAcceptance = 0.0,
     max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     cpu_threads: CpuThreads = None,
@@ -118,7 +120,7 @@ def simulate(
     if scenario is not None:
         _show_scenario(scenario, as_json, plot)
         return
-    loaded = load_profile(profile)
+    loaded = cut_by(load_profile(profile), group_tokens)
     config = workload_config(
         loaded.media,
         workload,
@@ -161,6 +163,13 @@ def draft_plan(acceptance: float, max_draft: int) -> DraftPlan | None:
     """What drafts are worth; None for no drafts."""
     plan = DraftPlan(acceptance, max_draft)
     return plan if acceptance else None
+
+
+def cut_by(profile: LoadedProfile, group_tokens: int | None) -> LoadedProfile:
+    """The profile with groups of as many tokens; None for those that it has."""
+    if group_tokens is None:
+        return profile
+    return replace(profile, media=replace(profile.media, group_tokens=group_tokens))
 
 
 def num_cpu_threads(given: int | None, profile: LoadedProfile, default: int) -> int:

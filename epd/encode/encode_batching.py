@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from epd.encode.encoder_cache import GroupKey
 
 # Patches that the tower takes together.
 DEFAULT_BATCH_PATCHES = 4096
+# By the type of the device: a GPU launches hundreds of kernels for a call of the tower, whatever it encodes.
+BATCH_PATCHES: Mapping[str, int] = {"cpu": DEFAULT_BATCH_PATCHES, "cuda": 16_384}
 
 
 class WaitingGroup(Protocol):

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from epd.encode.group_cut import FIRST_GROUP_TOKENS, cut_units, units_of
 from epd.types import ceil_div
 from epd.workload.requests import Resolution, VideoSpec
 
@@ -35,6 +36,7 @@ class MediaRule:
         side, and an overview; a video frame is one tile
     video_fps, max_frames: how videos are sampled
     group_frames: frames that travel together
+    group_tokens: visual tokens that do, in their place, as the server cuts groups; None for group_frames
     """
 
     kind: Literal["grid", "tiles"]
@@ -49,6 +51,7 @@ class MediaRule:
     video_fps: float = 2.0
     max_frames: int = 768
     group_frames: int = 8
+    group_tokens: int | None = None
 
     @property
     def values_per_patch(self) -> int:
@@ -63,9 +66,17 @@ class MediaRule:
 
     def video(self, spec: VideoSpec) -> tuple[MediaWork, ...]:
         """Returns the groups of a video, in order."""
-        num_frames = self.num_sampled(spec)
-        starts = range(0, num_frames, self.group_frames)
-        return tuple(self._group(spec.size, min(self.group_frames, num_frames - start)) for start in starts)
+        cuts = cut_units(self.num_sampled(spec), *self._frames_of_groups(spec.size))
+        return tuple(self._group(spec.size, stop - start) for start, stop in cuts)
+
+    def _frames_of_groups(self, size: Resolution) -> tuple[int, int]:
+        """Returns the frames of a whole group, and of the first one."""
+        if self.group_tokens is None:
+            return self.group_frames, self.group_frames
+        frames = self.frames_per_unit if self.kind == "grid" else 1
+        tokens = self._group(size, frames).num_tokens
+        whole, first = (units_of(each, tokens) * frames for each in (self.group_tokens, FIRST_GROUP_TOKENS))
+        return whole, first
 
     def num_sampled(self, spec: VideoSpec) -> int:
         return max(1, min(math.ceil(spec.duration_s * self.video_fps), self.max_frames, spec.num_frames))

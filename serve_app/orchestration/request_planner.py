@@ -14,11 +14,12 @@ from typing import Any
 
 from encoders import Adapter, FrameSampling, MediaPlan, PixelLimits, load_adapter
 from encoders.adapter import PromptPlan
-from encoders.groups import DEFAULT_GROUP_TOKENS, MediaGroup, plan_groups
+from encoders.groups import MediaGroup, plan_groups
 from encoders.identity import prompt_identity, salted
 from encoders.prompt.raw_prompt import plan_tokens
 from epd.control.recent import Recent
 from epd.control.request_budget import RequestLimits, check_num_pixels
+from epd.encode.group_cut import GROUP_TOKENS
 from epd.errors import MediaError, RequestError
 from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.kv.kv_identity import TokenIdentity
@@ -129,7 +130,7 @@ class RequestPlanner:
         model_path: Path,
         name: str | None = None,
         *,
-        group_tokens: int = DEFAULT_GROUP_TOKENS,
+        group_tokens: int = GROUP_TOKENS,
         limits: RequestLimits | None = None,
     ) -> None:
         """Opens the model's folder. Raises ModelError.

@@ -16,7 +16,7 @@ import torch
 
 from encoders import Adapter, load_adapter
 from encoders.names import WeightSet
-from epd.encode.encode_batching import DEFAULT_BATCH_PATCHES
+from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encode.encoder_cache import EncoderCacheManager
 from epd.errors import InfeasibleError, RequestError
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
@@ -60,7 +60,7 @@ class WorkerSettings:
     drafting: of the workers that decode
     num_embeddings: room for embeddings, at an encoder and at its receivers; None for DEFAULT_EMBEDDINGS, or
     EMBEDDING_SHARE of a GPU if num_kv_tokens is not set either
-    max_batch_patches: that an encoder batches
+    max_batch_patches: that an encoder batches, None for BATCH_PATCHES of its device
     skip_static, merge: see `encoders.batch.FrameEncoder`; workers that share embeddings must agree
     decode_scheduler: of workers that only decode, None for `scheduler`
     num_kv_pools: that share the machine's memory if num_kv_tokens is not set
@@ -82,7 +82,7 @@ class WorkerSettings:
     drafting: DraftConfig = NO_DRAFTS
     num_embeddings: int | None = None
     embeddings_per_block: int = 16
-    max_batch_patches: int = DEFAULT_BATCH_PATCHES
+    max_batch_patches: int | None = None
     skip_static: float | None = None
     merge: TowerMerge | None = None
     decode_scheduler: SchedulerConfig | None = None
@@ -157,6 +157,7 @@ class StageBuilder:
         self._language: Any = None
         self._encoder: Any = None
         self._ranks: ProcessRanks | None = None
+        self._max_batch_patches = settings.max_batch_patches or BATCH_PATCHES[self.placement.device.type]
         self._kv_tokens = settings.num_kv_tokens
         self._num_embeddings = settings.num_embeddings or DEFAULT_EMBEDDINGS
         self._pools: dict[str, EncoderPoolShape | KVPoolsShape] = {}  # by endpoint and kind
@@ -205,7 +206,7 @@ class StageBuilder:
             self.generation,
             self.placement,
             LargestPasses(
-                settings.max_batch_patches,
+                self._max_batch_patches,
                 settings.scheduler.max_num_batched_tokens,
                 settings.decode_limits.max_num_seqs if captures else 0,
             ),
@@ -265,7 +266,7 @@ class StageBuilder:
             cache,
             pool,
             connector,
-            max_batch_patches=self.settings.max_batch_patches,
+            max_batch_patches=self._max_batch_patches,
             skip_static=self.settings.skip_static,
             merge=self.settings.merge,
         )

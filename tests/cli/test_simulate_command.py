@@ -55,6 +55,15 @@ def test_media_that_come_again_drafts_and_lanes_are_options(capsys: pytest.Captu
     assert in_turns["latencies"] != plain["latencies"]
 
 
+def test_videos_are_cut_by_tokens_if_wished(capsys: pytest.CaptureFixture[str]) -> None:
+    num_groups = []
+    for more in ([], ["--group-tokens", "256"], ["--group-tokens", "100000"]):
+        run("--workload", "video", "--num-requests", "4", "--rate", "1", "--json", *more)
+        num_groups.append(json.loads(capsys.readouterr().out)["num_groups"])
+    by_frames, small, large = num_groups
+    assert small > by_frames > large == 2 * 4, "of large groups, the first is a small one"
+
+
 @pytest.mark.parametrize("workload", ["text", "images", "video", "mixed"])
 def test_every_preset_can_be_simulated(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(

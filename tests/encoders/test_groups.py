@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given
@@ -36,11 +37,38 @@ UNITS = st.integers(1, 60)
 def test_groups_cover_every_unit_once_and_are_short_enough(
     first: int, num_units: int, group_units: int, data: st.DataObject
 ) -> None:
-    span = data.draw(st.integers(1, 48))
+    span, first_units = data.draw(st.integers(1, 48)), data.draw(st.integers(1, 20))
     plan = clip(first, num_units, 2, span, data.draw(st.integers(0, span // 2)))
-    cuts = cut(plan, group_units)
+    cuts = cut(plan, group_units, first_units)
     assert [unit for start, stop in cuts for unit in range(start, stop)] == list(range(num_units))
     assert all(1 <= stop - start <= group_units for start, stop in cuts)
+    assert cuts[0][1] <= first_units
+
+
+@given(first=UNITS, num_units=UNITS, group_units=st.integers(1, 16), first_units=st.integers(1, 20))
+def test_a_small_first_group_is_cut_off_the_first_one_and_moves_no_other(
+    first: int, num_units: int, group_units: int, first_units: int
+) -> None:
+    plan = clip(first, num_units, 2, 12, 0)
+    usual, cuts = cut(plan, group_units), cut(plan, group_units, first_units)
+    assert cuts[-len(usual) + 1 or len(cuts) :] == usual[1:]
+    assert len(cuts) - len(usual) == (cuts[0] != usual[0])
+
+
+def test_an_image_is_prefilled_whole_so_its_first_group_is_as_large_as_the_others() -> None:
+    image = replace(clip(0, 20, 2, 12, 0), kind="image")
+    assert cut(image, 8, 2) == [(0, 8), (8, 16), (16, 20)]
+    large = replace(image, tokens_per_unit=100)
+    groups = plan_groups([large], ["a"], model="m", group_tokens=1000)
+    assert [group.plan.num_units for group in groups] == [10, 10]
+
+
+def test_the_first_group_of_a_video_has_256_tokens_at_most() -> None:
+    plan = replace(clip(0, 20, 2, 12, 0), tokens_per_unit=100)
+    groups = plan_groups([plan], ["a"], model="m", group_tokens=1000)
+    assert [group.plan.num_units for group in groups] == [2, 8, 10]
+    small = plan_groups([plan], ["a"], model="m", group_tokens=100)
+    assert {group.plan.num_units for group in small} == {1}
 
 
 @given(starts=st.tuples(UNITS, UNITS), lengths=st.tuples(UNITS, UNITS), data=st.data())

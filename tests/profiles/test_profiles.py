@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from encoders.adapter import Grid, MediaPlan
+from encoders.groups import plan_groups
 from epd.errors import RequestError
 from epd.profiles import Efficiency, Measurement, MemoryLimits, StageCost, analytic_profile, fit_table
 from epd.profiles.catalog import DEVICES, MODELS
@@ -140,3 +142,15 @@ def test_a_video_becomes_groups_of_what_is_sampled() -> None:
     assert [group.num_frames for group in groups] == [8, 8, 4]
     assert [group.num_tokens for group in groups] == [4 * 23 * 13, 4 * 23 * 13, 2 * 23 * 13]
     assert media.num_sampled(VideoSpec(3600.0, 24, Resolution(644, 364))) == media.max_frames
+
+
+@pytest.mark.parametrize("group_tokens", [256, 1000, 2048])
+def test_a_video_is_cut_by_tokens_as_the_server_cuts_it(group_tokens: int) -> None:
+    media = replace(MODELS["qwen2.5-vl-7b"].media, group_tokens=group_tokens)
+    groups = media.video(VideoSpec(20.0, 24, Resolution(644, 364)))
+    plan = MediaPlan(
+        "video", (364, 644), Grid(20, 26, 46), 2, 23 * 13, tuple(0.5 * n for n in range(40)), unit_span_s=1.0
+    )
+    planned = plan_groups([plan], ["a"], model="m", group_tokens=group_tokens)
+    assert [group.num_tokens for group in groups] == [group.spec.num_embeddings for group in planned]
+    assert [group.num_frames for group in groups] == [group.num_frames for group in planned]

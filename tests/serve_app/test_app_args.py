@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 
 from epd.errors import RequestError
 from epd.topology import TensorParallel
+from serve_app import composition
 from serve_app.app_args import STAGE_FIELDS, AppArgs
 from serve_app.composition import worker_settings
-from serve_app.local.fleet import LocalTransport
+from serve_app.local.fleet import LocalFleet, LocalFleetConfig, LocalTransport
 from serve_app.worker.worker_stages import StageBuilder
 from stages.engine import setup as engine_setup
 
@@ -94,3 +96,19 @@ def test_workers_on_ray_get_what_is_set_for_them() -> None:
     sent = worker_settings(args.for_workers(*STAGE_FIELDS))
     assert sent == worker_settings(args)
     assert (sent.async_scheduling, sent.enforce_eager, sent.encode_beside) == (True, True, False)
+
+
+def test_videos_are_cut_as_the_arguments_say(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: dict[str, Any] = {}
+
+    def planner(*_: Any, **options: Any) -> None:
+        taken.update(options)
+        raise InterruptedError
+
+    monkeypatch.setattr(composition, "RequestPlanner", planner)
+    args = AppArgs(model=checkpoints["qwen2_5_vl"], group_tokens=64)
+    with pytest.raises(InterruptedError):
+        asyncio.run(composition.create_app(args, LocalFleet(LocalFleetConfig({}), worker_settings(args))))
+    assert taken["group_tokens"] == 64

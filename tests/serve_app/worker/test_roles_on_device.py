@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from epd.encode.encode_batching import BATCH_PATCHES
 from epd.sampling_params import SamplingParams
 from epd.topology import Stage
+from serve_app.local.fleet import LocalTransport
 from serve_app.messages import Reserve, endpoint
 from serve_app.role_messages import AskRemaining, Move, Offload, Onload, Pause, SetRoles, StagesClosed
-from serve_app.worker.worker_stages import WorkerSettings
+from serve_app.worker.worker_stages import StageBuilder, WorkerSettings
 from stages.placement import Placement
 from tests.encoders.conftest import families, family
 from tests.encoders.families import Family
@@ -80,3 +82,11 @@ def test_a_decode_worker_encodes_and_prefills_from_then_on(
     bench.finish({"s": (again, plan)}, encoder="d0")
     assert bench.cores["d0"].load().counters["encoded_groups"] > 0
     bench.settle()
+
+
+def test_an_encoder_takes_more_patches_together_on_a_gpu(family: Family, cuda: FakeCuda) -> None:
+    for given, taken in ((None, BATCH_PATCHES["cuda"]), (100, 100)):
+        settings = WorkerSettings(family.path, max_batch_patches=given)
+        with cuda.unchecked():
+            stage = StageBuilder(settings, LocalTransport()).encode("e0.encode")
+        assert stage._max_batch_patches == taken
