@@ -320,6 +320,18 @@ def test_what_is_admitted_in_the_middle_of_a_pass_leaves_answers_room_for_their_
     assert step(queue).preemptions == []
 
 
+def test_what_is_admitted_in_the_middle_of_a_pass_leaves_room_for_drafts_too() -> None:
+    """Of 5 free blocks `b` needs 2; the next tokens of `a` take 1, and 3 with eight drafts."""
+    for num_drafts, admitted in ((0, ["b"]), (8, [])):
+        queue = scheduler(7)
+        answer = request("a", 8, max_new=12)
+        add(queue, answer)
+        step(queue)
+        answer.num_drafts = num_drafts
+        queue.add(request("b", 11))
+        assert names(queue.admit_early().admitted) == admitted
+
+
 def test_what_was_preempted_does_not_come_back_in_the_middle_of_a_pass() -> None:
     queue = scheduler()
     add(queue, request("a", 8))

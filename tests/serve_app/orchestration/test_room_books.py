@@ -48,7 +48,9 @@ def test_what_was_asked_for_counts_until_a_report_counts_it() -> None:
     loads["d0"] = load()
     assert not books.has_room("d0", 40, 1), "it has not answered"
     books.answer("d0", asked, is_taken=True)
-    assert not books.has_room("d0", 40, 1)
+    assert not books.has_room("d0", 31, 1)
+    assert books.has_room("d0", 30, 7)
+    assert not books.has_room("d0", 30, 8), "one of 8 places is taken"
     loads["d0"] = load(0.2)
     assert books.has_room("d0", 40, 1)
 
@@ -218,13 +220,15 @@ def test_a_prompt_that_can_never_fit_is_refused_as_it_was() -> None:
 
 def test_a_request_that_is_cancelled_waits_for_nobody() -> None:
     async def run() -> None:
-        bench = JoiningBench({"p0": 1, "d0": 1})
-        bench.fleet.gates["d0"] = asyncio.Event()
-        placing = asyncio.create_task(bench.place("r"))
-        await until(lambda: bench.fleet.held.get("p0"))
-        placing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await placing
-        assert len(asyncio.all_tasks()) == 1
+        for silent in (["d0"], ["p0", "d0"]):
+            bench = JoiningBench({"p0": 1, "d0": 1})
+            bench.fleet.gates |= {name: asyncio.Event() for name in silent}
+            placing = asyncio.create_task(bench.place("r"))
+            await until(lambda bench=bench: len(bench.kinds) == 2)
+            placing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await placing
+            await asyncio.sleep(0)
+            assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())
