@@ -1,10 +1,12 @@
 """Decoding with drafts and without: tokens per pass, and tokens per second, by who drafts.
 
     python -m benchmarks.drafting [--only SECTION ...] [--draft METHOD ...] [--repeats N] [--no-save]
+    python -m benchmarks.drafting --only stories --model runs/shapes-vl-2 --no-save
 
 records   JSON of 60 like records, held to a schema, so the text repeats itself: greedy, and drawn at 0.7
 text      a long JSON string drawn at 1.0, which does not repeat itself
 answers   what shapes-vl answers about a drawn image, to its natural end
+stories   descriptions of drawn videos of 32 frames, in sentences and as JSON in turn, by a model that tells
 
 1, 8 and 32 requests at once, in one process, with shapes-vl. Seconds are CPU time of the thread that decodes,
 from the first tokens to the last: other processes do not count. Methods take turns after each round of
@@ -20,7 +22,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,16 +34,29 @@ from benchmarks.reporting import Row, Section, median_ratio, run_sections, setti
 from benchmarks.structured import LONG_DOCUMENTS
 from encoders.prompt.chat import one_turn
 from epd.cli.options import draft_config
+from epd.eval.demo import HELD_OUT_SEED
 from epd.kv.drafting import DEFAULT_MAX_DRAFT, DRAFT_METHODS, Drafting
-from epd.models import embedded_model_path
+from epd.models import DEFAULT_MODEL, model_folder
 from epd.sampling_params import SamplingParams
 from epd.shapes import SceneRenderer, make_questions, make_scene
 from stages.colocated import ColocatedPipeline, MediaContext
 from stages.grammar.formats import format_of, grammar_text
+from video.demo_video import write_demo_video
 
 _COUNTS = (1, 8, 32)
 _DOCUMENT_TOKENS = 160
 _NUM_ANSWERS = 32  # one after the other, or in as many rounds as requests at once allow
+# Videos that are described in each repeat, in two ways.
+_NUM_VIDEOS, _NUM_FRAMES, _STORY_TOKENS = 4, 32, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One question. place: what it is about."""
+
+    place: str
+    text: str
+    sampling: SamplingParams
 
 
 @dataclass(slots=True)
@@ -64,18 +79,15 @@ class Contender:
         self._drafting = None if method == "none" else Drafting(config, len(pipeline.adapter.tokenizer))
 
     @torch.inference_mode()
-    def decode(
-        self, context: MediaContext, asked: Sequence[tuple[str, SamplingParams]], measured: Measured
-    ) -> list[list[int]]:
+    def decode(self, asked: Sequence[Asked], measured: Measured) -> list[list[int]]:
         """Answers all at once, and returns the tokens of each."""
         engine, seconds = self.pipeline.engine, 0.0
         engine._drafting = self._drafting
-        kinds = [plan.kind for plan in context.plans]
         tokens: dict[str, list[int]] = {}
-        for number, (question, sampling) in enumerate(asked):
-            name = f"r{number}"
-            messages = one_turn(kinds, question)
-            engine.add(context.prefix.question(name, messages, sampling, seed=number))
+        for number, each in enumerate(asked):
+            name, context = f"r{number}", self.contexts[each.place]
+            messages = one_turn([plan.kind for plan in context.plans], each.text)
+            engine.add(context.prefix.question(name, messages, each.sampling, seed=number))
             tokens[name] = []
         while engine.has_work():
             is_decoding = all(tokens.values())
@@ -91,50 +103,67 @@ class Contender:
         return list(tokens.values())
 
 
-def _documents(name: str, temperature: float) -> list[tuple[str, SamplingParams]]:
+def _documents(name: str, temperature: float, _repeat: int) -> list[Asked]:
     schema = json.dumps(LONG_DOCUMENTS[name])
     grammar = grammar_text(format_of("json_schema", json.loads(schema), None))
     sampling = SamplingParams(max_tokens=_DOCUMENT_TOKENS, temperature=temperature, grammar=grammar)
-    return [(f"Give an example, number {number}.", replace(sampling)) for number in range(max(_COUNTS))]
+    return [
+        Asked("text", f"Give an example, number {number}.", replace(sampling))
+        for number in range(max(_COUNTS))
+    ]
 
 
-_SECTIONS = ("greedy", "drawn", "text", "answers")
-
-
-def _sections() -> dict[str, tuple[str, str, list[tuple[str, SamplingParams]]]]:
-    """Returns title, media and questions of each section."""
-    found = (
-        ("Records, greedy", "text", _documents("records", 0.0)),
-        ("Records, drawn at 0.7", "text", _documents("records", 0.7)),
-        ("Text, drawn at 1.0", "text", _documents("text", 1.0)),
-        ("Answers of shapes-vl", "image", _questions(3)),
-    )
-    return dict(zip(_SECTIONS, found, strict=True))
-
-
-def _questions(seed: int) -> list[tuple[str, SamplingParams]]:
+def _questions(seed: int, _repeat: int) -> list[Asked]:
     asked = make_questions(make_scene(seed, 10.0), random.Random(seed))
     texts = [asked[number % len(asked)].text for number in range(_NUM_ANSWERS)]
-    return [(text, SamplingParams(max_tokens=64)) for text in texts]
+    return [Asked("image", text, SamplingParams(max_tokens=64)) for text in texts]
 
 
-def rows(
-    contenders: Mapping[str, Contender], place: str, asked: Sequence[tuple[str, SamplingParams]], repeats: int
-) -> list[Row]:
-    """Measures all methods in turns, after one repeat that is not counted."""
+def _stories(repeat: int) -> list[Asked]:
+    """Asks for sentences and JSON in turn, about videos that nobody has been asked about before."""
+    return [
+        Asked(f"video {number}", text, SamplingParams(max_tokens=_STORY_TOKENS))
+        for number in range(repeat * _NUM_VIDEOS, (repeat + 1) * _NUM_VIDEOS)
+        for text in ("Describe the video.", "Describe the video as JSON.")
+    ]
+
+
+# By name: title, and what is asked in each repeat.
+_SECTIONS: dict[str, tuple[str, Callable[[int], list[Asked]]]] = {
+    "greedy": ("Records, greedy", partial(_documents, "records", 0.0)),
+    "drawn": ("Records, drawn at 0.7", partial(_documents, "records", 0.7)),
+    "text": ("Text, drawn at 1.0", partial(_documents, "text", 1.0)),
+    "answers": ("Answers of shapes-vl", partial(_questions, 3)),
+    "stories": ("Descriptions of videos", _stories),
+}
+# The embedded model tells nothing.
+_USUAL = tuple(_SECTIONS)[:4]
+
+
+def _prefilled(pipeline: ColocatedPipeline, folder: Path, num_videos: int) -> dict[str, MediaContext]:
+    """Returns what can be asked about: no medium, a drawn image, and drawn videos."""
+    image = folder / "scene.png"
+    Image.fromarray(SceneRenderer(make_scene(3, 10.0), 224, 224).frame(5.0)).save(image)
+    contexts = {"text": pipeline.prefill_media([]), "image": pipeline.prefill_media([image])}
+    for number in range(num_videos):
+        path, scene = folder / f"{number}.mp4", make_scene(HELD_OUT_SEED + number, float(_NUM_FRAMES))
+        write_demo_video(path, scene, fps=4, height=360, width=640)
+        contexts[f"video {number}"] = pipeline.prefill_media([path], num_frames=_NUM_FRAMES)
+    return contexts
+
+
+def rows(contenders: Mapping[str, Contender], asked: Callable[[int], list[Asked]], repeats: int) -> list[Row]:
+    """Measures all methods in turns, after one repeat that is not counted. asked: for each repeat."""
     found = []
-    for count in _COUNTS:
-        rounds = [asked[at : at + count] for at in range(0, len(asked) if place == "image" else count, count)]
+    for count in [each for each in _COUNTS if each <= len(asked(0))]:
         measured = {method: Measured() for method in contenders}
         for repeat in range(repeats + 1):
             for each in measured.values():
                 each.seconds.append(0.0)
-            for number, questions in enumerate(rounds):
+            for number, questions in enumerate(_rounds(asked(repeat), count)):
                 first = (repeat + number) % len(contenders)
                 tokens = {
-                    method: contenders[method].decode(
-                        contenders[method].contexts[place], questions, measured[method]
-                    )
+                    method: contenders[method].decode(questions, measured[method])
                     for method in (list(contenders) * 2)[first : first + len(contenders)]
                 }
                 assert all(each == tokens["none"] for each in tokens.values()), "drafts have changed tokens"
@@ -142,6 +171,12 @@ def rows(
                 measured = {method: Measured() for method in contenders}
         found += [_row(count, method, each, measured["none"]) for method, each in measured.items()]
     return found
+
+
+def _rounds(asked: Sequence[Asked], count: int) -> list[Sequence[Asked]]:
+    """Returns what is asked at once; of documents, which are all alike, one round."""
+    size = count if asked[0].place == "text" else len(asked)
+    return [asked[at : at + count] for at in range(0, size, count)]
 
 
 def _row(count: int, method: str, measured: Measured, plain: Measured) -> Row:
@@ -163,22 +198,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--only", nargs="*", default=list(_SECTIONS), choices=_SECTIONS)
+    parser.add_argument("--only", nargs="*", default=list(_USUAL), choices=_SECTIONS)
     parser.add_argument(
         "--draft", nargs="*", default=[], choices=DRAFT_METHODS, help="beside none; by default all"
     )
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="folder or embedded model")
     parser.add_argument("--no-save", action="store_true")
     args = parser.parse_args()
+    pipeline = ColocatedPipeline.load(model_folder(args.model), num_kv_tokens=2**15)
+    num_videos = _NUM_VIDEOS * (args.repeats + 1) if "stories" in args.only else 0
     with tempfile.TemporaryDirectory() as folder:
-        image = Path(folder) / "scene.png"
-        Image.fromarray(SceneRenderer(make_scene(3, 10.0), 224, 224).frame(5.0)).save(image)
-        pipeline = ColocatedPipeline.load(embedded_model_path(), num_kv_tokens=2**15)
-        contexts = {"text": pipeline.prefill_media([]), "image": pipeline.prefill_media([image])}
-        wanted = dict.fromkeys(["none", *(args.draft or DRAFT_METHODS)])
-        contenders = {method: Contender(method, pipeline, contexts) for method in wanted}
+        contexts = _prefilled(pipeline, Path(folder), num_videos)
+    wanted = dict.fromkeys(["none", *(args.draft or DRAFT_METHODS)])
+    contenders = {method: Contender(method, pipeline, contexts) for method in wanted}
     sections = {
-        name: Section(title, partial(rows, contenders, place, asked, args.repeats))
-        for name, (title, place, asked) in _sections().items()
+        name: Section(title, partial(rows, contenders, asked, args.repeats))
+        for name, (title, asked) in _SECTIONS.items()
     }
     run_sections(
         "drafting",
