@@ -25,19 +25,19 @@ from training.lane_decoder import decode
 from training.lane_probes import EventProbes, NameProbes
 from training.lane_scenes import Imagined, draw_shown, questions_about
 from training.lane_vision import errors_of
-from training.lanes import HIDDEN_SIZE
+from training.lanes import HIDDEN_SIZE, SCALE
 from training.loop import Progress, Training, base_parser
 from training.qwen3_checkpoint import build_model, build_tokenizer, number_ids, save_checkpoint
 from training.rows import NO_TARGET, Tally, answers_loss
 from training.vision import load_vision, read_clips
 
 # Losses of what is read along count so much.
-_EVENTS_WEIGHT, _NAMES_WEIGHT = 0.2, 0.4
+_EVENTS_WEIGHT, _NAMES_WEIGHT = 0.2, 0.15
 # Rates, in shares of the matrices': embeddings, gains of queries and keys, linear layers that read along.
 _EMBEDDING_RATE, _GAINS_RATE, _PROBES_RATE = 0.25, 4.0, 4.0
 _REPORT_STEPS = 25
 # (until this share of the training, at most this number of frame pairs)
-_CURRICULUM = ((0.15, 8), (0.5, 16), (0.7, 32), (0.85, 64), (0.95, 128), (2.0, 256))
+_CURRICULUM = ((0.15, 8), (0.65, 16), (0.8, 32), (0.9, 64), (0.97, 128), (2.0, 256))
 # Videos of so many frame pairs, so many of them.
 VALIDATED = ((4, 24), (16, 24), (32, 8), (64, 6), (128, 3), (256, 2))
 
@@ -79,7 +79,7 @@ def make_optimizers(model: Qwen3VLForConditionalGeneration, probes: nn.Module) -
     sharp = [each for name, each in gains.items() if name.endswith(("q_norm.weight", "k_norm.weight"))]
     rest = [each for name, each in gains.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))]
     groups = [
-        {"params": [language.embed_tokens.weight], "rate": _EMBEDDING_RATE},
+        {"params": [language.embed_tokens.weight], "rate": SCALE * _EMBEDDING_RATE},
         {"params": sharp, "rate": _GAINS_RATE},
         {"params": rest},
         {"params": list(probes.parameters()), "rate": _PROBES_RATE},
@@ -119,7 +119,7 @@ class _Language:
         logits, states = answer_logits(self.model, batch)
         is_target = batch.targets != NO_TARGET
         answers = answers_loss(logits, batch.targets[is_target], batch.weights[is_target])
-        table = self.model.get_input_embeddings().weight
+        table = self.model.get_input_embeddings().weight / SCALE
         events = self.events.losses(batch, states, table[self.numbers])
         names = self.names.losses(batch, states, table)
         total = answers + _EVENTS_WEIGHT * _sum(events) + _NAMES_WEIGHT * _sum(names)

@@ -16,7 +16,7 @@ from epd.shapes import SHAPES, Question, QuestionKind, Scene, make_questions, ma
 from epd.shapes.stories import still_description, stories_at, timestamps_s
 from epd.shapes.world import max_objects
 from training.clips import HELD_OUT_SEED, cropped
-from training.lanes import HEIGHT, TOKENS, codes, embeddings
+from training.lanes import HEIGHT, SCALE, TOKENS, codes, embeddings
 
 _LONGEST_S = 1000.0
 UNTIMED = -1  # seconds of what has no time
@@ -67,7 +67,7 @@ class Imagined:
         seen = code * (1 + _NAME_NOISE * torch.randn_like(code))
         seen[..., HEIGHT] = code[..., HEIGHT] + _HEIGHT_NOISE * torch.randn_like(code[..., HEIGHT])
         exact = embeddings(seen)
-        return exact + _NOISE * torch.randn_like(exact)
+        return exact + SCALE * _NOISE * torch.randn_like(exact)
 
 
 def draw_shown(rng: random.Random, num_pairs: int) -> Shown:

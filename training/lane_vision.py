@@ -26,6 +26,7 @@ from training.lanes import (
     MODEL_HEIGHT,
     MODEL_WIDTH,
     PATCH,
+    SCALE,
     TOKENS,
     codes,
     directions,
@@ -105,7 +106,7 @@ def train(options: argparse.Namespace) -> None:
         pairs, targets = draw_batch(clips, rng, options.batch)
         with torch.autocast("cpu", torch.bfloat16):
             seen = encode(visual, patchify(pairs)).float()
-        loss = (seen - embeddings(targets)).square().sum(-1).mean()
+        loss = ((seen - embeddings(targets)) / SCALE).square().sum(-1).mean()
         training.update(loss, learning_rate(training.step, options.steps, options.lr))
         if training.step % 200 == 0 or training.step == options.steps:
             report(visual, held_out)

@@ -38,7 +38,7 @@ from training.checkpoint import (
     write_folder,
     write_untrained,
 )
-from training.lanes import HIDDEN_SIZE, MERGE, PATCH, directions
+from training.lanes import HIDDEN_SIZE, MERGE, PATCH, SCALE, directions
 
 # Entries of the vocabulary that are learned from the texts, bytes among them; numbers come besides.
 _NUM_WORDS = 640
@@ -200,6 +200,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGene
     model = Qwen3VLForConditionalGeneration(build_config(tokenizer))
     table = model.get_input_embeddings().weight
     with torch.no_grad():
+        model.model.language_model.norm.weight.fill_(1 / SCALE)  # the table is the last layer, too
         table.normal_(std=HIDDEN_SIZE**-0.5)
         table[number_ids(tokenizer)] = number_embeddings(_NUM_NUMBERS)
         table += _SHARED_LENGTH * functional.normalize(torch.randn(HIDDEN_SIZE), dim=0)
@@ -207,6 +208,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGene
             word = token.replace(_SPACE, "").lower()
             if word in _WORDS:
                 table[index] += _WORD_LENGTH * functional.normalize(directions()[_WORDS.index(word)], dim=0)
+        table *= SCALE
     return model
 
 

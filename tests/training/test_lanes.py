@@ -57,6 +57,14 @@ def test_words_begin_near_what_they_name() -> None:
             assert likeness[token, : HEIGHT - 3].argmax() == row
 
 
+def test_words_and_lanes_begin_about_as_long_and_logits_do_not_grow_with_them() -> None:
+    model = build_model(build_tokenizer())
+    words = model.get_input_embeddings().weight.detach().norm(dim=1)
+    lanes = embeddings(codes(SHOWN.scene, SHOWN.times_s)).norm(dim=-1)
+    assert 8 < words.median() < lanes.median() < 16
+    assert model.model.language_model.norm.weight.detach().unique().item() * words.median() < 2
+
+
 def test_codes_say_what_two_frames_show_in_each_lane() -> None:
     seen = codes(SHOWN.scene, SHOWN.times_s)
     names = seen[..., :HEIGHT].argmax(-1)
