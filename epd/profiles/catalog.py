@@ -34,7 +34,7 @@ class Transformer:
 
     mlp_matrices: 3 if gated
     attended: tokens one attends to in a tower
-    rotates_wide: queries and keys are rotated in 32 bits
+    is_in_place: queries and keys are rotated, and gates multiplied, where they are
     """
 
     num_layers: int
@@ -46,7 +46,7 @@ class Transformer:
     mlp_matrices: int = 3
     vocabulary: int = 0
     attended: int = 0
-    rotates_wide: bool = False
+    is_in_place: bool = False
 
     @property
     def num_parameters(self) -> int:
@@ -75,13 +75,15 @@ class Transformer:
         """Counts 16-bit values of a token that a layer holds at once, at its widest; no scores of attention.
 
         MLP: the residual, its norm, and the output of each matrix but the last beside the activation's.
-        Attention: the residual, its norm, queries, keys and values, and what rotating them holds. Measured
-        for Qwen2.5-VL (`stages/peak_memory.py`): 6 % more, its tower 8 %.
+        Attention: the residual, its norm, queries, keys and values, and those that are rotated. In place:
+        what the layer was given too; two of the MLP's width; queries, keys and values, and the attended rows
+        twice. Measured for Qwen2.5-VL (`stages/peak_memory.py`): 6 % more, its tower 3 %.
         """
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        rotating = 2 * (queries + keys) + 6 * queries if self.rotates_wide else 2 * queries + keys
-        mlp = self.mlp_matrices * self.mlp_hidden
-        return 2 * self.hidden + max(mlp, queries + 2 * keys + rotating)
+        attention = 3 * queries + 2 * keys
+        if self.is_in_place:
+            return 3 * self.hidden + max(2 * self.mlp_hidden, attention)
+        return 2 * self.hidden + max(self.mlp_matrices * self.mlp_hidden, attention + keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +112,8 @@ _SIGLIP_400M = Transformer(27, 1152, 16, 16, 72, 4304, mlp_matrices=2, attended=
 _INTERNVIT_300M = Transformer(24, 1024, 16, 16, 64, 4096, mlp_matrices=2, attended=1025)
 _INTERNVIT_6B = Transformer(45, 3200, 25, 25, 128, 12800, mlp_matrices=2, attended=1025)
 _WHISPER_SMALL = Transformer(12, 768, 12, 12, 64, 3072, mlp_matrices=2, attended=1500)
-_QWEN25_VISION = Transformer(32, 1280, 16, 16, 80, 3420, attended=128, rotates_wide=True)
-_QWEN3_VISION = Transformer(27, 1152, 16, 16, 72, 4304, mlp_matrices=2, attended=1024, rotates_wide=True)
+_QWEN25_VISION = Transformer(32, 1280, 16, 16, 80, 3420, attended=128, is_in_place=True)
+_QWEN3_VISION = Transformer(27, 1152, 16, 16, 72, 4304, mlp_matrices=2, attended=1024, is_in_place=True)
 _MINICPM_MEDIA = MediaRule("tiles", 14, tile_tokens=64, max_tiles=9)
 # A clip of sound is a tile: 30 s of it, eight positions of the encoder in a token.
 _ULTRAVOX_MEDIA = MediaRule("tiles", 1, tile_patches=1500, tile_tokens=188, max_tiles=1)
@@ -142,7 +144,7 @@ MODELS = {
         ModelShape("qwen2.5-vl-7b", _QWEN25_VISION, _QWEN2_7B, MediaRule("grid", 14)),
         ModelShape(
             "qwen3-vl-4b",
-            Transformer(24, 1024, 16, 16, 64, 4096, mlp_matrices=2, attended=1024, rotates_wide=True),
+            Transformer(24, 1024, 16, 16, 64, 4096, mlp_matrices=2, attended=1024, is_in_place=True),
             Transformer(36, 2560, 32, 8, 128, 9728, vocabulary=151936),
             MediaRule("grid", 16),
             embeddings_per_token=4,

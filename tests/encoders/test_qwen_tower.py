@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -9,11 +10,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
 from encoders.adapter import Grid, PatchRun
 from encoders.device import CPU
 from encoders.families import qwen_tower
 from encoders.families.qwen_tower import attend_runs, runs_by_length
+from stages.peak_memory import peak_bytes
 from tests.encoders.families import Family
 from tests.encoders.tolerances import assert_same_but_for_batching
 
@@ -65,6 +68,52 @@ def test_a_layer_attends_once_for_each_length_of_a_run(families: dict[str, Famil
         family.adapter.encode_batch(family.tower, runs)
     num_layers = len(family.tower.blocks)  # type: ignore[arg-type]
     assert num_layers <= attention.call_count <= num_layers * max(kinds.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_in_place_is_that_of_transformers(dtype: torch.dtype) -> None:
+    """To the last bit, in pieces the last of which is short."""
+    qkv, angles = torch.randn(10, 3, 2, 8, dtype=dtype), torch.randn(10, 8)
+    wanted = apply_rotary_pos_emb_vision(qkv[:, 0], qkv[:, 1], angles.cos(), angles.sin())
+    value = qkv[:, 2].clone()
+    with patch.object(qwen_tower, "_ROTATED_ON_CPU", 4):
+        qwen_tower.rotate(qkv[:, :2], angles.cos(), angles.sin())
+    assert all(torch.equal(*each) for each in zip(qkv.unbind(1), (*wanted, value), strict=True))
+
+
+@pytest.mark.parametrize(("name", "most"), [("qwen2_5_vl", 0.6), ("qwen3_vl", 0.75)])
+def test_a_layer_holds_less_than_transformers_own(
+    families: dict[str, Family], name: str, most: float
+) -> None:
+    """The most live tensors of a layer in 16 bits, in pieces that are small beside its patches."""
+    tower: Any = families[name].tower
+    hidden = torch.randn(512, tower.config.hidden_size, dtype=torch.bfloat16)
+    ends = torch.tensor([0, 512], dtype=torch.int32)
+    head_size = tower.config.hidden_size // tower.config.num_heads
+    turns = torch.randn(512, head_size).cos(), torch.randn(512, head_size).sin()
+    held = []
+    for each in (qwen_tower.prepare_tower(as_published(tower)), as_published(tower)):
+        layer: Any = each.bfloat16().blocks[0]  # type: ignore[index]
+        with torch.inference_mode(), patch.object(qwen_tower, "_ROTATED_ON_CPU", 64):
+            held.append(peak_bytes(partial(layer, hidden, cu_seqlens=ends, position_embeddings=turns)))
+    assert held[0] < most * held[1], held
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tower_can_be_trained(families: dict[str, Family], name: str) -> None:
+    """Nothing that a gradient needs is overwritten."""
+    family = families[name]
+    runs, tower = batch_of(family, BATCHES[2]), family.tower
+    grads = []
+    for each in (tower, as_published(tower)):
+        each.zero_grad()
+        sum(found.rows.square().sum() for found in family.adapter.encode_batch(each, runs)).backward()  # type: ignore[union-attr]
+        grads.append([parameter.grad for parameter in each.parameters()])
+        each.zero_grad()
+    for one, other in zip(*grads, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            torch.testing.assert_close(one, other, rtol=0.02, atol=1e-3)
 
 
 def test_runs_are_attended_apart_whatever_their_order() -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl as configs
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as models
 
+from encoders.families.qwen_tower import prepare_tower
 from epd.profiles.catalog import Transformer
 from stages.peak_memory import peak_bytes
 
@@ -72,7 +73,7 @@ def test_a_language_model_holds_what_the_catalogue_says() -> None:
 
 @pytest.mark.usefixtures("half_precision")
 def test_a_tower_holds_what_the_catalogue_says() -> None:
-    shape = Transformer(2, 192, 16, 16, 12, 512, rotates_wide=True)
+    shape = Transformer(2, 192, 16, 16, 12, 512, is_in_place=True)
     config = configs.Qwen2_5_VLVisionConfig(
         depth=2,
         hidden_size=192,
@@ -83,7 +84,7 @@ def test_a_tower_holds_what_the_catalogue_says() -> None:
         fullatt_block_indexes=[1],
         attn_implementation="sdpa",
     )
-    tower = models.Qwen2_5_VisionTransformerPretrainedModel(config).eval()
+    tower = prepare_tower(models.Qwen2_5_VisionTransformerPretrainedModel(config).eval())
     values_per_patch = 3 * 5**2 * 2
 
     def encode(num_patches: int) -> None:
@@ -91,5 +92,5 @@ def test_a_tower_holds_what_the_catalogue_says() -> None:
         tower(torch.zeros(num_patches, values_per_patch), grid_thw=torch.tensor([[1, side, side]]))
 
     with torch.inference_mode():
-        found = slope(encode, 16**2, 32**2)
+        found = slope(encode, 32**2, 64**2)  # more than are rotated together
     assert found == pytest.approx(2 * (shape.live_values_per_token + values_per_patch), rel=0.15)
