@@ -27,7 +27,7 @@ from stages.encode.beside_cost import beside_of, wall_clock
 from stages.engine.generation import generation_settings
 from stages.engine.model_runner import kv_layout
 from stages.engine.setup import build_engine, default_kv_tokens
-from stages.loading.weights import OnBytes, load_role
+from stages.loading.weights import OnBytes, load_role, part_bytes
 from stages.memory_sizing import text_request
 from stages.peak_memory import peak_bytes
 from stages.pipeline import use_threads
@@ -194,9 +194,7 @@ class Profiler:
 
     def memory(self) -> MemoryNeeds:
         """Measures what sizes the memory of a worker; to be called in inference mode."""
-        tower = self.adapter.vision_tower(self.model)
-        vision = sum(each.numel() * each.element_size() for each in tower.parameters())
-        total = sum(each.numel() * each.element_size() for each in self.model.parameters())
+        vision, total = part_bytes(self.model, "encode"), part_bytes(self.model, "whole")
         config = self.model.config
         layers = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
         item_bytes = self.placement.dtype.itemsize

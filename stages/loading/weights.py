@@ -140,6 +140,12 @@ def prune(model: nn.Module, role: WeightSet) -> None:
                 setattr(parent, name, None)
 
 
+def part_bytes(model: nn.Module, role: WeightSet) -> int:
+    """Returns the size of the weights, of a whole model, that a worker of this role holds."""
+    parameters = (each for name, each in model.named_parameters() if is_wanted(name, role))
+    return sum(each.numel() * each.element_size() for each in parameters)
+
+
 def _fill(
     model: nn.Module,
     path: Path,

@@ -20,7 +20,7 @@ import stages.loading.weights
 from encoders.names import WeightSet, is_wanted
 from epd.errors import InfeasibleError, ModelError
 from stages.loading.weight_files import num_weight_bytes, weights_revision, write_weights
-from stages.loading.weights import WholeModel, load_role
+from stages.loading.weights import WholeModel, load_role, part_bytes
 from stages.placement import CPU_FLOAT32, Placement
 from tests.encoders.families import Family, Picture
 from tests.tiny_models import load_reference
@@ -96,6 +96,17 @@ def test_no_parameter_of_another_role_exists(family: Family) -> None:
         assert all(is_wanted(name, role) for name in names)
         assert not any(parameter.is_meta for parameter in model.parameters())
         assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+def test_parts_of_a_whole_model_are_as_large_as_what_is_loaded(family: Family) -> None:
+    """In tile families too, whose tower is called through the model that has both parts."""
+    whole = load_role(family.path, "whole", CPU_FLOAT32).model
+    roles: tuple[WeightSet, ...] = ("encode", "language")
+    sizes = [part_bytes(whole, role) for role in roles]
+    for role, size in zip(roles, sizes, strict=True):
+        loaded = load_role(family.path, role, CPU_FLOAT32).model
+        assert size == sum(each.numel() * each.element_size() for each in loaded.parameters())
+    assert sum(sizes) == part_bytes(whole, "whole")
 
 
 def test_parts_of_mapped_weights_equal_what_is_read(family: Family, tmp_path: Path) -> None:
