@@ -1,6 +1,6 @@
 """The most memory of a worker that only encodes, against one that does everything, and what a plan says.
 
-    python -m benchmarks.worker_memory [--folder DIR] [--model shapes-vl|Qwen2.5-VL-7B|InternVL3-8B]
+    python -m benchmarks.worker_memory [--folder DIR] [--model NAME] [--size W H]
 
 For shapes-vl in 32 bits, and for checkpoints of the shapes of Qwen2.5-VL-7B and InternVL3-8B with random
 weights in bfloat16, 16.6 and 15.9 GB, which are written to a temporary folder (17 GB of disk each), or to
@@ -9,9 +9,9 @@ reads each of them once, and runs the largest batch and pass of its limits, PATC
 InternVL3-8B, whose tower and tiles are those of the EPD paper's InternVL2-8B, the batch is one image of a
 size of the paper, of which an encoder keeps the embeddings, and a worker of all roles a second time, as the
 receiver that it is too. The peak is the most resident memory above what the process had before it loaded;
-mapped pages count, so the machine must have room for all weights. Planned is `MemoryNeeds.worker` by the same
-limits, its activations measured as `epd profile` does, with two and eight images and 128 and 512 tokens;
-embeddings are those of the image, pools are empty otherwise.
+mapped pages count, and where there is no room for all weights the run is given up. Planned is
+`MemoryNeeds.worker` by the same limits, its activations measured as `epd profile` does, with two and eight
+images and 128 and 512 tokens; embeddings are those of the image, pools are empty otherwise.
 Results go to benchmarks/results/worker_memory.{json,md}.
 """
 
@@ -22,6 +22,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -117,14 +118,22 @@ def child(name: str, folder: Path, dtype: str, size: tuple[int, int] | None = No
     return row
 
 
-def rows(name: str, folder: Path) -> list[Row]:
+def rows(name: str, folder: Path, wanted: Sequence[tuple[int, int]] = SIZES) -> list[Row]:
+    """Measures a model. wanted: sizes of images for TILED."""
     if name in PUBLISHED and not (folder / "model.safetensors.index.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(0)
         write_full(name, folder, FRAME_SIZE, on_cpu("bfloat16"))
     needs = MemoryNeeds(**child("needs", folder, DTYPES[name]))
-    sizes = SIZES if name == TILED else (None,)
+    check_room(needs.fixed_bytes > 0)
+    sizes = wanted if name == TILED else (None,)
     return [row for size in sizes for row in _rows_of(name, folder, needs, size)]
+
+
+def check_room(has_room: bool) -> None:
+    """Ends the run where mapped weights were dropped from memory meanwhile: then less was measured."""
+    if not has_room:
+        raise SystemExit("others needed the memory of mapped weights; run again when all of them fit")
 
 
 def _rows_of(name: str, folder: Path, needs: MemoryNeeds, size: tuple[int, int] | None) -> list[Row]:
@@ -134,6 +143,7 @@ def _rows_of(name: str, folder: Path, needs: MemoryNeeds, size: tuple[int, int] 
     found = []
     for letters, roles in ROLES.items():
         planned = needs.worker(roles, limits)
+        check_room(peaks[letters] >= planned.weight_bytes)
         found.append(
             {
                 "model": name,
@@ -156,14 +166,14 @@ def main() -> None:
     parser.add_argument("--model", choices=list(DTYPES))
     parser.add_argument("--child", choices=["needs", *ROLES], help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="bfloat16", help=argparse.SUPPRESS)
-    parser.add_argument("--size", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--size", type=int, nargs=2, help=f"of images for {TILED}, instead of the paper's")
     options = parser.parse_args()
+    size = (options.size[0], options.size[1]) if options.size else None
     if options.child:
         use_threads(1)
         if options.child == "needs":
             print(json.dumps(needs_of(options.folder, options.dtype)))
         else:
-            size = tuple(options.size) if options.size else None
             print(json.dumps(peak_of(options.child, options.folder, options.dtype, size)))
         return
     with tempfile.TemporaryDirectory(prefix="epd-memory-") as temporary:
@@ -171,7 +181,7 @@ def main() -> None:
         folders = {"shapes-vl": embedded_model_path(), LARGE: root / LARGE, TILED: root / TILED}
         limits = f"batches of {PATCHES} patches, passes of {TOKENS} tokens"
         sections = {
-            name: Section(f"{name}, {limits}", partial(rows, name, folder))
+            name: Section(f"{name}, {limits}", partial(rows, name, folder, (size,) if size else SIZES))
             for name, folder in folders.items()
         }
         wanted = [options.model] if options.model else list(sections)

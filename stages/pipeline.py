@@ -10,7 +10,8 @@ import torch
 
 from encoders import Adapter, load_adapter
 from encoders.batch import FrameEncoder
-from epd.encode.encode_batching import DEFAULT_BATCH_PATCHES
+from encoders.device import device_of
+from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encode.group_cut import GROUP_TOKENS
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.kv.scheduling import SchedulerConfig
@@ -60,9 +61,9 @@ class Pipeline:
             ranks=ranks,
             enforce_eager=enforce_eager,
         )
-        self.encoder = FrameEncoder(
-            adapter, adapter.vision_tower(model), skip_static, merge, DEFAULT_BATCH_PATCHES
-        )
+        tower = adapter.vision_tower(model)
+        most = BATCH_PATCHES[device_of(tower).type]
+        self.encoder = FrameEncoder(adapter, tower, skip_static, merge, most)
         self.group_tokens = group_tokens
 
     @classmethod
