@@ -77,7 +77,7 @@ class Evacuation:
             attempt.end(Ending.TAKEN_BACK)
             self.num_handed_on += 1
         self.num_handed_on += await self.parts.dispatcher.take_back(self.worker, left.waiting)
-        redirect = self.parts.placement.redirect_once
+        redirect = self.parts.placement.moves.redirect_once
         done = await _gathered([redirect(attempt) for attempt in self._placed(left.arriving)])
         self.num_handed_on += sum(done)
 
@@ -87,7 +87,7 @@ class Evacuation:
             return
         attempts = [each for each in self._placed(request_ids) if each.decode_worker == self.worker]
         attempts = [each for each in attempts if not each.placement.is_merged]
-        done = await _gathered([self.parts.placement.move(attempt) for attempt in attempts])
+        done = await _gathered([self.parts.placement.moves.move(attempt) for attempt in attempts])
         self.num_moved += sum(done)
         for attempt in attempts:
             self._move_after_s[attempt.id] = time.monotonic() + _RETRY_MOVE_S

@@ -88,7 +88,7 @@ class Recovery:
         lost = await _reply(attempt.prefill_worker, replies)
         if lost is None or attempt.id not in lost:
             return False
-        return await self._placement.redirect(attempt)
+        return await self._placement.moves.redirect(attempt)
 
 
 async def _reply(worker: str, replies: _Replies) -> frozenset[str] | None:

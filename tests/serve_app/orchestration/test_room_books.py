@@ -115,10 +115,12 @@ class JoiningBench(Bench):
 
     def __init__(self, room: dict[str, int], *, is_slow: bool = True) -> None:
         super().__init__(room)
-        self.joining = self.fleet = self.placement._fleet = JoiningFleet(room)
-        self.placement._books = RoomBooks({name: load() for name in room if name[0] == "d"}, self._clock)
+        self.joining = self.fleet = self.placement.questions.fleet = JoiningFleet(room)
+        self.placement.questions.books = RoomBooks(
+            {name: load() for name in room if name[0] == "d"}, self._clock
+        )
         for name in room if is_slow else ():
-            self.placement._books._seconds[name] = 1.0
+            self.placement.questions.books._seconds[name] = 1.0
 
     @property
     def kinds(self) -> list[tuple[str, type]]:

@@ -17,9 +17,9 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from serve_app.fleet import WorkerChanged, WorkerLost
 from serve_app.messages import owner_of
-from serve_app.orchestration import placement
+from serve_app.orchestration import decode_moves
 from serve_app.orchestration.attempt import Attempt
-from serve_app.orchestration.placement import RequestPlacer
+from serve_app.orchestration.decode_moves import DecodeMoves
 from serve_app.orchestration.role_switch import SwitchLimits
 from serve_app.role_messages import AskRemaining, Offload
 from serve_app.worker_info import EVERY_STAGE
@@ -85,14 +85,14 @@ async def until_any_busy(fronts: list[Front], worker: str) -> None:
 def moved(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The owners whose answers have begun to move to other decode workers."""
     owners: set[str] = set()
-    move = RequestPlacer.move
+    move = DecodeMoves.move
 
-    async def noted(placer: RequestPlacer, attempt: Attempt) -> bool:
+    async def noted(placer: DecodeMoves, attempt: Attempt) -> bool:
         is_moving = await move(placer, attempt)
         owners.update({owner_of(attempt.id)} if is_moving else ())
         return is_moving
 
-    monkeypatch.setattr(RequestPlacer, "move", noted)
+    monkeypatch.setattr(DecodeMoves, "move", noted)
     return owners
 
 
@@ -325,7 +325,7 @@ def test_room_that_one_front_frees_wakes_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There is room for one answer at a time, and nobody looks for it without a reason."""
-    monkeypatch.setattr(placement, "_POLL_S", 60.0)
+    monkeypatch.setattr(decode_moves, "_POLL_S", 60.0)
     only: dict[str, Any] = {"settings": {"scheduler": SchedulerConfig(max_chunk_tokens=64, max_num_seqs=1)}}
 
     async def run() -> None:
