@@ -38,10 +38,11 @@ def started(venv: Path, *arguments: str) -> list[str]:
 
 
 def test_colocated_is_one_server_with_the_options_of_the_page(venv: Path) -> None:
-    (server,) = started(venv, "colocated")
+    (server,) = started(venv, "colocated", "--media-io-kwargs", "{}")
     assert server.startswith("vllm serve MODEL --served-model-name shapes-vl --host 127.0.0.1 --port 18100 ")
     (options,) = re.findall(r"`vllm serve` with `([^`]+)`", " ".join(PAGE.split()))
     assert options in server
+    assert " --media-io-kwargs {} " in server
     assert server.endswith("threads=1")
 
 
