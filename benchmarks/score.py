@@ -3,15 +3,9 @@
     make score        python -m benchmarks.score [--pairs 0:10] [--folder FOLDER] [--fresh]
 
 A pair is a layout, a workload and a share of visual tokens that is kept. Every pair gets the same requests
-live and in the simulator, as in `benchmarks/planner.py`. The profile is measured in turns with the live runs,
-since cores change within minutes:
-
-    stages | round of the profile | two layouts live | round | two layouts live | round
-
-A round asks the application other requests (`KINDS`, in `LAYOUTS`, with other seeds). The profile knows the
-stages and all three rounds, and no figure of a live run: of these are used the requests, and the speed of the
-cores meanwhile, by a small loop that the client times. Rates of live runs follow from the first round. Both
-encode beside the other stages of a worker, the default of `epd serve`.
+live and in the simulator, as in `benchmarks/planner.py`; `benchmarks/score_measuring.py` says in which order
+they and the profile are measured. shapes-vl hears nothing, so clips of sound go to a second application, with
+a checkpoint of about its size (`benchmarks/hearing_checkpoint.py`) and a profile of its own.
 What is done is kept in FOLDER, so a run goes on where it was stopped, and --pairs does a part. When all pairs
 are there, results go to benchmarks/results/score.{json,md}, with one more entry in the history of dates. The
 machine must have nothing else to do.
@@ -23,7 +17,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -31,42 +24,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from pydantic import TypeAdapter
 
-from benchmarks.planner import (
-    EPD,
-    NUM_KV_TOKENS,
-    SEED,
-    TOPOLOGIES,
-    WORKLOADS,
-    deployment_of,
-    rate_of,
-    seed_of,
-    workload_at,
-)
+from benchmarks.planner import deployment_of, workload_at
 from benchmarks.reporting import RESULTS, Row, setting, table
-from epd.bench.app_profile import AppRound, app_round, fitted
-from epd.bench.live_app import live_app
-from epd.bench.media import MediaLibrary
-from epd.models import embedded_model_path
+from benchmarks.score_measuring import (
+    CASES,
+    LOAD,
+    NUM_REQUESTS,
+    SENSES,
+    Case,
+    LiveRun,
+    Run,
+    measure,
+    sense_of,
+)
+from epd.bench.app_profile import fitted
 from epd.profiles import Profile
-from epd.profiles.app_costs import Figures
-from epd.profiles.files import load_profile
 from epd.simulate.calibrating import simulated_figures
-from video.demo_video import write_scene
 
-NUM_REQUESTS, LOAD = 30, 0.5
 AIM_MEDIAN, AIM_P90 = 0.10, 0.25
 FIGURES = {"TTFT": "ttft_s", "TPOT": "tpot_s"}
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Names a pair."""
-
-    topology: str
-    workload: str
-    retention: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +63,6 @@ class Found:
     @property
     def steady_error(self) -> float:
         return self.steady_s / self.live_s - 1
-
-
-CASES = tuple(
-    Case(topology, workload, retention)
-    for topology in TOPOLOGIES
-    for workload, retention in [*((name, 1.0) for name in WORKLOADS), ("video of 4 to 8 s", 0.5)]
-)
 
 
 def score_of(errors: Sequence[float]) -> Row:
@@ -125,108 +95,12 @@ def with_entry(history: Sequence[Row], entry: Row) -> list[Row]:
     return [*history, entry]
 
 
-# Measuring
-
-
-@dataclass(frozen=True, slots=True)
-class LiveRun:
-    """Holds what the application did with the requests of a pair. core_speed: meanwhile."""
-
-    case: Case
-    rate: float
-    figures: Figures
-    core_speed: float
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Holds what is measured so far: rounds of the profile, and live runs."""
-
-    rounds: tuple[AppRound, ...] = ()
-    runs: tuple[LiveRun, ...] = ()
-
-
-class Run:
-    """Keeps what is measured in a folder, after each step."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._stages = folder / "stages.json"
-        self._measured = folder / "measured.json"
-        self._type = TypeAdapter(Measured)
-
-    def clear(self) -> None:
-        self._stages.unlink(missing_ok=True)
-        self._measured.unlink(missing_ok=True)
-
-    def stages(self) -> Profile:
-        """Returns the profile without the application."""
-        if not self._stages.exists():
-            command = [str(EPD), "profile", "--repeats", "9", "--out", str(self._stages)]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return load_profile(str(self._stages))
-
-    def measured(self) -> Measured:
-        if not self._measured.exists():
-            return Measured()
-        return self._type.validate_json(self._measured.read_bytes())
-
-    def add(self, *, rounds: Sequence[AppRound] = (), runs: Sequence[LiveRun] = ()) -> None:
-        now = self.measured()
-        now = Measured((*now.rounds, *rounds), (*now.runs, *runs))
-        self._measured.write_bytes(self._type.dump_json(now, indent=1))
-
-
-def measure(run: Run, cases: Sequence[Case]) -> None:
-    """Measures what is not there yet: before each second layout, and at last, a round of the profile."""
-    stages = run.stages()
-    first = None
-    for number, topology in enumerate(TOPOLOGIES):
-        done = {each.case for each in run.measured().runs}
-        left = [case for case in cases if case.topology == topology and case not in done]
-        if left and number % 2 == 0:
-            _add_round(run, stages, number // 2)
-        if left:
-            first = first or fitted(stages, run.measured().rounds[:1])
-            measure_layout(run, first, topology, left)
-    if {each.case for each in run.measured().runs} == set(CASES):
-        _add_round(run, stages, len(TOPOLOGIES) // 2)
-
-
-def _add_round(run: Run, stages: Profile, number: int) -> None:
-    if len(run.measured().rounds) <= number:
-        print(f"round {number + 1} of the profile", file=sys.stderr, flush=True)
-        run.add(rounds=[app_round(stages, embedded_model_path(), write_scene, numbers=[number])])
-
-
-def measure_layout(run: Run, profile: Profile, topology: str, cases: Sequence[Case]) -> None:
-    """Sends the requests of pairs of one layout. profile: for their rates."""
-    with tempfile.TemporaryDirectory(prefix="epd-score-") as folder:
-        library = MediaLibrary(Path(folder) / "media", write_scene)
-        options = ["--topology", topology, "--num-threads", str(profile.num_threads or 1)]
-        options += ["--num-kv-tokens", str(NUM_KV_TOKENS)]
-        with live_app(options, Path(folder) / "serve.log") as app:
-            for part in WORKLOADS.values():
-                app.send(workload_at(part, 4, 2.0), library, seed=SEED - 1)
-            for case in cases:
-                rate = rate_of(profile, topology, WORKLOADS[case.workload], LOAD)
-                extra = {} if case.retention == 1 else {"epd": {"retention": case.retention}}
-                workload = workload_at(WORKLOADS[case.workload], NUM_REQUESTS, rate)
-                result = app.send(workload, library, seed=_seed(case), extra=extra)
-                run.add(runs=[LiveRun(case, rate, result.figures(0.0), result.core_speed)])
-
-
-def _seed(case: Case) -> int:
-    """Returns the seed of a pair's requests: no two of a layout have the same media."""
-    return seed_of(case.workload, round(10 * (1 - case.retention)))
-
-
 def compared(profile: Profile, live: LiveRun) -> list[Found]:
     """Simulates the requests of a live run."""
-    case, deployment = live.case, deployment_of(live.case.topology)
-    workload = workload_at(WORKLOADS[case.workload], NUM_REQUESTS, live.rate)
+    case, sense, deployment = live.case, sense_of(live.case), deployment_of(live.case.topology)
+    workload = workload_at(sense.workloads[case.workload], NUM_REQUESTS, live.rate)
     simulated, steady = (
-        simulated_figures(each, deployment, workload, _seed(case), retention=case.retention)
+        simulated_figures(each, deployment, workload, sense.seed(case), retention=case.retention)
         for each in (profile.at_speed(live.core_speed), profile)
     )
     return [
@@ -236,12 +110,13 @@ def compared(profile: Profile, live: LiveRun) -> list[Found]:
 
 
 def found_of(run: Run) -> list[Found]:
-    """Fits the profile to all rounds, and simulates all live runs with it."""
+    """Fits the profiles to all rounds, and simulates all live runs with them."""
     measured = run.measured()
-    if not measured.runs:
-        return []
-    profile = fitted(run.stages(), measured.rounds)
-    return [each for live in measured.runs for each in compared(profile, live)]
+    runs = {name: [each for each in measured.runs if sense_of(each.case).name == name] for name in SENSES}
+    profiles = {
+        name: fitted(run.stages(SENSES[name]), measured.rounds[name]) for name, some in runs.items() if some
+    }
+    return [each for live in measured.runs for each in compared(profiles[sense_of(live.case).name], live)]
 
 
 # Results
@@ -327,7 +202,8 @@ def main() -> None:
             "requests": NUM_REQUESTS,
             "merged workers": "encode beside their passes",
         }
-        here = setting(("ray", "torch"), checkpoint="shapes-vl, float32", **conditions)
+        checkpoint = "shapes-vl, float32; for sound a random one of about its size"
+        here = setting(("ray", "torch"), checkpoint=checkpoint, **conditions)
         written(found, RESULTS, here)
         run.clear()
 

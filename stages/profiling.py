@@ -11,17 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
-import video
-from encoders import FrameSampling, VideoFacts, load_adapter
+from encoders import load_adapter
 from encoders.batch import FrameEncoder
 from epd.host_memory import resident_bytes, resident_peak_bytes
 from epd.kv.scheduling import SchedulerConfig
-from epd.profiles import MediaRule, MemoryNeeds, Profile, StageTable, fit_table
+from epd.profiles import MemoryNeeds, Profile, StageTable, fit_table
 from epd.profiles.measuring import Action, measurement, table, timed
 from epd.profiles.speed import core_speed
-from epd.workload.requests import Resolution, VideoSpec
 from stages.device_memory import total_bytes
 from stages.encode.beside_cost import beside_of, wall_clock
 from stages.engine.generation import generation_settings
@@ -32,22 +29,15 @@ from stages.memory_sizing import text_request
 from stages.peak_memory import peak_bytes
 from stages.pipeline import use_threads
 from stages.placement import CPU_FLOAT32, Placement
-from video.demo_video import write_scene
+from stages.profiled_media import Points, Reading, Sample, media_of
 
-Points = Iterator[tuple[float, float, Action]]
-
-_IMAGE_SIDES, _IMAGE_BATCHES = (56, 112, 224, 448), (1, 4)
 _PROMPT_TOKENS, _CHUNKS = 1024, (32, 128, 512)
 _DECODE_BATCHES, _DECODE_CONTEXTS = (1, 4, 16), (64, 512)
-_BESIDE_IMAGES, _BESIDE_SEQUENCES, _BESIDE_TOKENS, _BESIDE_ROUNDS = 8, 4, 4096, 20
+_BESIDE_BATCH, _BESIDE_SEQUENCES, _BESIDE_TOKENS, _BESIDE_ROUNDS = 8, 4, 4096, 20
 _TRANSFER_BYTES = (2**14, 2**18, 2**22, 2**25)
-_VIDEO_SIZES, _VIDEO_FRAMES, _VIDEO_S = ((160, 96), (320, 192), (640, 384)), (2, 8), 2.0
-# Beside 2048 pixels of height: sizes are cut to whole patches, and some shape comes close to the limit.
-_WIDTHS = tuple(range(1024, 4097, 64))
 _SPEED_S = 0.3
 _PAGE_BYTES = 4096
-_PEAK_SIDE, _PEAK_BATCHES, _PEAK_CHUNKS = 224, (2, 8), (128, 512)
-_PHOTO_SIDES = (256, 512, 1024)
+_PEAK_BATCHES, _PEAK_CHUNKS = (2, 8), (128, 512)
 
 
 class Profiler:
@@ -61,6 +51,7 @@ class Profiler:
         on_progress: OnBytes | None = None,
     ) -> None:
         self.adapter: Any = load_adapter(path)
+        self._media = media_of(self.adapter)
         self._idle_bytes = resident_bytes()
         use_threads(num_threads)
         self.placement = placement
@@ -78,10 +69,9 @@ class Profiler:
         """
         with tempfile.TemporaryDirectory(prefix="epd-profile-") as folder, torch.inference_mode():
             stages = (
-                ("encode", "patches", "groups", self._encode_points()),
-                ("transfer", "bytes", "transfers", _transfer_points()),
-                ("video", "source pixels", "frames", _video_points(Path(folder))),
-                ("images", "pixels", "images", _photo_points(Path(folder))),
+                Reading("encode", "patches", "groups", self._encode_points()),
+                Reading("transfer", "bytes", "transfers", _transfer_points()),
+                *self._media.readings(Path(folder)),
             )
             memory = self.memory()  # first: what is measured later leaves its own in the process
             tables: dict[str, StageTable] = {}
@@ -101,14 +91,15 @@ class Profiler:
             model=name,
             device=device,
             is_analytic=False,
-            media=_media_rule(self.adapter),
+            media=self._media.rule(),
             memory=memory,
             encode=tables["encode"],
             prefill=tables["prefill"],
             decode=tables["decode"],
             transfer=tables["transfer"],
-            video={"h264": tables["video"]},
-            images=tables["images"],
+            video={"h264": tables["video"]} if "video" in tables else {},
+            images=tables.get("images"),
+            audio=tables.get("audio"),
             assumptions=(
                 f"measured: {num_repeats} runs a point, every stage alone, {self.placement}, {num_threads} "
                 f"threads, {'CPU' if self.clock is time.process_time else 'wall'} time",
@@ -121,19 +112,15 @@ class Profiler:
         )
 
     def _encode_points(self) -> Points:
-        """Measures images of several sizes, alone and together; making patches is part of it."""
-        tower = self.adapter.vision_tower(self.model)
-        for side in _IMAGE_SIDES:
-            plan = self.adapter.plan_image(side, side)
-            frames = torch.zeros((1, *plan.size, 3), dtype=torch.uint8)
-            for batch in _IMAGE_BATCHES:
-                yield plan.grid.num_patches * batch, batch, self._encoding(tower, plan, frames, batch)
+        """Measures batches of media; making patches is part of it."""
+        for sample, batch in self._media.batches():
+            yield sample.plan.grid.num_patches * batch, batch, self._encoding(sample, batch)
 
-    def _encoding(self, tower: Any, plan: Any, frames: Any, batch: int) -> Action:
-        encoder = FrameEncoder(self.adapter, tower)
+    def _encoding(self, sample: Sample, batch: int) -> Action:
+        encoder = FrameEncoder(self.adapter, self.adapter.vision_tower(self.model))
 
         def encode() -> None:
-            encoder.encode([encoder.patches(frames, plan) for _ in range(batch)])
+            encoder.encode([encoder.patches(sample.frames, sample.plan) for _ in range(batch)])
 
         return encode
 
@@ -188,7 +175,7 @@ class Profiler:
     def _beside(self) -> float:
         """Measures how much a batch of the tower and decode passes slow each other."""
         device = self.placement.device
-        _, encode = self._images(_BESIDE_IMAGES)
+        _, encode = self._batch(_BESIDE_BATCH)
         with self._decoding(_BESIDE_SEQUENCES, _DECODE_CONTEXTS[0], _BESIDE_TOKENS):
             return beside_of(encode, self.engine.step, device, _BESIDE_ROUNDS, wall_clock(device))
 
@@ -196,7 +183,8 @@ class Profiler:
         """Measures what sizes the memory of a worker; to be called in inference mode."""
         vision, total = part_bytes(self.model, "encode"), part_bytes(self.model, "whole")
         config = self.model.config
-        layers = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+        tower = getattr(config, "vision_config", None)
+        layers = 1 + len(getattr(tower, "deepstack_visual_indexes", None) or ())
         item_bytes = self.placement.dtype.itemsize
         kv_bytes = kv_layout(self.model).bytes_per_token
         fixed_bytes = self._fixed_bytes(total)
@@ -223,7 +211,7 @@ class Profiler:
             return 0
         for parameter in self.model.parameters():
             parameter.reshape(-1)[:: _PAGE_BYTES // parameter.element_size()].sum()  # files are mapped
-        _, encode = self._images(_PEAK_BATCHES[-1])
+        _, encode = self._batch(_PEAK_BATCHES[-1])
         resident = resident_peak_bytes(encode)
         return max(0, resident - self._idle_bytes - weight_bytes - peak_bytes(encode))
 
@@ -231,17 +219,15 @@ class Profiler:
         """Measures what a patch adds to the peak of the tower, and a token to that of the language model."""
         return _slope(map(self._encode_peak, _PEAK_BATCHES)), _slope(map(self._prefill_peak, _PEAK_CHUNKS))
 
-    def _encode_peak(self, num_images: int) -> tuple[int, int]:
-        """Returns (patches, bytes) of one batch of images."""
-        num_patches, encode = self._images(num_images)
+    def _encode_peak(self, size: int) -> tuple[int, int]:
+        """Returns (patches, bytes) of one batch."""
+        num_patches, encode = self._batch(size)
         return num_patches, peak_bytes(encode)
 
-    def _images(self, num_images: int) -> tuple[int, Action]:
-        """Returns (patches, what encodes them) of a batch of images."""
-        plan = self.adapter.plan_image(_PEAK_SIDE, _PEAK_SIDE)
-        frames = torch.zeros((1, *plan.size, 3), dtype=torch.uint8)
-        encode = self._encoding(self.adapter.vision_tower(self.model), plan, frames, num_images)
-        return plan.grid.num_patches * num_images, encode
+    def _batch(self, size: int) -> tuple[int, Action]:
+        """Returns (patches, what encodes them) of a batch of typical media."""
+        sample = self._media.typical()
+        return sample.plan.grid.num_patches * size, self._encoding(sample, size)
 
     def _prefill_peak(self, num_tokens: int) -> tuple[int, int]:
         """Returns (tokens, bytes) of one pass."""
@@ -263,63 +249,7 @@ def _clock(placement: Placement, num_threads: int) -> Callable[[], float]:
     return time.process_time
 
 
-def _area(size: tuple[int, int]) -> int:
-    return size[0] * size[1]
-
-
-def _media_rule(adapter: Any) -> MediaRule:
-    """Describes what the adapter plans for a large image and a video of ten seconds, as a rule."""
-    image = adapter.plan_image(2048, 2048)
-    clip = adapter.plan_video(VideoFacts(240, 24.0, 720, 1280), FrameSampling())
-    per_unit = image.grid.h * image.grid.w
-    side = image.size[0] // image.grid.h
-    if image.num_units > 1 or image.is_joined_whole:
-        return MediaRule(
-            "tiles",
-            max(1, side),
-            tile_patches=per_unit,
-            tile_tokens=max(1, image.num_tokens // image.num_units),
-            max_tiles=max(1, image.num_units - 1),
-            video_fps=clip.num_frames / 10,
-        )
-    return MediaRule(
-        "grid",
-        side,
-        merge=round((per_unit / image.tokens_per_unit) ** 0.5),
-        max_pixels=max(_area(adapter.plan_image(2048, width).size) for width in _WIDTHS),
-        max_frame_pixels=max(
-            _area(adapter.plan_video(VideoFacts(240, 24.0, 2048, width), FrameSampling()).size)
-            for width in _WIDTHS
-        ),
-        frames_per_unit=clip.frames_per_unit,
-        video_fps=clip.num_frames / 10,
-    )
-
-
 def _transfer_points() -> Points:
     for num_bytes in _TRANSFER_BYTES:
         source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
         yield num_bytes, 0, lambda source=source, target=target: np.copyto(target, source)  # type: ignore[misc]
-
-
-def _video_points(folder: Path) -> Points:
-    """Measures short videos of which few or more frames are wanted; one thread decodes."""
-    for width, height in _VIDEO_SIZES:
-        path = folder / f"{width}.mp4"
-        spec = VideoSpec(_VIDEO_S, 24, Resolution(width, height))
-        write_scene(path, 7, spec, lambda: None)
-        for wanted in _VIDEO_FRAMES:
-            times_s = [(index + 0.5) * _VIDEO_S / wanted for index in range(wanted)]
-
-            def read(path: Path = path, times_s: list[float] = times_s) -> None:
-                video.decode(path, times_s, workers=1)
-
-            yield spec.num_frames * width * height, wanted, read
-
-
-def _photo_points(folder: Path) -> Points:
-    for side in _PHOTO_SIDES:
-        path = folder / f"{side}.jpg"
-        noise = np.random.default_rng(0).integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8)
-        Image.fromarray(noise).resize((side, side)).save(path, quality=90)
-        yield side * side, 1, lambda path=path: video.load_image(path)  # type: ignore[misc]

@@ -14,8 +14,8 @@ from epd.bench.live_app import LiveApp, TrafficResult, live_app
 from epd.bench.media import MediaLibrary, WriteVideo
 from epd.errors import UnavailableError
 from epd.machine import usable_cpus
-from epd.profiles import HostCosts, Profile, app_costs
-from epd.profiles.app_costs import KINDS, LAYOUTS, Figures
+from epd.profiles import HostCosts, MediaRule, Profile, app_costs
+from epd.profiles.app_costs import LAYOUTS, Figures, kinds_of
 from epd.profiles.host import PromptRule
 from epd.simulate.calibrating import Asked, calibrated
 from epd.workload.config import load_workload
@@ -25,15 +25,16 @@ _SEED, _NUM_REQUESTS = 7_000, 30
 _NUM_ROUNDS = 2  # of all kinds of requests, one behind the other: the machine differs from minute to minute
 _LOAD = 0.4  # share of the cores that requests at random times keep busy
 _NUM_KV_TOKENS = 32_768
-_WARM_UP: tuple[Mapping[str, object], ...] = (
+_SEEN: tuple[Mapping[str, object], ...] = (
     {"images": 2, "output_tokens": 5},
     {"videos": 1, "video_s": 2, "video_size": "320x192", "output_tokens": 5},
 )
+_HEARD: tuple[Mapping[str, object], ...] = ({"audios": 2, "audio_s": 2, "output_tokens": 5},)
 
 
 @dataclass(frozen=True, slots=True)
 class KindAsked:
-    """Holds the answers to one kind of questions. kind: its place in KINDS; core_speed: meanwhile."""
+    """Holds the answers to one kind of questions. kind: its place in `kinds_of`; core_speed: meanwhile."""
 
     topology: str
     kind: int
@@ -42,8 +43,8 @@ class KindAsked:
     figures: Figures
     core_speed: float
 
-    def asked(self) -> Asked:
-        workload = _workload(KINDS[self.kind], _NUM_REQUESTS, rate=self.rate)
+    def asked(self, part: Mapping[str, object]) -> Asked:
+        workload = _workload(part, _NUM_REQUESTS, rate=self.rate)
         return Asked(self.topology, workload, self.seed, self.figures, self.core_speed)
 
 
@@ -79,7 +80,8 @@ def app_round(
 
     One after the other, as users run it: one that is idle takes .15 of a core, in moments that delay others.
     """
-    num_steps, steps = len(LAYOUTS) * (2 + len(numbers) * len(KINDS)), count(1)
+    num_kinds = len(kinds_of(profile.media))
+    num_steps, steps = len(LAYOUTS) * (2 + len(numbers) * num_kinds), count(1)
     kinds, alone, idle = [], [], []
     for layout in LAYOUTS:
         with _running(profile, model, write_video, layout, device) as load:
@@ -87,8 +89,8 @@ def app_round(
             alone.append(_alone(profile, load))
             idle.append(load.idle_cores)
             show(next(steps), num_steps)
-            for number, kind in product(numbers, range(len(KINDS))):
-                kinds.append(load.at_random(kind, _SEED + len(KINDS) * number + kind))
+            for number, kind in product(numbers, range(num_kinds)):
+                kinds.append(load.at_random(kind, _SEED + num_kinds * number + kind))
                 show(next(steps), num_steps)
     host, prompt = alone[0]
     return AppRound(replace(host, idle_cores=fmean(idle)), prompt, tuple(kinds))
@@ -105,7 +107,7 @@ def _running(
     with tempfile.TemporaryDirectory(prefix="epd-profile-app-") as name:
         folder = Path(name)
         with live_app([str(model), *options], folder / f"{layout}.log") as app:
-            yield _AppLoad(app, layout, MediaLibrary(folder / "media", write_video))
+            yield _AppLoad(app, layout, MediaLibrary(folder / "media", write_video), profile.media)
 
 
 def fitted(profile: Profile, rounds: Sequence[AppRound]) -> Profile:
@@ -116,9 +118,10 @@ def fitted(profile: Profile, rounds: Sequence[AppRound]) -> Profile:
     idle_cores = fmean(each.host.idle_cores for each in rounds)
     sequence_s = fmean(each.host.sequence_s for each in rounds)
     host = replace(rounds[0].host, idle_cores=idle_cores, sequence_s=sequence_s)
-    asked = [kind.asked() for each in rounds for kind in each.kinds]
+    parts = kinds_of(profile.media)
+    asked = [kind.asked(parts[kind.kind]) for each in rounds for kind in each.kinds]
     found = calibrated(replace(profile, host=host, prompt=rounds[0].prompt), asked)
-    num_rounds = len(asked) // (len(KINDS) * len(LAYOUTS))
+    num_rounds = len(asked) // (len(parts) * len(LAYOUTS))
     layouts = " and ".join(LAYOUTS)
     assumption = f"the application's share: questions at random times, {num_rounds} rounds, of {layouts}"
     found = replace(found, assumptions=(*profile.assumptions, assumption))
@@ -138,13 +141,14 @@ def _alone(profile: Profile, loads: _AppLoad) -> tuple[HostCosts, PromptRule]:
 class _AppLoad:
     """Sends requests to a running application. idle_cores: in use without any request."""
 
-    def __init__(self, app: LiveApp, layout: str, library: MediaLibrary) -> None:
+    def __init__(self, app: LiveApp, layout: str, library: MediaLibrary, rule: MediaRule) -> None:
         self._app = app
         self._layout = layout
         self._library = library
+        self._kinds = kinds_of(rule)
         self._seeds = count(_SEED - 1000)
         self.idle_cores = 0.0
-        for part in _WARM_UP:
+        for part in _HEARD if rule.kind == "clips" else _SEEN:
             self.in_turn(part, 4)
         self.idle_cores = app.idle_cores()
 
@@ -155,7 +159,7 @@ class _AppLoad:
 
     def at_random(self, kind: int, seed: int) -> KindAsked:
         """Sends requests at random times, at a rate that keeps about a share _LOAD of the cores busy."""
-        part = KINDS[kind]
+        part = self._kinds[kind]
         free_cores = usable_cpus() - self.idle_cores
         rate = _LOAD * free_cores / max(self.in_turn(part, 6).cpu_s, 1e-3)
         workload = _workload(part, _NUM_REQUESTS, rate=rate)

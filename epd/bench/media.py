@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import base64
 import threading
+import wave
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+import numpy as np
 from PIL import Image
 
 from epd.client.body import MediaPart
 from epd.errors import RequestError
 from epd.machine import usable_cpus
 from epd.shapes import SceneRenderer, make_scene
-from epd.workload.requests import PlannedRequest, Resolution, VideoSpec
+from epd.workload.requests import AudioClip, PlannedRequest, Resolution, VideoSpec
 
 ImageFormat = Literal["png", "jpeg"]
 ShowProgress = Callable[[int, int], None]
 _MAX_ROUND_BYTES = 4 * 2**30
 _JPEG_QUALITY = 90
+_SOUND_RATE, _NOTE_S, _NOTES_HZ = 16_000, 0.25, (100.0, 2_000.0)  # of clips of sound: notes at random
 
 
 class WriteVideo(Protocol):
@@ -35,7 +38,7 @@ class MediaKey:
     """Identifies a medium: equal keys are equal content."""
 
     seed: int
-    spec: Resolution | VideoSpec
+    spec: Resolution | VideoSpec | AudioClip
 
     @property
     def num_frames(self) -> int:
@@ -43,8 +46,9 @@ class MediaKey:
 
 
 def media_keys(request: PlannedRequest) -> list[MediaKey]:
-    """Returns the media of a request, in order: images, then videos."""
-    specs: tuple[Resolution | VideoSpec, ...] = (*request.shape.images, *request.shape.videos)
+    """Returns the media of a request, in order: images, videos, clips of sound."""
+    shape = request.shape
+    specs: tuple[Resolution | VideoSpec | AudioClip, ...] = (*shape.images, *shape.videos, *shape.audios)
     return [MediaKey(request.media_seed + place, spec) for place, spec in enumerate(specs)]
 
 
@@ -53,6 +57,20 @@ def draw_image(path: Path, seed: int, size: Resolution, image_format: ImageForma
     scene = make_scene(seed, 10.0)
     pixels = SceneRenderer(scene, size.height, size.width).frame(scene.objects[0].start_s)
     Image.fromarray(pixels).save(path, format=image_format, quality=_JPEG_QUALITY)
+
+
+def draw_sound(path: Path, seed: int, clip: AudioClip) -> None:
+    """Writes notes of random pitch as WAV: one channel, 16 bits."""
+    rng = np.random.default_rng(seed)
+    num_samples = max(1, round(clip.duration_s * _SOUND_RATE))
+    times_s = np.arange(num_samples) / _SOUND_RATE
+    notes = rng.uniform(*_NOTES_HZ, int(clip.duration_s / _NOTE_S) + 1)
+    sound = np.sin(2 * np.pi * notes[(times_s / _NOTE_S).astype(int)] * times_s)
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(_SOUND_RATE)
+        file.writeframes((16_000 * sound).astype("<i2").tobytes())
 
 
 class MediaLibrary:
@@ -84,6 +102,8 @@ class MediaLibrary:
         spec = key.spec
         if isinstance(spec, VideoSpec):
             return self._folder / f"{key.seed}-{spec.size}-{spec.duration_s:g}s-{spec.fps}fps.mp4"
+        if isinstance(spec, AudioClip):
+            return self._folder / f"{key.seed}-{spec.duration_s:g}s.wav"
         return self._folder / f"{key.seed}-{spec}.{self._image_format}"
 
     def load(self, requests: Iterable[PlannedRequest]) -> dict[MediaKey, MediaPart]:
@@ -98,8 +118,8 @@ class MediaLibrary:
         return {key: self._part(key) for key in keys}
 
     def _part(self, key: MediaKey) -> MediaPart:
-        mime = "video/mp4" if isinstance(key.spec, VideoSpec) else f"image/{self._image_format}"
-        return MediaPart(mime, base64.b64encode(self.path(key).read_bytes()))
+        mimes = {VideoSpec: "video/mp4", AudioClip: "audio/wav", Resolution: f"image/{self._image_format}"}
+        return MediaPart(mimes[type(key.spec)], base64.b64encode(self.path(key).read_bytes()))
 
     def _draw_one(self, key: MediaKey, progress: _FrameProgress) -> None:
         # Under another name until it is whole, so that a stopped run leaves no half file behind.
@@ -107,6 +127,9 @@ class MediaLibrary:
         part = path.with_suffix(".part")
         if isinstance(key.spec, VideoSpec):
             self._write_video(part, key.seed, key.spec, progress.add_one)
+        elif isinstance(key.spec, AudioClip):
+            draw_sound(part, key.seed, key.spec)
+            progress.add_one()
         else:
             draw_image(part, key.seed, key.spec, self._image_format)
             progress.add_one()

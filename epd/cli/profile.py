@@ -96,8 +96,8 @@ def _print(found: Profile) -> None:
     table.add_column("valid for")
     stages = {"encode": found.encode, "prefill": found.prefill, "decode": found.decode}
     stages |= {"transfer": found.transfer, **found.video}
-    if found.images is not None:
-        stages["images"] = found.images
+    reading = {"images": found.images, "audio": found.audio}
+    stages |= {name: each for name, each in reading.items() if each is not None}
     for name, stage in stages.items():
         cost, span = stage.cost, stage.valid_units
         figures = [f"{each:.3g}" for each in (cost.fixed_s + cost.floor_s, *cost.slopes)]

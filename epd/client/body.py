@@ -19,7 +19,7 @@ class MediaPart:
 
     @property
     def kind(self) -> str:
-        """Returns the type of the content part: image_url or video_url."""
+        """Returns the type of the content part: image_url, video_url or audio_url."""
         return f"{self.mime.split('/')[0]}_url"
 
 

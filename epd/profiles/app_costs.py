@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from epd.profiles.host import PromptRule
+from epd.profiles.media import MediaRule
 from epd.types import Float64Array
 
 SHORT_TEXT, LONG_TEXT, NUM_STEPS, NUM_AT_ONCE = 32, 96, 32, 4
@@ -25,7 +26,18 @@ KINDS: tuple[Mapping[str, object], ...] = (
     {**_MEDIA, "images": 3},
     {**_MEDIA, "videos": 1, "video_s": 6, "video_size": "320x192"},
 )
+# The same of a model that hears.
+HEARD_KINDS: tuple[Mapping[str, object], ...] = (
+    KINDS[0],
+    {**_MEDIA, "audios": 1, "audio_s": 4},
+    {**_MEDIA, "audios": 3, "audio_s": 4},
+)
 LAYOUTS = ("1epd", "1e1p1d")
+
+
+def kinds_of(rule: MediaRule) -> tuple[Mapping[str, object], ...]:
+    """Returns the kinds of questions at random times for a model that cuts media so."""
+    return HEARD_KINDS if rule.kind == "clips" else KINDS
 
 
 @dataclass(frozen=True, slots=True)

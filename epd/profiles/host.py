@@ -62,7 +62,7 @@ class HostCosts:
     request: from the client to a worker and back
     split: extra where another worker decodes
     media: extra of a request with any, before it is read
-    image: of one, before its prompt is planned and again to hand it over
+    image: of one, or of a clip of sound, before its prompt is planned and again to hand it over
     video: of one group of frames, to hand it over
     sent: extra where another worker prefills than encodes
     second: from the first token to the second, where another worker decodes

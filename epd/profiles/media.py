@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from epd.encode.group_cut import FIRST_GROUP_TOKENS, cut_units, units_of
+from epd.errors import RequestError
 from epd.types import ceil_div
-from epd.workload.requests import Resolution, VideoSpec
+from epd.workload.requests import AudioClip, Resolution, VideoSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,14 @@ class MediaRule:
         scaled to at most max_pixels; a video takes `frames_per_unit` frames for one time step
     kind tiles: up to max_tiles tiles of tile_patches patches and tile_tokens tokens each, of `patch` pixels
         side, and an overview; a video frame is one tile
+    kind clips: of a model that hears; a clip is padded to tile_patches positions of its tower, and becomes
+        tokens_per_s tokens for each second
     video_fps, max_frames: how videos are sampled
     group_frames: frames that travel together
     group_tokens: visual tokens that do, in their place, as the server cuts groups; None for group_frames
     """
 
-    kind: Literal["grid", "tiles"]
+    kind: Literal["grid", "tiles", "clips"]
     patch: int
     merge: int = 2
     max_pixels: int = 12_845_056
@@ -52,6 +55,7 @@ class MediaRule:
     max_frames: int = 768
     group_frames: int = 8
     group_tokens: int | None = None
+    tokens_per_s: float = 25.0
 
     @property
     def values_per_patch(self) -> int:
@@ -59,6 +63,7 @@ class MediaRule:
         return 3 * self.patch**2 * (self.frames_per_unit if self.kind == "grid" else 1)
 
     def image(self, size: Resolution) -> MediaWork:
+        self._check_sees("an image")
         if self.kind == "tiles":
             return self._tiles(size)
         patches = self._grid_patches(size, self.max_pixels)
@@ -66,6 +71,7 @@ class MediaRule:
 
     def video(self, spec: VideoSpec) -> tuple[MediaWork, ...]:
         """Returns the groups of a video, in order."""
+        self._check_sees("a video")
         cuts = cut_units(self.num_sampled(spec), *self._frames_of_groups(spec.size))
         return tuple(self._group(spec.size, stop - start) for start, stop in cuts)
 
@@ -77,6 +83,18 @@ class MediaRule:
         tokens = self._group(size, frames).num_tokens
         whole, first = (units_of(each, tokens) * frames for each in (self.group_tokens, FIRST_GROUP_TOKENS))
         return whole, first
+
+    def audio(self, clip: AudioClip) -> MediaWork:
+        if self.kind != "clips":
+            raise RequestError("received audio for the profile of a model that sees; take one that hears")
+        return MediaWork(self.tile_patches, max(1, round(clip.duration_s * self.tokens_per_s)))
+
+    def _check_sees(self, received: str) -> None:
+        if self.kind == "clips":
+            raise RequestError(
+                f"received {received} for the profile of a model that hears; allowed: audio and text; take "
+                "the profile of a model that sees"
+            )
 
     def num_sampled(self, spec: VideoSpec) -> int:
         return max(1, min(math.ceil(spec.duration_s * self.video_fps), self.max_frames, spec.num_frames))

@@ -21,6 +21,7 @@ class Profile:
     transfer: of embeddings and of keys and values, from worker to worker
     video: by codec, on one CPU thread
     images: decoding one, by its pixels, on one CPU thread
+    audio: the same of a clip of sound, by its seconds
     switch_s: of a worker that takes another role
     price_per_hour: of one device, in any currency; None if it is not known
     dtype: of the weights
@@ -44,6 +45,7 @@ class Profile:
     transfer: StageTable
     video: Mapping[str, StageTable] = field(default_factory=dict)
     images: StageTable | None = None
+    audio: StageTable | None = None
     switch_s: float = 0.7
     price_per_hour: float | None = None
     assumptions: tuple[str, ...] = ()
@@ -98,6 +100,7 @@ class Profile:
             transfer=self.transfer.times(factor),
             video={codec: table.times(factor) for codec, table in self.video.items()},
             images=None if self.images is None else self.images.times(factor),
+            audio=None if self.audio is None else self.audio.times(factor),
             host=self.host.times(factor),
         )
 

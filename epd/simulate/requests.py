@@ -12,7 +12,7 @@ import numpy as np
 
 from epd.control.placement import Placement
 from epd.kv.kv_identity import TokenIdentity
-from epd.profiles.cost import StageCost
+from epd.profiles.cost import StageCost, StageTable
 from epd.profiles.media import MediaWork
 from epd.profiles.profile import Profile
 from epd.simulate.clock import ticks_of
@@ -81,7 +81,7 @@ class JobMaker:
 
     def job(self, request: PlannedRequest) -> Job:
         shape = request.shape
-        key = RequestShape(1, 1, shape.images, shape.videos)
+        key = RequestShape(1, 1, shape.images, shape.videos, shape.audios)
         if key not in self._groups:
             self._groups[key] = tuple(self._works(key))
         return Job(
@@ -96,11 +96,13 @@ class JobMaker:
 
     def _works(self, shape: RequestShape) -> Iterator[GroupWork]:
         media = self._profile.media
-        images = self._profile.images
-        cost = images.cost if images is not None else StageCost()
+        cost = _cost_of(self._profile.images)
         for size in shape.images:
             seconds = cost.seconds(size.width * size.height, 1)
             yield GroupWork(media.image(size), ticks_of(seconds))
+        cost = _cost_of(self._profile.audio)
+        for clip in shape.audios:
+            yield GroupWork(media.audio(clip), ticks_of(cost.seconds(clip.duration_s, 1)))
         for video in shape.videos:
             groups = media.video(video)
             num_sampled = sum(group.num_frames for group in groups)
@@ -109,6 +111,10 @@ class JobMaker:
             for group in groups:
                 seconds = cost.seconds(pixels * group.num_frames / num_sampled, group.num_frames)
                 yield GroupWork(group, ticks_of(seconds), is_video=True)
+
+
+def _cost_of(reading: StageTable | None) -> StageCost:
+    return StageCost() if reading is None else reading.cost
 
 
 class RequestState:

@@ -46,6 +46,8 @@ class MixPart(BaseModel):
     video_s: Size = "30"
     video_fps: int = 24
     video_size: str | tuple[str, ...] = "640x360"
+    audios: Size = "0"
+    audio_s: Size = "10"
 
     def resolve(self) -> ShapeClass:
         return ShapeClass(
@@ -58,6 +60,8 @@ class MixPart(BaseModel):
             self.video_fps,
             _sizes(self.video_size),
             self.weight,
+            SizeDistribution.parse(self.audios),
+            SizeDistribution.parse(self.audio_s),
         )
 
 
@@ -209,7 +213,7 @@ def _source_record(source: str | None) -> dict[str, Any]:
 
 
 def _with_overrides(part: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    counts = {"images", "videos"}
+    counts = {"images", "videos", "audios"}
     return {
         **part,
         **{name: value for name, value in overrides.items() if name not in counts or part.get(name)},

@@ -29,6 +29,7 @@ _NONE = SizeDistribution.of(0)
 _SHORT_TEXT = SizeDistribution.of(16)
 _SHORT_ANSWER = SizeDistribution.of(32)
 _HALF_A_MINUTE = SizeDistribution.of(30)
+_TEN_S = SizeDistribution.of(10)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -68,6 +69,13 @@ class VideoSpec:
         return max(1, round(self.duration_s * self.fps))
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class AudioClip:
+    """A clip of sound to be made."""
+
+    duration_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class RequestShape:
     """The size of one request. text_tokens: of the question, about; output_tokens: the longest answer."""
@@ -76,6 +84,7 @@ class RequestShape:
     output_tokens: int
     images: tuple[Resolution, ...] = ()
     videos: tuple[VideoSpec, ...] = ()
+    audios: tuple[AudioClip, ...] = ()
 
     def __post_init__(self) -> None:
         if self.text_tokens < 1 or self.output_tokens < 1:
@@ -91,7 +100,7 @@ class RequestShape:
 
     @property
     def has_media(self) -> bool:
-        return bool(self.images or self.videos)
+        return bool(self.images or self.videos or self.audios)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +136,8 @@ class ShapeClass:
     video_fps: int = 24
     video_size: tuple[Resolution, ...] = (Resolution(640, 360),)
     weight: float = 1.0
+    audios: SizeDistribution = _NONE
+    audio_s: SizeDistribution = _TEN_S
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < math.inf:
@@ -135,6 +146,8 @@ class ShapeClass:
             raise RequestError("no image or video sizes are given; leave them out or name at least one")
         if self.video_s.low < 1:
             raise RequestError(f"videos last {self.video_s} s, they must last at least 1 s")
+        if self.audio_s.low < 0.1:
+            raise RequestError(f"audio lasts {self.audio_s} s, it must last at least 0.1 s")
         if not 1 <= self.video_fps <= 240:
             raise RequestError(f"video fps is {self.video_fps}, it must be 1 to 240")
 
@@ -144,11 +157,17 @@ class ShapeClass:
             self.output_tokens.draw_count(rng),
             tuple(_choose(rng, self.image_size) for _ in range(self.images.draw_count(rng))),
             tuple(self._draw_video(rng) for _ in range(self.videos.draw_count(rng))),
+            self._draw_audios(rng),
         )
 
     def _draw_video(self, rng: np.random.Generator) -> VideoSpec:
         # Tenths of seconds, so that the names of files read well and mean exactly one length.
         return VideoSpec(round(self.video_s.draw(rng), 1), self.video_fps, _choose(rng, self.video_size))
+
+    def _draw_audios(self, rng: np.random.Generator) -> tuple[AudioClip, ...]:
+        if self.audios == _NONE:  # nothing is drawn, so that requests without sound stay as they were
+            return ()
+        return tuple(AudioClip(round(self.audio_s.draw(rng), 1)) for _ in range(self.audios.draw_count(rng)))
 
 
 def _choose(rng: np.random.Generator, sizes: Sequence[Resolution]) -> Resolution:
@@ -300,7 +319,8 @@ def _repeated(
 ) -> PlannedRequest:
     """Returns a new question about the media of `first`, or its whole text if it has none."""
     if shape.has_media:
-        shape = replace(shape, images=first.shape.images, videos=first.shape.videos)
+        known = first.shape
+        shape = replace(shape, images=known.images, videos=known.videos, audios=known.audios)
     else:
         shape, text_seed = replace(shape, text_tokens=first.shape.text_tokens), first.text_seed
     return PlannedRequest(index, due_s, shape, first.media_seed, text_seed, first.index)

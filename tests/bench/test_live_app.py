@@ -14,6 +14,7 @@ from epd.bench.app_profile import _AppLoad
 from epd.bench.live_app import LiveApp, ServedRequest, TrafficResult, live_app, served_in
 from epd.bench.media import MediaLibrary
 from epd.errors import UnavailableError
+from epd.profiles import MediaRule
 from epd.workload.metrics import ClientRecord
 from video.demo_video import write_scene
 
@@ -72,7 +73,7 @@ def test_an_application_that_fails_is_reported() -> None:
             return TrafficResult((record(0, 0.1, "HTTP 500"),), (), 0.0, 1.0, 1.0)
 
     with pytest.raises(UnavailableError, match="HTTP 500"):
-        _AppLoad(Failing(), "1epd", MediaLibrary(Path("media"), write_scene))
+        _AppLoad(Failing(), "1epd", MediaLibrary(Path("media"), write_scene), MediaRule("grid", 14))
 
 
 def test_cpu_time_is_that_of_a_process_and_all_it_has_started(tmp_path: Path) -> None:

@@ -11,21 +11,20 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray's own, when it is imported
-    from benchmarks import score
-    from benchmarks.score import (
+    from benchmarks import score_measuring
+    from benchmarks.score import RESULTS, Found, found_of, is_met, score_of, scores_of, with_entry, written
+    from benchmarks.score_measuring import (
         CASES,
-        RESULTS,
+        SENSES,
+        SIGHT,
+        SOUND,
         Case,
-        Found,
         LiveRun,
         Measured,
         Run,
-        is_met,
+        Sense,
         measure,
-        score_of,
-        scores_of,
-        with_entry,
-        written,
+        sense_of,
     )
     from epd.bench.app_profile import AppRound, KindAsked
     from epd.profiles import HostCosts, PromptRule
@@ -66,6 +65,15 @@ def test_there_are_enough_pairs() -> None:
     assert len(CASES) == len(set(CASES)) >= 16
     assert len({case.topology for case in CASES}) >= 4
     assert len({case.retention for case in CASES}) >= 2
+    parts = [sense_of(case).workloads[case.workload] for case in CASES]
+    assert {name for part in parts for name in ("images", "videos", "audios") if name in part} == {
+        "images",
+        "videos",
+        "audios",
+    }
+    for topology in {case.topology for case in CASES}:
+        seeds = [sense_of(case).seed(case) for case in CASES if case.topology == topology]
+        assert len(set(seeds)) == len(seeds)
 
 
 def test_history_is_only_added_to(tmp_path: Path) -> None:
@@ -98,9 +106,11 @@ def a_round() -> AppRound:
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     runs = [live(case) for case in CASES[:5]]
-    Run(tmp_path).add(rounds=[a_round()], runs=runs[:3])
-    Run(tmp_path).add(runs=runs[3:])
-    assert Run(tmp_path).measured() == Measured((a_round(),), tuple(runs))
+    Run(tmp_path).add_round(SIGHT, a_round())
+    Run(tmp_path).add_runs(runs[:3])
+    Run(tmp_path).add_round(SOUND, a_round())
+    Run(tmp_path).add_runs(runs[3:])
+    assert Run(tmp_path).measured() == Measured({"sight": (a_round(),), "sound": (a_round(),)}, tuple(runs))
     Run(tmp_path).clear()
     assert Run(tmp_path).measured() == Measured()
 
@@ -109,18 +119,19 @@ def steps_of(run: Run, cases: Sequence[Case], monkeypatch: pytest.MonkeyPatch) -
     """Returns what is measured, in order."""
     steps: list[str] = []
 
-    def layout(run: Run, _profile: object, topology: str, left: Sequence[Case]) -> None:
+    def layout(run: Run, _sense: Sense, _profile: object, topology: str, left: Sequence[Case]) -> None:
         steps.append(f"{topology} {len(left)}")
-        run.add(runs=[live(case) for case in left])
+        run.add_runs([live(case) for case in left])
 
-    def asked(*_: object, numbers: Sequence[int]) -> AppRound:
-        steps.append(f"round {numbers[0]}")
+    def asked(_stages: object, model: Path, *_: object, numbers: Sequence[int]) -> AppRound:
+        steps.append(f"{model.name} round {numbers[0]}")
         return a_round()
 
-    monkeypatch.setattr(Run, "stages", lambda _: None)
-    monkeypatch.setattr(score, "fitted", lambda _stages, rounds: len(rounds))
-    monkeypatch.setattr(score, "measure_layout", layout)
-    monkeypatch.setattr(score, "app_round", asked)
+    monkeypatch.setattr(Run, "stages", lambda *_: None)
+    monkeypatch.setattr(Run, "model", lambda _, sense: Path(sense.name))
+    monkeypatch.setattr(score_measuring, "fitted", lambda _stages, rounds: len(rounds))
+    monkeypatch.setattr(score_measuring, "measure_layout", layout)
+    monkeypatch.setattr(score_measuring, "app_round", asked)
     measure(run, cases)
     return steps
 
@@ -128,9 +139,23 @@ def steps_of(run: Run, cases: Sequence[Case], monkeypatch: pytest.MonkeyPatch) -
 def test_rounds_of_the_profile_are_before_between_and_after_the_live_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = ["round 0", "1epd 5", "1ep1d 5", "round 1", "1e1pd 5", "1e1p1d 5", "round 2"]
+    seen = ["sight round 0", "1epd 5", "1ep1d 5", "sight round 1", "1e1pd 5", "1e1p1d 5", "sight round 2"]
+    whole = [*seen, "sound round 0", "1epd 2", "1e1p1d 2"]
     assert steps_of(Run(tmp_path / "whole"), CASES, monkeypatch) == whole
     assert steps_of(Run(tmp_path / "whole"), CASES, monkeypatch) == []
     parts = Run(tmp_path / "parts")
-    assert steps_of(parts, CASES[:7], monkeypatch) == ["round 0", "1epd 5", "1ep1d 2"]
+    assert steps_of(parts, CASES[:7], monkeypatch) == ["sight round 0", "1epd 5", "1ep1d 2"]
     assert steps_of(parts, CASES, monkeypatch) == ["1ep1d 3", *whole[3:]]
+
+
+def test_each_model_has_a_profile_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile gets the stages and the rounds of its model, and nothing of live runs."""
+    run, given = Run(tmp_path), []
+    for sense in SENSES.values():
+        run.add_round(sense, a_round())
+        run.add_runs([live(next(sense.cases()))])
+    monkeypatch.setattr(Run, "stages", lambda _, sense: sense.name)
+    monkeypatch.setattr("benchmarks.score.fitted", lambda stages, rounds: (stages, len(rounds)))
+    monkeypatch.setattr("benchmarks.score.compared", lambda profile, one: [given.append((profile, one.case))])
+    found_of(run)
+    assert given == [(("sight", 1), CASES[0]), (("sound", 1), next(SOUND.cases()))]

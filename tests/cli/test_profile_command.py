@@ -90,6 +90,31 @@ def test_a_measured_profile_can_be_simulated_and_planned(
     assert capsys.readouterr().out.startswith("run ")
 
 
+def test_a_model_that_hears_is_measured_with_clips(audio_checkpoint: Path, tmp_path: Path) -> None:
+    from encoders import load_adapter
+    from epd.simulate import Deployment
+    from epd.simulate.calibrating import simulated_figures
+    from epd.topology import parse_topology
+    from epd.workload.config import load_workload
+    from epd.workload.requests import AudioClip
+
+    path = tmp_path / "hears.json"
+    app(["profile", str(audio_checkpoint), "--repeats", "1", "--out", str(path)], standalone_mode=False)
+    found, adapter = load_profile(str(path)), load_adapter(audio_checkpoint)
+    assert found.audio is not None
+    assert (found.video, found.images) == ({}, None)
+    assert 0 < found.memory.vision_weight_bytes < found.memory.language_weight_bytes
+    for seconds in (0.5, 1.0, 1.7):
+        plan, work = adapter.plan_audio(round(seconds * 16_000)), found.media.audio(AudioClip(seconds))
+        assert work.num_patches == plan.grid.num_patches
+        assert work.num_tokens == pytest.approx(plan.num_tokens, abs=1)
+    part = {"audios": 2, "audio_s": 1, "output_tokens": 2}
+    workload = load_workload(None, {"rate": 0.1, "num_requests": 3, "mix": [part]}).resolve()
+    figures = simulated_figures(found, Deployment(parse_topology("1e1p1d")), workload, 0)
+    assert figures.encode_s > 0
+    assert figures.ttft_s > found.audio.cost.seconds(1.0) + found.encode.cost.seconds(100)
+
+
 def test_a_computed_profile_is_printed_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     app(["profile", "qwen3-vl-8b@h200"], standalone_mode=False)
     assert "nothing was measured" in capsys.readouterr().out

@@ -13,7 +13,8 @@ from epd.errors import RequestError
 from epd.profiles import Efficiency, Measurement, MemoryLimits, StageCost, analytic_profile, fit_table
 from epd.profiles.catalog import DEVICES, MODELS
 from epd.profiles.files import dump_profile, load_profile, parse_profile
-from epd.workload.requests import Resolution, VideoSpec
+from epd.profiles.media import MediaRule, MediaWork
+from epd.workload.requests import AudioClip, Resolution, VideoSpec
 
 FOUR_K = Resolution(4032, 3024)
 
@@ -134,6 +135,18 @@ def test_media_become_the_patches_that_the_papers_state() -> None:
     assert MODELS["minicpm-v-2.6"].media.image(Resolution(448, 448)).num_tokens == 64
     grid = MODELS["qwen2.5-vl-7b"].media.image(Resolution(1288, 728))
     assert (grid.num_patches, grid.num_tokens) == (92 * 52, 46 * 26)
+
+
+def test_a_clip_is_padded_and_becomes_tokens_by_its_length() -> None:
+    hears = MediaRule("clips", 1, tile_patches=1500)
+    assert hears.audio(AudioClip(2.0)) == MediaWork(1500, 50)
+    assert hears.audio(AudioClip(0.01)).num_tokens == 1
+    with pytest.raises(RequestError, match="a model that hears"):
+        hears.image(FOUR_K)
+    with pytest.raises(RequestError, match="a model that hears"):
+        hears.video(VideoSpec(10.0, 24, FOUR_K))
+    with pytest.raises(RequestError, match="a model that sees"):
+        MODELS["qwen2.5-vl-7b"].media.audio(AudioClip(2.0))
 
 
 def test_a_video_becomes_groups_of_what_is_sampled() -> None:

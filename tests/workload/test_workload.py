@@ -122,6 +122,23 @@ def test_a_mix_follows_its_weights() -> None:
     assert sum(request.shape.has_media for request in requests) / 400 == pytest.approx(0.75, abs=0.08)
 
 
+def test_sound_is_drawn_last_and_only_where_it_is_wanted() -> None:
+    silent = {"images": "1..3", "videos": "0..1", "video_s": "1..9"}
+    drawn = [
+        list(load_workload(None, {"num_requests": 50, "mix": [part]}).resolve().requests(5))
+        for part in (silent, {**silent, "audios": "0"}, {**silent, "audios": "1..2", "audio_s": "0.5..8"})
+    ]
+    assert drawn[0] == drawn[1]
+    clips = [each.shape.audios for each in drawn[2]]
+    assert {len(each) for each in clips} == {1, 2}
+    assert all(0.5 <= clip.duration_s <= 8 for each in clips for clip in each)
+    assert drawn[2][0].shape.images == drawn[0][0].shape.images  # of the first, nothing was drawn before
+    config = load_workload(None, {"repeat_rate": 0.9, "num_requests": 50, "mix": [{"audios": 1}]})
+    again = [each for each in config.resolve().requests(5) if each.repeat_of is not None]
+    assert again
+    assert all(each.shape.audios for each in again)
+
+
 def test_repeats_ask_anew_about_known_media() -> None:
     requests = list(workload(repeat_rate=0.4).requests(0))
     repeats = [request for request in requests if request.repeat_of is not None]
