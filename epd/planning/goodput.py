@@ -2,6 +2,12 @@
 
 bound     upper limit of the stages, from costs alone: no queue, no wait
 search    between 0 and the bound by halving, each step a simulation of the same requests at another rate
+
+A rate that is too high makes a queue that grows as long as requests arrive. So that it is seen, whatever the
+objective, a request may wait for a share of the time of all arrivals at most:
+
+    arrivals      |<---------------- at least settle_s ---------------->|
+    first token   |<-->|<->|  KEEPS_UP of that, and twice what it takes alone; or the objective if it is less
 """
 
 from __future__ import annotations
@@ -22,7 +28,10 @@ from epd.workload.metrics import SLO
 
 # Closer to the bound a queue has no steady state: a short run would merely not show its growth.
 MAX_LOAD = 0.95
+# At a load of 1 + x the last one waits for x of the arrivals' time; a tenth of all may miss the objectives.
+KEEPS_UP = 0.1
 _LEAST_REQUESTS = 100
+_KEYS_APART = 0x9E3779B97F4A7C15  # of content that comes again as new
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +40,17 @@ class Demand:
 
     horizon_s: how long arrivals are simulated; at a rate that needs fewer requests than there are, only these
     are taken, at least a hundred.
+    settle_s: how long at least; at a rate that needs more requests, they come again with new content
+    alone_s: what the first token of each request takes without any other; empty where any wait within the
+    objectives will do, so that a short run may meet them at a rate that no layout would keep up with
     """
 
     jobs: tuple[Job, ...]
     slo: SLO
     attainment: float = 0.9
     horizon_s: float = math.inf
+    settle_s: float = 0.0
+    alone_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.jobs or not 0 < self.attainment <= 1:
@@ -47,20 +61,45 @@ class Demand:
 
     @classmethod
     def of(
-        cls, jobs: Sequence[Job], slo: SLO, attainment: float = 0.9, horizon_s: float = math.inf
+        cls,
+        jobs: Sequence[Job],
+        slo: SLO,
+        attainment: float = 0.9,
+        horizon_s: float = math.inf,
+        settle_s: float = 0.0,
+        alone_s: tuple[float, ...] = (),
     ) -> Demand:
         """Scales the times of `jobs` to one per second."""
         span = jobs[-1].due - jobs[0].due
         scale = TICKS_PER_S * (len(jobs) - 1) / span if span else 1.0
         scaled = tuple(replace(job, due=round((job.due - jobs[0].due) * scale)) for job in jobs)
-        return cls(scaled, slo, attainment, horizon_s)
+        return cls(scaled, slo, attainment, horizon_s, settle_s, alone_s)
 
     def at(self, rate_per_s: float) -> list[Job]:
         """Returns the same requests, faster or slower."""
         num = len(self.jobs)
         if rate_per_s * self.horizon_s < num:
             num = min(num, max(_LEAST_REQUESTS, math.ceil(rate_per_s * self.horizon_s)))
-        return [replace(job, due=round(job.due / rate_per_s)) for job in self.jobs[:num]]
+        num = max(num, math.ceil(rate_per_s * self.settle_s))
+        return [self._job(index, rate_per_s) for index in range(num)]
+
+    def _job(self, index: int, rate_per_s: float) -> Job:
+        """Returns a request, or the same again with new content."""
+        again, place = divmod(index, len(self.jobs))
+        job = self.jobs[place]
+        due = round((job.due + again * len(self.jobs) * TICKS_PER_S) / rate_per_s)
+        if not again:
+            return replace(job, due=due)
+        media_key, text_key = job.media_key + again * _KEYS_APART, job.text_key + again * _KEYS_APART
+        return replace(job, index=index, due=due, media_key=media_key, text_key=text_key)
+
+    def first_token_ticks(self, jobs: Sequence[Job]) -> list[float]:
+        """Returns how long each of the requests may take to its first token, as these arrive."""
+        limit_s = math.inf if self.slo.ttft_s is None else self.slo.ttft_s
+        wait_s = KEEPS_UP * (jobs[-1].due - jobs[0].due) / TICKS_PER_S
+        alone_s = self.alone_s or (math.inf,)
+        most_s = [min(limit_s, wait_s + 2 * each) for each in alone_s]
+        return [TICKS_PER_S * most_s[place % len(most_s)] for place in range(len(jobs))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,14 +270,17 @@ class _DecidedError(Exception):
 class _Verdict(RecordTable):
     """Counts requests that met the objectives, and ends the simulation once the others cannot change it."""
 
-    def __init__(self, demand: Demand, num_requests: int) -> None:
+    def __init__(self, demand: Demand, jobs: Sequence[Job]) -> None:
         super().__init__()
         self._demand = demand
-        self._num_requests = num_requests
+        limits = zip(jobs, demand.first_token_ticks(jobs), strict=True)
+        self._first_token = {job.index: ticks for job, ticks in limits}
+        self._num_requests = len(jobs)
         self._num_met = self._num_missed = 0
 
     def add(self, state: RequestState, end: int, *, is_refused: bool = False) -> None:
-        is_met = not is_refused and _meets(self._demand.slo, state, end)
+        is_late = state.first_token - state.job.due > self._first_token[state.job.index]
+        is_met = not (is_refused or is_late) and _meets(self._demand.slo, state, end)
         self._num_met += is_met
         self._num_missed += not is_met
         if self._num_met / self._num_requests >= self._demand.attainment:
@@ -263,7 +305,7 @@ def keeps(profile: Profile, deployment: Deployment, demand: Demand, rate_per_s: 
     """Returns whether enough requests meet their objectives at a rate."""
     jobs = demand.at(rate_per_s)
     simulation = Simulation(profile, deployment)
-    simulation.records = _Verdict(demand, len(jobs))
+    simulation.records = _Verdict(demand, jobs)
     try:
         simulation.run(jobs)
     except _DecidedError as verdict:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
-from epd.planning.goodput import Demand
+from epd.planning.goodput import KEEPS_UP, Demand
 from epd.planning.search import Planner
 from epd.planning.space import Space
 from epd.profiles.media import MediaWork
@@ -19,8 +21,9 @@ from epd.workload.metrics import SLO
 
 # Requests to plan for: fewer give too little information, more change the plan little.
 LEAST_REQUESTS, MOST_REQUESTS = 20, 250
-# Arrivals are simulated for this many times the longest that a request may take.
-_HORIZON = 5.0
+# Arrivals are simulated for at most this many times the longest that a request may take, and at least for so
+# many times that one takes with full batches, to its first token and to its last.
+_HORIZON, _FIRST_TOKENS, _ANSWERS = 5.0, 20.0, 2.0
 _BASE = Deployment(parse_topology("1epd"))
 
 
@@ -40,8 +43,30 @@ def planner_for(
     base: all settings that are not searched for
     """
     longest_s = (slo.ttft_s or 1.0) + (slo.tpot_s or 0.05) * max(job.output_tokens for job in jobs)
-    demand = Demand.of(jobs, slo, attainment, _HORIZON * longest_s)
+    alone_s = tuple(_alone_s(profile, job) for job in jobs)
+    settle_s = _settle_s(profile, jobs, fmean(alone_s), slo, base)
+    demand = Demand.of(jobs, slo, attainment, _HORIZON * longest_s, settle_s, alone_s)
     return Planner(profile, demand, space, base)
+
+
+def _alone_s(profile: Profile, job: Job) -> float:
+    """Returns what encode and prefill of a request take on one worker each."""
+    tokens = job.num_prompt_tokens
+    encode_s = profile.encode.cost.seconds(job.num_patches, len(job.groups)) if job.groups else 0.0
+    return encode_s + profile.prefill.cost.seconds(tokens, tokens * (tokens + 1) / 2)
+
+
+def _settle_s(profile: Profile, jobs: Sequence[Job], alone_s: float, slo: SLO, base: Deployment) -> float:
+    """Returns how long requests must arrive until a layout is as busy as it will be: stages, steps, queues.
+
+    No longer than a queue needs to exceed the objective by far. alone_s: mean of `_alone_s`.
+    """
+    batch = base.decode.max_num_seqs
+    steps_s = fmean(
+        job.output_tokens * profile.decode.cost.seconds(batch, batch * job.num_prompt_tokens) for job in jobs
+    )
+    queues_s = min(_FIRST_TOKENS * alone_s, (slo.ttft_s or math.inf) / KEEPS_UP)
+    return max(queues_s, _ANSWERS * (alone_s + steps_s))
 
 
 def workload_jobs(profile: Profile, config: WorkloadConfig, seed: int) -> list[Job]:

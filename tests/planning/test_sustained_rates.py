@@ -1,0 +1,76 @@
+"""A plan says a rate that its layout keeps up with, however short requests and long objectives are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+from epd.planning.goodput import Demand, goodput, simulate_at
+from epd.planning.search import Planner
+from epd.planning.space import Space
+from epd.planning.traffic import planner_for
+from epd.profiles import analytic_profile
+from epd.simulate import Deployment, JobMaker
+from epd.simulate.requests import Job
+from epd.topology import parse_topology
+from epd.workload.config import WorkloadConfig, load_workload
+from epd.workload.metrics import SLO
+
+PROFILE = analytic_profile("h100", "qwen2.5-vl-7b")
+SHORT = load_workload("images")  # a few hundred requests are over before a queue is 2.6 s long
+PATIENT = SLO(ttft_s=2.6)
+
+
+def jobs_of(config: WorkloadConfig, num_requests: int) -> list[Job]:
+    fields = {"num_requests": num_requests}
+    return list(JobMaker(PROFILE).jobs(config.model_copy(update=fields).resolve().requests(0)))
+
+
+def planner(num_requests: int = 250, slo: SLO = PATIENT, num_devices: int = 1) -> Planner:
+    return planner_for(PROFILE, jobs_of(SHORT, num_requests), slo, Space(num_devices))
+
+
+def few_sequences(topology: str) -> Deployment:
+    base = Deployment(parse_topology(topology), cpu_threads=64)
+    return replace(base, language=replace(base.language, max_num_seqs=16))
+
+
+def test_a_rate_that_is_found_is_kept_for_eight_times_as_long() -> None:
+    """Sixteen sequences a worker bind, which no bound knows, and 250 requests are over before one waits."""
+    searched, layout = planner().demand, few_sequences("4epd")
+    found = goodput(PROFILE, layout, searched)
+    many = Demand.of(jobs_of(SHORT, 8 * len(searched.at(found))), PATIENT)
+    times_s = simulate_at(PROFILE, layout, many, found / 1.2).ttft_s
+    assert max(times_s) < 0.5
+    assert goodput(PROFILE, layout, replace(searched, settle_s=0.0, alone_s=())) > 2 * found
+
+
+def test_a_layout_keeps_up_where_there_is_no_objective_for_the_first_token() -> None:
+    patient, free = (
+        goodput(PROFILE, few_sequences("1epd"), planner(slo=slo).demand)
+        for slo in (SLO(1e3, 0.5), SLO(tpot_s=0.5))
+    )
+    assert free == patient
+
+
+def test_requests_that_come_again_have_new_content() -> None:
+    searched = planner(20).demand
+    jobs = searched.at(100.0)
+    assert len(jobs) == math.ceil(100 * searched.settle_s) > 40
+    assert [job.index for job in jobs] == list(range(len(jobs)))
+    assert len({job.media_key for job in jobs}) == len({job.text_key for job in jobs}) == len(jobs)
+    assert all(earlier.due <= later.due for earlier, later in pairwise(jobs))
+    assert jobs[21].groups == jobs[1].groups
+
+
+def test_requests_that_are_heavy_alone_are_not_late_for_it() -> None:
+    """One of a mix takes many times as long as the mean, whatever the load."""
+    config = load_workload("mixed")
+    searched = planner_for(PROFILE, jobs_of(config, 250), SLO(2.6, 0.04), Space(1)).demand
+    assert max(searched.alone_s) > 5 * sorted(searched.alone_s)[len(searched.alone_s) // 2]
+    jobs = searched.at(20.0)
+    limits = searched.first_token_ticks(jobs)
+    assert all(
+        ticks >= 2e12 * min(1.3, alone) for ticks, alone in zip(limits, searched.alone_s, strict=False)
+    )
