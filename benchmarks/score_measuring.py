@@ -54,6 +54,7 @@ class Sense:
 
     reduced: workloads that are asked with half of the visual tokens too
     num_rounds: of the profile: before each second layout, and one more at last if there are more
+    num_repeats: of each point of its stages
     """
 
     name: str
@@ -62,6 +63,7 @@ class Sense:
     workloads: Mapping[str, Row]
     reduced: tuple[str, ...]
     num_rounds: int
+    num_repeats: int
 
     def cases(self) -> Iterator[Case]:
         pairs = [*((name, 1.0) for name in self.workloads), *((name, 0.5) for name in self.reduced)]
@@ -73,7 +75,7 @@ class Sense:
         return self.first_seed + len(self.workloads) * round(10 * (1 - case.retention)) + place
 
 
-SIGHT = Sense("sight", SEED, TOPOLOGIES, WORKLOADS, ("video of 4 to 8 s",), 3)
+SIGHT = Sense("sight", SEED, TOPOLOGIES, WORKLOADS, ("video of 4 to 8 s",), 3, 9)
 SOUND = Sense(
     "sound",
     SEED + _SEED_STEP,
@@ -81,6 +83,7 @@ SOUND = Sense(
     {"clip of 2 to 8 s": _CLIP, "2 to 4 clips": {**_CLIP, "audios": "2..4", "output_tokens": 8}},
     (),
     1,
+    5,
 )
 SENSES = {each.name: each for each in (SIGHT, SOUND)}
 CASES = tuple(case for sense in SENSES.values() for case in sense.cases())
@@ -136,7 +139,8 @@ class Run:
         """Returns the profile without the application."""
         path = self._stages(sense)
         if not path.exists():
-            command = [str(EPD), "profile", str(self.model(sense)), "--repeats", "9", "--out", str(path)]
+            command = [str(EPD), "profile", str(self.model(sense)), "--out", str(path)]
+            command += ["--repeats", str(sense.num_repeats)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return load_profile(str(path))
 
