@@ -16,6 +16,16 @@ from epd.kv.drafting import DEFAULT_MAX_DRAFT, DraftConfig
 from epd.kv.scheduled_request import ScheduledRequest
 
 
+def acceptance_of(tokens_per_pass: float, max_draft: int = DEFAULT_MAX_DRAFT) -> float:
+    """Returns the acceptance with which passes that draft `max_draft` tokens have so many on average."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        is_less = DraftPlan(middle, max_draft).most_tokens < tokens_per_pass
+        low, high = (middle, high) if is_less else (low, middle)
+    return low
+
+
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
     """Says what drafts are worth. acceptance: how often a token holds; max_draft: see `DraftConfig`."""

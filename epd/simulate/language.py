@@ -116,6 +116,7 @@ class LanguageSide:
         self._hands_over = hands_over
         self._is_stepwise = is_stepwise or drafts is not None  # steps differ in what they draft
         self._drafts = None if drafts is None else SimulatedDrafts(drafts)
+        self.num_drafts_held = 0  # tokens, so far
         self._states: dict[str, RequestState] = {}
         self._requests: dict[str, ScheduledRequest] = {}
         self._output: SchedulerOutput | None = None
@@ -379,6 +380,7 @@ class LanguageSide:
         num_held = 0
         if self._drafts is not None and chunk.num_drafts:
             num_held = self._drafts.num_held(request, chunk.num_drafts)
+            self.num_drafts_held += num_held
         self.scheduler.advance(request, chunk.stop - chunk.num_drafts + num_held)
         if not is_sampled:
             return

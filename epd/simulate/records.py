@@ -110,6 +110,7 @@ class SimulationResult:
     spans: only where they were requested
     switches: (seconds, worker, new roles)
     num_groups, num_encoded: groups of media that requests had, and those of them that were encoded
+    num_held: drafted tokens that held
     """
 
     rows: NDArray[np.void]
@@ -119,6 +120,13 @@ class SimulationResult:
     spans: tuple[WorkSpan, ...] = ()
     num_groups: int = 0
     num_encoded: int = 0
+    num_held: int = 0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Returns the mean tokens of a decode pass of a request, 1 without drafts; 0 without decodes."""
+        num_tokens = int(self.rows["output_tokens"].sum()) - len(self.rows)
+        return num_tokens / (num_tokens - self.num_held) if num_tokens else 0.0
 
     def seconds(self, start: str, stop: str) -> NDArray[np.float64]:
         """Returns the seconds from one moment to another, of the requests for which both have come."""

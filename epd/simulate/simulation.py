@@ -119,6 +119,7 @@ class Simulation:
             tuple(self._spans or ()),
             self._media.num_groups,
             self._media.num_encoded,
+            sum(side.num_drafts_held for side in sides),
         )
 
     def _plan_arrival(self, source: Iterator[Job]) -> None:

@@ -10,7 +10,7 @@ from epd.errors import RequestError
 from epd.planning.goodput import Demand, rate_bound
 from epd.profiles import Profile
 from epd.simulate import Deployment, Simulation, SimulationResult
-from epd.simulate.drafting import DraftPlan
+from epd.simulate.drafting import DraftPlan, acceptance_of
 from epd.topology import parse_topology
 from epd.workload.metrics import SLO
 from tests.simulate.test_simulation import PROFILE, TIGHT, flat, jobs, plain_profile, simulate
@@ -43,6 +43,9 @@ def test_the_mean_of_a_pass_follows_from_the_acceptance(acceptance: float, max_d
     drafted = run(plain_profile(), DraftPlan(acceptance, max_draft), output_tokens="801")
     tokens = sum(acceptance**place for place in range(max_draft + 1))
     assert drafted.tpot_s[1:].mean() == pytest.approx(0.01 / tokens, rel=0.05)
+    assert drafted.tokens_per_pass == pytest.approx(tokens, rel=0.05)
+    assert acceptance_of(tokens, max_draft) == pytest.approx(acceptance)
+    assert run(plain_profile(), None, output_tokens="9").tokens_per_pass == 1
 
 
 def test_drafts_that_do_not_pay_are_not_made() -> None:
