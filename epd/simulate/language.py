@@ -38,25 +38,27 @@ class PassCost:
         self._decode = profile.decode.cost.times(factor)
         self._restore = profile.transfer.cost
         self._kv_bytes = profile.memory.kv_bytes_per_token
+        self._draft_units = _draft_units(profile)
         self.per_context = ticks_of(self._decode.per_item_s)
 
     def alone_s(self, num_tokens: int) -> float:
         """Returns the seconds of prefill for a prompt that nothing waits behind."""
         return self._prefill.seconds(num_tokens, num_tokens * (num_tokens + 1) / 2)
 
-    def decode_base(self, num_sequences: int) -> int:
+    def decode_base(self, num_sequences: float) -> int:
         return ticks_of(self._decode.seconds(num_sequences))
 
     def mixed(self, output: SchedulerOutput) -> int:
         """Returns the cost of a pass with prefill chunks; decodes in it add their own tokens and context.
 
-        A drafted token costs what another sequence does, without context of its own.
+        A drafted token costs the model what another sequence does, without context of its own.
         """
-        num_tokens = num_pairs = num_decodes = num_context = 0
+        num_tokens = num_pairs = num_context = 0
+        num_decodes = 0.0
         for chunk in output.chunks:
             length = chunk.stop - chunk.start
             if chunk.request.is_decoding:
-                num_decodes += 1 + chunk.num_drafts
+                num_decodes += 1 + self._draft_units * chunk.num_drafts
                 num_context += chunk.stop
             else:
                 num_tokens += length
@@ -71,9 +73,17 @@ class PassCost:
     def riding(self, output: SchedulerOutput) -> int:
         """Returns the cost that decodes add to a pass with prefill chunks."""
         decodes = [chunk for chunk in output.chunks if chunk.request.is_decoding]
-        num_tokens = sum(1 + chunk.num_drafts for chunk in decodes)
+        num_tokens = sum(1 + self._draft_units * chunk.num_drafts for chunk in decodes)
         context = sum(chunk.stop for chunk in decodes)
         return ticks_of(self._decode.per_unit_s * num_tokens) + self.per_context * context
+
+
+def _draft_units(profile: Profile) -> float:
+    """Returns what a drafted token costs, in sequences: those cost the application's worker something too."""
+    per_unit_s = profile.decode.cost.per_unit_s
+    if profile.host is None or not per_unit_s:
+        return 1.0
+    return max(0.0, 1 - profile.host.sequence_s / per_unit_s)
 
 
 @dataclass(slots=True)
