@@ -80,8 +80,14 @@ class Demand:
         num = len(self.jobs)
         if rate_per_s * self.horizon_s < num:
             num = min(num, max(_LEAST_REQUESTS, math.ceil(rate_per_s * self.horizon_s)))
-        num = max(num, math.ceil(rate_per_s * self.settle_s))
+        num = max(num, math.ceil(rate_per_s * self.settle_s), self._num_patient(rate_per_s))
         return [self._job(index, rate_per_s) for index in range(num)]
+
+    def _num_patient(self, rate_per_s: float) -> int:
+        """Returns the requests with which the objective alone binds, at most twice as many as there are."""
+        if not self.alone_s or self.slo.ttft_s is None:
+            return 0
+        return min(2 * len(self.jobs), math.ceil(rate_per_s * self.slo.ttft_s / KEEPS_UP))
 
     def _job(self, index: int, rate_per_s: float) -> Job:
         """Returns a request, or the same again with new content."""

@@ -12,6 +12,7 @@ from epd.planning.space import Space
 from epd.planning.traffic import planner_for
 from epd.profiles import analytic_profile
 from epd.simulate import Deployment, JobMaker
+from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.requests import Job
 from epd.topology import parse_topology
 from epd.workload.config import WorkloadConfig, load_workload
@@ -57,11 +58,19 @@ def test_a_layout_keeps_up_where_there_is_no_objective_for_the_first_token() -> 
 def test_requests_that_come_again_have_new_content() -> None:
     searched = planner(20).demand
     jobs = searched.at(100.0)
-    assert len(jobs) == math.ceil(100 * searched.settle_s) > 40
+    assert len(jobs) == math.ceil(100 * searched.settle_s) > 2 * 20
     assert [job.index for job in jobs] == list(range(len(jobs)))
     assert len({job.media_key for job in jobs}) == len({job.text_key for job in jobs}) == len(jobs)
     assert all(earlier.due <= later.due for earlier, later in pairwise(jobs))
     assert jobs[21].groups == jobs[1].groups
+
+
+def test_the_objective_alone_binds_where_twice_the_requests_show_a_queue() -> None:
+    searched = planner(250).demand
+    jobs = searched.at(15.0)
+    assert 250 < len(jobs) < 500
+    assert min(searched.first_token_ticks(jobs)) == TICKS_PER_S * 2.6
+    assert len(searched.at(300.0)) == 500
 
 
 def test_requests_that_are_heavy_alone_are_not_late_for_it() -> None:
