@@ -335,11 +335,7 @@ def main() -> None:
     folders = [*(each.resolve() for each in options.against), here]
     num_rounds, num_requests = (1, 16) if options.quick else (options.rounds, options.requests)
     topologies = options.topology or TOPOLOGIES
-    loads = [
-        Round(num_requests // 2 if num == 1 else num_requests, num) for num in options.in_flight or (1, 8)
-    ]
-    if options.per_second:
-        at_once = options.in_flight or (1, 8)
+    at_once = options.in_flight or (1, 8)
     loads = [Round(num_requests // 2 if num == 1 else num_requests, num) for num in at_once]
     if options.per_second:
         loads = [Round(num_requests, 0, options.per_second)]

@@ -95,8 +95,9 @@ class RequestShape:
 
     @property
     def kind(self) -> str:
-        """What the request is about: "video" if it has any, else "image", else "text"."""
-        return "video" if self.videos else "image" if self.images else "text"
+        """What the request is about: "video" if it has any, else "image", "audio" or "text"."""
+        kinds = (("video", self.videos), ("image", self.images), ("audio", self.audios))
+        return next((kind for kind, media in kinds if media), "text")
 
     @property
     def has_media(self) -> bool:

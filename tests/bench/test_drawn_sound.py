@@ -13,6 +13,7 @@ def test_sound_is_sent_as_long_as_it_is_planned(library: MediaLibrary) -> None:
     part = {"audios": 2, "audio_s": "0.5..3"}
     plan = load_workload(None, {"num_requests": 3, "mix": [part]}).resolve()
     requests = list(plan.requests(4))
+    assert {request.shape.kind for request in requests} == {"audio"}
     library.draw(requests, lambda _done, _all: None)
     sent = library.load(requests)
     assert len({each.base64 for each in sent.values()}) == 6
