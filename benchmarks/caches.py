@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +37,7 @@ SEED, NUM_REQUESTS, LOAD = 31, 48, 0.35
 IMAGES: Row = {"images": "2..3", "image_size": "224x224", "text_tokens": "6..10", "output_tokens": 8}
 VIDEOS: Row = {**IMAGES, "images": 0, "videos": 1, "video_s": "4..8", "video_size": "320x192"}
 NEW_TOKENS = 30
+_ENCODED = "epd_encoded_groups_total"
 WORKLOADS: dict[str, Row] = {
     "images, half again": {"repeat_rate": 0.5, "mix": [IMAGES]},
     "images, half again, mostly the latest": {
@@ -75,11 +74,11 @@ def simulated(profile: Profile, topology: str, workload: Workload) -> Outcome:
 
 def live(app: LiveApp, library: MediaLibrary, profile: Profile, workload: Workload) -> Outcome:
     jobs = list(JobMaker(profile).jobs(workload.requests(SEED)))
-    before = _num_encoded(app)
+    before = app.counter(_ENCODED)
     result = app.send(workload, library, seed=SEED)
     known = sum(each.prompt_tokens - each.cached_tokens < NEW_TOKENS for each in result.served)
     ttft_s = [record.token_times_s[0] - record.sent_s for record in result.records]
-    return Outcome(_num_encoded(app) - before, known, *_times(jobs, ttft_s))
+    return Outcome(app.counter(_ENCODED) - before, known, *_times(jobs, ttft_s))
 
 
 def _times(jobs: Sequence[Job], ttft_s: Sequence[float]) -> tuple[float, float]:
@@ -91,14 +90,13 @@ def _times(jobs: Sequence[Job], ttft_s: Sequence[float]) -> tuple[float, float]:
     return median(parts[False]), median(parts[True])
 
 
-def _num_encoded(app: LiveApp) -> int:
-    with urllib.request.urlopen(f"{app.url}/metrics") as answer:
-        text = answer.read().decode()
-    found = re.search(r"^epd_encoded_groups_total (\S+)$", text, re.MULTILINE)
-    return int(float(found[1])) if found else 0
-
-
 # Results
+
+
+def local_options(topology: str) -> list[str]:
+    """Returns the options of `epd serve` for a layout in one process."""
+    sizes = ["--num-threads", "1", "--num-kv-tokens", str(NUM_KV_TOKENS)]
+    return ["--local", "--topology", topology, *sizes]
 
 
 def rows_of(profile: Profile) -> list[Row]:
@@ -107,9 +105,7 @@ def rows_of(profile: Profile) -> list[Row]:
         library = MediaLibrary(Path(folder) / "media", write_scene)
         for topology in TOPOLOGIES:
             for name in WORKLOADS:  # each with caches that are empty
-                options = ["--local", "--topology", topology, "--num-threads", "1"]
-                options += ["--num-kv-tokens", str(NUM_KV_TOKENS)]
-                with live_app(options, Path(folder) / "serve.log") as app:
+                with live_app(local_options(topology), Path(folder) / "serve.log") as app:
                     rows.append(_row(profile, app, library, topology, name))
     return rows
 
@@ -129,7 +125,14 @@ def _row(profile: Profile, app: LiveApp, library: MediaLibrary, topology: str, n
     return row
 
 
-def measured_profile(path: Path | None) -> Profile:
+def profile_asked_for(description: str | None) -> Profile:
+    """Returns the profile that the command names, else measures one."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--profile", type=Path, help="of epd profile --app")
+    path = parser.parse_args().profile
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if path is not None:
         return load_profile(str(path))
     with tempfile.TemporaryDirectory() as folder:
@@ -139,13 +142,7 @@ def measured_profile(path: Path | None) -> Profile:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--profile", type=Path, help="of epd profile --app")
-    given = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    profile = measured_profile(given.profile)
+    profile = profile_asked_for(__doc__)
     title = f"{NUM_REQUESTS} requests, live / simulated"
     run_sections(
         "caches",

@@ -14,19 +14,15 @@ Results go to benchmarks/results/draft_prediction.{json,md}. The machine must ha
 
 from __future__ import annotations
 
-import argparse
-import os
-import re
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.caches import measured_profile
-from benchmarks.planner import NUM_KV_TOKENS, deployment_of, rate_of
+from benchmarks.caches import local_options, profile_asked_for
+from benchmarks.planner import deployment_of, rate_of
 from benchmarks.reporting import Row, Section, run_sections, setting
 from epd.bench.live_app import LiveApp, live_app
 from epd.bench.media import MediaLibrary
@@ -78,19 +74,11 @@ def live(
     seed: int = SEED,
     at_once: int | None = None,
 ) -> Outcome:
-    before = num_held(app)
+    before = app.counter(_NUM_HELD)
     result = app.send(workload, library, seed=seed, extra=extra, concurrency=at_once)
     num_tokens = sum((each.completion_tokens or 1) - 1 for each in result.records)
-    num_passes = num_tokens - (num_held(app) - before)
+    num_passes = num_tokens - (app.counter(_NUM_HELD) - before)
     return Outcome(num_tokens / num_passes, result.figures(0.0).tpot_s)
-
-
-def num_held(app: LiveApp) -> int:
-    """Returns the drafted tokens that have held so far, of all workers."""
-    with urllib.request.urlopen(f"{app.url}/metrics") as answer:
-        text = answer.read().decode()
-    found = re.findall(rf"^{_NUM_HELD}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-    return sum(int(float(each)) for each in found)
 
 
 # Results
@@ -101,8 +89,7 @@ def serving(topology: str, draft: str) -> Iterator[tuple[LiveApp, MediaLibrary]]
     """Runs the application, which has answered a few questions."""
     with tempfile.TemporaryDirectory(prefix="epd-drafts-") as name:
         folder = Path(name)
-        options = ["--local", "--topology", topology, "--num-threads", "1", "--draft", draft]
-        options += ["--num-kv-tokens", str(NUM_KV_TOKENS)]
+        options = [*local_options(topology), "--draft", draft]
         library = MediaLibrary(folder / "media", write_scene)
         with live_app(options, folder / "serve.log") as app:
             for extra in ANSWERS.values():
@@ -158,13 +145,7 @@ def _row(topology: str, name: str, acceptance: float, *outcomes: Outcome) -> Row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--profile", type=Path, help="of epd profile --app")
-    given = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    profile = measured_profile(given.profile)
+    profile = profile_asked_for(__doc__)
     run_sections(
         "draft_prediction",
         "What drafts save, live and simulated",

@@ -13,38 +13,40 @@ import torch
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
-    Qwen2AudioConfig,
     Qwen2AudioForConditionalGeneration,
     Qwen2AudioProcessor,
     WhisperFeatureExtractor,
 )
 
 from epd.models import embedded_model_path
+from tests.tiny_audio import SOUND_TOKENS, TEMPLATE, qwen2_audio_config
 
 WINDOW_S = 8
 _MELS = 40
-_SPECIAL_TOKENS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
-_TEMPLATE = """\
-{%- for message in messages -%}
-<|im_start|>{{ message['role'] }}
-{% if message['content'] is string -%}{{ message['content'] }}
-{%- else -%}{% for part in message['content'] -%}
-{%- if part['type'] == 'audio' -%}Audio: <|audio_bos|><|AUDIO|><|audio_eos|>
-{% else -%}{{ part['text'] }}{%- endif -%}
-{%- endfor -%}{%- endif -%}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}<|im_start|>assistant
-{% endif -%}
-"""
+_TEXT = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+}
+_TOWER = {
+    "d_model": 128,
+    "encoder_layers": 4,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 576,
+    "num_mel_bins": _MELS,
+}
 
 
 def write_hearing_checkpoint(folder: Path, seed: int = 0) -> Path:
     """Writes the checkpoint, 19 MB, and returns its folder."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_model_path(), local_files_only=True)
     tokenizer.add_special_tokens(
-        {"extra_special_tokens": list(_SPECIAL_TOKENS)}, replace_extra_special_tokens=False
+        {"extra_special_tokens": list(SOUND_TOKENS)}, replace_extra_special_tokens=False
     )
-    config = _config(tokenizer)
+    config = qwen2_audio_config(tokenizer, _TEXT, _TOWER, WINDOW_S)
     torch.manual_seed(seed)
     model = Qwen2AudioForConditionalGeneration(config).eval()
     with torch.no_grad():
@@ -54,32 +56,5 @@ def write_hearing_checkpoint(folder: Path, seed: int = 0) -> Path:
     model.generation_config = GenerationConfig(**ids, do_sample=False)
     model.save_pretrained(folder)
     extractor = WhisperFeatureExtractor(feature_size=_MELS, chunk_length=WINDOW_S)
-    Qwen2AudioProcessor(extractor, tokenizer, chat_template=_TEMPLATE).save_pretrained(folder)
+    Qwen2AudioProcessor(extractor, tokenizer, chat_template=TEMPLATE).save_pretrained(folder)
     return folder
-
-
-def _config(tokenizer: AutoTokenizer) -> Qwen2AudioConfig:
-    text = {
-        "model_type": "qwen2",
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32_768,
-        "vocab_size": len(tokenizer),
-        "bos_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    tower = {
-        "model_type": "qwen2_audio_encoder",
-        "d_model": 128,
-        "encoder_layers": 4,
-        "encoder_attention_heads": 4,
-        "encoder_ffn_dim": 576,
-        "num_mel_bins": _MELS,
-        "max_source_positions": 50 * WINDOW_S,
-    }
-    sound = tokenizer.convert_tokens_to_ids(_SPECIAL_TOKENS[0])
-    return Qwen2AudioConfig(audio_config=tower, text_config=text, audio_token_index=sound)

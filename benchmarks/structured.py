@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import socket
 import statistics
 import time
@@ -26,6 +25,7 @@ from jsonschema import Draft202012Validator
 from benchmarks.drawn_schemas import Schema, drawn_schema
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
 from encoders.identity import prompt_identity
+from epd.bench.live_app import counted_in
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
 from serve_app.app_args import AppArgs
@@ -94,12 +94,11 @@ def schema_row(count: int, seed: int = 0, num_kv_tokens: int = _KV_TOKENS) -> Ro
     with served_locally(args, address):
         found = asyncio.run(_documents(address.url, count, seed))
         metrics = httpx.get(f"{address.url}/metrics", trust_env=False).text
-    taken = re.search(r"^epd_preemptions_total (\S+)", metrics, re.MULTILINE)
     return {
         "schemas": count,
         "valid documents": found["valid"],
         "tokens": found["tokens"],
-        "preemptions": int(float(taken[1])) if taken else 0,
+        "preemptions": counted_in(metrics, "epd_preemptions_total"),
         "temperature": _TEMPERATURE,
         "in flight": _IN_FLIGHT,
         "seconds": round(time.monotonic() - start_s, 1),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from tests.reference import generated_as_it_is
 RATE = 16_000
 WINDOW_S = 2  # what the tower hears at once, 30 in published checkpoints
 _MELS = 8
-_TOKENS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
-_TEMPLATE = """\
+SOUND_TOKENS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message['role'] }}
 {% if message['content'] is string -%}{{ message['content'] }}
@@ -41,39 +41,47 @@ _TEMPLATE = """\
 """
 
 
+def qwen2_audio_config(
+    tokenizer: Any, text: Mapping[str, int], tower: Mapping[str, int], window_s: int
+) -> Qwen2AudioConfig:
+    """A Qwen2-Audio of these sizes, whose tower hears `window_s` seconds at once."""
+    ids = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return Qwen2AudioConfig(
+        text_config={"model_type": "qwen2", **text, **ids},
+        audio_config={"model_type": "qwen2_audio_encoder", **tower, "max_source_positions": 50 * window_s},
+        audio_token_index=tokenizer.convert_tokens_to_ids(SOUND_TOKENS[0]),
+    )
+
+
 def build_qwen2_audio(folder: Path, seed: int = 0) -> Path:
     """Two layers of each tower and text model; clips of at most `WINDOW_S` seconds."""
     tokenizer = tiny_models.byte_level_tokenizer()
-    tokenizer.add_special_tokens({"extra_special_tokens": [*tiny_models.SPECIAL_TOKENS, *_TOKENS]})
+    tokenizer.add_special_tokens({"extra_special_tokens": [*tiny_models.SPECIAL_TOKENS, *SOUND_TOKENS]})
     text = {
-        "model_type": "qwen2",
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 8192,
-        "vocab_size": len(tokenizer),
-        "bos_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
     }
     tower = {
-        "model_type": "qwen2_audio_encoder",
         "d_model": 32,
         "encoder_layers": 2,
         "encoder_attention_heads": 2,
         "encoder_ffn_dim": 48,
         "num_mel_bins": _MELS,
-        "max_source_positions": WINDOW_S * 50,
     }
-    config = Qwen2AudioConfig(
-        audio_config=tower, text_config=text, audio_token_index=tokenizer.convert_tokens_to_ids(_TOKENS[0])
-    )
+    config = qwen2_audio_config(tokenizer, text, tower, WINDOW_S)
     processor = Qwen2AudioProcessor(
         feature_extractor=WhisperFeatureExtractor(feature_size=_MELS, chunk_length=WINDOW_S),
         tokenizer=tokenizer,
-        chat_template=_TEMPLATE,
+        chat_template=TEMPLATE,
     )
     return tiny_models._save(folder, Qwen2AudioForConditionalGeneration, config, processor, seed)
 

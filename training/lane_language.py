@@ -75,9 +75,10 @@ def make_optimizers(model: Qwen3VLForConditionalGeneration, probes: nn.Module) -
     """
     language = model.model.language_model
     matrices = [parameter for parameter in language.layers.parameters() if parameter.ndim == 2]
-    gains = {name: each for name, each in language.named_parameters() if each.ndim == 1}
-    sharp = [each for name, each in gains.items() if name.endswith(("q_norm.weight", "k_norm.weight"))]
-    rest = [each for name, each in gains.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))]
+    sharp, rest = [], []
+    for name, parameter in language.named_parameters():
+        if parameter.ndim == 1:
+            (sharp if name.endswith(("q_norm.weight", "k_norm.weight")) else rest).append(parameter)
     groups = [
         {"params": [language.embed_tokens.weight], "rate": SCALE * _EMBEDDING_RATE},
         {"params": sharp, "rate": _GAINS_RATE},

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from epd.shapes import COLOURS, SHAPES
 from epd.shapes.stories import sightings
 from training.lane_scenes import Shown
+from training.qwen3_checkpoint import SPACE, places_of
 from training.rows import NO_TARGET
 
-_SPACE = "Ġ"  # as byte-level vocabularies write it
 _NUM_FACTS = 5
 
 
@@ -66,10 +66,8 @@ class Mentions:
 def _shapes_of(tokenizer: PreTrainedTokenizerFast) -> Tensor:
     """Returns which shape each token names, -1 for none: int64 [V]."""
     table = torch.full((len(tokenizer),), -1)
-    for token, index in tokenizer.get_vocab().items():
-        word = token.replace(_SPACE, "").lower()
-        if word in SHAPES:
-            table[index] = SHAPES.index(word)
+    for token, place in places_of(tokenizer, SHAPES):
+        table[token] = place
     return table
 
 
@@ -98,6 +96,6 @@ def _known(tokenizer: PreTrainedTokenizerFast, clip: Shown) -> Iterator[tuple[in
             yield SHAPES.index(item.shape), facts
         return
     for each in sightings(clip.scene, clip.times_s):
-        seen = (str(each.from_s), f"{_SPACE}end" if each.to_s is None else str(each.to_s))
+        seen = (str(each.from_s), f"{SPACE}end" if each.to_s is None else str(each.to_s))
         times = tokenizer.convert_tokens_to_ids(list(seen))
         yield SHAPES.index(each.shape), [colours.index(each.colour), each.place, each.motion, *times]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -51,7 +52,7 @@ _MIN_PIXELS = 2 * (PATCH * MERGE) ** 2
 # Numbers of one token. What all text embeddings share: see training/lanes.py.
 _NUM_NUMBERS = 1000
 _SHARED_LENGTH, _WORD_LENGTH = 0.5, 0.8
-_SPACE = "Ġ"  # as byte-level vocabularies write it
+SPACE = "Ġ"  # as byte-level vocabularies write it
 _WORDS = (*SHAPES, *COLOURS, "left", "middle", "right")  # as the rows of a code
 _SHORTEST_WAVE, _LONGEST_WAVE = 3.0, 3000.0
 
@@ -172,6 +173,14 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
     )
 
 
+def places_of(tokenizer: PreTrainedTokenizerFast, words: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Yields each token that is one of the words, with a space or a capital or without, and which one."""
+    for token, index in tokenizer.get_vocab().items():
+        word = token.replace(SPACE, "").lower()
+        if word in words:
+            yield index, words.index(word)
+
+
 def number_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """Returns the tokens of 0 to 999."""
     return tokenizer.convert_tokens_to_ids([str(number) for number in range(_NUM_NUMBERS)])
@@ -204,10 +213,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGene
         table.normal_(std=HIDDEN_SIZE**-0.5)
         table[number_ids(tokenizer)] = number_embeddings(_NUM_NUMBERS)
         table += _SHARED_LENGTH * functional.normalize(torch.randn(HIDDEN_SIZE), dim=0)
-        for token, index in tokenizer.get_vocab().items():
-            word = token.replace(_SPACE, "").lower()
-            if word in _WORDS:
-                table[index] += _WORD_LENGTH * functional.normalize(directions()[_WORDS.index(word)], dim=0)
+        for token, place in places_of(tokenizer, _WORDS):
+            table[token] += _WORD_LENGTH * functional.normalize(directions()[place], dim=0)
         table *= SCALE
     return model
 

@@ -75,11 +75,12 @@ class BenchPlan:
 
 @dataclass(frozen=True, slots=True)
 class EndpointRun:
-    """Records one round at one endpoint."""
+    """Records one round at one endpoint. kinds: of each request, in the order of the records."""
 
     round_index: int
     place: int
     records: tuple[ClientRecord, ...]
+    kinds: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +92,7 @@ class BenchResult:
 
     def kinds(self) -> tuple[str, ...]:
         """Returns what requests are about, by name; nothing where all are of one kind."""
-        rounds = [self.plan.requests(run.round_index, run.place) for run in self.runs]
-        found = {request.shape.kind for requests in rounds for request in requests}
+        found = {kind for run in self.runs for kind in run.kinds}
         return tuple(sorted(found)) if len(found) > 1 else ()
 
     def records(self, place: int, kind: str | None = None) -> list[tuple[ClientRecord, ...]]:
@@ -100,12 +100,9 @@ class BenchResult:
         runs = sorted((run for run in self.runs if run.place == place), key=lambda run: run.round_index)
         if kind is None:
             return [run.records for run in runs]
-        return [of_kind for run in runs if (of_kind := self._of_kind(run, kind))]
-
-    def _of_kind(self, run: EndpointRun, kind: str) -> tuple[ClientRecord, ...]:
-        requests = self.plan.requests(run.round_index, run.place)
-        chosen = {request.index for request in requests if request.shape.kind == kind}
-        return tuple(record for record in run.records if record.index in chosen)
+        pairs = (zip(run.records, run.kinds, strict=True) for run in runs)
+        of_kind = (tuple(record for record, its_kind in each if its_kind == kind) for each in pairs)
+        return list(filter(None, of_kind))
 
     def reports(self, place: int, kind: str | None = None) -> list[RunReport]:
         """Returns one report for each round of an endpoint."""
@@ -151,26 +148,27 @@ async def run_bench(plan: BenchPlan, library: MediaLibrary, show: ShowPart = _sh
         for place in plan.order(round_index):
             if round_index == 0:
                 await _warm_up(plan, place, library, show)
-            records = await _run_round(plan, round_index, place, library, show)
-            runs.append(EndpointRun(round_index, place, tuple(records)))
+            runs.append(await _run_round(plan, round_index, place, library, show))
     return BenchResult(plan, tuple(runs))
 
 
 async def _run_round(
     plan: BenchPlan, round_index: int, place: int, library: MediaLibrary, show: ShowPart
-) -> list[ClientRecord]:
+) -> EndpointRun:
     endpoint = plan.endpoints[place]
     requests = plan.requests(round_index, place)
     prepared = _prepare(plan, place, requests, library)
     on_done = show(f"round {round_index + 1}/{plan.rounds}, {endpoint.name}", len(requests))
     async with ChatClient(endpoint, timeout_s=plan.timeout_s) as client:
-        return await run_load(
+        records = await run_load(
             client,
             prepared,
             max_in_flight=plan.max_in_flight,
             is_open_loop=plan.workload.is_open_loop,
             on_done=on_done,
         )
+    kinds = tuple(request.shape.kind for request in requests)
+    return EndpointRun(round_index, place, tuple(records), kinds)
 
 
 async def _warm_up(plan: BenchPlan, place: int, library: MediaLibrary, show: ShowPart) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import httpx
+
 from epd.bench.bench import BenchPlan, run_bench
 from epd.bench.media import MediaLibrary
 from epd.client.endpoint import Endpoint, find_model
@@ -90,6 +92,10 @@ class LiveApp:
         """Returns the CPU seconds of all of its processes, and of this one, so far."""
         own = os.times()
         return own.user + own.system + sum(map(_cpu_s, _family(self._process.pid)))
+
+    def counter(self, name: str) -> int:
+        """Returns what one of its counters shows."""
+        return counted_in(httpx.get(f"{self.url}/metrics", trust_env=False).text, name)
 
     def idle_cores(self, seconds: float = 3.0) -> float:
         """Measures how many cores it takes while idle."""
@@ -172,6 +178,12 @@ def served_in(lines: Iterable[str]) -> tuple[ServedRequest, ...]:
     """
     whole = (line for line in lines if MARK in line and _LAST_FIELD in line)
     return tuple(_served(line) for line in whole if "ttft_s=-" not in line)
+
+
+def counted_in(metrics: str, name: str) -> int:
+    """Returns what a counter shows in the text that Prometheus scrapes, added up over its labels."""
+    found = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", metrics, re.MULTILINE)
+    return sum(int(float(value)) for value in found)
 
 
 def _served(line: str) -> ServedRequest:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from epd.bench.app_profile import _AppLoad
-from epd.bench.live_app import LiveApp, ServedRequest, TrafficResult, live_app, served_in
+from epd.bench.live_app import LiveApp, ServedRequest, TrafficResult, counted_in, live_app, served_in
 from epd.bench.media import MediaLibrary
 from epd.errors import UnavailableError
 from epd.profiles import MediaRule
@@ -23,6 +23,17 @@ LINE = (
     "cached_tokens=15 "
     "ttft_s=0.0505 total_s=0.0531 stages_s=probe:0.003,encode:0.009,prefill:0.015 queued_s=-"
 )
+
+
+def test_a_counter_is_added_up_over_its_labels() -> None:
+    lines = [
+        "# TYPE epd_a_total counter",
+        'epd_a_total{w="x"} 2.0',
+        'epd_a_total{w="y"} 3.0',
+        "epd_c_total 4.0",
+    ]
+    text = "\n".join([*lines, "epd_a_total_b 9.0", ""])
+    assert [counted_in(text, name) for name in ("epd_a_total", "epd_c_total", "epd_d_total")] == [5, 4, 0]
 
 
 def test_a_line_of_the_log_tells_the_work_of_each_stage() -> None:
