@@ -20,7 +20,7 @@ from epd.shapes import Question
 from epd.shapes.stories import timestamps_s
 from training.checkpoint import SYSTEM_PROMPT
 from training.lane_decoder import PADDING
-from training.lane_mentions import Mentions
+from training.lane_mentions import Mentions, mentions_of
 from training.lane_scenes import Events, Shown, draw_shown, questions_about
 from training.lanes import TOKENS
 from training.rows import VISUAL, Row, ask_clips, stacked
@@ -75,7 +75,8 @@ class Batch:
     targets: int64 [B, S], NO_TARGET where nothing is learned; weights: float32 [B, S], of each.
     segments: int64 [B, S], the question that a token belongs to, from 1; PADDING: no token.
     events: what the visual tokens show that one look cannot tell.
-    mentions: what is true of the shapes that questions and answers name.
+    mentions: what is true of the shapes that questions and answers name, at their names.
+    subjects: the same where answers go on about a shape.
     """
 
     ids: Tensor
@@ -87,12 +88,13 @@ class Batch:
     segments: Tensor
     events: Events
     mentions: Mentions
+    subjects: Mentions
     questions: list[list[Question]]
 
     def to(self, device: torch.device) -> Batch:
-        events = replace(self.events, **_tensors(self.events, device))
-        mentions = replace(self.mentions, **_tensors(self.mentions, device))
-        return replace(self, events=events, mentions=mentions, **_tensors(self, device))
+        records = {"events": self.events, "mentions": self.mentions, "subjects": self.subjects}
+        moved = {name: replace(each, **_tensors(each, device)) for name, each in records.items()}
+        return replace(self, **moved, **_tensors(self, device))
 
     @property
     def is_token(self) -> Tensor:
@@ -139,6 +141,7 @@ def make_batch(
     rows = [lay_out(prompts, clips, asked) for clips, asked in zip(shown, questions, strict=True)]
     ids, segments, targets, weights = stacked(rows, PADDING)
     clips = [each for row in shown for each in row]
+    mentions, subjects = mentions_of(prompts.tokenizer, ids, segments, targets, PADDING, shown)
     return Batch(
         ids=ids.clamp(min=0),
         visual=ids == VISUAL,
@@ -148,7 +151,8 @@ def make_batch(
         weights=weights,
         segments=segments,
         events=Events.of(clips),
-        mentions=Mentions.of(prompts.tokenizer, ids, segments, PADDING, shown),
+        mentions=mentions,
+        subjects=subjects,
         questions=questions,
     )
 

@@ -3,6 +3,7 @@
     python -m training.lane_language --out runs/language.pt
     python -m training.lane_language --out runs/language.pt --vision runs/vision.pt --clips runs/lanes \\
         --checkpoint runs/shapes-vl-2
+    torchrun --nproc-per-node 2 -m training.lane_language ...      two processes, one core each
 
 The tower may be taught meanwhile and be given later: with it and clips, embeddings are off by what it is.
 """
@@ -22,17 +23,17 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from training.lane_batches import Batch, Embed, Prompts, draw_batch, make_batch
 from training.lane_decoder import decode
-from training.lane_probes import EventProbes, NameProbes
+from training.lane_probes import NAME_LAYERS, SUBJECT_LAYERS, EventProbes, MentionProbes
 from training.lane_scenes import Imagined, draw_shown, questions_about
 from training.lane_vision import errors_of
 from training.lanes import HIDDEN_SIZE, SCALE
-from training.loop import Progress, Training, base_parser
+from training.loop import Progress, Training, base_parser, join_processes, rank
 from training.qwen3_checkpoint import build_model, build_tokenizer, number_ids, save_checkpoint
 from training.rows import NO_TARGET, Tally, answers_loss
 from training.vision import load_vision, read_clips
 
 # Losses of what is read along count so much.
-_EVENTS_WEIGHT, _NAMES_WEIGHT = 0.2, 0.15
+_EVENTS_WEIGHT, _NAMES_WEIGHT, _SUBJECTS_WEIGHT = 0.2, 0.15, 0.15
 # Rates, in shares of the matrices': embeddings, gains of queries and keys, linear layers that read along.
 _EMBEDDING_RATE, _GAINS_RATE, _PROBES_RATE = 0.25, 4.0, 4.0
 _REPORT_STEPS = 25
@@ -108,23 +109,28 @@ class _Language:
         tower = {name: tensor.clone() for name, tensor in visual.state_dict().items()}
         self.model.to(options.device)
         self.events = EventProbes(HIDDEN_SIZE).to(options.device)
-        self.names = NameProbes(HIDDEN_SIZE).to(options.device)
-        modules = {"model": self.model, "events": self.events, "names": self.names}
-        optimizers = make_optimizers(self.model, nn.ModuleList([self.events, self.names]))
+        self.names = MentionProbes(HIDDEN_SIZE, NAME_LAYERS).to(options.device)
+        self.subjects = MentionProbes(HIDDEN_SIZE, SUBJECT_LAYERS).to(options.device)
+        probes = {"events": self.events, "names": self.names, "subjects": self.subjects}
+        modules = {"model": self.model} | probes
+        optimizers = make_optimizers(self.model, nn.ModuleDict(probes))
         self.training = Training(modules, optimizers, options.out)
         if options.vision:
             visual.load_state_dict(tower)  # the saved one may be older
 
     def losses(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns what is to become small, and its parts: of the answers, of events and of names."""
+        """Returns what is to become small, and its parts: of answers, of events, of names and after them."""
         logits, states = answer_logits(self.model, batch)
         is_target = batch.targets != NO_TARGET
         answers = answers_loss(logits, batch.targets[is_target], batch.weights[is_target])
         table = self.model.get_input_embeddings().weight / SCALE
         events = self.events.losses(batch, states, table[self.numbers])
-        names = self.names.losses(batch, states, table)
-        total = answers + _EVENTS_WEIGHT * _sum(events) + _NAMES_WEIGHT * _sum(names)
-        return total, {"answers": answers} | events | names
+        names = self.names.losses(batch.mentions, states, table)
+        subjects = self.subjects.losses(batch.subjects, states, table)
+        total = answers + _EVENTS_WEIGHT * _sum(events)
+        total = total + _NAMES_WEIGHT * _sum(names) + _SUBJECTS_WEIGHT * _sum(subjects)
+        later = {f"{name} later": loss for name, loss in subjects.items()}
+        return total, {"answers": answers} | events | names | later
 
 
 def _sum(losses: dict[str, Tensor]) -> Tensor:
@@ -135,8 +141,9 @@ def train(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     language = _Language(options)
     training = language.training
-    rng = random.Random(options.seed + training.step)
-    torch.manual_seed(options.seed + training.step)
+    seed = options.seed + training.step + 10**6 * rank()
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
     progress = Progress(options.steps, training.step, options.until, options.begun)
     sums = Counter[str]()
     while not progress.is_over(training.step):
@@ -146,12 +153,13 @@ def train(options: argparse.Namespace) -> None:
         total, losses = language.losses(batch.to(options.device))
         sums.update({name: loss.item() for name, loss in losses.items()})
         training.update(total, options.lr * progress.warmed(training.step) * rate(share))
-        if training.step % _REPORT_STEPS == 0:
+        if training.step % _REPORT_STEPS == 0 and rank() == 0:
             means = {name: round(each / _REPORT_STEPS, 3) for name, each in sums.items()}
             print(json.dumps({"share": round(share, 3)} | means), flush=True)
             sums.clear()
         training.save_now_and_then(is_over=progress.is_over(training.step))
-        if progress.is_over(training.step) or training.step % options.validate == 0:
+        is_due = progress.is_over(training.step) or training.step % options.validate == 0
+        if is_due and rank() == 0:
             _report(language, max(16, longest), options.checkpoint)
 
 
@@ -183,6 +191,7 @@ def main() -> None:
     parser.add_argument("--begun", type=float, default=0.0, help="with --until, the share that is over now")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    join_processes()
     train(options)
 
 

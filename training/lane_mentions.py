@@ -2,7 +2,9 @@
 
 Every answer about "the star" needs the tokens of the star to be found. Answers alone do not teach it: after
 850 steps, of two shapes the right colour was said half of the time. Linear layers that are thrown away read
-it wherever a text names a shape, in a description a dozen times.
+it wherever a text names a shape, in a description a dozen times. Names alone did not do it either: at step
+1,781 colours were known at 0.98 of the names and said in 0.29 of the answers, since the token that answers
+did not look at the name. So it is read wherever the next token is part of an answer, too.
 """
 
 from __future__ import annotations
@@ -26,40 +28,50 @@ _NUM_FACTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Mentions:
-    """States facts of the shapes that the tokens of questions and answers name, M of them.
+    """States facts of shapes at M tokens of questions and answers.
 
     at: int64 [M], which token of the batch, padding left out.
+    shape: int64 [M], which shape.
     shown: float32 [M, 2], 1 where the first or the second video shows the shape.
     facts: int64 [M, 5]: colour, lane, motion, and the tokens of when it appears and leaves, or of " end";
         NO_TARGET for what is not so or not certain, like all of them with two videos.
     """
 
     at: Tensor
+    shape: Tensor
     shown: Tensor
     facts: Tensor
 
-    @classmethod
-    def of(
-        cls,
-        tokenizer: PreTrainedTokenizerFast,
-        ids: Tensor,
-        segments: Tensor,
-        padding: int,
-        rows: Sequence[Sequence[Shown]],
-    ) -> Mentions:
-        """Reads rows of ids and segments, [B, S], about one or two videos each."""
-        is_token = segments != padding
-        table = _shapes_of(tokenizer)
-        named = table[ids.clamp(min=0)].masked_fill((segments < 1) | ~is_token, -1)
-        number = is_token.flatten().cumsum(0).view(ids.shape) - 1
-        at, shown, facts = [], [], []
-        for row, clips in enumerate(rows):
-            is_named = named[row] >= 0
-            shapes = named[row][is_named]
-            at.append(number[row][is_named])
-            shown.append(_shown_in(clips)[shapes])
-            facts.append(_facts_of(tokenizer, clips)[shapes])
-        return cls(torch.cat(at), torch.cat(shown), torch.cat(facts))
+
+def mentions_of(
+    tokenizer: PreTrainedTokenizerFast,
+    ids: Tensor,
+    segments: Tensor,
+    targets: Tensor,
+    padding: int,
+    rows: Sequence[Sequence[Shown]],
+) -> tuple[Mentions, Mentions]:
+    """Returns where shapes are named, and where answers go on about the shape named last.
+
+    ids, segments, targets: int64 [B, S]; `rows` has the one or two videos of each.
+    """
+    is_token = segments != padding
+    named = _shapes_of(tokenizer)[ids.clamp(min=0)].masked_fill((segments < 1) | ~is_token, -1)
+    place = torch.arange(ids.shape[1]).expand_as(ids)
+    last = torch.where(named >= 0, place, 0).cummax(1).values
+    subject = torch.where(segments.gather(1, last) == segments, named.gather(1, last), -1)
+    goes_on = subject.masked_fill((targets == NO_TARGET) | (named >= 0), -1)
+    number = is_token.flatten().cumsum(0).view(ids.shape) - 1
+    shown = torch.stack([_shown_in(clips) for clips in rows])
+    facts = torch.stack([_facts_of(tokenizer, clips) for clips in rows])
+    return _mentions(named, number, shown, facts), _mentions(goes_on, number, shown, facts)
+
+
+def _mentions(shapes: Tensor, number: Tensor, shown: Tensor, facts: Tensor) -> Mentions:
+    """Looks up the facts of shapes [B, S], -1 for none. shown: [B, 6, 2]; facts: [B, 6, 5]."""
+    row, column = (shapes >= 0).nonzero(as_tuple=True)
+    shape = shapes[row, column]
+    return Mentions(number[row, column], shape, shown[row, shape], facts[row, shape])
 
 
 @cache

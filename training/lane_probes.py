@@ -11,15 +11,18 @@ from torch.nn import functional
 from epd.shapes import COLOURS, SHAPES
 from epd.shapes.stories import MOTIONS
 from training.lane_batches import Batch
+from training.lane_mentions import Mentions
 from training.lane_scenes import UNTIMED
 from training.lanes import TOKENS
 from training.rows import NO_TARGET
 
 _EVENT_WEIGHT = torch.tensor(5.0)
 _FAR = 0.2
-# After so many layers visual tokens and the names of shapes are to know what is read.
+# After so many layers visual tokens are to know what is read; names of shapes; and what goes on about one.
 _EVENT_LAYERS = (2, 3, 4)
-_NAME_LAYERS = (3, 4, 5)
+NAME_LAYERS = (3, 4, 5)
+SUBJECT_LAYERS = (4, 5, 6)
+_SHAPE_LAYER = 2
 
 
 class EventProbes(nn.Module):
@@ -56,26 +59,33 @@ def _events_loss(logits: Tensor, happened: Tensor) -> Tensor:
     )
 
 
-class NameProbes(nn.Module):
-    """Reads from the names of shapes, in questions and answers, what is true of the shape."""
+class MentionProbes(nn.Module):
+    """Reads what is true of a shape from tokens of questions and answers that name it or go on about it."""
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, layers: tuple[int, int, int]) -> None:
+        """layers: after so many, what it is and where is known; then when; then how it moved."""
         super().__init__()
-        self.shown = nn.Linear(hidden_size, 2)
+        self._layers = layers
+        self.shape, self.shown = nn.Linear(hidden_size, len(SHAPES)), nn.Linear(hidden_size, 2)
         sizes = (len(COLOURS), TOKENS, len(MOTIONS), hidden_size, hidden_size)
         self.facts = nn.ModuleList(nn.Linear(hidden_size, size) for size in sizes)
 
-    def losses(self, batch: Batch, states: Sequence[Tensor], table: Tensor) -> dict[str, Tensor]:
-        """Returns how far off each is. table: embeddings [V, C]; times are compared with those of tokens."""
-        named = batch.mentions
-        first, second, third = (states[number - 1][named.at] for number in _NAME_LAYERS)
+    def losses(self, mentions: Mentions, states: Sequence[Tensor], table: Tensor) -> dict[str, Tensor]:
+        """Returns how far off each is.
+
+        states: hidden states after each layer, [T, C]. table: embeddings [V, C]; times are compared with
+        those of tokens.
+        """
+        first, second, third = (states[number - 1][mentions.at] for number in self._layers)
         known = (first, first, third, second, second)
-        facts = named.facts.T
+        facts = mentions.facts.T
         read = [layer(state) for layer, state in zip(self.facts, known, strict=True)]
         losses = [_certain_loss(*each) for each in zip(read[:3], facts[:3], strict=True)]
         losses += [_token_loss(*each) for each in zip(read[3:], [table] * 2, facts[3:], strict=True)]
-        shown = functional.binary_cross_entropy_with_logits(self.shown(first), named.shown)
-        return dict(zip(("shown", "colour", "lane", "motion", "from", "to"), [shown, *losses], strict=True))
+        shown = functional.binary_cross_entropy_with_logits(self.shown(first), mentions.shown)
+        shape = _certain_loss(self.shape(states[_SHAPE_LAYER - 1][mentions.at]), mentions.shape)
+        names = ("shape", "shown", "colour", "lane", "motion", "from", "to")
+        return dict(zip(names, [shape, shown, *losses], strict=True))
 
 
 def _token_loss(read: Tensor, table: Tensor, targets: Tensor, ignored: int = NO_TARGET) -> Tensor:

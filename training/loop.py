@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import math
+import os
 import time
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 _REPORT_STEPS = 25
 _WARMUP_STEPS = 100
@@ -47,13 +48,14 @@ class Training:
         self._saved_at = time.monotonic()
 
     def save_now_and_then(self, *, is_over: bool) -> None:
-        """Saves at the end, and before it every few minutes."""
-        if is_over or time.monotonic() - self._saved_at > _SAVE_S:
+        """Saves at the end, and before it every few minutes; one process does."""
+        if rank() == 0 and (is_over or time.monotonic() - self._saved_at > _SAVE_S):
             self.save()
 
     def update(self, loss: Tensor, rate: float) -> None:
         """Takes one step down the gradient of `loss`; prints the mean loss and the pace now and then."""
         loss.backward()
+        self._average()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group.get("rate", 1.0)
@@ -62,14 +64,41 @@ class Training:
             optimizer.zero_grad()
         self.step += 1
         self._losses.append(loss.item())
-        if self.step % _REPORT_STEPS == 0:
+        if self.step % _REPORT_STEPS == 0 and rank() == 0:
             self._report()
+
+    def _average(self) -> None:
+        """Makes gradients those of all processes' batches, if there are more than this one."""
+        if not distributed.is_initialized():
+            return
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        parameters = [each for group in groups for each in group["params"]]
+        total = torch.cat([_gradient(each).flatten() for each in parameters])
+        distributed.all_reduce(total)
+        parts = (total / distributed.get_world_size()).split([each.numel() for each in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
 
     def _report(self) -> None:
         pace = len(self._losses) / (time.monotonic() - self._reported_at)
         mean = sum(self._losses) / len(self._losses)
         print(f"step {self.step} loss {mean:.4f} {pace:.2f} steps/s", flush=True)
         self._losses, self._reported_at = [], time.monotonic()
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def join_processes() -> None:
+    """Joins the processes that `torchrun` has started, each of which learns from batches of its own."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        distributed.init_process_group("gloo")
+
+
+def rank() -> int:
+    """Returns which of the processes this is; 0 where there is one."""
+    return distributed.get_rank() if distributed.is_initialized() else 0
 
 
 class Progress:
@@ -87,8 +116,10 @@ class Progress:
     def share(self, step: int) -> float:
         if self._end_s is None:
             return step / self._steps
-        gone = (time.time() - self._start_s) / max(1.0, self._end_s - self._start_s)
-        return min(1.0, self._begun + (1 - self._begun) * gone)
+        gone = torch.tensor((time.time() - self._start_s) / max(1.0, self._end_s - self._start_s))
+        if distributed.is_initialized():
+            distributed.broadcast(gone, 0)  # all are to end at one step
+        return min(1.0, self._begun + (1 - self._begun) * gone.item())
 
     def is_over(self, step: int) -> bool:
         return self.share(step) >= 1

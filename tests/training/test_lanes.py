@@ -18,7 +18,7 @@ from epd.shapes.stories import MOTIONS
 from training import lane_language, lane_vision
 from training.lane_batches import Batch, Prompts, make_batch
 from training.lane_decoder import decode
-from training.lane_probes import NameProbes
+from training.lane_probes import NAME_LAYERS, MentionProbes
 from training.lane_scenes import UNTIMED, Events, Imagined, Shown, draw_shown, questions_about
 from training.lanes import HEIGHT, codes, directions, embeddings
 from training.qwen3_checkpoint import TIMESTAMP_ENDS, build_model, build_processor, build_tokenizer
@@ -111,6 +111,20 @@ def test_names_come_with_what_is_true_of_their_shapes() -> None:
     ]
 
 
+def test_answers_that_go_on_about_a_shape_come_with_what_is_true_of_it() -> None:
+    questions = [
+        Question(QuestionKind.ORDER, "Which shape is first?", "the star is red."),
+        Question(QuestionKind.COLOUR, "And the ring?", "blue"),
+    ]
+    batch, tokenizer = _batch((SHOWN,), questions), build_tokenizer()
+    star, ring = (SHAPES.index(each) for each in ("star", "ring"))
+    ids = batch.ids[batch.is_token]
+    after = tokenizer.batch_decode(ids[batch.subjects.at + 1][:, None])
+    assert after == [" is", " red", ".", "<|im_end|>", "blue", "<|im_end|>"][1:]
+    assert batch.subjects.shape.tolist() == [star] * 3 + [ring] * 2
+    assert batch.subjects.facts[0].tolist() == batch.mentions.facts[0].tolist()
+
+
 def test_of_two_videos_names_say_which_shows_their_shapes() -> None:
     alone = Shown(dataclasses.replace(SHOWN.scene, objects=(RED_STAR,)), SHOWN.times_s)
     question = Question(QuestionKind.CLIPS, "Which video has a star? And a ring?", "both")
@@ -128,8 +142,8 @@ def test_of_an_image_only_colour_and_lane_are_known() -> None:
 def test_what_reads_along_learns_from_what_is_certain_alone() -> None:
     batch = _batch((SHOWN,), [Question(QuestionKind.PRESENCE, "Is there a cross?", "no")])
     states = [torch.randn(int(batch.is_token.sum()), 256) for _ in range(7)]
-    losses = NameProbes(256).losses(batch, states, torch.randn(2000, 256))
-    assert [name for name, loss in losses.items() if loss > 0] == ["shown"]
+    losses = MentionProbes(256, NAME_LAYERS).losses(batch.mentions, states, torch.randn(2000, 256))
+    assert [name for name, loss in losses.items() if loss > 0] == ["shape", "shown"]
 
 
 def test_the_batched_tower_equals_the_models_own(model: Qwen3VLForConditionalGeneration) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import random
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from epd.errors import RequestError
 from epd.models import embedded_model_path
 from epd.shapes import SHAPES, Question, QuestionKind, Scene
 from epd.shapes.world import SceneObject
+from tests import ROOT
 from training import clips, language, vision
 from training.batches import Prompts, Sightings, ask, make_batch
 from training.checkpoint import build_config, build_tokenizer
@@ -308,6 +311,33 @@ def test_both_steps_run_resume_and_leave_a_checkpoint_that_loads(
     assert len(updates) == 3 + 2
     answer = ColocatedPipeline.load(tmp_path / "model").ask([], "Is there a circle?", max_tokens=2)
     assert answer.usage.completion_tokens in (1, 2)
+
+
+_LEARNS_IN_TWO = """
+import sys
+from pathlib import Path
+import torch
+from training.loop import Progress, Training, join_processes, rank
+join_processes()
+layer = torch.nn.Linear(1, 1, bias=False)
+with torch.no_grad():
+    layer.weight.fill_(0)
+training = Training({"layer": layer}, [torch.optim.SGD(layer.parameters())], Path(sys.argv[1]))
+training.update(layer(torch.tensor([[0.2, 0.6][rank()]])).sum(), 1.0)
+Progress(10, 0, until="23:59").share(1)
+training.save_now_and_then(is_over=True)
+"""
+
+
+def test_processes_learn_from_each_others_batches(tmp_path: Path) -> None:
+    script, out = tmp_path / "learns.py", tmp_path / "state.pt"
+    script.write_text(_LEARNS_IN_TWO)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(script), str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert torch.load(out)["layer"]["weight"].item() == pytest.approx(-0.4)
 
 
 def test_a_training_is_over_after_its_steps_or_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
