@@ -117,11 +117,12 @@ def _plain(verdict: Verdict) -> dict[str, object]:
     }
 
 
-def write_into_card(card: Path, table: str) -> None:
-    """Replaces what is between the marks `<!-- accuracy -->` and `<!-- end -->`."""
-    before, rest = card.read_text().split("<!-- accuracy -->")
-    after = rest.split("<!-- end -->")[1]
-    card.write_text(f"{before}<!-- accuracy -->\n{table}\n<!-- end -->{after}")
+def write_into_card(card: Path, table: str, mark: str = "accuracy") -> None:
+    """Replaces what is between `<!-- mark -->` and the next `<!-- end -->`."""
+    begin, end = f"<!-- {mark} -->", "<!-- end -->"
+    before, rest = card.read_text().split(begin)
+    _, after = rest.split(end, maxsplit=1)
+    card.write_text(f"{before}{begin}\n{table}\n{end}{after}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from epd.shapes import Question, QuestionKind, Scene, make_scene
 from epd.shapes.stories import SCENE_SCHEMA, FactCounts, ask_which_clip, claimed, compare, make_stories
 from stages.colocated import ColocatedPipeline
 from training.clips import HELD_OUT_SEED
-from training.evaluate import LENGTHS
+from training.evaluate import LENGTHS, write_into_card
 from video.demo_video import write_demo_video
 
 _SOURCE_FPS = 4
@@ -124,11 +124,15 @@ def main() -> None:
     parser.add_argument("--model", default=str(embedded_model_path()))
     parser.add_argument("--videos", type=int, default=50, help="videos per length")
     parser.add_argument("--frames", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--card", type=Path, help="model card to write the table into, as `stories`")
     parser.add_argument("--wrong", type=int, default=0, help="wrong answers to print")
     options = parser.parse_args()
     pipeline = ColocatedPipeline.load(model_folder(options.model), num_threads=1)
     told = [each for length in options.frames for each in tell(pipeline, length, options.videos)]
-    print(table(told, options.frames))
+    rows = table(told, options.frames)
+    print(rows)
+    if options.card:
+        write_into_card(options.card, rows, "stories")
     wrong = [each for each in told if each.facts.missed if each.question.kind in _TOLD]
     for each in wrong[: options.wrong]:
         print(

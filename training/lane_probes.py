@@ -18,6 +18,7 @@ from training.rows import NO_TARGET
 
 _EVENT_WEIGHT = torch.tensor(5.0)
 _FAR = 0.2
+_MOTION_WEIGHT = 4.0
 # After so many layers visual tokens are to know what is read; names of shapes; and what goes on about one.
 _EVENT_LAYERS = (2, 3, 4)
 NAME_LAYERS = (3, 4, 5)
@@ -26,13 +27,17 @@ _SHAPE_LAYER = 2
 
 
 class EventProbes(nn.Module):
-    """Reads from visual tokens what appears, what has left, how far it fell and how many came before."""
+    """Reads from visual tokens what appears, what has left, how far it fell and how many came before.
+
+    And where it was: a name that looks at what has left and at what appears can tell how it moved.
+    """
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.appears, self.left = nn.Linear(hidden_size, len(SHAPES)), nn.Linear(hidden_size, len(SHAPES))
         self.fallen, self.ordinal = nn.Linear(hidden_size, 1), nn.Linear(hidden_size, len(SHAPES))
         self.clock, self.before = nn.Linear(hidden_size, hidden_size), nn.Linear(hidden_size, hidden_size)
+        self.height = nn.Linear(hidden_size, 1)
 
     def losses(self, batch: Batch, states: Sequence[Tensor], numbers: Tensor) -> dict[str, Tensor]:
         """Returns how far off each is.
@@ -41,16 +46,23 @@ class EventProbes(nn.Module):
         """
         is_visual = batch.visual[batch.is_token]
         first, second, third = (states[number - 1][is_visual] for number in _EVENT_LAYERS)
-        seen, one = batch.events, batch.events.is_one
+        seen, one, was_one = batch.events, batch.events.is_one, batch.events.was_one
+        height = self.height(second[was_one])[:, 0] - seen.height[was_one]
         fallen = self.fallen(third[one])[:, 0] - seen.fallen[one] / _FAR
         return {
             "appears": 5 * _events_loss(self.appears(first), seen.appears),
             "left": 5 * _events_loss(self.left(second), seen.left),
-            "fallen": fallen.square().mean(),
+            "height": _MOTION_WEIGHT * _mean_square(height),
+            "fallen": _MOTION_WEIGHT * _mean_square(fallen),
             "ordinal": functional.cross_entropy(self.ordinal(third[one]), seen.ordinal[one]),
             "clock": _token_loss(self.clock(first), numbers, seen.seconds[:, 0], UNTIMED),
             "before": _token_loss(self.before(second), numbers, seen.seconds[:, 1], UNTIMED),
         }
+
+
+def _mean_square(errors: Tensor) -> Tensor:
+    """Returns 0 for none."""
+    return errors.square().sum() / max(1, len(errors))
 
 
 def _events_loss(logits: Tensor, happened: Tensor) -> Tensor:

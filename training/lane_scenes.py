@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from epd.shapes import SHAPES, Question, QuestionKind, Scene, make_questions, make_scene
 from epd.shapes.stories import still_description, stories_at, timestamps_s
@@ -164,6 +165,8 @@ class Events:
     is_one: bool [V], True where a token shows one object.
     fallen: float32 [V], how much lower that object is than it was first, in shares of the frame's height.
     ordinal: int64 [V], how many objects appeared before it.
+    was_one: bool [V], True where the two frames before showed one object in this lane.
+    height: float32 [V], of that object then, as codes have it.
     seconds: int64 [V, 2], the whole seconds of these two frames' time and of that before, UNTIMED for none.
     """
 
@@ -172,6 +175,8 @@ class Events:
     is_one: Tensor
     fallen: Tensor
     ordinal: Tensor
+    was_one: Tensor
+    height: Tensor
     seconds: Tensor
 
     @classmethod
@@ -198,7 +203,11 @@ def _events(shown: Shown) -> tuple[Tensor, ...]:
             lowered = item.position(times_s[now])[1] - item.position(times_s[seen[0]])[1]
             fallen[pair, item.lane] = lowered
     seconds = _seconds(shown)[:, None].expand(-1, TOKENS, -1)
-    return tuple(each.flatten(0, 1) for each in (appears, left, count == 1, fallen, ordinal, seconds))
+    is_one = count == 1
+    was_one = functional.pad(is_one[:-1], (0, 0, 1, 0))
+    height = functional.pad(shown.codes()[:-1, :, HEIGHT], (0, 0, 1, 0))
+    columns = (appears, left, is_one, fallen, ordinal, was_one, height, seconds)
+    return tuple(each.flatten(0, 1) for each in columns)
 
 
 def _seconds(shown: Shown) -> Tensor:

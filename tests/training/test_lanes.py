@@ -86,6 +86,10 @@ def test_events_are_those_of_the_scene() -> None:
     assert events.left.view(10, 3, -1)[:, 1].nonzero().tolist() == [[7, SHAPES.index("star")]]
     assert events.ordinal.view(10, 3)[:, 1].tolist() == [0] * 7 + [1] * 3
     assert events.fallen.view(10, 3)[6, 1].item() == pytest.approx(0.04 * 9)
+    assert events.was_one.view(10, 3)[:, 1].tolist() == [False] * 2 + [True] * 8
+    before = events.height.view(10, 3)[:, 1]
+    assert before[1:].tolist() == codes(SHOWN.scene, SHOWN.times_s)[:-1, 1, HEIGHT].tolist()
+    assert before[2].item() == pytest.approx(-1.0)
     assert events.seconds.view(10, 3, 2)[:, 2].tolist() == [
         [0, UNTIMED],
         *([2 * n, 2 * n - 2] for n in range(1, 10)),
