@@ -51,7 +51,7 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-VOCAB_SIZE = 640
+VOCAB_SIZE = 512
 
 # A 640x360 frame becomes 84x140: 3 x 5 visual tokens for every two frames.
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 13000
@@ -88,8 +88,11 @@ You are a helpful assistant.<|im_end|>
 """.replace("{%- set lead = namespace(system=true) -%}\n", "")
 
 
-def corpus() -> list[str]:
-    """Returns every phrasing, many times over, and the words that people put around them."""
+def corpus(*, has_stories: bool = False) -> list[str]:
+    """Returns every phrasing, many times over, and the words that people put around them.
+
+    has_stories: those of answers of more than one word, too.
+    """
     rng = random.Random(0)
     lines = [
         SYSTEM_PROMPT,
@@ -105,8 +108,10 @@ def corpus() -> list[str]:
     ]
     for seed in range(600):
         scene = make_scene(seed, rng.uniform(8, 512))
-        questions = make_questions(scene, rng) + make_stories(scene, rng, 1.0)
-        questions.append(ask_which_clip(scene, make_scene(seed + 1, 60.0), rng))
+        questions = make_questions(scene, rng)
+        if has_stories:
+            questions += make_stories(scene, rng, 1.0)
+            questions.append(ask_which_clip(scene, make_scene(seed + 1, 60.0), rng))
         lines += [part for question in questions for part in (question.text, question.answer)]
     for colour in COLOURS:
         lines += [f"{colour} {shape}" for shape in SHAPES] * 3

@@ -64,7 +64,7 @@ def _words() -> tuple[dict[str, int], list[tuple[str, str]]]:
     trainer = trainers.BpeTrainer(
         vocab_size=_NUM_WORDS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    draft.train_from_iterator([re.sub(r"\d+", "0", line) for line in corpus()], trainer)
+    draft.train_from_iterator([re.sub(r"\d+", "0", line) for line in corpus(has_stories=True)], trainer)
     merges = [(first, second) for first, second in json.loads(draft.to_str())["model"]["merges"]]
     return draft.get_vocab(), merges
 

@@ -1,21 +1,16 @@
-"""First step: teaches the vision tower to name what each visual token shows, and how high it is.
+"""First step: teaches the vision tower to name what each visual token shows.
 
     python -m training.vision --clips runs/clips --out runs/vision_state.pt --final runs/vision.pt
-    python -m training.vision --clips runs/clips --out runs/heights.pt --final runs/vision.pt --start FOLDER
 
 Learning to see through answers alone is slow. Here every visual token has separate targets - which shapes and
 which colours reach into its cell - read by one linear layer that is thrown away afterwards. The tower sees
 pairs of neighbouring frames, as in a video, and single frames twice, as in an image. Resumes from --out when
 it exists.
-
-With --start, the tower of a checkpoint keeps its embeddings and learns one thing more: along a direction that
-they hardly use, each token says how high in the frame the centre of what it shows is.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,15 +48,12 @@ _PATCHES = PatchSpec(
 # Most tokens show no more than background, and most pairs of frames that show nothing are drawn again.
 _POSITIVE_WEIGHT = torch.tensor(3.0)
 _REDRAWN = 0.8
-# Pairs of frames whose embeddings are looked at, to whiten them and to find a direction.
-_WHITENING_PAIRS, _DIRECTION_PAIRS = 1024, 512
+# Pairs of frames whose embeddings are looked at, to whiten them.
+_WHITENING_PAIRS = 1024
 # Directions that vary less than this carry no name and are not blown up.
 _WHITENING_FLOOR = 1.5
 # Length of the embedding of a token that shows something; text embeddings start at 0.3.
 _SHOWN_NORM = 1.5
-# Length of the embedding of a height at the end of what is drawn; centres are 0.3 to 0.7 from the top.
-_HEIGHT_NORM = 0.75
-_HIGHEST, _LOWEST = 0.3, 0.7
 
 
 def patchify(pairs: Tensor) -> Tensor:
@@ -126,21 +118,6 @@ def token_targets(scene: Scene, times_s: list[float]) -> Tensor:
     return target
 
 
-def token_heights(scene: Scene, times_s: list[float]) -> Tensor:
-    """Returns how low what each token of one frame pair shows is, on average: float32 [15], -1 to 1.
-
-    0 where it shows nothing.
-    """
-    total, count = torch.zeros(TOKENS), torch.zeros(TOKENS)
-    for time_s in times_s:
-        for item in scene.visible(time_s):
-            covered = reached(item, time_s)
-            share = (item.position(time_s)[1] - _HIGHEST) / (_LOWEST - _HIGHEST)
-            total[covered] += 2 * share - 1
-            count[covered] += 1
-    return total / count.clamp(min=1)
-
-
 def reached(item: SceneObject, time_s: float) -> Tensor:
     """Returns which tokens an object reaches into: bool [15]."""
     x, y = item.position(time_s)
@@ -159,17 +136,13 @@ def _overlap(centre: float, half: float, cells: int) -> Tensor:
     return covered.clamp(min=0) * cells
 
 
-def draw_batch(clips: list[Clip], rng: random.Random, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws frame pairs and single frames: uint8 [B, 2, 84, 140, 3].
-
-    Returns their targets, too: names float32 [B, 15, 14] and heights float32 [B, 15].
-    """
-    pairs, targets, heights = [], [], []
+def draw_batch(clips: list[Clip], rng: random.Random, size: int) -> tuple[Tensor, Tensor]:
+    """Draws frame pairs and single frames: uint8 [B, 2, 84, 140, 3] and targets float32 [B, 15, 14]."""
+    pairs, targets = [], []
     for pair, scene, times_s in draw_pairs(clips, rng, size, _REDRAWN):
         pairs.append(pair)
         targets.append(token_targets(scene, times_s))
-        heights.append(token_heights(scene, times_s))
-    return torch.from_numpy(np.stack(pairs)), torch.stack(targets), torch.stack(heights)
+    return torch.from_numpy(np.stack(pairs)), torch.stack(targets)
 
 
 def draw_pairs(
@@ -206,7 +179,7 @@ def whitening(visual: nn.Module, clips: list[Clip], rng: random.Random) -> tuple
     Some offset must stay: the model's norms would otherwise blow the noise of an empty background up to the
     size of an object.
     """
-    pairs, targets, _ = draw_batch(clips, rng, _WHITENING_PAIRS)
+    pairs, targets = draw_batch(clips, rng, _WHITENING_PAIRS)
     embeddings = torch.cat([encode(visual, patchify(part)) for part in pairs.split(64)]).flatten(0, 1)
     centred = embeddings - embeddings.mean(0)
     variances, axes = torch.linalg.eigh(centred.T @ centred / len(centred))
@@ -224,14 +197,6 @@ def fold_into_projector(visual: nn.Module, matrix: Tensor, offset: Tensor) -> No
     last.bias.copy_(matrix @ last.bias + offset)
 
 
-@torch.inference_mode()
-def least_used_direction(visual: nn.Module, clips: list[Clip], rng: random.Random) -> Tensor:
-    """Returns the direction, float32 [C] of length 1, along which embeddings vary least."""
-    pairs, _, _ = draw_batch(clips, rng, _DIRECTION_PAIRS)
-    embeddings = torch.cat([encode(visual, patchify(part)) for part in pairs.split(64)]).flatten(0, 1)
-    return torch.linalg.eigh(torch.cov(embeddings.T)).eigenvectors[:, 0].clone()
-
-
 def load_vision(model: Any, path: Path) -> None:
     """Gives a model the tower that a step of training has made, to be learned no more."""
     model.model.visual.load_state_dict(torch.load(path)["visual"])
@@ -240,33 +205,6 @@ def load_vision(model: Any, path: Path) -> None:
 
 def read_clips(folder: Path) -> list[Clip]:
     return [clip for spec in sorted(folder.glob("*.json")) for clip in read_shard(spec)]
-
-
-def teach_heights(options: argparse.Namespace) -> None:
-    """Teaches a checkpoint's tower to add the height of what a token shows to its embedding."""
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(options.start, dtype=torch.float32)
-    visual = model.model.visual
-    before = copy.deepcopy(visual).requires_grad_(False)
-    optimizer = torch.optim.AdamW(visual.parameters(), weight_decay=0.0)
-    training = Training({"visual": visual}, [optimizer], options.out)
-    rng = random.Random(options.seed + training.step)
-    clips = read_clips(options.clips)
-    direction = _HEIGHT_NORM * least_used_direction(before, clips, random.Random(options.seed))
-    while training.step < options.steps:
-        pairs, _, heights = draw_batch(clips, rng, options.batch)
-        patches = patchify(pairs)
-        with torch.autocast("cpu", torch.bfloat16):
-            seen, known = encode(visual, patches).float(), encode(before, patches).float()
-        wanted = known + heights[..., None] * direction
-        off = (seen - wanted).square().sum(-1)
-        training.update(off.mean(), learning_rate(training.step, options.steps, options.lr))
-        if training.step % 100 == 0 or training.step == options.steps:
-            is_shown = heights != 0
-            read = ((seen - known) @ direction)[is_shown] / direction.square().sum()
-            error = (read - heights[is_shown]).abs().mean().item()
-            print(f"heights off by {error:.3f} of 1, embeddings by {off.mean().sqrt():.3f}", flush=True)
-            training.save()
-    torch.save({"visual": visual.state_dict()}, options.final)
 
 
 def train(options: argparse.Namespace) -> None:
@@ -279,7 +217,7 @@ def train(options: argparse.Namespace) -> None:
     rng = random.Random(options.seed + training.step)
     clips = read_clips(options.clips)
     while training.step < options.steps:
-        pairs, targets, _ = draw_batch(clips, rng, options.batch)
+        pairs, targets = draw_batch(clips, rng, options.batch)
         with torch.autocast("cpu", torch.bfloat16):
             logits = head(encode(visual, patchify(pairs))).float()
         loss = functional.binary_cross_entropy_with_logits(logits, targets, pos_weight=_POSITIVE_WEIGHT)
@@ -295,10 +233,9 @@ def main() -> None:
     parser = base_parser(__doc__, steps=1260, lr=1.5e-3)
     parser.add_argument("--final", type=Path, required=True, help="file for the tower `language` starts from")
     parser.add_argument("--batch", type=int, default=192, help="frame pairs per step")
-    parser.add_argument("--start", type=Path, help="checkpoint whose tower learns heights; no other target")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    (teach_heights if options.start else train)(options)
+    train(options)
 
 
 if __name__ == "__main__":

@@ -15,20 +15,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from transformers import Qwen2Tokenizer
 
 from epd.errors import RequestError
 from epd.models import embedded_model_path
-from epd.shapes import SHAPES, Question, QuestionKind, Scene
-from epd.shapes.world import SceneObject
+from epd.shapes import Question, QuestionKind
 from tests import ROOT
 from training import clips, language, vision
-from training.batches import Prompts, Sightings, ask, make_batch
+from training.batches import Prompts, ask, make_batch
 from training.checkpoint import build_config, build_tokenizer
 from training.clips import HELD_OUT_SEED, Clip, is_resolved, read_shard
 from training.encoded import EncodedClip, crop, encode_shard
 from training.loop import Progress, Training, until_s
-from training.rows import NO_TARGET, Tally, answers_loss, ask_clips
+from training.rows import NO_TARGET, Tally, answers_loss
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +86,11 @@ def test_the_batched_tower_equals_the_models_own(drawn: list[Clip]) -> None:
     assert torch.allclose(batched, own, atol=1e-5)
 
 
+def test_the_recipe_makes_the_tokenizer_of_the_embedded_model() -> None:
+    shipped = Qwen2Tokenizer.from_pretrained(embedded_model_path())
+    assert build_tokenizer().get_vocab() == shipped.get_vocab()
+
+
 def test_folding_a_transform_into_the_projector_changes_the_tower_by_just_that() -> None:
     from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -100,28 +104,24 @@ def test_folding_a_transform_into_the_projector_changes_the_tower_by_just_that()
     assert torch.allclose(after, before @ matrix.T + offset, atol=1e-3)
 
 
-def _logits_alone(model: torch.nn.Module, clips: tuple[EncodedClip, ...], question: Question) -> torch.Tensor:
+def _logits_alone(model: torch.nn.Module, clip: EncodedClip, question: Question) -> torch.Tensor:
     """Logits of the answer's tokens with one question in the sequence and transformers' own positions."""
     prompts = Prompts(build_tokenizer())
     read, answer = prompts.question(question)
-    shown = [[model.config.video_token_id] * (15 * len(clip)) for clip in clips]
-    ids = [*prompts.head, *shown[0], *(token for each in shown[1:] for token in [*prompts.between, *each])]
-    ids += [*read, *answer]
+    ids = [*prompts.head, *[model.config.video_token_id] * (15 * len(clip)), *read, *answer]
     kinds = [2 if token == model.config.video_token_id else 0 for token in ids]
     positions, _ = model.model.get_rope_index(
         torch.tensor([ids]),
         torch.tensor([kinds]),
-        video_grid_thw=torch.tensor([[len(clip), 6, 10] for clip in clips]),
-        second_per_grid_ts=[2 * clip.gap_s for clip in clips],
+        video_grid_thw=torch.tensor([[len(clip), 6, 10]]),
+        second_per_grid_ts=[2 * clip.gap_s],
     )
     prompt_length = len(ids) - len(answer)
     positions[:, :, prompt_length:] = torch.arange(prompt_length, len(ids)) + _delta_of_prompt(
         positions, answer
     )
     embeds = model.get_input_embeddings()(torch.tensor([ids]))
-    embeds[0, [kind == 2 for kind in kinds]] = torch.cat(
-        [clip.embeddings.flatten(0, 1).float() for clip in clips]
-    )
+    embeds[0, [kind == 2 for kind in kinds]] = clip.embeddings.flatten(0, 1).float()
     hidden = model.model.language_model(inputs_embeds=embeds, position_ids=positions, use_cache=False)
     return model.lm_head(hidden.last_hidden_state[0, prompt_length - 1 : -1])
 
@@ -143,64 +143,15 @@ def test_a_question_among_others_gets_the_logits_it_gets_alone(
         clip for clip in encode_shard(model.model.visual, drawn[-3:], random.Random(0)) if not clip.is_image
     ]
     questions = [ask(clip, random.Random(1), 1) for clip in encoded]
-    rows = [(clip,) for clip in encoded]
-    batch = make_batch(Prompts(build_tokenizer()), rows, questions, random.Random(), 0.0)
+    batch = make_batch(Prompts(build_tokenizer()), encoded, questions, random.Random(), 0.0)
     with torch.inference_mode(), monkeypatch.context() as patched:
         patched.setattr(torch, "autocast", lambda *_: torch.no_grad())
         together, _, _ = language.answer_logits(model, batch)
         rows, columns = (batch.targets != NO_TARGET).nonzero(as_tuple=True)
         for row, clip in enumerate(encoded):
             mine = (rows == row) & (batch.segments[rows, columns] == 2)
-            alone = _logits_alone(model, (clip,), questions[row][1])
+            alone = _logits_alone(model, clip, questions[row][1])
             assert torch.allclose(together[mine], alone, atol=1e-4)
-
-
-def test_two_videos_and_a_dialogue_have_the_positions_of_transformers(
-    drawn: list[Clip], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import Qwen2_5_VLForConditionalGeneration
-
-    torch.manual_seed(0)
-    model = Qwen2_5_VLForConditionalGeneration(build_config(build_tokenizer())).eval()
-    long, short = (next(clip for clip in drawn if len(clip.frames) == length) for length in (8, 4))
-    pair = tuple(
-        clip
-        for clip in encode_shard(model.model.visual, [long, short], random.Random(0))
-        if not clip.is_image
-    )
-    asked = ask_clips(pair, random.Random(0))
-    earlier = (("Which shape appears first?", "ring"),)
-    asked[1] = Question(QuestionKind.FOLLOW_UP, "What colour is it?", "white", earlier)
-    batch = make_batch(Prompts(build_tokenizer()), [pair], [asked], random.Random(), 0.0)
-    begun_s = [int(time_s) for clip in (long, short) for time_s in clip.times_s[::2]]
-    assert batch.instants.tolist() == [[time_s for time_s in begun_s for _ in range(vision.TOKENS)]]
-    with torch.inference_mode(), monkeypatch.context() as patched:
-        patched.setattr(torch, "autocast", lambda *_: torch.no_grad())
-        together, _, _ = language.answer_logits(model, batch)
-        segments = batch.segments[batch.targets != NO_TARGET]
-        for number in (1, 2):
-            alone = _logits_alone(model, pair, asked[number - 1])
-            assert torch.allclose(together[segments == number], alone, atol=1e-4)
-
-
-def test_training_goes_on_from_a_checkpoint_with_fewer_words(tmp_path: Path) -> None:
-    from transformers import Qwen2_5_VLForConditionalGeneration
-
-    tokenizer = build_tokenizer()
-    model = Qwen2_5_VLForConditionalGeneration(build_config(tokenizer))
-    language.start_from(model, tokenizer, embedded_model_path())
-    saved = load_file(embedded_model_path() / "model.safetensors")
-    table, known = (
-        model.get_input_embeddings().weight,
-        json.loads((embedded_model_path() / "tokenizer.json").read_text())["model"]["vocab"],
-    )
-    rows = saved["model.language_model.embed_tokens.weight"].float()
-    vocabulary = tokenizer.get_vocab()
-    assert torch.equal(table[vocabulary["red"]], rows[known["red"]])
-    new = next(token for token in vocabulary if token.endswith("leaves"))
-    assert torch.allclose(table[vocabulary[new]], rows.mean(0))
-    name = "model.visual.patch_embed.proj.weight"
-    assert torch.equal(model.state_dict()[name], saved[name].float())
 
 
 def test_a_cropped_clip_holds_only_what_its_frames_show(drawn: list[Clip]) -> None:
@@ -212,65 +163,6 @@ def test_a_cropped_clip_holds_only_what_its_frames_show(drawn: list[Clip]) -> No
         shown = {item.shape for time_s in times_s for item in clip.scene.visible(time_s)}
         assert ({item.shape for item in part.scene.objects} if part else set()) == shown
         assert part is None or part.scene.duration_s == pytest.approx(clip.gap_s * 4)
-
-
-def test_a_token_says_how_low_what_it_shows_is() -> None:
-    item = SceneObject("star", "red", 0.0, 10.0, 1, (0.5, 0.3), (0.5, 0.7), 0.4)
-    scene = Scene(0, 20.0, (item,))
-    middle = slice(2, None, vision.COLUMNS)  # the column of lane 1, top to bottom
-    for times_s, wanted in (
-        ([0.0, 0.0], [-1.0, -1.0]),
-        ([7.5, 7.5], [0.5, 0.5]),
-        ([7.5, 15.0], [0.5, 0.5]),
-        ([2.5, 7.5], [-0.5, 0.0, 0.5]),  # on average over the frames in which a token shows it
-    ):
-        heights = vision.token_heights(scene, times_s)
-        shown = vision.token_targets(scene, times_s).any(-1)
-        assert heights[middle][shown[middle]].tolist() == pytest.approx(wanted, abs=1e-6)
-        assert not heights[~shown].any()
-    assert not vision.token_heights(scene, [15.0, 16.0]).any()
-
-
-def test_tokens_are_to_know_what_comes_and_goes_and_how_far_it_has_moved() -> None:
-    star = SceneObject("star", "red", 3.0, 13.0, 1, (0.5, 0.3), (0.5, 0.7), 0.4)
-    ring = SceneObject("ring", "blue", 6.0, 9.0, 1, (0.5, 0.5), (0.5, 0.5), 0.4)  # over the star
-    square = SceneObject("square", "green", 10.0, 20.0, 0, (0.2, 0.5), (0.2, 0.5), 0.4)  # until the end
-    clip = EncodedClip(Scene(0, 20.0, (star, ring, square)), 1.0, torch.zeros(10, vision.TOKENS, 4))
-    seen = Sightings.of([clip, clip])
-    assert seen.is_one.shape == (1, 2 * 10 * vision.TOKENS)
-    appears, is_one, fallen = (
-        part.view(2, 10, vision.TOKENS, -1)[1] for part in (seen.appears, seen.is_one, seen.fallen)
-    )
-    middle = vision.COLUMNS + 2  # the token in the centre of the frame
-    assert is_one[:, middle, 0].nonzero().flatten().tolist() == [1, 2, 5, 6], "in between, it shows both"
-    at_5 = fallen[2][is_one[2]]
-    assert at_5.tolist() == pytest.approx([0.08] * len(at_5))  # 5 s is the last frame of the pair
-    # Pairs of seconds; the star is last seen at 12 s.
-    assert shapes_by_pair(appears.amax(1)) == {"star": 1, "ring": 3, "square": 5}
-    assert shapes_by_pair(seen.leaves.view(2, 10, -1)[1]) == {"star": 7, "ring": 5}
-    assert middle in appears[3, :, SHAPES.index("ring")].nonzero().flatten().tolist()
-
-
-def shapes_by_pair(events: torch.Tensor) -> dict[str, int]:
-    """The pair of frames in which each shape has its event; events: [P, 6]."""
-    when, which = events.nonzero(as_tuple=True)
-    return {SHAPES[index]: pair for index, pair in zip(which.tolist(), when.tolist(), strict=True)}
-
-
-def test_a_tower_that_learns_heights_keeps_its_embeddings(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vision, "_DIRECTION_PAIRS", 64)
-    losses = _count_updates(monkeypatch)
-    model, tower, state = embedded_model_path(), tmp_path / "heights.pt", tmp_path / "state.pt"
-    options = ("--clips", folder, "--threads", "1", "--out", state, "--final", tower, "--start", model)
-    _run(vision, monkeypatch, *options, "--steps", "3", "--batch", "16", "--lr", "0")
-    assert 0 < losses[0] < vision._HEIGHT_NORM**2  # nothing is off but the heights, at most 1 of most tokens
-    after = torch.load(tower)["visual"]
-    before = load_file(model / "model.safetensors")
-    for name, tensor in after.items():
-        assert torch.equal(tensor, before[f"model.visual.{name}"].float()), name
-    assert torch.load(state)["step"] == len(losses) == 3
 
 
 def _run(module: object, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
