@@ -160,7 +160,9 @@ def make_batch(
 def draw_batch(prompts: Prompts, rng: random.Random, budget: int, longest: int, embed: Embed) -> Batch:
     """Draws videos of about one length, or images, as many as the token budget holds."""
     lengths = [length for length in (2, 4, 8, 12, 16, 24, 32, 64, 128, 256) if length <= longest]
-    length = rng.choices(lengths, weights=[1.0 + 2 * (length in (4, 8, 16)) for length in lengths])[0]
+    length = rng.choices(
+        lengths, weights=[3.0 if length in (4, 8, 16) or length > 16 else 1.0 for length in lengths]
+    )[0]
     kind = rng.random()
     if kind < 0.04:
         images = [draw_shown(rng, 0) for _ in range(budget // 100)]

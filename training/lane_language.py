@@ -38,7 +38,7 @@ _EVENTS_WEIGHT, _NAMES_WEIGHT, _SUBJECTS_WEIGHT = 0.2, 0.15, 0.15
 _EMBEDDING_RATE, _GAINS_RATE, _PROBES_RATE = 0.25, 4.0, 4.0
 _REPORT_STEPS = 25
 # (until this share of the training, at most this number of frame pairs)
-_CURRICULUM = ((0.15, 8), (0.65, 16), (0.8, 32), (0.9, 64), (0.97, 128), (2.0, 256))
+_CURRICULUM = ((0.2, 8), (0.45, 16), (0.6, 32), (0.75, 64), (0.85, 128), (2.0, 256))
 # Videos of so many frame pairs, so many of them.
 VALIDATED = ((4, 24), (16, 24), (32, 8), (64, 6), (128, 3), (256, 2))
 
