@@ -1,7 +1,7 @@
 """Decoding with drafts and without: tokens per pass, and tokens per second, by who drafts.
 
     python -m benchmarks.drafting [--only SECTION ...] [--draft METHOD ...] [--repeats N] [--no-save]
-    python -m benchmarks.drafting --only stories --model runs/shapes-vl-2 --no-save
+    python -m benchmarks.drafting --only stories --model shapes-vl-2 --no-save
 
 records   JSON of 60 like records, held to a schema, so the text repeats itself: greedy, and drawn at 0.7
 text      a long JSON string drawn at 1.0, which does not repeat itself

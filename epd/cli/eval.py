@@ -80,7 +80,7 @@ _Stories = Annotated[
     typer.Option(
         "--stories",
         help="For --demo: also ask for descriptions, JSON, times, places, motions and counts at an instant, "
-        "which shapes-vl was not taught. A description is right if all its facts are.",
+        "which shapes-vl-2 was taught and shapes-vl was not. A description is right if all its facts are.",
     ),
 ]
 _Retention = Annotated[
