@@ -134,7 +134,7 @@ _SECTIONS: dict[str, tuple[str, Callable[[int], list[Asked]]]] = {
     "drawn": ("Records, drawn at 0.7", partial(_documents, "records", 0.7)),
     "text": ("Text, drawn at 1.0", partial(_documents, "text", 1.0)),
     "answers": ("Answers of shapes-vl", partial(_questions, 3)),
-    "stories": ("Descriptions of videos", _stories),
+    "stories": ("Descriptions of videos by shapes-vl-2", _stories),
 }
 # The embedded model tells nothing.
 _USUAL = tuple(_SECTIONS)[:4]

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from epd.models import embedded_model_path
-from epd.shapes import Question, QuestionKind, make_questions, make_scene
+from epd.shapes import Question, make_questions, make_scene
+from epd.shapes.questions import ONE_WORD_KINDS
 from stages.colocated import ColocatedPipeline
 from training.clips import HELD_OUT_SEED
 from video.demo_video import write_demo_video
@@ -68,7 +69,7 @@ def accuracy_table(verdicts: list[Verdict], lengths: list[int]) -> str:
     """Returns Markdown: a row per question kind, a column per length."""
     head = ["question kind", *(f"{length} frames" for length in lengths)]
     rows = [head, ["---"] * len(head)]
-    for kind in [*QuestionKind, None]:
+    for kind in [*ONE_WORD_KINDS, None]:
         mine = [v for v in verdicts if kind in (None, v.question.kind)]
         cells = [_cell([v for v in mine if v.num_frames == length]) for length in lengths]
         rows.append([str(kind) if kind else "**all**", *cells])
