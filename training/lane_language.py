@@ -27,7 +27,7 @@ from training.lane_probes import NAME_LAYERS, SUBJECT_LAYERS, EventProbes, Menti
 from training.lane_scenes import Imagined, draw_shown, questions_about
 from training.lane_vision import errors_of
 from training.lanes import HIDDEN_SIZE, SCALE
-from training.loop import Progress, Training, base_parser, join_processes, rank
+from training.loop import Progress, Training, base_parser, joined_processes, rank
 from training.qwen3_checkpoint import build_model, build_tokenizer, number_ids, save_checkpoint
 from training.rows import NO_TARGET, Tally, answers_loss
 from training.vision import load_vision, read_clips
@@ -191,8 +191,8 @@ def main() -> None:
     parser.add_argument("--begun", type=float, default=0.0, help="with --until, the share that is over now")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    join_processes()
-    train(options)
+    with joined_processes():
+        train(options)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import datetime
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -90,10 +92,19 @@ def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def join_processes() -> None:
-    """Joins the processes that `torchrun` has started, each of which learns from batches of its own."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        distributed.init_process_group("gloo")
+@contextmanager
+def joined_processes() -> Iterator[None]:
+    """Joins the processes that `torchrun` has started, each of which learns from batches of its own.
+
+    None leaves before all have ended: gloo aborts a process whose peer is gone.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    distributed.init_process_group("gloo")
+    yield
+    distributed.barrier()
+    distributed.destroy_process_group()
 
 
 def rank() -> int:

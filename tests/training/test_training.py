@@ -209,15 +209,15 @@ _LEARNS_IN_TWO = """
 import sys
 from pathlib import Path
 import torch
-from training.loop import Progress, Training, join_processes, rank
-join_processes()
+from training.loop import Progress, Training, joined_processes, rank
 layer = torch.nn.Linear(1, 1, bias=False)
 with torch.no_grad():
     layer.weight.fill_(0)
 training = Training({"layer": layer}, [torch.optim.SGD(layer.parameters())], Path(sys.argv[1]))
-training.update(layer(torch.tensor([[0.2, 0.6][rank()]])).sum(), 1.0)
-Progress(10, 0, until="23:59").share(1)
-training.save_now_and_then(is_over=True)
+with joined_processes():
+    training.update(layer(torch.tensor([[0.2, 0.6][rank()]])).sum(), 1.0)
+    Progress(10, 0, until="23:59").share(1)
+    training.save_now_and_then(is_over=True)
 """
 
 
