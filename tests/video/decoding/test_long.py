@@ -20,13 +20,17 @@ video.decode(sys.argv[1], [0.0])
 video.sample_times(video.probe(sys.argv[1]), fps=1)  # what it imports takes a second, however long a video is
 began = time.perf_counter()
 times_s = video.sample_times(video.probe(sys.argv[1]), fps=1)
-first_s, num_frames = None, 0
 with video.stream(sys.argv[1], times_s) as groups:
-    for group in groups:
-        first_s = first_s or time.perf_counter() - began
-        num_frames += len(group.frames)
+    num_frames = sum(len(group.frames) for group in groups)
+all_s = time.perf_counter() - began
 peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps([num_frames, peak_kib, first_s, time.perf_counter() - began]))
+first_s = []
+for attempt in range(5):  # on a busy machine this thread may wait for a core longer than for its frames
+    began = time.perf_counter()
+    with video.stream(sys.argv[1], video.sample_times(video.probe(sys.argv[1]), fps=1)) as groups:
+        next(iter(groups))
+        first_s.append(time.perf_counter() - began)
+print(json.dumps([num_frames, peak_kib, min(first_s), all_s]))
 """
 
 
