@@ -34,7 +34,7 @@ from epd.profiles.app_costs import Figures
 from epd.profiles.files import load_profile
 from video.demo_video import write_scene
 
-NUM_REQUESTS, LOAD = 30, 0.5
+NUM_REQUESTS, LOAD = 90, 0.5
 _SEED_STEP = 100  # between models
 _CLIP: Row = {"audios": 1, "audio_s": "2..8", "text_tokens": "16..32", "output_tokens": "8..16"}
 

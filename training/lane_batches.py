@@ -26,6 +26,8 @@ from training.lanes import TOKENS
 from training.rows import VISUAL, Row, ask_clips, stacked
 
 _TWO_CLIPS_SHARE = 0.15
+# How often videos are so many frame pairs long, against each other.
+_LENGTHS = {2: 1, 4: 3, 8: 3, 12: 1, 16: 3, 24: 3, 32: 3, 64: 3, 128: 6, 256: 6}
 _END = "<|im_end|>\n<|im_start|>"
 
 Embed = Callable[[Shown], Tensor]
@@ -159,10 +161,8 @@ def make_batch(
 
 def draw_batch(prompts: Prompts, rng: random.Random, budget: int, longest: int, embed: Embed) -> Batch:
     """Draws videos of about one length, or images, as many as the token budget holds."""
-    lengths = [length for length in (2, 4, 8, 12, 16, 24, 32, 64, 128, 256) if length <= longest]
-    length = rng.choices(
-        lengths, weights=[3.0 if length in (4, 8, 16) or length > 16 else 1.0 for length in lengths]
-    )[0]
+    lengths = [length for length in _LENGTHS if length <= longest]
+    length = rng.choices(lengths, weights=[_LENGTHS[each] for each in lengths])[0]
     kind = rng.random()
     if kind < 0.04:
         images = [draw_shown(rng, 0) for _ in range(budget // 100)]

@@ -3,9 +3,11 @@
     python -m training.lane_language --out runs/language.pt
     python -m training.lane_language --out runs/language.pt --vision runs/vision.pt --clips runs/lanes \\
         --checkpoint runs/shapes-vl-2
+    python -m training.lane_language --out runs/more.pt --model shapes-vl-2 --clips runs/lanes --checkpoint runs/more
     torchrun --nproc-per-node 2 -m training.lane_language ...      two processes, one core each
 
 The tower may be taught meanwhile and be given later: with it and clips, embeddings are off by what it is.
+With --model a checkpoint is taught further, with its own tower.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from training.lane_scenes import Imagined, draw_shown, questions_about
 from training.lane_vision import errors_of
 from training.lanes import HIDDEN_SIZE, SCALE
 from training.loop import Progress, Training, base_parser, joined_processes, rank
-from training.qwen3_checkpoint import build_model, build_tokenizer, number_ids, save_checkpoint
+from training.qwen3_checkpoint import build_model, build_tokenizer, load_model, number_ids, save_checkpoint
 from training.rows import NO_TARGET, Tally, answers_loss
 from training.vision import load_vision, read_clips
 
@@ -99,11 +101,11 @@ class _Language:
         tokenizer = build_tokenizer()
         self.prompts = Prompts(tokenizer)
         self.numbers = number_ids(tokenizer)
-        self.model = build_model(tokenizer)
+        self.model = load_model(options.model) if options.model else build_model(tokenizer)
         self.embed = Imagined()
         if options.vision:
             load_vision(self.model, options.vision)
-        if options.vision and options.clips:
+        if options.clips and (options.vision or options.model):
             self.embed = Imagined(errors_of(self.model.model.visual, read_clips(options.clips)))
         visual = self.model.model.visual.requires_grad_(False)
         tower = {name: tensor.clone() for name, tensor in visual.state_dict().items()}
@@ -112,6 +114,8 @@ class _Language:
         self.names = MentionProbes(HIDDEN_SIZE, NAME_LAYERS).to(options.device)
         self.subjects = MentionProbes(HIDDEN_SIZE, SUBJECT_LAYERS).to(options.device)
         probes = {"events": self.events, "names": self.names, "subjects": self.subjects}
+        if options.model:
+            _begin_at_zero(probes)
         modules = {"model": self.model} | probes
         optimizers = make_optimizers(self.model, nn.ModuleDict(probes))
         self.training = Training(modules, optimizers, options.out)
@@ -131,6 +135,13 @@ class _Language:
         total = total + _NAMES_WEIGHT * _sum(names) + _SUBJECTS_WEIGHT * _sum(subjects)
         later = {f"{name} later": loss for name, loss in subjects.items()}
         return total, {"answers": answers} | events | names | later
+
+
+def _begin_at_zero(probes: dict[str, nn.Module]) -> None:
+    """Lets linear layers leave alone what a taught model has, until they have learned to read it."""
+    for probe in probes.values():
+        for parameter in probe.parameters():
+            nn.init.zeros_(parameter)
 
 
 def _sum(losses: dict[str, Tensor]) -> Tensor:
@@ -187,6 +198,7 @@ def main() -> None:
     parser.add_argument("--validate", type=int, default=250, help="steps between validations")
     parser.add_argument("--checkpoint", type=Path, help="folder for a loadable checkpoint")
     parser.add_argument("--vision", type=Path, help="tower that `training.lane_vision` made")
+    parser.add_argument("--model", help="checkpoint to teach further: a name or a folder")
     parser.add_argument("--until", help="wall-clock time like 19:25 to end at, whatever the steps")
     parser.add_argument("--begun", type=float, default=0.0, help="with --until, the share that is over now")
     options = parser.parse_args()

@@ -30,6 +30,7 @@ from transformers import (
 )
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
+from epd.models import model_folder
 from epd.shapes import COLOURS, SHAPES
 from training.checkpoint import (
     CHAT_TEMPLATE,
@@ -217,6 +218,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGene
             table[token] += _WORD_LENGTH * functional.normalize(directions()[place], dim=0)
         table *= SCALE
     return model
+
+
+def load_model(name: str) -> Qwen3VLForConditionalGeneration:
+    """Returns a checkpoint of this shape in float32: that of the package by its name, or a folder."""
+    return Qwen3VLForConditionalGeneration.from_pretrained(model_folder(name), dtype=torch.float32)
 
 
 def save_checkpoint(model: Qwen3VLForConditionalGeneration, out: Path) -> None:

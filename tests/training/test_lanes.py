@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from transformers import Qwen3VLForConditionalGeneration
 
 from encoders.registry import load_adapter
+from epd.models import model_folder
 from epd.shapes import COLOURS, SHAPES, Question, QuestionKind, Scene, SceneObject
 from epd.shapes.stories import MOTIONS
 from training import lane_language, lane_vision
@@ -248,6 +250,21 @@ def test_both_steps_run_resume_and_leave_a_checkpoint_that_loads(
     assert pipeline.ask([], "Is there a circle?", max_tokens=2).usage.completion_tokens in (1, 2)
     adapter = load_adapter(tmp_path / "model")
     assert adapter.checkpoint.config.model_type == "qwen3_vl"
+
+
+def test_a_checkpoint_is_taught_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a rate of nothing it stays what it was; the tower is its own."""
+    monkeypatch.setattr(lane_language, "VALIDATED", ((4, 1),))
+    taught = ("--model", "shapes-vl-2", "--lr", "0", "--steps", "1", "--budget", "900")
+    _run(
+        lane_language, monkeypatch, *taught, "--out", tmp_path / "state.pt", "--checkpoint", tmp_path / "more"
+    )
+    before, after = (
+        safetensors.torch.load_file(folder / "model.safetensors")
+        for folder in (model_folder("shapes-vl-2"), tmp_path / "more")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def _run(module: object, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
