@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from encoders import FrameSampling, MediaPlan
-from encoders.prompt.chat import one_turn
+from encoders.prompt.chat import ChatMessage, one_turn
 from epd.errors import InfeasibleError, check_question
 from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.reduction import KEEP_ALL, NO_BUDGET, ReductionPolicy, VisualBudget
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 # Of a reduced video a group leaves few tokens: a pass waits for this share of what a whole group has.
 _PASS_SHARE = 0.75
 _SOUND: MediaKind = "audio"
+
+# A question about media, or a conversation that begins with them.
+Asked = str | Sequence[ChatMessage]
 
 
 class Progress(Protocol):
@@ -76,6 +79,10 @@ class MediaContext:
     def request_id(self) -> str | None:
         """Returns the request id of the held blocks; None without media."""
         return self.prefix.parent
+
+    @property
+    def kinds(self) -> tuple[MediaKind, ...]:
+        return tuple(plan.kind for plan in self.plans)
 
     @property
     def num_frames(self) -> int:
@@ -130,7 +137,8 @@ class ColocatedPipeline(Pipeline):
         on_choice: called with what was chosen where not all frames and tokens have room.
         """
         start = perf_counter()
-        sampling = self._sampling(question, max_tokens)
+        check_question(question)
+        sampling = self._sampling(max_tokens)
         context = self.prefill_media(
             media,
             fps=fps,
@@ -162,7 +170,7 @@ class ColocatedPipeline(Pipeline):
         The answer's timings and ttft_s count from this call. Raises RequestError.
         """
         start = perf_counter()
-        sampling = self._sampling(question, max_tokens)
+        sampling = self._sampling(max_tokens)
         return self._answer(context, question, sampling, on_text, start, StageTimings())
 
     def _expected_tokens(self, sampling: SamplingParams) -> int:
@@ -170,9 +178,8 @@ class ColocatedPipeline(Pipeline):
         asked = self.settings.max_tokens if sampling.max_tokens is None else sampling.max_tokens
         return min(asked or TYPICAL_TOKENS, TYPICAL_TOKENS)
 
-    def _sampling(self, question: str, max_tokens: int | None) -> SamplingParams:
+    def _sampling(self, max_tokens: int | None) -> SamplingParams:
         """Completes params as the checkpoint wants them. Raises RequestError for an invalid request."""
-        check_question(question)
         said = {} if max_tokens is None else {"max_tokens": max_tokens}
         return self.settings.defaults.with_options(said)
 
@@ -337,22 +344,22 @@ class ColocatedPipeline(Pipeline):
         )
         return answer
 
-    def _request(self, context: MediaContext, question: str, sampling: SamplingParams) -> GenerateRequest:
+    def _request(self, context: MediaContext, asked: Asked, sampling: SamplingParams) -> GenerateRequest:
         """Builds the engine's request for one question. Raises RequestError, ModelError."""
-        messages = one_turn([plan.kind for plan in context.plans], question)
+        messages = one_turn(context.kinds, asked) if isinstance(asked, str) else asked
         return context.prefix.question(self._new_id(), messages, sampling)
 
     def answer_all(
-        self, context: MediaContext, questions: Sequence[str], *, max_tokens: int | None = None
+        self, context: MediaContext, questions: Sequence[Asked], *, max_tokens: int | None = None
     ) -> list[Answer]:
         """Answers several questions about prefilled media in common steps, each as `answer` does alone.
 
+        questions: each a text, or the messages of a conversation about the same media, as of `dialogue`.
         Every answer's timings and ttft_s count from this call; all share one total. Raises RequestError.
         """
         start = perf_counter()
-        requests = [
-            self._request(context, question, self._sampling(question, max_tokens)) for question in questions
-        ]
+        sampling = self._sampling(max_tokens)
+        requests = [self._request(context, asked, sampling) for asked in questions]
         outputs: dict[str, list[TokenOutput]] = {request.request_id: [] for request in requests}
         first_s: dict[str, float] = {}
         for output in self._outputs(requests, StageTimings()):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from encoders.prompt.chat import dialogue
 from epd.eval.items import FULL, EvalCase, EvalSetting, EvalVideo
 from epd.eval.plan import EvalPlan, Todo, todos
 from epd.eval.verdicts import TTFTSample, Verdict, VerdictLog
@@ -89,8 +90,8 @@ def _ask(
 ) -> list[Verdict]:
     """Asks all questions about one video with one setting; its blocks are released afterwards."""
     context = pipeline.prefill_encoded(encoded, reduction=policy_of(setting))
-    prompts = [item.prompt for item in case.video.items]
-    answers = pipeline.answer_all(context, prompts, max_tokens=plan.max_tokens)
+    asked = [dialogue(context.kinds, item.prompt, item.earlier) for item in case.video.items]
+    answers = pipeline.answer_all(context, asked, max_tokens=plan.max_tokens)
     return _verdicts(case, setting, answers, _kv_bytes(pipeline, context))
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import jsonschema
 
+from encoders.prompt.chat import dialogue
 from epd.eval.statistics import wilson_interval
 from epd.models import embedded_model_path, model_folder
 from epd.shapes import Question, QuestionKind, Scene, make_scene
@@ -75,7 +76,7 @@ def tell(pipeline: ColocatedPipeline, num_frames: int, num_videos: int) -> Itera
             scene, path = make_scene(seed, float(num_frames)), Path(folder) / f"{number}.mp4"
             write_demo_video(path, scene, fps=_SOURCE_FPS, height=360, width=640)
             files.append((scene, path))
-            asked = [each for each in make_stories(scene, random.Random(seed), 1.0) if not each.earlier]
+            asked = make_stories(scene, random.Random(seed), 1.0)
             yield from _told(pipeline, files[-1:], num_frames, asked)
             if number % 2 and num_frames <= _LONGEST_PAIR:
                 (first, _), (second, _) = files[-2:]
@@ -88,7 +89,8 @@ def _told(
     pipeline: ColocatedPipeline, files: list[tuple[Scene, Path]], num_frames: int, asked: list[Question]
 ) -> Iterator[Told]:
     context = pipeline.prefill_media([path for _, path in files], num_frames=num_frames)
-    answers = pipeline.answer_all(context, [each.text for each in asked], max_tokens=_MAX_TOKENS)
+    conversations = [dialogue(context.kinds, each.text, each.earlier) for each in asked]
+    answers = pipeline.answer_all(context, conversations, max_tokens=_MAX_TOKENS)
     for question, answer in zip(asked, answers, strict=True):
         yield Told(num_frames, files[-1][0], question, answer.text)
 

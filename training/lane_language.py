@@ -3,7 +3,8 @@
     python -m training.lane_language --out runs/language.pt
     python -m training.lane_language --out runs/language.pt --vision runs/vision.pt --clips runs/lanes \\
         --checkpoint runs/shapes-vl-2
-    python -m training.lane_language --out runs/more.pt --model shapes-vl-2 --clips runs/lanes --checkpoint runs/more
+    python -m training.lane_language --out runs/more.pt --model shapes-vl-2 --clips runs/lanes \\
+        --checkpoint runs/more
     torchrun --nproc-per-node 2 -m training.lane_language ...      two processes, one core each
 
 The tower may be taught meanwhile and be given later: with it and clips, embeddings are off by what it is.

@@ -7,9 +7,9 @@ Parts keep their order. Media before the text of the first user message give the
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, cycle, groupby
 from typing import Any, Literal
 
 from jinja2 import TemplateError
@@ -95,6 +95,23 @@ def one_turn(kinds: Sequence[MediaKind], question: str) -> tuple[ChatMessage, ..
     """Creates the conversation of one question after its media. Raises RequestError if it is empty."""
     check_question(question)
     return (ChatMessage("user", (*(ContentPart(kind) for kind in kinds), ContentPart("text", question))),)
+
+
+def dialogue(
+    kinds: Sequence[MediaKind], question: str, earlier: Sequence[tuple[str, str]] = ()
+) -> tuple[ChatMessage, ...]:
+    """Creates the conversation of media, questions with their answers, and one more question.
+
+    Raises RequestError if a text is empty.
+    """
+    first, *others = [*chain.from_iterable(earlier), question]
+    roles: Iterator[Role] = cycle(("assistant", "user"))
+    return (*one_turn(kinds, first), *map(text_message, roles, map(_checked, others)))
+
+
+def _checked(text: str) -> str:
+    check_question(text)
+    return text
 
 
 def opening(kinds: Sequence[MediaKind], messages: Sequence[ChatMessage] = ()) -> tuple[ChatMessage, ...]:

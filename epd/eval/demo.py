@@ -77,15 +77,15 @@ def _video(
     rng = random.Random(seed)
     drawn = make_questions(scene, rng, num_per_kind, _TIME_MARGIN_S)
     if has_stories:
-        stories = make_stories(scene, rng, _TIME_MARGIN_S / 2, num_per_kind)
-        drawn = [*(each for each in stories if not each.earlier), *drawn]
-    questions = list({question.text: question for question in drawn}.values())[:max_questions]
+        drawn = [*make_stories(scene, rng, _TIME_MARGIN_S / 2, num_per_kind), *drawn]
+    questions = list({(each.earlier, each.text): each for each in drawn}.values())[:max_questions]
     items = tuple(
         EvalItem(
             f"{name}-{index}",
             question.text,
             question.answer,
             kind=str(question.kind),
+            earlier=question.earlier,
             judge=partial(is_told, question, scene, _TIME_MARGIN_S),
         )
         for index, question in enumerate(questions)

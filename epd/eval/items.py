@@ -26,6 +26,7 @@ class EvalItem:
     options: of a multiple-choice question, without their letters.
     answer: the right option's letter, or, without options, the right words.
     duration_group: how long the video is, roughly, in the data set's words; accuracy is reported by it too.
+    earlier: questions and answers that go before it.
     judge: says whether an answer without options is right; by default, if its words are.
     """
 
@@ -35,6 +36,7 @@ class EvalItem:
     options: tuple[str, ...] = ()
     kind: str = ""
     duration_group: str = ""
+    earlier: tuple[tuple[str, str], ...] = ()
     judge: Callable[[str], bool] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from encoders.prompt.chat import dialogue
 from epd.errors import RequestError
 from epd.models import embedded_model_path
+from epd.shapes import make_scene
 from stages.colocated import ColocatedPipeline
+from video.demo_video import write_demo_video
 
 QUESTIONS = ["How many shapes are there?", "Which shape appears first?", "What colour is the star?"]
 
@@ -41,3 +44,18 @@ def test_a_question_that_makes_no_sense_leaves_nothing_behind(
         pipeline.answer_all(context, [QUESTIONS[0], " "])
     assert not pipeline.engine.has_work()
     assert pipeline.answer_all(context, []) == []
+
+
+def test_a_follow_up_is_about_the_answer_before(tmp_path: Path) -> None:
+    scene = make_scene(3_000_000_010, 16.0)
+    first, *_, last = scene.objects
+    write_demo_video(tmp_path / "video.mp4", scene, fps=4, height=360, width=640)
+    pipeline = ColocatedPipeline.load(embedded_model_path("shapes-vl-2"), num_threads=1)
+    context = pipeline.prefill_media([tmp_path / "video.mp4"], num_frames=16)
+    earlier = [
+        [(f"Which shape appears {place}?", item.shape)] for place, item in (("first", first), ("last", last))
+    ]
+    asked = [dialogue(context.kinds, "What colour is it?", each) for each in earlier]
+    assert [answer.text for answer in pipeline.answer_all(context, asked)] == [first.colour, last.colour]
+    with pytest.raises(RequestError, match="empty"):
+        dialogue(context.kinds, "What colour is it?", [("Which shape appears first?", " ")])
