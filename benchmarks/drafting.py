@@ -47,7 +47,7 @@ _COUNTS = (1, 8, 32)
 _DOCUMENT_TOKENS = 160
 _NUM_ANSWERS = 32  # one after the other, or in as many rounds as requests at once allow
 # Videos that are described in each repeat, in two ways.
-_NUM_VIDEOS, _NUM_FRAMES, _STORY_TOKENS = 4, 32, 256
+_NUM_VIDEOS, _NUM_FRAMES, _STORY_TOKENS = 16, 32, 256
 
 
 @dataclass(frozen=True, slots=True)
