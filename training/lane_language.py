@@ -115,10 +115,11 @@ class _Language:
         self.names = MentionProbes(HIDDEN_SIZE, NAME_LAYERS).to(options.device)
         self.subjects = MentionProbes(HIDDEN_SIZE, SUBJECT_LAYERS).to(options.device)
         probes = {"events": self.events, "names": self.names, "subjects": self.subjects}
+        reading = nn.ModuleDict(probes)
         if options.model:
-            _begin_at_zero(probes)
+            _begin_at_zero(reading)
         modules = {"model": self.model} | probes
-        optimizers = make_optimizers(self.model, nn.ModuleDict(probes))
+        optimizers = make_optimizers(self.model, reading)
         self.training = Training(modules, optimizers, options.out)
         if options.vision:
             visual.load_state_dict(tower)  # the saved one may be older
@@ -138,11 +139,10 @@ class _Language:
         return total, {"answers": answers} | events | names | later
 
 
-def _begin_at_zero(probes: dict[str, nn.Module]) -> None:
+def _begin_at_zero(probes: nn.Module) -> None:
     """Lets linear layers leave alone what a taught model has, until they have learned to read it."""
-    for probe in probes.values():
-        for parameter in probe.parameters():
-            nn.init.zeros_(parameter)
+    for parameter in probes.parameters():
+        nn.init.zeros_(parameter)
 
 
 def _sum(losses: dict[str, Tensor]) -> Tensor:

@@ -104,14 +104,11 @@ def dialogue(
 
     Raises RequestError if a text is empty.
     """
-    first, *others = [*chain.from_iterable(earlier), question]
+    first, *others = texts = [*chain.from_iterable(earlier), question]
+    for text in texts:
+        check_question(text)
     roles: Iterator[Role] = cycle(("assistant", "user"))
-    return (*one_turn(kinds, first), *map(text_message, roles, map(_checked, others)))
-
-
-def _checked(text: str) -> str:
-    check_question(text)
-    return text
+    return (*one_turn(kinds, first), *map(text_message, roles, others))
 
 
 def opening(kinds: Sequence[MediaKind], messages: Sequence[ChatMessage] = ()) -> tuple[ChatMessage, ...]:

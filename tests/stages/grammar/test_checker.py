@@ -47,10 +47,10 @@ FINE: list[tuple[Kind, Any]] = [
 ]
 HOSTILE: dict[str, tuple[Kind, Any, str]] = {
     "a divisor of eight digits": ("json_schema", {"type": "integer", "multipleOf": 99999989}, "needs more"),
-    "4,000 optional properties": (
+    "9,000 optional properties": (
         "json_schema",
-        {"properties": {f"p{i}": {"type": "integer"} for i in range(4000)}},
-        "more than|cannot be followed",
+        {"properties": {f"p{i}": {} for i in range(9000)}},
+        "more than",
     ),
     "deep": ("json_schema", nested(MAX_DEPTH + 1), "lists and objects more than 60 deep"),
     "very deep": ("json_schema", nested(900), "lists and objects more than 60 deep"),
@@ -92,7 +92,7 @@ def test_a_hostile_format_is_refused_in_seconds(checker: GrammarChecker, name: s
     start_s = time.monotonic()
     with pytest.raises(RequestError, match=r"received .*allowed: .*; (simplify|send|use)") as refused:
         checker.grammar_of(format_of(kind, value))
-    assert any(each in str(refused.value) for each in words.split("|"))
+    assert words in str(refused.value)
     assert len(str(refused.value)) < 600
     assert time.monotonic() - start_s < 15, "about 2 s where nothing else runs"
 

@@ -16,18 +16,20 @@ SCENE = Recipe("scene.mp4", options=GOP15, num_frames=200, gaps=(60,), width=320
 SCRIPT = """
 import json, resource, sys, time
 import video
+def opened():
+    return video.stream(sys.argv[1], video.sample_times(video.probe(sys.argv[1]), fps=1))
+
 video.decode(sys.argv[1], [0.0])
 video.sample_times(video.probe(sys.argv[1]), fps=1)  # what it imports takes a second, however long a video is
 began = time.perf_counter()
-times_s = video.sample_times(video.probe(sys.argv[1]), fps=1)
-with video.stream(sys.argv[1], times_s) as groups:
+with opened() as groups:
     num_frames = sum(len(group.frames) for group in groups)
 all_s = time.perf_counter() - began
 peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 first_s = []
-for attempt in range(5):  # on a busy machine this thread may wait for a core longer than for its frames
+for _ in range(5):  # on a busy machine this thread may wait for a core longer than for its frames
     began = time.perf_counter()
-    with video.stream(sys.argv[1], video.sample_times(video.probe(sys.argv[1]), fps=1)) as groups:
+    with opened() as groups:
         next(iter(groups))
         first_s.append(time.perf_counter() - began)
 print(json.dumps([num_frames, peak_kib, min(first_s), all_s]))
