@@ -126,7 +126,7 @@ def test_a_cancelled_batch_keeps_what_was_answered(run_front: RunFront, tmp_path
 
 def test_a_batch_whose_file_is_gone_keeps_what_was_answered(tmp_path: Path) -> None:
     settings = ApiSettings(files=FileSettings(tmp_path / "kept", num_in_flight=2))
-    with running_front(FakeService(word_s=0.05), settings) as front:
+    with running_front(FakeService(word_s=0.05), settings, is_left_busy=True) as front:
         batch = asked(front.openai, [line(str(number)) for number in range(500)])
         wait_until(lambda: front.service.num_closed > 6)
         front.openai.files.delete(batch.input_file_id)
