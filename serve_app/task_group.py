@@ -40,8 +40,8 @@ class Tasks:
 
     async def wait(self) -> None:
         """Waits until all tasks have ended, including those they start."""
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        while running := [task for task in self._tasks if not task.done()]:
+            await asyncio.wait(running)
 
 
 class Loops:
