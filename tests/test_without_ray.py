@@ -1,4 +1,4 @@
-"""`epd ask`, `video`, `encoders` and `stages` import and run where Ray is not installed."""
+"""`epd ask`, `epd serve --local` and what they need import where Ray is not installed."""
 
 from __future__ import annotations
 
@@ -38,6 +38,23 @@ def test_a_question_is_answered_without_ray(media: dict[str, Path]) -> None:
     assert done.returncode == 0, done.stderr
     assert "first token after" in done.stderr
     assert done.stdout.endswith("\n")
+
+
+def test_a_local_server_needs_neither_ray_nor_what_comes_with_it() -> None:
+    """OpenTelemetry's SDK is installed with Ray, and no part of `epd-vlm[local]`."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys\nfor name in ('ray', 'opentelemetry.sdk'): sys.modules[name] = None\n"
+            "import serve_app.local.server",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_same_program_fails_where_ray_is_needed() -> None:

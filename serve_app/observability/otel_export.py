@@ -1,12 +1,11 @@
 """Sends traces to an OpenTelemetry collector: a span per request, with a child per stage and group.
 
-The exporter, a separate package, is imported only if an endpoint is configured. Attributes follow
-OpenTelemetry's semantic conventions for generative AI where these define names; others begin with `epd.`.
+Imported only where an endpoint is configured: OpenTelemetry's SDK and exporter are packages that a server
+without one does not need. Attributes follow OpenTelemetry's semantic conventions for generative AI where
+these define names; others begin with `epd.`.
 """
 
 from __future__ import annotations
-
-import importlib
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -14,14 +13,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from epd.errors import RequestError
 from serve_app.observability.record import RequestTrace
 from serve_app.service import StageSpan
 
 _NS_PER_S = 1_000_000_000
-_TRACES_PATH = "/v1/traces"
-_PACKAGE = "opentelemetry-exporter-otlp-proto-http"
-_EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
 
 class OtelExport:
@@ -57,22 +52,6 @@ class OtelExport:
     def close(self) -> None:
         """Sends the remaining spans."""
         self._provider.shutdown()
-
-
-def otlp_export(endpoint: str) -> OtelExport:
-    """Returns an export to the OTLP/HTTP collector at a base URL, as in http://localhost:4318.
-
-    Raises RequestError if the required packages are not installed.
-    """
-    try:
-        module = importlib.import_module(_EXPORTER)
-    except ImportError as error:
-        raise RequestError(
-            f"received the trace endpoint {endpoint}; allowed with the package {_PACKAGE}, which is "
-            f"not installed ({error.name} is missing); install it, or use --trace-dir"
-        ) from error
-    url = endpoint.rstrip("/").removesuffix(_TRACES_PATH) + _TRACES_PATH
-    return OtelExport(module.OTLPSpanExporter(endpoint=url))
 
 
 def _attributes(span: StageSpan) -> dict[str, str | int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import queue
 import threading
@@ -9,13 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from epd.errors import RequestError
 from serve_app.observability.chrome_trace import TraceFolder
-from serve_app.observability.otel_export import otlp_export
 from serve_app.observability.record import RequestTrace
 
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 64
+_TRACES_PATH = "/v1/traces"
+_PACKAGE = "opentelemetry-exporter-otlp-proto-http"
+_EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+_EXPORT = "serve_app.observability.otel_export"
 
 
 class TraceSink(Protocol):
@@ -78,3 +83,20 @@ def tracing_of(folder: Path | None, max_files: int, otlp_endpoint: str | None) -
     if otlp_endpoint:
         sinks.append(otlp_export(otlp_endpoint))
     return Tracing(sinks)
+
+
+def otlp_export(endpoint: str) -> TraceSink:
+    """Returns an export to the OTLP/HTTP collector at a base URL, as in http://localhost:4318.
+
+    Raises RequestError if the required packages are not installed.
+    """
+    try:
+        exporter, export = map(importlib.import_module, (_EXPORTER, _EXPORT))
+    except ImportError as error:
+        raise RequestError(
+            f"received the trace endpoint {endpoint}; allowed with the package {_PACKAGE}, which is "
+            f"not installed ({error.name} is missing); install it, or use --trace-dir"
+        ) from error
+    url = endpoint.rstrip("/").removesuffix(_TRACES_PATH) + _TRACES_PATH
+    sink: TraceSink = export.OtelExport(exporter.OTLPSpanExporter(endpoint=url))
+    return sink

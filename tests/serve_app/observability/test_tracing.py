@@ -14,9 +14,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from epd.errors import RequestError, UnavailableError
 from serve_app.observability.chrome_trace import TraceFolder, chrome_events, rows_of
-from serve_app.observability.otel_export import OtelExport, otlp_export
+from serve_app.observability.otel_export import OtelExport
 from serve_app.observability.record import RequestTrace
-from serve_app.observability.tracing import Tracing
+from serve_app.observability.tracing import Tracing, otlp_export
 from serve_app.service import StageSpan
 from tests.serve_app.conftest import JSON, Front
 from tests.serve_app.fakes import FakeService
@@ -220,7 +220,7 @@ def test_the_exporter_gets_the_path_of_traces(monkeypatch: pytest.MonkeyPatch) -
             endpoints.append(endpoint)
             return InMemorySpanExporter()
 
-    monkeypatch.setattr("serve_app.observability.otel_export.importlib.import_module", lambda _: Module())
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", Module())
     for endpoint in ("http://c:4318", "http://c:4318/", "http://c:4318/v1/traces"):
         otlp_export(endpoint).close()
     assert set(endpoints) == {"http://c:4318/v1/traces"}
