@@ -20,7 +20,7 @@ from stages.placement import CPU_FLOAT32
 from tests import ROOT
 
 # What is installed for video, serving and its checks, and not there.
-MISSING = ("av", "ray", "fastapi", "pydantic", "uvicorn", "openai", "playwright")
+MISSING = ("av", "ray", "fastapi", "pydantic", "uvicorn", "openai", "playwright", "llguidance")
 PROGRAM = f"""
 import sys
 for name in {MISSING}:

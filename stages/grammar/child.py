@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from stages.grammar.formats import AnswerFormat, grammar_text
-from stages.grammar.limits import MAX_BUILD_S, MAX_MASK_S, MAX_MEMORY_BYTES, parser_limits
+from stages.grammar.limits import MAX_BUILD_S, MAX_MASK_S, MAX_MEMORY_BYTES, PARSER_LIMITS
 
 READY = b"ready\n"
 _PR_SET_PDEATHSIG = 1
@@ -61,7 +61,7 @@ def _reply(asked: dict[str, Any], tokens: Any) -> dict[str, str]:
 def _error_of(grammar: str, tokens: Any, start_s: float) -> str:
     """Returns why a grammar is refused; empty if it is not. start_s: CPU time at which its work began."""
 
-    matcher = LLMatcher(tokens, grammar, log_level=0, limits=parser_limits())
+    matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
     if time.process_time() - start_s > MAX_BUILD_S:
         return f"it took more than {MAX_BUILD_S} s to build"
     error: str = matcher.get_error()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from llguidance import LLParserLimits
-
 # Of a format as JSON: bytes, and how deep its lists and objects lie in each other.
 MAX_FORMAT_BYTES = 1 << 17
 MAX_DEPTH = 60
@@ -15,8 +13,9 @@ MAX_BUILD_S = 1.0
 MAX_MASK_S = 0.1
 MAX_MEMORY_BYTES = 1 << 29
 
-# Of the library, for each answer: what grows with a grammar is bounded when it is built and at every token.
-_PARSER: dict[str, Any] = {
+# Of an answer, as the library's LLParserLimits: what grows with a grammar is bounded when it is built and at
+# every token.
+PARSER_LIMITS: dict[str, Any] = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 50_000,
@@ -26,8 +25,3 @@ _PARSER: dict[str, Any] = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,  # the texts of errors reach clients and logs
 }
-
-
-def parser_limits() -> Any:
-    """Returns the limits as llguidance takes them."""
-    return LLParserLimits(**_PARSER)

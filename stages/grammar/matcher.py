@@ -6,7 +6,7 @@
                         or bits of those that may               mask(drafted)
 
 What a matcher knows follows from the tokens of its answer alone: another worker that gets these continues in
-the same state.
+the same state. The library is imported by the first grammar: `make gpu` runs where it is not installed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ from functools import cached_property
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
-from llguidance import LLMatcher
-from llguidance.hf import from_tokenizer
-
 from epd.errors import RequestError
-from stages.grammar.limits import parser_limits
+from stages.grammar.limits import PARSER_LIMITS
 
 _MAX_KEPT = 64
 _MAX_SHOWN = 300  # characters of the library's message
@@ -62,18 +59,18 @@ class GrammarBuilder:
 
     @cached_property
     def _tokens(self) -> Any:
-
         if not self._eos_ids:
             raise RequestError(
                 "the checkpoint names no token that ends an answer; allowed: answers in any format; "
                 "leave the format out"
             )
-        return from_tokenizer(self._tokenizer, eos_token=sorted(self._eos_ids))
+        return _library().hf.from_tokenizer(self._tokenizer, eos_token=sorted(self._eos_ids))
 
     def _built(self, grammar: str) -> BuiltGrammar:
         """Builds in the thread. Raises RequestError."""
-
-        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=parser_limits())
+        library = _library()
+        limits = library.LLParserLimits(**PARSER_LIMITS)
+        matcher = library.LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # the first step of every copy
         if matcher.is_error():
             raise _refused(matcher.get_error(), 0)
@@ -151,6 +148,12 @@ class TokenMatcher:
             self._num_taken += len(self._pending)
             self._pending.clear()
         return self._matcher
+
+
+def _library() -> Any:
+    import llguidance.hf
+
+    return llguidance
 
 
 def _refused(message: str, num_tokens: int) -> RequestError:
