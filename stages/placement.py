@@ -20,7 +20,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_N
 class Placement:
     """Says where a model runs, and in which type its weights, activations and caches are.
 
-    device: the CPU, or one GPU
+    device: the CPU, or one GPU by its number, which torch's questions about memory need
     dtype: a floating-point type that the device computes in
     """
 
@@ -31,7 +31,7 @@ class Placement:
     def resolve(cls, device: str = "auto", dtype: str = "auto", model_path: Path | None = None) -> Self:
         """Returns the placement that these options mean on this machine.
 
-        device: auto, cpu, cuda or cuda:N; auto is a GPU where there is one
+        device: auto, cpu, cuda or cuda:N; cuda is the first GPU, and auto that one where there is one
         dtype: auto, or a name of DTYPES; auto is the checkpoint's own type on a GPU and float32 on a CPU
         model_path: the folder of the checkpoint, read if the type depends on it
         Raises RequestError for names that are unknown, and for what this machine does not have.
@@ -57,11 +57,12 @@ CPU_FLOAT32 = Placement(torch.device("cpu"), torch.float32)
 def _device(name: str) -> torch.device:
     check_device(name)
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
-    if device.type == "cuda":
-        _check_gpu(device)
-    return device
+    if device.type != "cuda":
+        return device
+    _check_gpu(device)
+    return torch.device("cuda", device.index or 0)
 
 
 def _check_gpu(device: torch.device) -> None:

@@ -40,7 +40,7 @@ def test_a_machine_without_gpus_computes_in_float32() -> None:
 @pytest.mark.usefixtures("gpus")
 def test_a_gpu_computes_in_the_type_of_the_checkpoint(tmp_path: Path, config: dict[str, Any]) -> None:
     path = checkpoint(tmp_path, config)
-    assert Placement.resolve(model_path=path) == Placement(torch.device("cuda"), torch.float16)
+    assert Placement.resolve(model_path=path) == Placement(torch.device("cuda:0"), torch.float16)
     assert Placement.resolve("cuda:1", "float32", path) == Placement(torch.device("cuda:1"), torch.float32)
     assert Placement.resolve("cpu", "auto", path) == CPU_FLOAT32
 
