@@ -15,7 +15,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms.v2 import functional as tvf
 from transformers.utils.import_utils import is_torchvision_greater_or_equal
@@ -44,7 +46,7 @@ from epd.reduction import TowerMerge
 from epd.types import MediaKind
 
 # Pillow's number of a filter: torchvision's name. As in transformers, an older torchvision takes bicubic for
-# Lanczos, which it lacks.
+# Lanczos, which it lacks; transformers' processors of images are those of Pillow then.
 _HAS_LANCZOS = is_torchvision_greater_or_equal("0.27")
 _INTERPOLATION = {
     1: tvf.InterpolationMode.LANCZOS if _HAS_LANCZOS else tvf.InterpolationMode.BICUBIC,
@@ -79,15 +81,23 @@ class TileSpec:
     side: pixels of a tile's edge.
     mean, std: of the channels, on the 0..255 scale.
     resample: Pillow's number of the filter.
+    is_pillow: whether the processor resizes with Pillow, which rounds otherwise than torchvision.
     """
 
     side: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     resample: int
+    is_pillow: bool = False
 
     def resize(self, pixels: Tensor, height: int, width: int) -> Tensor:
         """Resizes uint8 [N, H, W, 3] to uint8 [N, height, width, 3] by the processor's filter."""
+        if self.is_pillow:
+            images = (
+                Image.fromarray(each.numpy()).resize((width, height), Image.Resampling(self.resample))
+                for each in pixels
+            )
+            return torch.from_numpy(np.stack([np.asarray(image) for image in images]))
         resized: Tensor = tvf.resize(
             pixels.permute(0, 3, 1, 2),
             [height, width],
@@ -122,6 +132,7 @@ def tile_spec(processor: Any, side: int) -> TileSpec:
         mean=tuple((torch.tensor(processor.image_mean) * scale).tolist()),
         std=tuple((torch.tensor(processor.image_std) * scale).tolist()),
         resample=resample,
+        is_pillow="image_processing_pil" in type(processor).__module__,
     )
 
 
