@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as tvf
 
+from encoders import kernels
 from encoders.adapter import Grid
 from encoders.device import constants
 from encoders.kernels.dispatch import uses_kernels
@@ -97,9 +98,7 @@ def patchify(frames: Tensor, spec: PatchSpec) -> Tensor:
     """
     if not uses_kernels(frames):
         return patchify_plain(frames, spec)
-    from encoders.kernels.patchify import patchify_fused
-
-    return patchify_fused(
+    fused: Tensor = kernels.patchify_fused(
         frames,
         mean=spec.mean,
         std=spec.std,
@@ -107,6 +106,7 @@ def patchify(frames: Tensor, spec: PatchSpec) -> Tensor:
         side=spec.side,
         merge=spec.merge,
     )
+    return fused
 
 
 def patchify_plain(frames: Tensor, spec: PatchSpec) -> Tensor:

@@ -1,14 +1,19 @@
 """Runs the Qwen towers with fewer and larger operations than transformers; what they compute is the same.
 
     patch embedding    a convolution whose stride is its kernel is one matrix product over flat patches
-    attention          runs of patches that attend each other, batched by length:
+    attention          runs of patches that attend each other, batched by length; where lengths differ, on a
+                       GPU in 16 bits, in one call of torch's kernel for runs of any length:
 
     runs    | 64 patches | 64 patches | 32 | 64 patches | 64 patches | 32 |
     calls   one for the four of 64, one for the two of 32
 
-    rotation           queries and keys in place, some patches at a time: in 32 bits all of them would be the
-                       most that a layer holds
+    rotation           queries and keys in place; on a CPU some patches at a time: in 32 bits all of them
+                       would be the most that a layer holds
     gated product      in place too, where a layer has one
+
+On a GPU a layer with a gated product has its norms, rotation and gate computed by one kernel each, and gate
+and up are one matrix. Its width, 3420 for Qwen2.5-VL, is padded with zeros to whole tiles of a GPU: products
+of rows that do not begin at a multiple of 16 bytes are several times as slow.
 
 P patches, H heads, D channels of a head.
 """
@@ -17,19 +22,28 @@ from __future__ import annotations
 
 from functools import lru_cache
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision, rotate_half
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import linear, pad, scaled_dot_product_attention, silu
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VLRMSNorm,
+    apply_rotary_pos_emb_vision,
+    rotate_half,
+)
 
+from encoders import kernels
 from encoders.device import to_device
+from encoders.kernels.dispatch import uses_kernels
 
 _MAX_KEPT = 64
-# Patches that are rotated together: few enough for a CPU's caches, and enough to keep a GPU busy.
-_ROTATED_ON_CPU, _ROTATED_ON_GPU = 512, 16_384
+# Patches that are rotated together: few enough for a CPU's caches.
+_ROTATED_TOGETHER = 512
+_HALF_TYPES = (torch.float16, torch.bfloat16)
+_WIDTH_TILE = 128  # channels between norms of a gated layer on a GPU are a multiple
 
 
 def prepare_tower(tower: nn.Module) -> nn.Module:
@@ -40,7 +54,25 @@ def prepare_tower(tower: nn.Module) -> nn.Module:
         block.attn.forward = MethodType(_attend, block.attn)
         if hasattr(block.mlp, "gate_proj") and parts.config.hidden_act == "silu":
             block.mlp.forward = MethodType(_gate, block.mlp)
+            if type(block.norm1) is Qwen2_5_VLRMSNorm:
+                block.forward = MethodType(_run_gated_block, block)
     return tower
+
+
+def _run_gated_block(module: Any, hidden_states: Tensor, **inputs: Any) -> Tensor:
+    """Runs a layer whose norms are RMS norms. hidden_states: [P, C], overwritten on a GPU."""
+    if torch.is_grad_enabled() or not uses_kernels(hidden_states):
+        found: Tensor = type(module).forward(module, hidden_states, **inputs)
+        return found
+    attended = module.attn(_normed(module.norm1, hidden_states, None), **inputs)
+    gated = module.mlp(_normed(module.norm2, hidden_states, attended))
+    return hidden_states.add_(gated)
+
+
+def _normed(norm: Any, residual: Tensor, added: Tensor | None) -> Tensor:
+    """Adds to the residual [P, C] in place on a GPU, and returns its norm."""
+    normed: Tensor = kernels.add_rms_norm_fused(residual, added, norm.weight, norm.variance_epsilon)
+    return normed
 
 
 def _embed_patches(module: Any, patches: Tensor) -> Tensor:
@@ -75,8 +107,10 @@ def rotate(pairs: Tensor, cos: Tensor, sin: Tensor) -> None:
 
     cos, sin: [P, D].
     """
-    rows = _ROTATED_ON_GPU if pairs.is_cuda else _ROTATED_ON_CPU
-    parts = (torch.split(each, rows) for each in (pairs, cos, sin))
+    if uses_kernels(pairs):
+        kernels.rotate_pairs_fused(pairs, cos, sin)
+        return
+    parts = (torch.split(each, _ROTATED_TOGETHER) for each in (pairs, cos, sin))
     for part, part_cos, part_sin in zip(*parts, strict=True):
         values = part.float()
         turned = rotate_half(values).mul_(part_sin[:, None, None].float())
@@ -88,9 +122,47 @@ def _gate(module: Any, hidden_state: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         found: Tensor = type(module).forward(module, hidden_state)
         return found
+    if uses_kernels(hidden_state) and type(module.gate_proj) is nn.Linear:
+        return _gate_in_tiles(module, hidden_state)
     gate = silu(module.gate_proj(hidden_state), inplace=True)
     down: Tensor = module.down_proj(gate.mul_(module.up_proj(hidden_state)))
     return down
+
+
+def _gate_in_tiles(module: Any, hidden_state: Tensor) -> Tensor:
+    """Computes a gated feed-forward layer on a GPU, gate and up as one product. hidden_state: [P, C]."""
+    if not hasattr(module, "tiled"):
+        module.tiled = TiledGate.of(module)
+    tiled: TiledGate = module.tiled
+    gate_up = linear(hidden_state, tiled.gate_up, tiled.gate_up_bias)
+    return linear(kernels.silu_mul_fused(gate_up), tiled.down, module.down_proj.bias)
+
+
+class TiledGate(NamedTuple):
+    """Holds the matrices of a gated layer whose I channels are padded with zeros to I', a multiple of a tile.
+
+    gate_up: [2 I', C]. gate_up_bias: [2 I'], or None. down: [C, I'].
+    """
+
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+
+    @classmethod
+    def of(cls, module: Any) -> Self:
+        """Moves a module's weights there; its own become views of them."""
+        parts, down = (module.gate_proj, module.up_proj), module.down_proj
+        size = down.in_features
+        more = -size % _WIDTH_TILE
+        gate_up = torch.cat([pad(part.weight, (0, 0, 0, more)) for part in parts])
+        biases = None
+        if parts[0].bias is not None:
+            biases = torch.cat([pad(part.bias, (0, more)) for part in parts])
+        tiled = cls(gate_up, biases, pad(down.weight, (0, more)))
+        for index, part in enumerate(parts):
+            part.weight.data = gate_up.narrow(0, index * (size + more), size)
+        down.weight.data = tiled.down.narrow(1, 0, size)
+        return tiled
 
 
 def attend_runs(query: Tensor, key: Tensor, value: Tensor, ends: tuple[int, ...], scale: float) -> Tensor:
@@ -98,6 +170,11 @@ def attend_runs(query: Tensor, key: Tensor, value: Tensor, ends: tuple[int, ...]
     by_length = runs_by_length(ends, query.device)
     if len(by_length) == 1:
         return _attend_alike(query, key, value, by_length[0][0], scale)
+    if uses_kernels(query) and query.dtype in _HALF_TYPES:
+        bounds, longest = _bounds(ends, query.device), by_length[-1][0]
+        attended = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale)
+        assert isinstance(attended, Tensor)  # nothing else was asked for
+        return attended
     out = torch.empty_like(query)
     for length, rows in by_length:
         q, k, v = (each.index_select(0, rows) for each in (query, key, value))
@@ -113,8 +190,15 @@ def _attend_alike(query: Tensor, key: Tensor, value: Tensor, length: int, scale:
 
 @lru_cache(_MAX_KEPT)
 @torch.inference_mode(mode=False)
+def _bounds(ends: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns the ends of runs on the device, int32."""
+    return to_device(torch.tensor(ends, dtype=torch.int32), device)
+
+
+@lru_cache(_MAX_KEPT)
+@torch.inference_mode(mode=False)
 def runs_by_length(ends: tuple[int, ...], device: torch.device) -> tuple[tuple[int, Tensor], ...]:
-    """Returns, for each length of a run, the patches of all runs of that length: int64, run by run."""
+    """Returns the lengths of runs, ascending, each with the patches of all runs of it: int64, run by run."""
     bounds = np.array(ends, np.int64)
     lengths = np.diff(bounds)
     return tuple(

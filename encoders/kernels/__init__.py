@@ -1,1 +1,28 @@
-"""Contains Triton kernels, each beside a plain torch twin that defines its result."""
+"""Contains Triton kernels, each beside a plain torch twin that defines its result.
+
+A kernel is imported at its first use: only machines with a GPU need Triton.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from encoders.kernels.layer_fusions import add_rms_norm_fused, rotate_pairs_fused, silu_mul_fused
+    from encoders.kernels.patchify import patchify_fused
+
+__all__ = ["add_rms_norm_fused", "patchify_fused", "rotate_pairs_fused", "silu_mul_fused"]
+
+_MODULES = {
+    "add_rms_norm_fused": "layer_fusions",
+    "patchify_fused": "patchify",
+    "rotate_pairs_fused": "layer_fusions",
+    "silu_mul_fused": "layer_fusions",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

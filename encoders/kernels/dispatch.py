@@ -1,4 +1,7 @@
-"""Decides whether a Triton kernel or its plain torch twin computes. Triton is not needed to ask."""
+"""Decides whether a Triton kernel or its plain torch twin computes, and checks what it is given.
+
+Triton is not needed to ask.
+"""
 
 from __future__ import annotations
 
@@ -12,3 +15,12 @@ def uses_kernels(tensor: Tensor) -> bool:
     A fake tensor has a shape and a device alone; the twins run on it, which checks both.
     """
     return tensor.is_cuda and not isinstance(tensor, FakeTensor)
+
+
+def check_contiguous(*tensors: Tensor) -> None:
+    """Raises ValueError for tensors that a kernel would read as if their rows followed each other."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"received {tuple(tensor.shape)} with strides {tensor.stride()}; give it in one piece"
+            )

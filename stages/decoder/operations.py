@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from encoders import kernels as shared_kernels
 from encoders.kernels.dispatch import uses_kernels
 from stages import kernels
 from stages.attention.attention import write_kv
@@ -50,7 +51,7 @@ def add_rms_norm(residual: Tensor, added: Tensor | None, norm: RmsNorm) -> Tenso
     residual, added: [T, C]; with None nothing is added.
     """
     if uses_kernels(residual):
-        normed: Tensor = kernels.add_rms_norm_fused(residual, added, norm.weight, norm.eps)
+        normed: Tensor = shared_kernels.add_rms_norm_fused(residual, added, norm.weight, norm.eps)
         return normed
     if added is not None:
         residual.add_(added)
@@ -101,7 +102,7 @@ def rotate(rows: Tensor, rotations: Rotations) -> None:
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Returns silu(gate) * up, [T, I], of gate and up side by side, [T, 2 I]."""
     if uses_kernels(gate_up):
-        product: Tensor = kernels.silu_mul_fused(gate_up)
+        product: Tensor = shared_kernels.silu_mul_fused(gate_up)
         return product
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate).mul_(up)

@@ -12,7 +12,7 @@ from stages.decoder.text_model import TextModel
 
 @dataclass(frozen=True, slots=True)
 class Rotations:
-    """Holds cosines and sines of a pass, in the type of its rows.
+    """Holds cosines and sines of a pass, in the type of its rows; each in one piece, as the kernel reads it.
 
     cos: [T, 1, 1, D / 2]. sin: [T, 1, 2, D / 2], negative for the first half of a head.
     """
@@ -27,7 +27,7 @@ class Rotations:
         if model.row_of_frequency is None or len(turned) == 1:
             angles = turned[0, :, None] * model.inv_freq
         else:
-            angles = turned.index_select(0, model.row_of_frequency).t() * model.inv_freq
+            angles = turned.t().index_select(1, model.row_of_frequency) * model.inv_freq
         cos, sin = angles.cos(), angles.sin()
         if model.rope_scale != 1.0:
             cos, sin = cos * model.rope_scale, sin * model.rope_scale

@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 
 from encoders.device import to_device
+from encoders.kernels.dispatch import uses_kernels
 from epd.kv.kv_cache import BlockCopy
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket
 from epd.types import ceil_div
+from stages import kernels
 from stages.engine.pool_memory import pool_memory
-from stages.engine.slot_runs import TokenRun, slot_runs
+from stages.engine.slot_runs import SlotRuns, TokenRun, slot_runs
 from stages.rank import ALONE, Rank
 
 # What lies in one piece of memory: a block with all its layers, which is copied at once to and from a GPU and
@@ -140,9 +142,7 @@ class KVPool:
             raise ValueError(f"cannot copy tokens of {source.layout} into a pool of {self.layout}")
         sizes = source.block_size, self.block_size
         runs = slot_runs(source_slots.numpy(), target_slots.numpy(), *sizes)
-        for run in runs.blocks:
-            blocks = source.storage[run.source : run.source + run.num_blocks]
-            self.storage[run.target : run.target + run.num_blocks].copy_(blocks, non_blocking=True)
+        self._copy_whole(source, runs)
         num_tokens = runs.slots.shape[1]
         is_host = self.storage.device.type == "cpu" == source.storage.device.type
         least_mean = _LEAST_MEAN_RUN if is_host else self.block_size
@@ -150,6 +150,18 @@ class KVPool:
             self._copy_tokens(source, runs.tokens)
         else:
             self._copy_slots(source, *map(torch.from_numpy, runs.slots))
+
+    def _copy_whole(self, source: KVPool, runs: SlotRuns) -> None:
+        """Copies whole blocks: inside of a GPU by one kernel, else by a copy for each run of them."""
+        ours, theirs = self.storage, source.storage
+        is_near = ours.device == theirs.device and uses_kernels(ours)
+        if is_near and ours.is_contiguous() and theirs.is_contiguous() and runs.whole.size:
+            there, here = to_device(torch.from_numpy(runs.whole), ours.device)
+            kernels.copy_blocks_fused(theirs, ours, there, here)
+            return
+        for run in runs.blocks():
+            blocks = theirs[run.source : run.source + run.num_blocks]
+            ours[run.target : run.target + run.num_blocks].copy_(blocks, non_blocking=True)
 
     def _copy_tokens(self, source: KVPool, runs: Sequence[TokenRun]) -> None:
         """Copies tokens where several of a block go to one block: without a temporary."""

@@ -34,11 +34,26 @@ class TokenRun:
 
 @dataclass(frozen=True, slots=True)
 class SlotRuns:
-    """Lists the pieces of a copy. slots: source and target, int64 [2, N], of the tokens in no whole block."""
+    """Lists the pieces of a copy.
 
-    blocks: tuple[BlockRun, ...]
+    whole: source and target, int64 [2, B], of whole blocks.
+    slots: source and target, int64 [2, N], of the tokens in no whole block. tokens: the same in pieces.
+    """
+
+    whole: Int64Array
     tokens: tuple[TokenRun, ...]
     slots: Int64Array
+
+    def blocks(self) -> list[BlockRun]:
+        """Lists the runs of whole blocks, of which these go to those."""
+        sources, targets = self.whole
+        is_cut = (np.diff(sources) != 1) | (np.diff(targets) != 1)
+        starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(sources)), np.bool_), is_cut]))
+        counts = np.diff(starts, append=len(sources))
+        return [
+            BlockRun(int(sources[start]), int(targets[start]), int(count))
+            for start, count in zip(starts, counts, strict=True)
+        ]
 
 
 def slot_runs(sources: Int64Array, targets: Int64Array, source_size: int, target_size: int) -> SlotRuns:
@@ -56,17 +71,6 @@ def slot_runs(sources: Int64Array, targets: Int64Array, source_size: int, target
         TokenRun(int(sources[start]), int(targets[start]), int(length))
         for start, length in zip(starts[~is_whole], lengths[~is_whole], strict=True)
     ]
-    whole = starts[is_whole]
-    blocks = _block_runs(sources[whole] // source_size, targets[whole] // target_size)
-    return SlotRuns(tuple(blocks), tuple(tokens), np.stack([sources[is_loose], targets[is_loose]]))
-
-
-def _block_runs(sources: Int64Array, targets: Int64Array) -> list[BlockRun]:
-    """Lists the runs of whole blocks, of which these go to those."""
-    is_cut = (np.diff(sources) != 1) | (np.diff(targets) != 1)
-    starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(sources)), np.bool_), is_cut]))
-    counts = np.diff(starts, append=len(sources))
-    return [
-        BlockRun(int(sources[start]), int(targets[start]), int(count))
-        for start, count in zip(starts, counts, strict=True)
-    ]
+    first = starts[is_whole]
+    whole = np.stack([sources[first] // source_size, targets[first] // target_size])
+    return SlotRuns(whole, tuple(tokens), np.stack([sources[is_loose], targets[is_loose]]))

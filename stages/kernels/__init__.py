@@ -9,28 +9,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stages.kernels.block_copies import copy_blocks_fused
     from stages.kernels.kv_slots import write_slots
-    from stages.kernels.layer_fusions import add_rms_norm_fused, norm_rotate_write_fused, silu_mul_fused
+    from stages.kernels.norm_rotate_write import norm_rotate_write_fused
     from stages.kernels.paged_attention import attend_tiles
     from stages.kernels.quantized_products import fp8_product, int4_product
 
 __all__ = [
-    "add_rms_norm_fused",
     "attend_tiles",
+    "copy_blocks_fused",
     "fp8_product",
     "int4_product",
     "norm_rotate_write_fused",
-    "silu_mul_fused",
     "write_slots",
 ]
 
 _MODULES = {
-    "add_rms_norm_fused": "layer_fusions",
     "attend_tiles": "paged_attention",
+    "copy_blocks_fused": "block_copies",
     "fp8_product": "quantized_products",
     "int4_product": "quantized_products",
-    "norm_rotate_write_fused": "layer_fusions",
-    "silu_mul_fused": "layer_fusions",
+    "norm_rotate_write_fused": "norm_rotate_write",
     "write_slots": "kv_slots",
 }
 

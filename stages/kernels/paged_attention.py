@@ -24,13 +24,18 @@ from stages.kernels.tiling import LEAST_ROWS, next_power_of_2
 
 @triton.jit  # type: ignore[untyped-decorator] # Triton is untyped
 def _load_keys(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
-    cache, token, is_key, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+    cache, token, is_key, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ARE_ALL: tl.constexpr
 ):
     """Loads keys or values of one head at offsets `token`, [BLOCK_N, BLOCK_D]; zeros where there is none."""
     dim = tl.arange(0, BLOCK_D)
-    return tl.load(
-        cache + token[:, None] + dim[None, :], mask=is_key[:, None] & (dim < HEAD_DIM)[None, :], other=0.0
-    )
+    place = cache + token[:, None] + dim[None, :]
+    if ARE_ALL and HEAD_DIM == BLOCK_D:
+        loaded = tl.load(place)
+    elif ARE_ALL:
+        loaded = tl.load(place, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    else:
+        loaded = tl.load(place, mask=is_key[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    return loaded
 
 
 @triton.jit
@@ -44,6 +49,47 @@ def _absorb(scores, v, highest, total, weighted):  # type: ignore[no-untyped-def
     total = total * shrink + tl.sum(weights, 1)
     weighted = weighted * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
     return new_highest, total, weighted
+
+
+@triton.jit  # type: ignore[untyped-decorator] # Triton is untyped
+def _attend_keys(  # type: ignore[no-untyped-def] # arguments are pointers, numbers and blocks of numbers
+    state,
+    q,
+    keys,
+    values,
+    start,
+    high,
+    last_key,
+    blocks_of_table,
+    entry_stride,
+    block_stride,
+    slot_stride,
+    head_start,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UPCAST: tl.constexpr,
+    IS_SEEN: tl.constexpr,
+):
+    """Performs one step of a tile, from key `start` on. IS_SEEN: every row sees all of its BLOCK_N keys."""
+    highest, total, weighted = state
+    key = start + tl.arange(0, BLOCK_N)
+    is_key = key < high
+    entry = blocks_of_table + key // BLOCK_SIZE * entry_stride
+    block = tl.load(entry) if IS_SEEN else tl.load(entry, mask=is_key, other=0)
+    held = block.to(tl.int64) * block_stride + key % BLOCK_SIZE * slot_stride + head_start
+    k = _load_keys(keys, held, is_key, HEAD_DIM, BLOCK_D, IS_SEEN)
+    v = _load_keys(values, held, is_key, HEAD_DIM, BLOCK_D, IS_SEEN)
+    if UPCAST:
+        k = k.to(tl.float32)
+        v = v.to(tl.float32)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    if not IS_SEEN:
+        is_seen = is_key[None, :] & (key[None, :] <= last_key[:, None])
+        scores = tl.where(is_seen, scores, float("-inf"))
+    return _absorb(scores, v, highest, total, weighted)
 
 
 @triton.jit(do_not_specialize=["table_stride", "entry_stride"])  # type: ignore[untyped-decorator] # Triton is untyped
@@ -74,8 +120,10 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
+    LEAST_TALL: tl.constexpr,
 ):
-    item = items + tl.program_id(0) * 7
+    # The last first: of a chunk these attend most keys, and would be waited for at the end.
+    item = items + (tl.num_programs(0) - 1 - tl.program_id(0)) * 7
     table = tl.load(item)
     first_row = tl.load(item + 1)
     num_rows = tl.load(item + 2)
@@ -87,7 +135,8 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
     token = row // GROUP
     head = kv_head * GROUP + row % GROUP
     is_row = (row < TOKENS * GROUP) & (token < num_rows)
-    last_key = tl.load(item + 3) + token
+    first_last = tl.load(item + 3)
+    last_key = first_last + token
     dim = tl.arange(0, BLOCK_D)
     is_value = is_row[:, None] & (dim < HEAD_DIM)[None, :]
     packed = tl.load(rows + first_row + token, mask=is_row, other=0).to(tl.int64)
@@ -99,24 +148,24 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(low, high, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        is_key = key < high
-        block = tl.load(
-            block_tables + table.to(tl.int64) * table_stride + key // BLOCK_SIZE * entry_stride,
-            mask=is_key,
-            other=0,
-        )
-        held = block.to(tl.int64) * block_stride + key % BLOCK_SIZE * slot_stride + kv_head * head_stride
-        k = _load_keys(keys, held, is_key, HEAD_DIM, BLOCK_D)
-        v = _load_keys(values, held, is_key, HEAD_DIM, BLOCK_D)
-        if UPCAST:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        is_seen = is_key[None, :] & (key[None, :] <= last_key[:, None])
-        scores = tl.where(is_seen, scores, float("-inf"))
-        highest, total, weighted = _absorb(scores, v, highest, total, weighted)
+    state = (highest, total, weighted)
+    blocks_of_table = block_tables + table.to(tl.int64) * table_stride
+    head_start = kv_head * head_stride
+    masked = low
+    if BLOCK_M >= LEAST_TALL:
+        # What the first token sees all others see: of a long context nearly every step needs no mask.
+        masked += tl.maximum(tl.minimum(high, first_last + 1) - low, 0) // BLOCK_N * BLOCK_N
+        for start in range(low, masked, BLOCK_N):
+            state = _attend_keys(
+                state, q, keys, values, start, high, last_key, blocks_of_table, entry_stride, block_stride,
+                slot_stride, head_start, scale_log2, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, UPCAST, True,
+            )  # fmt: skip
+    for start in range(masked, high, BLOCK_N):
+        state = _attend_keys(
+            state, q, keys, values, start, high, last_key, blocks_of_table, entry_stride, block_stride,
+            slot_stride, head_start, scale_log2, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, UPCAST, False,
+        )  # fmt: skip
+    highest, total, weighted = state
 
     divisor = tl.where(total == 0.0, 1.0, total)
     at = head[:, None] * HEAD_DIM + dim[None, :]
@@ -174,6 +223,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and 
 
 
 _HEADS_PER_MERGE = 8
+_LEAST_TALL = 64  # rows of tiles of chunks
 
 
 def attend_tiles(
@@ -221,6 +271,7 @@ def attend_tiles(
             BLOCK_N=tile.block_n,
             BLOCK_D=tile.block_d,
             UPCAST=not query.is_cuda,  # the interpreter multiplies bfloat16 as if it were integers
+            LEAST_TALL=_LEAST_TALL,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )

@@ -1,6 +1,7 @@
 """Chooses the tiles of the attention kernel: by chip, type, new tokens, head size, and heads of a KV head.
 
-`make kernels` prints what the compiler makes of each entry of the table. They are not tuned on a GPU.
+`make kernels` prints what the compiler makes of each entry of the table. Those of an H100 for heads of 65 to
+128 channels were the fastest of the six and seven that were tried on one; the others are not tuned.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _EXACT = _Sizes(16, 32, 8, 2), _Sizes(16, 32, 8, 2), _Sizes(16, 16, 8, 2)
 _TABLE: Mapping[int, Mapping[Kind, tuple[_Sizes, _Sizes, _Sizes]]] = {
     90: {
         "exact": _EXACT,
-        "short": (_Sizes(16, 64, 4, 3), _Sizes(16, 64, 4, 3), _Sizes(16, 32, 4, 3)),
-        "tall": (_Sizes(128, 64, 8, 3), _Sizes(128, 64, 8, 3), _Sizes(64, 32, 8, 3)),
+        "short": (_Sizes(16, 64, 4, 3), _Sizes(16, 128, 4, 3), _Sizes(16, 32, 4, 3)),
+        "tall": (_Sizes(128, 64, 8, 3), _Sizes(64, 64, 4, 3), _Sizes(64, 32, 8, 3)),
     },
     80: {
         "exact": _EXACT,

@@ -10,7 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel,
+    apply_rotary_pos_emb_vision,
+)
 
 from encoders.adapter import Grid, PatchRun
 from encoders.device import CPU
@@ -20,6 +24,7 @@ from stages.peak_memory import peak_bytes
 from tests.encoders.families import Family
 from tests.encoders.tolerances import assert_same_but_for_batching
 
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 NAMES = ("qwen2_5_vl", "qwen3_vl")
 BATCHES = [(Grid(1, 4, 4),), (Grid(3, 12, 10),), (Grid(2, 6, 14), Grid(1, 6, 14))]
 
@@ -52,6 +57,38 @@ def test_a_tower_gives_what_transformers_gives(
         assert_same_but_for_batching(one, other)
 
 
+def compare_fused(device: str, dtype: torch.dtype) -> None:
+    """A tower by kernels, interpreted on a CPU, against the published one, in 32 bits.
+
+    Its gates have 20 channels, padded to 128. Windows of four patches a side leave runs of several lengths.
+    """
+    torch.manual_seed(0)
+    config = Qwen2_5_VLVisionConfig(
+        depth=2, hidden_size=32, intermediate_size=20, num_heads=2, out_hidden_size=24, patch_size=4,
+        spatial_patch_size=4, window_size=16, fullatt_block_indexes=[1],
+    )  # fmt: skip
+    published = Qwen2_5_VisionTransformerPretrainedModel(config).eval()
+    tower: Any = qwen_tower.prepare_tower(as_published(published)).to(device, dtype)
+    grid = torch.tensor([[2, 6, 10]])
+    patches = torch.randn(int(grid.prod()), 3 * 2 * 4 * 4)
+    with torch.inference_mode():
+        theirs = published(patches, grid).pooler_output
+        with patch.object(qwen_tower, "uses_kernels", lambda _: True):
+            first, again = (tower(patches.to(device, dtype), grid.to(device)).pooler_output for _ in "12")
+    assert torch.equal(first, again), "weights are padded once"
+    weights = tower.blocks[0].mlp.up_proj.weight, published.blocks[0].mlp.up_proj.weight
+    assert torch.equal(weights[0].cpu().float(), weights[1].to(dtype).float()), "their places are views"
+    difference = (first.cpu().float() - theirs).abs().max() / theirs.abs().max()
+    assert difference < TOLERANCE[dtype], difference
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU in this machine")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_tower_by_kernels_gives_what_transformers_gives(dtype: torch.dtype) -> None:
+    compare_fused("cuda", dtype)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_attends_once_for_each_length_of_a_run(families: dict[str, Family], name: str) -> None:
     family = families[name]
@@ -76,7 +113,7 @@ def test_rotation_in_place_is_that_of_transformers(dtype: torch.dtype) -> None:
     qkv, angles = torch.randn(10, 3, 2, 8, dtype=dtype), torch.randn(10, 8)
     wanted = apply_rotary_pos_emb_vision(qkv[:, 0], qkv[:, 1], angles.cos(), angles.sin())
     value = qkv[:, 2].clone()
-    with patch.object(qwen_tower, "_ROTATED_ON_CPU", 4):
+    with patch.object(qwen_tower, "_ROTATED_TOGETHER", 4):
         qwen_tower.rotate(qkv[:, :2], angles.cos(), angles.sin())
     assert all(torch.equal(*each) for each in zip(qkv.unbind(1), (*wanted, value), strict=True))
 
@@ -94,7 +131,7 @@ def test_a_layer_holds_less_than_transformers_own(
     held = []
     for each in (qwen_tower.prepare_tower(as_published(tower)), as_published(tower)):
         layer: Any = each.bfloat16().blocks[0]  # type: ignore[index]
-        with torch.inference_mode(), patch.object(qwen_tower, "_ROTATED_ON_CPU", 64):
+        with torch.inference_mode(), patch.object(qwen_tower, "_ROTATED_TOGETHER", 64):
             held.append(peak_bytes(partial(layer, hidden, cu_seqlens=ends, position_embeddings=turns)))
     assert held[0] < most * held[1], held
 

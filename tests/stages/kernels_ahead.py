@@ -35,13 +35,15 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from encoders.device import constants
+from encoders.kernels.layer_fusions import add_rms_norm_fused, rotate_pairs_fused, silu_mul_fused
 from encoders.kernels.patchify import patchify_fused
 from epd.machine import usable_cpus
 from stages.attention.attention import AttentionBatch
 from stages.attention.device import DeviceHeads, DevicePlan
 from stages.attention.warm_up import warm_up
+from stages.kernels.block_copies import copy_blocks_fused
 from stages.kernels.kv_slots import write_slots
-from stages.kernels.layer_fusions import add_rms_norm_fused, norm_rotate_write_fused, silu_mul_fused
+from stages.kernels.norm_rotate_write import norm_rotate_write_fused
 from stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
 from stages.kernels.quantized_products import fp8_product, int4_product
 
@@ -206,6 +208,10 @@ def fusion_launches(heads: tuple[int, int, int], dtype: torch.dtype, *, has_norm
             torch.empty(rows, dtype=torch.int64, device="cuda"),
         )
         silu_mul_fused(empty(rows, 2 * gates))
+        turns = torch.empty(rows, dim, device="cuda")
+        rotate_pairs_fused(empty(rows, 3, kv_heads, dim)[:, :2], turns, turns)
+        blocks = torch.empty(4, dtype=torch.int64, device="cuda")
+        copy_blocks_fused(storage, storage, blocks, blocks)
 
     return recorded(launch)
 

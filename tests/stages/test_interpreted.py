@@ -27,7 +27,9 @@ for name, part in PARTS.items():
         print(name, repr(traceback.format_exc()))
 """
 INTERPRETED = """
+import torch
 from tests.encoders import test_kernels as patches
+from tests.encoders import test_qwen_tower as towers
 from tests.stages.attention import test_kernels as attention
 from tests.stages.decoder import test_fusions as fusions
 from tests.stages.decoder import test_quantized_products as products
@@ -43,6 +45,7 @@ PARTS = {
     "attention": compare_attention,
     "refilled": lambda: attention.compare_refilled("cpu"),
     "moves": lambda: attention.compare_moves("cpu"),
+    "tower": lambda: towers.compare_fused("cpu", torch.float32),
     "fusions": lambda: fusions.compare_all("cpu"),
     "products": lambda: products.compare_all("cpu"),
     "bytes": lambda: products.compare_every_byte("cpu"),
@@ -93,7 +96,8 @@ def without_triton() -> dict[str, str]:
         ("attention", len(PASSES)),
         ("refilled", None),
         ("moves", None),
-        ("fusions", 9 * len(SHAPES)),
+        ("tower", None),
+        ("fusions", 12 * len(SHAPES)),
         ("products", len(PRODUCTS)),
         ("bytes", True),
     ],

@@ -32,8 +32,8 @@ SHAPES = [
 ]
 ATTENTION = {"_attend_kernel", "_merge_kernel", "_write_kernel"}
 KERNELS = ATTENTION | {
-    "_add_rms_norm_kernel", "_fp8_product_kernel", "_int4_product_kernel", "_norm_rotate_write_kernel",
-    "_patchify_kernel", "_silu_mul_kernel",
+    "_add_rms_norm_kernel", "_copy_kernel", "_fp8_product_kernel", "_int4_product_kernel",
+    "_norm_rotate_write_kernel", "_patchify_kernel", "_rotate_pairs_kernel", "_silu_mul_kernel",
 }  # fmt: skip
 
 

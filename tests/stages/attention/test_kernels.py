@@ -55,6 +55,7 @@ PASSES = [
     Pass(((1, 40), *[(1, 530 + i) for i in range(3)]), (32, 1, 16), 16, num_shared=32),
     Pass(((1, 40), (12, 30)), (4, 2, 32), 4, torch.float16),
     Pass(((1, 40), (12, 30)), (4, 2, 32), 4, torch.bfloat16),
+    Pass(((40, 300), (9, 200), (20, 20)), (4, 2, 24), 16, torch.float16),  # most keys are seen by every row
 ]
 LARGE_PASSES = [
     Pass(tuple((1, 200 + 87 * i) for i in range(32)), (28, 4, 128), 16),
@@ -168,7 +169,8 @@ def refilled(batch: AttentionBatch, heads: DeviceHeads, num_rows: int, max_block
 
 
 def compare_moves(device: str, dtype: torch.dtype = torch.float32) -> None:
-    """Writing, bit by bit; keys come as transposed views, as from transformers."""
+    """Writing, bit by bit; keys are transposed views, as from transformers. Then blocks of another pool."""
+    from stages.kernels.block_copies import copy_blocks_fused
     from stages.kernels.kv_slots import write_slots
 
     torch.manual_seed(0)
@@ -179,6 +181,11 @@ def compare_moves(device: str, dtype: torch.dtype = torch.float32) -> None:
     for plane, rows in enumerate((keys, values)):
         for slot, row in zip(slots.tolist(), rows, strict=True):
             twin[slot // 4, 1, plane, slot % 4] = row
+    assert torch.equal(ours, twin)
+    theirs = torch.randn(6, 2, 2, 4, 3, 40).to(device, dtype)
+    read, written = torch.tensor([5, 0, 3], device=device), torch.tensor([1, 7, 4], device=device)
+    copy_blocks_fused(theirs, ours, read, written)
+    twin[written] = theirs[read]
     assert torch.equal(ours, twin)
 
 

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 
 from stages.decoder.operations import RmsNorm, add_rms_norm, norm_rotate_write, rotate, silu_mul
 from stages.decoder.rotary import Rotations
+from stages.decoder.text_model import text_model
+from tests.stages.decoder.text_models import CONFIGS
 
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
 on_gpu = pytest.mark.skipif(not HAS_GPU, reason="no GPU in this machine")
@@ -33,7 +36,8 @@ def compare_all(device: str) -> int:
             compare_norm(width, dtype, device)
             compare_rotation(heads, has_norms, dtype, device)
             compare_gate(gates, dtype, device)
-            num_compared += 3
+            compare_pairs(heads, dtype, device)
+            num_compared += 4
     return num_compared
 
 
@@ -46,7 +50,7 @@ def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def compare_norm(width: int, dtype: torch.dtype, device: str) -> None:
-    from stages.kernels.layer_fusions import add_rms_norm_fused
+    from encoders.kernels.layer_fusions import add_rms_norm_fused
 
     rows, added, weight = (
         drawn(5, width, dtype=dtype),
@@ -62,7 +66,7 @@ def compare_norm(width: int, dtype: torch.dtype, device: str) -> None:
 
 
 def compare_rotation(heads: tuple[int, int, int], has_norms: bool, dtype: torch.dtype, device: str) -> None:
-    from stages.kernels.layer_fusions import norm_rotate_write_fused
+    from stages.kernels.norm_rotate_write import norm_rotate_write_fused
 
     num_heads, num_kv_heads, dim = heads
     qkv = drawn(5, (num_heads + 2 * num_kv_heads) * dim, dtype=dtype)
@@ -88,15 +92,49 @@ def compare_rotation(heads: tuple[int, int, int], has_norms: bool, dtype: torch.
 
 
 def compare_gate(size: int, dtype: torch.dtype, device: str) -> None:
-    from stages.kernels.layer_fusions import silu_mul_fused
+    from encoders.kernels.layer_fusions import silu_mul_fused
 
     gate_up = drawn(5, 2 * size, dtype=dtype)
     assert close(silu_mul_fused(gate_up.to(device)), silu_mul(gate_up.float()))
 
 
+def compare_pairs(heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    """Queries and keys of a tower: the values beside them stay as they are."""
+    from encoders.families import qwen_tower
+    from encoders.kernels.layer_fusions import rotate_pairs_fused
+
+    num_heads, _, dim = heads
+    qkv, angles = drawn(5, 3, 2 * num_heads, dim, dtype=dtype), torch.randn(5, dim)
+    ours, theirs = qkv.to(device, copy=True), qkv.float()
+    rotate_pairs_fused(ours[:, :2], angles.cos().to(device), angles.sin().to(device))
+    qwen_tower.rotate(theirs[:, :2], angles.cos(), angles.sin())
+    assert close(ours, theirs)
+
+
+def test_rotations_of_three_rows_are_in_one_piece() -> None:
+    """The kernel reads them row by row, whichever way they were computed."""
+    known = text_model(AutoModelForImageTextToText.from_config(CONFIGS["qwen2.5-vl"]()).get_decoder())
+    assert known is not None
+    rotations = Rotations.of(known, torch.arange(15).view(3, 5), torch.float32)
+    assert rotations.cos.is_contiguous()
+    assert rotations.sin.is_contiguous()
+
+
+def test_a_kernel_refuses_rows_that_lie_apart() -> None:
+    pytest.importorskip("triton")
+    from encoders.kernels.layer_fusions import silu_mul_fused
+    from stages.kernels.norm_rotate_write import norm_rotate_write_fused
+
+    heads, cos, caches = torch.zeros(3, 4, 8), torch.zeros(4, 3).t(), (torch.zeros(1, 4, 1, 8),) * 2
+    with pytest.raises(ValueError, match="in one piece"):
+        norm_rotate_write_fused(heads, (2, 1), None, 0.0, cos, torch.zeros(3, 2, 4), caches, torch.arange(3))
+    with pytest.raises(ValueError, match="in one piece"):
+        silu_mul_fused(torch.zeros(8, 4).t())
+
+
 @on_gpu
 def test_the_compiled_kernels_equal_their_twins() -> None:
-    assert compare_all("cuda") == 9 * len(SHAPES)
+    assert compare_all("cuda") == 12 * len(SHAPES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

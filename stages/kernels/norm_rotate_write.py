@@ -1,66 +1,16 @@
-"""Computes what lies between the matrix products of a decoder layer on a GPU, by one kernel each.
+"""Norms and rotates queries and keys on a GPU, and writes keys and values to the cache, by one kernel.
 
-    add_rms_norm        one program for each row
-    norm_rotate_write   one program for each head of a token: queries and keys are normed and rotated in
-                        place, keys and values go to their slot of the cache
-    silu_mul            one program for a piece of a row
-
-Import this module only where Triton is. The twins in plain torch: `stages/decoder/operations.py`.
+One program for each head of a token. Import this module only where Triton is. The twin in plain torch:
+`norm_rotate_write` in `stages/decoder/operations.py`.
 """
 
 from __future__ import annotations
 
-import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-_MOST_VALUES = 1024  # of a row of gates that a program computes
-
-
-@triton.jit  # type: ignore[untyped-decorator] # Triton is untyped
-def _add_rms_norm_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
-    residual,
-    added,
-    weight,
-    out,
-    size,
-    eps,
-    HAS_ADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    start = tl.program_id(0).to(tl.int64) * size
-    at = tl.arange(0, BLOCK)
-    inside = at < size
-    values = tl.load(residual + start + at, mask=inside, other=0.0).to(tl.float32)
-    if HAS_ADDED:
-        values += tl.load(added + start + at, mask=inside, other=0.0).to(tl.float32)
-        total = values.to(residual.dtype.element_ty)
-        tl.store(residual + start + at, total, mask=inside)
-        values = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, 0) / size + eps)
-    normed = values * scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + start + at, normed.to(out.dtype.element_ty), mask=inside)
-
-
-def add_rms_norm_fused(residual: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Adds to `residual` [T, C] in place, and returns its RMS norm. All are contiguous."""
-    out = torch.empty_like(residual)
-    size = residual.shape[1]
-    block = int(triton.next_power_of_2(size))
-    if len(residual):
-        _add_rms_norm_kernel[(len(residual),)](
-            residual,
-            residual if added is None else added,
-            weight,
-            out,
-            size,
-            eps,
-            HAS_ADDED=added is not None,
-            BLOCK=block,
-            num_warps=8 if block > 2048 else 4,
-        )
-    return out
+from encoders.kernels.dispatch import check_contiguous
 
 
 @triton.jit  # type: ignore[untyped-decorator] # Triton is untyped
@@ -137,7 +87,9 @@ def norm_rotate_write_fused(
     cos: [T, D / 2]. sin: [T, 2, D / 2], of which the second half is read.
     caches: of keys and values, [num_blocks, block_size, Hkv, D], of the same dtype and strides.
     slot_mapping: int64 [T].
+    Raises ValueError for rotations that are not in one piece.
     """
+    check_contiguous(cos, sin, *(norms or ()))
     num_tokens, num_all, dim = heads.shape
     query_weight, key_weight = norms or (heads, heads)
     key_cache, value_cache = caches
@@ -162,29 +114,3 @@ def norm_rotate_write_fused(
         HAS_NORM=norms is not None,
         num_warps=1,
     )
-
-
-@triton.jit  # type: ignore[untyped-decorator] # Triton is untyped
-def _silu_mul_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
-    gate_up,
-    out,
-    size,
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    gate = tl.load(gate_up + token * 2 * size + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + token * 2 * size + size + at, mask=inside, other=0.0).to(tl.float32)
-    product = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + token * size + at, product.to(out.dtype.element_ty), mask=inside)
-
-
-def silu_mul_fused(gate_up: Tensor) -> Tensor:
-    """Returns silu(gate) * up, [T, I], of contiguous [T, 2 I]."""
-    num_tokens, size = len(gate_up), gate_up.shape[1] // 2
-    out = gate_up.new_empty(num_tokens, size)
-    block = min(_MOST_VALUES, int(triton.next_power_of_2(size)))
-    if num_tokens:
-        _silu_mul_kernel[(num_tokens, int(triton.cdiv(size, block)))](gate_up, out, size, BLOCK=block)
-    return out
