@@ -23,6 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 
 from benchmarks.gpu import checks, measures
+from benchmarks.gpu.peers import peers
 from benchmarks.gpu.replays import replays
 from benchmarks.gpu.sections import GpuSection, Outcome, run_all
 from benchmarks.gpu.setup import FULL, TINY, Setup
@@ -34,15 +35,17 @@ SECTIONS: Mapping[str, GpuSection] = {
     "kernels": GpuSection("Kernels against plain arithmetic", checks.kernels, 90),
     "tokens": GpuSection("Tokens of E, P and D in float32 against the CPU", checks.tokens, 110),
     "tokens_in_type": GpuSection("Tokens against generate in the same type", checks.tokens_in_type, 40),
+    "ceilings": GpuSection("What the device reaches at best", measures.ceilings, 10),
     "load": GpuSection("Loading the checkpoint", measures.load, 120),
     "prefill": GpuSection("Prefill", measures.prefill, 40),
     "encode": GpuSection("Encoding", measures.encode, 40),
     "transfers": GpuSection("Transfers, by each way", measures.transfers, 60),
     "decode": GpuSection("Decoding", measures.decode, 90),
     "replays": GpuSection("Decodes launched kernel by kernel and replayed", replays, 60),
-    "first_token": GpuSection("From decoded frames to the first token", measures.first_token, 120),
+    "first_token": GpuSection("From decoded frames to the first token", measures.first_token, 90),
+    "peers": GpuSection("The same by transformers' own modules", peers, 120),
 }
-NEEDS_CHECKPOINT = ("prefill", "encode", "transfers", "decode", "replays", "first_token")
+NEEDS_CHECKPOINT = ("prefill", "encode", "transfers", "decode", "replays", "first_token", "peers")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

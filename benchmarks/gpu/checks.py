@@ -241,6 +241,7 @@ class _Compared:
     num_tokens: int
 
     def rows(self, cases: Iterator[_Case]) -> Iterator[Row]:
+        bias = tuple((token_id, -100.0) for token_id in self._media_ids)
         with SplitPipeline(self.settings, group_tokens=64) as ours:
             for case in cases:
                 expected = self._generated(case)
@@ -248,7 +249,7 @@ class _Compared:
                 frames = [
                     self.family.frames(item, plan) for item, plan in zip(case.media, plans, strict=True)
                 ]
-                answer = ours.ask(case.name, plans, frames, case.question, len(expected)).in_order()
+                answer = ours.ask(case.name, plans, frames, case.question, len(expected), bias).in_order()
                 yield {
                     "checkpoint": self.name,
                     "dtype": self.settings.dtype,
@@ -257,13 +258,20 @@ class _Compared:
                     OK: answer == expected,
                 }
 
+    @property
+    def _media_ids(self) -> list[int]:
+        """The tokens that stand for media: transformers looks for these behind an answer that has them."""
+        config = self.family.model.config
+        ids = {getattr(config, f"{kind}_token_id", None) for kind in ("image", "video")}
+        return sorted(token_id for token_id in ids if token_id is not None)
+
     @torch.inference_mode()
     def _generated(self, case: _Case) -> list[int]:
         model = self.family.model
         inputs: Any = self.family.their_inputs(case.media, case.sampling, case.question).to(model.device)
         inputs = {name: _in_type(value, model.dtype) for name, value in inputs.items()}
         exactly = {"max_new_tokens": self.num_tokens, "min_new_tokens": self.num_tokens, "eos_token_id": []}
-        out = model.generate(**inputs, **exactly, do_sample=False)
+        out = model.generate(**inputs, **exactly, do_sample=False, suppress_tokens=self._media_ids)
         found: list[int] = out[0, inputs["input_ids"].shape[1] :].tolist()
         return found
 

@@ -185,13 +185,14 @@ class SplitPipeline:
         frames: Sequence[Tensor],
         question: str,
         num_tokens: int,
+        logit_bias: tuple[tuple[int, float], ...] = (),
     ) -> Answer:
         """Answers greedily with exactly `num_tokens` tokens. frames: of each item, uint8 [N, h, w, 3]."""
         hashes = [f"{request_id} {index}" for index in range(len(plans))]
         answer = self._answers[request_id] = Answer(start_s=time.perf_counter())
         groups = plan_groups(plans, hashes, model="random", group_tokens=self._group_tokens)
         prompt = self.adapter.plan_prompt(plans, question)
-        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, logit_bias=logit_bias)
         request = GenerateRequest(request_id, prompt, prompt_identity(prompt, hashes), sampling)
         reserve = partial(self._decode.reserve, request_id, "p0", request.identity, sampling)
         ticket = self._threads["decode"].call(reserve).result(_ANSWER_S)
