@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu [--dry-run] [--device cuda:0] [--sections kernels,tokens] [--out FOLDER]
 
-Needs torch, triton, transformers and what they install; neither PyAV nor Ray. Writes gpu.md and gpu.json.
+Needs torch, triton, transformers and what they install, neither PyAV nor Ray; with PyAV and what
+`epd-vlm[local]` installs it checks the whole path too. Writes gpu.md and gpu.json.
 The exit status is 1 if a section failed or did not end in its time, 2 if there is no GPU.
 """
 
@@ -27,6 +28,7 @@ from benchmarks.gpu.peers import peers
 from benchmarks.gpu.replays import replays
 from benchmarks.gpu.sections import GpuSection, Outcome, run_all
 from benchmarks.gpu.setup import FULL, TINY, Setup
+from benchmarks.gpu.whole_path import whole_path
 from benchmarks.reporting import RESULTS, Row, setting, table
 from stages.placement import CPU_FLOAT32, Placement
 
@@ -35,6 +37,7 @@ SECTIONS: Mapping[str, GpuSection] = {
     "kernels": GpuSection("Kernels against plain arithmetic", checks.kernels, 90),
     "tokens": GpuSection("Tokens of E, P and D in float32 against the CPU", checks.tokens, 110),
     "tokens_in_type": GpuSection("Tokens against generate in the same type", checks.tokens_in_type, 40),
+    "whole_path": GpuSection("From H.264 to the answer, against the CPU", whole_path, 200),
     "ceilings": GpuSection("What the device reaches at best", measures.ceilings, 10),
     "load": GpuSection("Loading the checkpoint", measures.load, 120),
     "prefill": GpuSection("Prefill", measures.prefill, 40),

@@ -31,6 +31,7 @@ class Sizes:
     transfer_tokens: moved at once.
     num_frames: of the video until whose first token is timed.
     repeats: of what is timed; the median is told.
+    num_questions: about drawn videos, with each way of reduction. num_servers: that are asked about one.
     """
 
     checked: tuple[str, ...]
@@ -46,6 +47,8 @@ class Sizes:
     transfer_tokens: tuple[int, ...]
     num_frames: int
     repeats: int
+    num_questions: int
+    num_servers: int
 
 
 FULL = Sizes(
@@ -69,6 +72,8 @@ FULL = Sizes(
     transfer_tokens=(256, 2048, 32_768),
     num_frames=600,
     repeats=10,
+    num_questions=24,
+    num_servers=6,
 )
 TINY = Sizes(
     checked=("Qwen2.5-VL-7B", "Qwen3-VL-30B-A3B"),
@@ -84,6 +89,8 @@ TINY = Sizes(
     transfer_tokens=(64,),
     num_frames=12,
     repeats=2,
+    num_questions=6,
+    num_servers=1,
 )
 
 
