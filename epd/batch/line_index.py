@@ -78,14 +78,14 @@ class LineIndex:
         self.source = source
         self._defaults = defaults
         self._lock = threading.Lock()
-        self._database = sqlite3.connect("", check_same_thread=False, isolation_level=None)
-        self._database.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;")
-        self._database.executescript(MEDIA_SCHEMA + _SCHEMA)
-        self.media = MediaNames(self._database, looks_at_files=not defaults.is_from_client)
         try:
             self._file = source.open("rb")
         except OSError as error:
             raise RequestError(f"cannot read '{source}': {error.strerror}; name a file of lines") from error
+        self._database = sqlite3.connect("", check_same_thread=False, isolation_level=None)
+        self._database.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;")
+        self._database.executescript(MEDIA_SCHEMA + _SCHEMA)
+        self.media = MediaNames(self._database, looks_at_files=not defaults.is_from_client)
 
     def close(self) -> None:
         self._file.close()
