@@ -155,9 +155,9 @@ class RemoteFleet:
     ) -> ReplyT:
         channel = self._channel_to(target)
         frames = bulk.place if isinstance(bulk, RemoteBulk) else bulk
-        reply = channel.call(WorkerCall(message, cast(Any, frames)))
+        reply = self._reply(target, channel.call(WorkerCall(message, cast(Any, frames))))
         self._infos[target] = state_after(self._infos[target], message)
-        return cast(ReplyT, await self._reply(target, reply))
+        return cast(ReplyT, await reply)
 
     async def fetch(
         self,
@@ -173,6 +173,8 @@ class RemoteFleet:
         except asyncio.CancelledError:
             reply.add_done_callback(partial(_release_unread, channel))
             raise
+        finally:
+            del reply  # see `_reply`
         if fetched.number is None:
             return fetched.value, None
         place = BulkPlace(address, fetched.number)
@@ -191,10 +193,17 @@ class RemoteFleet:
         return worker.channel
 
     async def _reply(self, target: str, reply: asyncio.Future[Any]) -> Any:
+        """Waits for a reply. Raises WorkerLostError, and what the worker answers with.
+
+        A future has its error, and that by its traceback the frames of all callers with what these have:
+        frames at media workers would be kept until the collector finds the circle.
+        """
         try:
             return await reply
         except LinkClosedError as error:
             raise WorkerLostError(f"worker '{target}' is gone: {error}; send to another worker") from error
+        finally:
+            del reply
 
     async def events(self) -> AsyncIterator[FleetEvent]:
         while True:
