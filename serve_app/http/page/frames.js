@@ -1,16 +1,17 @@
 // Shows which frames of the user's own videos were looked at, and which of their tokens the model was given.
 // The server names the frames' times, and the page seeks them in the file that it has.
 const MOST = 48; // frames that are drawn
-const HEIGHT = 72, SEEK_MS = 3000;
+const HEIGHT = 72, SEEK_MS = 10_000;
 
+// Whether the video shows the frame; on a busy machine one took more than three seconds.
 function seeked(video, seconds) {
   return new Promise((resolve) => {
-    const done = () => {
+    const done = (event) => {
       clearTimeout(timer);
       video.removeEventListener("seeked", done);
-      resolve();
+      resolve(event !== undefined);
     };
-    const timer = setTimeout(done, SEEK_MS); // a frame that cannot be found stays as the one before
+    const timer = setTimeout(done, SEEK_MS);
     video.addEventListener("seeked", done);
     video.currentTime = seconds;
   });
@@ -76,12 +77,12 @@ export class Frames {
       return;
     }
     for (const frame of shown) {
-      await seeked(video, times[frame]);
+      const isFound = await seeked(video, times[frame]);
       if (turn !== this.turn) return;
       const picture = document.createElement("canvas");
       picture.height = HEIGHT;
       picture.width = Math.max(1, Math.round((HEIGHT * video.videoWidth) / video.videoHeight));
-      picture.getContext("2d").drawImage(video, 0, 0, picture.width, picture.height);
+      if (isFound) picture.getContext("2d").drawImage(video, 0, 0, picture.width, picture.height);
       const dropped = picture.cloneNode();
       dropped.className = "dropped";
       dropped.hidden = true;
