@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import subprocess
@@ -144,12 +145,30 @@ def test_figures_about_video_are_those_of_the_results(texts: dict[str, str]) -> 
 
 
 def test_what_runs_on_a_gpu_is_not_denied(texts: dict[str, str]) -> None:
-    """Models, pools and frames are where `--device` says, and kernels run there: none of it has been seen."""
+    """Models, pools and frames are where `--device` says, and kernels run there: seen on one GPU, not several."""
     assert "--device" in flags_of("serve") & flags_of("ask")
     denied = r"no command (?:takes|puts)|nothing (?:else |here )?(?:can )?runs? on a GPU|can run on a GPU"
     assert [doc for doc, text in _today(texts) if re.search(denied, text, flags=re.IGNORECASE)] == []
-    assert "No GPU has run" in _joined(texts["docs/engine.md"])
-    assert "No GPU has run" in _joined(texts["docs/deployment.md"])
+    assert [doc for doc, text in _today(texts) if "No GPU has run" in _joined(text)] == ["docs/deployment.md"]
+    assert texts["docs/deployment.md"].count("No GPU has run this**: tests have two processes") == 1
+
+
+def test_figures_of_a_gpu_are_those_of_the_results(texts: dict[str, str]) -> None:
+    page, results = (
+        texts["docs/models.md"],
+        json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text(encoding="utf-8")),
+    )
+    assert not any(results[section]["problem"] for section in results if section != "setting")
+    tflops = {row["tokens"]: round(row["TFLOP/s"]) for row in results["prefill"]["rows"]}
+    assert f"{tflops[256]}, {tflops[2048]}, {tflops[4096]}, {tflops[8192]} TFLOP/s" in page
+    tower = ", ".join(str(round(row["tower ms"])) for row in results["encode"]["rows"])
+    assert f"{tower} ms; {round(results['encode']['rows'][-1]['TFLOP/s'])} TFLOP/s" in page
+    first = min(row["first token s"] for row in results["first_token"]["rows"])
+    assert f"{first:.1f} s; in groups of 2,048 tokens" in page
+    replayed = [round(row["replayed ms"], 1) for row in results["replays"]["rows"] if row["what"] == "step"]
+    eager = [round(row["eager ms"], 1) for row in results["replays"]["rows"] if row["what"] == "step"]
+    assert f"launched one by one {eager[0]}, {eager[1]}, {eager[2]}" in page
+    assert all(abs(one - other) < 0.2 for one, other in zip(replayed, (6.2, 6.6, 7.7), strict=True))
 
 
 def test_only_published_figures_cut_shards(texts: dict[str, str]) -> None:
