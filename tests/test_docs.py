@@ -145,7 +145,7 @@ def test_figures_about_video_are_those_of_the_results(texts: dict[str, str]) -> 
 
 
 def test_what_runs_on_a_gpu_is_not_denied(texts: dict[str, str]) -> None:
-    """Models, pools and frames are where `--device` says, and kernels run there: seen on one GPU, not several."""
+    """Models, pools and frames are where `--device` says, and kernels run there: on one GPU, not several."""
     assert "--device" in flags_of("serve") & flags_of("ask")
     denied = r"no command (?:takes|puts)|nothing (?:else |here )?(?:can )?runs? on a GPU|can run on a GPU"
     assert [doc for doc, text in _today(texts) if re.search(denied, text, flags=re.IGNORECASE)] == []
