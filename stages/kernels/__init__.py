@@ -5,8 +5,9 @@ A kernel is imported at its first use: only machines with a GPU need Triton.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from encoders.kernels.dispatch import at_first_use
 
 if TYPE_CHECKING:
     from stages.kernels.block_copies import copy_blocks_fused
@@ -33,8 +34,4 @@ _MODULES = {
     "write_slots": "kv_slots",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = at_first_use(__name__, _MODULES)
