@@ -126,7 +126,8 @@ def decode(setup: Setup) -> Iterator[Row]:
             yield _decode_pass(setup, model, batch, context)
     for batch in setup.sizes.decode_batches:
         for runs_ahead in (False, True):
-            yield _decode_step(setup, model, batch, runs_ahead=runs_ahead)
+            yield _decode_step(setup, model, batch, setup.sizes.step_context, runs_ahead=runs_ahead)
+    yield _decode_step(setup, model, 1, setup.sizes.decode_contexts[-1], runs_ahead=True)
 
 
 def _decode_pass(setup: Setup, model: Any, batch: int, context: int) -> Row:
@@ -155,9 +156,8 @@ def _times(seconds: float, batch: int, read: int) -> Row:
     }
 
 
-def _decode_step(setup: Setup, model: Any, batch: int, *, runs_ahead: bool) -> Row:
+def _decode_step(setup: Setup, model: Any, batch: int, context: int, *, runs_ahead: bool) -> Row:
     """Schedule, plan, pass and sampling, behind prompts that were prefilled."""
-    context = setup.sizes.step_context
     room = batch * (context + 8 * _BLOCK_SIZE)
     engine = build_engine(
         model,
