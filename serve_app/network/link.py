@@ -100,8 +100,8 @@ class Link(asyncio.BufferedProtocol):
     # Sending
 
     def send(self, message: Any) -> None:
-        """Sends a message without waiting. Does nothing once the link has ended."""
-        if self._transport is None or not self.is_open:
+        """Sends a message without waiting. Does nothing once the link has ended, or was closed here."""
+        if self._transport is None or not self.is_open or self._transport.is_closing():
             return
         buffers: list[pickle.PickleBuffer] = []
         pickled = dumps(message, buffers.append)

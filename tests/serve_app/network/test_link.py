@@ -75,6 +75,25 @@ def test_links_work_in_the_event_loop_of_replicas() -> None:
     assert np.array_equal(large, frames)
 
 
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_a_link_that_was_closed_here_sends_no_more(runner: Callable[..., Any]) -> None:
+    """Its end is noted in a later turn; from Python 3.12 on, its transport raises TypeError until then."""
+
+    async def send_late() -> list[Any]:
+        messages: list[Any] = []
+        async with linked() as (mine, theirs):
+            ended = asyncio.Event()
+            theirs.on_message, theirs.on_close = messages.append, lambda _reason: ended.set()
+            mine.send("in time")
+            mine.close()
+            mine.send("late")
+            async with asyncio.timeout(20):
+                await ended.wait()
+        return messages
+
+    assert runner(send_late()) == ["in time"]
+
+
 SIZES = st.lists(st.one_of(st.integers(0, 200), st.integers(60_000, 140_000)), min_size=1, max_size=12)
 
 
