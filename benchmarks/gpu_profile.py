@@ -63,13 +63,13 @@ def profile_of(measured: Mapping[str, Any], computed: Profile) -> Profile:
 
 
 def _encode(rows: Sequence[Row]) -> StageTable:
-    points = [(row["patches"], 0.0, row["tower ms"] + row["patches ms"]) for row in rows]
-    return _with_floor("patches", "groups", [_point(*point) for point in points])
+    points = [_point(row["patches"], 0.0, row["tower ms"] + row["patches ms"]) for row in rows]
+    return _with_floor("patches", "groups", points)
 
 
 def _prefill(rows: Sequence[Row]) -> StageTable:
-    points = [(row["tokens"], row["tokens"] * (row["tokens"] + 1) / 2, row["ms"]) for row in rows]
-    return _with_floor("new tokens", "token pairs", [_point(*point) for point in points])
+    points = [_point(row["tokens"], row["tokens"] * (row["tokens"] + 1) / 2, row["ms"]) for row in rows]
+    return _with_floor("new tokens", "token pairs", points)
 
 
 def _with_floor(units: str, items: str, points: Sequence[Measurement]) -> StageTable:
@@ -90,13 +90,13 @@ def _above(units: str, items: str, points: Sequence[Measurement], num_below: int
 def _decode(rows: Sequence[Row], computed: StageTable) -> StageTable:
     """Fits steps of the engine. With one length of contexts, tokens and requests cannot be told apart."""
     steps = [row for row in rows if row["what"] == _RAN_AHEAD]
-    points = [(row["requests"], row["requests"] * row["context"], row["ms"]) for row in steps]
+    points = [_point(row["requests"], row["requests"] * row["context"], row["ms"]) for row in steps]
+    whole = fit_table("sequences", "context tokens", points)
     if len({row["context"] for row in steps}) > 1:
-        return fit_table("sequences", "context tokens", [_point(*point) for point in points])
+        return whole
     per_token_s = computed.cost.per_item_s
-    less = [_point(units, 0.0, ms - 1e3 * per_token_s * items) for units, items, ms in points]
-    cost = replace(fit_table("sequences", "context tokens", less).cost, per_item_s=per_token_s)
-    whole = fit_table("sequences", "context tokens", [_point(*point) for point in points])
+    less = [_point(each.units, 0.0, 1e3 * (each.median_s - per_token_s * each.items)) for each in points]
+    cost = replace(fit_table(whole.units, whole.items, less).cost, per_item_s=per_token_s)
     return replace(whole, cost=cost)
 
 

@@ -18,23 +18,27 @@ main()
 """
 
 
-def test_a_question_is_answered_without_ray(media: dict[str, Path]) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            _PROGRAM,
-            str(media["video"]),
-            str(media["image"]),
-            "What?",
-            "--max-tokens",
-            "3",
-        ],
+_NEITHER = """
+import sys
+for name in ("ray", "opentelemetry.sdk"):
+    sys.modules[name] = None
+
+import serve_app.local.server
+"""
+
+
+def run(program: str, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=timeout_s,
         check=False,
     )
+
+
+def test_a_question_is_answered_without_ray(media: dict[str, Path]) -> None:
+    done = run(_PROGRAM, str(media["video"]), str(media["image"]), "What?", "--max-tokens", "3")
     assert done.returncode == 0, done.stderr
     assert "first token after" in done.stderr
     assert done.stdout.endswith("\n")
@@ -42,27 +46,10 @@ def test_a_question_is_answered_without_ray(media: dict[str, Path]) -> None:
 
 def test_a_local_server_needs_neither_ray_nor_what_comes_with_it() -> None:
     """OpenTelemetry's SDK is installed with Ray, and no part of `epd-vlm[local]`."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys\nfor name in ('ray', 'opentelemetry.sdk'): sys.modules[name] = None\n"
-            "import serve_app.local.server",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run(_NEITHER)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_same_program_fails_where_ray_is_needed() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.modules['ray'] = None; import ray"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run("import sys; sys.modules['ray'] = None; import ray", timeout_s=60)
     assert "ModuleNotFoundError" in done.stderr

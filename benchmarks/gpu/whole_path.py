@@ -6,7 +6,6 @@ Needs PyAV, and for the server what `epd-vlm[local]` installs; what is missing i
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import httpx
 from benchmarks.gpu.sections import OK
 from benchmarks.gpu.setup import Setup
 from benchmarks.reporting import Row
+from tests.ports import kept_port
 
 _EPD = (sys.executable, "-c", "from epd.cli.program import main; main()")
 _START_S, _ANSWER_S = 60.0, 30.0
@@ -98,24 +98,20 @@ def _run(*arguments: str) -> None:
 @contextmanager
 def _server(folder: Path, device: str, options: Sequence[str]) -> Iterator[str]:
     """Runs a server of threads, and gives its address."""
-    with socket.create_server(("127.0.0.1", 0)) as chosen:
-        port = chosen.getsockname()[1]
     command = [*_EPD, "serve", "shapes-vl-2", "--local", "--topology", *options, "--device", device]
-    command += ["--dtype", "float32", "--num-kv-tokens", "32768", "--port", str(port)]
-    with (folder / "server.log").open("w") as log:
-        server = subprocess.Popen(
-            [*command, "--allowed-media-path", str(folder)], stdout=log, stderr=subprocess.STDOUT
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait(url, server, folder / "server.log")
-        yield url
-    finally:
-        server.terminate()
+    command += ["--dtype", "float32", "--num-kv-tokens", "32768", "--allowed-media-path", str(folder)]
+    with kept_port() as port, (folder / "server.log").open("w") as log:
+        server = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=subprocess.STDOUT)
+        url = f"http://127.0.0.1:{port}"
         try:
-            server.wait(_ANSWER_S)
-        except subprocess.TimeoutExpired:
-            server.kill()
+            _wait(url, server, folder / "server.log")
+            yield url
+        finally:
+            server.terminate()
+            try:
+                server.wait(_ANSWER_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
 
 
 def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
