@@ -19,6 +19,7 @@ from epd.eval.items import FULL, EvalCase, EvalSetting, EvalVideo
 from epd.eval.plan import EvalPlan, Todo, todos
 from epd.eval.verdicts import TTFTSample, Verdict, VerdictLog
 from epd.reduction import ReductionPolicy
+from epd.shapes.stories import FactCounts
 from epd.types import Answer
 from stages.colocated import ColocatedPipeline, EncodedMedia, MediaContext
 from video.demo_video import PLAIN, Filming, write_demo_video
@@ -98,23 +99,29 @@ def _ask(
 def _verdicts(
     case: EvalCase, setting: EvalSetting, answers: Sequence[Answer], kv_bytes: int
 ) -> list[Verdict]:
-    return [
-        Verdict(
-            method=setting.method,
-            retention=setting.retention,
-            num_frames=case.num_frames,
-            video=case.video.name,
-            item_id=item.item_id,
-            kind=item.kind,
-            truth=item.answer,
-            answer=answer.text,
-            is_right=item.is_answered_by(answer.text),
-            visual_tokens=answer.usage.visual_tokens,
-            kv_bytes=kv_bytes,
-            duration_group=item.duration_group,
+    verdicts = []
+    for item, answer in zip(case.video.items, answers, strict=True):
+        facts = item.count_facts(answer.text) if item.count_facts else FactCounts()
+        verdicts.append(
+            Verdict(
+                method=setting.method,
+                retention=setting.retention,
+                num_frames=case.num_frames,
+                video=case.video.name,
+                item_id=item.item_id,
+                kind=item.kind,
+                truth=item.answer,
+                answer=answer.text,
+                is_right=item.is_answered_by(answer.text),
+                visual_tokens=answer.usage.visual_tokens,
+                kv_bytes=kv_bytes,
+                duration_group=item.duration_group,
+                facts_found=facts.found,
+                facts_missed=facts.missed,
+                facts_invented=facts.invented,
+            )
         )
-        for item, answer in zip(case.video.items, answers, strict=True)
-    ]
+    return verdicts
 
 
 def _kv_bytes(pipeline: ColocatedPipeline, context: MediaContext) -> int:

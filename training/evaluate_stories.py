@@ -24,7 +24,15 @@ from encoders.prompt.chat import dialogue
 from epd.eval.statistics import wilson_interval
 from epd.models import embedded_model_path, model_folder
 from epd.shapes import Question, QuestionKind, Scene, make_scene
-from epd.shapes.stories import SCENE_SCHEMA, FactCounts, ask_which_clip, claimed, compare, make_stories
+from epd.shapes.stories import (
+    SCENE_SCHEMA,
+    TOLD_KINDS,
+    FactCounts,
+    ask_which_clip,
+    claimed,
+    compare,
+    make_stories,
+)
 from stages.colocated import ColocatedPipeline
 from training.clips import HELD_OUT_SEED
 from training.evaluate import LENGTHS, write_into_card
@@ -36,7 +44,6 @@ _MAX_TOKENS = 384
 # Frames of each of two videos in one prompt, and questions about both.
 _LONGEST_PAIR = 32
 _NUM_CLIP_QUESTIONS = 4
-_TOLD = (QuestionKind.DESCRIBE, QuestionKind.JSON)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +108,7 @@ def table(told: list[Told], lengths: list[int]) -> str:
     for each in told:
         groups[each.question.kind, each.num_frames].append(each)
     rows = [["", *(f"{length} frames" for length in lengths)], ["---"] * (1 + len(lengths))]
-    for kind in _TOLD:
+    for kind in TOLD_KINDS:
         facts = [sum((each.facts for each in groups[kind, length]), FactCounts()).f1 for length in lengths]
         rows.append([f"F1 of facts, {kind}", *(f"{f1:.3f}" for f1 in facts)])
     for kind in QuestionKind:
@@ -135,7 +142,7 @@ def main() -> None:
     print(rows)
     if options.card:
         write_into_card(options.card, rows, "stories")
-    wrong = [each for each in told if each.facts.missed if each.question.kind in _TOLD]
+    wrong = [each for each in told if each.facts.missed if each.question.kind in TOLD_KINDS]
     for each in wrong[: options.wrong]:
         print(
             each.num_frames, each.question.text, each.question.answer, each.answer, sep="\n", file=sys.stderr

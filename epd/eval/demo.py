@@ -10,7 +10,7 @@ from itertools import count
 from epd.errors import RequestError
 from epd.eval.items import EvalCase, EvalItem, EvalVideo
 from epd.shapes import make_questions, make_scene
-from epd.shapes.stories import is_told, make_stories
+from epd.shapes.stories import TOLD_KINDS, facts_told, make_stories
 
 # Seeds from here on are never drawn in training; the first billion of them is that of the model card.
 HELD_OUT_SEED = 2_000_000_000
@@ -86,7 +86,12 @@ def _video(
             question.answer,
             kind=str(question.kind),
             earlier=question.earlier,
-            judge=partial(is_told, question, scene, _TIME_MARGIN_S),
+            judge=question.is_answered_by,
+            count_facts=(
+                partial(facts_told, question.kind, scene, _TIME_MARGIN_S)
+                if question.kind in TOLD_KINDS
+                else None
+            ),
         )
         for index, question in enumerate(questions)
     )

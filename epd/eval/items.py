@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from epd.shapes import Scene
+from epd.shapes.stories import FactCounts
 
 LETTERS = "ABCDEFGHIJ"
 # Groups of durations that have names, the shortest first; others are seconds.
@@ -28,6 +29,7 @@ class EvalItem:
     duration_group: how long the video is, roughly, in the data set's words; accuracy is reported by it too.
     earlier: questions and answers that go before it.
     judge: says whether an answer without options is right; by default, if its words are.
+    count_facts: of an answer that is to be a description, which is right with all of them and no other.
     """
 
     item_id: str
@@ -38,6 +40,7 @@ class EvalItem:
     duration_group: str = ""
     earlier: tuple[tuple[str, str], ...] = ()
     judge: Callable[[str], bool] | None = field(default=None, compare=False)
+    count_facts: Callable[[str], FactCounts] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.options and self.answer not in tuple(LETTERS[: len(self.options)]):
@@ -65,6 +68,8 @@ class EvalItem:
         """Returns whether a model's answer is right; case, outer space and a final full stop do not count."""
         if self.options:
             return chosen_letter(text, self.options) == self.answer
+        if self.count_facts is not None:
+            return self.count_facts(text).is_all
         return _plain(text) == _plain(self.answer) if self.judge is None else self.judge(text)
 
 

@@ -51,15 +51,19 @@ def print_rows(rows: Sequence[EvalRow], console: Console, by: Part | None = None
 
 
 def _print_parts(rows: Sequence[EvalRow], by: Part, console: Console) -> None:
-    """Prints the accuracy of each part of the questions, part by part, with a line for each row."""
+    """Prints the accuracy of each part of the questions, part by part, with a line for each row.
+
+    F1: of the facts of descriptions, each of which is right with all facts and no other.
+    """
     lines = [(part, row) for row in rows for part in (row.kinds if by == "kind" else row.duration_groups)]
     names = list(dict.fromkeys(part.name for part, _ in lines))
     table = Table(by, "method", box=None, pad_edge=False, collapse_padding=True)
-    for name in ("kept", "questions", "right", "95 %"):
+    for name in ("kept", "questions", "right", "95 %", "F1"):
         table.add_column(name, justify="right")
     for part, row in sorted(lines, key=lambda line: names.index(line[0].name)):
         right = _percent(part.accuracy, part.interval)
-        table.add_row(part.name, row.method, f"{row.retention:g}", str(part.num_questions), *right)
+        facts = "" if part.facts_f1 is None else f"{part.facts_f1:.3f}"
+        table.add_row(part.name, row.method, f"{row.retention:g}", str(part.num_questions), *right, facts)
     console.print(table if names else f"no question names its {by}")
     console.print()
 

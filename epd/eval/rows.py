@@ -11,6 +11,7 @@ from typing import Any
 from epd.eval.items import DURATION_NAMES, FULL, EvalSetting
 from epd.eval.statistics import Interval, mcnemar_p, wilson_interval
 from epd.eval.verdicts import TTFTSample, Verdict, VerdictLog
+from epd.shapes.stories import FactCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,28 @@ class EvalRow:
 
 @dataclass(frozen=True, slots=True)
 class PartAccuracy:
-    """Measures accuracy, with its 95 % interval, on a part of the questions: of a kind, or a duration."""
+    """Measures accuracy, with its 95 % interval, on a part of the questions: of a kind, or a duration.
+
+    facts_f1: of the facts that descriptions state; None where there are none.
+    """
 
     name: str
     num_questions: int
     accuracy: float
     interval: Interval
+    facts_f1: float | None
+
+    @classmethod
+    def of(cls, name: str, verdicts: Sequence[Verdict]) -> PartAccuracy:
+        num_right = sum(verdict.is_right for verdict in verdicts)
+        facts = sum((verdict.facts for verdict in verdicts), FactCounts())
+        return cls(
+            name,
+            len(verdicts),
+            num_right / len(verdicts),
+            wilson_interval(num_right, len(verdicts)),
+            None if facts == FactCounts() else facts.f1,
+        )
 
     def record(self) -> dict[str, Any]:
         """Returns the part as `--json` prints it."""
@@ -78,6 +95,7 @@ class PartAccuracy:
             "accuracy": self.accuracy,
             "accuracy_low": self.interval.low,
             "accuracy_high": self.interval.high,
+            "facts_f1": self.facts_f1,
         }
 
 
@@ -223,14 +241,11 @@ def _row(
 
 
 def _parts(verdicts: Sequence[Verdict], name_of: Callable[[Verdict], str]) -> tuple[PartAccuracy, ...]:
-    parts: dict[str, list[bool]] = {}
+    parts: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         if name_of(verdict):
-            parts.setdefault(name_of(verdict), []).append(verdict.is_right)
-    return tuple(
-        PartAccuracy(name, len(each), fmean(each), wilson_interval(sum(each), len(each)))
-        for name, each in sorted(parts.items(), key=lambda part: _place(part[0]))
-    )
+            parts.setdefault(name_of(verdict), []).append(verdict)
+    return tuple(PartAccuracy.of(*part) for part in sorted(parts.items(), key=lambda part: _place(part[0])))
 
 
 def _place(name: str) -> tuple[int, float, str]:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from epd.errors import RequestError, check_file
 from epd.eval.items import EvalCase, EvalSetting
+from epd.shapes.stories import FactCounts
 
 DEMO = "demo"
 
@@ -53,6 +54,7 @@ class Verdict:
     visual_tokens: kept.
     kv_bytes: of the prefilled media.
     duration_group: of the video, "" if the data set has none.
+    facts_found, facts_missed, facts_invented: of a description; 0 of other answers.
     """
 
     method: str
@@ -67,10 +69,17 @@ class Verdict:
     visual_tokens: int
     kv_bytes: int
     duration_group: str = ""
+    facts_found: int = 0
+    facts_missed: int = 0
+    facts_invented: int = 0
 
     @property
     def setting(self) -> EvalSetting:
         return EvalSetting(self.method, self.retention)
+
+    @property
+    def facts(self) -> FactCounts:
+        return FactCounts(self.facts_found, self.facts_missed, self.facts_invented)
 
 
 @dataclass(frozen=True, slots=True)

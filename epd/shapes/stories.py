@@ -195,6 +195,11 @@ class FactCounts:
         )
 
     @property
+    def is_all(self) -> bool:
+        """Returns True if nothing was missed or invented."""
+        return not self.missed and not self.invented
+
+    @property
     def f1(self) -> float:
         """Returns the harmonic mean of the shares of claims that are true and of facts that are claimed."""
         return 2 * self.found / max(1, 2 * self.found + self.missed + self.invented)
@@ -214,16 +219,16 @@ def compare(claims: Sequence[Sighting], scene: Scene, margin_s: float) -> FactCo
     return counts + FactCounts(missed=6 * len(left))
 
 
-def is_told(question: Question, scene: Scene, margin_s: float, answer: str) -> bool:
-    """Returns True for a right answer: a description, or JSON, with all facts of the scene and no other.
+TOLD_KINDS = (QuestionKind.DESCRIBE, QuestionKind.JSON)
+
+
+def facts_told(kind: QuestionKind, scene: Scene, margin_s: float, answer: str) -> FactCounts:
+    """Counts the facts of a description, or of JSON; an answer that is not of this kind has none.
 
     margin_s: a time this near is right.
     """
-    if question.kind not in (QuestionKind.DESCRIBE, QuestionKind.JSON):
-        return question.is_answered_by(answer)
-    counts = compare(claimed(answer), scene, margin_s)
-    is_json = answer.lstrip().startswith("{")
-    return is_json == (question.kind is QuestionKind.JSON) and not counts.missed and not counts.invented
+    is_as_asked = answer.lstrip().startswith("{") == (kind is QuestionKind.JSON)
+    return compare(claimed(answer) if is_as_asked else (), scene, margin_s)
 
 
 def _right_facts(claim: Sighting, item: SceneObject, duration_s: float, margin_s: float) -> int:

@@ -18,7 +18,11 @@ def test_stories_are_judged_by_facts_and_their_truth_is_right() -> None:
         assert item.is_answered_by(f" {item.answer}\n")
         assert not item.is_answered_by(other.answer), "the right facts in another form"
         assert not item.is_answered_by(item.answer[: len(item.answer) // 2])
+        assert item.count_facts is not None
+        assert item.count_facts(item.answer).f1 == 1
+        assert item.count_facts(other.answer).found == 0
     assert not when.is_answered_by(described.answer)
+    assert when.count_facts is None
 
 
 def test_without_stories_every_answer_is_a_word() -> None:

@@ -72,10 +72,20 @@ def test_a_row_says_what_counting_by_hand_says() -> None:
     assert row.p_value == pytest.approx(1.0)
     assert (row.visual_tokens, row.kv_bytes) == (50, 500)
     assert (row.ttft_s, row.prefill_s, row.num_cold) == (pytest.approx(1.1), pytest.approx(0.55), 2)
-    assert [(each.name, each.num_questions, each.accuracy) for each in row.kinds] == [
-        ("even", 5, pytest.approx(0.6)),
-        ("odd", 5, pytest.approx(0.8)),
+    assert [(each.name, each.num_questions, each.accuracy, each.facts_f1) for each in row.kinds] == [
+        ("even", 5, pytest.approx(0.6), None),
+        ("odd", 5, pytest.approx(0.8), None),
     ]
+
+
+def test_facts_of_descriptions_are_counted_together(tmp_path: Path) -> None:
+    path = tmp_path / "verdicts.jsonl"
+    some = replace(verdict(FULL, 0, is_right=False), facts_found=4, facts_missed=2, facts_invented=1)
+    VerdictLog(RUN, path).append([some, replace(verdict(FULL, 2, is_right=True), facts_found=6)])
+    (row,) = eval_rows(log := VerdictLog.read(path), RowSelection.of(log))
+    (even,) = row.kinds
+    assert even.facts_f1 == pytest.approx(2 * 10 / (2 * 10 + 2 + 1))
+    assert even.record()["facts_f1"] == even.facts_f1
 
 
 def test_a_record_has_the_names_that_were_promised() -> None:
@@ -103,6 +113,7 @@ def test_a_record_has_the_names_that_were_promised() -> None:
         "accuracy": pytest.approx(0.6),
         "accuracy_low": interval.low,
         "accuracy_high": interval.high,
+            "facts_f1": None,
     }
     durations = {
         name: (part["num_questions"], part["accuracy"]) for name, part in record["duration_groups"].items()
