@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedTokenizerFast
 
 from epd.shapes import Question
@@ -22,15 +23,18 @@ from training.checkpoint import SYSTEM_PROMPT
 from training.lane_decoder import PADDING
 from training.lane_mentions import Mentions, mentions_of
 from training.lane_scenes import Events, Shown, draw_shown, questions_about
-from training.lanes import TOKENS
+from training.lanes import SCALE, TOKENS
 from training.rows import VISUAL, Row, ask_clips, stacked
 
 _TWO_CLIPS_SHARE = 0.15
 # How often videos are so many frame pairs long, against each other.
 _LENGTHS = {2: 1, 4: 3, 8: 3, 12: 1, 16: 3, 24: 3, 32: 3, 64: 3, 128: 6, 256: 6}
 _END = "<|im_end|>\n<|im_start|>"
+# Shares of its tokens that a thinned video keeps, and at least one of every two frames.
+_THINNED_SHARES = (1 / TOKENS, 0.5, 2 / TOKENS)
 
 Embed = Callable[[Shown], Tensor]
+Keep = Callable[[Tensor], Tensor]  # embeddings [P, 3, C] -> which of them the model is to see, bool [P, 3]
 
 
 class Prompts:
@@ -134,33 +138,66 @@ def positions_of(ids: Tensor, segments: Tensor) -> Tensor:
     return torch.stack([text - lane, text - lane, text])
 
 
+def keep_all(embeddings: Tensor) -> Tensor:
+    return torch.ones(embeddings.shape[:2], dtype=torch.bool)
+
+
+class Thinned:
+    """Keeps some tokens of every two frames: those that changed, those unlike most others, or any."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def __call__(self, embeddings: Tensor) -> Tensor:
+        num_pairs = len(embeddings)
+        ends = (torch.arange(num_pairs + 1) * TOKENS * self._rng.choice(_THINNED_SHARES) + 1e-6).floor()
+        counts = ends.diff().clamp(min=1)
+        changed = functional.pad((embeddings[1:] - embeddings[:-1]).norm(dim=-1), (0, 0, 1, 0))
+        unlike = (embeddings - embeddings.flatten(0, 1).median(0).values).norm(dim=-1)
+        score = self._rng.choice((changed, unlike, torch.zeros(num_pairs, TOKENS)))
+        score = score + SCALE * torch.rand(num_pairs, TOKENS) / 2
+        return score.argsort(-1, descending=True).argsort(-1) < counts[:, None]
+
+
 def make_batch(
     prompts: Prompts,
     shown: Sequence[tuple[Shown, ...]],
     questions: list[list[Question]],
     embed: Embed,
+    keep: Keep = keep_all,
 ) -> Batch:
+    """Lays out rows of a video or two. A token that is not kept takes its place, and the model sees none."""
     rows = [lay_out(prompts, clips, asked) for clips, asked in zip(shown, questions, strict=True)]
     ids, segments, targets, weights = stacked(rows, PADDING)
+    positions = positions_of(ids, segments)
     clips = [each for row in shown for each in row]
+    embeddings = [embed(each) for each in clips]
+    kept = torch.cat([keep(each).flatten() for each in embeddings])
+    visual = (ids == VISUAL).masked_scatter(ids == VISUAL, kept)
+    segments = segments.masked_fill((ids == VISUAL) & ~visual, PADDING)
     mentions, subjects = mentions_of(prompts.tokenizer, ids, segments, targets, PADDING, shown)
     return Batch(
         ids=ids.clamp(min=0),
-        visual=ids == VISUAL,
-        embeddings=torch.cat([embed(each).flatten(0, 1) for each in clips]),
-        positions=positions_of(ids, segments),
+        visual=visual,
+        embeddings=torch.cat(embeddings).flatten(0, 1)[kept],
+        positions=positions,
         targets=targets,
         weights=weights,
         segments=segments,
-        events=Events.of(clips),
+        events=Events.of(clips).kept(kept),
         mentions=mentions,
         subjects=subjects,
         questions=questions,
     )
 
 
-def draw_batch(prompts: Prompts, rng: random.Random, budget: int, longest: int, embed: Embed) -> Batch:
-    """Draws videos of about one length, or images, as many as the token budget holds."""
+def draw_batch(
+    prompts: Prompts, rng: random.Random, budget: int, longest: int, embed: Embed, thinned: float = 0.0
+) -> Batch:
+    """Draws videos of about one length, or images, as many as the token budget holds.
+
+    thinned: the share of batches whose videos keep only some of their tokens
+    """
     lengths = [length for length in _LENGTHS if length <= longest]
     length = rng.choices(lengths, weights=[_LENGTHS[each] for each in lengths])[0]
     kind = rng.random()
@@ -172,12 +209,12 @@ def draw_batch(prompts: Prompts, rng: random.Random, budget: int, longest: int, 
             [questions_about(each, rng, 1, 1) for each in images],
             embed,
         )
+    keep = Thinned(rng) if rng.random() < thinned else keep_all
     if kind < 0.04 + _TWO_CLIPS_SHARE:
         other = rng.choice([one for one in lengths if one <= 16])
         size = max(1, budget // ((min(length, 64) + other) * 8 + 250))
         pairs = [(draw_shown(rng, min(length, 64)), draw_shown(rng, other)) for _ in range(size)]
-        return make_batch(prompts, pairs, [ask_clips(pair, rng) for pair in pairs], embed)
+        return make_batch(prompts, pairs, [ask_clips(pair, rng) for pair in pairs], embed, keep)
     clips = [draw_shown(rng, length) for _ in range(max(1, budget // (length * 8 + 800)))]
-    return make_batch(
-        prompts, [(clip,) for clip in clips], [questions_about(clip, rng, 3, 2) for clip in clips], embed
-    )
+    questions = [questions_about(clip, rng, 3, 2) for clip in clips]
+    return make_batch(prompts, [(clip,) for clip in clips], questions, embed, keep)

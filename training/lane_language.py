@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Qwen3VLForConditionalGeneration
 
-from training.lane_batches import Batch, Embed, Prompts, draw_batch, make_batch
+from training.lane_batches import Batch, Embed, Keep, Prompts, Thinned, draw_batch, keep_all, make_batch
 from training.lane_decoder import decode
 from training.lane_probes import NAME_LAYERS, SUBJECT_LAYERS, EventProbes, MentionProbes
 from training.lane_scenes import Imagined, draw_shown, questions_about
@@ -57,7 +57,11 @@ def answer_logits(model: Qwen3VLForConditionalGeneration, batch: Batch) -> tuple
 
 @torch.inference_mode()
 def validate(
-    model: Qwen3VLForConditionalGeneration, prompts: Prompts, longest: int, embed: Embed
+    model: Qwen3VLForConditionalGeneration,
+    prompts: Prompts,
+    longest: int,
+    embed: Embed,
+    keep: Keep = keep_all,
 ) -> dict[str, float]:
     """Returns the share of answers whose every token is right after right ones, by length and by kind."""
     tally = Tally()
@@ -65,7 +69,8 @@ def validate(
         rng = random.Random(10**6 + length)
         for _ in range(count if length <= longest else 0):
             clip = draw_shown(rng, length)
-            batch = make_batch(prompts, [(clip,)], [questions_about(clip, rng, 2, 2)], embed).to(model.device)
+            batch = make_batch(prompts, [(clip,)], [questions_about(clip, rng, 2, 2)], embed, keep)
+            batch = batch.to(model.device)
             logits, _ = answer_logits(model, batch)
             right = logits.argmax(-1) == batch.targets[batch.targets != NO_TARGET]
             tally.add(batch, right, f"{2 * length}f")
@@ -161,7 +166,7 @@ def train(options: argparse.Namespace) -> None:
     while not progress.is_over(training.step):
         share = progress.share(training.step)
         longest = longest_pairs(share)
-        batch = draw_batch(language.prompts, rng, options.budget, longest, language.embed)
+        batch = draw_batch(language.prompts, rng, options.budget, longest, language.embed, options.thinned)
         total, losses = language.losses(batch.to(options.device))
         sums.update({name: loss.item() for name, loss in losses.items()})
         training.update(total, options.lr * progress.warmed(training.step) * rate(share))
@@ -172,14 +177,16 @@ def train(options: argparse.Namespace) -> None:
         training.save_now_and_then(is_over=progress.is_over(training.step))
         is_due = progress.is_over(training.step) or training.step % options.validate == 0
         if is_due and rank() == 0:
-            _report(language, max(16, longest), options.checkpoint)
+            _report(language, max(16, longest), options)
 
 
-def _report(language: _Language, longest: int, checkpoint: Path | None) -> None:
-    accuracy = validate(language.model, language.prompts, longest, language.embed)
-    print(json.dumps({name: round(value, 3) for name, value in accuracy.items()}), flush=True)
-    if checkpoint:
-        save_checkpoint(language.model, checkpoint)
+def _report(language: _Language, longest: int, options: argparse.Namespace) -> None:
+    for keep in (keep_all, Thinned(random.Random(0))) if options.thinned else (keep_all,):
+        accuracy = validate(language.model, language.prompts, longest, language.embed, keep)
+        rounded = {name: round(value, 3) for name, value in accuracy.items()}
+        print(json.dumps({"thinned": keep is not keep_all} | rounded), flush=True)
+    if options.checkpoint:
+        save_checkpoint(language.model, options.checkpoint)
 
 
 def longest_pairs(share: float) -> int:
@@ -200,6 +207,9 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="folder for a loadable checkpoint")
     parser.add_argument("--vision", type=Path, help="tower that `training.lane_vision` made")
     parser.add_argument("--model", help="checkpoint to teach further: a name or a folder")
+    parser.add_argument(
+        "--thinned", type=float, default=0.0, help="share of batches whose videos keep only some tokens"
+    )
     parser.add_argument("--until", help="wall-clock time like 19:25 to end at, whatever the steps")
     parser.add_argument("--begun", type=float, default=0.0, help="with --until, the share that is over now")
     options = parser.parse_args()

@@ -17,7 +17,7 @@ from epd.shapes import SHAPES, Question, QuestionKind, Scene, make_questions, ma
 from epd.shapes.stories import still_description, stories_at, timestamps_s
 from epd.shapes.world import max_objects
 from training.clips import HELD_OUT_SEED, cropped
-from training.lanes import HEIGHT, SCALE, TOKENS, codes, embeddings
+from training.lanes import EMPTY, HEIGHT, SCALE, TOKENS, codes, embeddings
 
 _LONGEST_S = 1000.0
 UNTIMED = -1  # seconds of what has no time
@@ -52,19 +52,31 @@ class Shown:
         return codes(self.scene, self.times_s * 2 if self.is_image else self.times_s)
 
 
+@dataclass(frozen=True, slots=True)
+class TowerErrors:
+    """Holds what a tower was off by, of tokens that show nothing and of others: float32 [N, C], [M, C]."""
+
+    empty: Tensor
+    shown: Tensor
+
+    def drawn(self, is_empty: Tensor) -> Tensor:
+        """Draws one for each token, bool [...]: float32 [..., C]."""
+        first, second = (each[torch.randint(len(each), is_empty.shape)] for each in (self.empty, self.shown))
+        return torch.where(is_empty[..., None], first, second)
+
+
 class Imagined:
     """Gives the embeddings of what is never drawn, as far off as a tower's are."""
 
-    def __init__(self, errors: Tensor | None = None) -> None:
-        """errors: what a tower was off by, for tokens of it, float32 [N, C]; None draws some."""
+    def __init__(self, errors: TowerErrors | None = None) -> None:
+        """errors: what a tower was off by; None draws some."""
         self._errors = errors
 
     def __call__(self, shown: Shown) -> Tensor:
         """Returns float32 [P, 3, C]."""
         code = shown.codes()
         if self._errors is not None:
-            exact = embeddings(code)
-            return exact + self._errors[torch.randint(len(self._errors), exact.shape[:2])]
+            return embeddings(code) + self._errors.drawn(code[..., EMPTY] > 0)
         seen = code * (1 + _NAME_NOISE * torch.randn_like(code))
         seen[..., HEIGHT] = code[..., HEIGHT] + _HEIGHT_NOISE * torch.randn_like(code[..., HEIGHT])
         exact = embeddings(seen)
@@ -183,6 +195,10 @@ class Events:
     def of(cls, shown: Sequence[Shown]) -> Events:
         parts = [_events(each) for each in shown]
         return cls(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+    def kept(self, kept: Tensor) -> Events:
+        """Returns those of the tokens that are kept, bool [V]."""
+        return Events(*(getattr(self, each.name)[kept] for each in dataclasses.fields(self)))
 
 
 def _events(shown: Shown) -> tuple[Tensor, ...]:

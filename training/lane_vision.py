@@ -1,6 +1,7 @@
 """Teaches the tower of a Qwen3-VL-shaped model to give the embedding of what each lane shows.
 
     python -m training.lane_vision --clips runs/clips --out runs/vision_state.pt --final runs/vision.pt
+    torchrun --nproc-per-node 2 -m training.lane_vision ...      two processes, one core each
 
 Clips are those of `training.clips --size 32x96`. The tower sees pairs of neighbouring frames, as in a video,
 and single frames twice, as in an image. Resumes from --out when it exists.
@@ -20,7 +21,9 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 
 from encoders.patches import PatchSpec
 from training.clips import Clip
+from training.lane_scenes import TowerErrors
 from training.lanes import (
+    EMPTY,
     HEIGHT,
     MERGE,
     MODEL_HEIGHT,
@@ -32,8 +35,8 @@ from training.lanes import (
     directions,
     embeddings,
 )
-from training.loop import Training, base_parser, learning_rate
-from training.qwen3_checkpoint import build_model, build_tokenizer
+from training.loop import Training, base_parser, joined_processes, learning_rate, rank
+from training.qwen3_checkpoint import build_model, build_tokenizer, load_model
 from training.vision import draw_pairs, patches_of, read_clips, run_blocks
 
 GRID_H, GRID_W = MODEL_HEIGHT // PATCH, MODEL_WIDTH // PATCH
@@ -96,10 +99,11 @@ def accuracy(seen: Tensor, targets: Tensor) -> tuple[float, float]:
 
 def train(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
-    visual = build_model(build_tokenizer()).model.visual
+    model = load_model(options.model) if options.model else build_model(build_tokenizer())
+    visual = model.model.visual.float()
     optimizer = torch.optim.AdamW(visual.parameters(), weight_decay=0.02)
     training = Training({"visual": visual}, [optimizer], options.out)
-    rng = random.Random(options.seed + training.step)
+    rng = random.Random(options.seed + training.step + 10**6 * rank())
     clips = read_clips(options.clips)
     held_out, clips = clips[:_HELD_OUT], clips[_HELD_OUT:]
     while training.step < options.steps:
@@ -108,10 +112,11 @@ def train(options: argparse.Namespace) -> None:
             seen = encode(visual, patchify(pairs)).float()
         loss = ((seen - embeddings(targets)) / SCALE).square().sum(-1).mean()
         training.update(loss, learning_rate(training.step, options.steps, options.lr))
-        if training.step % 200 == 0 or training.step == options.steps:
+        if rank() == 0 and (training.step % 200 == 0 or training.step == options.steps):
             report(visual, held_out)
         training.save_now_and_then(is_over=training.step == options.steps)
-    torch.save({"visual": visual.state_dict()}, options.final)
+    if rank() == 0:
+        torch.save({"visual": visual.state_dict()}, options.final)
 
 
 @torch.inference_mode()
@@ -122,20 +127,23 @@ def report(visual: nn.Module, clips: list[Clip]) -> None:
 
 
 @torch.inference_mode()
-def errors_of(visual: nn.Module, clips: list[Clip]) -> Tensor:
-    """Returns what the tower is off by, for tokens of clips that it did not learn from: float32 [N, C]."""
+def errors_of(visual: nn.Module, clips: list[Clip]) -> TowerErrors:
+    """Returns what the tower is off by, for tokens of clips that it did not learn from."""
     pairs, targets = draw_batch(clips[:_HELD_OUT], random.Random(1), _NUM_JUDGED)
     seen = torch.cat([encode(visual, patchify(some)) for some in pairs.split(256)])
-    return (seen - embeddings(targets)).flatten(0, 1).clone()
+    errors, is_empty = (seen - embeddings(targets)).clone(), targets[..., EMPTY] > 0
+    return TowerErrors(errors[is_empty], errors[~is_empty])
 
 
 def main() -> None:
     parser = base_parser(__doc__, steps=1500, lr=1.5e-3)
     parser.add_argument("--final", type=Path, required=True, help="file for the tower")
     parser.add_argument("--batch", type=int, default=192, help="frame pairs per step")
+    parser.add_argument("--model", help="checkpoint whose tower to teach further: a name or a folder")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    train(options)
+    with joined_processes():
+        train(options)
 
 
 if __name__ == "__main__":

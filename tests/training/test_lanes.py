@@ -17,12 +17,12 @@ from encoders.registry import load_adapter
 from epd.models import model_folder
 from epd.shapes import COLOURS, SHAPES, Question, QuestionKind, Scene, SceneObject
 from epd.shapes.stories import MOTIONS
-from training import lane_language, lane_vision
-from training.lane_batches import Batch, Prompts, make_batch
+from training import clips, lane_language, lane_vision
+from training.lane_batches import Batch, Prompts, Thinned, make_batch
 from training.lane_decoder import decode
 from training.lane_probes import NAME_LAYERS, MentionProbes
-from training.lane_scenes import UNTIMED, Events, Imagined, Shown, draw_shown, questions_about
-from training.lanes import HEIGHT, codes, directions, embeddings
+from training.lane_scenes import UNTIMED, Events, Imagined, Shown, TowerErrors, draw_shown, questions_about
+from training.lanes import EMPTY, HEIGHT, codes, directions, embeddings
 from training.qwen3_checkpoint import TIMESTAMP_ENDS, build_model, build_processor, build_tokenizer
 from training.rows import NO_TARGET
 
@@ -212,6 +212,41 @@ def test_the_decoder_and_its_positions_are_those_of_transformers(
     assert (ours - theirs).norm() < 0.03 * theirs.norm()  # ours is in bfloat16
 
 
+def test_a_thinned_video_is_what_transformers_computes_of_the_tokens_kept(
+    model: Qwen3VLForConditionalGeneration,
+) -> None:
+    """A kept token has the place that it has among all of them, and so has the question."""
+    clip, kept = draw_shown(random.Random(0), 8), torch.rand(8, 3) > 0.5
+    question = Question(QuestionKind.COUNT, "How many shapes are there?", "2")
+    rows = ([(clip,)], [[question]], Imagined())
+    torch.manual_seed(0)
+    whole = make_batch(Prompts(build_tokenizer()), *rows)
+    torch.manual_seed(0)
+    batch = make_batch(Prompts(build_tokenizer()), *rows, keep=lambda _: kept)
+    assert torch.equal(batch.embeddings, whole.embeddings[kept.flatten()])
+    assert torch.equal(batch.events.ordinal, whole.events.ordinal[kept.flatten()])
+    assert torch.equal(batch.positions, whole.positions)
+    assert batch.is_token.sum() == whole.is_token.sum() - (~kept).sum()
+    inputs = model.get_input_embeddings()(batch.ids)
+    inputs = inputs.masked_scatter(batch.visual[..., None], batch.embeddings)
+    language, is_token = model.model.language_model, batch.is_token[0]
+    with torch.inference_mode():
+        ours = decode(language, inputs, batch.positions, batch.segments)[-1]
+        theirs = language(
+            inputs_embeds=inputs[:, is_token], position_ids=batch.positions[:, :, is_token], use_cache=False
+        ).last_hidden_state[0]
+    assert (ours - theirs).norm() < 0.03 * theirs.norm()  # ours is in bfloat16
+
+
+def test_thinning_keeps_one_of_every_two_frames_at_least() -> None:
+    thinned, seen = Thinned(random.Random(0)), set()
+    for _ in range(40):
+        kept = thinned(embeddings(SHOWN.codes()))
+        assert kept.any(1).all()
+        seen.add(kept.sum().item())
+    assert seen == {10, 15, 20}  # a third, a half and two thirds of 30
+
+
 @pytest.mark.parametrize("num_frames", [2, 33, 512])
 def test_two_frames_are_three_tokens_whatever_the_length(num_frames: int) -> None:
     processor = build_processor(build_tokenizer()).video_processor
@@ -224,7 +259,6 @@ def test_both_steps_run_resume_and_leave_a_checkpoint_that_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from stages.colocated import ColocatedPipeline
-    from training import clips
 
     clips.write_shard(tmp_path, 0, 4, shard_frames=32, size=(32, 96))
     monkeypatch.setattr(lane_language, "VALIDATED", ((4, 1),))
@@ -255,7 +289,7 @@ def test_both_steps_run_resume_and_leave_a_checkpoint_that_loads(
 def test_a_checkpoint_is_taught_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a rate of nothing it stays what it was; the tower is its own."""
     monkeypatch.setattr(lane_language, "VALIDATED", ((4, 1),))
-    taught = ("--model", "shapes-vl-2", "--lr", "0", "--steps", "1", "--budget", "900")
+    taught = ("--model", "shapes-vl-2", "--lr", "0", "--steps", "1", "--budget", "900", "--thinned", "1")
     _run(
         lane_language, monkeypatch, *taught, "--out", tmp_path / "state.pt", "--checkpoint", tmp_path / "more"
     )
@@ -265,6 +299,38 @@ def test_a_checkpoint_is_taught_further(tmp_path: Path, monkeypatch: pytest.Monk
     )
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_tower_is_taught_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a rate of nothing it stays what it was."""
+    clips.write_shard(tmp_path, 0, 4, shard_frames=32, size=(32, 96))
+    monkeypatch.setattr(lane_vision, "_HELD_OUT", 2)
+    monkeypatch.setattr(lane_vision, "_NUM_JUDGED", 8)
+    files = ("--clips", tmp_path, "--out", tmp_path / "state.pt", "--final", tmp_path / "tower.pt")
+    _run(
+        lane_vision,
+        monkeypatch,
+        *files,
+        "--model",
+        "shapes-vl-2",
+        "--lr",
+        "0",
+        "--steps",
+        "1",
+        "--batch",
+        "4",
+    )
+    before = safetensors.torch.load_file(model_folder("shapes-vl-2") / "model.safetensors")
+    after = torch.load(tmp_path / "tower.pt")["visual"]
+    assert all(torch.equal(before[f"model.visual.{name}"].float(), after[name]) for name in after)
+
+
+def test_what_shows_nothing_is_off_by_what_a_tower_is_there() -> None:
+    imagined = Imagined(TowerErrors(empty=torch.full((2, 256), 0.25), shown=torch.full((3, 256), 7.0)))
+    exact, is_empty = embeddings(SHOWN.codes()), SHOWN.codes()[..., EMPTY] > 0
+    off = (imagined(SHOWN) - exact).mean(-1)
+    assert is_empty.any()
+    assert torch.equal(off.round(decimals=3), torch.where(is_empty, 0.25, 7.0))
 
 
 def _run(module: object, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
