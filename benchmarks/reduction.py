@@ -1,7 +1,7 @@
 """What fewer visual tokens save: time to the first token, frames that fit; and what they cost in accuracy.
 
     python -m benchmarks.reduction [--quick] [--section NAME]
-        [--verdicts FILE ...] [--same-tokens FEW MANY ...]
+        [--verdicts FILE ...] [--stories FILE ...] [--same-tokens FEW MANY ...]
 
 prefill: a drawn video whose embeddings are there and a question, in one request; each setting in turn, CPU
 time of the one thread, in its parts. The gain in TTFT beside the gain in operations of the decoder, as they
@@ -10,6 +10,8 @@ fit: the most frames of one video that a fixed room for keys and values admits.
 accuracy: the tables of `epd eval --out FILE.jsonl`, from the files given, beside times to the first token of
 the section above and what `python -m benchmarks.reduction_costs` has counted, from the files of results; rows
 of settings that no file has, or of fewer questions, stay.
+stories: such files of shapes-vl-2 with `--stories`: its one-word kinds, its other short answers, and what it
+describes.
 same-tokens: such files of the same videos, in pairs: few frames in full, many frames that are reduced.
 Results go to benchmarks/results/reduction.{json,md}.
 """
@@ -43,6 +45,8 @@ from epd.eval.verdicts import Verdict, VerdictLog
 from epd.models import embedded_model_path
 from epd.reduction import METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
+from epd.shapes.questions import ONE_WORD_KINDS
+from epd.shapes.stories import TOLD_KINDS
 from stages.colocated import ColocatedPipeline, EncodedMedia
 from stages.encode.splicing import EmbeddingSplicer
 from stages.engine.generation import GenerateRequest
@@ -170,19 +174,54 @@ def accuracy_rows(logs: Sequence[Path]) -> list[Row]:
         (row["frames"], row["method"], row["retention"]): row
         for row in stored("reduction").get("accuracy", [])
     }
-    for log in logs:
-        command = [str(Path(sys.executable).with_name("epd")), "eval", "--table", str(log), "--json"]
-        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        for row in found:
-            method = row["method"] if row["retention"] < 1 else ALL_TOKENS
-            key, found_row = (row["num_frames"], method, row["retention"]), accuracy_row(row, method)
-            shown[key] = max(found_row, shown.get(key, found_row), key=lambda each: each["questions"])
+    for row in (row for log in logs for row in eval_table(log)):
+        method = method_of(row)
+        key, found_row = (row["num_frames"], method, row["retention"]), accuracy_row(row, method)
+        shown[key] = max(found_row, shown.get(key, found_row), key=lambda each: each["questions"])
     order = {name: number for number, name in enumerate((ALL_TOKENS, *METHODS))}
     times, costs = seconds_to_first_token(), counted_costs()
     return [
         shown[key] | {"ttft_s": times.get(key)} | costs.get(key, {})
         for key in sorted(shown, key=lambda key: (key[0], order[key[1]], -key[2]))
     ]
+
+
+def eval_table(log: Path) -> list[Row]:
+    """Returns the rows that `epd eval` makes of a log of verdicts."""
+    command = [str(Path(sys.executable).with_name("epd")), "eval", "--table", str(log), "--json"]
+    rows: list[Row] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return rows
+
+
+def method_of(row: Row) -> str:
+    return str(row["method"]) if row["retention"] < 1 else ALL_TOKENS
+
+
+def story_rows(logs: Sequence[Path]) -> list[Row]:
+    """Returns a row for each setting, with the accuracy of kinds of questions, and the F1 of facts."""
+    rows = {}
+    for row in (row for log in logs for row in eval_table(log)):
+        kinds = row["kinds"]
+        others = kinds.keys() - {*ONE_WORD_KINDS, *TOLD_KINDS}
+        rows[row["num_frames"], method_of(row), row["retention"]] = {
+            "frames": row["num_frames"],
+            "method": method_of(row),
+            "retention": row["retention"],
+            "visual_tokens": row["visual_tokens"],
+            **share("one_word", [kinds[kind] for kind in ONE_WORD_KINDS if kind in kinds]),
+            **share("other_short", [kinds[kind] for kind in others]),
+            **share("descriptions", [kinds[kind] for kind in TOLD_KINDS]),
+            **{f"f1_{kind}": round(kinds[kind]["facts_f1"], 4) for kind in TOLD_KINDS},
+        }
+    order = {name: number for number, name in enumerate((ALL_TOKENS, *METHODS))}
+    return [rows[key] for key in sorted(rows, key=lambda key: (key[0], order[key[1]], -key[2]))]
+
+
+def share(name: str, kinds: Sequence[Row]) -> Row:
+    """Returns how many questions of some kinds were asked, and the share answered right."""
+    asked = sum(kind["num_questions"] for kind in kinds)
+    right = sum(kind["num_questions"] * kind["accuracy"] for kind in kinds)
+    return {f"{name}_asked": asked, name: round(right / asked, 4)}
 
 
 def accuracy_row(row: Row, method: str) -> Row:
@@ -271,6 +310,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a short video, one repeat; writes nothing")
     parser.add_argument("--section", action="append", help="one or several of those above")
     parser.add_argument("--verdicts", type=Path, nargs="+", default=[], help="logs of `epd eval --out`")
+    parser.add_argument("--stories", type=Path, nargs="+", default=[], help="such logs of shapes-vl-2")
     parser.add_argument("--same-tokens", type=Path, nargs="+", default=[], help="FEW MANY, logs as above")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -285,12 +325,20 @@ def main() -> None:
         "accuracy": Section(
             "Accuracy on held-out videos of the shapes world", partial(accuracy_rows, options.verdicts)
         ),
+        "stories": Section(
+            "shapes-vl-2: one-word answers, other short ones, descriptions, and the F1 of their facts",
+            partial(story_rows, options.stories),
+        ),
         "same-tokens": Section(
             "The same tokens: few frames in full, or many reduced",
             partial(same_tokens_rows, options.same_tokens),
         ),
     }
-    needed = {"accuracy": options.verdicts, "same-tokens": options.same_tokens}
+    needed = {
+        "accuracy": options.verdicts,
+        "stories": options.stories,
+        "same-tokens": options.same_tokens,
+    }
     default = [name for name in sections if needed.get(name, True)]
     run_sections(
         "reduction",
