@@ -30,7 +30,7 @@ _TWO_CLIPS_SHARE = 0.15
 # How often videos are so many frame pairs long, against each other.
 _LENGTHS = {2: 1, 4: 3, 8: 3, 12: 1, 16: 3, 24: 3, 32: 3, 64: 3, 128: 6, 256: 6}
 _END = "<|im_end|>\n<|im_start|>"
-# Shares of its tokens that a thinned video keeps, and at least one of every two frames.
+# Shares of its tokens that a thinned video keeps: at least one of every two frames.
 _THINNED_SHARES = (1 / TOKENS, 0.5, 2 / TOKENS)
 
 Embed = Callable[[Shown], Tensor]
@@ -151,7 +151,7 @@ class Thinned:
     def __call__(self, embeddings: Tensor) -> Tensor:
         num_pairs = len(embeddings)
         ends = (torch.arange(num_pairs + 1) * TOKENS * self._rng.choice(_THINNED_SHARES) + 1e-6).floor()
-        counts = ends.diff().clamp(min=1)
+        counts = ends.diff()
         changed = functional.pad((embeddings[1:] - embeddings[:-1]).norm(dim=-1), (0, 0, 1, 0))
         unlike = (embeddings - embeddings.flatten(0, 1).median(0).values).norm(dim=-1)
         score = self._rng.choice((changed, unlike, torch.zeros(num_pairs, TOKENS)))

@@ -76,6 +76,20 @@ def test_every_question_is_judged_with_every_setting(finished: Path) -> None:
     assert all(0 < sample.prefill_s < sample.ttft_s for sample in log.samples)
 
 
+def test_facts_of_descriptions_are_counted_and_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first of the questions about a video are to describe it, in sentences and as JSON."""
+    demo = ("--demo", "2", "--frames", "8", "--ttft-videos", "0", "--num-threads", "1", "--retention", "1.0")
+    assert run(*demo, "--stories", "--model", "shapes-vl-2", "--out", tmp_path / "log", "--by", "kind") == 0
+    told = VerdictLog.read(tmp_path / "log").verdicts
+    assert [each.kind for each in told] == ["describe", "json"]
+    assert all(each.is_right and each.facts.is_all and each.facts_found % 6 == 0 for each in told), told
+    assert all(each.facts_found for each in told)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["json", "full", "1", "1", "100.0", "20.7-100.0", "1.000"] in rows
+
+
 def test_what_is_kept_falls_as_planned(finished: Path) -> None:
     kept = {(each.method, each.retention): each for each in VerdictLog.read(finished).verdicts}
     assert kept["full", 1.0].visual_tokens == 60

@@ -113,7 +113,7 @@ def test_a_record_has_the_names_that_were_promised() -> None:
         "accuracy": pytest.approx(0.6),
         "accuracy_low": interval.low,
         "accuracy_high": interval.high,
-            "facts_f1": None,
+        "facts_f1": None,
     }
     durations = {
         name: (part["num_questions"], part["accuracy"]) for name, part in record["duration_groups"].items()
