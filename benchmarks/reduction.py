@@ -22,14 +22,13 @@ import argparse
 import bisect
 import json
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -39,7 +38,7 @@ from encoders import FrameSampling, VideoFacts
 from encoders.identity import prompt_identity
 from encoders.reduction import reduce_prompt
 from epd.eval.items import FULL
-from epd.eval.rows import Pairs, by_setting
+from epd.eval.rows import EvalRow, Pairs, PartAccuracy, RowSelection, by_setting, eval_rows
 from epd.eval.statistics import mcnemar_p
 from epd.eval.verdicts import Verdict, VerdictLog
 from epd.models import embedded_model_path
@@ -55,6 +54,7 @@ RETENTIONS = (1.0, 0.5, 0.25, 0.2, 0.15, 0.1, 0.078)
 FRAMES = (32, 128, 512)
 KV_TOKENS = 4096
 MOST_FRAMES = 16384
+Key: TypeAlias = tuple[int, str, float]  # frames, method, retention
 # Columns of benchmarks.reduction_costs that stand beside accuracy.
 COSTS = (
     "fewer_in_prompt",
@@ -174,77 +174,80 @@ def accuracy_rows(logs: Sequence[Path]) -> list[Row]:
         (row["frames"], row["method"], row["retention"]): row
         for row in stored("reduction").get("accuracy", [])
     }
-    for row in (row for log in logs for row in eval_table(log)):
-        method = method_of(row)
-        key, found_row = (row["num_frames"], method, row["retention"]), accuracy_row(row, method)
-        shown[key] = max(found_row, shown.get(key, found_row), key=lambda each: each["questions"])
-    order = {name: number for number, name in enumerate((ALL_TOKENS, *METHODS))}
+    for key, row in logged_rows(logs):
+        found = accuracy_row(key, row)
+        shown[key] = max(found, shown.get(key, found), key=lambda each: each["questions"])
     times, costs = seconds_to_first_token(), counted_costs()
-    return [
-        shown[key] | {"ttft_s": times.get(key)} | costs.get(key, {})
-        for key in sorted(shown, key=lambda key: (key[0], order[key[1]], -key[2]))
-    ]
+    return [shown[key] | {"ttft_s": times.get(key)} | costs.get(key, {}) for key in in_order(shown)]
 
 
-def eval_table(log: Path) -> list[Row]:
-    """Returns the rows that `epd eval` makes of a log of verdicts."""
-    command = [str(Path(sys.executable).with_name("epd")), "eval", "--table", str(log), "--json"]
-    rows: list[Row] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return rows
+def logged_rows(logs: Sequence[Path]) -> Iterator[tuple[Key, EvalRow]]:
+    """Yields the rows that `epd eval --table LOG --json` prints."""
+    for log in map(VerdictLog.read, logs):
+        for row in eval_rows(log, RowSelection.of(log)):
+            method = row.method if row.retention < 1 else ALL_TOKENS
+            yield (row.num_frames, method, row.retention), row
 
 
-def method_of(row: Row) -> str:
-    return str(row["method"]) if row["retention"] < 1 else ALL_TOKENS
+def in_order(keys: Iterable[Key]) -> list[Key]:
+    """Returns settings by frames, then method, then from most to fewest tokens."""
+    order = {name: number for number, name in enumerate((ALL_TOKENS, *METHODS))}
+    return sorted(keys, key=lambda key: (key[0], order[key[1]], -key[2]))
 
 
 def story_rows(logs: Sequence[Path]) -> list[Row]:
     """Returns a row for each setting, with the accuracy of kinds of questions, and the F1 of facts."""
-    rows = {}
-    for row in (row for log in logs for row in eval_table(log)):
-        kinds = row["kinds"]
-        others = kinds.keys() - {*ONE_WORD_KINDS, *TOLD_KINDS}
-        rows[row["num_frames"], method_of(row), row["retention"]] = {
-            "frames": row["num_frames"],
-            "method": method_of(row),
-            "retention": row["retention"],
-            "visual_tokens": row["visual_tokens"],
-            **share("one_word", [kinds[kind] for kind in ONE_WORD_KINDS if kind in kinds]),
-            **share("other_short", [kinds[kind] for kind in others]),
-            **share("descriptions", [kinds[kind] for kind in TOLD_KINDS]),
-            **{f"f1_{kind}": round(kinds[kind]["facts_f1"], 4) for kind in TOLD_KINDS},
-        }
-    order = {name: number for number, name in enumerate((ALL_TOKENS, *METHODS))}
-    return [rows[key] for key in sorted(rows, key=lambda key: (key[0], order[key[1]], -key[2]))]
+    rows = {key: story_row(key, row) for key, row in logged_rows(logs)}
+    return [rows[key] for key in in_order(rows)]
 
 
-def share(name: str, kinds: Sequence[Row]) -> Row:
-    """Returns how many questions of some kinds were asked, and the share answered right."""
-    asked = sum(kind["num_questions"] for kind in kinds)
-    right = sum(kind["num_questions"] * kind["accuracy"] for kind in kinds)
-    return {f"{name}_asked": asked, name: round(right / asked, 4)}
-
-
-def accuracy_row(row: Row, method: str) -> Row:
+def story_row(key: Key, row: EvalRow) -> Row:
+    """row: of questions of all kinds that `--stories` asks."""
+    frames, method, retention = key
+    kinds = {kind.name: kind for kind in row.kinds}
+    others = kinds.keys() - {*ONE_WORD_KINDS, *TOLD_KINDS}
+    told = [kinds[kind] for kind in TOLD_KINDS]
     return {
-        "frames": row["num_frames"],
-        "questions": row["num_questions"],
+        "frames": frames,
         "method": method,
-        "retention": row["retention"],
-        "visual_tokens": row["visual_tokens"],
-        "accuracy": round(row["accuracy"], 4),
-        "interval": f"{row['accuracy_low']:.3f} to {row['accuracy_high']:.3f}",
-        "of_full": round(row["relative_accuracy"], 4),
-        "p_value": None if row["p_value"] is None else float(f"{row['p_value']:.2g}"),
+        "retention": retention,
+        "visual_tokens": row.visual_tokens,
+        **share("one_word", [kinds[kind] for kind in ONE_WORD_KINDS if kind in kinds]),
+        **share("other_short", [kinds[kind] for kind in others]),
+        **share("descriptions", told),
+        **{f"f1_{kind.name}": kind.facts_f1 and round(kind.facts_f1, 4) for kind in told},
     }
 
 
-def seconds_to_first_token() -> dict[tuple[int, str, float], float]:
+def share(name: str, kinds: Sequence[PartAccuracy]) -> Row:
+    """Returns how many questions of some kinds were asked, and the share answered right."""
+    asked = sum(kind.num_questions for kind in kinds)
+    right = sum(kind.num_questions * kind.accuracy for kind in kinds)
+    return {f"{name}_asked": asked, name: round(right / asked, 4)}
+
+
+def accuracy_row(key: Key, row: EvalRow) -> Row:
+    frames, method, retention = key
+    return {
+        "frames": frames,
+        "questions": row.num_questions,
+        "method": method,
+        "retention": retention,
+        "visual_tokens": row.visual_tokens,
+        "accuracy": round(row.accuracy, 4),
+        "interval": f"{row.interval.low:.3f} to {row.interval.high:.3f}",
+        "of_full": None if row.relative_accuracy is None else round(row.relative_accuracy, 4),
+        "p_value": None if row.p_value is None else float(f"{row.p_value:.2g}"),
+    }
+
+
+def seconds_to_first_token() -> dict[Key, float]:
     """Returns the section `prefill` of the results, by frames, method and retention."""
     rows = stored("reduction").get("prefill", [])
     return {(row["frames"], row["method"], row["retention"]): row["ttft_s"] for row in rows}
 
 
-def counted_costs() -> dict[tuple[int, str, float], Row]:
+def counted_costs() -> dict[Key, Row]:
     """Returns what benchmarks.reduction_costs has counted, by frames, method and retention."""
     sections = stored("reduction_costs")
     return {

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast
 
+from epd.reduction import plan_windows
 from epd.shapes import Question
 from epd.shapes.stories import timestamps_s
 from training.checkpoint import SYSTEM_PROMPT
@@ -143,15 +144,16 @@ def keep_all(embeddings: Tensor) -> Tensor:
 
 
 class Thinned:
-    """Keeps some tokens of every two frames: those that changed, those unlike most others, or any."""
+    """Keeps as many tokens of every two frames as reduction does: the changed, the unlike others, or any."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
     def __call__(self, embeddings: Tensor) -> Tensor:
         num_pairs = len(embeddings)
-        ends = (torch.arange(num_pairs + 1) * TOKENS * self._rng.choice(_THINNED_SHARES) + 1e-6).floor()
-        counts = ends.diff()
+        units = [(pair, pair + 1) for pair in range(num_pairs)]
+        windows = plan_windows(units, TOKENS, self._rng.choice(_THINNED_SHARES))
+        counts = torch.tensor([window.num_kept for window in windows])
         changed = functional.pad((embeddings[1:] - embeddings[:-1]).norm(dim=-1), (0, 0, 1, 0))
         unlike = (embeddings - embeddings.flatten(0, 1).median(0).values).norm(dim=-1)
         score = self._rng.choice((changed, unlike, torch.zeros(num_pairs, TOKENS)))
@@ -173,8 +175,9 @@ def make_batch(
     clips = [each for row in shown for each in row]
     embeddings = [embed(each) for each in clips]
     kept = torch.cat([keep(each).flatten() for each in embeddings])
-    visual = (ids == VISUAL).masked_scatter(ids == VISUAL, kept)
-    segments = segments.masked_fill((ids == VISUAL) & ~visual, PADDING)
+    is_visual = ids == VISUAL
+    visual = is_visual.masked_scatter(is_visual, kept)
+    segments = segments.masked_fill(is_visual & ~visual, PADDING)
     mentions, subjects = mentions_of(prompts.tokenizer, ids, segments, targets, PADDING, shown)
     return Batch(
         ids=ids.clamp(min=0),

@@ -100,7 +100,7 @@ def accuracy(seen: Tensor, targets: Tensor) -> tuple[float, float]:
 def train(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     model = load_model(options.model) if options.model else build_model(build_tokenizer())
-    visual = model.model.visual.float()
+    visual = model.model.visual
     optimizer = torch.optim.AdamW(visual.parameters(), weight_decay=0.02)
     training = Training({"visual": visual}, [optimizer], options.out)
     rng = random.Random(options.seed + training.step + 10**6 * rank())
@@ -131,7 +131,7 @@ def errors_of(visual: nn.Module, clips: list[Clip]) -> TowerErrors:
     """Returns what the tower is off by, for tokens of clips that it did not learn from."""
     pairs, targets = draw_batch(clips[:_HELD_OUT], random.Random(1), _NUM_JUDGED)
     seen = torch.cat([encode(visual, patchify(some)) for some in pairs.split(256)])
-    errors, is_empty = (seen - embeddings(targets)).clone(), targets[..., EMPTY] > 0
+    errors, is_empty = seen - embeddings(targets), targets[..., EMPTY] > 0
     return TowerErrors(errors[is_empty], errors[~is_empty])
 
 

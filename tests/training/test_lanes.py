@@ -307,19 +307,8 @@ def test_a_tower_is_taught_further(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(lane_vision, "_HELD_OUT", 2)
     monkeypatch.setattr(lane_vision, "_NUM_JUDGED", 8)
     files = ("--clips", tmp_path, "--out", tmp_path / "state.pt", "--final", tmp_path / "tower.pt")
-    _run(
-        lane_vision,
-        monkeypatch,
-        *files,
-        "--model",
-        "shapes-vl-2",
-        "--lr",
-        "0",
-        "--steps",
-        "1",
-        "--batch",
-        "4",
-    )
+    taught = ("--model", "shapes-vl-2", "--lr", "0", "--steps", "1", "--batch", "4")
+    _run(lane_vision, monkeypatch, *files, *taught)
     before = safetensors.torch.load_file(model_folder("shapes-vl-2") / "model.safetensors")
     after = torch.load(tmp_path / "tower.pt")["visual"]
     assert all(torch.equal(before[f"model.visual.{name}"].float(), after[name]) for name in after)

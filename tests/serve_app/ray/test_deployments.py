@@ -170,9 +170,8 @@ def test_a_killed_front_takes_its_own_streams_with_it_and_nothing_else(
             os.kill(max(before["Front"].values()), signal.SIGKILL)
             killed_s = time.monotonic()
             answering = asyncio.create_task(first_answer(app))
-            held_s = (
-                0.0  # until when something is known to have been held: a late status is not a late release
-            )
+            # Until when something is known to have been held: a late status is not a late release.
+            held_s = 0.0
 
             async def is_freed() -> bool:
                 nonlocal held_s
