@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from benchmarks.gpu_profile import compared, profile_of
 from benchmarks.reporting import RESULTS
@@ -13,12 +17,28 @@ from epd.profiles.files import dump_profile, parse_profile
 COMPUTED = analytic_profile("h100", "qwen2.5-vl-7b")
 
 
+def leaves(text: str) -> dict[str, object]:
+    """Returns what a JSON text holds by path: fitted coefficients differ in the last digit by processor."""
+
+    def inside(path: str, value: Any) -> Iterator[tuple[str, object]]:
+        if not isinstance(value, (dict, list)):
+            yield path, value
+        else:
+            for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from inside(f"{path}/{name}", part)
+
+    return dict(inside("", json.loads(text)))
+
+
 def test_the_kept_results_make_the_kept_profile() -> None:
     measured = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))
     profile = profile_of(measured, COMPUTED)
-    assert parse_profile((RESULTS / "gpu_profile.json").read_text(encoding="utf-8")) == parse_profile(
-        dump_profile(profile)
-    )
+    kept = parse_profile((RESULTS / "gpu_profile.json").read_text(encoding="utf-8"))
+    found, expected = leaves(dump_profile(profile)), leaves(dump_profile(kept))
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        near = pytest.approx(value, rel=1e-9, abs=1e-15) if isinstance(value, float) else value
+        assert found[path] == near, path
     assert not profile.is_analytic
     assert profile.media == COMPUTED.media
     for row in compared(profile, COMPUTED):

@@ -20,6 +20,7 @@ from serve_app.network.memory import PoolFiles, orphans
 from tests.serve_app.conftest import JSON, data_url, image_part, video_part
 from tests.serve_app.deployments import Answered, Question
 from tests.serve_app.ray.ray_session import RaySession
+from tests.what_waits import what_waits
 
 DEPLOYMENTS = ("Front", "Media", "Stage")
 DEPLOYED_S = 240.0
@@ -201,7 +202,7 @@ async def until(holds: Callable[[], Any], seconds: float = 60.0, every_s: float 
         value = holds()
         if await value if asyncio.iscoroutine(value) else value:
             return time.monotonic() - start_s
-        assert time.monotonic() - start_s < seconds, "waited in vain"
+        assert time.monotonic() - start_s < seconds, f"waited in vain\n{what_waits()}"
         await asyncio.sleep(every_s)
 
 

@@ -29,6 +29,7 @@ from tests.serve_app.ray.declared_app import (
     until,
 )
 from tests.serve_app.ray.ray_session import IGNORED, RaySession
+from tests.what_waits import what_waits
 
 pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
 
@@ -171,14 +172,19 @@ def test_a_killed_front_takes_its_own_streams_with_it_and_nothing_else(
             killed_s = time.monotonic()
             answering = asyncio.create_task(first_answer(app))
             # Until when something is known to have been held: a late status is not a late release.
-            held_s = 0.0
+            held_s, seen = 0.0, list[str]()
 
             async def is_freed() -> bool:
                 nonlocal held_s
+                asked_s = time.monotonic() - killed_s
                 workers = await app.workers()
+                came_s = time.monotonic() - killed_s
                 num_running = workers["d0"]["num_running"] + workers["d1"]["num_running"]
                 left = [stream.outcome for stream in streams if not stream.outcome.startswith("cut")]
                 assert not any(left), left  # if one has ended, those that were cut may have, too
+                seen.append(f"{asked_s:.2f} to {came_s:.2f} s: {num_running} run, {len(left)} not cut")
+                if came_s - asked_s > 1:
+                    seen.append(what_waits())
                 if len(left) < NUM_STREAMS and num_running <= len(left):
                     return True
                 held_s = time.monotonic() - killed_s
@@ -195,7 +201,7 @@ def test_a_killed_front_takes_its_own_streams_with_it_and_nothing_else(
         assert kept, "one front had all streams"
         assert [streams[number].outcome for number in kept] == ["whole"] * len(kept)
         assert [streams[number].truth for number in kept] == [expected[number] for number in kept]
-        assert held_s < 5
+        assert held_s < 5, "\n".join(seen)
         assert again_s < 5
         report = retried[0].report
         assert retried[0].truth == expected[number]
