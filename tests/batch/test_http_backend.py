@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -95,6 +95,10 @@ def run(
         for number in range(num_questions)
         for video in range(num_videos)
     ]
+    return run_lines(folder, url, key, lines, **defaults)
+
+
+def run_lines(folder: Path, url: str, key: str, lines: Sequence[dict[str, Any]], **defaults: Any) -> Summary:
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     @contextmanager
@@ -196,6 +200,50 @@ def test_a_line_that_is_refused_while_others_are_answered_is_explained(
     assert all(
         f"status {status}, 6 times in a row, and answers other" in str(each["error"]) for each in errors
     )
+
+
+def test_a_line_at_which_the_server_hangs_up_while_others_are_answered_has_a_status_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """There was no answer, so no status: the error of the line says 503, as the batch format needs one."""
+    monkeypatch.setattr(http_backend, "_FIRST_PAUSE_S", 0.001)
+
+    def answer(question: str) -> Reply:
+        if question == "q2":
+            raise ConnectionAbortedError
+        return 200, completion(question)
+
+    def line(number: int) -> dict[str, Any]:
+        content = [
+            {"type": "video_url", "video_url": {"url": "a.mp4"}},
+            {"type": "text", "text": f"q{number}"},
+        ]
+        body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+        return {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+    with serving(FakeServer(answer)) as server:
+        summary = run_lines(tmp_path, server.url, KEY, [line(number) for number in range(4)])
+    assert "ConnectionAbortedError" in capfd.readouterr().err
+    assert (summary.tally.num_answered, summary.tally.num_failed) == (3, 1)
+    (error,) = [json.loads(each) for each in (tmp_path / "out.errors.jsonl").read_text().splitlines()]
+    assert (error["custom_id"], error["response"]["status_code"]) == ("2", 503)
+    assert "RemoteProtocolError, 6 times in a row, and answers other lines" in error["error"]["message"]
+
+
+def test_a_server_that_is_busy_has_a_quarter_of_a_minute_to_recover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pauses double: a server that is asked again at once is kept busy by its clients."""
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(http_backend.asyncio, "sleep", pause)
+    with serving(FakeServer(lambda _: (429, {}))) as server, pytest.raises(UnavailableError):
+        run(tmp_path, server.url, num_videos=1, num_questions=1)
+    assert pauses == [pauses[0] * 2**number for number in range(len(pauses))]
+    assert 15 < sum(pauses) < 60
 
 
 def test_what_a_server_of_ours_reports_is_added_up(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from epd.cli.options import draft_config
 from epd.errors import RequestError
 from epd.kv.draft_gain import ChosenDrafts, DraftStatistics, HoldRate, PassCost
-from epd.kv.drafting import AllDrafts, DraftConfig, Drafting
+from epd.kv.drafting import AllDrafts, DraftConfig, Drafting, DraftMethod
 from epd.types import Int64Array
 
 KNOWN: Int64Array = np.zeros(4, dtype=np.int64)
@@ -188,6 +188,56 @@ def test_nothing_is_drafted_and_no_memory_taken_by_default() -> None:
     drafting = Drafting(DraftConfig(), 100_000)
     assert drafting.for_sequence() is None
     assert drafting._table._rows.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "num_rows"), [("none", 0), ("prompt-lookup", 0), ("recycling", 1000), ("auto", 1000)]
+)
+def test_successors_of_the_whole_vocabulary_are_kept_where_they_are_drafted_from(
+    method: DraftMethod, num_rows: int
+) -> None:
+    drafting = Drafting(DraftConfig(method), 1000)
+    assert len(drafting._table._rows) == num_rows
+
+
+@pytest.mark.parametrize("method", ["none", "prompt-lookup", "recycling", "auto"])
+def test_only_a_draft_that_is_chosen_by_its_gain_is_dropped_for_it(method: DraftMethod) -> None:
+    """Passes with drafts are shown to cost ten times as much: no draft of a token pays."""
+    drafting = Drafting(DraftConfig(method), 1000)
+    for number in range(60):
+        num_drafted = (0, 8, 40)[number % 3]
+        drafting.record_pass(8, num_drafted, 0.1 if num_drafted else 0.01)
+    drafting.statistics.wish(1, 0.9)
+    assert drafting.statistics.cost.is_measured is (method == "auto"), "nobody asks what passes cost"
+    assert drafting.pays(8) is (method != "auto")
+
+
+class Gain(DraftStatistics):
+    """Says that three tokens gain so much, whatever was measured."""
+
+    gain = 0.0
+
+    def best_length(self, rate: float, num_sequences: int) -> tuple[int, float]:  # noqa: ARG002 # the same
+        return 3, self.gain
+
+
+def test_drafts_begin_at_a_gain_of_a_tenth_and_stay_down_to_a_fiftieth() -> None:
+    """Both limits belong to the side of drafting."""
+
+    def lengths(gains: Sequence[float]) -> list[int]:
+        statistics = Gain(8)
+        request, found = ChosenDrafts({"fixed": Fixed()}, statistics), []
+        for gain in gains:
+            statistics.gain = gain  # decisions are made at passes 2, 8, 16, 24, ...
+            found.append(len(request.propose(KNOWN, 99, 1)))
+            request.learn(KNOWN, [], [1])
+            statistics.pays(1)
+        return found
+
+    assert lengths([1.0999] * 20)[16] == 0
+    assert lengths([1.10] * 20)[16] == 3
+    assert lengths([1.10] * 10 + [1.02] * 10)[16] == 3
+    assert lengths([1.10] * 10 + [1.0199] * 10)[16] == 0
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ def test_a_cost_is_a_roofline_and_a_slope() -> None:
     assert cost.seconds(1) == 3.0
     assert cost.seconds(10) == 6.0
     assert cost.seconds(10, 4) == 7.0
+    assert StageCost(fixed_s=1.0).seconds(10, 4) == 1.0, "what is not given costs nothing"
+    assert StageCost(floor_s=2.0, per_unit_s=0.5).seconds(1, 100) == 2.0
     with pytest.raises(ValueError, match="at least 0"):
         StageCost(fixed_s=-1.0)
 

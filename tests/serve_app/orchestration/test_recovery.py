@@ -20,7 +20,15 @@ from serve_app.messages import EncodeGroup, Prefill
 from serve_app.orchestration import room_books
 from serve_app.orchestration.attempt import Attempt
 from serve_app.orchestration.group_feed import GroupFeed
-from tests.serve_app.deployments import Answered, Deployment, Question, deployed, undisturbed, until_busy
+from tests.serve_app.deployments import (
+    Answered,
+    Deployment,
+    Question,
+    deployed,
+    undisturbed,
+    until_busy,
+    until_decoding,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -139,6 +147,68 @@ def test_what_a_worker_granted_before_it_was_asked_to_forget_reaches_no_encoder(
             await deployment.settle()
 
     asyncio.run(run())
+
+
+def test_a_prompt_whose_decode_worker_is_lost_goes_to_another_and_is_not_begun_again(
+    checkpoints: dict[str, Path],
+    questions: list[Question],
+    expected: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The prefill worker still has it: it is redirected, which costs no retry and encodes nothing twice."""
+
+    async def run() -> None:
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d") as deployment:
+            fleet, send = deployment.fleet, deployment.fleet.send
+            encoded, former = list[str](), list[str]()
+
+            async def losing(stage: Stage, worker: str, message: Any, *frames: Any) -> Any:
+                if isinstance(message, EncodeGroup):
+                    encoded.append(message.request_id)
+                if isinstance(message, EncodeGroup) and not former:
+                    while not placed(deployment):
+                        await asyncio.sleep(0.002)
+                    (attempt,) = placed(deployment)
+                    former.append(attempt.decode_worker)
+                    fleet.kill(attempt.decode_worker)
+                    while not attempt.has_ended and attempt.decode_worker == former[0]:
+                        await asyncio.sleep(0.002)
+                return await send(stage, worker, message, *frames)
+
+            monkeypatch.setattr(fleet, "send", losing)
+            answer = await deployment.ask(questions[1])
+            assert former, "a decode worker was lost"
+            assert answer.tokens == expected[1]
+            assert answer.end is not None
+            assert answer.end.num_retries == 0, "it is redirected"
+            assert len(set(encoded)) == 1, "by one attempt"
+            await deployment.settle()
+            counters = (await deployment.service.status()).counters
+            assert (counters["workers_lost"], counters.get("retries", 0)) == (1, 0)
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
+
+
+def test_an_answer_outlives_the_worker_that_computed_its_prompt(
+    checkpoints: dict[str, Path], questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    """The decode worker has all of it: nothing is begun again."""
+
+    async def run() -> None:
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
+            answer = Answered()
+            question = replace(questions[1], sampling=replace(LONG, max_tokens=1000))
+            asking = asyncio.create_task(deployment.ask(question, answer))
+            await until_decoding(deployment, "d0", 1)
+            deployment.fleet.kill("p0")
+            await asking
+            assert answer.tokens[:40] == expected[1]
+            assert answer.end is not None
+            assert (len(answer.tokens), answer.end.num_retries) == (1000, 0)
+            await deployment.settle()
+            assert (await deployment.service.status()).counters["workers_lost"] == 1
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 @pytest.mark.parametrize("topology", ["1e1p1d", "1ep1d", "1epd"])
