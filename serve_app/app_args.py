@@ -137,8 +137,8 @@ class AppArgs(BaseModel):
     )
     encode_beside: bool = Field(
         default=True,
-        description="In a worker with other roles too, encode in a thread of its own, on a GPU in its own "
-        "stream, so that media stall no answer.",
+        description="In workers with other roles too, run the vision encoder in a thread of its own, on a "
+        "GPU in its own stream, so that encoding does not stall decodes.",
     )
     num_fronts: int = Field(
         default=1, ge=1, le=64, description="Replicas that answer HTTP; each works with all workers."
@@ -162,8 +162,8 @@ class AppArgs(BaseModel):
         default=0.9,
         gt=0,
         le=1,
-        description="Share of its GPU's memory that a worker uses; what weights, the largest passes and "
-        "embeddings leave of it holds keys and values, unless num_kv_tokens is set.",
+        description="Share of its GPU's memory that a worker may use. Keys and values get what remains after "
+        "weights, the largest passes and embeddings, unless num_kv_tokens is set.",
     )
     num_embeddings: int | None = Field(
         default=None,
@@ -258,7 +258,7 @@ class AppArgs(BaseModel):
         default=1000,
         ge=1,
         le=100_000,
-        description="Batches in files_dir; beyond it the one that ended first is forgotten.",
+        description="Most batches kept in files_dir; of more, the one that ended first is removed.",
     )
     max_batch_lines: int = Field(
         default=50_000, ge=1, le=10_000_000, description="Lines of a batch; one with more fails."

@@ -50,6 +50,7 @@ from benchmarks.epd_pays.tables import (
     goodput_rows,
     p99,
     tail_rows,
+    variant_rows,
     verdict_rows,
 )
 from benchmarks.reporting import RESULTS, Section, run_sections, setting
@@ -122,9 +123,6 @@ def report(rounds: Mapping[Case, Round], *, save: bool) -> None:
     print(f"{len(late)} of {len(rounds)} rounds are not reported: more than {MOST_LATE:.0%} late passes")
     plain = [cell for cell in cells if not cell.variant]
     checked = [cell for cell in cells if cell.variant == THREE]
-    varied = [cell for cell in cells if cell.variant not in ("", THREE)]
-    kinds = {(cell.mix.name, cell.kind, cell.rate) for cell in varied}
-    beside = [cell for cell in plain if (cell.mix.name, cell.kind, cell.rate) in kinds]
     sections = {
         "live": Section("Measured, and simulated", lambda: [cell.row() for cell in plain]),
         "goodput": Section("Goodput beside merged workers", lambda: goodput_rows(plain)),
@@ -132,8 +130,8 @@ def report(rounds: Mapping[Case, Round], *, save: bool) -> None:
         "verdicts": Section("Where splitting wins and loses", lambda: verdict_rows(plain)),
         "dilation": Section("Three workers, slowed more and less", lambda: [cell.row() for cell in checked]),
         "variants": Section(
-            "Without sharding, without overlap, with roles that follow",
-            lambda: [cell.row() for cell in sorted((*beside, *varied), key=lambda cell: cell.mix.name)],
+            "Variants, beside the layout measured in the same rounds",
+            lambda: variant_rows([cell for cell in cells if cell.variant != THREE]),
         ),
     }
     here = {"rounds_left_out": f"{len(late)} of {len(rounds)}, with more than {MOST_LATE:.0%} late passes"}

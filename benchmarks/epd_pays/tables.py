@@ -169,6 +169,21 @@ def _objectives(cells: Sequence[Cell]) -> Iterator[tuple[Mix, str, SLO]]:
             yield mix, f"{name}: {slo.ttft_s:g} s, {1000 * (slo.tpot_s or 0):g} ms", slo
 
 
+def variant_rows(cells: Sequence[Cell]) -> list[Row]:
+    """Returns planned layouts beside their variants, where both were measured alike.
+
+    That is in the same rounds, two at least, and at the same factor. A difference of single rounds may be
+    that of what else the machine did.
+    """
+
+    def setting(cell: Cell) -> tuple[object, ...]:
+        return cell.mix.name, cell.kind, cell.rate, cell.dilate, tuple(index for index, _ in cell.rounds)
+
+    plain = {setting(cell) for cell in cells if not cell.variant}
+    varied = {setting(cell) for cell in cells if cell.variant and len(cell.rounds) > 1} & plain
+    return [cell.row() for cell in cells if setting(cell) in varied]
+
+
 def by_rate(cells: Sequence[Cell], mix: Mix, kind: str) -> dict[float, Cell]:
     """Returns the planned layout of a kind; of two factors that with more rounds, then the larger one."""
     own = (cell for cell in cells if cell.mix is mix and cell.kind == kind and not cell.variant)

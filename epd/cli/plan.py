@@ -53,7 +53,7 @@ _MaxDegree = Annotated[
     typer.Option(
         "--max-tensor-parallel",
         metavar="N",
-        help="Devices that a worker may share its layers over: 1, 2, 4 or 8; epd serve runs 1.",
+        help="Most devices that a worker may share its layers over: 1, 2, 4 or 8.",
     ),
 ]
 

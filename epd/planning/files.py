@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from epd.encode.sharding import Sharding
 from epd.errors import RequestError
 from epd.kv.drafting import DraftMethod
+from epd.topology import parse_topology
 
 FORMAT: Literal["epd plan, version 1"] = "epd plan, version 1"
 
@@ -65,19 +66,29 @@ class PlanFile(_Strict):
     def app_options(self) -> dict[str, Any]:
         """Returns the arguments of the application that the plan decides.
 
-        Raises RequestError for workers with several devices.
+        Raises RequestError for several devices where a server cannot use them.
         """
         decided = self.settings.model_dump(exclude_none=True, exclude={"tensor_parallel"})
-        for letters, degree in self.settings.tensor_parallel.items():
-            if degree > 1:
-                raise RequestError(
-                    f"received a plan whose {letters} workers have {degree} devices each; allowed is 1; "
-                    "plan with --max-tensor-parallel 1, or give epd serve the topology and "
-                    "--tensor-parallel-size"
-                )
+        if self.settings.tensor_parallel:
+            decided |= self._devices()
         if self.objectives.ttft_s is not None:
             decided["slo_ttft_s"] = self.objectives.ttft_s
         return {"topology": self.topology, **decided}
+
+    def _devices(self) -> dict[str, int]:
+        """Returns how many devices a worker has: those that prefill all as many, those that only decode."""
+        groups = parse_topology(self.topology).groups
+        degrees = {group.letters: self.settings.tensor_parallel.get(group.letters, 1) for group in groups}
+        encoding = max((degree for letters, degree in degrees.items() if "e" in letters), default=1)
+        prefilling = {degree for letters, degree in degrees.items() if "p" in letters}
+        if encoding > 1 or len(prefilling) > 1:
+            shown = ", ".join(f"{degree} of {letters}" for letters, degree in degrees.items())
+            raise RequestError(
+                f"received a plan with these devices a worker: {shown}; allowed are 1 for workers that "
+                "encode, and one number for all that prefill; plan with --max-tensor-parallel 1"
+            )
+        (size,) = prefilling
+        return {"tensor_parallel_size": size, "decode_tensor_parallel_size": degrees.get("d", size)}
 
     def check_model(self, name: str) -> None:
         """Raises RequestError for another model. name: of the model's folder, or as requests call it."""

@@ -1,4 +1,4 @@
-"""Asks what follows if the constant of table 4 is a cost of each call of the encoder.
+"""Derives tables 4 to 6 again, with the constant of table 4 as the cost of each call of the encoder.
 
 The tables' profile takes that constant for reading images, beside the workers. The paper's public code does
 not count reading: the server keeps the image, and a request's clock starts after it. Its optimum encodes two

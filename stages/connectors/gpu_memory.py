@@ -2,7 +2,8 @@
 
     sender: export, once for each receiver  --handle-->  receiver: open, read in place, drop
 
-No GPU has run `CudaMemory`: connectors know `GpuMemory` alone, and are tested with another one on the CPU.
+Connectors know `GpuMemory` alone, and are tested with another one on the CPU. `make gpu` opens handles of
+`CudaMemory` in a second process on one GPU; handles across GPUs have not been opened yet.
 """
 
 from __future__ import annotations

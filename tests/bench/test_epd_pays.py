@@ -15,7 +15,15 @@ from benchmarks.epd_pays.live import Layout, Pace, Round, Times, paced_workers, 
 from benchmarks.epd_pays.mixes import MIXES, Kind, sizes_of
 from benchmarks.epd_pays.plan import predicted
 from benchmarks.epd_pays.rounds import Case, cases, kept_rounds, layout_of, measure
-from benchmarks.epd_pays.tables import attained, cells_of, goodput, goodput_rows, tail_rows, verdict_rows
+from benchmarks.epd_pays.tables import (
+    attained,
+    cells_of,
+    goodput,
+    goodput_rows,
+    tail_rows,
+    variant_rows,
+    verdict_rows,
+)
 from epd.planning.space import Settings
 from epd.simulate.clock import seconds_of
 from epd.simulate.language import PassCost
@@ -216,6 +224,24 @@ def test_layouts_are_compared_with_merged_workers_at_the_rates_of_both(
     assert verdicts["loose:", 3.0] == ("equal", "equal", "yes")
     tails = {row["rate"]: row["times better"] for row in tail_rows(cells)}
     assert tails == {2.0: 1.0, 3.0: 3.0}
+
+
+def test_variants_are_shown_beside_what_was_measured_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two rounds at least, the same ones, at one factor: single rounds hide under the machine's noise."""
+    monkeypatch.setattr("benchmarks.epd_pays.tables.planned", lambda _: {"slo": PLAN})
+    monkeypatch.setattr("benchmarks.epd_pays.tables.predicted", lambda *_: Round(times(1.0, 0.01, 10)))
+    one = Round(times(1.0, 0.02, 10))
+
+    def layouts(found: dict[Case, Round]) -> list[str]:
+        return [row["layout"] for row in variant_rows(cells_of(found)[0])]
+
+    plain = {case("split", 2.0, round_index=index): one for index in range(2)}
+    varied = {case("split", 2.0, "not sharded", index): one for index in range(2)}
+    assert layouts(plain | varied) == ["6e1p1d", "6e1p1d not sharded"]
+    slower = {replace(each, dilate=8.0): one for each in varied}
+    assert layouts(plain | slower) == layouts(plain) == []
+    first = {each: one for each in (*plain, *varied) if not each.round_index}
+    assert layouts(first) == []
 
 
 def test_an_answer_that_never_came_meets_nothing() -> None:

@@ -19,6 +19,7 @@ from epd.profiles import analytic_profile
 from epd.simulate import Deployment
 from epd.topology import parse_topology
 from epd.workload.metrics import SLO
+from serve_app.app_args import AppArgs
 from tests.planning.test_planning import BASE, HEAVY, PROFILE, demand
 
 LARGE = analytic_profile("a100-80gb", "internvl2-26b")
@@ -82,11 +83,69 @@ def test_a_model_too_large_for_a_device_is_planned_over_two() -> None:
     record = plan.record()
     assert record["settings"]["tensor_parallel"] in ({"pd": 2}, {"p": 2}, {"d": 2})
     assert all(each["peak_bytes"] <= 36 * 10**9 for each in record["explanation"]["memory"])
-    file = PlanFile.model_validate(record)
-    with pytest.raises(
-        RequestError, match=r"workers have 2 devices each; allowed is 1.*--max-tensor-parallel"
-    ):
-        file.app_options()
+    options = PlanFile.model_validate(record).app_options()
+    assert 2 in (options["tensor_parallel_size"], options["decode_tensor_parallel_size"])
+    args = AppArgs(**{name: value for name, value in options.items() if value is not None})
+    assert args.topology == record["topology"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "devices", "expected"),
+    [
+        ("1e1p1d", {}, (None, None)),
+        ("1e1p1d", {"p": 2}, (2, 1)),
+        ("1e1p1d", {"d": 4}, (1, 4)),
+        ("2e1p3d", {"p": 4, "d": 2}, (4, 2)),
+        ("1e1pd", {"pd": 8}, (8, 8)),
+        ("1e1pd1d", {"pd": 2, "d": 2}, (2, 2)),
+    ],
+)
+def test_a_server_takes_the_devices_of_a_plan(
+    topology: str, devices: dict[str, int], expected: tuple[int | None, int | None]
+) -> None:
+    """What its options of the same meaning would say; nothing where each worker has one device."""
+    options = plan_of(topology, devices).app_options()
+    found = (options.get("tensor_parallel_size"), options.get("decode_tensor_parallel_size"))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("topology", "devices"),
+    [
+        ("1e1p1d", {"e": 2}),
+        ("1ep1d", {"ep": 2}),
+        ("1epd", {"epd": 2}),
+        ("1e1p1pd", {"p": 2}),
+        ("1e1p1pd", {"pd": 2}),
+    ],
+)
+def test_devices_that_a_server_cannot_use_are_refused(topology: str, devices: dict[str, int]) -> None:
+    """An encoder is one process, while a plan shares its tower; and prefill has one number of devices."""
+    with pytest.raises(RequestError, match=r"2 of .*; allowed are 1 for .*--max-tensor-parallel 1"):
+        plan_of(topology, devices).app_options()
+
+
+def plan_of(topology: str, devices: dict[str, int]) -> PlanFile:
+    settings = {
+        "max_batch_patches": 4096,
+        "max_num_batched_tokens": 2048,
+        "max_chunk_tokens": 512,
+        "max_num_seqs": 16,
+        "decode_max_num_seqs": 16,
+        "sharding": "groups",
+        "retention": 1.0,
+        "dtype": "bfloat16",
+        "num_video_threads": 1,
+        "tensor_parallel": devices,
+    }
+    record = {
+        "format": "epd plan, version 1",
+        "model": "qwen2.5-vl-72b",
+        "topology": topology,
+        "settings": settings,
+        "objectives": {"attainment": 0.9},
+    }
+    return PlanFile.model_validate(record)
 
 
 def test_a_strict_objective_for_tokens_needs_several_devices() -> None:

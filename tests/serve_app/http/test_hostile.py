@@ -42,8 +42,8 @@ NUM_DRAWN = 2000 if "EPD_SOAK" in os.environ else 500
 JSON_TYPE = {"content-type": "application/json"}
 # Of a client that has had enough: some of what is drawn asks for thousands of tokens.
 PATIENCE_S, LITTLE_PATIENCE_S = 20.0, 3.0
-# Of one that waits as long as the server allows itself for a picture: a large one takes a process 1.2 s of CPU,
-# which on a machine with sixteen others are 20 s, and none of the server's limits is passed.
+# Of one that waits as long as the server allows itself for a picture: a large one takes a process 1.2 s of
+# CPU, which on two cores beside many others are 20 s, and none of the server's limits is passed.
 PROMISED_S = ChildLimits().look_s + ChildLimits().image_s + PATIENCE_S
 # Left of a 100 MB body once it is over: what the allocator keeps.
 MOST_GROWTH_BYTES = 192 << 20
