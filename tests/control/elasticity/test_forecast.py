@@ -38,6 +38,16 @@ def test_what_is_left_at_the_horizon_counts_to_its_end() -> None:
     assert short == pytest.approx(long, rel=0.15)
 
 
+def test_a_phase_counts_up_to_its_end_and_not_there() -> None:
+    """What ends at the start of the horizon counts for nothing."""
+    traffic = cluster(roles_of("1e1p1d"), requests={"encode": 20.0})
+    capacity = traffic.capacity(roles_of("1e1p1d").values())
+    over, now = Phase(0.0, dict.fromkeys(STAGES, 0.0)), Phase(30.0, capacity)
+    assert look_ahead(traffic, [over, now], 30.0).spent_s == look_ahead(traffic, [now], 30.0).spent_s
+    late = replace(over, until_s=15.0)
+    assert look_ahead(traffic, [late, now], 30.0).spent_s > look_ahead(traffic, [now], 30.0).spent_s
+
+
 def test_answers_share_a_worker() -> None:
     """Ten answers of 200 steps, 10 ms and 2 ms for each of them: 6 s on one worker, 2.4 s on ten."""
     alone, together = (spent_s(f"1e1p{num}d", requests={"decode": 10.0}) for num in (10, 1))
