@@ -16,7 +16,7 @@ from epd.kv.drafting import DraftConfig, DraftMethod
 from epd.sampling_params import SamplingParams
 from epd.topology import Stage
 from serve_app.fleet import WorkerLostError
-from serve_app.messages import Message, Reserve
+from serve_app.messages import EncodeGroup, Message, Reserve
 from serve_app.orchestration.role_switch import SwitchLimits, closed_roles
 from serve_app.role_messages import AskRemaining, Move, Offload, Onload, Pause, SetRoles
 from tests.serve_app.deployments import (
@@ -189,6 +189,42 @@ def test_answers_that_nobody_has_room_for_are_done_again_when_the_drain_ends(
             await deployment.settle()
 
     asyncio.run(run())
+
+
+def test_a_prompt_on_its_way_to_a_worker_that_leaves_decode_goes_to_another(
+    checkpoints: dict[str, Path], long_questions: list[Question], long_expected: list[tuple[int, ...]]
+) -> None:
+    """The prefill worker hands it over to the other decode worker: nothing is begun again."""
+
+    async def run() -> None:
+        limits = SwitchLimits(drain_s=20.0)
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d", switching=limits) as deployment:
+            fleet, send, may_encode = deployment.fleet, deployment.fleet.send, asyncio.Event()
+
+            async def held(stage: Stage, target: str, message: Message[Any], bulk: Any = None) -> Any:
+                if isinstance(message, EncodeGroup):
+                    await may_encode.wait()
+                return await send(stage, target, message, bulk)
+
+            fleet.send = held  # type: ignore[method-assign]
+            asking = asyncio.create_task(deployment.ask(long_questions[1]))
+            attempts = deployment.service.attempts
+            while not any(each.is_placed for each in attempts.values()):
+                await asyncio.sleep(0.002)
+            (attempt,) = attempts.values()
+            former = attempt.decode_worker
+            switching = asyncio.create_task(deployment.service.switch_roles(former, roles("p")))
+            while attempt.decode_worker == former and not switching.done():
+                await asyncio.sleep(0.002)
+            may_encode.set()
+            switch, answer = await switching, await asking
+            assert (switch.num_handed_on, switch.num_moved, switch.num_redone) == (1, 0, 0)
+            assert answer.tokens == long_expected[1]
+            assert answer.end is not None
+            assert answer.end.num_retries == 0
+            await deployment.settle()
+
+    asyncio.run(asyncio.wait_for(run(), 120.0))
 
 
 def test_nobody_waits_for_a_stage_that_is_gone(
