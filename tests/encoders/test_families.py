@@ -15,15 +15,13 @@ from encoders.prompt.words import number_in_words
 from epd.errors import RequestError
 from epd.types import MediaKind
 from tests.encoders.families import Clip, Family, Media, Picture
-from tests.encoders.tolerances import assert_close_to
+from tests.encoders.tolerances import BATCHING, assert_close_to
 from tests.positions import adapter_like_transformers, expected_positions, positions_in_transformers
 
 # transformers near 5.17 hands torch tensors to numpy in InternVL's processor, in a way that numpy 2 regrets.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
 DRAWN = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-# The item that is compared has the same pixels and the same batch; a tower may still sum in another order.
-SAME_BATCH = 1e-6
 
 
 @st.composite
@@ -106,6 +104,7 @@ def test_positions_equal_the_models(family: Family, data: st.DataObject) -> None
 @given(data=st.data())
 @DRAWN
 def test_encoder_output_equals_the_models(family: Family, data: st.DataObject) -> None:
+    """Ours one item after the other, the model's all of a kind in one call."""
     media, sampling = draw_media(family, data)
     theirs = family.their_inputs(media, sampling)
     ours = [family.encode(item, family.plan(item, sampling)) for item in media]
@@ -113,9 +112,9 @@ def test_encoder_output_equals_the_models(family: Family, data: st.DataObject) -
         embeddings = [each for each, item in zip(ours, media, strict=True) if item.kind in kinds]
         rows, layers = family.their_features(theirs, kinds[0])
         rows = rows.flatten(0, -2)
-        assert_close_to(torch.cat([each.rows for each in embeddings]), rows, SAME_BATCH)
+        assert_close_to(torch.cat([each.rows for each in embeddings]), rows, BATCHING)
         for layer, features in enumerate(layers):
-            assert_close_to(torch.cat([each.deepstack[layer] for each in embeddings]), features, SAME_BATCH)
+            assert_close_to(torch.cat([each.deepstack[layer] for each in embeddings]), features, BATCHING)
 
 
 def feature_kinds(family: Family, media: list[Media]) -> list[tuple[MediaKind, ...]]:
