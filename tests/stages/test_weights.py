@@ -23,6 +23,7 @@ from stages.loading.weight_files import num_weight_bytes, weights_revision, writ
 from stages.loading.weights import WholeModel, load_role, part_bytes
 from stages.placement import CPU_FLOAT32, Placement
 from tests.encoders.families import Family, Picture
+from tests.encoders.tolerances import BATCHING, assert_close_to
 from tests.tiny_models import load_reference
 
 FLOAT = torch.float32
@@ -223,7 +224,8 @@ def test_the_lone_encoder_encodes_as_the_whole_model_does(family: Family) -> Non
     lone = Family(
         family.name, family.path, family.adapter, load_role(family.path, "encode", CPU_FLOAT32).model, None
     )
-    assert torch.equal(lone.encode(picture, plan).rows, whole.rows)
+    # Weights that lie elsewhere in memory are summed in another order by some processors.
+    assert_close_to(lone.encode(picture, plan).rows, whole.rows, BATCHING)
 
 
 @torch.inference_mode()
@@ -234,7 +236,7 @@ def test_the_lone_language_model_answers_as_the_whole_model_does(family: Family)
     assert torch.equal(embeds, family.model.get_input_embeddings()(ids))
     hidden = [m.get_decoder()(inputs_embeds=embeds).last_hidden_state for m in (model, family.model)]
     logits = [m.get_output_embeddings()(h) for m, h in zip((model, family.model), hidden, strict=True)]
-    assert torch.equal(*logits)
+    assert_close_to(*logits, BATCHING)
 
 
 def test_published_names_are_understood() -> None:
