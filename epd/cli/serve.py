@@ -146,8 +146,11 @@ def _app_args(options: Mapping[str, Any], host: str) -> AppArgs:
 def _served_on_ray(
     args: AppArgs, where: HttpAddress, target: _Target, verbose: bool, stopping: threading.Event
 ) -> AbstractContextManager[None]:
+    # Ray would print a stack trace at each signal. Its processes, which start later, are to keep theirs.
+    os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"
     from serve_app.ray import cluster, server  # Ray
 
+    del os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"]
     settings = server.ServeSettings(where, target.name, ends_with_cluster=True, stopping=stopping)
     return server.served_app(args, settings, cluster.RaySettings(address=target.address, shows_logs=verbose))
 

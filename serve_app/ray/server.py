@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
@@ -43,7 +44,10 @@ _LOOK_EVERY_S = 0.2
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _RAISED = re.compile(r"^epd\.errors\.(\w+): (.+)", re.MULTILINE)
 # What Serve says of a replica for which no machine has room, after half a minute.
-_NO_ROOM = re.compile(r"Deployment '(\w+)'.* to be scheduled\..*(Resources required .+?)\. Use", re.DOTALL)
+_NO_ROOM = re.compile(
+    r"Deployment '(\w+)'.* to be scheduled\..*required for each replica: (\{.*?\}), .*available: (\{.*?\})\.",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,8 @@ def _deploy(args: AppArgs, settings: ServeSettings, owner: str, *, is_own: bool)
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
         settings.check_going_on()
-        serve.run_many([RunTarget(app, settings.name, place.route_prefix)])
+        target = RunTarget(app, settings.name, place.route_prefix)
+        serve.run_many([target], wait_for_applications_running=False)
 
 
 def _place(settings: ServeSettings, *, is_own: bool) -> Place:
@@ -175,17 +180,29 @@ def _wait_until_running(settings: ServeSettings) -> None:
         messages = [each.message for each in status.deployments.values()]
         if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise start_error(messages, status.message)
-        _check_room(messages)
+        check_room(messages)
         time.sleep(_LOOK_EVERY_S)
 
 
-def _check_room(messages: list[str]) -> None:
-    """Raises InfeasibleError where replicas wait for what no machine has: Serve would wait without an end."""
+def check_room(messages: Sequence[str]) -> None:
+    """Raises InfeasibleError where replicas wait for what is not there: Serve would wait without an end.
+
+    messages: of Serve about deployments
+    """
     for found in filter(None, map(_NO_ROOM.search, messages)):
-        raise InfeasibleError(
-            f"the cluster has no room for a replica of {found[1]}: {' '.join(found[2].split())}; choose a "
-            "smaller topology, wait for others to end, or add machines"
-        )
+        with suppress(ValueError):  # resources that Serve does not know yet
+            wanted, free = json.loads(found[2]), json.loads(found[3])
+            short = {name: amount for name, amount in wanted.items() if amount > free.get(name, 0)}
+            if short:
+                raise InfeasibleError(
+                    f"received a replica of {found[1]} that asks for {_amounts(short)}; the cluster has "
+                    f"{_amounts({name: free.get(name, 0) for name in short})} free; choose a smaller topology, "
+                    "wait for others to end, or add machines"
+                )
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 
 def _check_answers(settings: ServeSettings) -> None:
@@ -207,7 +224,7 @@ def _check_answers(settings: ServeSettings) -> None:
             return
 
 
-def start_error(messages: list[str], said: str) -> EPDError:
+def start_error(messages: Sequence[str], said: str) -> EPDError:
     """Returns the error of a replica, if that was the cause: Serve reports it as a traceback text.
 
     messages: of the deployments. said: of the application
