@@ -40,6 +40,8 @@ from serve_app.ray.tenancy import (
 # For fronts to find the workers, which are ready.
 _FIND_S = 10.0
 _LOOK_EVERY_S = 0.2
+# For replicas to end, after their requests. Those that still start are ended by Serve, who waits for them.
+_END_S, _TAKE_BACK_S = 30.0, 15.0
 # The address for requests to a server that listens on every interface.
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _RAISED = re.compile(r"^epd\.errors\.(\w+): (.+)", re.MULTILINE)
@@ -95,9 +97,9 @@ def served_app(args: AppArgs, settings: ServeSettings, cluster: RaySettings) -> 
             yield
         except BaseException:
             with suppress(EPDError):  # the first one says more
-                _delete(settings.name, owner)
+                _delete(settings.name, owner, _TAKE_BACK_S)
             raise
-        _delete(settings.name, owner)
+        _delete(settings.name, owner, args.drain_s + _END_S)
 
 
 def _deploy(args: AppArgs, settings: ServeSettings, owner: str, *, is_own: bool) -> None:
@@ -150,11 +152,17 @@ def _as_unavailable() -> Iterator[None]:
         ) from error
 
 
-def _delete(name: str, owner: str) -> None:
-    """Ends this command's application, where it was deployed, and no other of the name."""
+def _delete(name: str, owner: str, within_s: float) -> None:
+    """Ends this command's application, where it was deployed, and no other of the name.
+
+    within_s: to wait until it is gone; later, Serve ends it without this process
+    """
     with _as_unavailable():
         if is_of(cluster_now(), name, owner):
-            serve.delete(name)
+            serve.delete(name, _blocking=False)
+            end_s = time.monotonic() + within_s
+            while is_of(cluster_now(), name, owner) and time.monotonic() < end_s:
+                time.sleep(_LOOK_EVERY_S)
 
 
 def _check_device(args: AppArgs) -> None:
@@ -196,8 +204,8 @@ def check_room(messages: Sequence[str]) -> None:
             if short:
                 raise InfeasibleError(
                     f"received a replica of {found[1]} that asks for {_amounts(short)}; the cluster has "
-                    f"{_amounts({name: free.get(name, 0) for name in short})} free; choose a smaller topology, "
-                    "wait for others to end, or add machines"
+                    f"{_amounts({name: free.get(name, 0) for name in short})} free; choose a smaller "
+                    "topology, wait for others to end, or add machines"
                 )
 
 
