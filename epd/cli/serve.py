@@ -88,7 +88,6 @@ def serve(
             seconds = time.monotonic() - start_s
             print(f"ready in {seconds:.1f} s: {where.url}/v1 serves {model} on {args.topology}", flush=True)
 
-        adopt_orphans()
         serve_until_signal(served, signals, say_ready, end_process, is_alone=target.address is None)
 
 
@@ -151,6 +150,7 @@ def _served_on_ray(
     from serve_app.ray import cluster, server  # Ray
 
     del os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"]
+    adopt_orphans()
     settings = server.ServeSettings(where, target.name, ends_with_cluster=True, stopping=stopping)
     return server.served_app(args, settings, cluster.RaySettings(address=target.address, shows_logs=verbose))
 
@@ -161,6 +161,7 @@ def _served_locally(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave the cores to others
     from serve_app.local import server  # torch
 
+    adopt_orphans()
     if verbose:
         server.log_requests()
     return server.served_locally(args, where)

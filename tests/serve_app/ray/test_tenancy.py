@@ -106,7 +106,8 @@ def test_only_its_own_application_is_the_commands(user_config: Any) -> None:
 WAITING = (
     "Deployment '{}' in application 'epd' has 1 replicas that have taken more than 30s to be scheduled. This "
     "may be due to waiting for the cluster to auto-scale or for a runtime environment to be installed. "
-    "Resources required for each replica: {}, total resources available: {}. Use `ray status` for more details."
+    "Resources required for each replica: {}, total resources available: {}. "
+    "Use `ray status` for more details."
 )
 
 
