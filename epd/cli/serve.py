@@ -145,6 +145,10 @@ def _app_args(options: Mapping[str, Any], host: str) -> AppArgs:
 def _served_on_ray(
     args: AppArgs, where: HttpAddress, target: _Target, verbose: bool, stopping: threading.Event
 ) -> AbstractContextManager[None]:
+    if target.address is not None:
+        from serve_app.ray.gcs_address import checked_gcs  # gRPC, which Ray brings
+
+        checked_gcs(target.address)  # before Ray is imported, so that a wrong address is told at once
     # Ray would print a stack trace at each signal. Its processes, which start later, are to keep theirs.
     os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"
     from serve_app.ray import cluster, server  # Ray

@@ -9,7 +9,6 @@ import socket
 from contextlib import suppress
 
 import grpc
-from ray._private.services import canonicalize_bootstrap_address
 
 from epd.errors import EPDError, UnavailableError
 
@@ -28,17 +27,23 @@ def checked_gcs(address: str) -> str:
 
     Raises UnavailableError with the reason, within some seconds.
     """
-    try:
-        found = canonicalize_bootstrap_address(address, None) if address == AUTO else address
-    except (ConnectionError, ValueError) as error:
-        raise UnavailableError(f"received the Ray address 'auto': {error}; {_ADVICE}") from error
-    host, port = _host_and_port(found or address)
+    host, port = _host_and_port(_of_this_machine() if address == AUTO else address)
     try:
         with socket.create_connection((host, port), _STEP_S):
             pass
     except OSError as error:
         raise _no_cluster(address, _reason(error)) from error
     return _checked_answer(address, host, port)
+
+
+def _of_this_machine() -> str:
+    """Returns the address that Ray has noted on this machine. Raises UnavailableError without one."""
+    from ray._private.services import canonicalize_bootstrap_address  # seconds, which a wrong address saves
+
+    try:
+        return canonicalize_bootstrap_address(AUTO, None) or AUTO
+    except (ConnectionError, ValueError) as error:
+        raise UnavailableError(f"received the Ray address 'auto': {error}; {_ADVICE}") from error
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
