@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 
 from epd.errors import EPDError, UnavailableError
 

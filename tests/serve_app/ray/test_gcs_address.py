@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 import pytest
 
 from epd.errors import UnavailableError, exit_code
