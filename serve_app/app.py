@@ -18,7 +18,7 @@ from ray import serve
 from serve_app.app_args import MEDIA_FIELDS, STAGE_FIELDS, AppArgs
 from serve_app.http.address import HttpAddress
 from serve_app.ray.deployments import Media, Stage, create_front
-from serve_app.ray.front import FrontListener, FrontReplica
+from serve_app.ray.front import OWNER, FrontListener, FrontReplica
 from serve_app.ray.gpus import cluster_gpus, gpus_per_worker
 
 # Requests that Serve passes on concurrently: those being answered, those whose bodies are being read, and as
@@ -35,10 +35,14 @@ def build_app(args: AppArgs) -> serve.Application:
     return application(args)
 
 
-def application(args: AppArgs, address: HttpAddress | None = None) -> serve.Application:
+def application(
+    args: AppArgs, address: HttpAddress | None = None, *, owner: str = "", front_node: str = ""
+) -> serve.Application:
     """Builds the application like `build_app`.
 
     address: at which each front listens itself; None: requests come through Serve's proxy
+    owner: by which the command that deploys it knows it again
+    front_node: address of the machine that all fronts are on; empty for any
     """
     args = args.with_keys_from(os.environ).resolved()
     options: dict[str, Any] = {
@@ -59,8 +63,11 @@ def application(args: AppArgs, address: HttpAddress | None = None) -> serve.Appl
     front = front.options(
         max_ongoing_requests=args.max_requests + _MAX_ONGOING, max_queued_requests=_MAX_QUEUED
     )
-    if address is not None:
-        front = front.options(user_config=address.config)
+    config = (address.config if address is not None else {}) | ({OWNER: owner} if owner else {})
+    if config:
+        front = front.options(user_config=config)
+    if front_node:
+        front = front.options(ray_actor_options={"num_cpus": 0, "resources": {f"node:{front_node}": 0.001}})
     return front.bind(
         stage.bind(args.for_workers(*STAGE_FIELDS)), media.bind(args.for_workers(*MEDIA_FIELDS))
     )

@@ -110,7 +110,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "http/answers": ". http http/guard observability",
         "http/server_state.py": ". files http/answers http/guard http/requests observability",
         "http/routes": ". files http/answers http/guard http/requests http/server_state.py observability",
-        "http/http_server.py": "http/guard",
+        "http/http_server.py": "http http/guard",
         "http/api.py": (
             ". files http http/guard http/requests http/routes http/server_state.py observability"
         ),

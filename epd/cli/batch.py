@@ -25,6 +25,7 @@ from epd.batch.utilisation import Utilisation
 from epd.cli.options import (
     Address,
     ApiKey,
+    AppName,
     ComputeShare,
     Device,
     Draft,
@@ -79,6 +80,7 @@ class _Target:
     topology: str | None
     url: str | None
     address: str | None
+    name: str
     api_key: str | None
     num_kv_tokens: int | None
     skip_static: float | None
@@ -120,6 +122,7 @@ def batch(
     topology: _Topology = None,
     url: Url = None,
     address: Address = None,
+    name: AppName = "epd",
     api_key: ApiKey = None,
     num_kv_tokens: NumKVTokens = None,
     skip_static: SkipStatic = None,
@@ -143,6 +146,7 @@ def batch(
         topology,
         url,
         address,
+        name,
         api_key,
         num_kv_tokens,
         skip_static,
@@ -213,7 +217,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
         from serve_app.ray.batch_app import started_backend, url_of_app  # Ray
 
         opened = (
-            HttpBackend.open(url_of_app(target.address), target.api_key)
+            HttpBackend.open(url_of_app(target.address, target.name), target.api_key)
             if target.address is not None
             else started_backend(
                 target.model,

@@ -259,6 +259,10 @@ ApiKey = Annotated[
 Address = Annotated[
     str | None, typer.Option("--address", metavar="RAY", help="Address of a running Ray cluster.")
 ]
+AppName = Annotated[
+    str,
+    typer.Option("--name", metavar="NAME", help="Name of the application among those of a Ray cluster."),
+]
 
 # Traffic, objectives and costs
 Workload = Annotated[

@@ -8,11 +8,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 import typer
@@ -139,6 +141,9 @@ def main() -> None:
     """Entry point of the program: runs a command and ends the process."""
     if _COMPLETE in os.environ:
         os.environ["COLUMNS"] = "1000"  # a help text that is wrapped becomes several completions in fish
+    if sys.argv[1:2] == ["serve"]:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, _end_early)
     ends: list[SystemExit] = []
     atexit.register(_end_process, ends)  # before the command registers anything, so that it is called last
     try:
@@ -146,6 +151,11 @@ def main() -> None:
     except SystemExit as end:
         ends.append(end)
         raise
+
+
+def _end_early(_number: int, _frame: FrameType | None) -> None:
+    """Ends a server that has only imported parts; then the command has handlers of its own."""
+    sys.exit(0)
 
 
 def _end_process(ends: list[SystemExit]) -> None:

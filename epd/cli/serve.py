@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
 
 from epd.cli.config import parse_values
-from epd.cli.options import Address, with_fields_of
+from epd.cli.options import AppName, with_fields_of
+from epd.cli.serving import Signals, serve_until_signal
 from epd.errors import RequestError
 from epd.models import model_folder
 from epd.planning.files import load_plan
 from serve_app.app_args import ENVIRONMENT, AppArgs
 from serve_app.http.address import HttpAddress
 from serve_app.http.guard.host_check import names_for
+from serve_app.http.prefix import ROOT, checked_prefix
 from serve_app.model_facts import limits_of
+from serve_app.ray.process_tree import adopt_orphans, end_process
 
 _Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines.")]
 _Port = Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Port to listen on.")]
+_Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        envvar="RAY_ADDRESS",
+        metavar="RAY",
+        help="HOST:PORT of a running Ray cluster, or auto for this machine's; local, or none, starts one.",
+    ),
+]
+_RoutePrefix = Annotated[
+    str, typer.Option(metavar="PATH", help="Beginning of the path of every request, such as /team.")
+]
 _Plan = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="File of epd plan --out; options given beside it take precedence."),
@@ -43,7 +58,9 @@ def serve(
     context: typer.Context,
     host: _Host = "127.0.0.1",
     port: _Port = 8000,
-    address: Address = None,
+    address: _Address = None,
+    name: AppName = "epd",
+    route_prefix: _RoutePrefix = ROOT,
     plan: _Plan = None,
     local: _Local = False,
     verbose: _Verbose = False,
@@ -53,20 +70,51 @@ def serve(
 
     Each worker is a process on Ray, or with --local a thread of this process. Prints a line when the server
     is ready. On SIGINT or SIGTERM it finishes the requests in flight and exits; it exits with code 3 when
-    Ray's processes are gone for good.
+    Ray's processes are gone for good, or a cluster that is named does not take the application.
     Options that hold several values are repeated: --limits max_frames=4096 --limits max_media=8.
     """
     start_s = time.monotonic()
-    args = _app_args(options | (_planned(plan, options, context) if plan else {}), host)
-    where = HttpAddress(host, port)
-    served = _served_locally if local else _served_on_ray
-    with served(args, where, address, verbose):
-        name = args.model_name or args.model_path.name
-        print(f"limits of one request: {limits_of(args).line()}; epd config show has all", file=sys.stderr)
-        seconds = time.monotonic() - start_s
-        print(f"ready in {seconds:.1f} s: {where.url}/v1 serves {name} on {args.topology}", flush=True)
-        _wait_for_signal()
-        print("draining; press Ctrl-C again to stop immediately", file=sys.stderr)
+    with Signals() as signals:
+        target = _Target.of(context, address, name, is_local=local)
+        args = _app_args(options | (_planned(plan, options, context) if plan else {}), host)
+        where = HttpAddress(host, port, checked_prefix(route_prefix))
+        served = partial(_served_locally if local else _served_on_ray, args, where, target, verbose)
+
+        def say_ready() -> None:
+            model = args.model_name or args.model_path.name
+            print(
+                f"limits of one request: {limits_of(args).line()}; epd config show has all", file=sys.stderr
+            )
+            seconds = time.monotonic() - start_s
+            print(f"ready in {seconds:.1f} s: {where.url}/v1 serves {model} on {args.topology}", flush=True)
+
+        serve_until_signal(served, signals, say_ready, end_process, is_alone=target.address is None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Says where the application runs. address: of a cluster of others; None for processes of its own."""
+
+    address: str | None
+    name: str
+
+    @classmethod
+    def of(cls, context: typer.Context, address: str | None, name: str, *, is_local: bool) -> _Target:
+        """Raises RequestError where a process of its own is wanted, and a cluster or a name on one too."""
+        sources = {each: context.get_parameter_source(each) for each in ("address", "name")}
+        given = {each: source.name for each, source in sources.items() if source is not None}
+        for option, value in (("address", address), ("name", name)):
+            if is_local and given.get(option) == "COMMANDLINE":
+                raise RequestError(
+                    f"received --local and --{option} {value}; allowed: one of them; leave one out"
+                )
+        address = None if is_local or address in ("", "local") else address
+        if address is not None and given.get("address") == "ENVIRONMENT":
+            print(
+                f"joins the Ray cluster at {address}, as RAY_ADDRESS says; --address local starts one",
+                file=sys.stderr,
+            )
+        return cls(address, name)
 
 
 def _planned(path: Path, options: Mapping[str, Any], context: typer.Context) -> dict[str, Any]:
@@ -95,37 +143,29 @@ def _app_args(options: Mapping[str, Any], host: str) -> AppArgs:
 
 
 def _served_on_ray(
-    args: AppArgs, where: HttpAddress, address: str | None, verbose: bool
+    args: AppArgs, where: HttpAddress, target: _Target, verbose: bool, stopping: threading.Event
 ) -> AbstractContextManager[None]:
+    if target.address is not None:
+        from serve_app.ray.gcs_address import checked_gcs  # gRPC, which Ray brings
+
+        checked_gcs(target.address)  # before Ray is imported, so that a wrong address is told at once
+    # Ray would print a stack trace at each signal. Its processes, which start later, are to keep theirs.
+    os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"
     from serve_app.ray import cluster, server  # Ray
 
-    settings = cluster.RaySettings(address=address, shows_logs=verbose)
-    return server.served_app(args, where, settings, ends_with_cluster=True)
+    del os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"]
+    adopt_orphans()
+    settings = server.ServeSettings(where, target.name, ends_with_cluster=True, stopping=stopping)
+    return server.served_app(args, settings, cluster.RaySettings(address=target.address, shows_logs=verbose))
 
 
 def _served_locally(
-    args: AppArgs, where: HttpAddress, address: str | None, verbose: bool
+    args: AppArgs, where: HttpAddress, _target: _Target, verbose: bool, _stopping: threading.Event
 ) -> AbstractContextManager[None]:
-    """Raises RequestError where a cluster is named too."""
-    if address is not None:
-        raise RequestError(f"received --local and --address {address}; allowed: one of them; leave one out")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave the cores to others
     from serve_app.local import server  # torch
 
+    adopt_orphans()
     if verbose:
         server.log_requests()
     return server.served_locally(args, where)
-
-
-def _wait_for_signal() -> None:
-    """Returns on SIGINT or SIGTERM; the next one is a KeyboardInterrupt."""
-    stopped = threading.Event()
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.default_int_handler)
-        stopped.set()
-
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, stop)
-    stopped.wait()

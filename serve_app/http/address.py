@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from epd.errors import RequestError
+from serve_app.http.prefix import ROOT, checked_prefix
 
 _BACKLOG = 2048
 _HOST, _PORT, _MAX_PORT = "127.0.0.1", 8000, 65535
@@ -16,30 +17,36 @@ _HOST, _PORT, _MAX_PORT = "127.0.0.1", 8000, 65535
 
 @dataclass(frozen=True, slots=True)
 class HttpAddress:
+    """prefix: of the path of every request; `/` for none."""
+
     host: str = _HOST
     port: int = _PORT
+    prefix: str = ROOT
 
     @classmethod
     def of(cls, config: Mapping[str, object]) -> Self:
         """Returns the address that the `user_config` of a deployment names. Raises RequestError."""
-        host, port = config.get("host", _HOST), config.get("port", _PORT)
-        is_known = config.keys() <= {"host", "port"}
+        host, port, prefix = (
+            config.get(*each) for each in (("host", _HOST), ("port", _PORT), ("prefix", ROOT))
+        )
+        is_known = config.keys() <= {"host", "port", "prefix"} and isinstance(prefix, str)
         if is_known and isinstance(host, str) and isinstance(port, int) and 0 < port <= _MAX_PORT:
-            return cls(host, port)
+            return cls(host, port, checked_prefix(str(prefix)))
         raise RequestError(
-            f"received the user_config {dict(config)!r}; allowed: host, an address of the machine, and "
-            f"port, 1 to {_MAX_PORT}; change it"
+            f"received the user_config {dict(config)!r}; allowed: host, an address of the machine, "
+            f"port, 1 to {_MAX_PORT}, and prefix, a path; change it"
         )
 
     @property
     def config(self) -> dict[str, object]:
         """Returns what `of` takes."""
-        return {"host": self.host, "port": self.port}
+        place: dict[str, object] = {"host": self.host, "port": self.port}
+        return place if self.prefix == ROOT else place | {"prefix": self.prefix}
 
     @property
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"http://{host}:{self.port}{self.prefix.rstrip(ROOT)}"
 
     @property
     def _family(self) -> socket.AddressFamily:

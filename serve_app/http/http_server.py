@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from serve_app.http.guard.socket_guard import GuardedProtocol
+from serve_app.http.prefix import ROOT, under_prefix
 
 
 class HttpServer(uvicorn.Server):
@@ -20,12 +21,12 @@ class HttpServer(uvicorn.Server):
     listening: set once it accepts connections
     """
 
-    def __init__(self, app: FastAPI, drain_s: float) -> None:
-        """Prepares to serve. drain_s: for requests in flight, once `should_exit` is set."""
+    def __init__(self, app: FastAPI, drain_s: float, prefix: str = ROOT) -> None:
+        """Prepares to serve. drain_s: for requests in flight, once `should_exit` is set. prefix: of paths."""
         self.listening = asyncio.Event()
         super().__init__(
             uvicorn.Config(
-                app,
+                under_prefix(app, prefix),
                 http=GuardedProtocol,
                 lifespan="off",
                 log_config=None,

@@ -43,7 +43,9 @@ def served_locally(args: AppArgs, address: HttpAddress) -> Iterator[None]:
     torch.set_num_threads(args.threads_per_worker)
     started: Future[_Server] = Future()
     with address.listen() as listener:
-        thread = threading.Thread(target=_run, args=(args, listener, started), name="http", daemon=True)
+        thread = threading.Thread(
+            target=_run, args=(args, listener, address.prefix, started), name="http", daemon=True
+        )
         thread.start()
         server = started.result()
         try:
@@ -55,10 +57,10 @@ def served_locally(args: AppArgs, address: HttpAddress) -> Iterator[None]:
             thread.join(_ABORT_S)
 
 
-def _run(args: AppArgs, listener: socket.socket, started: Future[_Server]) -> None:
+def _run(args: AppArgs, listener: socket.socket, prefix: str, started: Future[_Server]) -> None:
     """Runs the application's thread. started: gets the server, or the error that prevented its start."""
     try:
-        asyncio.run(_serve(args, listener, started))
+        asyncio.run(_serve(args, listener, prefix, started))
     except asyncio.CancelledError:
         logger.warning("stopped before all requests were answered")
     except BaseException as error:
@@ -67,7 +69,7 @@ def _run(args: AppArgs, listener: socket.socket, started: Future[_Server]) -> No
         started.set_exception(error)
 
 
-async def _serve(args: AppArgs, listener: socket.socket, started: Future[_Server]) -> None:
+async def _serve(args: AppArgs, listener: socket.socket, prefix: str, started: Future[_Server]) -> None:
     with closing(MediaProcesses()) as processes:
         devices = _devices(args)
         config = LocalFleetConfig(
@@ -80,7 +82,7 @@ async def _serve(args: AppArgs, listener: socket.socket, started: Future[_Server
         settings = replace(worker_settings(args), num_sharing=1 if devices else args.num_stage_workers)
         app = await create_app(args, LocalFleet(config, settings))
         async with app.router.lifespan_context(app):
-            await _Server(app, args.drain_s, started).serve([listener])
+            await _Server(app, args.drain_s, prefix, started).serve([listener])
 
 
 def _devices(args: AppArgs) -> dict[str, str]:
@@ -110,8 +112,8 @@ def _devices(args: AppArgs) -> dict[str, str]:
 class _Server(HttpServer):
     """Is stopped by other threads. started: gets the server when it listens."""
 
-    def __init__(self, app: FastAPI, drain_s: float, started: Future[_Server]) -> None:
-        super().__init__(app, drain_s)
+    def __init__(self, app: FastAPI, drain_s: float, prefix: str, started: Future[_Server]) -> None:
+        super().__init__(app, drain_s, prefix)
         self._started = started
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()

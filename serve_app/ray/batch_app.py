@@ -9,9 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import SecretStr
-from ray import serve
-from ray.serve.context import _get_global_client
-from ray.serve.exceptions import RayServeException
 
 from epd.batch.http_backend import HttpBackend
 from epd.errors import UnavailableError
@@ -19,9 +16,8 @@ from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from serve_app.app_args import AppArgs
 from serve_app.http.address import HttpAddress
 from serve_app.ray.cluster import RaySettings, ray_cluster
-from serve_app.ray.server import APP_NAME, served_app
-
-_EVERYWHERE = ("0.0.0.0", "::", None)
+from serve_app.ray.server import ServeSettings, served_app
+from serve_app.ray.tenancy import APP_NAME, cluster_now, url_at
 
 
 @contextmanager
@@ -59,7 +55,10 @@ def started_backend(
         enforce_eager=enforce_eager,
     )
     http = HttpAddress("127.0.0.1", _free_port())
-    with served_app(args.resolved(), http, RaySettings()), HttpBackend.open(http.url, key) as backend:
+    with (
+        served_app(args.resolved(), ServeSettings(http), RaySettings()),
+        HttpBackend.open(http.url, key) as backend,
+    ):
         yield backend
 
 
@@ -69,18 +68,16 @@ def _free_port() -> int:
         return port
 
 
-def url_of_app(address: str) -> str:
-    """Returns the URL of the application on a Ray cluster. Raises UnavailableError if it is not running."""
+def url_of_app(address: str, name: str = APP_NAME) -> str:
+    """Returns the URL of an application on a Ray cluster. Raises UnavailableError if it is not running."""
     with ray_cluster(RaySettings(address=address)):
-        try:
-            is_there = APP_NAME in serve.status().applications
-            client = _get_global_client()
-        except RayServeException as error:
-            raise UnavailableError(f"Serve does not run on '{address}': {error}") from error
-    if not is_there or client is None:
+        there = cluster_now()
+    head = address.partition("://")[2].rpartition(":")[0] or address.rpartition(":")[0] or "127.0.0.1"
+    url = url_at(there, name, head)
+    if url is None:
+        names = ", ".join(f"'{each.name}'" for each in there.tenants) or "none"
         raise UnavailableError(
-            f"no application '{APP_NAME}' runs on '{address}'; start it with epd serve --address {address}"
+            f"no application '{name}' answers on '{address}', which has {names}; start it with epd serve "
+            f"--address {address} --name {name}, or give the --name of another"
         )
-    host = client.http_config.host
-    head = address.partition("://")[2].partition(":")[0] or address.partition(":")[0]
-    return HttpAddress(head if host in _EVERYWHERE else host, client.http_config.port).url
+    return url

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
@@ -18,9 +20,11 @@ from pathlib import Path
 
 import ray
 
-from epd.errors import UnavailableError
+from epd.errors import EPDError, UnavailableError
 from epd.machine import usable_cpus
 from serve_app.held_folder import CLUSTER_PREFIX, HeldFolder
+from serve_app.ray.gcs_address import checked_gcs
+from serve_app.ray.process_tree import end_with_error
 
 # Torch threads that wait by spinning would take cores from other workers, and more than one per worker would
 # make them compete; a worker never downloads anything.
@@ -36,6 +40,12 @@ LOOPBACK = "127.0.0.1"
 LINK_HOST = "EPD_LINK_HOST"
 # Serve's proxy calls it when it starts: it limits what one connection may use.
 _PROXY_CALLBACK = ("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "serve_app.http.guard.socket_guard.install")
+# Ray's name for a cluster of one's own, and its variable for the address of another.
+LOCAL, ADDRESS_VARIABLE = "local", "RAY_ADDRESS"
+# From the first word to a cluster until the process belongs to it.
+_CONNECT_S = 25.0
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_MAX_REASON = 400
 # For Ray's accounting only. Workers of this app request none, but others in the cluster may.
 _LEAST_CPUS = 8
 
@@ -117,21 +127,44 @@ def _start(settings: RaySettings) -> None:
             logging_level=logging.ERROR,
             _node_ip_address=LOOPBACK,
         )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UnavailableError(f"Ray does not start: {error}; see the logs in /tmp/ray") from error
+    except Exception as error:  # Ray's own are of any class
+        raise UnavailableError(f"Ray does not start: {reason_of(error)}; see the logs in /tmp/ray") from error
 
 
 def _connect(settings: RaySettings) -> None:
-    """Connects to a cluster, and passes workers the environment, since its processes have another one."""
+    """Connects to a cluster, and passes workers the environment, since its processes have another one.
+
+    Raises UnavailableError, or ends the process with it where Ray does not come back.
+    """
+    assert settings.address is not None
+    late = UnavailableError(
+        f"the Ray cluster at '{settings.address}' lets nobody in for {_CONNECT_S:.0f} s; see its logs"
+    )
+    limit = threading.Timer(_CONNECT_S, end_with_error, [late])
+    limit.daemon = True
+    limit.start()
     try:
         ray.init(
-            address=settings.address,
+            address=checked_gcs(settings.address),
             namespace=settings.namespace,
             runtime_env={"env_vars": WORKER_ENVIRONMENT},
             log_to_driver=settings.shows_logs,
             logging_level=logging.ERROR,
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except EPDError:
+        raise
+    except Exception as error:  # Ray's own are of any class
         raise UnavailableError(
-            f"no Ray cluster answers at '{settings.address}': {error}; start one or leave out the address"
+            f"the Ray cluster at '{settings.address}' cannot be joined: {reason_of(error)}; run this on one "
+            "of its machines, with its version of Ray and of Python and its token"
         ) from error
+    finally:
+        limit.cancel()
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns what an error of Ray's says, on one line and without colours, with that behind it."""
+    said = [error, *([error.__cause__] if error.__cause__ is not None else [])]
+    texts = [" ".join(_COLOUR.sub("", str(each)).split()) or type(each).__name__ for each in said]
+    reason = ": ".join(dict.fromkeys(texts))
+    return reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]}..."

@@ -18,6 +18,15 @@ from fastapi import FastAPI
 from serve_app.http.address import HttpAddress
 from serve_app.http.http_server import HttpServer
 
+# In a `user_config`: the command that has deployed the application.
+OWNER = "owner"
+
+
+def front_address(user_config: Mapping[str, object]) -> HttpAddress | None:
+    """Returns where fronts listen themselves, None for nowhere. Raises RequestError."""
+    place = {key: value for key, value in user_config.items() if key != OWNER}
+    return HttpAddress.of(place) if place else None
+
 
 class FrontListener:
     """Listens for one app. When the app's lifespan ends, requests in flight have `drain_s` to complete."""
@@ -45,7 +54,7 @@ class FrontListener:
         if address is None:
             return
         listener = address.listen(is_shared=True)
-        self._server = HttpServer(self._app, self._drain_s)
+        self._server = HttpServer(self._app, self._drain_s, address.prefix)
         self._serving = asyncio.create_task(_serve(self._server, listener))
         await self._server.listening.wait()
 
@@ -83,7 +92,7 @@ class FrontReplica:
 
     async def reconfigure(self, user_config: Mapping[str, object]) -> None:
         """Listens where the deployment's `user_config` says; nowhere if it is empty. Raises RequestError."""
-        await self.listener.listen(HttpAddress.of(user_config) if user_config else None)
+        await self.listener.listen(front_address(user_config))
 
     async def check_health(self) -> None:
         if not self.listener.is_healthy:

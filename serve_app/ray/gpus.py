@@ -53,6 +53,14 @@ def cluster_gpus() -> float:
     return resources.get("GPU", 0.0)
 
 
+def free_gpus(num_all: float) -> float:
+    """Returns the GPUs that no other application has. num_all: of the cluster, for none that is connected."""
+    if not num_all or not ray.is_initialized():
+        return num_all
+    resources: Mapping[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    return resources.get("GPU", 0.0)
+
+
 def node_gpus() -> list[float]:
     """Returns the GPUs of each machine of the cluster."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
@@ -64,17 +72,20 @@ def with_gpus(args: AppArgs) -> AppArgs:
 
     Raises InfeasibleError if the cluster has too few: Serve would wait for more without an end.
     """
-    num_gpus, num_workers = cluster_gpus(), args.num_stage_workers
-    wanted = gpus_per_worker(args, num_gpus)
-    nodes = node_gpus() if wanted > 1 else [num_gpus]
+    num_all, num_workers = cluster_gpus(), args.num_stage_workers
+    num_gpus = min(num_all, free_gpus(num_all))
+    counted = num_gpus if num_gpus >= 1 else num_all  # where none is free, that is what is told
+    wanted = gpus_per_worker(args, counted)
+    nodes = node_gpus() if wanted > 1 and num_gpus == num_all else [num_gpus]
     if sum(num_fitting(wanted, each) for each in nodes) < num_workers:
         share = largest_share(num_workers, num_gpus) if args.max_ranks == 1 else 0.0
         advice = f"set gpus_per_worker to {share:g}, so that workers share, " if share else ""
+        taken = "" if num_gpus == num_all else f", of which others leave {num_gpus:g} free"
         raise InfeasibleError(
-            f"received {num_workers} stage workers of {wanted:g} GPUs each; the cluster has {num_gpus:g} "
-            f"GPUs; {advice}choose a smaller topology, add GPUs, or run on CPUs with --device cpu"
+            f"received {num_workers} stage workers of {wanted:g} GPUs each; the cluster has {num_all:g} "
+            f"GPUs{taken}; {advice}choose a smaller topology, add GPUs, or run on CPUs with --device cpu"
         )
-    return args.model_copy(update={"gpus_per_worker": gpus_per_rank(args, num_gpus)})
+    return args.model_copy(update={"gpus_per_worker": gpus_per_rank(args, counted)})
 
 
 def num_fitting(wanted: float, num_gpus: float) -> float:

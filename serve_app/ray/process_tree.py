@@ -6,11 +6,17 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import time
 from pathlib import Path
+from typing import NoReturn
+
+from epd.errors import EPDError, exit_code
+from serve_app.held_folder import remove_own
+from serve_app.network.memory import remove_orphans
 
 _PR_SET_CHILD_SUBREAPER = 36
-_LOOK_AGAIN_S = 0.02
+_LOOK_AGAIN_S, _END_S = 0.02, 5.0
 
 
 def adopt_orphans() -> None:
@@ -43,6 +49,21 @@ def end_descendants(within_s: float) -> None:
         if _reap():
             return
         time.sleep(_LOOK_AGAIN_S)  # then their children are adopted
+
+
+def end_with_error(error: EPDError) -> NoReturn:
+    """Ends this process as `end_process`, with the error's line and exit code."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    end_process(exit_code(error))
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends this process at once, every process below it, and removes what they hold on disk."""
+    sys.stdout.flush()
+    end_descendants(_END_S)
+    remove_own()
+    remove_orphans()
+    os._exit(code)
 
 
 def _reap() -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +18,8 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from epd.control.supervision import ClusterWatch
-from epd.errors import UnavailableError, exit_code
-from serve_app.held_folder import remove_own
-from serve_app.network.memory import remove_orphans
-from serve_app.ray.process_tree import adopt_orphans, children, end_descendants
+from epd.errors import UnavailableError
+from serve_app.ray.process_tree import adopt_orphans, children, end_with_error
 
 _RAYLET, _GCS, _CONTROLLER = "Ray's raylet", "Ray's GCS", "the controller of Ray Serve"
 # In an owned cluster, children of this process, which are never restarted.
@@ -30,7 +27,7 @@ _PROCESSES = {"raylet": _RAYLET, "gcs_server": _GCS}
 # Ray restarts a controller; in a cluster run by others, the GCS may be restarted too, and the raylet may
 # reconnect.
 _MAX_SILENCE_S = {_RAYLET: 30.0, _GCS: 30.0, _CONTROLLER: 60.0}
-_LOOK_EVERY_S, _ASK_EVERY_S, _ANSWER_S, _END_S = 0.2, 1.0, 5.0, 5.0
+_LOOK_EVERY_S, _ASK_EVERY_S, _ANSWER_S = 0.2, 1.0, 5.0
 _NUM_DEAD_ANSWERS = 3  # a call in flight when the controller died gets the same answer
 
 
@@ -50,12 +47,7 @@ def supervised(*, owns_cluster: bool, end: Callable[[str], None] | None = None) 
 
 def end_at_once(reason: str) -> None:
     """Ends this process with exit code 3, and every process below it, as none can be closed gracefully."""
-    error = UnavailableError(f"{reason}: the server cannot go on; start it again")
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    end_descendants(_END_S)
-    remove_own()
-    remove_orphans()
-    os._exit(exit_code(error))
+    end_with_error(UnavailableError(f"{reason}: the server cannot go on; start it again"))
 
 
 class _Supervisor:

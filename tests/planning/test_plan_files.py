@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,19 @@ class Served:
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     found = Served()
 
+    def once(
+        serving: Callable[[threading.Event], AbstractContextManager[str]], *_: Any, **_more: Any
+    ) -> None:
+        with serving(threading.Event()):
+            pass
+
     @contextmanager
     def note(args: AppArgs, *_others: Any) -> Iterator[str]:
         found.args.append(args)
         yield "http://nowhere"
 
     monkeypatch.setattr(cli_serve, "_served_on_ray", note)
-    monkeypatch.setattr(cli_serve, "_wait_for_signal", lambda: None)
+    monkeypatch.setattr(cli_serve, "serve_until_signal", once)
     return found
 
 

@@ -28,6 +28,7 @@ from epd.errors import (
     http_status,
 )
 from serve_app.http.guard.host_check import HostCheck
+from serve_app.http.prefix import route_path
 from serve_app.http.protocol import ErrorBody, ErrorReply
 from serve_app.observability.record import CLIENT_GONE, RequestRecord, new_request_id, record_of
 
@@ -70,9 +71,10 @@ class RequestEdge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        is_answer = scope["method"] == "POST" and scope["path"] in ANSWER_ROUTES
+        path = route_path(scope)
+        is_answer = scope["method"] == "POST" and path in ANSWER_ROUTES
         record = RequestRecord(
-            request_id=new_request_id(ANSWER_ROUTES.get(scope["path"], "chatcmpl-")),
+            request_id=new_request_id(ANSWER_ROUTES.get(path, "chatcmpl-")),
             is_answer=is_answer,
             traceparent=Headers(scope=scope).get("traceparent", ""),
         )
@@ -98,7 +100,7 @@ class RequestEdge:
             self._on_finished(record)
 
     def _app_for(self, scope: Scope, record: RequestRecord) -> ASGIApp:
-        app = self._answers.get(scope["path"], self._app) if record.is_answer else self._app
+        app = self._answers.get(route_path(scope), self._app) if record.is_answer else self._app
         return app if self._host_check.allows(scope) else _foreign_host_response()
 
 

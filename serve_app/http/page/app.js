@@ -1,7 +1,7 @@
 // Asks questions over the server's own OpenAI-compatible interface and shows what comes back.
-import { Dialogue, newName } from "/page/dialogue.js";
-import { Frames } from "/page/frames.js";
-import { Timeline } from "/page/timeline.js";
+import { Dialogue, newName } from "./dialogue.js";
+import { Frames } from "./frames.js";
+import { Timeline } from "./timeline.js";
 
 const STATUS_EVERY_MS = 1000;
 const STAGES = { v: ["decode_video", "decode video"], e: ["encode", "encode"], p: ["prefill", "prefill"], d: ["decode", "decode"] };
@@ -69,7 +69,7 @@ async function send(turn) {
     epd: { events: true, fps: numberIn("fps"), num_frames: numberIn("frames"), retention: numberIn("retention") },
   });
   timeline.start();
-  return fetch("/v1/chat/completions", {
+  return fetch("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json", ...headers() },
     body,
@@ -238,7 +238,7 @@ async function getJson(path) {
 }
 
 async function showModels() {
-  const models = (await getJson("/v1/models")).data;
+  const models = (await getJson("v1/models")).data;
   const names = models.map(({ id }) => element("option", { value: id, textContent: id }));
   $("model").replaceChildren(...names);
 }
@@ -246,7 +246,7 @@ async function showModels() {
 async function showStatus() {
   try {
     if (!$("model").options.length) await showModels();
-    const status = await getJson("/v1/epd/status");
+    const status = await getJson("v1/epd/status");
     const many = status.num_requests === 1 ? "1 request" : `${status.num_requests} requests`;
     $("service").textContent = status.is_ready ? `ready, ${many}` : "not ready";
     $("service").className = `service ${status.is_ready ? "ok" : "bad"}`;

@@ -1,0 +1,141 @@
+"""`epd serve --address` on a cluster where another application is served already, which it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import ray
+from ray import serve
+
+from epd.errors import UnavailableError
+from serve_app.ray.tenancy import cluster_now, turn_to_deploy, url_at
+from tests.cli.test_serve_command import END_S, READY_S, START, command
+from tests.serve_app.ray.ray_session import IGNORED, RaySession
+from tests.serve_app.server import wait_until
+
+pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
+
+
+@pytest.fixture(scope="module")
+def neighbour(ray_session: RaySession) -> Iterator[str]:
+    """The URL of an application that is none of ours; it has the answer of the beginning at the end."""
+
+    @serve.deployment(ray_actor_options={"num_cpus": 0})
+    class Neighbour:
+        def __call__(self, _request: object) -> str:
+            return f"process {os.getpid()}"
+
+    serve.run(Neighbour.bind(), name="neighbour", route_prefix="/neighbour")  # type: ignore[attr-defined]
+    url = f"{ray_session.url}/neighbour"
+    before = said_at(url)
+    assert before.startswith("process ")
+    yield url
+    assert said_at(url) == before
+    serve.delete("neighbour")
+
+
+def said_at(url: str) -> str:
+    return httpx.get(url, trust_env=False, timeout=60).text
+
+
+@contextmanager
+def starting(tmp_path: Path, port: int, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    output = tmp_path / "output"
+    address = ray.get_runtime_context().gcs_address
+    arguments = command("--topology", "1epd", "--address", address, "--port", str(port), *options)
+    with output.open("wb") as stream:
+        process = subprocess.Popen(arguments, stdout=stream, stderr=subprocess.STDOUT)
+    try:
+        yield process, output
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def names() -> set[str]:
+    return {each.name for each in cluster_now().tenants}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--name", "neighbour"), "already has an application 'neighbour' (RUNNING), which is left as it is"),
+        (("--name", "mine", "--route-prefix", "/neighbour"), "is that of the application 'neighbour'"),
+    ],
+)
+def test_what_the_neighbour_has_is_refused(
+    options: tuple[str, ...], words: str, neighbour: str, ray_session: RaySession, tmp_path: Path
+) -> None:
+    before = said_at(neighbour)
+    with starting(tmp_path, ray_session.port, *options) as (process, output):
+        assert process.wait(READY_S) == 3
+    (line,) = output.read_text().splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+    assert said_at(neighbour) == before
+    assert "mine" not in names()
+
+
+def test_two_applications_are_served_side_by_side(
+    neighbour: str, ray_session: RaySession, tmp_path: Path
+) -> None:
+    """At a port of its own, and below a prefix, at which the proxy has it too."""
+    before, port = said_at(neighbour), free_port()
+    with starting(tmp_path, port, "--name", "mine", "--route-prefix", "/mine") as (process, output):
+        wait_until(lambda: b"ready in" in output.read_bytes() or process.poll() is not None, READY_S)
+        url = f"http://127.0.0.1:{port}/mine"
+        assert f"{url}/v1 serves shapes-vl on 1epd" in output.read_text()
+        assert "Serve has its proxy at" in output.read_text()
+        assert url_at(cluster_now(), "mine", "127.0.0.1") == url
+        for each in (url, f"{ray_session.url}/mine"):
+            models = httpx.get(f"{each}/v1/models", trust_env=False, timeout=60).json()["data"]
+            assert [model["id"] for model in models] == ["shapes-vl"]
+        asked = [sys.executable, "-c", START, "status", "--json", "--url", url]
+        status = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
+        assert json.loads(status.stdout)["status"]["is_ready"]
+        assert said_at(neighbour) == before
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(END_S) == 0
+    assert "mine" not in names()
+    assert said_at(neighbour) == before
+
+
+def test_a_start_that_is_stopped_leaves_nothing_behind(
+    neighbour: str, ray_session: RaySession, tmp_path: Path
+) -> None:
+    before = said_at(neighbour)
+    with starting(tmp_path, ray_session.port, "--name", "late", "--route-prefix", "/late") as (
+        process,
+        output,
+    ):
+        wait_until(lambda: "late" in names() or process.poll() is not None, READY_S)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(END_S) == 0
+    assert "stopped before it was ready" in output.read_text()
+    wait_until(lambda: "late" not in names(), END_S)
+    assert said_at(neighbour) == before
+
+
+def test_commands_look_and_deploy_one_after_the_other(ray_session: RaySession) -> None:
+    assert ray_session.port
+    with turn_to_deploy(), pytest.raises(UnavailableError, match="another command"), turn_to_deploy(0.3):
+        pass
+    with turn_to_deploy(30.0):
+        pass
