@@ -17,6 +17,7 @@ from epd.types import UInt8Array
 from video.children.shared_pixels import mapped
 from video.children.wire import MAX_HEADER_BYTES, ChildGoneError, Header, receive, send
 from video.containers.audio import AudioPart, load_audio
+from video.containers.colours import Colour
 from video.containers.images import load_image
 from video.containers.look import look
 from video.decoding.pixels import exact_resize
@@ -71,9 +72,14 @@ def _look(job: socket.socket, media: Media, header: Header) -> None:
     send(job, asdict(look(media, as_audio=bool(header.get("as_audio")))))
 
 
-def _image(job: socket.socket, media: Media, _: Header) -> None:
-    pixels = load_image(media)
+def _image(job: socket.socket, media: Media, header: Header) -> None:
+    pixels = load_image(media, background=_background(header))
     send(job, {"shape": pixels.shape}, memoryview(np.ascontiguousarray(pixels).tobytes()))
+
+
+def _background(header: Header) -> Colour:
+    red, green, blue = header["background"]
+    return red, green, blue
 
 
 def _audio(job: socket.socket, media: Media, header: Header) -> None:
@@ -83,7 +89,13 @@ def _audio(job: socket.socket, media: Media, header: Header) -> None:
 
 def _stream(job: socket.socket, media: Media, header: Header) -> None:
     height, width = header["size"]
-    with stream(media, header["times_s"], (height, width), group_sizes=header["group_sizes"]) as groups:
+    with stream(
+        media,
+        header["times_s"],
+        (height, width),
+        group_sizes=header["group_sizes"],
+        background=_background(header),
+    ) as groups:
         send(job, {"opened": True})
         while _is_asked_on(job):
             _send_group(job, groups)
