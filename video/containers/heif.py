@@ -86,7 +86,9 @@ class HeifImage:
     # Pixels of an item, uint8 [H, W, 3], before it is cropped and turned
 
     def _decoded(self, item: int, depth: int = 0) -> UInt8Array:
-        kind = self._items.kinds.get(item, "")
+        kind = self._items.kinds.get(item)
+        if kind is None:
+            raise self._damaged("names an image that is not there")
         if kind in _CODECS:
             return self._coded(item, *_CODECS[kind])
         if kind == "grid" and depth < _MAX_DEPTH:
