@@ -8,7 +8,6 @@ from epd.types import FrameGroup, Frames
 from video.children.children import ChildLimits, MediaChildren
 from video.children.stream import ChildStream
 from video.containers.audio import AudioPart, load_audio
-from video.containers.colours import WHITE, Colour
 from video.containers.images import load_image, media_kind
 from video.containers.info import VideoInfo
 from video.containers.limits import Limits
@@ -26,11 +25,9 @@ from video.sources.policy import FetchPolicy, Sink
 from video.sources.source import Media
 
 __all__ = [
-    "WHITE",
     "AudioPart",
     "ChildLimits",
     "ChildStream",
-    "Colour",
     "Download",
     "FetchPolicy",
     "FileIdentity",

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from epd.colour import WHITE, Colour
 from epd.errors import (
     CancelledError,
     CorruptMediaError,
@@ -37,7 +38,6 @@ from epd.types import Float32Array, MediaKind, UInt8Array
 from video.children.process import Child, ChildServer
 from video.children.wire import MAX_REPLY_HEADER_BYTES, ChildGoneError, Header, receive, send
 from video.containers.audio import AudioPart
-from video.containers.colours import WHITE, Colour
 from video.containers.images import MAX_IMAGE_PIXELS
 from video.containers.look import MediaFacts
 from video.sources.local_files import OpenFile

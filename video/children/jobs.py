@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from epd.colour import Colour
 from epd.errors import EPDError
 from epd.types import UInt8Array
 from video.children.shared_pixels import mapped
 from video.children.wire import MAX_HEADER_BYTES, ChildGoneError, Header, receive, send
 from video.containers.audio import AudioPart, load_audio
-from video.containers.colours import Colour
 from video.containers.images import load_image
 from video.containers.look import look
 from video.decoding.pixels import exact_resize

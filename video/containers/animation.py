@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from epd.colour import WHITE, Colour
 from epd.errors import CorruptMediaError, MediaLimitError
 from epd.types import UInt8Array
 from video.containers.animated_files import Animation, Piece
-from video.containers.colours import WHITE, Colour, rgb_pixels, rgba_image
+from video.containers.colours import rgb_pixels, rgba_image
 from video.containers.limits import Limits
 from video.sources.source import Media
 

@@ -14,10 +14,9 @@ from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT
 
+from epd.colour import WHITE, Colour
 from epd.types import UInt8Array
 
-Colour: TypeAlias = tuple[int, int, int]
-WHITE: Colour = (255, 255, 255)
 # Rows are converted in bands of about so many pixels, so that no second whole image is needed.
 _BAND_PIXELS = 4 << 20
 _DEEP_MODES = frozenset({"I;16", "I;16B", "I;16L", "I;16N", "I", "F"})

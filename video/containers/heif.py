@@ -17,9 +17,9 @@ from av.video.codeccontext import VideoCodecContext
 from av.video.frame import VideoFrame
 from PIL import Image
 
+from epd.colour import WHITE, Colour
 from epd.errors import CorruptMediaError, MediaLimitError, UnsupportedMediaError
 from epd.types import UInt8Array
-from video.containers.colours import WHITE, Colour
 from video.containers.heif_boxes import Bytes, is_heif, read_items
 from video.sources.source import Media
 

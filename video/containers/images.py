@@ -6,12 +6,13 @@ from contextlib import closing
 
 from PIL import Image, UnidentifiedImageError
 
+from epd.colour import WHITE, Colour
 from epd.errors import CorruptMediaError, MediaError, MediaLimitError, UnsupportedMediaError
 from epd.types import MediaKind, UInt8Array
 from video.containers.animated_files import find_animation
 from video.containers.animation import UNREADABLE, Drawing
 from video.containers.audio import has_audio
-from video.containers.colours import WHITE, Colour, rgb_pixels
+from video.containers.colours import rgb_pixels
 from video.containers.heif import HeifImage, is_heif
 from video.containers.orientation import TURNED, upright_by_exif
 from video.sources.source import Media, Reader, Source, as_media, open_video

@@ -8,11 +8,11 @@ from typing import Protocol
 
 import numpy as np
 
+from epd.colour import Colour
 from epd.errors import CancelledError
 from epd.types import FrameGroup, Frames, UInt8Array
 from video.containers.animated_files import Animation
 from video.containers.animation import Drawing, check_animation, frame_at
-from video.containers.colours import Colour
 from video.containers.images import exif_orientation, load_image, upright_size
 from video.containers.orientation import TURNED, upright_by_exif
 from video.decoding.pixels import Size, exact_resize

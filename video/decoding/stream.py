@@ -10,10 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
+from epd.colour import WHITE, Colour
 from epd.errors import RequestError
 from epd.types import FrameGroup, Frames
 from video.containers.animated_files import find_animation
-from video.containers.colours import WHITE, Colour
 from video.containers.limits import DEFAULT_LIMITS, Limits
 from video.decoding.groups import cut_groups
 from video.decoding.picture_run import AnimatedPictures, ListedPictures, PictureRun

@@ -11,6 +11,7 @@ from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 
 import video
+from epd.colour import Colour
 from epd.types import UInt8Array
 from tests.video.pictures import GREY, GREY_ALPHA, PALETTE, RGB, RGBA, Part, gif, png, webp
 
@@ -23,7 +24,7 @@ def saved(image: Image.Image, kind: str, **options: object) -> bytes:
     return file.getvalue()
 
 
-def colours(data: bytes, **options: video.Colour) -> list[list[int]]:
+def colours(data: bytes, **options: Colour) -> list[list[int]]:
     """The pixels of the first row."""
     found: list[list[int]] = video.load_image(data, **options)[0].tolist()
     return found
