@@ -61,12 +61,21 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Animation:
-    """The frames of a file. height, width: pixels of the canvas."""
+    """The frames of a file.
+
+    height, width: pixels of the canvas
+    _alone: makes a file of a frame's own data; None where only a decoder of the whole file has them
+    """
 
     height: int
     width: int
     pieces: tuple[Piece, ...]
-    _alone: Callable[[Piece, bytes], bytes]
+    _alone: Callable[[Piece, bytes], bytes] | None = None
+
+    @property
+    def is_sequence(self) -> bool:
+        """Returns whether frames are coded by those before them, so that none can be read alone."""
+        return self._alone is None
 
     @property
     def starts_s(self) -> list[float]:
@@ -74,14 +83,15 @@ class Animation:
         return [0.0, *accumulate(piece.delay_s for piece in self.pieces)]
 
     def alone(self, piece: Piece, media: Media) -> bytes:
-        """Returns a frame as a file of its own."""
+        """Returns a frame as a file of its own, unless `is_sequence`."""
+        assert self._alone is not None
         with closing(media.reader()) as file:
             data = b"".join(_read(file, offset, num_bytes) for offset, num_bytes in piece.spans)
         return self._alone(piece, data)
 
 
-def find_animation(media: Media) -> Animation | None:
-    """Returns the frames of an animated picture, of which there may be one; None for what is none.
+def find_pieces(media: Media) -> Animation | None:
+    """Returns the frames of a GIF, PNG or WebP that is animated, of which there may be one; else None.
 
     Any GIF is one. Raises MediaLimitError for more frames than are allowed.
     """
@@ -109,7 +119,8 @@ def _animation(
     return Animation(*size, tuple(pieces), alone) if pieces else None
 
 
-def _checked(media: Media, num_pieces: int) -> None:
+def check_number(media: Media, num_pieces: int) -> None:
+    """Raises MediaLimitError for more frames than are allowed."""
     if num_pieces > MAX_ANIMATION_FRAMES:
         raise MediaLimitError(
             f"{media.name} has {num_pieces} frames or more; allowed {MAX_ANIMATION_FRAMES}; cut it"
@@ -145,7 +156,7 @@ def _gif_pieces(file: Reader, media: Media) -> Iterator[Piece]:
             return
         if kind == b",":
             num_pieces += 1
-            _checked(media, num_pieces)
+            check_number(media, num_pieces)
             yield _gif_piece(control, head, (at + 8, file.tell() - at - 8))
             control = _NO_CONTROL
         elif head[:2] == b"\xf9\x04":
@@ -229,7 +240,7 @@ class _PngFrames:
     def end_frame(self) -> None:
         """Keeps the frame that is begun; pixels before any frame are those of the still picture."""
         if self._piece and self._spans:
-            _checked(self._media, len(self.pieces) + 1)
+            check_number(self._media, len(self.pieces) + 1)
             self.pieces.append(replace(self._piece, spans=tuple(self._spans)))
         self._piece, self._spans = None, []
 
@@ -266,7 +277,7 @@ def _find_webp(file: Reader, media: Media) -> Animation | None:
             body = file.read(10)
             size = (_three(body, 7) + 1, _three(body, 4) + 1)
         elif name == b"ANMF" and length > _FRAME_HEADER:
-            _checked(media, len(pieces) + 1)
+            check_number(media, len(pieces) + 1)
             span = (offset + _FRAME_HEADER, length - _FRAME_HEADER)
             pieces.append(_webp_piece(file.read(_FRAME_HEADER), span))
         offset += length + length % 2

@@ -17,7 +17,8 @@ from PIL import Image, UnidentifiedImageError
 from epd.colour import WHITE, Colour
 from epd.errors import CorruptMediaError, MediaLimitError
 from epd.types import UInt8Array
-from video.containers.animated_files import Animation, Piece
+from video.containers.animated_files import Animation, Piece, find_pieces
+from video.containers.avif_frames import AvifSequence, find_avif
 from video.containers.colours import rgb_pixels, rgba_image
 from video.containers.limits import Limits
 from video.sources.source import Media
@@ -27,6 +28,14 @@ MAX_ANIMATION_PIXELS = 8_000_000_000
 MAX_PIECE_PIXELS = 80_000_000
 _CLEAR = (0, 0, 0, 0)
 UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, IndexError, UnidentifiedImageError)
+
+
+def find_animation(media: Media) -> Animation | None:
+    """Returns the frames of an animated picture, of which there may be one; None for what is none.
+
+    Any GIF is one. Raises MediaLimitError for more frames than are allowed.
+    """
+    return find_pieces(media) or find_avif(media)
 
 
 def check_animation(name: str, animation: Animation, limits: Limits) -> None:
@@ -57,6 +66,7 @@ class Drawing:
     def __init__(self, media: Media, animation: Animation, background: Colour = WHITE) -> None:
         """Draws nothing yet. The canvas must be within limits."""
         self._media, self._animation, self._background = media, animation, background
+        self._sequence = AvifSequence(media) if animation.is_sequence else None
         self._restart()
 
     def _restart(self) -> None:
@@ -114,6 +124,8 @@ class Drawing:
                 f"{name} has {piece.width} x {piece.height} pixels; allowed {MAX_PIECE_PIXELS}; scale it"
             )
         try:
+            if self._sequence is not None:
+                return self._sequence.picture(self._num_drawn)
             alone = io.BytesIO(self._animation.alone(piece, self._media))
             with Image.open(alone, formats=("GIF", "PNG", "WEBP")) as image:
                 if image.size != (piece.width, piece.height):

@@ -9,8 +9,7 @@ from PIL import Image, UnidentifiedImageError
 from epd.colour import WHITE, Colour
 from epd.errors import CorruptMediaError, MediaError, MediaLimitError, UnsupportedMediaError
 from epd.types import MediaKind, UInt8Array
-from video.containers.animated_files import find_animation
-from video.containers.animation import UNREADABLE, Drawing
+from video.containers.animation import UNREADABLE, Drawing, find_animation
 from video.containers.audio import has_audio
 from video.containers.colours import rgb_pixels
 from video.containers.heif import HeifImage, is_heif

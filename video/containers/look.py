@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from epd.errors import MediaError, MediaLimitError, UnsupportedMediaError
 from epd.types import MediaKind
-from video.containers.animated_files import find_animation
-from video.containers.animation import check_animation, clock
+from video.containers.animation import check_animation, clock, find_animation
 from video.containers.audio import audio_length
 from video.containers.images import image_size, upright_size
 from video.containers.limits import DEFAULT_LIMITS, Limits

@@ -13,7 +13,7 @@ import numpy as np
 from epd.colour import WHITE, Colour
 from epd.errors import RequestError
 from epd.types import FrameGroup, Frames
-from video.containers.animated_files import find_animation
+from video.containers.animation import find_animation
 from video.containers.limits import DEFAULT_LIMITS, Limits
 from video.decoding.groups import cut_groups
 from video.decoding.picture_run import AnimatedPictures, ListedPictures, PictureRun

@@ -212,6 +212,24 @@ def test_a_background_of_ones_own() -> None:
     assert (found.data == [1, 2, 3]).all()
 
 
+def test_a_sequence_of_avif_with_alpha() -> None:
+    """Frames of 0.1, 0.2 and 0.7 s; the second is clear, over a colour that must not show."""
+    file = io.BytesIO()
+    frames = [Image.fromarray(np.full((64, 64, 4), colour, np.uint8)) for colour in (RED, NOTHING, BLUE)]
+    frames[0].save(
+        file, "AVIF", save_all=True, append_images=frames[1:], duration=[100, 200, 700], quality=100
+    )
+    data = file.getvalue()
+    facts = video.look(data)
+    assert (facts.kind, facts.num_pictures, facts.num_frames) == ("video", 3, 10)
+    found = video.decode(data, [0.95, 0.05, 0.15])
+    assert np.allclose(found.pts_s, [0.3, 0, 0.1])
+    for frame, colour in zip(found.data, (BLUE[:3], RED[:3], (255, 255, 255)), strict=True):
+        assert np.abs(frame[32, 32].astype(int) - colour).max() <= 8
+    assert video.load_image(data)[0, 0].argmax() == 0
+    assert facts.taken_as("image").num_unseen == 2
+
+
 # Damage and limits
 
 
