@@ -134,6 +134,7 @@ class Usage:
     visual_tokens: in the prompt.
     visual_tokens_before: those without reduction.
     num_substituted_frames: of num_frames, those that could not be decoded and show a neighbour.
+    num_unseen_frames: of animated pictures that were taken as images, all but the first of each.
     """
 
     num_frames: int
@@ -142,6 +143,7 @@ class Usage:
     completion_tokens: int
     visual_tokens_before: int = 0
     num_substituted_frames: int = 0
+    num_unseen_frames: int = 0
 
     def __post_init__(self) -> None:
         if not self.visual_tokens_before:

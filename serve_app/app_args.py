@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from epd.colour import parse_colour
 from epd.control.request_budget import RequestLimits
 from epd.control.retention import RetentionConfig, levels_down_to
 from epd.devices import check_device, check_dtype
@@ -45,6 +46,12 @@ ENVIRONMENT = {**KEY_VARIABLES, "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 # Of one file: what a connection may send in one request.
 MAX_UPLOAD_BYTES = 128 << 20
 
+# Fields whose texts are checked, and by what.
+_CHECKS: Mapping[str, Callable[[str], object]] = {
+    "device": check_device,
+    "dtype": check_dtype,
+    "image_background": parse_colour,
+}
 # What the workers of each kind are started with.
 STAGE_FIELDS = (
     "topology",
@@ -72,7 +79,14 @@ STAGE_FIELDS = (
     "enforce_eager",
     "encode_beside",
 )
-MEDIA_FIELDS = ("num_video_threads", "allowed_media_path", "allowed_media_hosts", "hang_s", "drain_s")
+MEDIA_FIELDS = (
+    "num_video_threads",
+    "allowed_media_path",
+    "allowed_media_hosts",
+    "image_background",
+    "hang_s",
+    "drain_s",
+)
 
 
 class AppArgs(BaseModel):
@@ -183,6 +197,10 @@ class AppArgs(BaseModel):
     )
     allowed_media_hosts: frozenset[str] | None = Field(
         default=None, description="Hosts to fetch media from, private ones too; by default all public hosts."
+    )
+    image_background: str = Field(
+        default="#ffffff",
+        description="Colour that transparent pixels of pictures show, as #rrggbb or R,G,B.",
     )
     max_requests: int = Field(default=512, ge=1, description="Requests answered at once; others get 429.")
     max_waiting: int = Field(default=256, ge=0, description="Requests that wait for room at the workers.")
@@ -329,11 +347,11 @@ class AppArgs(BaseModel):
         description="Limits of one request, such as max_frames=4096; epd config show lists all.",
     )
 
-    @field_validator("device", "dtype")
+    @field_validator("device", "dtype", "image_background")
     @classmethod
     def _checked_name(cls, name: str, info: ValidationInfo) -> str:
         try:
-            (check_device if info.field_name == "device" else check_dtype)(name)
+            _CHECKS[info.field_name or ""](name)
         except RequestError as error:
             raise PydanticCustomError("name", "{reason}", {"reason": str(error)}) from None
         return name

@@ -57,6 +57,7 @@ class MediaJob:
     choice: what was chosen, for people; empty where all is as it was asked for.
     media: their plans, once there are any.
     num_substituted_frames: those decoded so far that show a neighbour.
+    num_unseen_frames: of animated pictures that are taken as images, all but the first of each.
     timings: seconds that each stage has spent on them.
     is_failed: set by the stage that gives the job up; the others leave it alone from then on.
     """
@@ -73,6 +74,7 @@ class MediaJob:
     choice: str = ""
     media: tuple[PlannedMedia, ...] = ()
     num_substituted_frames: int = 0
+    num_unseen_frames: int = 0
     timings: StageTimings = field(default_factory=StageTimings)
     is_failed: bool = False
 
@@ -236,7 +238,8 @@ def _looked(job: MediaJob) -> Iterator[tuple[str | Path, video.MediaFacts, Pixel
     kinds = job.kinds or (None,) * len(job.sources)
     limits = job.pixels or (OWN_LIMITS,) * len(job.sources)
     for source, kind, pixels in zip(job.sources, kinds, limits, strict=True):
-        facts = video.look(source, as_audio=kind == "audio")
+        facts = video.look(source, as_audio=kind == "audio").taken_as(kind)
+        job.num_unseen_frames += facts.num_unseen
         if kind not in (None, facts.kind):
             raise UnsupportedMediaError(
                 f"'{source}' is of kind {facts.kind}; allowed here: {kind}; name it as {facts.kind}"

@@ -37,13 +37,13 @@ def result_record(outcome: Answered) -> JSON:
     record: JSON = {"id": line.line_id, "answer": answer, "finish_reason": choice["finish_reason"]}
     if line.expected is not None:
         record |= {"expected": line.expected, "is_right": is_same_answer(answer, line.expected)}
-    return record | {"usage": completion.get("usage")} | _damage(completion.get("epd"))
+    return record | {"usage": completion.get("usage")} | _unseen(completion.get("epd"))
 
 
-def _damage(report: object) -> JSON:
-    """Returns a record's fields about frames that could not be decoded; empty without any."""
-    num_substituted = report.get("substituted_frames") if isinstance(report, dict) else None
-    return {"substituted_frames": num_substituted} if num_substituted else {}
+def _unseen(report: object) -> JSON:
+    """Returns a record's fields about frames that could not be decoded or were not looked at, if any."""
+    found = report if isinstance(report, dict) else {}
+    return {name: found[name] for name in ("substituted_frames", "unseen_frames") if found.get(name)}
 
 
 def answer_text(completion: Mapping[str, Any]) -> str:

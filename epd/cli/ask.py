@@ -166,6 +166,7 @@ def cost_line(answer: Answer, num_units_skipped: int = 0) -> str:
         f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} completion tokens"
         + (f"; {num_units_skipped} units of frames did not change" if num_units_skipped else "")
         + _substituted(usage)
+        + _unseen(usage)
     )
 
 
@@ -174,3 +175,9 @@ def _substituted(usage: Usage) -> str:
     num = usage.num_substituted_frames
     shows = "shows" if num == 1 else "show"
     return f"; {num} of {usage.num_frames} frames could not be decoded and {shows} a neighbour" if num else ""
+
+
+def _unseen(usage: Usage) -> str:
+    """The end of the line where animated pictures were taken as images, else nothing."""
+    num = usage.num_unseen_frames
+    return f"; {num} more frames of animated pictures were not looked at: send them as videos" if num else ""

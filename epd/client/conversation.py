@@ -157,6 +157,7 @@ class _Reply:
                 completion_tokens=usage.get("completion_tokens", 0),
                 visual_tokens_before=report.get("visual_tokens_before_reduction", 0),
                 num_substituted_frames=report.get("substituted_frames", 0),
+                num_unseen_frames=report.get("unseen_frames", 0),
             ),
         )
 

@@ -78,10 +78,12 @@ class EpdReport(BaseModel):
 
     retention: share of the visual tokens that was to be kept
     substituted_frames: number of frames that could not be decoded and show a neighbour
+    unseen_frames: of animated pictures that were sent as images, all frames but the first of each
     """
 
     frames: int
     substituted_frames: int
+    unseen_frames: int
     visual_tokens: int
     visual_tokens_before_reduction: int
     retention: float

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from fastapi import FastAPI
 
+from epd.colour import parse_colour
 from epd.errors import RequestError
 from serve_app.app_args import AppArgs
 from serve_app.composition import create_app, log_requests, media_settings, worker_settings
@@ -70,7 +71,7 @@ def _run(args: AppArgs, listener: socket.socket, prefix: str, started: Future[_S
 
 
 async def _serve(args: AppArgs, listener: socket.socket, prefix: str, started: Future[_Server]) -> None:
-    with closing(MediaProcesses()) as processes:
+    with closing(MediaProcesses(background=parse_colour(args.image_background))) as processes:
         devices = _devices(args)
         config = LocalFleetConfig(
             args.workers,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from epd.colour import WHITE, Colour
 from epd.machine import memory_limit_bytes
 from serve_app.media.frame_reader import Decoder, child_decoder
 from video import ChildLimits, MediaChildren, MediaReader
@@ -24,10 +25,22 @@ class MediaProcesses:
     Probing a medium never waits for a child that decodes a video.
     """
 
-    def __init__(self, readers: MediaChildren | None = None, decoders: MediaChildren | None = None) -> None:
-        """Starts nothing yet. readers: for looking and images. decoders: of videos."""
-        self._readers = readers or MediaChildren()
-        self._decoders = decoders or MediaChildren(video_child_limits(), decodes_video=True)
+    def __init__(
+        self,
+        readers: MediaChildren | None = None,
+        decoders: MediaChildren | None = None,
+        *,
+        background: Colour = WHITE,
+    ) -> None:
+        """Starts nothing yet.
+
+        readers: for looking and images; decoders: of videos; by default with the `background` that shows
+        through the transparency of pictures
+        """
+        self._readers = readers or MediaChildren(background=background)
+        self._decoders = decoders or MediaChildren(
+            video_child_limits(), decodes_video=True, background=background
+        )
 
     @property
     def reader(self) -> MediaReader:

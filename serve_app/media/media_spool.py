@@ -272,6 +272,7 @@ class MediaSpool:
         if facts is None:
             facts = self._reader.look(file, reference.label, as_audio=as_audio)
             self._facts.set((mm_hash, as_audio), facts)
+        facts = facts.taken_as(reference.kind)
         _check_kind(facts.kind, reference)
         return FetchedFile(
             path,

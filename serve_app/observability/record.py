@@ -55,6 +55,13 @@ AMOUNTS = (
         is_logged=False,
     ),
     Amount(
+        "unseen_frames",
+        lambda end: end.usage.num_unseen_frames,
+        "unseen_frames",
+        "Frames of animated pictures that were taken as images, beyond the first",
+        is_logged=False,
+    ),
+    Amount(
         "visual_tokens",
         lambda end: end.usage.visual_tokens,
         "visual_tokens",

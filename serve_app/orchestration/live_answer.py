@@ -210,7 +210,8 @@ class LiveAnswer:
     def _usage(self) -> Usage:
         usage = self.plan.usage(sum(choice.num_passed for choice in self._choices))
         num_substituted = self.substituted.total(group.spec.key for group in self.plan.groups)
-        return replace(usage, num_substituted_frames=num_substituted)
+        num_unseen = sum(source.facts.num_unseen for source in self.request.media)
+        return replace(usage, num_substituted_frames=num_substituted, num_unseen_frames=num_unseen)
 
     def fail(self, error: Exception) -> None:
         """Ends the answer with an error, after what has come before."""

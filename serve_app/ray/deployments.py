@@ -18,6 +18,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
+from epd.colour import parse_colour
 from serve_app.app_args import AppArgs
 from serve_app.network.members import Place, Purpose
 from serve_app.ray.autoscaling import advice_stats
@@ -84,7 +85,7 @@ class Media(_Worker):
 
         _quiet()
         self._drain_s = args.drain_s
-        self._processes = MediaProcesses()
+        self._processes = MediaProcesses(background=parse_colour(args.image_background))
         await asyncio.to_thread(self._processes.start)
         worker = MediaWorker(media_settings(args), self._processes)
         self._server = MediaServer(_board(), _place(), worker, _purpose(args), args.num_video_threads)

@@ -286,6 +286,7 @@ class LanguageStage:
         usage = replace(
             opened.request.prompt.usage(len(opened.outputs)),
             num_substituted_frames=live.job.num_substituted_frames,
+            num_unseen_frames=live.job.num_unseen_frames,
         )
         live.num_open -= 1
         num_cached = len(live.prefix.token_ids)

@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from encoders import ADAPTERS
+from epd.cli.ask import cost_line
 from epd.cli.program import app
 from epd.errors import RequestError
-from epd.types import StageTimings
+from epd.types import Answer, StageTimings, Usage
 from tests.media import write_audio_only, write_image, write_video
 
 QUESTION = "What is shown?"
@@ -376,3 +377,12 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
         assert word in done.stdout
     cpu_s = sum(after[2:4]) - sum(before[2:4])  # of children: the machine may be busy
     assert cpu_s < 5, "an order of magnitude above what it takes"
+
+
+def test_the_last_line_says_what_was_not_seen_of_animated_pictures() -> None:
+    timings = StageTimings()
+    seen, some = (
+        Answer("", (), "stop", 0.5, timings, Usage(1, 4, 9, 1, num_unseen_frames=n)) for n in (0, 23)
+    )
+    assert "; 23 more frames of animated pictures were not looked at: send them as videos" in cost_line(some)
+    assert "animated" not in cost_line(seen)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from stages import group_driver
 from stages.batch.ahead import Ahead, MediaThreads
 from stages.colocated import ColocatedPipeline
 from stages.group_driver import FailedJob, GroupDriver, MediaJob
+from tests.video.pictures import Part, gif
 
 GROUP_TOKENS = 1  # a unit in each group
 
@@ -143,3 +145,16 @@ def test_what_a_stage_raises_comes_behind_what_it_has_done() -> None:
     assert stage.get() == 1
     with pytest.raises(ZeroDivisionError, match="a bug"):
         stage.get()
+
+
+def test_an_animated_picture_is_a_video_or_the_first_of_its_frames(
+    tmp_path: Path, driver: GroupDriver[MediaJob]
+) -> None:
+    """What is not seen of it is counted, for the answer to say."""
+    slides = [Part(np.full((64, 64, 4), (level, 0, 0, 255), np.uint8)) for level in (0, 80, 160, 240)]
+    path = tmp_path / "clip.gif"
+    path.write_bytes(gif((64, 64), slides))
+    jobs = [job_of(path), job_of(path, "video"), job_of(path, "image")]
+    list(driver.run(jobs))
+    assert [job.plans[0].kind for job in jobs] == ["video", "video", "image"]
+    assert [job.num_unseen_frames for job in jobs] == [0, 0, 3]

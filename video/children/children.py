@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from epd.colour import WHITE, Colour
 from epd.errors import (
     CancelledError,
     CorruptMediaError,
@@ -100,8 +101,19 @@ class ChildLimits:
 class MediaChildren:
     """Children of one server process, each doing one job at a time. For any thread; callers wait."""
 
-    def __init__(self, limits: ChildLimits | None = None, *, decodes_video: bool = False) -> None:
-        """Starts nothing yet. decodes_video: whether streams will be opened."""
+    def __init__(
+        self,
+        limits: ChildLimits | None = None,
+        *,
+        decodes_video: bool = False,
+        background: Colour = WHITE,
+    ) -> None:
+        """Starts nothing yet.
+
+        decodes_video: whether streams will be opened.
+        background: what shows through the transparency of pictures.
+        """
+        self.background = background
         self.limits = limits or ChildLimits()
         self.server = ChildServer(self.limits.memory_bytes, decodes_video=decodes_video)
         self.num_lost = 0
@@ -119,7 +131,10 @@ class MediaChildren:
 
     def load_image(self, file: OpenFile, name: str) -> UInt8Array:
         """Does what `video.load_image` does. Raises as `look`."""
-        header, payload = self._ask("image", file, name, self.limits.image_s, 3 * MAX_IMAGE_PIXELS)
+        most = 3 * MAX_IMAGE_PIXELS
+        header, payload = self._ask(
+            "image", file, name, self.limits.image_s, most, background=self.background
+        )
         return _pixels(header, payload)
 
     def load_audio(self, file: OpenFile, name: str, part: AudioPart) -> Float32Array:
@@ -317,7 +332,7 @@ def _facts(header: Mapping[str, Any]) -> MediaFacts:
     try:
         kind: MediaKind = _KINDS[header["kind"]]
         height, width, num_frames = (int(header[name]) for name in ("height", "width", "num_frames"))
-        is_list = bool(header["is_frame_list"])
-        return MediaFacts(kind, height, width, num_frames, float(header["fps"]), is_list)
+        is_list, num_pictures = bool(header["is_frame_list"]), int(header["num_pictures"])
+        return MediaFacts(kind, height, width, num_frames, float(header["fps"]), is_list, num_pictures)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise nonsense() from error

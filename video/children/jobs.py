@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from epd.colour import Colour
 from epd.errors import EPDError
 from epd.types import UInt8Array
 from video.children.shared_pixels import mapped
@@ -71,9 +72,14 @@ def _look(job: socket.socket, media: Media, header: Header) -> None:
     send(job, asdict(look(media, as_audio=bool(header.get("as_audio")))))
 
 
-def _image(job: socket.socket, media: Media, _: Header) -> None:
-    pixels = load_image(media)
+def _image(job: socket.socket, media: Media, header: Header) -> None:
+    pixels = load_image(media, background=_background(header))
     send(job, {"shape": pixels.shape}, memoryview(np.ascontiguousarray(pixels).tobytes()))
+
+
+def _background(header: Header) -> Colour:
+    red, green, blue = header["background"]
+    return red, green, blue
 
 
 def _audio(job: socket.socket, media: Media, header: Header) -> None:
@@ -83,7 +89,13 @@ def _audio(job: socket.socket, media: Media, header: Header) -> None:
 
 def _stream(job: socket.socket, media: Media, header: Header) -> None:
     height, width = header["size"]
-    with stream(media, header["times_s"], (height, width), group_sizes=header["group_sizes"]) as groups:
+    with stream(
+        media,
+        header["times_s"],
+        (height, width),
+        group_sizes=header["group_sizes"],
+        background=_background(header),
+    ) as groups:
         send(job, {"opened": True})
         while _is_asked_on(job):
             _send_group(job, groups)

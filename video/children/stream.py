@@ -87,6 +87,7 @@ class ChildStream:
             "times_s": self._times_s[first:],
             "size": self._size,
             "group_sizes": self._group_sizes[self._index :],
+            "background": self._children.background,
         }
         self._hold(child)
         try:

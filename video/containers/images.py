@@ -4,47 +4,74 @@ from __future__ import annotations
 
 from contextlib import closing
 
-import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
+from epd.colour import WHITE, Colour
 from epd.errors import CorruptMediaError, MediaError, MediaLimitError, UnsupportedMediaError
 from epd.types import MediaKind, UInt8Array
+from video.containers.animation import UNREADABLE, Drawing, find_animation
 from video.containers.audio import has_audio
+from video.containers.colours import rgb_pixels
+from video.containers.heif import HeifImage, is_heif
+from video.containers.orientation import TURNED, upright_by_exif
 from video.sources.source import Media, Reader, Source, as_media, open_video
 
 IMAGE_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "AVIF", "PPM")
 MAX_IMAGE_PIXELS = 80_000_000
 _ORIENTATION = 0x0112  # the tag of EXIF
-_TURNED = frozenset({5, 6, 7, 8})  # its values that exchange height and width
 
 
-def load_image(source: Source | Media, *, max_pixels: int = MAX_IMAGE_PIXELS) -> UInt8Array:
-    """Returns the image as uint8 [H, W, 3] RGB, turned upright as its EXIF orientation says.
+def load_image(
+    source: Source | Media, *, max_pixels: int = MAX_IMAGE_PIXELS, background: Colour = WHITE
+) -> UInt8Array:
+    """Returns the image as uint8 [H, W, 3] RGB, turned upright; of an animated picture its first frame.
+
+    background: what shows through transparency.
 
     Raises MediaNotFoundError, UnsupportedMediaError, CorruptMediaError or MediaLimitError.
     """
     media = as_media(source)
+    if is_heif(media):
+        return HeifImage(media, max_pixels).pixels(background)
     with closing(media.reader()) as file, _identify(media, file) as image:
-        if image.width * image.height > max_pixels:
-            raise MediaLimitError(
-                f"{media.name} has {image.width} x {image.height} pixels; allowed {max_pixels}; scale it down"
-            )
+        _check_pixels(media, image.width, image.height, max_pixels)
         try:
-            return np.array(ImageOps.exif_transpose(image).convert("RGB"))
-        except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
+            first = _first_of_gif(media, background) if image.format == "GIF" else None
+            pixels = rgb_pixels(image, background) if first is None else first
+            return upright_by_exif(pixels, image.getexif().get(_ORIENTATION, 1))
+        except UNREADABLE as error:
             raise CorruptMediaError(
                 f"{media.name} cannot be decoded ({error}); allowed: complete images; copy it again"
             ) from error
 
 
+def _check_pixels(media: Media, width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise MediaLimitError(
+            f"{media.name} has {width} x {height} pixels; allowed {max_pixels}; scale it down"
+        )
+
+
+def _first_of_gif(media: Media, background: Colour) -> UInt8Array | None:
+    """Returns the first frame where it belongs on its canvas, around which is nothing; None without one."""
+    animation = find_animation(media)
+    if animation is None:
+        return None
+    drawing = Drawing(media, animation, background)
+    drawing.draw_next(0)
+    return drawing.pixels()
+
+
 def media_kind(source: Source | Media) -> MediaKind:
     """Returns what a source is, by its content: audio is what has sound and no pictures that move.
+
+    An animated picture is a video.
 
     Raises MediaNotFoundError, UnsupportedMediaError or CorruptMediaError where it is nothing of these.
     """
     media = as_media(source)
     if image_size(media) is not None:
-        return "image"
+        return "video" if num_pictures(media) > 1 else "image"
     try:
         open_video(media).close()
     except MediaError:
@@ -60,6 +87,8 @@ def image_size(source: Source | Media) -> tuple[int, int] | None:
     Raises MediaNotFoundError, CorruptMediaError or MediaLimitError.
     """
     media = as_media(source)
+    if is_heif(media):
+        return HeifImage(media, MAX_IMAGE_PIXELS).size
     try:
         with closing(media.reader()) as file, _identify(media, file) as image:
             return image.height, image.width
@@ -70,14 +99,31 @@ def image_size(source: Source | Media) -> tuple[int, int] | None:
 def upright_size(source: Source | Media) -> tuple[int, int]:
     """Returns (height, width) of an image as `load_image` turns it. Raises as `load_image`."""
     media = as_media(source)
+    if is_heif(media):
+        return HeifImage(media, MAX_IMAGE_PIXELS).upright_size
     with closing(media.reader()) as file, _identify(media, file) as image:
         try:
-            is_turned = image.getexif().get(_ORIENTATION) in _TURNED
-        except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
+            is_turned = image.getexif().get(_ORIENTATION) in TURNED
+        except UNREADABLE as error:
             raise CorruptMediaError(
                 f"{media.name} cannot be read ({error}); allowed: complete images; copy it again"
             ) from error
         return (image.width, image.height) if is_turned else (image.height, image.width)
+
+
+def num_pictures(media: Media) -> int:
+    """Returns how many frames an animated picture has; of other images 1.
+
+    Raises MediaLimitError.
+    """
+    animation = find_animation(media)
+    return len(animation.pieces) if animation else 1
+
+
+def exif_orientation(media: Media) -> int:
+    """Returns the orientation of an image that Pillow reads, 1 to 8. Raises CorruptMediaError."""
+    with closing(media.reader()) as file, _identify(media, file) as image:
+        return int(image.getexif().get(_ORIENTATION, 1))
 
 
 def _identify(media: Media, file: Reader) -> Image.Image:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from epd.errors import MediaError, MediaLimitError, UnsupportedMediaError
 from epd.types import MediaKind
+from video.containers.animation import check_animation, clock, find_animation
 from video.containers.audio import audio_length
 from video.containers.images import image_size, upright_size
 from video.containers.limits import DEFAULT_LIMITS, Limits
@@ -22,6 +23,7 @@ class MediaFacts:
     height, width: pixels; of a video upright, of an image as stored; 0 of sound.
     num_frames, fps: best known; 0 for an image. Of sound its samples and their rate as stored.
     is_frame_list: whether the frames were sampled by the client, so that the request says when they were.
+    num_pictures: frames of an animated picture, which is a video and can be taken as an image, too; else 0.
     """
 
     kind: MediaKind
@@ -30,6 +32,20 @@ class MediaFacts:
     num_frames: int = 0
     fps: float = 0.0
     is_frame_list: bool = False
+    num_pictures: int = 0
+
+    def taken_as(self, kind: MediaKind | None) -> MediaFacts:
+        """Returns the facts of an animated picture as an image, of which only the first frame is seen.
+
+        kind: as what it is taken; any other medium, and any other kind, changes nothing.
+        """
+        is_still = kind == "image" and self.num_pictures > 0
+        return replace(self, kind="image", num_frames=0, fps=0.0) if is_still else self
+
+    @property
+    def num_unseen(self) -> int:
+        """Returns how many frames are not seen of an animated picture that is taken as an image."""
+        return self.num_pictures - 1 if self.kind == "image" and self.num_pictures else 0
 
 
 def look(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS, as_audio: bool = False) -> MediaFacts:
@@ -47,7 +63,7 @@ def look(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS, as_audio: b
         return _look_at_list(media, limits)
     size = image_size(media)
     if size is not None:
-        return MediaFacts("image", *size)
+        return _look_at_picture(media, size, limits)
     check_claims(media)
     try:
         opened = open_video(media, open_timeout_s=limits.open_timeout_s)
@@ -61,6 +77,16 @@ def look(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS, as_audio: b
             f"({info.num_frames} frames at {info.fps} per second); write it into a new container first"
         )
     return MediaFacts("video", info.height, info.width, info.num_frames, info.fps)
+
+
+def _look_at_picture(media: Media, size: tuple[int, int], limits: Limits) -> MediaFacts:
+    """Looks at an image, (height, width) as stored, or at a video that is an animated picture."""
+    animation = find_animation(media)
+    if animation is None or len(animation.pieces) < 2:
+        return MediaFacts("image", *size)
+    check_animation(media.name, animation, limits)
+    num_ticks, fps = clock(animation)
+    return MediaFacts("video", *upright_size(media), num_ticks, fps, num_pictures=len(animation.pieces))
 
 
 def _look_at_sound_alone(media: Media, limits: Limits, error: MediaError) -> MediaFacts:

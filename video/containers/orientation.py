@@ -1,4 +1,4 @@
-"""Reads how far a decoded frame is turned or mirrored, and turns its pixels upright."""
+"""Turns pixels upright: of frames by their display matrix, of pictures by the orientation of EXIF."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from av.video.frame import VideoFrame
 
 from epd.types import UInt8Array
 
+# Values of EXIF's orientation that exchange height and width.
+TURNED = frozenset({5, 6, 7, 8})
 DisplayMatrix = tuple[int, int, int, int]
 
 
@@ -35,3 +37,12 @@ def upright(pixels: UInt8Array, matrix: DisplayMatrix | None) -> UInt8Array:
 def is_transposed(matrix: DisplayMatrix | None) -> bool:
     """Returns whether the display matrix swaps width and height."""
     return matrix is not None and abs(matrix[1]) > abs(matrix[0])
+
+
+def upright_by_exif(pixels: UInt8Array, orientation: int) -> UInt8Array:
+    """Turns and mirrors pixels, [H, W, 3], as the orientation of EXIF says, 1 to 8; others change nothing."""
+    if orientation in TURNED:
+        pixels = pixels.transpose(1, 0, 2)
+    rows = -1 if orientation in (3, 4, 7, 8) else 1
+    columns = -1 if orientation in (2, 3, 6, 7) else 1
+    return np.ascontiguousarray(pixels[::rows, ::columns])

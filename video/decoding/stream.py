@@ -10,11 +10,13 @@ from typing import Protocol
 
 import numpy as np
 
+from epd.colour import WHITE, Colour
 from epd.errors import RequestError
 from epd.types import FrameGroup, Frames
+from video.containers.animation import find_animation
 from video.containers.limits import DEFAULT_LIMITS, Limits
-from video.decoding.frame_list_run import FrameListRun
 from video.decoding.groups import cut_groups
+from video.decoding.picture_run import AnimatedPictures, ListedPictures, PictureRun
 from video.decoding.pixels import ResizeMode, Size
 from video.decoding.pool import DecodePool, shared_pool
 from video.decoding.run import AheadBound, DecodeRun, RunOptions
@@ -36,6 +38,7 @@ def decode(
     deadline_s: float | None = None,
     limits: Limits = DEFAULT_LIMITS,
     pool: DecodePool | None = None,
+    background: Colour = WHITE,
 ) -> Frames:
     """Returns the frames on screen at `times_s`, in the order asked.
 
@@ -43,12 +46,23 @@ def decode(
     workers: decoders at work at once, at most one for each CPU; None takes them all.
     mode: "exact" equals the models' processors bit for bit, "fast" lets swscale resize.
     deadline_s: on the monotonic clock; requests with earlier ones are decoded first.
+    background: what shows through the transparency of animated pictures and listed frames.
 
     Raises the MediaError of what is wrong with the file, RequestError for times or sizes that make no sense.
     """
     times = _check_times(times_s)
     run = _start(
-        source, times, (len(times),) if times else (), None, size, workers, mode, deadline_s, limits, pool
+        source,
+        times,
+        (len(times),) if times else (),
+        None,
+        size,
+        workers,
+        mode,
+        deadline_s,
+        limits,
+        pool,
+        background,
     )
     try:
         group = run.next_group()
@@ -121,6 +135,7 @@ def stream(
     group_period_s: float = GROUP_PERIOD_S,
     limits: Limits = DEFAULT_LIMITS,
     pool: DecodePool | None = None,
+    background: Colour = WHITE,
 ) -> GroupStream:
     """Yields groups of the frames on screen at `times_s`, in order, while later ones are still being decoded.
 
@@ -130,13 +145,27 @@ def stream(
         128 MiB of them).
     deadline_s: when the first group is due, on the monotonic clock; the others follow every `group_period_s`.
         Of all requests, the group that is due first is decoded first.
+    background: as in `decode`.
 
     Use it in a `with` block: leaving it stops the decoding. Raises as `decode` does, here or while iterating.
     """
     times = _check_times(times_s)
     sizes = _resolve_sizes(len(times), group_size, first_group_size, group_sizes)
     bound = AheadBound(groups_ahead) if times == sorted(times) else None
-    run = _start(source, times, sizes, bound, size, workers, mode, deadline_s, limits, pool, group_period_s)
+    run = _start(
+        source,
+        times,
+        sizes,
+        bound,
+        size,
+        workers,
+        mode,
+        deadline_s,
+        limits,
+        pool,
+        background,
+        group_period_s,
+    )
     return GroupStream(run)
 
 
@@ -151,6 +180,7 @@ def _start(
     deadline_s: float | None,
     limits: Limits,
     pool: DecodePool | None,
+    background: Colour,
     group_period_s: float = GROUP_PERIOD_S,
 ) -> Run:
     pool = pool or shared_pool()
@@ -166,7 +196,10 @@ def _start(
     )
     media = as_media(source)
     if is_frame_list(media):
-        return FrameListRun(media, times, options)
+        return PictureRun(ListedPictures(media, background), times, options)
+    animation = find_animation(media)
+    if animation is not None:
+        return PictureRun(AnimatedPictures(media, animation, options, background), times, options)
     return DecodeRun(media, times, options, pool)
 
 

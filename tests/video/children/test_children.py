@@ -29,6 +29,7 @@ from epd.errors import (
 )
 from tests.video.conftest import Clip
 from tests.video.corpus import corpus
+from tests.video.pictures import CLEAR, Part, gif
 from tests.video.recipes import GOP15, Recipe, make
 from video import ChildLimits, ChildStream, MediaChildren, OpenFile, open_file
 from video.children import wire as child_wire
@@ -74,6 +75,21 @@ def test_looks_and_images_are_the_same(children: MediaChildren, clip: Clip, tmp_
     with opened(tmp_path / "x.png") as file:
         assert children.look(file, "it") == video.look(tmp_path / "x.png")
         assert np.array_equal(children.load_image(file, "it"), pixels)
+
+
+def test_animated_pictures_on_the_background_of_the_children(tmp_path: Path) -> None:
+    clear, red = (np.full((12, 16, 4), colour, np.uint8) for colour in ((9, 9, 9, 0), (255, 0, 0, 255)))
+    path = tmp_path / "x.gif"
+    path.write_bytes(gif((16, 12), [Part(clear), Part(red, disposal=CLEAR), Part(clear)]))
+    children = MediaChildren(decodes_video=True, background=(1, 2, 3))
+    try:
+        with opened(path) as file:
+            assert children.look(file, "it") == video.look(path)
+            assert (children.load_image(file, "it") == [1, 2, 3]).all()
+        frames = ChildStream(children, opened(path), "it", [0.05, 0.15, 0.25], (12, 16), [3]).read()
+        assert [tuple(frame[0, 0]) for frame in frames.data] == [(1, 2, 3), (255, 0, 0), (1, 2, 3)]
+    finally:
+        children.close()
 
 
 def test_streams_are_the_same_and_change_children(children: MediaChildren, clip: Clip) -> None:
