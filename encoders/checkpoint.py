@@ -11,8 +11,11 @@ from typing import Any
 
 import transformers
 
+from encoders.prompt.tool_history import knows_definitions
 from encoders.quantization import read_quantization
 from epd.errors import ModelError, ModelNotFoundError
+
+_DEFAULT, _TOOL_USE = "default", "tool_use"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +32,37 @@ class Checkpoint:
 
     @property
     def chat_template(self) -> str:
-        template = self.processor.chat_template or self.tokenizer.chat_template
-        if not isinstance(template, str):
-            raise ModelError(f"the model at '{self.path}' has no chat template; add a chat_template.jinja")
-        return template
+        """Returns the template of a conversation without tools. Raises ModelError if there is none."""
+        templates = self._templates(self.processor) or self._templates(self.tokenizer)
+        if _DEFAULT in templates:
+            return templates[_DEFAULT]
+        if templates:
+            named = ", ".join(sorted(templates))
+            raise ModelError(
+                f"the model at '{self.path}' has the chat templates {named} and none is the default; "
+                "name one chat_template.jinja"
+            )
+        raise ModelError(f"the model at '{self.path}' has no chat template; add a chat_template.jinja")
+
+    @property
+    def tool_template(self) -> str:
+        """Returns the template of a conversation with tools.
+
+        It is the one that transformers takes: a tokenizer's named `tool_use`, else the default. A processor's
+        default that lists no tools gives way to its `tool_use`, too: transformers would drop the tools.
+        """
+        own = self._templates(self.processor)
+        if own and knows_definitions(self.chat_template):
+            return self.chat_template
+        return (own or self._templates(self.tokenizer)).get(_TOOL_USE, self.chat_template)
+
+    @staticmethod
+    def _templates(owner: Any) -> dict[str, str]:
+        """Returns the chat templates of a processor or tokenizer by name."""
+        found = owner.chat_template
+        if isinstance(found, list):  # as old files name several
+            found = {each["name"]: each["template"] for each in found}
+        return found if isinstance(found, dict) else {_DEFAULT: found} if found else {}
 
 
 def read_model_type(path: Path) -> str:
