@@ -13,7 +13,8 @@ import transformers
 
 from encoders.prompt.tool_history import knows_definitions
 from encoders.quantization import read_quantization
-from epd.errors import ModelError, ModelNotFoundError
+from epd.errors import ModelError
+from epd.models.folder import check_folder
 
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 
@@ -68,17 +69,10 @@ class Checkpoint:
 def read_model_type(path: Path) -> str:
     """Reads `model_type` of the folder's config.json.
 
-    Raises ModelNotFoundError, or ModelError if it is broken.
+    Raises as `check_folder`, and ModelError if it is broken.
     """
+    check_folder(path)
     config_path = path / "config.json"
-    if not path.is_dir():
-        raise ModelNotFoundError(
-            f"no model folder at '{path}'; give the path of a folder that holds config.json"
-        )
-    if not config_path.is_file():
-        raise ModelNotFoundError(
-            f"'{path}' holds no config.json; give the path of a model in Hugging Face layout"
-        )
     try:
         config = json.loads(config_path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
