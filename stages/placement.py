@@ -32,7 +32,7 @@ class Placement:
         """Returns the placement that these options mean on this machine.
 
         device: auto, cpu, cuda or cuda:N; cuda is the first GPU, and auto that one where there is one
-        dtype: auto, or a name of DTYPES; auto is float32 on a CPU, and on a GPU the checkpoint's own type, but
+        dtype: auto, or a name of DTYPES; auto is float32 on a CPU, and on a GPU the checkpoint's own type,
             bfloat16 for float32
         model_path: the folder of the checkpoint, read if the type depends on it
         Raises RequestError for names that are unknown, and for what this machine does not have.

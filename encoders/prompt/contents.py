@@ -68,10 +68,10 @@ def as_texts(
     """Returns messages with the contents of these roles as texts: placeholders and words, in their order."""
     numbers = {kind: count(1) for kind in placeholders}
 
-    def text_of(part: Mapping[str, str]) -> str:
+    def text_of(part: Mapping[str, Any]) -> str:
         kind = part["type"]
         if kind == "text":
-            return part["text"]
+            return str(part["text"])
         return placeholders[kind].replace("{number}", str(next(numbers[kind])))
 
     return [

@@ -1,7 +1,8 @@
 """Recognises the text models that our decoder computes, and describes what distinguishes them.
 
-Qwen2, Qwen2.5, Qwen3, with experts too, and Llama share one stack: RMS norm, attention with rotary positions, RMS norm, gated
-SiLU. What differs are biases, norms of queries and keys, and how M-RoPE deals frequencies to its three rows.
+Qwen2, Qwen2.5, Qwen3, with experts too, and Llama share one stack: RMS norm, attention with rotary positions,
+RMS norm, gated SiLU. What differs are biases, norms of queries and keys, and how M-RoPE deals frequencies to
+its three rows.
 """
 
 from __future__ import annotations

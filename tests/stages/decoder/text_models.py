@@ -74,9 +74,14 @@ CONFIGS = {
     "qwen3-vl": lambda: _qwen3_vl(Qwen3VLConfig),
     # All experts of each token: in bfloat16 a choice among them would be one of the last bit.
     "qwen3 moe": lambda: _internvl(
-        model_type="qwen3_moe", head_dim=24, num_experts=4, num_experts_per_tok=4, moe_intermediate_size=24,
-        mlp_only_layers=[1], norm_topk_prob=True,
-    ),  # fmt: skip
+        model_type="qwen3_moe",
+        head_dim=24,
+        num_experts=4,
+        num_experts_per_tok=4,
+        moe_intermediate_size=24,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+    ),
     "qwen3-vl moe": lambda: _qwen3_vl(
         Qwen3VLMoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]
     ),
