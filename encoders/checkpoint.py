@@ -11,8 +11,12 @@ from typing import Any
 
 import transformers
 
+from encoders.prompt.tool_history import knows_definitions
 from encoders.quantization import read_quantization
-from epd.errors import ModelError, ModelNotFoundError
+from epd.errors import ModelError
+from epd.models.folder import check_folder
+
+_DEFAULT, _TOOL_USE = "default", "tool_use"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +33,46 @@ class Checkpoint:
 
     @property
     def chat_template(self) -> str:
-        template = self.processor.chat_template or self.tokenizer.chat_template
-        if not isinstance(template, str):
-            raise ModelError(f"the model at '{self.path}' has no chat template; add a chat_template.jinja")
-        return template
+        """Returns the template of a conversation without tools. Raises ModelError if there is none."""
+        templates = self._templates(self.processor) or self._templates(self.tokenizer)
+        if _DEFAULT in templates:
+            return templates[_DEFAULT]
+        if templates:
+            named = ", ".join(sorted(templates))
+            raise ModelError(
+                f"the model at '{self.path}' has the chat templates {named} and none is the default; "
+                "name one chat_template.jinja"
+            )
+        raise ModelError(f"the model at '{self.path}' has no chat template; add a chat_template.jinja")
+
+    @property
+    def tool_template(self) -> str:
+        """Returns the template of a conversation with tools.
+
+        It is the one that transformers takes: a tokenizer's named `tool_use`, else the default. A processor's
+        default that lists no tools gives way to its `tool_use`, too: transformers would drop the tools.
+        """
+        own = self._templates(self.processor)
+        if own and knows_definitions(self.chat_template):
+            return self.chat_template
+        return (own or self._templates(self.tokenizer)).get(_TOOL_USE, self.chat_template)
+
+    @staticmethod
+    def _templates(owner: Any) -> dict[str, str]:
+        """Returns the chat templates of a processor or tokenizer by name."""
+        found = owner.chat_template
+        if isinstance(found, list):  # as old files name several
+            found = {each["name"]: each["template"] for each in found}
+        return found if isinstance(found, dict) else {_DEFAULT: found} if found else {}
 
 
 def read_model_type(path: Path) -> str:
     """Reads `model_type` of the folder's config.json.
 
-    Raises ModelNotFoundError, or ModelError if it is broken.
+    Raises as `check_folder`, and ModelError if it is broken.
     """
+    check_folder(path)
     config_path = path / "config.json"
-    if not path.is_dir():
-        raise ModelNotFoundError(
-            f"no model folder at '{path}'; give the path of a folder that holds config.json"
-        )
-    if not config_path.is_file():
-        raise ModelNotFoundError(
-            f"'{path}' holds no config.json; give the path of a model in Hugging Face layout"
-        )
     try:
         config = json.loads(config_path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from encoders.families.qwen2_audio import Qwen2AudioAdapter
 from encoders.families.qwen3_vl import Qwen3VLAdapter
 from encoders.families.smolvlm import SmolVLMAdapter
 from encoders.prompt.mrope import PositionLayout
+from encoders.readiness import refused_kinds
 from epd.errors import UnsupportedModelError
+
+logger = logging.getLogger(__name__)
 
 ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
     "internvl": InternVLAdapter,
@@ -44,4 +48,7 @@ def load_adapter(path: str | Path, *, positions: PositionLayout | None = None) -
     checkpoint = open_checkpoint(folder)
     if positions is not None:
         checkpoint.config.position_layout = positions
-    return ADAPTERS[model_type](checkpoint)
+    adapter = ADAPTERS[model_type](checkpoint)
+    for refusal in refused_kinds(adapter):
+        logger.warning("'%s' takes no %s: %s", folder.name, refusal.kind, refusal.reason)
+    return adapter

@@ -21,6 +21,7 @@ from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, MOST_DRAFTS, Draft
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
 from epd.models import embedded_models, model_folder
+from epd.models.folder import check_folder, weight_files
 from epd.reduction import (
     DEFAULT_METHOD,
     LEAST_RETENTION,
@@ -358,13 +359,12 @@ class AppArgs(BaseModel):
 
     @property
     def model_path(self) -> Path:
-        """Returns the model's folder. Raises ModelNotFoundError if it does not exist."""
+        """Returns the model's folder. Raises ModelError as `check_folder` does."""
         path = model_folder(self.model)
-        if not (path / "config.json").is_file():
-            raise ModelNotFoundError(
-                f"received the model '{path}', where there is no config.json; give a folder in Hugging Face "
-                f"layout, or {', '.join(embedded_models())}"
-            )
+        try:
+            check_folder(path)
+        except ModelNotFoundError as error:
+            raise ModelNotFoundError(f"{error}, or name {' or '.join(embedded_models())}") from error
         return path
 
     @property
@@ -452,6 +452,7 @@ class AppArgs(BaseModel):
             )
         _ = self.reduction_policy, self.load_retention, self.tower_merge
         self._check_ranks()
+        weight_files(self.model_path)
         names = ("allowed_media_path", "trace_dir", "files_dir")
         paths = {name: (folder := getattr(self, name)) and folder.resolve() for name in names}
         return self.model_copy(update={"model": self.model_path.resolve(), **paths})

@@ -137,6 +137,7 @@ def worker_settings(args: AppArgs) -> WorkerSettings:
         is_alone=args.num_stage_workers == 1,
         scheduler=args.scheduler(is_decode=False),
         max_batch_patches=args.max_batch_patches,
+        max_resize_pixels=args.limits.max_resize_pixels,
         skip_static=args.skip_static,
         merge=args.tower_merge,
         decode_scheduler=args.scheduler(is_decode=True),

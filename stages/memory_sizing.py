@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from encoders import Adapter
+from encoders import OWN_LIMITS, Adapter, MediaPlan, PixelLimits
 from encoders.batch import FrameEncoder
 from encoders.prompt.raw_prompt import plan_tokens
+from epd.errors import InfeasibleError, UnsupportedMediaError
 from epd.kv.kv_identity import token_identity
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.memory import WorkerMemory
@@ -42,6 +44,9 @@ _LEAST_EMBEDDINGS = 16_384
 # A worker that has less room than this for keys and values is refused when it starts.
 _LEAST_KV_TOKENS = 1024
 _SIDE = 448  # pixels of the images of the largest batch
+# Pixels of an image above the limits of every model, and its shapes: the one with most tiles depends on them.
+_LARGEST_SIDE = 16_384
+_SHAPES = ((1, 1), (3, 4), (4, 3), (1, 2), (2, 1), (1, 3), (3, 1), (1, 6), (6, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +55,13 @@ class LargestPasses:
 
     encode_patches: of a batch. chunk_tokens: of prefill.
     num_captured: sequences of the largest pass of decodes that is captured, 0 where none is.
+    resize_pixels: that a request may ask for an image, above the model's own limit; None for no more.
     """
 
     encode_patches: int
     chunk_tokens: int
     num_captured: int = 0
+    resize_pixels: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +170,7 @@ def measured_kv_tokens(
     gc.collect()  # pools of roles that were given up
     peaks = [_peak_bytes(device, lambda: run_prefill(model, adapter, settings, passes.chunk_tokens, ranks))]
     if tower is not None:
-        peaks.append(_peak_bytes(device, lambda: run_encode(adapter, tower, passes.encode_patches)))
+        peaks.append(_peak_bytes(device, lambda: _run_encode(adapter, tower, passes, name, device)))
     graph_bytes = 0
     if passes.num_captured and ranks is None:
         graph_bytes = _graph_bytes(device, lambda: _capture(model, adapter, settings, passes.num_captured))
@@ -209,14 +216,49 @@ def _capture(model: Any, adapter: Adapter, settings: GenerationSettings, num_seq
     return build_engine(model, adapter, settings, config=config, num_kv_tokens=2 * BLOCK_SIZE)
 
 
+def _run_encode(adapter: Adapter, tower: Any, passes: LargestPasses, name: str, device: torch.device) -> None:
+    """Runs the largest passes of the tower. Raises InfeasibleError where the device has no room for them."""
+    try:
+        run_encode(adapter, tower, passes.encode_patches, passes.resize_pixels)
+    except torch.OutOfMemoryError as error:
+        raise InfeasibleError(
+            f"'{name}' does not encode the largest image that is allowed on {device}: there is no room "
+            "beside its weights; allow fewer pixels of an image (max_pixels), or use a GPU with more memory"
+        ) from error
+
+
 @torch.inference_mode()
-def run_encode(adapter: Adapter, tower: Any, num_patches: int) -> None:
-    """Encodes a batch of images with at most this number of patches, or of one image."""
-    plan = adapter.plan_image(_SIDE, _SIDE)
-    frames = torch.zeros((plan.num_units, *plan.size, 3), dtype=torch.uint8)
+def run_encode(adapter: Adapter, tower: Any, num_patches: int, resize_pixels: int | None = None) -> None:
+    """Encodes a batch with at most this number of patches, then the largest image or clip that is allowed.
+
+    resize_pixels: as in `LargestPasses`.
+    """
     encoder = FrameEncoder(adapter, tower)
-    count = max(1, num_patches // plan.grid.num_patches)
-    encoder.encode([encoder.patches(frames, plan) for _ in range(count)])
+    usual, largest = _usual_and_largest(adapter, resize_pixels)
+    count = max(1, num_patches // usual.grid.num_patches)
+    encoder.encode([encoder.patches(_blank(usual), usual) for _ in range(count)])
+    if largest.grid.num_patches > count * usual.grid.num_patches:
+        encoder.encode([encoder.patches(_blank(largest), largest)])
+
+
+def _usual_and_largest(adapter: Adapter, resize_pixels: int | None) -> tuple[MediaPlan, MediaPlan]:
+    """Plans an image of a usual size and the largest one; of a model that hears, its longest clip."""
+    limits = (OWN_LIMITS, *([PixelLimits(max_pixels=resize_pixels)] if resize_pixels else []))
+    try:
+        usual = adapter.plan_image(_SIDE, _SIDE)
+    except UnsupportedMediaError:
+        clip = adapter.plan_audio(adapter.audio.max_samples)
+        return clip, clip
+    sizes = [(_LARGEST_SIDE * h // max(h, w), _LARGEST_SIDE * w // max(h, w)) for h, w in _SHAPES]
+    plans = [adapter.plan_image(*size, pixels) for size in sizes for pixels in limits]
+    return usual, max(plans, key=lambda plan: plan.grid.num_patches)
+
+
+def _blank(plan: MediaPlan) -> Tensor:
+    """Returns an image, or a clip of silence, as an adapter preprocesses it: uint8."""
+    if plan.kind == "audio":
+        return torch.zeros(plan.resized, dtype=torch.float32).view(torch.uint8)
+    return torch.zeros((plan.num_units, *plan.size, 3), dtype=torch.uint8)
 
 
 def run_prefill(

@@ -32,7 +32,8 @@ class Placement:
         """Returns the placement that these options mean on this machine.
 
         device: auto, cpu, cuda or cuda:N; cuda is the first GPU, and auto that one where there is one
-        dtype: auto, or a name of DTYPES; auto is the checkpoint's own type on a GPU and float32 on a CPU
+        dtype: auto, or a name of DTYPES; auto is float32 on a CPU, and on a GPU the checkpoint's own type,
+            bfloat16 for float32
         model_path: the folder of the checkpoint, read if the type depends on it
         Raises RequestError for names that are unknown, and for what this machine does not have.
         """
@@ -100,7 +101,10 @@ def _dtype(name: str, device: torch.device, model_path: Path | None) -> torch.dt
 
 
 def _checkpoint_dtype(model_path: Path | None) -> torch.dtype:
-    """Reads the type that a checkpoint was saved in; bfloat16, that of all large ones, if it does not say."""
+    """Reads the type that a checkpoint was saved in; bfloat16, that of all large ones, if it does not say.
+
+    A checkpoint in float32 is computed in bfloat16, too, as vLLM does: GPUs have no fast products in float32.
+    """
     try:
         config = json.loads((model_path / "config.json").read_text(encoding="utf-8")) if model_path else {}
     except (OSError, ValueError):  # who loads the checkpoint reports it
@@ -110,4 +114,5 @@ def _checkpoint_dtype(model_path: Path | None) -> torch.dtype:
         for part in (config, config.get("text_config") or {})
         for key in ("dtype", "torch_dtype")
     ]
-    return next((DTYPES[each] for each in named if each in DTYPES), torch.bfloat16)
+    first = next((DTYPES[each] for each in named if each in DTYPES), torch.bfloat16)
+    return torch.bfloat16 if first == torch.float32 else first

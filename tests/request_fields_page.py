@@ -63,7 +63,7 @@ _VLLM_RESPONSES = frozenset({
     "top_p", "top_k", "truncation", "user", "skip_special_tokens", "include_stop_str_in_output",
     "prompt_cache_key", "request_id", "mm_processor_kwargs", "priority", "cache_salt",
     "enable_response_messages", "previous_input_messages", "previous_response", "structured_outputs",
-    "repetition_penalty", "seed", "stop", "ignore_eos", "vllm_xargs",
+    "repetition_penalty", "seed", "stop", "ignore_eos", "vllm_xargs", "chat_template_kwargs",
 })  # fmt: skip
 # Where a field that is done has its test: a file of tests/serve_app/http.
 _TEST = "test_completions.py"

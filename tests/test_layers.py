@@ -48,7 +48,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "profiles": ". encode workload",
         "control": ". encode profiles",
         "shapes": ".",
-        "models": "",
+        "models": ".",
         "eval": ". shapes",
         "simulate": ". control encode kv profiles transfer workload",
         "client": ".",

@@ -26,7 +26,8 @@ class InternVLAdapter(TileAdapter):
         self.patches_per_side = int(vision.image_size[0]) // int(vision.patch_size[0])
         self.tokens_per_tile = self.tokens_per_frame = int(processor.image_seq_length)
         pad = processor.image_token
-        self.markers = Markers({"image": pad, "video": processor.video_token}, {"image": pad, "video": pad})
+        written: dict[MediaKind, str] = {"image": pad, "video": processor.video_token}
+        self.markers = Markers(written, {"image": pad, "video": pad}, "{marker}\n")
 
     def canvas(self, height: int, width: int) -> tuple[int, int]:
         processor, side = self.checkpoint.processor.image_processor, self.image_spec.side

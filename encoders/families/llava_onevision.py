@@ -80,7 +80,7 @@ class LlavaOnevisionAdapter(TileAdapter):
         self.tokens_per_frame = self._pooled_side**2 + 1
         self._max_tiles = int(str(config.vision_aspect_ratio).removeprefix("anyres_max_"))
         names: dict[MediaKind, str] = {"image": processor.image_token, "video": processor.video_token}
-        self.markers = Markers(names, names)
+        self.markers = Markers(names, names, "{marker}\n")
 
     def canvas(self, height: int, width: int) -> tuple[int, int]:
         side = self.image_spec.side

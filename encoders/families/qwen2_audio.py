@@ -65,7 +65,9 @@ class Qwen2AudioAdapter(BaseAdapter):
         self.checkpoint = checkpoint
         self._extractor = checkpoint.processor.feature_extractor
         self._pad = str(checkpoint.processor.audio_token)
-        self._markers = Markers({"audio": self._pad}, {"audio": self._pad})
+        start, end = checkpoint.processor.audio_bos_token, checkpoint.processor.audio_eos_token
+        around = f"Audio {{number}}: {start}{{marker}}{end}\n"
+        self._markers = Markers({"audio": self._pad}, {"audio": self._pad}, around)
 
     @property
     def audio(self) -> AudioSpec:

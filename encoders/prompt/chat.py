@@ -6,15 +6,17 @@ Parts keep their order. Media before the text of the first user message give the
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, groupby
 from typing import Any, Literal
 
-from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from encoders.checkpoint import Checkpoint
+from encoders.prompt.contents import NO_PLACEHOLDERS, Placeholders, as_texts, roles_of_texts
 from encoders.prompt.tool_history import (
     ToolCall,
     calls_as_text,
@@ -29,8 +31,14 @@ from epd.types import MediaKind
 
 _ANY_QUESTION = "?"
 
-# "tools" is the role of a message that is no turn: each of its texts defines, as JSON, a tool to be called.
-Role = Literal["tools", "system", "user", "assistant", "tool"]
+# Messages of these roles are no turns. "tools": each text defines, as JSON, a tool to be called.
+# "template": each text is a JSON object of variables for the chat template.
+Role = Literal["tools", "template", "system", "user", "assistant", "tool"]
+_NO_TURNS = ("tools", "template")
+# What may not be among variables for a template: what is decided here, or read as an option of rendering.
+_RESERVED_VARIABLES = frozenset(
+    {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+) - {"self", "kwargs"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,33 +151,59 @@ def check_chat(messages: Sequence[ChatMessage]) -> None:
         raise RequestError("the question is empty; ask something about the media in the last message")
 
 
+def template_options(variables: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
+    """Returns the message with variables for the chat template, none without any.
+
+    Raises RequestError for names that are no variables of templates.
+    """
+    reserved = sorted(variables.keys() & _RESERVED_VARIABLES)
+    if reserved:
+        raise RequestError(
+            f"received {reserved[0]} in chat_template_kwargs; allowed: variables of the model's chat "
+            "template, such as add_vision_id; leave it out"
+        )
+    return (text_message("template", json.dumps(variables, ensure_ascii=False)),) if variables else ()
+
+
 def render_chat(
-    checkpoint: Checkpoint, template: str, messages: Sequence[ChatMessage], reserved: Sequence[str]
+    checkpoint: Checkpoint,
+    template: str,
+    messages: Sequence[ChatMessage],
+    reserved: Sequence[str],
+    placeholders: Placeholders = NO_PLACEHOLDERS,
 ) -> str:
     """Renders the prompt as text, by a chat template, up to where the answer begins.
 
     reserved: strings that represent media, which no text may contain.
+    placeholders: what the family's own template writes for media, for one that wants texts.
     Raises RequestError for those, as `check_chat` does, and where the template refuses the messages.
     """
     check_chat(messages)
+    definitions = _definitions(messages)
+    if definitions and template == checkpoint.chat_template:
+        template = checkpoint.tool_template
     if not knows_tools(template):
         messages = without_tools(messages)
     if not knows_definitions(template):
         messages = _with_tools_as_text(messages)
     for message in messages:
         _check_unreserved(message, reserved)
+    tokenizer = checkpoint.tokenizer
+    roles = roles_of_texts(template, tuple(tokenizer.special_tokens_map.items()))
+    turns = [_for_template(message) for message in messages if message.role not in _NO_TURNS]
     try:
-        text: str = checkpoint.tokenizer.apply_chat_template(
-            [_for_template(message) for message in messages if message.role != "tools"],
-            tools=[json.loads(definition) for definition in _definitions(messages)] or None,
+        text: str = tokenizer.apply_chat_template(
+            as_texts(turns, roles, placeholders),
+            tools=[json.loads(definition) for definition in definitions] or None,
             chat_template=template,
             tokenize=False,
             add_generation_prompt=True,
+            **_variables(messages),
         )
-    except TemplateError as error:
-        roles = ", ".join(message.role for message in messages)
+    except Exception as error:  # a template is a program of others
+        said = ", ".join(message.role for message in messages)
         raise RequestError(
-            f"the model's chat template refuses messages of {roles} ({' '.join(str(error).split())}); "
+            f"the model's chat template refuses messages of {said} ({' '.join(str(error).split())[:200]}); "
             "send them in another order"
         ) from error
     return text
@@ -179,16 +213,23 @@ def _definitions(messages: Sequence[ChatMessage]) -> list[str]:
     return [part.text for message in messages if message.role == "tools" for part in message.parts]
 
 
+def _variables(messages: Sequence[ChatMessage]) -> dict[str, Any]:
+    given = (part.text for message in messages if message.role == "template" for part in message.parts)
+    return {name: value for each in given for name, value in json.loads(each).items()}
+
+
 def _with_tools_as_text(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
     """Adds the tools to the message of the system, or as one where there is none."""
     definitions = _definitions(messages)
     if not definitions:
         return messages
-    turns = [message for message in messages if message.role != "tools"]
+    others = [message for message in messages if message.role == "template"]
+    turns = [message for message in messages if message.role not in _NO_TURNS]
     text = definitions_as_text(definitions)
     if turns[0].role != "system":
-        return text_message("system", text), *turns
-    return replace(turns[0], parts=(*turns[0].parts, ContentPart("text", f"\n\n{text}"))), *turns[1:]
+        return *others, text_message("system", text), *turns
+    first = replace(turns[0], parts=(*turns[0].parts, ContentPart("text", f"\n\n{text}")))
+    return *others, first, *turns[1:]
 
 
 def without_tools(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:

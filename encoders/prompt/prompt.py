@@ -14,6 +14,7 @@ import numpy as np
 from encoders.adapter import MediaItem, MediaPlan
 from encoders.checkpoint import Checkpoint
 from encoders.prompt.chat import ChatMessage, check_media, moved_media, render_chat
+from encoders.prompt.contents import Placeholders
 from epd.types import Int64Array, PlaceholderRange
 
 
@@ -47,7 +48,8 @@ def lay_out(
     check_media(messages, [plan.kind for plan in media])
     pad_ids = [_pad_id(checkpoint, kind) for kind in ("image", "video")]
     reserved = checkpoint.tokenizer.convert_ids_to_tokens(pad_ids)
-    text = render_chat(checkpoint, checkpoint.chat_template, messages, reserved)
+    placeholders = _placeholders(checkpoint, reserved)
+    text = render_chat(checkpoint, checkpoint.chat_template, messages, reserved, placeholders)
     token_ids = np.asarray(checkpoint.tokenizer(text)["input_ids"], dtype=np.int64)
     pads = np.flatnonzero(np.isin(token_ids, pad_ids))
     if [int(token_ids[pad]) for pad in pads] != [_pad_id(checkpoint, plan.kind) for plan in media]:
@@ -64,6 +66,15 @@ def lay_out(
 
 def _pad_id(checkpoint: Checkpoint, kind: str) -> int:
     return int(checkpoint.config.image_token_id if kind == "image" else checkpoint.config.video_token_id)
+
+
+def _placeholders(checkpoint: Checkpoint, pads: Sequence[str]) -> Placeholders:
+    """Returns what stands for an image and a video in a text: its pad between the tokens that enclose it."""
+    config = checkpoint.config
+    ids = [config.vision_start_token_id, config.vision_end_token_id]
+    start, end = checkpoint.tokenizer.convert_ids_to_tokens(ids)
+    image, video = pads
+    return {"image": f"{start}{image}{end}", "video": f"{start}{video}{end}"}
 
 
 def _offsets(pads: Int64Array, expansions: Sequence[Expansion]) -> Iterator[int]:

@@ -19,6 +19,7 @@ import numpy as np
 from encoders.adapter import MediaItem, MediaPlan, PromptPlan
 from encoders.checkpoint import Checkpoint
 from encoders.prompt.chat import ChatMessage, check_media, moved_media, render_chat
+from encoders.prompt.contents import Placeholders
 from epd.errors import RequestError
 from epd.types import Int64Array, MediaKind, PlaceholderRange
 
@@ -36,10 +37,17 @@ class Markers:
     """Names media as a family does.
 
     in_template: as its chat template writes them. pads: the repeated tokens.
+    around: what the family's own template writes for one in the place of its marker, see `Placeholders`.
     """
 
     in_template: Mapping[MediaKind, str]
     pads: Mapping[MediaKind, str]
+    around: str = "{marker}"
+
+    @property
+    def placeholders(self) -> Placeholders:
+        """Returns what stands for media where a template wants texts."""
+        return {kind: self.around.replace("{marker}", each) for kind, each in self.in_template.items()}
 
 
 def plan_text_prompt(
@@ -57,7 +65,7 @@ def plan_text_prompt(
     """
     check_media(messages, [plan.kind for plan in media])
     reserved = tuple(dict.fromkeys((*markers.in_template.values(), *markers.pads.values())))
-    rendered = render_chat(checkpoint, chat_template, messages, reserved)
+    rendered = render_chat(checkpoint, chat_template, messages, reserved, markers.placeholders)
     token_ids = _tokenise(checkpoint, _substituted(rendered, markers, media, texts))
     pads = _pad_positions(checkpoint, markers, token_ids)
     lengths = [length for text in texts for length in text.pad_lengths]

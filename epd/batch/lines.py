@@ -254,7 +254,12 @@ def shared_prefix(body: JSON) -> SharedPrefix:
     stop = 1 + max(place for place, part in enumerate(parts) if _url_of(part) is not None)
     common = [*before, {**last, "content": parts[:stop]}]
     tools = None if body.get("tool_choice") == "none" else body.get("tools")
-    options = [body.get("model"), tools, *(_at(body, names) for names in _SAMPLING_PLACES)]
+    options = [
+        body.get("model"),
+        tools,
+        body.get("chat_template_kwargs"),
+        *(_at(body, names) for names in _SAMPLING_PLACES),
+    ]
     urls = tuple(url for message in common for url in _urls(message))
     return SharedPrefix(urls, json.dumps([options, _without_urls(common)], sort_keys=True))
 

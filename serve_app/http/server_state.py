@@ -40,7 +40,7 @@ from serve_app.http.requests.request_parsing import (
     video_sampling,
     visual_budget,
 )
-from serve_app.http.requests.tools import tools_message
+from serve_app.http.requests.tools import no_turns
 from serve_app.observability.metrics import ServerMetrics
 from serve_app.observability.record import RequestRecord, record_of
 from serve_app.observability.tracing import tracing_of
@@ -190,7 +190,7 @@ class ServerState:
         """Checks a chat request that was read. num_bytes: of its body. Raises EPDError."""
         model = self.check_options(request, chat)
         messages, references = conversation(
-            chat.messages, tools_message(chat), pixel_limits(chat), heard_part(chat)
+            chat.messages, no_turns(chat), pixel_limits(chat), heard_part(chat)
         )
         namespace = namespace_of(request.headers.get("authorization", ""), chat.cache_salt or "")
         found = self.named_media.found(namespace, references)

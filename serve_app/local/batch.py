@@ -42,7 +42,7 @@ from serve_app.http.requests.request_parsing import (
     video_sampling,
     visual_budget,
 )
-from serve_app.http.requests.tools import offers_tools, tools_message
+from serve_app.http.requests.tools import no_turns, offers_tools
 from serve_app.observability.record import RequestRecord
 from serve_app.service import AnswerEnd, MediaReference, ModelCard, TokenDelta
 from serve_app.token_text import TokenTexts
@@ -200,7 +200,7 @@ class _Work:
             check_supported(chat)
             model = model_named(chat.model, [self._card]).name
             messages, references = conversation(
-                chat.messages, tools_message(chat), pixel_limits(chat), heard_part(chat)
+                chat.messages, no_turns(chat), pixel_limits(chat), heard_part(chat)
             )
             _check_sent(references)
             budget_of(chat, messages, references).check(_LIMITS)

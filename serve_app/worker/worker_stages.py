@@ -61,6 +61,7 @@ class WorkerSettings:
     num_embeddings: room for embeddings, at an encoder and at its receivers; None for DEFAULT_EMBEDDINGS, or
     EMBEDDING_SHARE of a GPU if num_kv_tokens is not set either
     max_batch_patches: that an encoder batches, None for BATCH_PATCHES of its device
+    max_resize_pixels: that a request may ask for an image, above the model's own limit
     skip_static, merge: see `encoders.batch.FrameEncoder`; workers that share embeddings must agree
     decode_scheduler: of workers that only decode, None for `scheduler`
     num_kv_pools: that share the machine's memory if num_kv_tokens is not set
@@ -83,6 +84,7 @@ class WorkerSettings:
     num_embeddings: int | None = None
     embeddings_per_block: int = 16
     max_batch_patches: int | None = None
+    max_resize_pixels: int | None = None
     skip_static: float | None = None
     merge: TowerMerge | None = None
     decode_scheduler: SchedulerConfig | None = None
@@ -209,6 +211,7 @@ class StageBuilder:
                 self._max_batch_patches,
                 settings.scheduler.max_num_batched_tokens,
                 settings.decode_limits.max_num_seqs if captures else 0,
+                settings.max_resize_pixels,
             ),
             utilization=settings.gpu_memory_utilization,
             embedding_bytes=num_missing * self._num_embeddings * layout.bytes_per_embedding,

@@ -1,7 +1,8 @@
 """Recognises the text models that our decoder computes, and describes what distinguishes them.
 
-Qwen2, Qwen2.5, Qwen3 and Llama share one stack: RMS norm, attention with rotary positions, RMS norm, gated
-SiLU. What differs are biases, norms of queries and keys, and how M-RoPE deals frequencies to its three rows.
+Qwen2, Qwen2.5, Qwen3, with experts too, and Llama share one stack: RMS norm, attention with rotary positions,
+RMS norm, gated SiLU. What differs are biases, norms of queries and keys, and how M-RoPE deals frequencies to
+its three rows.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ _KNOWN: dict[str, Dealing] = {
     "llama": "plain",
     "qwen2": "plain",
     "qwen3": "plain",
+    "qwen3_moe": "plain",
     "qwen2_5_vl_text": "in_sections",
     "qwen3_vl_text": "by_turns",
     "qwen3_vl_moe_text": "by_turns",
 }
-# Kinds of rotary positions whose frequencies are the same for every length.
-_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+# Kinds of rotary positions whose frequencies are the same for every length; of "dynamic" ones, up to the
+# original context, and longer prompts are refused.
+_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "dynamic"})
 _MODULES = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
 _LAYER_MODULES = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
 _PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
@@ -97,7 +100,10 @@ def rows_of_frequencies(dealing: Dealing, sections: list[int], num_frequencies: 
 
 def _is_plain(config: Any) -> bool:
     rope = config.rope_parameters or {}
-    return config.hidden_act in ("silu", "swish") and rope.get("rope_type", "default") in _STATIC_ROPE
+    kind, context = rope.get("rope_type", "default"), config.max_position_embeddings
+    if kind == "dynamic" and rope.get("original_max_position_embeddings", context) != context:
+        return False
+    return config.hidden_act in ("silu", "swish") and kind in _STATIC_ROPE
 
 
 def _has_known_modules(decoder: nn.Module) -> bool:

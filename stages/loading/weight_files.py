@@ -21,11 +21,10 @@ from torch import Tensor
 
 from encoders.quantization import Quantization, read_quantization
 from epd.errors import ModelError
+from epd.models.folder import weight_files
 from stages.loading.merged_weights import in_merged_order
 from stages.loading.quantized_forms import TensorForm, forms_of
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _MAPPED_BYTES = 512 << 20
 # Bytes of a file, and places in it, that distinguish one set of weights from another.
 _SAMPLE_BYTES, _NUM_SAMPLES = 4096, 64
@@ -124,13 +123,8 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
 
 
 def listed_tensors(path: Path) -> list[StoredTensor]:
-    """Lists the same without their forms. Raises OSError, ValueError, SafetensorError."""
-    if (path / _INDEX).is_file():
-        index: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = [path / file for file in sorted(set(index.values()))]
-    else:
-        files = [path / _SINGLE]
-    return [tensor for file in files for tensor in tensors_in(file)]
+    """Lists the same without their forms. Raises OSError, ValueError, SafetensorError, ModelError."""
+    return [tensor for file in weight_files(path) for tensor in tensors_in(file)]
 
 
 def with_forms(stored: list[StoredTensor], quantization: Quantization | None) -> list[StoredTensor]:
@@ -254,11 +248,12 @@ def weights_revision(path: Path) -> str:
     """Names what a model folder holds: other weights, or another configuration, have another name.
 
     Configuration and headers are hashed whole, the weights at `_NUM_SAMPLES` places of each file.
+    Raises ModelError.
     """
     digest = hashlib.blake2b(digest_size=8)
     for config in sorted(path.glob("*.json")):
         digest.update(config.read_bytes())
-    for file in sorted(path.glob("*.safetensors")):
+    for file in weight_files(path):
         size = file.stat().st_size
         digest.update(str(size).encode())
         with file.open("rb") as stream:

@@ -164,6 +164,7 @@ def _fill(
         check_room(path, _bytes_by_role(places, placement.dtype), placement)
     num_bytes, num_read = sum(each.num_bytes for each in places), 0
     check_experts(((each.name, name) for each, name in places.items()), known)
+    _check_complete(model, places.values())
     merged = MergedMemory(known)
     for each, tensor in _read_merged_first(places) if is_copied else mapped_tensors(places):
         placed = _placed(each, tensor, placement)
@@ -178,10 +179,15 @@ def _fill(
             on_progress(num_read, num_bytes)
     _tie(model)
     _move_buffers(model, placement.device)
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if missing:
-        raise ValueError(f"{len(missing)} tensors are missing, such as {missing[0]}; get all of the files")
     return LoadedModel(model, tuple(each.name for each in places), num_bytes)
+
+
+def _check_complete(model: Any, names: Iterable[str]) -> None:
+    """Raises ValueError if these names in a model, and what is tied, are not all of its parameters."""
+    tied = {"lm_head.weight"} if _has_tied_head(model) else set()
+    missing = {name for name, _ in model.named_parameters()}.difference(names, tied)
+    if missing:
+        raise ValueError(f"{len(missing)} tensors are missing, such as {min(missing)}; get all of the files")
 
 
 def _read_merged_first(places: Mapping[StoredTensor, str]) -> Iterator[tuple[StoredTensor, Tensor]]:
@@ -260,10 +266,15 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _tie(model: Any) -> None:
     """Ties a head that is not stored to the embedding of tokens, where the checkpoint ties the two."""
+    if _has_tied_head(model):
+        model.lm_head.weight = model.get_input_embeddings().weight
+
+
+def _has_tied_head(model: Any) -> bool:
+    """Reports whether the head has no weights of its own yet, and the checkpoint ties it."""
     head = getattr(model, "lm_head", None)
     is_tied = getattr(model.config, "tie_word_embeddings", False)
-    if isinstance(head, nn.Linear) and head.weight.is_meta and is_tied:
-        head.weight = model.get_input_embeddings().weight
+    return isinstance(head, nn.Linear) and head.weight.is_meta and is_tied
 
 
 @contextmanager

@@ -98,6 +98,13 @@ def test_a_line_that_reads_other_frames_shares_no_prefix() -> None:
     assert shared_prefix(few) != shared_prefix(many)
 
 
+def test_a_line_with_other_variables_of_the_template_shares_no_prefix() -> None:
+    plain, other = (
+        parsed(openai(chat_template_kwargs=each)).body for each in (None, {"add_vision_id": True})
+    )
+    assert shared_prefix(plain) != shared_prefix(other)
+
+
 def test_an_image_in_another_detail_shares_no_prefix() -> None:
     parts = [
         {"type": "image_url", "image_url": {"url": "file:///data/a.png", "detail": detail}}

@@ -148,7 +148,7 @@ def test_damaged_weights_give_one_line(
 ) -> None:
     model = shutil.copytree(checkpoints["qwen2_5_vl"], tmp_path / "model")
     os.truncate(model / "model.safetensors", 5000)
-    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", model), str(model), "do not load")
+    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", model), str(model), "is cut off")
 
 
 def test_weights_that_lack_a_tensor_give_one_line(

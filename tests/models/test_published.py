@@ -20,6 +20,7 @@ from epd.errors import UnsupportedModelError
 from epd.sampling_params import SamplingParams
 from serve_app.worker.worker_stages import embedding_layout
 from stages.attention.support import check_attention
+from stages.decoder.text_model import text_model
 from stages.engine.generation import generation_settings
 from stages.engine.model_runner import kv_layout
 from stages.loading.weights import load_role, prune, skeleton
@@ -112,6 +113,11 @@ def test_roles_share_no_tensor_and_miss_none(checkpoint: Checkpoint) -> None:
     assert names["encode"] == {name for name in whole if is_wanted(name, "encode")}
     assert names["language"] == whole - names["encode"]
     assert "lm_head.weight" in names["language"]
+
+
+def test_the_language_model_is_one_that_our_decoder_computes(checkpoint: Checkpoint) -> None:
+    """So its layers are fused, captured and shared; InternVL3 and InternVL3.5 with experts, too."""
+    assert text_model(checkpoint.model.get_decoder()) is not None
 
 
 def test_keys_and_values_take_the_published_bytes(checkpoint: Checkpoint) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from encoders.adapter import PatchRun
+from encoders import load_adapter
+from encoders.adapter import Embeddings, PatchRun
 from epd.errors import InfeasibleError
 from epd.topology import parse_topology
 from serve_app.local.fleet import LocalTransport
@@ -30,6 +31,7 @@ from stages.memory_sizing import (
 from stages.peak_memory import peak_bytes
 from stages.placement import CPU_FLOAT32, Placement
 from tests.encoders.families import Family
+from tests.tiny_audio import build_qwen2_audio
 from tests.tiny_models import load_reference
 
 GB = 10**9
@@ -120,6 +122,95 @@ def test_the_largest_passes_are_run_before_the_pool_is_sized(
     assert both_at_once == (9 - 4 - 2 - 2) * GB // bytes_per_token // 16 * 16
 
 
+def with_largest_image(path: Path, num_pixels: int) -> Any:
+    """The adapter of a model whose processor allows images of so many pixels."""
+    adapter: Any = load_adapter(path)
+    adapter.checkpoint.processor.image_processor.size["longest_edge"] = num_pixels
+    return adapter
+
+
+# Of Qwen2.5-VL-7B about: bytes of the tower for a patch of an image, the largest of which has 16,384 here.
+_PATCH_BYTES, _PIXELS = 600_000, 16_384 * 14 * 14
+
+
+@pytest.mark.parametrize(
+    ("device_gb", "resize_pixels", "left_gb"),
+    [
+        (24, None, None),
+        (48, None, 43.2 - 15 - 9.8304),
+        (80, None, 72 - 15 - 9.8304),
+        (80, 2 * _PIXELS, 37.3392),
+    ],
+)
+def test_the_largest_image_that_is_allowed_has_room(
+    families: dict[str, Family],
+    gpu: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    device_gb: int,
+    resize_pixels: int | None,
+    left_gb: float | None,
+) -> None:
+    """On GPUs of 24, 48 and 80 GB: beside 15 GB of weights, or it is refused when the worker starts."""
+    family = families["qwen2_5_vl"]
+    adapter = with_largest_image(family.path, _PIXELS)
+    seen: list[int] = [0]
+
+    def counted(_adapter: Any, _tower: Any, runs: list[PatchRun]) -> list[Embeddings]:
+        seen.append(sum(run.grid.num_patches for run in runs))
+        return [Embeddings(torch.zeros(1, 1)) for _ in runs]
+
+    monkeypatch.setattr(type(adapter), "encode_batch", counted)
+    monkeypatch.setattr(memory_sizing, "run_prefill", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 15 * GB)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 15 * GB + max(seen) * _PATCH_BYTES)
+    passes = LargestPasses(4096, 2048, resize_pixels=resize_pixels)
+
+    def measured() -> int | None:
+        memory = GPUMemory(device_gb * GB, 0, 15 * GB)
+        arguments = (family.model, adapter.vision_tower(family.model), adapter, GENERATION, ON_GPU, passes)
+        return measured_kv_tokens(*arguments, memory_of=lambda _: memory)
+
+    if left_gb is None:
+        with pytest.raises(InfeasibleError, match=r"activations 9.* GB"):
+            measured()
+        return
+    bytes_per_token = memory_sizing.kv_layout(family.model).bytes_per_token
+    num_tokens = measured()
+    assert num_tokens is not None
+    assert num_tokens * bytes_per_token == pytest.approx(left_gb * GB, rel=1e-3)
+    assert max(seen) == (32_768 if resize_pixels else 16_384)
+
+
+def test_an_image_without_room_is_refused_in_words(
+    families: dict[str, Family], gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    family = families["qwen2_5_vl"]
+    monkeypatch.setattr(memory_sizing, "run_prefill", lambda *_: None)
+    monkeypatch.setattr(memory_sizing, "run_encode", full)
+    arguments = (family.model, family.model, family.adapter, GENERATION, ON_GPU, LargestPasses(4096, 2048))
+    with pytest.raises(InfeasibleError, match=r"^[^\n]*largest image that is allowed[^\n]*max_pixels[^\n]*$"):
+        measured_kv_tokens(*arguments)
+
+
+def test_a_model_that_hears_runs_its_longest_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = build_qwen2_audio(tmp_path)
+    adapter = load_adapter(path)
+    seen: list[int] = []
+    encode_batch = type(adapter).encode_batch
+
+    def counted(of: Any, tower: Any, runs: list[PatchRun]) -> Any:
+        seen.append(len(runs))
+        return encode_batch(of, tower, runs)
+
+    monkeypatch.setattr(type(adapter), "encode_batch", counted)
+    longest = adapter.plan_audio(adapter.audio.max_samples).grid.num_patches
+    run_encode(adapter, adapter.vision_tower(load_role(path, "encode", CPU_FLOAT32).model), 3 * longest)
+    assert seen == [3]
+
+
 def test_captured_passes_are_part_of_what_a_worker_needs(
     families: dict[str, Family], gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +283,9 @@ def test_the_passes_are_as_large_as_settings_allow(family: Family, monkeypatch: 
     one = family.adapter.plan_image(448, 448).grid.num_patches
     with torch.inference_mode():
         run_encode(family.adapter, family.adapter.vision_tower(family.model), 3 * one + 1)
-    assert seen == [3 * one]
+    sizes = [(h, w) for h in range(28, 400, 28) for w in range(28, 400, 28)]
+    most = max(family.adapter.plan_image(*size).grid.num_patches for size in sizes)
+    assert seen == [3 * one, *([most] if most > 3 * one else [])]
     settings: Any = type("Settings", (), {"eos_ids": frozenset()})()
     model = load_reference(family.path)
     run_prefill(model, family.adapter, settings, 1)  # merges matrices that were not loaded side by side

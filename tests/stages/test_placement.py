@@ -45,6 +45,19 @@ def test_a_gpu_computes_in_the_type_of_the_checkpoint(tmp_path: Path, config: di
     assert Placement.resolve("cpu", "auto", path) == CPU_FLOAT32
 
 
+# As SmolVLM2-2.2B is published: its parts are named bfloat16.
+SMOLVLM2 = {"torch_dtype": "float32", "text_config": {"torch_dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize("config", [SMOLVLM2, {"dtype": "float32"}, {"text_config": {"dtype": "float32"}}])
+@pytest.mark.usefixtures("gpus")
+def test_a_gpu_computes_a_checkpoint_in_float32_in_bfloat16(tmp_path: Path, config: dict[str, Any]) -> None:
+    path = checkpoint(tmp_path, config)
+    assert Placement.resolve(model_path=path).dtype == torch.bfloat16
+    assert Placement.resolve("cuda", "float32", path).dtype == torch.float32, "it was asked for"
+    assert Placement.resolve("cpu", "auto", path) == CPU_FLOAT32
+
+
 @pytest.mark.parametrize("config", [{}, {"dtype": "float8_e4m3fn"}, {"dtype": None, "text_config": None}])
 @pytest.mark.usefixtures("gpus")
 def test_bfloat16_is_the_type_where_none_is_named(tmp_path: Path, config: dict[str, Any]) -> None:

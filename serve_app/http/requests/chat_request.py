@@ -34,6 +34,8 @@ MediaUuid = Annotated[str, Field(min_length=1, max_length=MAX_UUID_CHARS)]
 # Lists whose validation stops at the first wrong element: with at least one element, and with any number.
 Filled = Annotated[list[_T], Field(min_length=1, fail_fast=True)]
 Listed = Annotated[list[_T], Field(fail_fast=True)]
+# Of a chat template, by name.
+Variables = Annotated[dict[str, Any], Field(max_length=64)]
 # Token ids without leading zeros, so that each has one spelling.
 Biases = Annotated[
     dict[
@@ -388,6 +390,9 @@ class ChatRequest(_Received):
     bad_words: BadWords | None = Field(default=None, description="That answers do not contain.")
     mm_processor_kwargs: ProcessorOptions | None = None
     media_io_kwargs: MediaLoading | None = None
+    chat_template_kwargs: Variables | None = Field(
+        default=None, description="Variables of the model's chat template; it ignores those it does not read."
+    )
     priority: Int64 | None = Field(
         default=None, description="The lower, the sooner; 0 by default, above it what nobody waits for."
     )

@@ -28,7 +28,7 @@ DEFAULT_MAX_TOKENS = 16  # as OpenAI and vLLM have it
 
 _NOT_HERE = ("prompt_cache_key", "metadata", "safety_identifier", "store", "include_reasoning")
 _NOT_REFUSED_HERE = (
-    "add_generation_prompt", "add_special_tokens", "audio", "chat_template", "chat_template_kwargs",
+    "add_generation_prompt", "add_special_tokens", "audio", "chat_template",
     "continue_final_message", "documents", "echo", "function_call", "functions", "moderation", "prediction",
     "reasoning_effort", "return_prompt_text", "service_tier", "verbosity", "web_search_options",
 )  # fmt: skip

@@ -56,6 +56,10 @@ HONOURED: Mapping[str, str] = {
         "`video`: `fps` or `num_frames`, as `mm_processor_kwargs`; the same in both or in one; with a list "
         "of frames `frames_indices`, `total_num_frames` and `duration`, see below"
     ),
+    "chat_template_kwargs": (
+        "variables of the model's chat template, such as `add_vision_id`; as vLLM's: one that the template "
+        "does not read changes nothing, one that rendering itself takes is refused"
+    ),
     "priority": "the lower, the sooner, as vLLM's; below 0 with the admin key",
     "cache_salt": (
         "as vLLM's: what is cached is shared only with requests of the same salt, at most 1,024 characters"

@@ -36,7 +36,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "ec_transfer_params": (),

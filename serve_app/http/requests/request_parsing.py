@@ -229,15 +229,15 @@ def visual_budget(chat: ChatRequest, most: int | None) -> VisualBudget:
 
 def conversation(
     messages: Sequence[Message],
-    tools: tuple[ChatMessage, ...] = (),
+    no_turns: tuple[ChatMessage, ...] = (),
     pixels: PixelLimits = OWN_LIMITS,
     heard_s: tuple[float, float | None] = (0.0, None),
 ) -> tuple[tuple[ChatMessage, ...], tuple[MediaReference, ...]]:
-    """Returns the messages and their media, in order. tools: come first. Raises RequestError.
+    """Returns the messages and their media, in order. no_turns: come first. Raises RequestError.
 
     pixels: what the media are resized within. heard_s: the part of each clip of sound, None for its end.
     """
-    chat = (*tools, *map(_message, messages))
+    chat = (*no_turns, *map(_message, messages))
     check_chat(chat)
     return chat, tuple(_references(messages, pixels, heard_s))
 

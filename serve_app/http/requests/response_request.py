@@ -26,6 +26,7 @@ from serve_app.http.requests.chat_request import (
     ProcessorOptions,
     RefusalPart,
     StructuredOutputs,
+    Variables,
     VideoPart,
 )
 from serve_app.http.requests.request_fields import NO_EFFECT, REFUSED, OtherFields
@@ -35,7 +36,7 @@ _SHARED_NO_EFFECT = (
     "session_id", "user",
 )  # fmt: skip
 _SHARED_REFUSED = (
-    "allowed_token_ids", "chat_template", "chat_template_kwargs", "ec_transfer_params",
+    "allowed_token_ids", "chat_template", "ec_transfer_params",
     "kv_transfer_params", "moderation", "request_id", "service_tier", "skip_special_tokens", "vllm_xargs",
 )  # fmt: skip
 _WHOLE = "send the whole conversation as input"
@@ -243,6 +244,7 @@ class ResponseRequest(BaseModel):
     bad_words: BadWords | None = Field(default=None, description="That answers do not contain.")
     mm_processor_kwargs: ProcessorOptions | None = None
     media_io_kwargs: MediaLoading | None = None
+    chat_template_kwargs: Variables | None = None
     priority: Int64 | None = Field(default=None, description="The lower, the sooner.")
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     epd: EpdOptions | None = None

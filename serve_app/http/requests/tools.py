@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from encoders.prompt.chat import ChatMessage, ContentPart
+from encoders.prompt.chat import ChatMessage, ContentPart, template_options
 from epd.errors import RequestError
 from serve_app.http.requests.chat_request import ChatRequest, Tool, ToolChoice
 from stages.grammar.formats import AnswerFormat, format_of
@@ -17,13 +17,17 @@ def offers_tools(chat: ChatRequest) -> bool:
     return bool(chat.tools) and chat.tool_choice != "none"
 
 
-def tools_message(chat: ChatRequest) -> tuple[ChatMessage, ...]:
-    """Returns the message that defines the offered functions, or none. Raises RequestError."""
+def no_turns(chat: ChatRequest) -> tuple[ChatMessage, ...]:
+    """Returns the messages that are no turns: variables of the template, offered functions.
+
+    Raises RequestError.
+    """
     _check(chat)
+    options = template_options(chat.chat_template_kwargs or {})
     if not offers_tools(chat):
-        return ()
+        return options
     definitions = [tool.model_dump_json(exclude_none=True) for tool in chat.tools or ()]
-    return (ChatMessage("tools", tuple(ContentPart("text", each) for each in definitions)),)
+    return *options, ChatMessage("tools", tuple(ContentPart("text", each) for each in definitions))
 
 
 def required_calls(chat: ChatRequest) -> AnswerFormat | None:

@@ -262,3 +262,23 @@ def test_an_answer_without_its_end_is_no_answer(run_front: Callable[..., Front],
     assert '"error"' in response.text
     assert "[DONE]" not in response.text
     assert response.status_code == (200 if stream else 500)
+
+
+def test_chat_template_kwargs_reach_the_template(front: Front) -> None:
+    """As a message that is no turn: who plans the prompt gives them to the template."""
+    assert front.ask(chat_template_kwargs={"add_vision_id": True}).status_code == 200
+    first, *_ = front.service.requests[-1].messages
+    assert (first.role, first.text) == ("template", '{"add_vision_id": true}')
+    for nothing in (None, {}):
+        assert front.ask(chat_template_kwargs=nothing).status_code == 200
+        assert front.service.requests[-1].messages[0].role == "user"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"messages": []}, {"tokenize": True}, [], "x", {str(n): n for n in range(65)}]
+)
+def test_chat_template_kwargs_that_are_none_are_refused(front: Front, wrong: Any) -> None:
+    response = front.ask(chat_template_kwargs=wrong)
+    assert response.status_code == 400
+    assert "chat_template_kwargs" in response.json()["error"]["message"]
+    assert front.service.requests == []

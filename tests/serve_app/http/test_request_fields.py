@@ -21,7 +21,6 @@ ONCE_IGNORED: JSON = {
     "guided_json": {"type": "object"}, "prompt_logprobs": 1, "echo": True,
     "allowed_token_ids": [5], "use_beam_search": True, "length_penalty": 0.5,
     "best_of": 4, "continue_final_message": True, "chat_template": "{{ messages }}",
-    "chat_template_kwargs": {"enable_thinking": False},
     "reasoning_effort": "high", "truncate_prompt_tokens": 5, "skip_special_tokens": False,
 }  # fmt: skip
 

@@ -392,3 +392,11 @@ def test_every_field_of_openai_and_vllm_is_known() -> None:
     known = [*ResponseRequest.model_fields, *RESPONSE_FIELDS.no_effect, *RESPONSE_FIELDS.refused]
     assert len(known) == len(set(known))
     assert (RESPONSES.openai | RESPONSES.vllm) - set(known) == set()
+
+
+def test_chat_template_kwargs_are_those_of_a_chat(front: Front) -> None:
+    assert ask(front, chat_template_kwargs={"enable_thinking": False}).status_code == 200
+    first, *_ = front.service.requests[-1].messages
+    assert (first.role, first.text) == ("template", '{"enable_thinking": false}')
+    front.service.requests.clear()
+    assert "chat_template_kwargs" in refusal(front, chat_template_kwargs={"chat_template": "{{ x }}"})

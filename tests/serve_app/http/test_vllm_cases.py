@@ -330,7 +330,6 @@ GAPS: dict[str, JSON] = {
     "logprob_token_ids": {"logprob_token_ids": [1, 2]},
     "return_tokens_as_token_ids": {"return_tokens_as_token_ids": True},
     "top_logprobs": {"logprobs": True, "top_logprobs": -1},
-    "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
     "extra_field": {"messages": [{"role": "user", "content": "What?", "extra_field": "0"}]},
     "role": {"messages": [{"role": "my-custom-role", "content": "What?"}]},
 }

@@ -59,7 +59,10 @@ def test_only_rows_with_logits_go_through_the_end_of_the_last_layer(name: str) -
 CHANGES = {
     "another model type": {"model_type": "gemma"},
     "another activation": {"hidden_act": "gelu"},
-    "frequencies that depend on the length": {"rope_parameters": {"rope_type": "dynamic"}},
+    "frequencies that depend on the length": {"rope_parameters": {"rope_type": "longrope"}},
+    "frequencies that depend on it within the context": {
+        "rope_parameters": {"rope_type": "dynamic", "original_max_position_embeddings": 1024}
+    },
 }
 
 

@@ -44,6 +44,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 
 
@@ -63,6 +64,7 @@ CONFIGS = {
     "llama": lambda: _internvl(model_type="llama"),
     "llama with biases": lambda: _internvl(model_type="llama", attention_bias=True, mlp_bias=True),
     "llama 3": lambda: _internvl(model_type="llama", rope_parameters=_LLAMA3),
+    "dynamic": lambda: _internvl(model_type="qwen2", rope_parameters=_DYNAMIC),
     "yarn": lambda: _internvl(model_type="qwen2", rope_parameters=_YARN),
     "tied": lambda: _internvl(model_type="qwen2", tie_word_embeddings=True),
     "qwen2.5-vl": lambda: Qwen2_5_VLConfig(
@@ -70,6 +72,16 @@ CONFIGS = {
         vision_config={**_QWEN_VISION, "fullatt_block_indexes": [0]},
     ),
     "qwen3-vl": lambda: _qwen3_vl(Qwen3VLConfig),
+    # All experts of each token: in bfloat16 a choice among them would be one of the last bit.
+    "qwen3 moe": lambda: _internvl(
+        model_type="qwen3_moe",
+        head_dim=24,
+        num_experts=4,
+        num_experts_per_tok=4,
+        moe_intermediate_size=24,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+    ),
     "qwen3-vl moe": lambda: _qwen3_vl(
         Qwen3VLMoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]
     ),
