@@ -18,6 +18,7 @@ class Limits:
     max_streams: int = 64
     max_decoder_bytes: int = 1 << 30  # of all decoders of a video together, estimated
     open_timeout_s: float = 20.0
+    max_measure_s: float = 10.0  # of reading packets to find the length; then the header's claim counts
     max_gop_s: float = 60.0  # busy time of one decoder on one run of packets
     max_file_s: float = 3600.0  # time a consumer may have to wait in all
     max_substituted_fraction: float = 0.25
