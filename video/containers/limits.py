@@ -28,16 +28,20 @@ class Limits:
 DEFAULT_LIMITS = Limits()
 
 
-def check_probe(name: str, info: VideoInfo, num_streams: int, limits: Limits) -> None:
-    """Raise MediaLimitError for a video that claims more than the limits allow."""
-    claims = (
-        ("pixels a frame", info.width * info.height, limits.max_pixels),
-        ("seconds", info.duration_s, limits.max_duration_s),
-        ("frames", info.num_frames, limits.max_frames),
-        ("streams", num_streams, limits.max_streams),
-    )
-    for what, received, allowed in claims:
-        if received > allowed:
-            raise MediaLimitError(
-                f"{name} has {received:g} {what}; allowed {allowed:g}; cut or scale the video"
-            )
+def check_size(name: str, info: VideoInfo, num_streams: int, limits: Limits) -> None:
+    """Raises MediaLimitError for frames or streams that are more than the limits allow."""
+    _check(name, "pixels a frame", info.width * info.height, limits.max_pixels)
+    _check(name, "streams", num_streams, limits.max_streams)
+
+
+def check_length(name: str, info: VideoInfo, limits: Limits) -> None:
+    """Raises MediaLimitError for a video that is longer than the limits allow."""
+    _check(name, "seconds", info.duration_s, limits.max_duration_s)
+    _check(name, "frames", info.num_frames, limits.max_frames)
+
+
+def _check(name: str, what: str, received: float, allowed: float) -> None:
+    if received > allowed:
+        raise MediaLimitError(
+            f"{name} has {received:g} {what}; allowed {allowed:g}; cut or scale the video"
+        )

@@ -152,13 +152,17 @@ class _Reading:
 
     def _tally(self, packets: Iterator[VideoPacket]) -> _Tally | None:
         """Adds packets up; None if the time is over, or there are more than the limits allow."""
-        tally = _Tally(self.info)
+        tally, before = _Tally(self.info), None
         for number, packet in enumerate(packets):
-            tally.add(packet)
+            if before is not None:
+                tally.add(before)
+            before = packet if packet.size else None
             if number % _PACKETS_BETWEEN_LOOKS == 0 and time.monotonic() > self.until_s:
                 return None
             if number > self.limits.max_frames:
                 return None
+        if before is not None and not before.is_corrupt:  # the file may end within the last packet
+            tally.add(before)
         return tally
 
     def _timed(self, packets: Iterator[VideoPacket]) -> Iterator[VideoPacket]:

@@ -13,7 +13,7 @@ from av.index import IndexEntries
 from epd.errors import CorruptMediaError
 from video.containers.decoder_memory import check_memory
 from video.containers.info import RAW_FORMATS, VideoInfo
-from video.containers.limits import DEFAULT_LIMITS, Limits, check_probe
+from video.containers.limits import DEFAULT_LIMITS, Limits, check_length, check_size
 from video.containers.measure import measured
 from video.containers.mp4_edits import read_layout
 from video.containers.orientation import display_matrix
@@ -38,13 +38,13 @@ def probe(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS) -> VideoIn
 def probe_open(video: OpenVideo, limits: Limits, *, has_keyframes: bool = True) -> VideoInfo:
     """Does what `probe` does, for an open container. has_keyframes: whether to list them, a step for each."""
     info = describe(video, has_keyframes=has_keyframes)
-    check_probe(video.media.name, info, len(video.container.streams), limits)
+    check_size(video.media.name, info, len(video.container.streams), limits)
     check_memory(video.media.name, video.stream.codec_context, limits.max_decoder_bytes)
     seen: list[VideoPacket] = []
     if any(name in info.container_format for name in ROTATING_CONTAINERS):
         info = turned(info, first_rotation_deg(video, seen))
     info = measured(video, info, limits, seen)
-    check_probe(video.media.name, info, len(video.container.streams), limits)
+    check_length(video.media.name, info, limits)
     return info
 
 
