@@ -5,7 +5,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 
-Edit = tuple[int, int]  # duration in ticks of the movie, first media time in ticks of the track; -1: nothing is shown
+Edit = tuple[
+    int, int
+]  # duration in ticks of the movie, first media time in ticks of the track; -1: nothing is shown
 
 
 def with_edits(data: bytes, edits: Sequence[Edit]) -> bytes:

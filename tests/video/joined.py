@@ -48,5 +48,8 @@ def _later(container: InputContainer, shift_s: float) -> Iterator[av.Packet]:
     for packet in container.demux(container.streams[0]):
         if packet.size and packet.pts is not None:
             ticks = int(shift_s / (packet.time_base or Fraction(1)))
-            packet.pts, packet.dts = packet.pts + ticks, (packet.pts if packet.dts is None else packet.dts) + ticks
+            packet.pts, packet.dts = (
+                packet.pts + ticks,
+                (packet.pts if packet.dts is None else packet.dts) + ticks,
+            )
             yield packet

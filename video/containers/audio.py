@@ -3,9 +3,9 @@
     file, decoded from its start   |          |   wanted    |        |
     samples at the model's rate    0        start         stop          what is before is decoded and dropped
 
-The whole file is resampled as one, so that a part of it has the same samples as the whole. It begins where its
-track does; seconds of a part count from the start of the picture, if there is one. Channels count
-alike: FFmpeg would weigh them, and make sound that is in several louder.
+The whole file is resampled as one, so that a part of it has the same samples as the whole. It begins where
+its track does; seconds of a part count from the start of the picture, if there is one. Channels count alike:
+FFmpeg would weigh them, and make sound that is in several louder.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ class DisplayTimes:
 def timed(
     packets: Iterator[VideoPacket], info: VideoInfo, extradata: bytes | None, clock: SteadyClock
 ) -> Iterator[VideoPacket]:
-    """Yields the packets with true presentation times: those of AVI and raw streams are made here, clocks that
-    jump are steadied, others are as the file has them.
+    """Yields the packets with true presentation times: those of AVI and raw streams are made here, clocks
+    that jump are steadied, others are as the file has them.
 
     packets: as demuxed from the start or from a keyframe on. clock: that of the packets before them.
     Raises what reading them raises.

@@ -42,6 +42,4 @@ def check_length(name: str, info: VideoInfo, limits: Limits) -> None:
 
 def _check(name: str, what: str, received: float, allowed: float) -> None:
     if received > allowed:
-        raise MediaLimitError(
-            f"{name} has {received:g} {what}; allowed {allowed:g}; cut or scale the video"
-        )
+        raise MediaLimitError(f"{name} has {received:g} {what}; allowed {allowed:g}; cut or scale the video")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import av.error
@@ -57,12 +57,10 @@ class _Tally:
     last: int = 0
     end: int = 0
     step: int = 0  # between the last two in time
-    has_key: bool = field(default=False)
 
     def add(self, packet: VideoPacket) -> None:
         """Count a packet, unless its frame is hidden or cannot be decoded."""
         pts = packet.dts if packet.pts is None else packet.pts
-        self.has_key |= packet.is_keyframe
         if pts is None or not packet.size or self._is_hidden(packet, pts):
             return
         self.num_frames += 1
@@ -105,7 +103,7 @@ class _Reading:
             return None
         if "mov" in formats:
             return self._of_mp4()
-        if "avi" == formats:
+        if formats == "avi":
             return self._of_avi()
         return self._of_large_mkv() if "matroska" in formats else None
 

@@ -1,12 +1,12 @@
 """Reads what an MP4 shows of a track, where FFmpeg does not say: splices, gaps, and whether it has fragments.
 
-    moov > mvhd                        ticks a second of the movie
-         > mvex                        there are fragments
-         > trak > tkhd                 the number of the track
-                > edts > elst          edits: (duration in the movie, first media time, or -1: shows nothing)
+moov > mvhd                        ticks a second of the movie
+     > mvex                        there are fragments
+     > trak > tkhd                 the number of the track
+            > edts > elst          edits: (duration in the movie, first media time, or -1: shows nothing)
 
-    edits       | a: 5 s from 2 s | -1: 3 s | b: 4 s from 20 s |      ISO/IEC 14496-12, 8.6.6
-    shown         2.0 ... 7.0       nothing   20.0 ... 24.0           spliced, with a gap from 5 to 8 s
+edits       | a: 5 s from 2 s | -1: 3 s | b: 4 s from 20 s |      ISO/IEC 14496-12, 8.6.6
+shown         2.0 ... 7.0       nothing   20.0 ... 24.0           spliced, with a gap from 5 to 8 s
 """
 
 from __future__ import annotations

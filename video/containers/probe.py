@@ -90,7 +90,8 @@ def describe(video: OpenVideo, *, has_keyframes: bool = True) -> VideoInfo:
         is_fragmented=layout.is_fragmented,
         is_spliced=layout.is_spliced,
         gaps=tuple(
-            (math.ceil(start_s / time_base), math.ceil(stop_s / time_base)) for start_s, stop_s in layout.gaps_s
+            (math.ceil(start_s / time_base), math.ceil(stop_s / time_base))
+            for start_s, stop_s in layout.gaps_s
         ),
     )
 

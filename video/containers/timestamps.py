@@ -38,7 +38,7 @@ class FrameClock:
             heapq.heapify(self._fed)
 
     def pts(self, frame: VideoFrame) -> int | None:
-        """Returns the timestamp of the next frame out; None for a frame that is not shown, or is shown elsewhere."""
+        """Returns the timestamp of the next frame out; None for a frame that is not shown then."""
         if self._fed:
             return heapq.heappop(self._fed)
         is_extra = self._may_repeat and (self._is_early(frame) or self._is_repeated(frame))

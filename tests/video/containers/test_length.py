@@ -1,6 +1,6 @@
 """The length of a video is what is shown of it: a plain decode of the whole file is the witness.
 
-Headers say otherwise here: they count what edit lists hide, what was cut off and other tracks, or say nothing.
+Headers say otherwise: they count what edit lists hide, what was cut off and other tracks, or say nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import pytest
 
 import video
 from epd.errors import MediaError
-from tests.tiny_audio import tones, write_audio
 from tests.video.conftest import Clip
 from tests.video.edits import Edit, timescales, with_edits
 from tests.video.joined import beside_sound, joined
-from tests.video.recipes import RECIPES, number_in, repeat
+from tests.video.recipes import number_in, repeat
 from tests.video.util import assert_same_frames
 
 FPS, NUM_FRAMES = 30, 60  # of the clips
@@ -61,7 +60,7 @@ def assert_shows(path: Path, numbers: list[int], rate: float = FPS) -> None:
 def edit(data: bytes, first: int, stop: int) -> Edit:
     """The edit that shows the frames [first, stop) of a clip."""
     movie, media = timescales(data)
-    start_s = float(RECIPES["h264_b.mp4"].starts_s[first]) + 2 / FPS  # its first picture is shown at tick 1024
+    start_s = (first + 2) / FPS  # the first picture is shown after two ticks of it
     return round((stop - first) * movie / FPS), round(start_s * media)
 
 
@@ -69,9 +68,7 @@ def edited(clip: Clip, path: Path, *edits: tuple[int, int] | float) -> Path:
     """The clip with these parts, or gaps of so many seconds."""
     data = clip("h264_b.mp4").read_bytes()
     movie, _ = timescales(data)
-    rows = [
-        (round(each * movie), -1) if isinstance(each, float) else edit(data, *each) for each in edits
-    ]
+    rows = [(round(each * movie), -1) if isinstance(each, float) else edit(data, *each) for each in edits]
     path.write_bytes(with_edits(data, rows))
     return path
 
@@ -142,7 +139,9 @@ def test_drawn_trims_show_what_a_plain_decode_shows(clip: Clip, tmp_path: Path) 
 def test_a_clock_that_jumps(clip: Clip, tmp_path: Path, name: str, shifts_s: list[float]) -> None:
     path = tmp_path / name
     if name.endswith(".ts"):  # each part is a recording of its own
-        parts = [joined(clip("h264.ts"), tmp_path / "part.ts", [shift_s]).read_bytes() for shift_s in shifts_s]
+        parts = [
+            joined(clip("h264.ts"), tmp_path / "part.ts", [shift_s]).read_bytes() for shift_s in shifts_s
+        ]
         path.write_bytes(b"".join(parts))
     else:
         joined(clip("h264.ts"), path, shifts_s)
@@ -180,7 +179,9 @@ def test_sound_that_is_longer(
 @pytest.mark.parametrize("suffix", ["mkv", "mov", "ts"])
 def test_a_part_of_the_sound_is_timed_as_the_picture_is(clip: Clip, tmp_path: Path, suffix: str) -> None:
     """And all of it begins where its track does."""
-    path = beside_sound(clip("h264_b.mp4"), tmp_path / f"late.{suffix}", picture_s=0.5, sound_s=1.5, seconds=3)
+    path = beside_sound(
+        clip("h264_b.mp4"), tmp_path / f"late.{suffix}", picture_s=0.5, sound_s=1.5, seconds=3
+    )
     whole = video.load_audio(path, video.AudioPart(RATE, 60 * RATE))
     assert len(whole) / RATE == pytest.approx(3, abs=0.1)
     part = video.load_audio(path, video.AudioPart(RATE, 60 * RATE, 2.0, 2.5))
@@ -231,16 +232,17 @@ def test_a_recording_that_was_cut_off(clip: Clip, tmp_path: Path, name: str) -> 
     frames = video.decode(path, (np.arange(facts.num_frames) + 0.5) / facts.fps)
     numbers = [number_in(frame) for frame in frames.data]
     assert numbers == sorted(numbers)
-    assert (numbers[0], len(set(numbers))) == (0, pytest.approx(facts.num_frames, abs=2))
+    assert (numbers[0], len(set(numbers))) == (0, pytest.approx(facts.num_frames, abs=3))
     assert frames.num_substituted <= 2
 
 
 def test_an_mp4_whose_end_was_cut_off(clip: Clip, tmp_path: Path) -> None:
     """Its tables come first and promise all of it."""
     path = tmp_path / "fast.mp4"
-    with av.open(str(clip("h264_b.mp4"))) as opened, av.open(
-        str(path), "w", options={"movflags": "faststart"}
-    ) as out:
+    with (
+        av.open(str(clip("h264_b.mp4"))) as opened,
+        av.open(str(path), "w", options={"movflags": "faststart"}) as out,
+    ):
         stream = out.add_stream_from_template(opened.streams.video[0])
         for packet in opened.demux(opened.streams.video[0]):
             if packet.size:
