@@ -11,7 +11,7 @@ TIME_TOLERANCE_S = 1e-6
 # Codecs that reorder pictures and do not say so at the beginning of a packet.
 _CODECS_OF_HIDDEN_ORDER = frozenset({"h264", "hevc", "vc1", "wmv3"})
 # Streams of pictures and nothing else.
-RAW_FORMATS = frozenset({"h264", "hevc", "m4v", "mpegvideo", "obu", "mjpeg"})
+RAW_FORMATS = frozenset({"h264", "hevc", "m4v", "mpegvideo", "obu"})
 # Containers that are sought in by an index, so that a packet's time may not depend on those before it.
 _INDEXED_FORMATS = ("mov", "matroska")
 # Frames by which a header's rate may disagree with what was counted: the last one's time is often unknown.

@@ -66,9 +66,9 @@ def describe(video: OpenVideo, *, has_keyframes: bool = True) -> VideoInfo:
             "allowed 1 x 1 and more; copy or encode it again"
         )
     is_raw = container.format.name in RAW_FORMATS
-    time_base = stream.time_base or Fraction(1, 1_000_000)
-    if is_raw:  # pictures are numbered
-        time_base = 1 / (stream.guessed_rate or stream.average_rate or _RAW_FPS)
+    claimed_base = stream.time_base or Fraction(1, 1_000_000)
+    raw_base = 1 / (stream.guessed_rate or stream.average_rate or _RAW_FPS)  # pictures are numbered
+    time_base = raw_base if is_raw else claimed_base
     start_pts = 0 if is_raw else stream.start_time or 0
     layout = read_layout(video.media, stream.id)
     keyframes = keyframe_index(video) if has_keyframes and not layout.is_spliced else ()
@@ -79,7 +79,7 @@ def describe(video: OpenVideo, *, has_keyframes: bool = True) -> VideoInfo:
         rotation_deg=0,
         time_base=time_base,
         start_pts=start_pts,
-        duration_s_from_stream=float(stream.duration * time_base) if stream.duration else None,
+        duration_s_from_stream=float(stream.duration * claimed_base) if stream.duration else None,
         duration_s_from_container=container.duration / 1e6 if container.duration else None,
         average_fps_from_header=1 / time_base if is_raw else stream.average_rate or None,
         nominal_fps_guessed=stream.guessed_rate or None,
