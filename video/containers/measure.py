@@ -11,7 +11,7 @@ A header's length may be that of another track, of what an edit list hides, or o
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -22,7 +22,7 @@ from video.containers.avi_times import timed
 from video.containers.info import Shown, VideoInfo
 from video.containers.limits import Limits
 from video.containers.steady_clock import SteadyClock
-from video.sources.source import OpenVideo, VideoPacket
+from video.sources.source import OpenVideo, VideoPacket, open_video
 
 # Reading so much costs less than what could be wrong without it.
 _SMALL_BYTES = 64 << 20
@@ -84,16 +84,27 @@ class _Tally:
 
 @dataclass(slots=True)
 class _Reading:
-    """Reads an open container for one measurement. until_s: on the monotonic clock."""
+    """Reads an open container for one measurement.
+
+    until_s: on the monotonic clock. has_moved: whether more was read than its caller knows of.
+    """
 
     video: OpenVideo
     info: VideoInfo
     limits: Limits
     until_s: float
+    has_moved: bool = False
 
-    def whole(self, seen: Iterable[VideoPacket]) -> Shown | None:
+    def whole(self, seen: Sequence[VideoPacket]) -> Shown | None:
         """Reads every packet; None if the time is over, or there is none."""
-        tally = self._tally(self._timed(chain(seen, self._demux())))
+        if not self.has_moved:
+            return self._all(chain(seen, self._demux(self.video)))
+        with open_video(self.video.media, open_timeout_s=self.limits.open_timeout_s) as again:
+            return self._all(self._demux(again))
+
+    def _all(self, packets: Iterator[VideoPacket]) -> Shown | None:
+        extradata = self.video.stream.codec_context.extradata
+        tally = self._tally(timed(packets, self.info, extradata, SteadyClock()))
         return None if tally is None or not tally.num_frames else tally.shown
 
     def by_index(self) -> Shown | None:
@@ -131,6 +142,7 @@ class _Reading:
         """Reads from the last cue on, and believes the header's rate if it holds there."""
         if self.video.media.size_bytes <= _SMALL_BYTES:
             return None
+        self.has_moved = True
         last_cue = _last_cue(self.video)
         tail = None if last_cue is None else self._tail(last_cue)
         if tail is None or tail.first is None or tail.num_frames < _MIN_FRAMES_FOR_RATE:
@@ -141,11 +153,12 @@ class _Reading:
 
     def _tail(self, timestamp: int) -> _Tally | None:
         """Reads from the keyframe before a timestamp to the end; None if there is nothing, or no time."""
+        self.has_moved = True
         try:
             self.video.container.seek(timestamp, stream=self.video.stream)
         except av.error.FFmpegError:
             return None
-        tally = self._tally(self._demux())
+        tally = self._tally(self._demux(self.video))
         return None if tally is None or not tally.num_frames else tally
 
     def _tally(self, packets: Iterator[VideoPacket]) -> _Tally | None:
@@ -163,14 +176,11 @@ class _Reading:
             tally.add(before)
         return tally
 
-    def _timed(self, packets: Iterator[VideoPacket]) -> Iterator[VideoPacket]:
-        return timed(packets, self.info, self.video.stream.codec_context.extradata, SteadyClock())
-
-    def _demux(self) -> Iterator[VideoPacket]:
-        """Yields packets from where the container is, past what cannot be read."""
+    def _demux(self, video: OpenVideo) -> Iterator[VideoPacket]:
+        """Yields packets from where a container is, past what cannot be read."""
         for _ in range(_MAX_READ_ERRORS):
             try:
-                yield from self.video.container.demux(self.video.stream)
+                yield from video.container.demux(video.stream)
             except av.error.FFmpegError:
                 continue
             return

@@ -293,6 +293,16 @@ def test_a_large_mkv_is_not_read_as_a_whole(
     assert whole.num_frames == 10 * NUM_FRAMES
 
 
+def test_a_large_mkv_whose_rate_lies_is_read_as_a_whole(
+    clip: Clip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its frames are counted from the start of the file, wherever the look at its end has left it."""
+    path = repeat(clip("vfr.mp4"), tmp_path / "long.mkv", 4)
+    monkeypatch.setattr("video.containers.measure._SMALL_BYTES", 0)
+    monkeypatch.setattr("video.containers.measure._MIN_FRAMES_FOR_RATE", 1000)
+    assert video.look(path).num_frames == 4 * NUM_FRAMES
+
+
 @pytest.mark.parametrize("limits", [video.Limits(max_measure_s=0.0), video.Limits(max_frames=100)])
 def test_reading_is_bounded(clip: Clip, tmp_path: Path, limits: video.Limits) -> None:
     """Then the claim of the header counts, and a file without one is refused."""
