@@ -13,6 +13,7 @@ from epd.types import Frames, UInt8Array
 from video.containers.avi_times import timed
 from video.containers.info import VideoInfo
 from video.containers.probe import describe
+from video.containers.steady_clock import SteadyClock
 from video.containers.timestamps import FrameClock
 from video.decoding.pixels import Size, exact_resize, exact_rgb
 from video.sources.source import Media, OpenVideo, Source, open_video, reason
@@ -60,7 +61,7 @@ def _decoded(video: OpenVideo, info: VideoInfo) -> Iterator[TimedFrame]:
     clock = FrameClock(info)
     try:
         packets = video.container.demux(video.stream)
-        for packet in timed(packets, info, video.stream.codec_context.extradata):
+        for packet in timed(packets, info, video.stream.codec_context.extradata, SteadyClock()):
             clock.fed(packet if packet.size else None)
             for frame in packet.decode():
                 pts = clock.pts(frame)

@@ -3,18 +3,20 @@
     file, decoded from its start   |          |   wanted    |        |
     samples at the model's rate    0        start         stop          what is before is decoded and dropped
 
-The whole file is resampled as one, so that a part of it has the same samples as the whole. Channels count
-alike: FFmpeg would weigh them, and make sound that is in several louder.
+The whole file is resampled as one, so that a part of it has the same samples as the whole. It begins where
+its track does; seconds of a part count from the start of the picture, if there is one. Channels count alike:
+FFmpeg would weigh them, and make sound that is in several louder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 import av.container
 import av.error
+import av.stream
 import numpy as np
 from av.audio.frame import AudioFrame
 from av.audio.resampler import AudioResampler
@@ -58,6 +60,14 @@ class AudioPart:
         most = self.start + self.max_samples + 1
         return most if self.end_s is None else min(most, round(self.end_s * self.rate))
 
+    def later_by(self, lead_s: float) -> AudioPart:
+        """Returns the same part in seconds of a track whose start is `lead_s` before that of the medium.
+
+        A part from the start on has all of the track's beginning.
+        """
+        end_s = None if self.end_s is None else max(0.0, self.end_s + lead_s)
+        return replace(self, start_s=max(0.0, self.start_s + lead_s) if self.start_s else 0.0, end_s=end_s)
+
 
 def load_audio(source: Source | Media, part: AudioPart, *, limits: Limits = DEFAULT_LIMITS) -> Float32Array:
     """Returns samples of the first track of sound, mixed to one channel: float32 [N], full scale 1.
@@ -67,12 +77,15 @@ def load_audio(source: Source | Media, part: AudioPart, *, limits: Limits = DEFA
     """
     media = as_media(source)
     with _open(media, limits) as container:
+        frames = _frames(media, container, _track(media, container))
+        first = list(islice(frames, 1))
+        own = part.later_by(_lead_s(container, first))
         pieces, num_decoded = [np.empty(0, np.float32)], 0
-        for samples in _resampled(media, container, part.rate):
-            begin = max(0, part.start - num_decoded)
-            pieces.append(samples[begin : max(begin, part.stop - num_decoded)].copy())
+        for samples in _resampled(media, chain(first, frames), part.rate):
+            begin = max(0, own.start - num_decoded)
+            pieces.append(samples[begin : max(begin, own.stop - num_decoded)].copy())
             num_decoded += len(samples)
-            if num_decoded >= part.stop:
+            if num_decoded >= own.stop:
                 break
     wanted = np.concatenate(pieces)
     _check(media, part, wanted, num_decoded)
@@ -152,11 +165,28 @@ def _frames(
         raise _damaged(media, error) from error
 
 
-def _resampled(media: Media, container: av.container.InputContainer, rate: int) -> Iterator[Float32Array]:
-    """Yields the track's samples, the mean of its channels, float32 [N] at `rate`, in order."""
+def _lead_s(container: av.container.InputContainer, first: Sequence[AudioFrame]) -> float:
+    """Returns by how much the sound begins before the picture, seconds; 0 without a picture, or times.
+
+    first: the first frame of the sound, if there is one.
+    """
+    pictures = (each for each in container.streams.video if not _is_cover(each))
+    picture = next(pictures, None)
+    if picture is None or picture.start_time is None or picture.time_base is None or not first:
+        return 0.0
+    start_s = float(picture.start_time * picture.time_base)
+    return 0.0 if first[0].time is None else start_s - first[0].time
+
+
+def _is_cover(stream: av.stream.Stream) -> bool:
+    return bool(stream.disposition & av.stream.Disposition.attached_pic)
+
+
+def _resampled(media: Media, frames: Iterable[AudioFrame], rate: int) -> Iterator[Float32Array]:
+    """Yields a track's samples, the mean of its channels, float32 [N] at `rate`, in order."""
     resampler = AudioResampler(format="fltp", rate=rate)
     try:
-        for frame in chain(_frames(media, container, _track(media, container)), [None]):
+        for frame in chain(frames, [None]):
             for out in resampler.resample(frame):
                 if out is not None:  # at the end of a track that needed no resampling
                     yield out.to_ndarray().mean(axis=0)

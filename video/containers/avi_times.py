@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 import av.error
 
 from video.containers.info import VideoInfo
+from video.containers.steady_clock import SteadyClock
 from video.sources.source import VideoPacket
 
 IsB = Callable[[bytes], bool]
@@ -108,13 +109,27 @@ class DisplayTimes:
         yield from held
 
 
-def timed(packets: Iterator[VideoPacket], info: VideoInfo, extradata: bytes | None) -> Iterator[VideoPacket]:
-    """Yields the packets with true presentation times; those of AVI are made here, others are as the file has
-    them.
+def timed(
+    packets: Iterator[VideoPacket], info: VideoInfo, extradata: bytes | None, clock: SteadyClock
+) -> Iterator[VideoPacket]:
+    """Yields the packets with true presentation times: those of AVI and raw streams are made here, clocks
+    that jump are steadied, others are as the file has them.
 
-    packets: as demuxed from the start or from a keyframe on. Raises what reading them raises.
+    packets: as demuxed from the start or from a keyframe on. clock: that of the packets before them.
+    Raises what reading them raises.
     """
-    return _timed(packets, DisplayTimes(_kinds(info, extradata))) if info.is_without_pts else packets
+    if info.is_without_pts:
+        numbered = _unnumbered(packets) if info.is_raw else packets
+        return _timed(numbered, DisplayTimes(_kinds(info, extradata)))
+    return clock.steadied(packets) if info.may_jump else packets
+
+
+def _unnumbered(packets: Iterator[VideoPacket]) -> Iterator[VideoPacket]:
+    """Drops what FFmpeg guesses of the times of a raw stream."""
+    for packet in packets:
+        packet.dts = packet.pts = None
+        packet.duration = 1
+        yield packet
 
 
 def _kinds(info: VideoInfo, extradata: bytes | None) -> IsB | None:

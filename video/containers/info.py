@@ -10,6 +10,24 @@ from fractions import Fraction
 TIME_TOLERANCE_S = 1e-6
 # Codecs that reorder pictures and do not say so at the beginning of a packet.
 _CODECS_OF_HIDDEN_ORDER = frozenset({"h264", "hevc", "vc1", "wmv3"})
+# Streams of pictures and nothing else.
+RAW_FORMATS = frozenset({"h264", "hevc", "m4v", "mpegvideo", "obu"})
+# Containers that are sought in by an index, so that a packet's time may not depend on those before it.
+_INDEXED_FORMATS = ("mov", "matroska")
+# Frames by which a header's rate may disagree with what was counted: the last one's time is often unknown.
+_FRAMES_OF_DOUBT = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the packets of a video say of it.
+
+    num_frames: that are shown; None if they were not counted.
+    end_pts: when the last one leaves the screen, ticks of the video's time_base.
+    """
+
+    num_frames: int | None
+    end_pts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +39,10 @@ class VideoInfo:
     start_pts: ticks of time_base at which the video starts; every time in seconds counts from there.
     keyframe_ticks_from_index: when each listed keyframe is decoded (MP4, AVI) or shown (MKV), in ticks of
         time_base; None without a complete index, as in TS and fragmented MP4.
+    is_fragmented: whether an MP4 lists its samples in fragments.
+    is_spliced: whether an edit list shows several parts, so that times of packets go back.
+    gaps: spans [start, stop) in ticks of time_base in which an edit list shows nothing.
+    shown: as measured; None if only the container's claims are known.
     """
 
     codec: str
@@ -37,6 +59,10 @@ class VideoInfo:
     keyframe_ticks_from_index: tuple[int, ...] | None
     container_format: str
     pixel_format: str | None
+    is_fragmented: bool = False
+    is_spliced: bool = False
+    gaps: tuple[tuple[int, int], ...] = ()
+    shown: Shown | None = None
 
     @property
     def keyframe_times_s_from_index(self) -> tuple[float, ...] | None:
@@ -46,17 +72,35 @@ class VideoInfo:
 
     @property
     def is_without_pts(self) -> bool:
-        """Whether the container only numbers packets as they are stored: see `avi_times.py`."""
-        return self.container_format == "avi"
+        """Whether packets are only numbered as they are stored: see `avi_times.py`."""
+        return self.container_format == "avi" or self.is_raw
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether there is no container, so that every picture is shown for one tick."""
+        return self.container_format in RAW_FORMATS
+
+    @property
+    def may_jump(self) -> bool:
+        """Whether the clock may start again or leap: see `steady_clock.py`."""
+        has_index = any(name in self.container_format for name in _INDEXED_FORMATS)
+        return not has_index and not self.is_without_pts
 
     @property
     def is_ordered_by_decoding(self) -> bool:
-        """Whether only decoding shows in which order frames come on screen."""
+        """Whether only decoding in order shows which frame comes on screen when."""
+        return self.is_spliced or self.has_hidden_order
+
+    @property
+    def has_hidden_order(self) -> bool:
+        """Whether packets do not say in which order they are shown."""
         return self.is_without_pts and self.codec in _CODECS_OF_HIDDEN_ORDER
 
     @property
     def duration_s(self) -> float:
-        """Best known duration from the start of the video, seconds; 0 when the container says nothing."""
+        """Duration from the start of the video, seconds: measured, else claimed; 0 when it is not known."""
+        if self.shown is not None:
+            return max(0.0, self.seconds(self.shown.end_pts))
         if self.duration_s_from_stream:
             return self.duration_s_from_stream
         counts_from_zero = "matroska" in self.container_format  # and not from the first frame
@@ -65,17 +109,31 @@ class VideoInfo:
 
     @property
     def fps(self) -> float:
-        """Best known average rate, frames per second; 0 when no rate is known."""
-        return float(self.average_fps_from_header or self.nominal_fps_guessed or 0.0)
+        """Average rate, frames per second: the header's unless the frames that were counted disagree.
+
+        0 when no rate is known.
+        """
+        rate = float(self.average_fps_from_header or self.nominal_fps_guessed or 0.0)
+        counted = None if self.shown is None else self.shown.num_frames
+        if not counted or not self.duration_s or abs(self.duration_s * rate - counted) <= _FRAMES_OF_DOUBT:
+            return rate
+        return counted / self.duration_s
 
     @property
     def num_frames(self) -> int:
-        """Best known number of frames: the header's, else duration times rate."""
-        return self.num_frames_from_header or round(self.duration_s * self.fps)
+        """Number of frames: counted, else measured or claimed duration times rate."""
+        if self.shown is None:
+            return self.num_frames_from_header or round(self.duration_s * self.fps)
+        counted = self.shown.num_frames
+        return max(1, round(self.duration_s * self.fps)) if counted is None else counted
 
     def seconds(self, pts: int) -> float:
         """Returns the time of a timestamp, seconds from the start of the video."""
         return float((pts - self.start_pts) * self.time_base)
+
+    def is_in_gap(self, pts: int) -> bool:
+        """Returns whether an edit list shows nothing at a timestamp."""
+        return any(start <= pts < stop for start, stop in self.gaps)
 
     def pts_at(self, time_s: float) -> int:
         """Returns the last timestamp at or before a time; the frame on screen is the last with pts <= it."""

@@ -18,6 +18,7 @@ class Limits:
     max_streams: int = 64
     max_decoder_bytes: int = 1 << 30  # of all decoders of a video together, estimated
     open_timeout_s: float = 20.0
+    max_measure_s: float = 10.0  # of reading packets to find the length; then the header's claim counts
     max_gop_s: float = 60.0  # busy time of one decoder on one run of packets
     max_file_s: float = 3600.0  # time a consumer may have to wait in all
     max_substituted_fraction: float = 0.25
@@ -27,16 +28,18 @@ class Limits:
 DEFAULT_LIMITS = Limits()
 
 
-def check_probe(name: str, info: VideoInfo, num_streams: int, limits: Limits) -> None:
-    """Raise MediaLimitError for a video that claims more than the limits allow."""
-    claims = (
-        ("pixels a frame", info.width * info.height, limits.max_pixels),
-        ("seconds", info.duration_s, limits.max_duration_s),
-        ("frames", info.num_frames, limits.max_frames),
-        ("streams", num_streams, limits.max_streams),
-    )
-    for what, received, allowed in claims:
-        if received > allowed:
-            raise MediaLimitError(
-                f"{name} has {received:g} {what}; allowed {allowed:g}; cut or scale the video"
-            )
+def check_size(name: str, info: VideoInfo, num_streams: int, limits: Limits) -> None:
+    """Raises MediaLimitError for frames or streams that are more than the limits allow."""
+    _check(name, "pixels a frame", info.width * info.height, limits.max_pixels)
+    _check(name, "streams", num_streams, limits.max_streams)
+
+
+def check_length(name: str, info: VideoInfo, limits: Limits) -> None:
+    """Raises MediaLimitError for a video that is longer than the limits allow."""
+    _check(name, "seconds", info.duration_s, limits.max_duration_s)
+    _check(name, "frames", info.num_frames, limits.max_frames)
+
+
+def _check(name: str, what: str, received: float, allowed: float) -> None:
+    if received > allowed:
+        raise MediaLimitError(f"{name} has {received:g} {what}; allowed {allowed:g}; cut or scale the video")

@@ -12,14 +12,18 @@ from av.index import IndexEntries
 
 from epd.errors import CorruptMediaError
 from video.containers.decoder_memory import check_memory
-from video.containers.info import VideoInfo
-from video.containers.limits import DEFAULT_LIMITS, Limits, check_probe
+from video.containers.info import RAW_FORMATS, VideoInfo
+from video.containers.limits import DEFAULT_LIMITS, Limits, check_length, check_size
+from video.containers.measure import measured
+from video.containers.mp4_edits import read_layout
 from video.containers.orientation import display_matrix
-from video.sources.source import Media, OpenVideo, Source, open_video
+from video.sources.source import Media, OpenVideo, Source, VideoPacket, open_video
 
 # Containers that can ask for a rotation, which only the first frame shows.
 ROTATING_CONTAINERS = ("mov", "matroska")
 MAX_PACKETS_TO_FIRST_FRAME = 200
+# What FFmpeg takes for the rate of a stream of pictures that says none.
+_RAW_FPS = Fraction(25)
 
 
 def probe(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS) -> VideoInfo:
@@ -34,10 +38,13 @@ def probe(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS) -> VideoIn
 def probe_open(video: OpenVideo, limits: Limits, *, has_keyframes: bool = True) -> VideoInfo:
     """Does what `probe` does, for an open container. has_keyframes: whether to list them, a step for each."""
     info = describe(video, has_keyframes=has_keyframes)
-    check_probe(video.media.name, info, len(video.container.streams), limits)
+    check_size(video.media.name, info, len(video.container.streams), limits)
     check_memory(video.media.name, video.stream.codec_context, limits.max_decoder_bytes)
+    seen: list[VideoPacket] = []
     if any(name in info.container_format for name in ROTATING_CONTAINERS):
-        return turned(info, first_rotation_deg(video))
+        info = turned(info, first_rotation_deg(video, seen))
+    info = measured(video, info, limits, seen)
+    check_length(video.media.name, info, limits)
     return info
 
 
@@ -58,9 +65,13 @@ def describe(video: OpenVideo, *, has_keyframes: bool = True) -> VideoInfo:
             f"{video.media.name} has frames of {context.width} x {context.height} pixels; "
             "allowed 1 x 1 and more; copy or encode it again"
         )
-    time_base = stream.time_base or Fraction(1, 1_000_000)
-    start_pts = stream.start_time or 0
-    keyframes = keyframe_index(video) if has_keyframes else ()
+    is_raw = container.format.name in RAW_FORMATS
+    claimed_base = stream.time_base or Fraction(1, 1_000_000)
+    raw_base = 1 / (stream.guessed_rate or stream.average_rate or _RAW_FPS)  # pictures are numbered
+    time_base = raw_base if is_raw else claimed_base
+    start_pts = 0 if is_raw else stream.start_time or 0
+    layout = read_layout(video.media, stream.id)
+    keyframes = keyframe_index(video) if has_keyframes and not layout.is_spliced else ()
     return VideoInfo(
         codec=context.name,
         width=context.width,
@@ -68,14 +79,20 @@ def describe(video: OpenVideo, *, has_keyframes: bool = True) -> VideoInfo:
         rotation_deg=0,
         time_base=time_base,
         start_pts=start_pts,
-        duration_s_from_stream=float(stream.duration * time_base) if stream.duration else None,
+        duration_s_from_stream=float(stream.duration * claimed_base) if stream.duration else None,
         duration_s_from_container=container.duration / 1e6 if container.duration else None,
-        average_fps_from_header=stream.average_rate or None,
+        average_fps_from_header=1 / time_base if is_raw else stream.average_rate or None,
         nominal_fps_guessed=stream.guessed_rate or None,
         num_frames_from_header=stream.frames or None,
         keyframe_ticks_from_index=tuple(keyframes) or None,
         container_format=container.format.name,
         pixel_format=context.pix_fmt,
+        is_fragmented=layout.is_fragmented,
+        is_spliced=layout.is_spliced,
+        gaps=tuple(
+            (math.ceil(start_s / time_base), math.ceil(stop_s / time_base))
+            for start_s, stop_s in layout.gaps_s
+        ),
     )
 
 
@@ -98,13 +115,19 @@ def _listed_keyframes(entries: IndexEntries) -> Iterator[int]:
     while place >= 0:
         timestamp = entries[place].timestamp
         yield timestamp
-        place = entries.search_timestamp(timestamp + 1, backward=False)
+        before, place = place, entries.search_timestamp(timestamp + 1, backward=False)
+        if place <= before:  # of an index that is not in order
+            return
 
 
-def first_rotation_deg(video: OpenVideo) -> int:
-    """Returns the clockwise turn, 0, 90, 180 or 270 degrees, that makes the first frame upright."""
+def first_rotation_deg(video: OpenVideo, seen: list[VideoPacket]) -> int:
+    """Returns the clockwise turn, 0, 90, 180 or 270 degrees, that makes the first frame upright.
+
+    seen: receives the packets that were read.
+    """
     try:
         for count, packet in enumerate(video.container.demux(video.stream)):
+            seen.append(packet)
             for frame in packet.decode():
                 matrix = display_matrix(frame)
                 if matrix is None:

@@ -16,6 +16,7 @@ from av.video.codeccontext import VideoCodecContext
 from video.containers.avi_times import timed
 from video.containers.info import VideoInfo
 from video.containers.limits import Limits
+from video.containers.steady_clock import SteadyClock
 from video.decoding.segment import Drain, Feed, Op, Segmenter, SequentialPlan, Stamp
 from video.sources.source import OpenVideo, VideoPacket, open_video
 
@@ -56,6 +57,7 @@ class PacketReader:
             if info.is_ordered_by_decoding
             else Segmenter(targets, fuse_packets=fuse_packets)
         )
+        self._clock = SteadyClock()
         self._packets = self._demux()
         self._jump_to: int | None = None
         self._considered: int | None = None
@@ -140,7 +142,7 @@ class PacketReader:
     def _demux(self) -> Iterator[VideoPacket]:
         """Yields packets from the container's current position."""
         packets = self._video.container.demux(self._video.stream)
-        return timed(packets, self.info, self._video.stream.codec_context.extradata)
+        return timed(packets, self.info, self._video.stream.codec_context.extradata, self._clock)
 
     def _read(self) -> VideoPacket | None:
         """Returns the next packet with data, or None at the end of what can be read."""
@@ -210,7 +212,7 @@ class PacketReader:
         self._plan.begin(is_file_start=True)
         video = open_video(self._video.media, open_timeout_s=self._limits.open_timeout_s)
         self._video.close()
-        self._video = video
+        self._video, self._clock = video, SteadyClock()
         self._packets = self._demux()
 
     def _finish(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from epd.errors import CancelledError, CorruptMediaError, MediaLimitError
 from epd.types import FrameGroup, UInt8Array
 from video.containers.decoder_memory import check_memory, decoder_bytes
-from video.containers.limits import Limits, check_probe
+from video.containers.limits import Limits, check_size
 from video.containers.probe import describe
 from video.decoding.groups import GroupRing
 from video.decoding.pixels import ResizeMode, Size, exact_resize
@@ -80,7 +80,7 @@ class DecodeRun:
 
     def _begin(self, video: OpenVideo) -> None:
         self.info = describe(video)
-        check_probe(self._media.name, self.info, len(video.container.streams), self.options.limits)
+        check_size(self._media.name, self.info, len(video.container.streams), self.options.limits)
         most = self.options.limits.max_decoder_bytes
         check_memory(self._media.name, video.stream.codec_context, most)
         self._size = self.options.size

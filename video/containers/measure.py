@@ -1,0 +1,197 @@
+"""Measures what is shown of a video, from its packets; nothing is decoded.
+
+A header's length may be that of another track, of what an edit list hides, or of what was cut off.
+
+    MP4, MOV    the index, with its edits, tells which frames are shown; the last GOP, when the last one ends
+    AVI         the index numbers the frames
+    MKV, WebM   files up to 64 MiB are read; of larger ones the last GOP, if the header's rate holds there
+    others      are read: TS, FLV, fragments, raw streams, and what has no index
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import av.error
+from av.video.stream import VideoStream
+
+from video.containers.avi_times import timed
+from video.containers.info import Shown, VideoInfo
+from video.containers.limits import Limits
+from video.containers.steady_clock import SteadyClock
+from video.sources.source import OpenVideo, VideoPacket, open_video
+
+# Reading so much costs less than what could be wrong without it.
+_SMALL_BYTES = 64 << 20
+_MAX_READ_ERRORS = 16
+_PACKETS_BETWEEN_LOOKS = 1024  # at the time
+# The last frames' rate may differ so much from the header's, as a fraction of it.
+_MAX_RATE_ERROR = 0.1
+_MIN_FRAMES_FOR_RATE = 8
+_VP8_SHOW_FRAME = 0x10
+
+
+def measured(video: OpenVideo, info: VideoInfo, limits: Limits, seen: list[VideoPacket]) -> VideoInfo:
+    """Returns the description with what is shown, or as it is where reading takes too long.
+
+    video: with only the packets `seen` read. It is left at any position.
+    """
+    reading = _Reading(video, info, limits, time.monotonic() + limits.max_measure_s)
+    shown = reading.by_index() or reading.whole(seen)
+    return replace(info, shown=shown)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Adds up packets.
+
+    num_frames: that are shown. first, last: the smallest and largest pts of one. end: the latest end of one.
+    """
+
+    info: VideoInfo
+    num_frames: int = 0
+    first: int | None = None
+    last: int = 0
+    end: int = 0
+    step: int = 0  # between the last two in time
+
+    def add(self, packet: VideoPacket) -> None:
+        """Count a packet, unless its frame is hidden or cannot be decoded."""
+        pts = packet.dts if packet.pts is None else packet.pts
+        if pts is None or not packet.size or self._is_hidden(packet, pts):
+            return
+        self.num_frames += 1
+        if self.first is None:
+            self.first = self.last = pts
+        self.first = min(self.first, pts)
+        if pts > self.last:
+            self.step, self.last = pts - self.last, pts
+        self.end = max(self.end, pts + (packet.duration or 0), self.last)
+
+    def _is_hidden(self, packet: VideoPacket, pts: int) -> bool:
+        if packet.is_discard or self.info.is_in_gap(pts):
+            return True
+        return self.info.codec == "vp8" and not memoryview(packet)[0] & _VP8_SHOW_FRAME
+
+    @property
+    def shown(self) -> Shown:
+        """Returns the sum. A last frame without duration lasts as long as the one before it."""
+        return Shown(self.num_frames, self.end if self.end > self.last else self.last + self.step)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Reads an open container for one measurement.
+
+    until_s: on the monotonic clock. has_moved: whether more was read than its caller knows of.
+    """
+
+    video: OpenVideo
+    info: VideoInfo
+    limits: Limits
+    until_s: float
+    has_moved: bool = False
+
+    def whole(self, seen: Sequence[VideoPacket]) -> Shown | None:
+        """Reads every packet; None if the time is over, or there is none."""
+        if not self.has_moved:
+            return self._all(chain(seen, self._demux(self.video)))
+        with open_video(self.video.media, open_timeout_s=self.limits.open_timeout_s) as again:
+            return self._all(self._demux(again))
+
+    def _all(self, packets: Iterator[VideoPacket]) -> Shown | None:
+        extradata = self.video.stream.codec_context.extradata
+        tally = self._tally(timed(packets, self.info, extradata, SteadyClock()))
+        return None if tally is None or not tally.num_frames else tally.shown
+
+    def by_index(self) -> Shown | None:
+        """Reads the index and what it does not say; None where there is no index that says enough."""
+        info, formats = self.info, self.info.container_format
+        if info.is_fragmented or info.is_spliced or info.is_raw:
+            return None
+        if "mov" in formats:
+            return self._of_mp4()
+        if formats == "avi":
+            return self._of_avi()
+        return self._of_large_mkv() if "matroska" in formats else None
+
+    def _of_mp4(self) -> Shown | None:
+        """Counts the samples that edits show and that are in the file; reads from the last keyframe on."""
+        size = self.video.media.size_bytes
+        num_frames, last = 0, None
+        for entry in self.video.stream.index_entries:
+            if not entry.is_discard and entry.pos + entry.size <= size:
+                num_frames, last = num_frames + 1, entry
+        tail = None if last is None else self._tail(last.timestamp)
+        return None if tail is None else Shown(num_frames, tail.shown.end_pts)
+
+    def _of_avi(self) -> Shown | None:
+        """Takes the number of the last chunk, if the index lists all that the header promises."""
+        entries = self.video.stream.index_entries
+        if not len(entries):
+            return None
+        last = entries[len(entries) - 1]
+        number = last.timestamp + 1
+        is_whole = last.pos + last.size <= self.video.media.size_bytes
+        return Shown(number, number) if is_whole and number >= self.video.stream.frames else None
+
+    def _of_large_mkv(self) -> Shown | None:
+        """Reads from the last cue on, and believes the header's rate if it holds there."""
+        if self.video.media.size_bytes <= _SMALL_BYTES:
+            return None
+        self.has_moved = True
+        last_cue = _last_cue(self.video)
+        tail = None if last_cue is None else self._tail(last_cue)
+        if tail is None or tail.first is None or tail.num_frames < _MIN_FRAMES_FOR_RATE:
+            return None
+        wanted = float((tail.shown.end_pts - tail.first) * self.info.time_base) * self.info.fps
+        has_rate = abs(wanted - tail.num_frames) <= _MAX_RATE_ERROR * tail.num_frames
+        return Shown(None, tail.shown.end_pts) if has_rate else None
+
+    def _tail(self, timestamp: int) -> _Tally | None:
+        """Reads from the keyframe before a timestamp to the end; None if there is nothing, or no time."""
+        self.has_moved = True
+        try:
+            self.video.container.seek(timestamp, stream=self.video.stream)
+        except av.error.FFmpegError:
+            return None
+        tally = self._tally(self._demux(self.video))
+        return None if tally is None or not tally.num_frames else tally
+
+    def _tally(self, packets: Iterator[VideoPacket]) -> _Tally | None:
+        """Adds packets up; None if the time is over, or there are more than the limits allow."""
+        tally, before = _Tally(self.info), None
+        for number, packet in enumerate(packets):
+            if before is not None:
+                tally.add(before)
+            before = packet if packet.size else None
+            if number % _PACKETS_BETWEEN_LOOKS == 0 and time.monotonic() > self.until_s:
+                return None
+            if number > self.limits.max_frames:
+                return None
+        if before is not None and not before.is_corrupt:  # the file may end within the last packet
+            tally.add(before)
+        return tally
+
+    def _demux(self, video: OpenVideo) -> Iterator[VideoPacket]:
+        """Yields packets from where a container is, past what cannot be read."""
+        for _ in range(_MAX_READ_ERRORS):
+            try:
+                yield from video.container.demux(video.stream)
+            except av.error.FFmpegError:
+                continue
+            return
+
+
+def _last_cue(video: OpenVideo) -> int | None:
+    """Returns the timestamp of the last keyframe that an MKV lists; None if it lists none."""
+    stream: VideoStream = video.stream
+    try:
+        video.container.seek(stream.start_time or 0, stream=stream)  # cues are read at the first seek
+    except av.error.FFmpegError:
+        return None
+    number = len(stream.index_entries)
+    return stream.index_entries[number - 1].timestamp if number > 1 else None
