@@ -111,7 +111,7 @@ def run(num_frames: int, only: str = "", families: Sequence[str] = FAMILIES) -> 
         witness = Witness(Path(folder), rng, families)
         for place, clip in enumerate(clips):
             seen = sum(verdict.num_read + verdict.num_unreadable + verdict.num_wrong for _, verdict in found)
-            verdict = witness.look_at(clip, -(-(num_frames - seen) // (len(clips) - place)))
+            verdict = witness.look_at(clip, max(-(-(num_frames - seen) // (len(clips) - place)), 1))
             found.append((clip, verdict))
             _show(place, len(clips), clip, verdict, perf_counter() - begin_s)
         witness.close()

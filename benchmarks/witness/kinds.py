@@ -51,7 +51,7 @@ FLV1 = Encoding("flv", "", {"g": "30"})
 WMV2 = Encoding("wmv2", "", {"g": "30"})
 FFV1 = Encoding("ffv1", "")
 
-# Container: FFmpeg's name of its muxer, what is encoded in it.
+# Container: FFmpeg's name of its muxer, what is encoded in it. ASF holds no time at which a frame is shown.
 _CONTAINERS: dict[str, tuple[str, tuple[Encoding, ...]]] = {
     "mp4": ("mp4", (H264_B, HEVC, H264_OPEN, VP9, H264_LONG, AV1, HEVC_OPEN, MPEG4_B, H264)),
     "mov": ("mov", (H264_B, MJPEG, H264_LONG, PRORES, HEVC, H264_INTRA)),
@@ -62,7 +62,7 @@ _CONTAINERS: dict[str, tuple[str, tuple[Encoding, ...]]] = {
     "avi": ("avi", (MPEG4_B, H264_B, MJPEG, MPEG4, H264_LONG)),
     "ts": ("mpegts", (H264_B, HEVC_OPEN, H264_OPEN, H264_LONG, HEVC)),
     "flv": ("flv", (H264_B, FLV1, H264_LONG)),
-    "asf": ("asf", (H264_B, WMV2)),
+    "asf": ("asf", (H264, WMV2)),
     "nut": ("nut", (H264_B, VP8)),
     "ogv": ("ogg", (VP8, VP8_ALT)),
     "ivf": ("ivf", (VP9, VP8, AV1)),
@@ -144,8 +144,7 @@ def _turned(rng: random.Random) -> Iterator[Clip]:
 
 def _late(rng: random.Random) -> Iterator[Clip]:
     for container, encoding, rate, start_s in (
-        ("mp4", H264_B, "30", 5), ("mov", H264_OPEN, "24", 2), ("mkv", H264_B, "25", 7), ("webm", VP9, "30", 3),
-        ("ts", H264_B, "29.97", 3600), ("ts", MPEG2, "25", 95_435), ("mpg", MPEG2, "25", 900),
+        ("mp4", H264_B, "30", 5), ("mov", H264_OPEN, "24", 2), ("mkv", H264_B, "25", 7), ("webm", VP9, "30", 3), ("ts", H264_B, "29.97", 3600), ("ts", MPEG2, "25", 95_435), ("mpg", MPEG2, "25", 900),
         ("flv", H264_B, "15", 12), ("mkv", H264_OPEN, "23.976", 4000), ("nut", H264_B, "50", 9),
     ):  # fmt: skip
         muxer = {**_CONTAINERS, **_MPEG_CONTAINERS}[container][0]
@@ -173,7 +172,7 @@ def _with_sound(rng: random.Random) -> Iterator[Clip]:
 
 
 def _trimmed() -> Iterator[Clip]:
-    """Hides stored frames by edit lists: the end, the start in the middle of a GOP, both, and a part between."""
+    """Hides stored frames by edit lists: the end, the start, both, and a part between, in the middle of GOPs."""
     for container, encoding, rate in (
         ("mp4", H264_B, "30"), ("mov", H264_LONG, "29.97"), ("mp4", H264_OPEN, "25"), ("m4v", HEVC, "24"),
         ("mp4", H264_B, "60"), ("mov", MJPEG, "15"),
