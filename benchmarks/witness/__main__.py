@@ -1,7 +1,9 @@
-"""Reads the time that is drawn into frames, as the pipeline hands them to a model, and says which are wrong.
+"""Reads the time that is drawn into frames, as the pipeline hands them to a model, and judges them.
 
-python -m benchmarks.witness --frames 10000       writes benchmarks/results/witness.md; exits 1 for a wrong frame
-python -m benchmarks.witness --only "end cut"     clips whose name has this, without a file of results
+    python -m benchmarks.witness --frames 10000       writes benchmarks/results/witness.md
+    python -m benchmarks.witness --only "end cut"     clips whose name has this, without a file of results
+
+Exits with 1 where a frame is wrong or cannot be read, with 2 where tesseract is missing.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Witness:
     def __init__(self, folder: Path, rng: random.Random, families: Sequence[str] = FAMILIES) -> None:
         """Makes the models. folder: for them and the clips."""
         self._folder, self._rng = folder, rng
-        self._models = [Model(family, folder / family) for family in families]
+        self.models = [Model(family, folder / family) for family in families]
         self._children = MediaChildren(ChildLimits(max_children=2), decodes_video=True)
         self._num_asked = 0
 
@@ -49,11 +51,12 @@ class Witness:
         clip = write(clip, path, drawn_ms)
         verdict = Verdict()
         while verdict.num_read + verdict.num_unreadable + verdict.num_wrong < num_frames:
-            verdict.add(self._asked(clip, path, self._drawn_sampling(clip)))
+            verdict.add(self.asked(clip, path, self._drawn_sampling(clip)))
         return verdict
 
-    def _asked(self, clip: Clip, path: Path, sampling: FrameSampling) -> Verdict:
-        model = self._models[self._num_asked % len(self._models)]
+    def asked(self, clip: Clip, path: Path, sampling: FrameSampling) -> Verdict:
+        """Asks one question about a clip that is written to `path`, as the next family."""
+        model = self.models[self._num_asked % len(self.models)]
         self._num_asked += 1
         wanted = self._wanted(model, clip, sampling)
         pixels = model.pixels(wanted.num_frames)
@@ -88,8 +91,9 @@ class Witness:
             end_s = start_s + rng.uniform(0.25, 1) * (length_s - start_s)
             return FrameSampling(min(2.0, _MAX_FRAMES / (end_s - start_s)), start_s=start_s, end_s=end_s)
         start = rng.randrange(max(clip.num_shown - 24, 1))
-        start_s = float(start / clip.rate_per_s)
-        return FrameSampling(takes_all=True, start_s=start_s, end_s=start_s + 24.4 / clip.rate_per_s)
+        # Between two frames, as containers round the times at which frames begin.
+        start_s = max(start - 0.5, 0.0) / clip.rate_per_s
+        return FrameSampling(takes_all=True, start_s=start_s, end_s=start_s + 24 / clip.rate_per_s)
 
 
 def _named(model: Model, sampling: FrameSampling) -> str:
@@ -144,9 +148,9 @@ def report(found: Sequence[tuple[Clip, Verdict]], command: str) -> str:
         f"- wrong: {total.num_wrong}",
         f"- unreadable: {total.num_unreadable}",
         "",
-        "A frame is right where three times agree: the one asked for, the one planned, and the one that is drawn into",
-        "the frame that goes into the vision tower. Cells count the frames read; in brackets are wrong and unreadable",
-        "ones, where there are any.",
+        "A frame is right where three times agree: the one asked for, the one planned, and the one that is",
+        "drawn into the frame that goes into the vision tower. Cells count the frames read. Brackets hold",
+        "wrong and unreadable ones, where there are any.",
         "",
         "## Container and rate",
         "",

@@ -39,7 +39,7 @@ def trim(path: Path, clip: Clip) -> Clip:
 
 
 def _edit(clip: Clip, run: tuple[int, int], movie: int, track: int, begins: int) -> bytes:
-    """Returns an entry: its length in ticks of the movie, where it begins in those of the track, its speed."""
+    """Returns an entry: its length in ticks of the movie, its begin in those of the track, its speed."""
     start_s, stop_s = (clip.stored_s[index] for index in run)
     return struct.pack(">IiI", round((stop_s - start_s) * movie), begins + round(start_s * track), 1 << 16)
 
@@ -77,7 +77,7 @@ def _num_decodable(path: Path) -> int:
 
 
 def restart_at(clock_s: int) -> Callable[[Path, Clip], Clip]:
-    """Returns what writes the second half with a clock of its own that begins at `clock_s`, and joins both."""
+    """Returns what writes the second half by a clock that begins at `clock_s`, and joins both halves."""
 
     def finish(path: Path, clip: Clip) -> Clip:
         half, drawn = clip.num_frames // 2, clip.drawn_ms

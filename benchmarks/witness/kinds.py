@@ -80,6 +80,15 @@ _FIXED_RATE = ("avi", "h264", "hevc", "mpg", "vob", "mxf", "ivf", "ogv", "3gp")
 _MXF_RATES = ("23.976", "24", "25", "29.97", "30", "50", "59.94", "60")
 
 
+FEW = ("mp4 23.976", "mov 29.97", "mkv 25", "webm 15", "avi 12.5", "ts 50", "flv 30", "mpg 24")
+
+
+def few(rng: random.Random) -> list[Clip]:
+    """Returns a short clip of eight containers, each with a rate of its own."""
+    chosen = [clip for clip in plain(rng) if f"{clip.container} {clip.rate}" in FEW]
+    return [replace(clip, num_frames=min(clip.num_frames, 240)) for clip in chosen]
+
+
 def clips(rng: random.Random) -> Iterator[Clip]:
     """Yields all clips; their lengths are drawn."""
     yield from plain(rng)
@@ -144,7 +153,9 @@ def _turned(rng: random.Random) -> Iterator[Clip]:
 
 def _late(rng: random.Random) -> Iterator[Clip]:
     for container, encoding, rate, start_s in (
-        ("mp4", H264_B, "30", 5), ("mov", H264_OPEN, "24", 2), ("mkv", H264_B, "25", 7), ("webm", VP9, "30", 3), ("ts", H264_B, "29.97", 3600), ("ts", MPEG2, "25", 95_435), ("mpg", MPEG2, "25", 900),
+        ("mp4", H264_B, "30", 5), ("mov", H264_OPEN, "24", 2), ("mkv", H264_B, "25", 7),
+        ("webm", VP9, "30", 3),
+        ("ts", H264_B, "29.97", 3600), ("ts", MPEG2, "25", 95_435), ("mpg", MPEG2, "25", 900),
         ("flv", H264_B, "15", 12), ("mkv", H264_OPEN, "23.976", 4000), ("nut", H264_B, "50", 9),
     ):  # fmt: skip
         muxer = {**_CONTAINERS, **_MPEG_CONTAINERS}[container][0]
@@ -172,7 +183,7 @@ def _with_sound(rng: random.Random) -> Iterator[Clip]:
 
 
 def _trimmed() -> Iterator[Clip]:
-    """Hides stored frames by edit lists: the end, the start, both, and a part between, in the middle of GOPs."""
+    """Hides stored frames by edit lists: the end, the start, both, a part between; in the middle of GOPs."""
     for container, encoding, rate in (
         ("mp4", H264_B, "30"), ("mov", H264_LONG, "29.97"), ("mp4", H264_OPEN, "25"), ("m4v", HEVC, "24"),
         ("mp4", H264_B, "60"), ("mov", MJPEG, "15"),
