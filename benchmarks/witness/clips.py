@@ -172,7 +172,7 @@ def _video_stream(container: Any, clip: Clip) -> Any:
 
 def _planes(picture: UInt8Array, rotation_deg: int) -> UInt8Array:
     """Lays out a grey picture as yuv420p, turned so that a player turns it back."""
-    grey = np.rot90(picture, rotation_deg // 90)
+    grey = np.rot90(picture, -rotation_deg // 90)
     return np.concatenate([grey, np.full((grey.shape[0] // 2, grey.shape[1]), 128, np.uint8)])
 
 
