@@ -28,6 +28,7 @@ from epd.errors import EPDError
 from video import ChildLimits, MediaChildren
 
 _MAX_FRAMES = 48  # of one question
+_AT_RATE = 47.5  # the same, where a rate is asked for: no whole number, which rounding may miss by one
 _CHILDREN_EVERY = 4  # of the questions, one is read as a server reads it
 _SEED = 20261126
 
@@ -85,11 +86,11 @@ class Witness:
         if kind == "number":
             return FrameSampling(num_frames=rng.randint(2, min(_MAX_FRAMES, clip.num_shown)))
         if kind == "rate":
-            return FrameSampling(fps=min(rng.choice((0.2, 0.5, 1.0, 2.0, 4.0)), _MAX_FRAMES / length_s))
+            return FrameSampling(fps=min(rng.choice((0.2, 0.5, 1.0, 2.0, 4.0)), _AT_RATE / length_s))
         if kind == "part":
             start_s = rng.uniform(0, 0.7) * length_s
             end_s = start_s + rng.uniform(0.25, 1) * (length_s - start_s)
-            return FrameSampling(min(2.0, _MAX_FRAMES / (end_s - start_s)), start_s=start_s, end_s=end_s)
+            return FrameSampling(min(2.0, _AT_RATE / (end_s - start_s)), start_s=start_s, end_s=end_s)
         start = rng.randrange(max(clip.num_shown - 24, 1))
         # Between two frames, as containers round the times at which frames begin.
         start_s = max(start - 0.5, 0.0) / clip.rate_per_s
