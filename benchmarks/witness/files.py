@@ -39,9 +39,12 @@ def trim(path: Path, clip: Clip) -> Clip:
 
 
 def _edit(clip: Clip, run: tuple[int, int], movie: int, track: int, begins: int) -> bytes:
-    """Returns an entry: its length in ticks of the movie, its begin in those of the track, its speed."""
+    """Returns an entry: its length in ticks of the movie, its begin in those of the track, its speed.
+
+    The length is cut to whole ticks, or the frame behind it would be shown for the rest of one.
+    """
     start_s, stop_s = (clip.stored_s[index] for index in run)
-    return struct.pack(">IiI", round((stop_s - start_s) * movie), begins + round(start_s * track), 1 << 16)
+    return struct.pack(">IiI", int((stop_s - start_s) * movie), begins + round(start_s * track), 1 << 16)
 
 
 def _boxes(data: bytearray, start: int = 0, stop: int | None = None) -> Iterator[tuple[str, int]]:
