@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-together test-timed test-compiled test-topologies explore soak structured clients kernels check lint types fix wheel bench score gpu gpu-dry clean
+.PHONY: help demo test test-together test-timed test-compiled test-topologies explore soak structured clients witness kernels check lint types fix wheel bench score gpu gpu-dry clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -59,6 +59,9 @@ structured: $(STAMP) ## 1,000 drawn schemas at temperature 1.5 in 1e1p1d, every 
 
 clients: $(STAMP) ## 1,000 requests by each of 9 clients and load generators of others, in environments of their own (CLIENTS="--requests 20 --local")
 	$(BIN)/python -m benchmarks.clients $(CLIENTS)
+
+witness: $(STAMP) ## read the time drawn into 10,000 frames of clips of every container and rate; needs tesseract (WITNESS="--frames 500")
+	$(BIN)/python -m benchmarks.witness $(WITNESS)
 
 kernels: $(STAMP) ## compile every GPU kernel for sm_80 and sm_90, here; fails where one spills or does not fit
 	$(BIN)/python -m tests.stages.kernels_ahead
