@@ -32,7 +32,7 @@ def good(number: int) -> bytes:
 
 
 def records(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.open("rb")]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def batch(folder: Path, open_backend: Callable[[LineIndex], Any]) -> Answer:
