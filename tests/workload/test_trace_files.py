@@ -11,11 +11,8 @@ from epd.errors import RequestError
 from epd.workload.trace import TraceRow, open_trace
 
 PLAIN = (
-    "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens
-"
-    "2024-10-15 00:00:01.25,2,1743,112
-2024-10-15 00:00:03.75,0,40,5
-"
+    "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n"
+    "2024-10-15 00:00:01.25,2,1743,112\n2024-10-15 00:00:03.75,0,40,5\n"
 )
 ROWS = [TraceRow(0.0, 2, 1743, 112), TraceRow(2.5, 0, 40, 5)]
 TEXTS = [TraceRow(0.0, 0, 1743, 112), TraceRow(2.5, 0, 40, 5)]
@@ -38,15 +35,17 @@ READ: dict[str, bytes] = {
     "quotes": b'"TIMESTAMP","NumImages","ContextTokens","GeneratedTokens"\n'
     b'"2024-10-15 00:00:01.25","2","1743","112"\n"2024-10-15 00:00:03.75","0","40","5"\n',
     "blank lines": ("\n \n" + PLAIN.replace("\n", "\n\n") + "\n,,,\n").encode(),
-    "names in other words' marks": PLAIN.replace(
-        HEAD, "Timestamp ,num_images,Context Tokens,generated-tokens\n"
+    "names with marks": (
+        "Timestamp ,num_images,Context Tokens,generated-tokens\n" + PLAIN.removeprefix(HEAD)
     ).encode(),
     "no images said": PLAIN.replace(",0,", ",,").encode(),
     "out of order": "".join(PLAIN.splitlines(keepends=True)[place] for place in (0, 2, 1)).encode(),
     "seconds": (HEAD + "1.25,2,1743,112\n3.75,0,40,5").encode(),
     "times of a day": (HEAD + "10:00:01.250,2,1743,112\n10:00:03.750,0,40,5").encode(),
     "zones": (HEAD + "2024-10-15T02:00:01.250+02:00,2,1743,112\n2024-10-15T00:00:03.750Z,0,40,5").encode(),
-    "columns in another order": b"GeneratedTokens,x,ContextTokens,NumImages,TIMESTAMP\n112,a,1743,2,1.25\n5,b,40,0,3.75",
+    "columns in another order": (
+        b"GeneratedTokens,x,ContextTokens,NumImages,TIMESTAMP\n112,a,1743,2,1.25\n5,b,40,0,3.75"
+    ),
     "gzip of a mark": gzip.compress(b"\xef\xbb\xbf" + PLAIN.encode()),
 }
 
