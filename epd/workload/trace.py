@@ -210,8 +210,7 @@ def parse_mooncake(lines: Iterable[str], max_rows: int | None = None) -> list[Tr
             time_s, tokens = _number(given[0]) / 1000, [_count(each, _MAX_TOKENS) for each in given[1:]]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise RequestError(
-                f"line {number} of the trace: {_reason(error)}; it must have timestamp, input_length and "
-                "output_length, as Mooncake's traces have; correct or delete it"
+                f"line {number} of the trace: {_reason(error)}; correct or delete it"
             ) from None
         rows.append(TraceRow(time_s, 0, *tokens))
     return _from_zero(rows)
@@ -220,7 +219,7 @@ def parse_mooncake(lines: Iterable[str], max_rows: int | None = None) -> list[Tr
 def _reason(error: Exception) -> str:
     match error:
         case KeyError():
-            return f"it has no {error}"
+            return f"it has no {error}; allowed: timestamp, input_length and output_length"
         case TypeError():
             return "it is no JSON object"
         case RecursionError():
