@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, cycle, groupby
+from itertools import chain, cycle, groupby, islice
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -18,13 +18,13 @@ from transformers import PreTrainedTokenizerBase
 from encoders.checkpoint import Checkpoint
 from encoders.prompt.contents import NO_PLACEHOLDERS, Placeholders, as_texts, roles_of_texts
 from encoders.prompt.tool_history import (
+    RESPONSE,
     ToolCall,
     calls_as_text,
     definitions_as_text,
     for_template,
     knows_definitions,
     knows_tools,
-    response_as_text,
 )
 from epd.errors import RequestError, check_question
 from epd.types import MediaKind
@@ -55,7 +55,7 @@ class ContentPart:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """Holds one message. Raises RequestError for an empty one, and for media that are not the user's.
+    """Holds one message. Raises RequestError for an empty one, and for media of the system or the assistant.
 
     tool_calls: of the assistant.
     tool_call_id: of the call that a tool answers.
@@ -71,11 +71,11 @@ class ChatMessage:
     def __post_init__(self) -> None:
         if not self.parts:
             raise RequestError(f"a message of the {self.role} has no content; give it a text")
-        if self.role != "user" and self.media_kinds:
+        if self.role not in ("user", "tool") and self.media_kinds:
             kind = self.media_kinds[0]
             raise RequestError(
                 f"a message of the {self.role} contains {'audio' if kind == 'audio' else f'{kind}s'}; "
-                "allowed: text; put media into a message of the user"
+                "allowed: text; put media into a message of the user, or of a tool"
             )
 
     @property
@@ -240,11 +240,24 @@ def without_tools(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     said: list[ChatMessage] = []
     for is_tool, run in groupby(messages, key=lambda message: message.role == "tool"):
         if is_tool:
-            answers = (response_as_text(message.text) for message in run)
-            said.append(text_message("user", "\n".join(answers)))
+            said.append(ChatMessage("user", _responses(run)))
         else:
             said += [_with_calls_as_text(message) for message in run]
     return tuple(said)
+
+
+def _responses(run: Iterable[ChatMessage]) -> tuple[ContentPart, ...]:
+    """Returns what tools said, and their media, as parts of one message."""
+    begin, end = (ContentPart("text", mark) for mark in RESPONSE)
+    new_line = ContentPart("text", "\n")
+    parts = chain.from_iterable((new_line, begin, *message.parts, end) for message in run)
+    joined: list[ContentPart] = []
+    for is_text, several in groupby(islice(parts, 1, None), key=lambda part: part.kind == "text"):
+        if is_text:
+            joined.append(ContentPart("text", "".join(part.text for part in several)))
+        else:
+            joined += several
+    return tuple(joined)
 
 
 def _with_calls_as_text(message: ChatMessage) -> ChatMessage:
@@ -266,7 +279,7 @@ def moved_media(num_placed: int, num_media: int) -> RequestError:
     """Creates the error for a template that drops media, or shows them in an order other than sent."""
     return RequestError(
         f"the model's chat template placed {num_placed} of {num_media} media, or in another order; "
-        "send the images of a message before its videos"
+        "send the images of a message before its videos, and those of tools in a message of the user"
     )
 
 

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# What stands around a tool's response where it is a text.
+RESPONSE = ("<tool_response>\n", "\n</tool_response>")
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -54,11 +57,6 @@ def calls_as_text(calls: Sequence[ToolCall]) -> str:
         f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
         for call in calls
     )
-
-
-def response_as_text(text: str) -> str:
-    """Writes a tool's response as text."""
-    return f"<tool_response>\n{text}\n</tool_response>"
 
 
 def _parsed(arguments: str) -> Any:

@@ -28,14 +28,19 @@ def write_lines(out: Path, folder: Path, questions: Path) -> int:
         for path in videos:
             for number, question in enumerate(asked, start=1):
                 name = f"{path.name}#{number}"
-                record = {"id": name, "video": str(path.absolute()), "question": question}
+                record = {"id": _readable(name), "video": path.absolute().as_uri(), "question": question}
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
     return len(videos) * len(asked)
 
 
+def _readable(name: str) -> str:
+    """Returns a file's name with escapes for what is no text in the encoding of names."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def _questions(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read '{path}': {error}; give a text file, a question a line") from error
     asked = [line.strip() for line in lines if line.strip()]

@@ -23,7 +23,7 @@ import httpx
 from epd.batch.lines import CHAT_URL, JSON, BatchLine
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
 from epd.client.endpoint import Endpoint, get, parse_endpoints
-from epd.errors import UnavailableError
+from epd.errors import InternalError, UnavailableError
 from epd.transfer.bounded_queue import BoundedQueue, QueueClosed
 
 MAX_TASKS = 4
@@ -181,7 +181,12 @@ class _HttpRun:
                 asked.add_done_callback(lambda _: self._slots.release())
 
     async def _answer(self, line: BatchLine) -> None:
-        outcome = await self._outcome(line)
+        try:
+            outcome = await self._outcome(line)
+        except UnavailableError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what one line meets is that line's
+            outcome = Failed.of(line, InternalError.of(error))
         if isinstance(outcome, Answered):
             self._backend.note(outcome.completion)
         await asyncio.to_thread(self._outcomes.put, outcome, 1)
@@ -232,7 +237,7 @@ class _HttpRun:
 def _read(line: BatchLine, answer: httpx.Response) -> Outcome:
     try:
         record: Any = answer.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
     if answer.status_code == HTTPStatus.OK and _is_completion(record):
         return Answered(line, record)

@@ -7,6 +7,7 @@ file disappears with the process, however it ends. A line is read again when it 
 from __future__ import annotations
 
 import hashlib
+import json
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from epd.batch.line_files import check_is_lines, whole_lines
 from epd.batch.lines import (
+    BOM,
     BatchLine,
     Form,
     LineDefaults,
@@ -43,6 +46,7 @@ CREATE TABLE refused (number INTEGER PRIMARY KEY, message TEXT NOT NULL);
 _CHUNK = 256
 _FORGET_CHUNK = 10_000
 _PROGRESS_EVERY = 1000
+_MAX_SHOWN = 100  # characters of an id in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +78,10 @@ class LineIndex:
     """Indexes an input file. Groups and lines may be read on any thread."""
 
     def __init__(self, source: Path, defaults: LineDefaults) -> None:
-        """Reads the file once. Raises RequestError for a file that cannot be read, and for an id twice."""
+        """Opens the file. Raises RequestError for one that cannot be read."""
         self.source = source
         self._defaults = defaults
+        self._max_line_bytes = defaults.max_line_bytes
         self._lock = threading.Lock()
         try:
             self._file = source.open("rb")
@@ -94,11 +99,12 @@ class LineIndex:
     def build(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
         """Reads the whole file once. progress: called with the bytes read, and all. Raises RequestError."""
         size, start = self.source.stat().st_size, 0
+        check_is_lines(self._file, self.source)
         self._database.execute("BEGIN")
-        for number, text in enumerate(self._file, start=1):
-            if text.strip():
+        for number, (text, num_bytes) in enumerate(whole_lines(self._file, self._max_line_bytes), start=1):
+            if text.removeprefix(BOM).strip():
                 self._note(text, number, start)
-            start += len(text)
+            start += num_bytes
             if number % _PROGRESS_EVERY == 0:
                 progress(start, size)
         self._database.execute("COMMIT")
@@ -106,20 +112,34 @@ class LineIndex:
     def _note(self, text: bytes, number: int, start: int) -> None:
         try:
             line = parse_line(text, number, self._defaults)
+            family = self._family(line)
         except LineError as error:
             key = _line_key(number) if error.line_id is None else id_key(error.line_id)
-            self._insert(number, key, start, None)
-            self._database.execute("INSERT INTO refused VALUES (?, ?)", (number, str(error)))
-        else:
-            self._insert(number, line.key, start, self._family(line))
+            self._refuse(_line_key(number) if self._twin(key) else key, number, start, str(error))
+            return
+        if twin := self._twin(line.key):
+            if not self._was_refused(twin):
+                message = f"it has the id {line.key[:_MAX_SHOWN]} of line {twin}; give each line its own"
+                self._refuse(_line_key(number), number, start, message)
+                return
+            # A line that can be asked comes before one that cannot.
+            self._database.execute("UPDATE lines SET key = ? WHERE number = ?", (_line_key(twin), twin))
+        self._insert(number, line.key, start, family)
+
+    def _twin(self, key: str) -> int:
+        """Returns the number of the line that has a key, 0 for none."""
+        found = self._database.execute("SELECT number FROM lines WHERE key = ?", (key,)).fetchone()
+        return int(found[0]) if found else 0
+
+    def _was_refused(self, number: int) -> bool:
+        query = "SELECT 1 FROM refused WHERE number = ?"
+        return self._database.execute(query, (number,)).fetchone() is not None
+
+    def _refuse(self, key: str, number: int, start: int, message: str) -> None:
+        self._insert(number, key, start, None)
+        self._database.execute("INSERT INTO refused VALUES (?, ?)", (number, message))
 
     def _insert(self, number: int, key: str, start: int, family: bytes | None) -> None:
-        query = "SELECT number FROM lines WHERE key = ?"
-        twin = self._database.execute(query, (key,)).fetchone()
-        if twin is not None:
-            raise RequestError(
-                f"line {number} of '{self.source}' has the id {key} of line {twin[0]}; give each line its own"
-            )
         self._database.execute("INSERT INTO lines VALUES (?, ?, ?, ?)", (number, key, start, family))
 
     def _family(self, line: BatchLine) -> bytes:
@@ -164,16 +184,18 @@ class LineIndex:
             return int(self._database.execute(query).fetchone()[0])
 
     def refused(self) -> Iterator[RefusedLine]:
-        """Yields the lines that cannot be asked, in order."""
+        """Yields the lines that cannot be asked, in order. One whose id another line has gets none."""
         query = (
-            "SELECT number, start, message FROM lines JOIN refused USING (number) "
+            "SELECT number, start, message, key FROM lines JOIN refused USING (number) "
             "WHERE number > ? ORDER BY number LIMIT ?"
         )
-        for number, start, message in self._pages(query):
+        for number, start, message, key in self._pages(query):
             try:
-                self._read(start, number)
+                form = self._read(start, number).form
             except LineError as error:
-                yield RefusedLine(number, error.line_id, error.form, message)
+                form = error.form
+            line_id = None if key == _line_key(number) else json.loads(key)
+            yield RefusedLine(number, line_id, form, message)
 
     def groups(self) -> Iterator[LineGroup]:
         """Yields groups in order of their first lines."""
@@ -214,7 +236,7 @@ class LineIndex:
     def _read(self, start: int, number: int) -> BatchLine:
         with self._lock:
             self._file.seek(start)
-            text = self._file.readline()
+            text = self._file.readline(self._max_line_bytes + 1)
         return parse_line(text, number, self._defaults)
 
 

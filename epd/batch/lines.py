@@ -13,10 +13,15 @@ media:
 from __future__ import annotations
 
 import json
+import math
+import re
+import reprlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from epd.errors import RequestError
 
@@ -31,13 +36,22 @@ _SHORT_KEYS = (
 )  # fmt: skip
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
 _URL_PREFIXES = ("http://", "https://", "data:", "file:")
-_MEDIA_PARTS = ("image_url", "video_url", "audio_url")
-_SOUND = "input_audio"  # has its bytes instead of a URL
+# Where parts have their media, whatever their type is called.
+_MEDIA_PLACES = ("image_url", "video_url", "audio_url", "input_audio")
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 _SAMPLING_PLACES = (("epd",), ("mm_processor_kwargs",), ("media_io_kwargs", "video"))
 _RATES = ("fps", "num_frames")
 _PART = ("start_s", "end_s")
 _REDUCTION = ("retention", "reduction", "compute_share", "max_visual_tokens")
+# Of one line: as much as a server takes as one body.
+MAX_LINE_BYTES = 128 << 20
+_MAX_DEPTH = 100  # lists and objects in each other: parsers end at about 200
+BOM = b"\xef\xbb\xbf"
+_SURROGATES = range(0xD800, 0xE000)
+# The id of a line that cannot be parsed, where it comes first.
+_FIRST_ID = re.compile(
+    rb'\s*\{\s*"(?:custom_)?id"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.){1,256}"|-?\d{1,18})\s*[,}]'
+)
 
 
 class LineError(RequestError):
@@ -61,6 +75,7 @@ class LineDefaults:
     url: the only one that OpenAI's form may have.
     least_priority: of every request; None leaves priorities as they are.
     is_from_client: of a server: of OpenAI's form alone, and no file that lines name is looked at.
+    max_line_bytes: longer lines are not read.
     """
 
     folder: Path
@@ -74,6 +89,7 @@ class LineDefaults:
     url: str = CHAT_URL
     least_priority: int | None = None
     is_from_client: bool = False
+    max_line_bytes: int = MAX_LINE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +126,25 @@ class SharedPrefix:
 
 
 def id_key(line_id: LineId) -> str:
-    return json.dumps(line_id, ensure_ascii=False)
+    return json.dumps(line_id)
 
 
 def parse_line(text: bytes, number: int, defaults: LineDefaults) -> BatchLine:
     """Parses one line. Raises LineError for an unknown form or a request that makes no sense."""
     form: Form = "openai" if defaults.is_from_client else "short"
+    if len(text) > defaults.max_line_bytes:
+        raise LineError(
+            f"this line has more than {defaults.max_line_bytes} bytes; allowed that many; give media by URL",
+            _first_id(text),
+            form,
+        )
     try:
-        record = json.loads(text)
-    except ValueError as error:
-        raise LineError(f"this line is not JSON: {error}; give one object on each line", form=form) from None
+        record = _parsed(text)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise LineError(
+            f"this line is not JSON: {reason}; give one object on each line", _first_id(text), form
+        ) from None
     if not isinstance(record, dict):
         raise LineError(f"this line is a JSON {type(record).__name__}; give an object", form=form)
     if "custom_id" in record:
@@ -131,13 +156,80 @@ def parse_line(text: bytes, number: int, defaults: LineDefaults) -> BatchLine:
     return _parse_short(record, number, defaults)
 
 
+def _parsed(text: bytes) -> Any:
+    """Parses JSON as its standard has it. Raises ValueError, RecursionError.
+
+    Python's parser takes NaN, infinite numbers, halves of surrogate pairs and fields that come twice: none of
+    them can be sent on, or means one thing.
+    """
+    record = json.loads(
+        text.removeprefix(BOM).decode(),
+        parse_constant=_no_constant,
+        parse_float=_finite,
+        object_pairs_hook=_object,
+    )
+    if text.count(b"[") + text.count(b"{") > _MAX_DEPTH and _is_deep(record):
+        raise RecursionError
+    if b"\\u" in text and (half := _half_character(json.dumps(record, ensure_ascii=False))):
+        raise ValueError(f"{half} is half of a character")
+    return record
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is too large for a number")
+    return number
+
+
+def _object(pairs: list[tuple[str, Any]]) -> JSON:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        [(twin, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the field {reprlib.repr(twin)} comes twice")
+    return found
+
+
+def _is_deep(value: Any) -> bool:
+    """Returns whether lists and objects lie too deep in each other, without recursion."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        containers = [each for each in level if isinstance(each, list | dict)]
+        level = [part for each in containers for part in (each.values() if isinstance(each, dict) else each)]
+    return bool(level)
+
+
+def _half_character(text: str) -> str:
+    """Returns the first half of a surrogate pair in a text as an escape, empty without any."""
+    with suppress(UnicodeEncodeError):
+        text.encode()
+        return ""
+    return next(f"\\u{ord(char):04x}" for char in text if ord(char) in _SURROGATES)
+
+
+def _first_id(text: bytes) -> LineId | None:
+    """Returns the id of a line that is no JSON, if it comes first and can be read."""
+    found = _FIRST_ID.match(text.removeprefix(BOM)[:1024])
+    if found is None:
+        return None
+    try:
+        line_id: LineId = _parsed(found[1])
+    except ValueError:
+        return None
+    return line_id
+
+
 def _parse_short(record: JSON, number: int, defaults: LineDefaults) -> BatchLine:
     line_id = _checked_id(record.get("id"), "id", "short")
     try:
         _check_keys(record, _SHORT_KEYS)
         expected = record.get("answer")
         if expected is not None and not isinstance(expected, str):
-            raise RequestError(f"answer is {expected!r}; allowed: a text; put it in quotes")
+            raise RequestError(f"answer is {reprlib.repr(expected)}; allowed: a text; put it in quotes")
         return BatchLine(number, line_id, "short", _short_body(record, defaults), expected)
     except RequestError as error:
         raise LineError(str(error), line_id) from None
@@ -146,7 +238,7 @@ def _parse_short(record: JSON, number: int, defaults: LineDefaults) -> BatchLine
 def _short_body(record: JSON, defaults: LineDefaults) -> JSON:
     question = record.get("question")
     if not isinstance(question, str) or not question.strip():
-        raise RequestError(f"question is {question!r}; allowed: a text; ask something")
+        raise RequestError(f"question is {reprlib.repr(question)}; allowed: a text; ask something")
     parts: list[JSON] = list(_media_parts(record, defaults.folder))
     body: JSON = {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]}
     names = (*_RATES, *_PART, *_REDUCTION)
@@ -161,14 +253,18 @@ def _short_body(record: JSON, defaults: LineDefaults) -> JSON:
 def _media_parts(record: JSON, folder: Path) -> Iterator[JSON]:
     video, images = record.get("video"), record.get("images")
     if (video is None) == (images is None):
-        raise RequestError(f"video is {video!r} and images is {images!r}; give one of the two")
+        raise RequestError(
+            f"video is {reprlib.repr(video)} and images is {reprlib.repr(images)}; give one of the two"
+        )
     if isinstance(video, str) and video:
         yield _part("video_url", media_url(video, folder))
     elif isinstance(images, list) and images and all(isinstance(each, str) and each for each in images):
         yield from (_part("image_url", media_url(each, folder)) for each in images)
     else:
         name, value = ("images", images) if video is None else ("video", video)
-        raise RequestError(f"{name} is {value!r}; allowed: a path for video, a list of paths for images")
+        raise RequestError(
+            f"{name} is {reprlib.repr(value)}; allowed: a path for video, a list of paths for images"
+        )
 
 
 def _part(kind: str, url: str) -> JSON:
@@ -182,7 +278,9 @@ def media_url(source: str, folder: Path) -> str:
     try:
         return (folder / source).absolute().as_uri()
     except ValueError as error:
-        raise RequestError(f"{source!r} is not a path ({error}); give the path of a file") from None
+        raise RequestError(
+            f"{reprlib.repr(source)} is not a path ({error}); give the path of a file"
+        ) from None
 
 
 def _parse_openai(record: JSON, number: int, defaults: LineDefaults) -> BatchLine:
@@ -191,11 +289,14 @@ def _parse_openai(record: JSON, number: int, defaults: LineDefaults) -> BatchLin
         _check_keys(record, _OPENAI_KEYS)
         if (record.get("method"), record.get("url")) != ("POST", defaults.url):
             raise RequestError(
-                f"received {record.get('method')!r} {record.get('url')!r}; allowed: 'POST' {defaults.url!r}"
+                f"received {reprlib.repr(record.get('method'))} {reprlib.repr(record.get('url'))}; "
+                f"allowed: 'POST' {defaults.url!r}"
             )
         body = record.get("body")
         if not isinstance(body, dict):
-            raise RequestError(f"body is {body!r}; allowed: an object, the body of a chat request")
+            raise RequestError(
+                f"body is {reprlib.repr(body)}; allowed: an object, the body of a chat request"
+            )
         body = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
         return BatchLine(number, line_id, "openai", _with_defaults(_ranked(body, defaults), defaults))
     except RequestError as error:
@@ -211,14 +312,16 @@ def _ranked(body: JSON, defaults: LineDefaults) -> JSON:
 
 def _checked_id(value: Any, name: str, form: Form) -> LineId:
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise LineError(f"{name} is {value!r}; allowed: a text or a whole number; name the line", None, form)
+        raise LineError(
+            f"{name} is {reprlib.repr(value)}; allowed: a text or a whole number; name the line", None, form
+        )
     return value
 
 
 def _check_keys(record: JSON, known: tuple[str, ...]) -> None:
     unknown = next((name for name in record if name not in known), None)
     if unknown is not None:
-        raise RequestError(f"there is no field {unknown!r}; the fields are {', '.join(known)}")
+        raise RequestError(f"there is no field {reprlib.repr(unknown)}; the fields are {', '.join(known)}")
 
 
 def _with_defaults(body: JSON, defaults: LineDefaults) -> JSON:
@@ -281,12 +384,13 @@ def _urls(message: Any) -> Iterator[str]:
 
 
 def _url_of(part: Any) -> str | None:
-    kind = part.get("type") if isinstance(part, dict) else None
-    place = part.get(kind) if kind in (*_MEDIA_PARTS, _SOUND) else None
-    if kind == _SOUND and isinstance(place, dict) and isinstance(place.get("data"), str):
-        return f"data:audio/{place.get('format')};base64,{place['data']}"
-    url = place.get("url") if isinstance(place, dict) else None
-    return url if isinstance(url, str) else None
+    """Returns the URL of a part's medium in any form that servers take; of sound, its bytes as one."""
+    for name in _MEDIA_PLACES if isinstance(part, dict) else ():
+        place = part.get(name)
+        url = (place.get("url") or place.get("data")) if isinstance(place, dict) else place
+        if isinstance(url, str):
+            return f"data:audio/{place.get('format')};base64,{url}" if name == "input_audio" else url
+    return None
 
 
 def _without_urls(messages: list[Any]) -> list[Any]:
@@ -300,6 +404,12 @@ def _without_urls(messages: list[Any]) -> list[Any]:
 
 
 def _without_url(part: JSON) -> JSON:
-    kind = part["type"]
-    rest = {name: value for name, value in part[kind].items() if name not in ("url", "data")}
-    return {**{name: value for name, value in part.items() if name != "uuid"}, kind: rest}
+    """Returns all but the URL of a part, and what each of its fields held: "url" for a URL by itself."""
+    bare = {name: value for name, value in part.items() if name != "uuid"}
+    for name in _MEDIA_PLACES:
+        place = part.get(name)
+        if isinstance(place, dict):
+            bare[name] = {key: value for key, value in place.items() if key not in ("url", "data")}
+        elif isinstance(place, str):
+            bare[name] = "url"
+    return bare

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sqlite3
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from epd.types import content_hash
 
@@ -116,7 +117,7 @@ def local_path(url: str) -> Path | None:
     if url[:5].lower() != "file:":
         return None
     try:
-        return Path(unquote(urlsplit(url).path))
+        return Path(os.fsdecode(unquote_to_bytes(urlsplit(url).path)))
     except ValueError:
         return None
 

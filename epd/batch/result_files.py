@@ -96,7 +96,7 @@ class ResultFiles:
     def _write(self, file: IO[bytes], records: Sequence[JSON]) -> None:
         for record in records:
             self.tally.count(record, is_error=file is self._errors)
-        data = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
+        data = b"".join(_encoded(record) + b"\n" for record in records)
         while data:
             data = data[os.write(file.fileno(), data) :]
 
@@ -104,6 +104,11 @@ class ResultFiles:
         for file in (self._results, self._errors):
             os.fsync(file.fileno())
         self._synced_s = time.monotonic()
+
+
+def _encoded(record: JSON) -> bytes:
+    """Returns JSON in UTF-8. Halves of surrogate pairs, which a server may answer, stay escapes."""
+    return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
 def _open_locked(path: Path) -> IO[bytes]:
@@ -145,7 +150,7 @@ def _cut_torn_line(file: IO[bytes]) -> None:
 def _record(text: bytes, name: str) -> JSON:
     try:
         record = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
         raise RequestError(f"'{name}' holds {text[:60]!r}, which is not a result; name another file")

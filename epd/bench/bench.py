@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
 
-from epd.bench.body import chat_body
+from epd.bench.body import NEW_LIMIT, OLD_LIMIT, chat_body
 from epd.bench.client import ChatClient
 from epd.bench.generator import Prepared, run_load
 from epd.bench.media import MediaLibrary, media_keys
@@ -25,6 +25,7 @@ class BenchPlan:
     warmup: requests sent to each endpoint before its first round, one at a time, not counted.
     extra: fields added to every request's body.
     max_in_flight: of one endpoint.
+    limit_field: the name of the answer's length, unless the warm-up shows that a server wants the other.
     """
 
     workload: Workload
@@ -36,6 +37,7 @@ class BenchPlan:
     max_in_flight: int = 512
     timeout_s: float = 600.0
     extra: Mapping[str, Any] = field(default_factory=dict)
+    limit_field: str = OLD_LIMIT
 
     def __post_init__(self) -> None:
         if not self.endpoints:
@@ -144,11 +146,12 @@ async def run_bench(plan: BenchPlan, library: MediaLibrary, show: ShowPart = _sh
     Raises RequestError when an endpoint answers none of its warm-up requests.
     """
     runs = []
+    plans = [plan] * len(plan.endpoints)
     for round_index in range(plan.rounds):
         for place in plan.order(round_index):
             if round_index == 0:
-                await _warm_up(plan, place, library, show)
-            runs.append(await _run_round(plan, round_index, place, library, show))
+                plans[place] = await _warmed_up(plan, place, library, show)
+            runs.append(await _run_round(plans[place], round_index, place, library, show))
     return BenchResult(plan, tuple(runs))
 
 
@@ -171,20 +174,24 @@ async def _run_round(
     return EndpointRun(round_index, place, tuple(records), kinds)
 
 
-async def _warm_up(plan: BenchPlan, place: int, library: MediaLibrary, show: ShowPart) -> None:
+async def _warmed_up(plan: BenchPlan, place: int, library: MediaLibrary, show: ShowPart) -> BenchPlan:
+    """Returns the plan for an endpoint: with the other name of the answer's length, if it wants that."""
     endpoint = plan.endpoints[place]
     prepared = _prepare(plan, place, plan.warmup_requests(place), library)
     if not prepared:
-        return
+        return plan
     on_done = show(f"warm-up, {endpoint.name}", len(prepared))
     async with ChatClient(endpoint, timeout_s=plan.timeout_s) as client:
         records = await run_load(client, prepared, max_in_flight=1, is_open_loop=False, on_done=on_done)
     failed = [record for record in records if not record.is_ok]
     if len(failed) == len(records):
+        if plan.limit_field == OLD_LIMIT and NEW_LIMIT in failed[0].detail:
+            return await _warmed_up(replace(plan, limit_field=NEW_LIMIT), place, library, show)
         raise RequestError(
             f"{endpoint.name} ({endpoint.shown_url}) answered none of {len(records)} warm-up requests: "
             f"{failed[0].error}: {failed[0].detail}; --warmup 0 runs nevertheless"
         )
+    return plan
 
 
 def _prepare(
@@ -194,6 +201,6 @@ def _prepare(
 
     def body(request: PlannedRequest) -> Body:
         media = [parts[key] for key in media_keys(request)]
-        return chat_body(request, media, plan.endpoints[place].model, plan.extra)
+        return chat_body(request, media, plan.endpoints[place].model, plan.extra, plan.limit_field)
 
     return [Prepared(request.index, request.due_s, body(request)) for request in requests]

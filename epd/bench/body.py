@@ -9,6 +9,8 @@ from typing import Any
 from epd.client.body import Body, MediaPart, body_of, media_part
 from epd.workload.requests import PlannedRequest
 
+# The two names of the longest answer: all servers know the first, some of OpenAI's API take the second alone.
+OLD_LIMIT, NEW_LIMIT = "max_tokens", "max_completion_tokens"
 # About one token each in the vocabularies of Qwen, Llama and shapes-vl, with the space before them.
 _WORDS = (
     *(
@@ -41,10 +43,15 @@ def question_text(seed: int, num_tokens: int) -> str:
 
 
 def chat_body(
-    request: PlannedRequest, media: Sequence[MediaPart], model: str, extra: Mapping[str, Any]
+    request: PlannedRequest,
+    media: Sequence[MediaPart],
+    model: str,
+    extra: Mapping[str, Any],
+    limit_field: str = OLD_LIMIT,
 ) -> Body:
     """Returns a streaming chat request, greedy unless `extra` says otherwise: media first, then the question.
 
+    limit_field: the name of the answer's length.
     extra: fields of the body that are added to ours or replace them.
     """
     question = question_text(request.text_seed, request.shape.text_tokens)
@@ -52,7 +59,7 @@ def chat_body(
     record = {
         "model": model,
         "messages": [{"role": "user", "content": content if media else question}],
-        "max_tokens": request.shape.output_tokens,
+        limit_field: request.shape.output_tokens,
         "temperature": 0.0,
         "stream": True,
         "stream_options": {"include_usage": True},

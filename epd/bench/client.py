@@ -16,7 +16,7 @@ from epd.client.body import Body
 from epd.client.endpoint import Endpoint
 from epd.client.events import SSEParser
 
-_DETAIL_CHARS = 200
+_DETAIL_CHARS = 300
 # Below what servers keep idle connections for (uvicorn: 5 s), so that none is used that is being closed.
 _KEEPALIVE_S = 2.0
 _CONNECT_TIMEOUT_S = 30.0

@@ -15,6 +15,7 @@ import typer
 
 from epd import console
 from epd.bench.bench import BenchPlan, BenchResult, run_bench
+from epd.bench.body import NEW_LIMIT, OLD_LIMIT
 from epd.bench.media import ImageFormat, MediaLibrary
 from epd.bench.plots import plot_result
 from epd.bench.report import dump_json, print_result, result_record
@@ -88,6 +89,13 @@ _ApiKey = Annotated[
 _IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", help="Ask for answers of exactly --max-tokens, if the server can.")
 ]
+_NewLimit = Annotated[
+    bool,
+    typer.Option(
+        "--max-completion-tokens",
+        help="Send the longest answer under this name, not as max_tokens; the warm-up finds out by itself.",
+    ),
+]
 _ExtraBody = Annotated[str | None, typer.Option(metavar="JSON", help="Fields to add to every request.")]
 _Rounds = Annotated[int, typer.Option(metavar="N", help="Rounds per server, each with new content.")]
 _Warmup = Annotated[
@@ -130,6 +138,7 @@ def bench(
     model: _Model = "",
     api_key: _ApiKey = None,
     ignore_eos: _IgnoreEos = False,
+    max_completion_tokens: _NewLimit = False,
     extra_body: _ExtraBody = None,
     rounds: _Rounds = 1,
     warmup: _Warmup = 1,
@@ -169,6 +178,7 @@ def bench(
         max_in_flight=max_in_flight,
         timeout_s=timeout,
         extra=_extra_fields(extra_body, ignore_eos),
+        limit_field=NEW_LIMIT if max_completion_tokens else OLD_LIMIT,
     )
     result = _run(plan, media_dir, "png" if png else "jpeg")
     _report(result, config, json_file, plot)

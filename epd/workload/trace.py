@@ -7,21 +7,29 @@ The format is found by looking at the file. CSV has the columns of the public Az
 
 TIMESTAMP is a date and time, or seconds; ContextTokens counts text and images together; NumImages may be
 missing (the text traces), and VideoSeconds, a column of ours, adds one video of that length. Names in any
-case, columns in any order, others ignored. Source: AzureLMMInferenceDataset2025 of the Azure Public Dataset
-(ModServe, SoCC 2025). JSON lines are Mooncake's (FAST 2025), a folder holds ServeGen's clients
-(`epd.workload.servegen`). The access log: see `epd.workload.access_log`.
+case and with any marks, columns in any order, others ignored, separated by commas, semicolons or tabs.
+Source: AzureLMMInferenceDataset2025 of the Azure Public Dataset (ModServe, SoCC 2025). JSON lines are
+Mooncake's (FAST 2025), a folder holds ServeGen's clients (`epd.workload.servegen`). The access log: see
+`epd.workload.access_log`.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+import re
+import reprlib
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, time
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from epd.errors import RequestError
 from epd.workload.access_log import MARK, parse_log
@@ -32,6 +40,14 @@ from epd.workload.trace_media import TracedRequest, TraceMedia
 
 _REQUIRED = ("timestamp", "contexttokens", "generatedtokens")
 _NUM_SNIFFED = 1000
+_GZIP = b"\x1f\x8b"
+_DATE = re.compile(r"\d{4}-\d\d")
+# Numbers with marks between their digits: 1,743 and 0,25 and 1 743 and 1.743,5.
+_GROUPED = re.compile(r"[+-]?\d[\d.,'\s\u00a0\u202f_]*")
+# Of one request: prompts and images are made from these numbers.
+_MAX_TOKENS = 10_000_000
+_MAX_IMAGES = 10_000
+_MAX_VIDEO_S = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +79,23 @@ def open_trace(path: Path, max_rows: int | None = None) -> Sequence[TracedReques
     if path.is_dir():
         return draw_day(path, max_rows)
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open() as lines:
+        opened, encoding = _form_of(path)
+        with opened(path, "rt", encoding=encoding) as lines:
             return _parse_any(lines, max_rows)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeError, zlib.error) as error:
         raise RequestError(
-            f"the trace {str(path)!r} cannot be read: {error}; give a CSV file or an access log, or either "
-            "with gzip"
+            f"the trace {str(path)!r} cannot be read: {error}; give a CSV file or an access log in UTF-8, or "
+            "either with gzip"
         ) from None
+
+
+def _form_of(path: Path) -> tuple[Callable[..., AbstractContextManager[Iterable[str]]], str]:
+    """Returns what opens a file, by its first bytes, and its encoding, by the mark at its start."""
+    with path.open("rb") as file:
+        opened: Any = gzip.open if file.read(len(_GZIP)) == _GZIP else open
+    with opened(path, "rb") as file:
+        is_wide = file.read(len(codecs.BOM_UTF16)) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return opened, "utf-16" if is_wide else "utf-8-sig"
 
 
 def _parse_any(lines: Iterable[str], max_rows: int | None) -> Sequence[TracedRequest]:
@@ -79,43 +105,95 @@ def _parse_any(lines: Iterable[str], max_rows: int | None) -> Sequence[TracedReq
     whole = chain(head, source)
     if any(MARK in line for line in head):
         return parse_log(whole, max_rows)
-    if head and head[0].lstrip().startswith("{"):
+    first = next((line.lstrip() for line in head if line.strip()), "")
+    if first.startswith("{"):
         return parse_mooncake(whole, max_rows)
+    if first.startswith("["):
+        raise RequestError(
+            "the trace holds a JSON array; allowed: JSON with an object on each line, as pandas writes with "
+            "orient='records', lines=True; convert it"
+        )
     return parse_trace(whole, max_rows)
 
 
 def parse_trace(lines: Iterable[str], max_rows: int | None = None) -> list[TraceRow]:
-    """Returns rows of CSV text with a header line, in order of time. Raises RequestError for nonsense."""
-    reader = csv.DictReader(lines)
-    names = {name.strip().lower(): name for name in reader.fieldnames or ()}
-    missing = [name for name in _REQUIRED if name not in names]
-    if missing:
-        raise RequestError(
-            f"the trace has the columns {', '.join(names) or 'none'}; it needs TIMESTAMP, ContextTokens and "
-            "GeneratedTokens, and may have NumImages and VideoSeconds"
+    """Returns rows of CSV text with a header line, in order of time. Raises RequestError for nonsense.
+
+    Columns are separated by commas, semicolons or tabs; lines that are blank, or have empty columns alone,
+    are left out.
+    """
+    numbered = enumerate(lines, start=1)
+    first, header = next(((number, line) for number, line in numbered if line.strip()), (1, ""))
+    separator = max(",;\t", key=header.count)
+    reader = csv.reader((line for _, line in chain([(first, header)], numbered)), delimiter=separator)
+    try:
+        columns = [_bare(name) for name in next(reader, [])]
+        missing = [name for name in _REQUIRED if name not in columns]
+        if missing:
+            shown = _shown(", ".join(columns)) if header else "none"
+            raise RequestError(
+                f"the trace has the columns {shown}; it needs "
+                "TIMESTAMP, ContextTokens and GeneratedTokens, and may have NumImages and VideoSeconds"
+            )
+        found = (
+            (first - 1 + reader.line_num, dict(zip(columns, map(str.strip, cells), strict=False)))
+            for cells in reader
+            if any(map(str.strip, cells))
         )
-    records = ({key: record.get(name) or "" for key, name in names.items()} for record in reader)
-    rows = list(_rows(islice(records, max_rows)))
-    if not rows:
-        raise RequestError("the trace has a header and no rows; at least 1 is needed")
+        rows = [_row(number, record) for number, record in islice(found, max_rows)]
+    except csv.Error as error:
+        raise RequestError(
+            f"line {first - 1 + reader.line_num} of the trace: {error}; correct or delete it"
+        ) from None
     return _from_zero(rows)
 
 
-def _rows(records: Iterable[Mapping[str, str]]) -> Iterator[TraceRow]:
-    for number, record in enumerate(records, start=2):
-        try:
-            row = TraceRow(
-                _seconds(record["timestamp"]),
-                int(record.get("numimages") or 0),
-                int(record["contexttokens"]),
-                int(record["generatedtokens"]),
-                float(record.get("videoseconds") or 0),
-            )
-        except ValueError as error:
-            raise RequestError(f"line {number} of the trace: {error}; correct or delete it") from None
-        if min(row.num_images, row.context_tokens, row.generated_tokens, row.video_s) < 0:
-            raise RequestError(f"line {number} of the trace has a negative number; correct or delete it")
-        yield row
+def _bare(name: str) -> str:
+    """Returns the name of a column without what differs between programs: case, spaces and other marks."""
+    return "".join(filter(str.isalnum, name)).lower()
+
+
+def _row(number: int, record: Mapping[str, Any]) -> TraceRow:
+    """Returns a row from its columns, texts or numbers. number: of its line. Raises RequestError."""
+    try:
+        return TraceRow(
+            _seconds(record.get("timestamp", "")),
+            _count(record.get("numimages") or "0", _MAX_IMAGES),
+            _count(record.get("contexttokens", ""), _MAX_TOKENS),
+            _count(record.get("generatedtokens", ""), _MAX_TOKENS),
+            _number(record.get("videoseconds") or "0", _MAX_VIDEO_S),
+        )
+    except (ValueError, OverflowError) as error:
+        raise RequestError(f"line {number} of the trace: {error}; correct or delete it") from None
+
+
+def _count(value: Any, most: int) -> int:
+    """Returns a count, which programs write as 1743.0 too. Raises ValueError."""
+    number = _number(value, most)
+    if number != int(number):
+        raise ValueError(f"received {_shown(value)}; allowed: a whole number")
+    return int(number)
+
+
+def _number(value: Any, most: float = math.inf, least: float = 0.0) -> float:
+    """Returns a number that is finite. Raises ValueError."""
+    try:
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError
+        number = float(value)
+    except (ValueError, OverflowError):
+        is_grouped = isinstance(value, str) and _GROUPED.fullmatch(value)
+        advice = " without commas, spaces or other marks, as 1743 or 0.25" if is_grouped else ""
+        raise ValueError(f"received {_shown(value)}; allowed: a number{advice}") from None
+    if not math.isfinite(number) or "_" in str(value):
+        raise ValueError(f"received {_shown(value)}; allowed: a number that is finite")
+    if not least <= number <= most:
+        raise ValueError(f"received {_shown(value)}; allowed: {least:g} to {most:g}")
+    return number
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)
 
 
 def parse_mooncake(lines: Iterable[str], max_rows: int | None = None) -> list[TraceRow]:
@@ -124,34 +202,57 @@ def parse_mooncake(lines: Iterable[str], max_rows: int | None = None) -> list[Tr
     timestamp: milliseconds. input_length, output_length: tokens. hash_ids, of prefixes, are not used.
     """
     rows = []
-    for number, line in enumerate(islice((line for line in lines if line.strip()), max_rows), start=1):
+    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    for number, line in islice(numbered, max_rows):
         try:
             record = json.loads(line)
-            time_s, tokens = record["timestamp"] / 1000, (record["input_length"], record["output_length"])
-            rows.append(TraceRow(time_s, 0, int(tokens[0]), int(tokens[1])))
-        except (ValueError, TypeError, KeyError) as error:
+            given = [record[name] for name in ("timestamp", "input_length", "output_length")]
+            time_s, tokens = _number(given[0]) / 1000, [_count(each, _MAX_TOKENS) for each in given[1:]]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise RequestError(
-                f"line {number} of the trace: {error}; it must have timestamp, input_length and "
-                "output_length, as Mooncake's traces have; correct or delete it"
+                f"line {number} of the trace: {_reason(error)}; correct or delete it"
             ) from None
-        if min(time_s, *tokens) < 0:
-            raise RequestError(f"line {number} of the trace has a negative number; correct or delete it")
+        rows.append(TraceRow(time_s, 0, *tokens))
     return _from_zero(rows)
 
 
+def _reason(error: Exception) -> str:
+    match error:
+        case KeyError():
+            return f"it has no {error}; allowed: timestamp, input_length and output_length"
+        case TypeError():
+            return "it is no JSON object"
+        case RecursionError():
+            return "it is nested too deeply"
+        case _:
+            return str(error)
+
+
 def _from_zero(rows: list[TraceRow]) -> list[TraceRow]:
-    """Returns the rows, of which there is one at least, in order of time, the first at 0 s."""
+    """Returns the rows in order of time, the first at 0 s. Raises RequestError for none."""
+    if not rows:
+        raise RequestError("the trace has no rows; at least 1 is needed")
     rows.sort(key=lambda row: row.time_s)
     return [replace(row, time_s=row.time_s - rows[0].time_s) for row in rows]
 
 
 def _seconds(text: str) -> float:
-    """Reads a number of seconds, or a date and time, which without a zone is UTC."""
+    """Reads a number of seconds, a date and time, which without a zone is UTC, or a time of the day.
+
+    Raises ValueError.
+    """
+    if not any(mark in text for mark in ":/") and not _DATE.match(text):
+        return _number(text, least=-math.inf)
+    with suppress(ValueError):
+        found = datetime.fromisoformat(text)
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
     try:
-        return float(text)
+        moment = time.fromisoformat(text)
     except ValueError:
-        moment = datetime.fromisoformat(text.strip())
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        raise ValueError(
+            f"received {_shown(text)}; allowed: seconds, or a date and time as 2024-10-15 00:00:01.25"
+        ) from None
+    return moment.hour * 3600 + moment.minute * 60 + moment.second + moment.microsecond / 1e6
 
 
 def trace_arrivals(rows: Iterable[TracedRequest], rate_per_s: float | None = None) -> TraceArrivals:

@@ -16,8 +16,9 @@ from threading import Event
 
 from epd.batch.driver import BatchPlan, run_batch
 from epd.batch.http_backend import HttpBackend
+from epd.batch.line_files import whole_lines
 from epd.batch.line_index import LineIndex
-from epd.batch.lines import LineDefaults
+from epd.batch.lines import BOM, LineDefaults
 from epd.batch.result_files import errors_path
 from epd.batch.tasks import Answered, BackendCounts, MediaTask, Outcome
 from epd.errors import RequestError
@@ -93,7 +94,11 @@ class BatchRun:
         total = num_lines(source, self._store.settings)
         self._count(RequestCounts(total=total))
         defaults = LineDefaults(
-            source.parent, is_from_client=True, url=batch.endpoint, least_priority=_PRIORITY
+            source.parent,
+            is_from_client=True,
+            url=batch.endpoint,
+            least_priority=_PRIORITY,
+            max_line_bytes=self._store.settings.max_line_bytes,
         )
 
         @contextmanager
@@ -182,17 +187,12 @@ class _Watched:
 
 
 def num_lines(source: Path, settings: FileSettings) -> int:
-    """Counts the lines that are not blank. Raises RequestError for too many, too long ones, and none."""
+    """Counts the lines that are not blank. Raises RequestError for too many, and for none."""
     count = 0
     try:
         with source.open("rb") as file:
-            while text := file.readline(settings.max_line_bytes + 1):
-                if len(text) > settings.max_line_bytes:
-                    raise RequestError(
-                        f"a line has more than {settings.max_line_bytes} bytes; allowed that many; "
-                        "give media by URL"
-                    )
-                count += bool(text.strip())
+            for text, _ in whole_lines(file, settings.max_line_bytes):
+                count += bool(text.removeprefix(BOM).strip())
                 if count > settings.max_lines:
                     raise RequestError(f"the file has more than {settings.max_lines} lines; split it")
     except OSError as error:

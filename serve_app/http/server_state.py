@@ -230,7 +230,7 @@ class ServerState:
     ) -> AsyncGenerator[Sequence[AnswerItem], None]:
         """Yields the answer; ending or closing it frees all resources of the request. Raises EPDError."""
         options = self._options(parsed)
-        shows_spans = record.is_stream and options.ours.events
+        shows_spans = record.is_stream and bool(options.ours.events)
         request = partial(self._request, record, parsed.messages, options)
         record.num_media = len(parsed.references)
         with self._admitted():
@@ -308,7 +308,7 @@ class ServerState:
             arrival_s=record.arrival_s,
             deadline_s=None if patience_s is None else record.arrival_s + patience_s,
             cache_salt=options.cache_salt,
-            wants_spans=(options.ours.events and record.is_stream) or self.tracing.is_on,
+            wants_spans=(bool(options.ours.events) and record.is_stream) or self.tracing.is_on,
             prompt=prompt,
         )
 

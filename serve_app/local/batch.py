@@ -21,7 +21,7 @@ from epd.batch.lines import BatchLine
 from epd.batch.media_names import local_path
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
 from epd.control.request_budget import RequestLimits
-from epd.errors import EPDError, RequestError
+from epd.errors import EPDError, InternalError, RequestError
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.reduction import KEEP_ALL
 from epd.transfer.bounded_queue import BoundedQueue
@@ -217,6 +217,8 @@ class _Work:
             self._put(Failed.of(line, describe(error)))
         except EPDError as error:
             self._put(Failed.of(line, error))
+        except Exception as error:  # noqa: BLE001 - what one line meets is that line's
+            self._put(Failed.of(line, InternalError.of(error)))
         else:
             return _Asked(line, chat, messages, references, RequestRecord(model=model), grammar)
         return None

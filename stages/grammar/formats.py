@@ -16,7 +16,7 @@ from epd.errors import RequestError
 from stages.grammar.limits import MAX_CHOICES, MAX_DEPTH, MAX_FORMAT_BYTES
 
 Kind = Literal["json_schema", "regex", "choice", "grammar", "tool_calls"]
-# Between the parts of a JSON text: a space or none, or a new line with its indentation; never without end.
+# Between the parts of a JSON text, where that is wanted: a space or none, or a new line with its indentation.
 WHITESPACE = r"(\n|\r\n)?[ \t]{0,16}"
 _RULE = "tool_{number}"
 
@@ -32,10 +32,10 @@ class AnswerFormat:
 
     kind: Kind
     text: str
-    whitespace: str | None = WHITESPACE
+    whitespace: str | None = None
 
 
-def format_of(kind: Kind, value: Any, whitespace: str | None = WHITESPACE) -> AnswerFormat:
+def format_of(kind: Kind, value: Any, whitespace: str | None = None) -> AnswerFormat:
     """Returns the format of a value from a request's JSON. Raises RequestError for what is too large."""
     if _depth(value) > MAX_DEPTH:
         raise RequestError(

@@ -17,6 +17,7 @@ class Manner:
     media_ttft_s: of requests with media, in addition. status: other than 200 refuses at once.
     cut_after: closes the connection after so many tokens.
     error_after: puts an error into the stream after so many tokens. tokens_per_event: text of one event.
+    wants_new_limit: refuses max_tokens, as OpenAI does for newer models.
     """
 
     ttft_s: float = 0.05
@@ -28,6 +29,7 @@ class Manner:
     error_after: int | None = None
     is_garbage: bool = False
     has_usage: bool = True
+    wants_new_limit: bool = False
 
 
 @dataclass(slots=True)
@@ -95,6 +97,12 @@ class FakeServer:
         return await self._answer(writer, self.bodies[-1], self.manner)
 
     async def _answer(self, writer: asyncio.StreamWriter, body: dict[str, Any], manner: Manner) -> bool:
+        if manner.wants_new_limit and "max_completion_tokens" not in body:
+            text = "Unsupported parameter: 'max_tokens' is not supported with this model. "
+            text += "Use 'max_completion_tokens' instead."
+            error = {"message": text, "type": "invalid_request_error", "param": "max_tokens"}
+            _write(writer, 400, json.dumps({"error": error}).encode())
+            return True
         if manner.status != 200:
             _write(writer, manner.status, b'{"error": {"message": "no room"}}')
             return True
@@ -102,7 +110,7 @@ class FakeServer:
         _event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
         has_media = isinstance(body["messages"][0]["content"], list)
         await asyncio.sleep(manner.ttft_s + has_media * manner.media_ttft_s)
-        num_tokens = body["max_tokens"]
+        num_tokens = body.get("max_tokens") or body["max_completion_tokens"]
         for index in range(0, num_tokens, manner.tokens_per_event):
             if index:
                 await asyncio.sleep(manner.gap_s)

@@ -172,6 +172,26 @@ def test_repeats_send_the_same_medium_again(server: FakeServer, library: MediaLi
     assert len({content[1]["text"] for content in contents}) == 5
 
 
+def test_a_server_gets_the_answers_length_under_the_name_it_wants(
+    server: FakeServer, library: MediaLibrary
+) -> None:
+    """As servers of OpenAI's newer models refuse the old name."""
+    server.behave(wants_new_limit=True)
+    with FakeServer() as other:
+        todo = plan(server, other, arrivals=ConstantArrivals(50.0), num=2, warmup=1, rounds=2)
+        result = run(todo, library)
+        assert result.pooled(0).num_ok == result.pooled(1).num_ok == 4
+        assert [sorted({"max_tokens", "max_completion_tokens"} & body.keys()) for body in server.bodies] == [
+            ["max_tokens"],
+            *[["max_completion_tokens"]] * 5,
+        ]
+        assert all("max_completion_tokens" not in body for body in other.bodies)
+    server.bodies.clear()
+    todo = plan(server, arrivals=ConstantArrivals(50.0), num=2, limit_field="max_completion_tokens")
+    assert run(todo, library).pooled(0).num_ok == 2
+    assert all("max_tokens" not in body for body in server.bodies)
+
+
 def test_a_warm_up_that_fails_ends_the_run(server: FakeServer, library: MediaLibrary) -> None:
     server.behave(status=500)
     with pytest.raises(RequestError, match=r"none of 2 warm-up requests: HTTP 500: .*no room"):

@@ -373,7 +373,7 @@ def test_a_damaged_trace_of_mooncake_is_named_by_line(line: str) -> None:
     good = '{"timestamp": 1, "input_length": 2, "output_length": 3}'
     with pytest.raises(RequestError, match="line 2 of the trace"):
         parse_mooncake([good, line])
-    with pytest.raises(RequestError, match="line 1 of the trace has a negative number"):
+    with pytest.raises(RequestError, match=r"line 1 of the trace: received -2; allowed: 0 to "):
         parse_mooncake([good.replace("2", "-2")])
 
 

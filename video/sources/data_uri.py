@@ -1,10 +1,16 @@
-"""Decodes the bytes of a `data:` URI piece by piece, in time linear in its length."""
+"""Decodes the bytes of a `data:` URI piece by piece, in time linear in its length.
+
+Base64 is read as the standards of data: URLs say (fetch.spec.whatwg.org, "forgiving-base64" of
+infra.spec.whatwg.org): with white space anywhere, percent-encoded, with or without its padding. The alphabet
+for names of files (`-` and `_`), which is not in the standard, is read too: no text means both.
+"""
 
 from __future__ import annotations
 
 import binascii
-from collections.abc import Iterator
-from urllib.parse import unquote_to_bytes
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from urllib.parse import unquote, unquote_to_bytes
 
 from epd.errors import MediaLimitError, UnsupportedMediaError
 from video.sources.frame_list import MAGIC, length_field
@@ -13,21 +19,43 @@ from video.sources.policy import Sink
 
 # Percent-encoding is decoded in Python, a third of a microsecond for each character.
 MAX_PERCENT_CHARS = 1 << 20
-_BASE64 = ";base64"
+_BASE64 = "base64"
 # How vLLM's clients send extracted frames: the images follow, separated by commas.
-_LIST = "data:video/jpeg;base64,"
+_LIST = "video/jpeg"
 _PIECE_CHARS = 4 << 18  # base64 is decoded in pieces of whole quadruples
-# The only characters of base64 that senders percent-encode.
-_ESCAPES = (("%2B", "+"), ("%2b", "+"), ("%2F", "/"), ("%2f", "/"), ("%3D", "="), ("%3d", "="))
+_SPACE = "\t\n\f\r "
+# What senders percent-encode in base64; and white space and the other alphabet, as they are read.
+_ESCAPES = {f"%{ord(char):02{case}}": char for char in f"+/={_SPACE}" for case in "Xx"}
+_WRITTEN = {**dict.fromkeys(_SPACE, ""), "-": "+", "_": "/"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """Holds what stands before the bytes. kind: the media type, in lower case. start: where they begin."""
+
+    kind: str
+    is_base64: bool
+    start: int
+
+
+def _head(uri: str) -> _Head | None:
+    """Returns the head of a `data:` URI, which may be in capitals; None without a comma."""
+    colon, comma = uri.find(":"), uri.find(",")
+    if comma < 0:
+        return None
+    kind, *parameters = uri[colon + 1 : comma].lower().split(";")
+    is_base64 = bool(parameters) and parameters[-1].strip() == _BASE64
+    return _Head(kind.strip(), is_base64, comma + 1)
 
 
 def num_listed_frames(uri: str) -> int:
     """Returns the number of frames in a `data:` URI that lists them; 0 for any other medium."""
-    return uri.count(",") if _is_list(uri) else 0
+    head = _head(uri) if uri[:5].lower() == "data:" else None
+    return uri.count(",") if head is not None and _is_list(head) else 0
 
 
-def _is_list(uri: str) -> bool:
-    return uri[: len(_LIST)].lower() == _LIST
+def _is_list(head: _Head) -> bool:
+    return head.is_base64 and head.kind == _LIST
 
 
 def read_data_uri(uri: str, max_bytes: int, sink: Sink) -> None:
@@ -35,28 +63,28 @@ def read_data_uri(uri: str, max_bytes: int, sink: Sink) -> None:
 
     Raises UnsupportedMediaError, MediaLimitError, and what the sink raises.
     """
-    if _is_list(uri):
-        return _read_list(uri, max_bytes, sink)
-    comma = uri.find(",")
-    if comma < 0:
+    head = _head(uri)
+    if head is None:
         raise UnsupportedMediaError(
             "received a data: URI without a comma; allowed data:TYPE;base64,DATA; use that form"
         )
-    if uri[max(0, comma - len(_BASE64)) : comma].lower() == _BASE64:
-        _read_base64(uri, comma + 1, max_bytes, sink)
+    if _is_list(head):
+        _read_list(uri, head.start, max_bytes, sink)
+    elif head.is_base64:
+        _read_base64(uri, head.start, max_bytes, sink)
     else:
-        _read_percent(uri, comma + 1, max_bytes, sink)
-    return None
+        _read_percent(uri, head.start, max_bytes, sink)
 
 
-def _read_list(uri: str, max_bytes: int, sink: Sink) -> None:
-    check_size("the data: URI", (len(uri) - len(_LIST)) // 4 * 3 - 2, max_bytes)
+def _read_list(uri: str, start: int, max_bytes: int, sink: Sink) -> None:
     sink.write(MAGIC)
-    start = len(_LIST)
+    num_bytes = 0
     for number in range(num_listed_frames(uri)):
         end = uri.find(",", start)
-        text = _unescaped(uri[start : len(uri) if end < 0 else end])
+        text = _unpadded(uri[start : len(uri) if end < 0 else end])
         start = end + 1
+        num_bytes += _num_decoded(text)
+        check_size("the data: URI", num_bytes, max_bytes)
         try:
             _write_frame(text, sink)
         except UnsupportedMediaError as error:
@@ -67,41 +95,59 @@ def _write_frame(text: str, sink: Sink) -> None:
     if not text:
         raise UnsupportedMediaError("received no bytes; allowed: an image in base64; remove its comma")
     sink.write(length_field(_num_decoded(text)))
-    for piece in _pieces(text, 0):
+    for piece in _pieces(text):
         sink.write(piece)
 
 
-def _num_decoded(text: str, start: int = 0) -> int:
-    """Returns the number of bytes that base64 from `start` on stands for."""
-    return max(0, (len(text) - start) // 4 * 3 - text.endswith("=") - text.endswith("=="))
+def _num_decoded(text: str) -> int:
+    """Returns the number of bytes that base64 without padding stands for."""
+    return len(text) * 3 // 4
 
 
 def _read_base64(uri: str, start: int, max_bytes: int, sink: Sink) -> None:
-    check_size("the data: URI", (len(uri) - start) // 4 * 3 - 2, max_bytes)
-    text, start = (_unescaped(uri[start:]), 0) if "%" in uri else (uri, start)
-    num_bytes = 0
-    sink.expect(_num_decoded(text, start))
-    for piece in _pieces(text, start):
-        num_bytes += len(piece)
-        check_size("the data: URI", num_bytes, max_bytes)
+    text = _unpadded(uri[start:].partition("#")[0])  # a fragment is no part of a URL's resource
+    check_size("the data: URI", _num_decoded(text), max_bytes)
+    sink.expect(_num_decoded(text))
+    for piece in _pieces(text):
         sink.write(piece)
 
 
-def _unescaped(text: str) -> str:
-    if "%" not in text:
-        return text
-    for escape, char in _ESCAPES:
-        text = text.replace(escape, char)
+def _unpadded(text: str) -> str:
+    """Returns the characters of base64 that a text holds, however they are written, without padding."""
+    if "%" in text:
+        text = _unquoted(text)
+    text = _replaced(text, _WRITTEN)
+    if len(text) % 4 == 0 and text.endswith("="):
+        text = text[: -2 if text.endswith("==") else -1]
     return text
 
 
-def _pieces(text: str, start: int) -> Iterator[bytes]:
+def _unquoted(text: str) -> str:
+    """Decodes percent-encoding. Raises MediaLimitError for a long text with what nobody needs to encode."""
+    text = _replaced(text, _ESCAPES)
+    if "%" not in text:
+        return text
+    if len(text) > MAX_PERCENT_CHARS:
+        raise MediaLimitError(
+            f"received {len(text)} characters of percent-encoded base64; allowed {MAX_PERCENT_CHARS}; "
+            "send it as base64 alone"
+        )
+    return unquote(text)
+
+
+def _replaced(text: str, table: Mapping[str, str]) -> str:
+    for old, new in table.items():
+        text = text.replace(old, new)
+    return text
+
+
+def _pieces(text: str) -> Iterator[bytes]:
     try:
-        for place in range(start, len(text), _PIECE_CHARS):
+        for place in range(0, len(text), _PIECE_CHARS):
             piece = text[place : place + _PIECE_CHARS]
-            if "=" in piece and place + _PIECE_CHARS < len(text):
-                raise ValueError("padding before its end")
-            yield binascii.a2b_base64(piece, strict_mode=True)
+            if "=" in piece:
+                raise ValueError("padding that does not end it")
+            yield binascii.a2b_base64(piece + "=" * (-len(piece) % 4), strict_mode=True)
     except ValueError as error:  # binascii.Error is one
         raise UnsupportedMediaError(
             f"received a data: URI that is not base64 ({error}); allowed: base64; encode it"

@@ -66,9 +66,11 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> AnswerFormat | None:
 
 
 def _whitespace(wanted: StructuredOutputs) -> str | None:
+    """Returns what may stand between the parts of JSON: nothing, unless it is asked for."""
     if wanted.disable_any_whitespace:
         return None
-    return WHITESPACE if wanted.whitespace_pattern is None else wanted.whitespace_pattern
+    is_free = wanted.disable_any_whitespace is False
+    return WHITESPACE if is_free and wanted.whitespace_pattern is None else wanted.whitespace_pattern
 
 
 def _schema(received: dict[str, Any] | str) -> dict[str, Any]:

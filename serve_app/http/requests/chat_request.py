@@ -1,7 +1,8 @@
 """Defines the JSON of chat requests: OpenAI's fields, vLLM's names for what these lack, ours in `epd`.
 
-Types are strict, as OpenAI's are: "1" is not a number. No field is ignored silently: those not defined here
-are in `request_fields`, or refused as unknown. Validation of a list stops at the first error, to save time.
+Types are strict, as OpenAI's are: "1" is not a number. No field of the request is ignored silently: those not
+defined here are in `request_fields`, or refused as unknown; messages may have others (`sent_fields`).
+Validation of a list stops at the first error, to save time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from epd.sampling_params import (
     MAX_STOP_STRINGS,
 )
 from serve_app.http.requests.request_fields import CHAT_FIELDS
+from serve_app.http.requests.sent_fields import Sent
 
 MAX_SALT_CHARS = 1024
 MAX_TOOLS = 128
@@ -51,140 +53,156 @@ class _Received(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class TextPart(_Received):
-    type: Literal["text"]
+class TextPart(Sent):
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class RefusalPart(_Received):
+class RefusalPart(Sent):
     """A model's refusal to answer, treated as ordinary text."""
 
     type: Literal["refusal"]
     refusal: str
 
 
-class ImageUrl(_Received):
+class ThoughtPart(Sent):
+    """What a model thought before its answer, as clients send it back: ignored, as `reasoning` is."""
+
+    type: Literal["thinking", "redacted_thinking", "reasoning", "reasoning_content"]
+    ignored = frozenset({"text"})
+
+
+ImageDetail = Literal["auto", "low", "high", "original"]
+VideoDetail = Literal["auto", "high", "original"]
+
+
+class ImageUrl(Sent):
     """A medium's URL: http(s), data: with base64, or file: within the folder that the server allows.
 
     url: left out with the uuid of a medium that was sent before
     """
 
     url: str | None = None
-    detail: Literal["auto", "low", "high", "original"] | None = Field(
+    detail: ImageDetail | None = Field(
         default=None, description="low: at most 512 x 512 pixels, or one tile; others change nothing."
     )
 
 
-class VideoUrl(_Received):
+class VideoUrl(Sent):
     """A video's URL, as an image's, or frames of one as data:video/jpeg;base64,F1,F2,..."""
 
     url: str | None = None
-    detail: Literal["auto", "high", "original"] | None = Field(
-        default=None, description="Changes nothing; low is for images."
-    )
+    detail: VideoDetail | None = Field(default=None, description="Changes nothing; low is for images.")
 
 
-class ImagePart(_Received):
-    """An image. uuid: a name for it; with one that was sent before, `image_url` may be null or empty."""
+class ImagePart(Sent):
+    """An image, its URL in `image_url` or as its text.
 
-    type: Literal["image_url"]
-    image_url: ImageUrl | None = None
+    detail: as of `image_url`, which comes first
+    uuid: a name for it; with one that was sent before, `image_url` may be null or empty
+    """
+
+    type: Literal["image_url", "input_image"]
+    image_url: ImageUrl | str | None = None
+    detail: ImageDetail | None = None
     uuid: MediaUuid | None = None
 
 
-class VideoPart(_Received):
-    """A video. uuid: as of an image."""
+class VideoPart(Sent):
+    """A video, its URL in `video_url` or as its text. uuid: as of an image."""
 
-    type: Literal["video_url"]
-    video_url: VideoUrl | None = None
+    type: Literal["video_url", "input_video"]
+    video_url: VideoUrl | str | None = None
+    detail: VideoDetail | None = None
     uuid: MediaUuid | None = None
 
 
-class AudioUrl(_Received):
+class AudioUrl(Sent):
     """The URL of sound, as an image's: of a file of audio, or of a video, whose sound alone is taken."""
 
     url: str | None = None
 
 
-class AudioPart(_Received):
+class AudioPart(Sent):
     """Sound, as vLLM's clients send it. uuid: as of an image."""
 
     type: Literal["audio_url"]
-    audio_url: AudioUrl | None = None
+    audio_url: AudioUrl | str | None = None
     uuid: MediaUuid | None = None
 
 
-class InputAudio(_Received):
-    """Sound in base64. format: of the file; what it holds counts."""
+class InputAudio(Sent):
+    """Sound in base64, or as a data: URL. format: of the file; what it holds counts."""
 
     data: str
     format: Literal["wav", "mp3"]
 
 
-class InputAudioPart(_Received):
+class InputAudioPart(Sent):
     """Sound, as OpenAI's clients send it."""
 
     type: Literal["input_audio"]
     input_audio: InputAudio
 
 
-UserPart = Annotated[
-    TextPart | ImagePart | VideoPart | AudioPart | InputAudioPart, Field(discriminator="type")
-]
-AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+# A part may be a text without more, as LangChain sends it.
+UserPart = (
+    Annotated[TextPart | ImagePart | VideoPart | AudioPart | InputAudioPart, Field(discriminator="type")]
+    | str
+)
+AssistantPart = Annotated[TextPart | RefusalPart | ThoughtPart, Field(discriminator="type")] | str
 
 
-class FunctionText(_Received):
-    """A called function. arguments: JSON, as a text."""
+class FunctionText(Sent):
+    """A called function. arguments: JSON, as a text or as it is."""
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
-class ToolCallText(_Received):
+class ToolCallText(Sent):
     """A call of a function that the assistant wrote."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     function: FunctionText
-    index: int | None = Field(default=None, description="Changes nothing: the order of the list counts.")
 
 
-class SystemMessage(_Received):
+class SystemMessage(Sent):
     role: Literal["system", "developer"]
-    content: str | Filled[TextPart]
+    content: str | Listed[TextPart | str] | None
     name: str | None = None
 
 
-class UserMessage(_Received):
+class UserMessage(Sent):
     role: Literal["user"]
-    content: str | Filled[UserPart]
+    content: str | Listed[UserPart] | None
     name: str | None = None
 
 
-class AssistantMessage(_Received):
+class AssistantMessage(Sent):
     """An answer as clients send it back. refusal: replaces a content of null."""
 
+    ignored = frozenset({"audio", "images"})
+
     role: Literal["assistant"]
-    content: str | Filled[AssistantPart] | None = None
+    content: str | Listed[AssistantPart] | None = None
     name: str | None = None
     refusal: str | None = None
     tool_calls: Listed[ToolCallText] | None = None
     function_call: FunctionText | None = None
-    annotations: list[Any] | None = Field(default=None, description="Changes nothing.")
-    audio: None = None
-    reasoning: None = None
-    reasoning_content: None = None
 
 
-class ToolMessage(_Received):
+class ToolMessage(Sent):
+    """What a called function returned: texts, and media to look at."""
+
     role: Literal["tool"]
-    content: str | Filled[TextPart]
+    content: str | Listed[UserPart] | None
     tool_call_id: str | None = None
     name: str | None = None
 
 
-class FunctionMessage(_Received):
+class FunctionMessage(Sent):
     role: Literal["function"]
     content: str | None
     name: str
@@ -196,7 +214,7 @@ Message = Annotated[
 ]
 
 
-class FunctionDefinition(_Received):
+class FunctionDefinition(Sent):
     """A function that an answer may call. parameters: a schema of its arguments; by default none."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -205,7 +223,7 @@ class FunctionDefinition(_Received):
     strict: bool | None = Field(default=None, description="Changes nothing: see docs/api.md.")
 
 
-class Tool(_Received):
+class Tool(Sent):
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -248,7 +266,8 @@ class ResponseFormat(_Received):
 class StructuredOutputs(_Received):
     """vLLM's formats of the answer: one of the first five.
 
-    disable_any_whitespace, whitespace_pattern: what may stand between the parts of JSON
+    disable_any_whitespace: false lets spaces and new lines stand between the parts of JSON
+    whitespace_pattern: what may stand there
     """
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
@@ -256,7 +275,7 @@ class StructuredOutputs(_Received):
     regex: str | None = None
     choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
     grammar: str | None = None
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
 
 
@@ -347,7 +366,7 @@ class EpdOptions(_Received):
         description="Visual tokens that frames and retention are chosen for, within the server's own limit.",
     )
     deadline_s: Annotated[float, Field(gt=0)] | None = None
-    events: bool = False
+    events: bool | None = None
 
 
 class ChatRequest(_Received):

@@ -26,11 +26,15 @@ from serve_app.http.requests.request_fields import NO_EFFECT, REFUSED, OtherFiel
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI and vLLM have it
 
-_NOT_HERE = ("prompt_cache_key", "metadata", "safety_identifier", "store", "include_reasoning")
+_NOT_HERE = (
+    "prompt_cache_key", "metadata", "prediction", "safety_identifier", "store", "include_reasoning",
+    "separate_reasoning", "service_tier", "stream_reasoning",
+)  # fmt: skip
 _NOT_REFUSED_HERE = (
     "add_generation_prompt", "add_special_tokens", "audio", "chat_template",
-    "continue_final_message", "documents", "echo", "function_call", "functions", "moderation", "prediction",
-    "reasoning_effort", "return_prompt_text", "service_tier", "verbosity", "web_search_options",
+    "continue_final_message", "documents", "echo", "enable_thinking", "function_call", "functions",
+    "moderation", "reasoning", "reasoning_effort", "return_prompt_text", "thinking", "verbosity",
+    "web_search_options",
 )  # fmt: skip
 COMPLETION_FIELDS = OtherFields(
     no_effect={

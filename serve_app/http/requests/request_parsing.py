@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from encoders import OWN_LIMITS, FrameSampling, ListedTimes, PixelLimits
@@ -22,24 +23,30 @@ from epd.types import MediaKind
 from serve_app.http.requests.chat_request import (
     AssistantMessage,
     AudioPart,
+    AudioUrl,
     ChatRequest,
     EpdOptions,
+    FunctionText,
     ImagePart,
+    ImageUrl,
     InputAudioPart,
     Message,
     RefusalPart,
     SystemMessage,
     TextPart,
+    ThoughtPart,
     ToolMessage,
     UserMessage,
     VideoPart,
+    VideoUrl,
 )
 from serve_app.http.requests.request_fields import CHAT_FIELDS
 from serve_app.service import MediaReference, ModelCard
 from video import num_listed_frames
 
 _MediaPart = ImagePart | VideoPart | AudioPart | InputAudioPart
-_Part = TextPart | RefusalPart | _MediaPart
+_Text = TextPart | RefusalPart | str
+_Part = _Text | ThoughtPart | _MediaPart
 
 # Fields of a request that are options of SamplingParams under the same name.
 _SAME_NAME = (
@@ -48,6 +55,8 @@ _SAME_NAME = (
 )  # fmt: skip
 # Fields of media_io_kwargs.video that say when the frames of a list were on screen.
 _LISTED = ("frames_indices", "total_num_frames", "duration")
+# How PNG, JPEG, GIF and WebP begin in base64, for clients that leave "data:image/png;base64," out.
+_IMAGES_IN_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGODlh", "R0lGODdh", "UklGR")
 _MAX_SHOWN_ERRORS = 3
 _MAX_SHOWN_NAME = 60  # characters of a field that a client may have made up
 _MAX_SHOWN_MESSAGE = 200  # of a message that may quote it
@@ -75,7 +84,8 @@ def _place(location: tuple[int | str, ...]) -> str:
     """Formats as in messages[0].content[1].text: without names of union members, which follow an index."""
     shown = ""
     for before, one in pairwise(("", *location)):
-        is_member = isinstance(one, str) and (isinstance(before, int) or one == "str" or "[" in one)
+        is_first = isinstance(before, int) or before.startswith("tagged-union[")
+        is_member = isinstance(one, str) and (is_first or one == "str" or "[" in one)
         if not is_member:
             shown += f"[{one}]" if isinstance(one, int) else f".{one[:_MAX_SHOWN_NAME]}"
     return shown.lstrip(".") or "the body"
@@ -88,8 +98,6 @@ def check_supported(chat: ChatRequest) -> None:
         raise RequestError(
             f"received modalities {reprlib.repr(chat.modalities)}; allowed: text; leave it out"
         )
-    if chat.stream_options and not chat.stream:
-        raise RequestError("received stream_options without stream; allowed: with stream true; set it")
     if chat.top_logprobs and not chat.logprobs:
         raise RequestError("received top_logprobs without logprobs; allowed: with logprobs true; set it")
 
@@ -248,32 +256,44 @@ def _message(message: Message) -> ChatMessage:
         return ChatMessage("system", _parts(message.content), name=name)
     if isinstance(message, AssistantMessage):
         content = message.refusal if message.content is None else message.content
-        return ChatMessage("assistant", _parts(content or ""), _tool_calls(message), name=name)
+        return ChatMessage("assistant", _parts(content), _tool_calls(message), name=name)
     if isinstance(message, UserMessage):
         return ChatMessage("user", _parts(message.content), name=name)
     call_id = message.tool_call_id if isinstance(message, ToolMessage) else None
-    return ChatMessage("tool", _parts(message.content or ""), tool_call_id=call_id or "", name=name)
+    return ChatMessage("tool", _parts(message.content), tool_call_id=call_id or "", name=name)
 
 
 def _tool_calls(message: AssistantMessage) -> tuple[ToolCall, ...]:
-    calls = [
-        ToolCall(call.function.name, call.function.arguments, call.id or "")
-        for call in message.tool_calls or ()
-    ]
+    calls = [_tool_call(call.function, call.id) for call in message.tool_calls or ()]
     old = message.function_call
-    return (*calls, *([ToolCall(old.name, old.arguments)] if old else []))
+    return (*calls, *([_tool_call(old)] if old else []))
 
 
-def _parts(content: str | Sequence[_Part]) -> tuple[ContentPart, ...]:
-    if isinstance(content, str):
-        return (ContentPart("text", content),)
-    return tuple(_part(part) for part in content)
+def _tool_call(called: FunctionText, call_id: str | None = None) -> ToolCall:
+    arguments = called.arguments or "{}"
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(called.name, arguments, call_id or "")
 
 
-def _part(part: _Part) -> ContentPart:
-    if not isinstance(part, TextPart | RefusalPart):
-        return ContentPart(_kind(part))
-    return ContentPart("text", part.text if isinstance(part, TextPart) else part.refusal)
+def _parts(content: str | Sequence[_Part] | None) -> tuple[ContentPart, ...]:
+    """Returns the parts of a content: an empty text for none."""
+    if content is None or isinstance(content, str):
+        return (ContentPart("text", content or ""),)
+    parts = tuple(_part(part) for part in content if not isinstance(part, ThoughtPart))
+    return parts or (ContentPart("text"),)
+
+
+def _part(part: _Text | _MediaPart) -> ContentPart:
+    match part:
+        case str():
+            return ContentPart("text", part)
+        case TextPart():
+            return ContentPart("text", part.text)
+        case RefusalPart():
+            return ContentPart("text", part.refusal)
+        case _:
+            return ContentPart(_kind(part))
 
 
 def _kind(part: _MediaPart) -> MediaKind:
@@ -286,25 +306,27 @@ def _url(part: _MediaPart) -> str | None:
     """Returns the URL of a medium, None if it came by its name alone."""
     match part:
         case InputAudioPart():
-            return f"data:audio/{part.input_audio.format};base64,{part.input_audio.data}"
+            data, kind = part.input_audio.data, f"audio/{part.input_audio.format}"
+            return data if data[:5].lower() == "data:" else f"data:{kind};base64,{data}"
         case AudioPart():
-            return part.audio_url.url if part.audio_url else None
+            place: AudioUrl | ImageUrl | VideoUrl | str | None = part.audio_url
         case ImagePart():
-            return part.image_url.url if part.image_url else None
+            place = part.image_url
         case VideoPart():
-            return part.video_url.url if part.video_url else None
+            place = part.video_url
+    url = place.url if isinstance(place, BaseModel) else place
+    if url is None:
+        return None
+    url = url.strip()
+    return f"data:;base64,{url}" if url.startswith(_IMAGES_IN_BASE64) else url
 
 
 def _references(
     messages: Sequence[Message], pixels: PixelLimits, heard_s: tuple[float, float | None]
 ) -> Iterator[MediaReference]:
-    parts = (
-        part
-        for message in messages
-        if isinstance(message, UserMessage) and not isinstance(message.content, str)
-        for part in message.content
-    )
-    media = (part for part in parts if not isinstance(part, TextPart))
+    contents = (message.content for message in messages if isinstance(message, UserMessage | ToolMessage))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    media = (part for part in parts if not isinstance(part, TextPart | str))
     for number, part in enumerate(media, start=1):
         kind = _kind(part)
         label = f"{kind}, number {number} of the media"
@@ -319,5 +341,7 @@ def _references(
 
 
 def _limits(part: _MediaPart, pixels: PixelLimits) -> PixelLimits:
-    is_low = isinstance(part, ImagePart) and part.image_url is not None and part.image_url.detail == "low"
-    return replace(pixels, is_low_detail=is_low)
+    if not isinstance(part, ImagePart):
+        return replace(pixels, is_low_detail=False)
+    inner = part.image_url.detail if isinstance(part.image_url, ImageUrl) else None
+    return replace(pixels, is_low_detail=(inner or part.detail) == "low")

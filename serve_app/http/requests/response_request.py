@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
@@ -11,7 +12,7 @@ from epd.sampling_params import MAX_INT64, MAX_LOGPROBS, MAX_STOP_STRINGS
 from serve_app.http.requests.chat_request import (
     MAX_SALT_CHARS,
     MAX_TOOLS,
-    AudioPart,
+    AssistantMessage,
     BadWords,
     Biases,
     Count,
@@ -19,25 +20,26 @@ from serve_app.http.requests.chat_request import (
     EpdOptions,
     Filled,
     FunctionDefinition,
-    InputAudioPart,
     Int64,
     Listed,
     MediaLoading,
     ProcessorOptions,
-    RefusalPart,
     StructuredOutputs,
+    SystemMessage,
+    UserMessage,
+    UserPart,
     Variables,
-    VideoPart,
 )
 from serve_app.http.requests.request_fields import NO_EFFECT, REFUSED, OtherFields
+from serve_app.http.requests.sent_fields import Sent
 
 _SHARED_NO_EFFECT = (
     "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
-    "session_id", "user",
+    "service_tier", "session_id", "user",
 )  # fmt: skip
 _SHARED_REFUSED = (
     "allowed_token_ids", "chat_template", "ec_transfer_params",
-    "kv_transfer_params", "moderation", "request_id", "service_tier", "skip_special_tokens", "vllm_xargs",
+    "kv_transfer_params", "moderation", "request_id", "skip_special_tokens", "vllm_xargs",
 )  # fmt: skip
 _WHOLE = "send the whole conversation as input"
 RESPONSE_FIELDS = OtherFields(
@@ -73,7 +75,7 @@ RESPONSE_FIELDS = OtherFields(
 
 # What is not the same as of a chat request, in Markdown, by field.
 RESPONSE_HONOURED: Mapping[str, str] = {
-    "input": "a text, or items: messages, `function_call`, `function_call_output`; see below",
+    "input": "a text, or items: messages, `function_call`, `function_call_output`, `reasoning`; see below",
     "instructions": "a message of the system before the input",
     "stream": "OpenAI's typed events, with a comment while nothing comes",
     "stream_options": "`include_obfuscation`, which changes nothing",
@@ -93,83 +95,54 @@ class _Received(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class InputText(_Received):
-    type: Literal["input_text"]
-    text: str
-
-
-class OutputText(_Received):
-    """A text that the model answered, as clients send it back. Only the text counts."""
-
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-
-
-class InputImage(_Received):
-    """An image. image_url: http(s), data: with base64, or file: as the server allows."""
-
-    type: Literal["input_image"]
-    image_url: str
-    detail: Literal["auto", "low", "high", "original"] | None = None
-    file_id: None = None
-
-
-InputPart = Annotated[
-    InputText | OutputText | RefusalPart | InputImage | VideoPart | AudioPart | InputAudioPart,
-    Field(discriminator="type"),
-]
-
-
-class InputMessage(_Received):
-    """A message. id, status, phase: of an answer that is sent back; they change nothing."""
-
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | Filled[InputPart]
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
-
-
-class FunctionCall(_Received):
-    """A call that the model wrote. arguments: JSON, as a text. id, status: change nothing."""
+class FunctionCall(Sent):
+    """A call that the model wrote. arguments: JSON, as a text."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: str | None = None
 
 
-class FunctionCallOutput(_Received):
-    """What a called function returned. id, status: change nothing."""
+class FunctionCallOutput(Sent):
+    """What a called function returned: texts, and media to look at."""
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Filled[InputText]
-    id: str | None = None
-    status: str | None = None
+    output: str | Listed[UserPart]
 
 
-_ITEMS = ("message", "function_call", "function_call_output")
+class ReasoningItem(Sent):
+    """What a model thought, as clients send it back: ignored."""
+
+    type: Literal["reasoning"]
+
+
+_ROLES = ("system", "developer", "user", "assistant")
+_ITEMS = ("function_call", "function_call_output", "reasoning")
 
 
 def _item_type(item: object) -> str | None:
-    found = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return found if found in _ITEMS else None
+    """Returns the tag of an item: its type, of a message its role."""
+    get = item.get if isinstance(item, dict) else partial(getattr, item)
+    found = get("type", None) or "message"
+    role = get("role", None)
+    return found if found in _ITEMS else role if found == "message" and role in _ROLES else None
 
 
 InputItem = Annotated[
-    Annotated[InputMessage, Tag("message")]
+    Annotated[SystemMessage, Tag("system")]
+    | Annotated[SystemMessage, Tag("developer")]
+    | Annotated[UserMessage, Tag("user")]
+    | Annotated[AssistantMessage, Tag("assistant")]
     | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(
         _item_type,
         custom_error_type="item",
-        custom_error_message=f"received another item; allowed: {', '.join(_ITEMS)}; leave it out",
+        custom_error_message=f"received another item; allowed: messages of {', '.join(_ROLES)}, and "
+        f"{', '.join(_ITEMS)}; leave it out",
     ),
 ]
 

@@ -8,7 +8,7 @@ import pytest
 
 from encoders import load_adapter
 from encoders.checkpoint import Checkpoint
-from encoders.prompt.chat import ChatMessage, render_chat, text_message
+from encoders.prompt.chat import ChatMessage, ContentPart, render_chat, text_message
 from encoders.prompt.tool_history import ToolCall
 from epd.errors import RequestError
 from epd.models import embedded_model_path
@@ -43,6 +43,21 @@ def test_a_template_that_knows_tools_gets_calls_with_parsed_arguments(checkpoint
         '[user]What is there?[assistant]look({"at": 3})count("not JSON")[tool call_1]a circle[tool call_2]one'
         "[assistant]One circle.[user]Which colour?"
     )
+
+
+def test_pictures_of_tools_stand_within_their_responses(checkpoint: Checkpoint) -> None:
+    shot = ChatMessage(
+        "tool", (ContentPart("text", "before: "), ContentPart("image"), ContentPart("text", "!"))
+    )
+    bare = ChatMessage("tool", (ContentPart("image"),))
+    text = render_chat(checkpoint, checkpoint.chat_template, (*HISTORY[:2], shot, bare), ())
+    image = render_chat(checkpoint, checkpoint.chat_template, (ChatMessage("user", bare.parts),), ())
+    image = image.split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
+    assert "image" in image
+    assert (
+        f"<|im_start|>user\n<tool_response>\nbefore: {image}!\n</tool_response>\n"
+        f"<tool_response>\n{image}\n</tool_response><|im_end|>\n"
+    ) in text
 
 
 def test_another_template_gets_texts(checkpoint: Checkpoint) -> None:

@@ -89,10 +89,10 @@ def test_prompts_are_continued_in_batches_too(run_front: RunFront, tmp_path: Pat
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        ([line("a"), line("b"), line("a")], '"a"'),
+        ([json.dumps([line("a")]).encode()], "holds a JSON array"),
+        ([json.dumps(line("a")).encode("utf-16")], "is UTF-16"),
         ([b" "], "no lines"),
         ([line(str(number)) for number in range(9)], "more than 8 lines"),
-        ([line("a", user="x" * 3000)], "more than 2000 bytes"),
     ],
 )
 def test_files_that_cannot_be_a_batch_fail_it(
@@ -107,6 +107,17 @@ def test_files_that_cannot_be_a_batch_fail_it(
     assert says in message
     assert str(tmp_path) not in message
     assert not front.service.requests
+
+
+def test_a_line_too_long_and_an_id_twice_fail_alone(run_front: RunFront, tmp_path: Path) -> None:
+    client = run_front(files=FileSettings(tmp_path / "kept", max_line_bytes=2000)).openai
+    done = ended(client, asked(client, [line("a"), line("long", user="x" * 3000), line("a"), line("b")]))
+    assert done.status == "completed"
+    assert sorted(each["custom_id"] for each in records(client, done.output_file_id)) == ["a", "b"]
+    long, twice = records(client, done.error_file_id)
+    assert (long["custom_id"], twice["custom_id"], twice["line"]) == ("long", None, 3)
+    assert "more than 2000 bytes" in long["error"]["message"]
+    assert 'the id "a" of line 1' in twice["error"]["message"]
 
 
 def test_a_cancelled_batch_keeps_what_was_answered(run_front: RunFront, tmp_path: Path) -> None:

@@ -103,11 +103,8 @@ def of_parts(*parts: JSON) -> JSON:
 @pytest.mark.parametrize(
     ("body", "place"),
     [
-        (
-            of_parts({"type": "text", "text": "x", "cache_control": {}}),
-            "messages[0].content[0].cache_control",
-        ),
-        ({"messages": [{"role": "user", "content": "x", "weight": 2}]}, "messages[0].weight"),
+        ({**QUESTION, "response_format": {"type": "text", "strct": 1}}, "response_format.strct"),
+        ({**QUESTION, "epd": {"fsp": 2}}, "epd.fsp"),
         (
             {**QUESTION, "stream": True, "stream_options": {"include_usge": True}},
             "stream_options.include_usge",

@@ -319,6 +319,11 @@ def test_the_server_counts_the_requests_that_it_works_on(app: RealApp, create: C
 # Other requests than ours
 
 
+def test_fields_that_nobody_knows_in_messages_and_parts_are_ignored(create: Client) -> None:
+    part = {"type": "text", "text": "What?", "extra_field": "0"}
+    assert content(create(messages=[{"role": "user", "content": [part], "extra_field": "0"}])) is not None
+
+
 GAPS: dict[str, JSON] = {
     "use_beam_search": {"use_beam_search": True, "n": 2},
     "prompt_logprobs": {"prompt_logprobs": 1},
@@ -330,7 +335,6 @@ GAPS: dict[str, JSON] = {
     "logprob_token_ids": {"logprob_token_ids": [1, 2]},
     "return_tokens_as_token_ids": {"return_tokens_as_token_ids": True},
     "top_logprobs": {"logprobs": True, "top_logprobs": -1},
-    "extra_field": {"messages": [{"role": "user", "content": "What?", "extra_field": "0"}]},
     "role": {"messages": [{"role": "my-custom-role", "content": "What?"}]},
 }
 
