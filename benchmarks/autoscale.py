@@ -52,7 +52,7 @@ POLICY = {
     "downscale_delay_s": 0,
     "metrics_interval_s": 2,
     "look_back_period_s": 10,
-    "policy": {"policy_function": "serve_app.ray.autoscaling:stage_replicas"},
+    "policy": {"policy_function": "epd.serve_app.ray.autoscaling:stage_replicas"},
 }
 ABOUT = (
     f"An encoder takes at least {GROUP_S} s for a video. attained: answered whole, the first token within "

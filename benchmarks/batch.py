@@ -43,8 +43,8 @@ from epd.batch.lines import LineDefaults, parse_line
 from epd.batch.result_files import errors_path
 from epd.models import embedded_model_path
 from epd.shapes import Question, make_questions, make_scene
-from stages.colocated import ColocatedPipeline
-from video.demo_video import write_demo_video
+from epd.stages.colocated import ColocatedPipeline
+from epd.video.demo_video import write_demo_video
 
 EPD = Path(sys.executable).with_name("epd")
 CACHE = Path(tempfile.gettempdir()) / "epd-bench-batch"

@@ -27,9 +27,9 @@ from epd.profiles import Profile
 from epd.profiles.app_costs import median
 from epd.profiles.files import load_profile
 from epd.simulate import Job, JobMaker, Simulation
+from epd.video.demo_video import write_scene
 from epd.workload.config import load_workload
 from epd.workload.requests import Workload
-from video.demo_video import write_scene
 
 TOPOLOGIES = ("1epd", "1e1p1d")
 SEED, NUM_REQUESTS, LOAD = 31, 48, 0.35

@@ -30,9 +30,9 @@ from epd.profiles import Profile
 from epd.profiles.app_costs import median
 from epd.simulate import JobMaker, Simulation
 from epd.simulate.drafting import DraftPlan, acceptance_of
+from epd.video.demo_video import write_scene
 from epd.workload.config import load_workload
 from epd.workload.requests import Workload
-from video.demo_video import write_scene
 
 TOPOLOGIES = ("1epd", "1e1p1d")
 SEED, NUM_REQUESTS, NUM_OTHERS, LOAD = 51, 40, 16, 0.35

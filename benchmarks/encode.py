@@ -30,14 +30,14 @@ from torch import Tensor
 
 from benchmarks.encode_models import PUBLISHED
 from benchmarks.reporting import Row, Section, run_sections, setting
-from encoders import ADAPTERS, Adapter, MediaPlan, VideoFacts
-from encoders.adapter import FrameSampling
-from encoders.checkpoint import Checkpoint, open_checkpoint
-from encoders.groups import cut
-from encoders.names import is_wanted
+from epd.encoders import ADAPTERS, Adapter, MediaPlan, VideoFacts
+from epd.encoders.adapter import FrameSampling
+from epd.encoders.checkpoint import Checkpoint, open_checkpoint
+from epd.encoders.groups import cut
+from epd.encoders.names import is_wanted
 from epd.published.sharding import imbalance, plan_shards
-from stages.loading.weights import load_role, skeleton
-from stages.placement import CPU_FLOAT32
+from epd.stages.loading.weights import load_role, skeleton
+from epd.stages.placement import CPU_FLOAT32
 from tests.encoders.tiny_tiles import BUILDERS
 
 GROUP_TOKENS = 256

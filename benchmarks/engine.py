@@ -39,18 +39,18 @@ from transformers import (
 )
 
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
-from encoders import load_adapter
-from encoders.adapter import Adapter, PatchRun
-from encoders.identity import prompt_identity
+from epd.encoders import load_adapter
+from epd.encoders.adapter import Adapter, PatchRun
+from epd.encoders.identity import prompt_identity
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
 from epd.shapes import SceneRenderer, make_questions, make_scene
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import GenerateRequest, GenerationSettings
-from stages.engine.setup import build_engine
-from stages.loading.weights import load_role
-from stages.placement import CPU_FLOAT32
-from stages.visual_inputs import PlacedEmbeddings
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import GenerateRequest, GenerationSettings
+from epd.stages.engine.setup import build_engine
+from epd.stages.loading.weights import load_role
+from epd.stages.placement import CPU_FLOAT32
+from epd.stages.visual_inputs import PlacedEmbeddings
 
 COUNTS = (1, 8, 32)
 MAX_TOKENS = (16, 128)  # of an answer, drawn evenly between

@@ -30,23 +30,23 @@ import numpy as np
 import torch
 
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
-from encoders import FrameSampling
-from encoders.adapter import MediaPlan, VideoFacts
-from encoders.groups import plan_groups
-from encoders.identity import prompt_identity
 from epd.encode.group_cut import GROUP_TOKENS
+from epd.encoders import FrameSampling
+from epd.encoders.adapter import MediaPlan, VideoFacts
+from epd.encoders.groups import plan_groups
+from epd.encoders.identity import prompt_identity
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
+from epd.serve_app.local.fleet import LocalTransport
+from epd.serve_app.messages import EncodeGroup, Prefill
+from epd.serve_app.worker.worker_core import WorkerCore
+from epd.serve_app.worker.worker_roles import EncodeRole
+from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.stages.encode.beside import InTurn
+from epd.stages.engine.generation import GenerateRequest
 from epd.topology import Stage
 from epd.transfer.reception import Grant
 from epd.types import UInt8Array
-from serve_app.local.fleet import LocalTransport
-from serve_app.messages import EncodeGroup, Prefill
-from serve_app.worker.worker_core import WorkerCore
-from serve_app.worker.worker_roles import EncodeRole
-from serve_app.worker.worker_stages import WorkerSettings
-from stages.encode.beside import InTurn
-from stages.engine.generation import GenerateRequest
 
 NUM_TEXTS = 8
 ROLES: frozenset[Stage] = frozenset({"encode", "prefill", "decode"})

@@ -32,17 +32,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from benchmarks.reporting import RESULTS, Row, Section, median_ratio, run_sections, setting
-from encoders import load_adapter
-from encoders.adapter import Adapter
-from encoders.identity import prompt_identity
+from epd.encoders import load_adapter
+from epd.encoders.adapter import Adapter
+from epd.encoders.identity import prompt_identity
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
-from stages.decoder.layers import GatedMlp, head_of, layers_of
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import GenerateRequest, GenerationSettings
-from stages.engine.setup import build_engine
-from stages.loading.weights import load_role
-from stages.placement import CPU_FLOAT32
+from epd.stages.decoder.layers import GatedMlp, head_of, layers_of
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import GenerateRequest, GenerationSettings
+from epd.stages.engine.setup import build_engine
+from epd.stages.loading.weights import load_role
+from epd.stages.placement import CPU_FLOAT32
 
 PATH = embedded_model_path()
 COUNTS = (1, 8, 32)

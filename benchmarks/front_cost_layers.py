@@ -26,22 +26,22 @@ from typing import Any
 import numpy as np
 from fastapi import FastAPI
 
-from encoders import FrameSampling
-from encoders.prompt.chat import ChatMessage, ContentPart
+from epd.encoders import FrameSampling
+from epd.encoders.prompt.chat import ChatMessage, ContentPart
 from epd.sampling_params import SamplingParams
+from epd.serve_app.http.api import ApiSettings, create_api
+from epd.serve_app.messages import Admitted, Prefill, WorkerReport
+from epd.serve_app.orchestration.live_answer import LiveAnswer
+from epd.serve_app.orchestration.orchestrator import Orchestrator
+from epd.serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.service import AnswerEnd, AnswerRequest, ModelCard, ServiceStatus, TokenDelta
+from epd.serve_app.worker_info import WorkerInfo
+from epd.stages.engine.generation import TokenOutput
+from epd.stages.sampling.sampler import SampledToken
 from epd.types import StageTimings, Usage, content_hash
-from serve_app.http.api import ApiSettings, create_api
-from serve_app.messages import Admitted, Prefill, WorkerReport
-from serve_app.orchestration.live_answer import LiveAnswer
-from serve_app.orchestration.orchestrator import Orchestrator
-from serve_app.orchestration.request_planner import RequestPlanner
-from serve_app.service import AnswerEnd, AnswerRequest, ModelCard, ServiceStatus, TokenDelta
-from serve_app.worker_info import WorkerInfo
-from stages.engine.generation import TokenOutput
-from stages.sampling.sampler import SampledToken
-from video import FetchPolicy, open_file
-from video.containers.look import look
-from video.demo_video import encode_h264
+from epd.video import FetchPolicy, open_file
+from epd.video.containers.look import look
+from epd.video.demo_video import encode_h264
 
 MODEL = Path("epd/models/shapes-vl")
 QUESTION = "Which colour is the shape in the middle, and what is left of it?"
@@ -116,9 +116,9 @@ def _given(item: Any) -> Any:
 
 
 try:
-    from serve_app import media_messages as worker_messages
+    from epd.serve_app import media_messages as worker_messages
 except ImportError:  # another checkout
-    from serve_app import messages as worker_messages  # type: ignore[no-redef]
+    from epd.serve_app import messages as worker_messages  # type: ignore[no-redef]
 _FETCH: Any = getattr(worker_messages, "FetchMedia", ())
 
 

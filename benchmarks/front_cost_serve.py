@@ -26,9 +26,9 @@ with warnings.catch_warnings():
 from fastapi import FastAPI
 
 from benchmarks.front_cost_layers import MemoryService, api_over
-from serve_app.http.address import HttpAddress
-from serve_app.ray.cluster import RaySettings, ray_cluster
-from serve_app.ray.front import FrontListener, FrontReplica
+from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.ray.cluster import RaySettings, ray_cluster
+from epd.serve_app.ray.front import FrontListener, FrontReplica
 
 
 class RatedService:

@@ -31,13 +31,13 @@ from typing import IO, Any
 
 from benchmarks.front_cost import cpu_s, show
 from benchmarks.reporting import RESULTS, Row, setting, table
-from serve_app.app_args import AppArgs
-from serve_app.composition import create_app
-from serve_app.http.http_server import HttpServer
-from serve_app.network.link import Address
-from serve_app.network.members import Credentials, Member, Place, Purpose, View
-from serve_app.network.remote_fleet import RemoteFleet
-from serve_app.worker_info import WorkerInfo
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.composition import create_app
+from epd.serve_app.http.http_server import HttpServer
+from epd.serve_app.network.link import Address
+from epd.serve_app.network.members import Credentials, Member, Place, Purpose, View
+from epd.serve_app.network.remote_fleet import RemoteFleet
+from epd.serve_app.worker_info import WorkerInfo
 
 RATE = 20
 NUM_WORKERS = 8

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.front_cost import QUESTION
-from serve_app.messages import Abort, Admitted, DropOwner, Prefill, WorkerReport, owner_of
-from serve_app.network.calls import Answer, Channel
-from serve_app.network.link import Link, listen
-from serve_app.network.members import Hello
-from serve_app.network.wire import WorkerCall
-from stages.engine.generation import TokenOutput
-from stages.sampling.sampler import SampledToken
+from epd.serve_app.messages import Abort, Admitted, DropOwner, Prefill, WorkerReport, owner_of
+from epd.serve_app.network.calls import Answer, Channel
+from epd.serve_app.network.link import Link, listen
+from epd.serve_app.network.members import Hello
+from epd.serve_app.network.wire import WorkerCall
+from epd.stages.engine.generation import TokenOutput
+from epd.stages.sampling.sampler import SampledToken
 
 HOST = "127.0.0.1"
 MARK = b"~"  # before the time in each token

@@ -43,7 +43,7 @@ with warnings.catch_warnings():
 
 from benchmarks.socket_hops import LINKS, MESSAGE, Ask, serve_hops
 from epd.machine import usable_cpus
-from serve_app.ray.cluster import RaySettings, ray_cluster
+from epd.serve_app.ray.cluster import RaySettings, ray_cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -29,17 +29,17 @@ from transformers import AutoProcessor
 
 from benchmarks.gpu.checkpoint import write_full
 from benchmarks.reporting import Row, Section, run_sections, setting
-from encoders import FrameSampling
+from epd.encoders import FrameSampling
 from epd.host_memory import resident_bytes
 from epd.shapes import make_scene
-from stages.colocated import ColocatedPipeline
-from stages.loading.weight_files import num_weight_bytes
-from stages.loading.weights import load_role
-from stages.placement import DTYPES, Placement
+from epd.stages.colocated import ColocatedPipeline
+from epd.stages.loading.weight_files import num_weight_bytes
+from epd.stages.loading.weights import load_role
+from epd.stages.placement import DTYPES, Placement
+from epd.video.demo_video import write_demo_video
 from tests.positions import trained_positions_in
 from tests.reference import processor_inputs
 from tests.tiny_models import load_reference
-from video.demo_video import write_demo_video
 
 CHECKPOINT, FRAME_SIZE = "Qwen2.5-VL-3B", (168, 308)
 DURATION_S, NUM_FRAMES, MAX_TOKENS = 60.0, 8, 24

@@ -43,26 +43,26 @@ import torch
 from PIL import Image
 
 from benchmarks.reporting import Row, Section, run_sections, setting
-from encoders import FrameSampling
-from encoders.prompt.chat import ChatMessage, ContentPart
 from epd.bench.media import draw_image
+from epd.encoders import FrameSampling
+from epd.encoders.prompt.chat import ChatMessage, ContentPart
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
+from epd.serve_app.fleet import FleetEvent
+from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
+from epd.serve_app.media.media_worker import MediaSettings
+from epd.serve_app.messages import Prefill, WorkerReport
+from epd.serve_app.orchestration.orchestrator import Orchestrator
+from epd.serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.service import AnswerRequest, MediaReference, TokenDelta
+from epd.serve_app.worker.worker_core import WorkerCore
+from epd.serve_app.worker.worker_roles import DecodeRole
+from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.stages.engine.generation import StepResult
 from epd.topology import parse_topology
 from epd.transfer.reception import Grant
+from epd.video import FetchPolicy
 from epd.workload.requests import Resolution
-from serve_app.fleet import FleetEvent
-from serve_app.local.fleet import LocalFleet, LocalFleetConfig
-from serve_app.media.media_worker import MediaSettings
-from serve_app.messages import Prefill, WorkerReport
-from serve_app.orchestration.orchestrator import Orchestrator
-from serve_app.orchestration.request_planner import RequestPlanner
-from serve_app.service import AnswerRequest, MediaReference, TokenDelta
-from serve_app.worker.worker_core import WorkerCore
-from serve_app.worker.worker_roles import DecodeRole
-from serve_app.worker.worker_stages import WorkerSettings
-from stages.engine.generation import StepResult
-from video import FetchPolicy
 
 MODEL = embedded_model_path()
 TOPOLOGIES = ("1epd", "1ep1d", "1e1p1d")

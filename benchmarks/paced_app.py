@@ -7,11 +7,11 @@ from typing import Any
 
 from ray import serve
 
-import serve_app.app
+import epd.serve_app.app
 from benchmarks.pacing import paced_tower
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.ray import deployments
 from epd.topology import Stage
-from serve_app.app_args import AppArgs
-from serve_app.ray import deployments
 
 # An encoder takes at least so long for a group of frames.
 GROUP_S = 0.5
@@ -21,7 +21,7 @@ class PacedStage(deployments.Stage):
     """A stage worker with paced encoders."""
 
     async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc] # Serve awaits it
-        from serve_app.worker.worker_core import WorkerCore  # torch, which only workers need
+        from epd.serve_app.worker.worker_core import WorkerCore  # torch, which only workers need
 
         build = WorkerCore._build
 
@@ -45,8 +45,8 @@ def _seconds(groups: Sequence[Any]) -> float:
 
 def build_app(args: AppArgs) -> serve.Application:
     """Builds the application without running it."""
-    serve_app.app.Stage = PacedStage  # type: ignore[misc]
-    return serve_app.app.build_app(args)
+    epd.serve_app.app.Stage = PacedStage  # type: ignore[misc]
+    return epd.serve_app.app.build_app(args)
 
 
 build_app.__annotations__["args"] = AppArgs  # Serve reads it as a class

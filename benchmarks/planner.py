@@ -39,9 +39,9 @@ from epd.profiles.files import load_profile
 from epd.simulate import Deployment
 from epd.simulate.calibrating import simulated_figures
 from epd.topology import parse_topology
+from epd.video.demo_video import write_scene
 from epd.workload.config import load_workload
 from epd.workload.requests import Workload
-from video.demo_video import write_scene
 
 EPD = Path(sys.executable).with_name("epd")
 TOPOLOGIES = ("1epd", "1ep1d", "1e1pd", "1e1p1d")

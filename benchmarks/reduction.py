@@ -34,9 +34,9 @@ import torch
 
 from benchmarks.reduction_costs import ALL_TOKENS, QUESTION, embedded_pipeline, encoded_video, prompt_costs
 from benchmarks.reporting import RESULTS, Row, Section, median_ratio, run_sections, setting
-from encoders import FrameSampling, VideoFacts
-from encoders.identity import prompt_identity
-from encoders.reduction import reduce_prompt
+from epd.encoders import FrameSampling, VideoFacts
+from epd.encoders.identity import prompt_identity
+from epd.encoders.reduction import reduce_prompt
 from epd.eval.items import FULL
 from epd.eval.rows import EvalRow, Pairs, PartAccuracy, RowSelection, by_setting, eval_rows
 from epd.eval.statistics import mcnemar_p
@@ -46,9 +46,9 @@ from epd.reduction import METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.shapes.questions import ONE_WORD_KINDS
 from epd.shapes.stories import TOLD_KINDS
-from stages.colocated import ColocatedPipeline, EncodedMedia
-from stages.encode.splicing import EmbeddingSplicer
-from stages.engine.generation import GenerateRequest
+from epd.stages.colocated import ColocatedPipeline, EncodedMedia
+from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.engine.generation import GenerateRequest
 
 RETENTIONS = (1.0, 0.5, 0.25, 0.2, 0.15, 0.1, 0.078)
 FRAMES = (32, 128, 512)

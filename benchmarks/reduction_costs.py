@@ -26,30 +26,30 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.reporting import Row, Section, run_sections, setting
-from encoders import load_adapter
-from encoders.adapter import Embeddings, PromptPlan
-from encoders.identity import prompt_identity
-from encoders.reduction import reduce_prompt
-from encoders.reduction.reading import Reading, is_cut_at_encoder
+from epd.encoders import load_adapter
+from epd.encoders.adapter import Embeddings, PromptPlan
+from epd.encoders.identity import prompt_identity
+from epd.encoders.reduction import reduce_prompt
+from epd.encoders.reduction.reading import Reading, is_cut_at_encoder
 from epd.models import embedded_model_path
 from epd.reduction import METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.shapes import make_scene
+from epd.stages.colocated import ColocatedPipeline, EncodedMedia
+from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.decode import DecodeStage
+from epd.stages.encode.readings import Readings
+from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import GenerateRequest, generation_settings
+from epd.stages.engine.kv_pool import KVPools
+from epd.stages.engine.setup import build_engine
+from epd.stages.loading.weights import load_role
+from epd.stages.placement import Placement
+from epd.stages.prefill import PrefillStage
+from epd.stages.visual_inputs import PlacedEmbeddings
 from epd.transfer.connectors import KVChunk, KVTicket
-from stages.colocated import ColocatedPipeline, EncodedMedia
-from stages.connectors.in_process import InProcessHub
-from stages.decode import DecodeStage
-from stages.encode.readings import Readings
-from stages.encode.splicing import EmbeddingSplicer
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import GenerateRequest, generation_settings
-from stages.engine.kv_pool import KVPools
-from stages.engine.setup import build_engine
-from stages.loading.weights import load_role
-from stages.placement import Placement
-from stages.prefill import PrefillStage
-from stages.visual_inputs import PlacedEmbeddings
-from video.demo_video import write_demo_video
+from epd.video.demo_video import write_demo_video
 
 RETENTIONS = (0.5, 0.25, 0.2, 0.15, 0.1, 0.078)
 # Of FastKV's two rates: what is kept, and what later layers compute; 10 % of 20 % is published.

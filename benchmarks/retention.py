@@ -36,7 +36,7 @@ from benchmarks.reporting import Row, Section, run_sections, setting
 from benchmarks.serve import Server, serving
 from epd.eval.demo import HELD_OUT_SEED
 from epd.shapes import Question, QuestionKind, Scene, make_questions, make_scene
-from video.demo_video import write_demo_video
+from epd.video.demo_video import write_demo_video
 
 FRAMES, NUM_VIDEOS = 256, 28
 KINDS = (QuestionKind.TIME, QuestionKind.COUNT)

@@ -32,33 +32,33 @@ import torch
 from ray import serve
 
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
-from encoders import FrameSampling
-from encoders.prompt.chat import ChatMessage, ContentPart
 from epd.bench.media import draw_image
 from epd.control.elasticity import ControllerConfig, RoleController
+from epd.encoders import FrameSampling
+from epd.encoders.prompt.chat import ChatMessage, ContentPart
 from epd.kv.scheduling import SchedulerConfig
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
+from epd.serve_app.app import build_app
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
+from epd.serve_app.media.media_worker import MediaSettings
+from epd.serve_app.network.members import Place, Purpose
+from epd.serve_app.network.remote_fleet import RemoteFleet
+from epd.serve_app.orchestration.orchestrator import Orchestrator
+from epd.serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.ray.board import RayBoard
+from epd.serve_app.ray.cluster import LOOPBACK, RaySettings, ray_cluster
+from epd.serve_app.ray.server import APP_NAME
+from epd.serve_app.service import AnswerRequest, MediaReference, RoleSwitch, TokenDelta
+from epd.serve_app.worker.worker_core import WorkerCore
+from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.stages.loading.weight_files import write_weights
+from epd.stages.loading.weights import WholeModel, load_role
+from epd.stages.placement import CPU_FLOAT32
 from epd.topology import STAGES, Stage, parse_topology, role_letters
+from epd.video import FetchPolicy
 from epd.workload.requests import Resolution
-from serve_app.app import build_app
-from serve_app.app_args import AppArgs
-from serve_app.local.fleet import LocalFleet, LocalFleetConfig
-from serve_app.media.media_worker import MediaSettings
-from serve_app.network.members import Place, Purpose
-from serve_app.network.remote_fleet import RemoteFleet
-from serve_app.orchestration.orchestrator import Orchestrator
-from serve_app.orchestration.request_planner import RequestPlanner
-from serve_app.ray.board import RayBoard
-from serve_app.ray.cluster import LOOPBACK, RaySettings, ray_cluster
-from serve_app.ray.server import APP_NAME
-from serve_app.service import AnswerRequest, MediaReference, RoleSwitch, TokenDelta
-from serve_app.worker.worker_core import WorkerCore
-from serve_app.worker.worker_stages import WorkerSettings
-from stages.loading.weight_files import write_weights
-from stages.loading.weights import WholeModel, load_role
-from stages.placement import CPU_FLOAT32
-from video import FetchPolicy
 
 MODEL = embedded_model_path()
 # Every kind once, from 1e1p2d back to it.

@@ -32,7 +32,7 @@ from epd.models import embedded_model_path
 from epd.profiles import Profile
 from epd.profiles.app_costs import Figures
 from epd.profiles.files import load_profile
-from video.demo_video import write_scene
+from epd.video.demo_video import write_scene
 
 NUM_REQUESTS, LOAD = 90, 0.5
 _SEED_STEP = 100  # between models

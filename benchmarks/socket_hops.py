@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from itertools import count
 from typing import Any
 
-from serve_app.network.calls import Answer, Channel
-from serve_app.network.link import Address, Link, connect, listen
+from epd.serve_app.network.calls import Answer, Channel
+from epd.serve_app.network.link import Address, Link, connect, listen
 
 HOST = "127.0.0.1"
 KEY = b"the key of a benchmark, which is not one"

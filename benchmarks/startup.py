@@ -72,7 +72,7 @@ def kind_of(pid: int) -> str:
     for beginning, name in NAMES.items():
         if title.startswith(beginning):
             return name
-    if "video.children" in title:
+    if "epd.video.children" in title:
         return "children of media workers"
     if "epd.cli.program" in title and "serve" in title:
         return "the command"

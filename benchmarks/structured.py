@@ -24,16 +24,16 @@ from jsonschema import Draft202012Validator
 
 from benchmarks.drawn_schemas import Schema, drawn_schema
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
-from encoders.identity import prompt_identity
 from epd.bench.live_app import counted_in
+from epd.encoders.identity import prompt_identity
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
-from serve_app.app_args import AppArgs
-from serve_app.http.address import HttpAddress
-from serve_app.local.server import served_locally
-from stages.colocated import ColocatedPipeline
-from stages.engine.generation import GenerateRequest
-from stages.grammar.formats import format_of, grammar_text
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.local.server import served_locally
+from epd.stages.colocated import ColocatedPipeline
+from epd.stages.engine.generation import GenerateRequest
+from epd.stages.grammar.formats import format_of, grammar_text
 
 _TEMPERATURE = 1.5
 _MAX_TOKENS = 3900

@@ -32,8 +32,8 @@ import av
 import numpy as np
 import torch
 
-import video
 from benchmarks.video_decode_contenders import Contender, contenders, missing_libraries
+from epd import video
 from epd.machine import usable_cpus
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -209,7 +209,7 @@ def summary(rounds: list[dict[str, dict[str, float]]], who: list[Contender]) -> 
 
 HOUR_SCRIPT = """
 import json, resource, sys, time
-import video
+from epd import video
 path, minutes, workers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 video.decode(path, [0.0], size=(28, 28))
 cpu_s = lambda: sum(resource.getrusage(resource.RUSAGE_SELF)[:2])

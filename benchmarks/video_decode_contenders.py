@@ -19,9 +19,9 @@ from typing import Any
 import av
 import numpy as np
 
-import video
+from epd import video
 from epd.machine import usable_cpus
-from video.decoding.pixels import exact_resize
+from epd.video.decoding.pixels import exact_resize
 
 BATCH = 8
 SIZE = (252, 448)  # what a vision model gets of a 16:9 video

@@ -33,19 +33,19 @@ import torch
 from benchmarks.gpu.checkpoint import write_full
 from benchmarks.large_checkpoint import on_cpu
 from benchmarks.reporting import Row, Section, run_sections, setting
-from encoders import Adapter, load_adapter
-from encoders.adapter import Embeddings
-from encoders.batch import FrameEncoder
+from epd.encoders import Adapter, load_adapter
+from epd.encoders.adapter import Embeddings
+from epd.encoders.batch import FrameEncoder
 from epd.host_memory import resident_bytes
 from epd.models import embedded_model_path
 from epd.profiles.memory import MemoryLimits, MemoryNeeds
+from epd.stages.engine.generation import generation_settings
+from epd.stages.engine.setup import BLOCK_SIZE
+from epd.stages.loading.weights import load_role
+from epd.stages.memory_sizing import run_encode, run_prefill
+from epd.stages.pipeline import use_threads
+from epd.stages.profiling import Profiler
 from epd.topology import Stage
-from stages.engine.generation import generation_settings
-from stages.engine.setup import BLOCK_SIZE
-from stages.loading.weights import load_role
-from stages.memory_sizing import run_encode, run_prefill
-from stages.pipeline import use_threads
-from stages.profiling import Profiler
 from tests.models.published import PUBLISHED
 
 LARGE, TILED, FRAME_SIZE = "Qwen2.5-VL-7B", "InternVL3-8B", (448, 448)

@@ -6,7 +6,7 @@ from epd.machine import collector_paused
 prefer_large_pages()  # torch takes its first memory below
 
 with collector_paused():  # torch and transformers
-    from encoders.adapter import (
+    from epd.encoders.adapter import (
         Adapter,
         Embeddings,
         FrameSampling,
@@ -19,10 +19,10 @@ with collector_paused():  # torch and transformers
         concatenated,
         place,
     )
-    from encoders.pixels import OWN_LIMITS, PixelLimits
-    from encoders.prompt.chat import ChatMessage, ContentPart
-    from encoders.prompt.mrope import PositionLayout
-    from encoders.registry import ADAPTERS, load_adapter
+    from epd.encoders.pixels import OWN_LIMITS, PixelLimits
+    from epd.encoders.prompt.chat import ChatMessage, ContentPart
+    from epd.encoders.prompt.mrope import PositionLayout
+    from epd.encoders.registry import ADAPTERS, load_adapter
 
 __all__ = [
     "ADAPTERS",

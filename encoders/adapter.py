@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from encoders.device import CPU
-from encoders.pixels import OWN_LIMITS, PixelLimits
-from encoders.prompt.chat import ChatMessage
+from epd.encoders.device import CPU
+from epd.encoders.pixels import OWN_LIMITS, PixelLimits
+from epd.encoders.prompt.chat import ChatMessage
 from epd.errors import ModelError
 from epd.reduction import ReductionPolicy, TowerMerge, Window, num_survivors
 from epd.types import Int64Array, MediaKind, PlaceholderRange, Usage
@@ -360,7 +360,7 @@ class PatchRun:
 
 
 class TowerMerger(Protocol):
-    """Merges neighbours that look alike inside of a vision tower: `encoders.reduction.tower_merging`."""
+    """Merges neighbours that look alike inside of a vision tower: `epd.encoders.reduction.tower_merging`."""
 
     def during(self, runs: Sequence[PatchRun]) -> AbstractContextManager[None]:
         """Merges in the calls of the tower inside of the context, which are of these runs; one at a time."""
@@ -453,7 +453,7 @@ class Adapter(Protocol):
         ...
 
     def tower_merger(self, tower: nn.Module, merge: TowerMerge) -> TowerMerger:
-        """Returns what merges neighbours inside of `tower`, see `encoders.batch.BatchEncoder`."""
+        """Returns what merges neighbours inside of `tower`, see `epd.encoders.batch.BatchEncoder`."""
         ...
 
     def prepare_decoder(self, decoder: nn.Module) -> None:

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from encoders.adapter import Embeddings, MediaPlan, PatchRun, TowerMerger, concatenated
-from encoders.device import CPU, device_of
-from encoders.reduction.static_units import encode_moving
+from epd.encoders.adapter import Embeddings, MediaPlan, PatchRun, TowerMerger, concatenated
+from epd.encoders.device import CPU, device_of
+from epd.encoders.reduction.static_units import encode_moving
 from epd.reduction import TowerMerge, check_tolerance
 
 
@@ -44,7 +44,7 @@ class FrameEncoder:
 
     num_skipped: units so far that were not encoded.
     skip_static: the tolerance within which a unit of a video looks like the one before it, and is not
-    encoded; None to encode all. See `encoders.reduction.static_units`.
+    encoded; None to encode all. See `epd.encoders.reduction.static_units`.
     merge: how many tokens later layers of the tower compute; None for all.
     max_patches: in one call of the tower; None for any number. See `unit_pieces`.
     """

@@ -11,8 +11,8 @@ from typing import Any
 
 import transformers
 
-from encoders.prompt.tool_history import knows_definitions
-from encoders.quantization import read_quantization
+from epd.encoders.prompt.tool_history import knows_definitions
+from epd.encoders.quantization import read_quantization
 from epd.errors import ModelError
 from epd.models.folder import check_folder
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from encoders.adapter import MediaPlan
 from epd.encode.encoder_cache import GroupKey, GroupSpec
 from epd.encode.group_cut import FIRST_GROUP_TOKENS, cut_units, units_of
+from epd.encoders.adapter import MediaPlan
 
 
 @dataclass(frozen=True, slots=True)

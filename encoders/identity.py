@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 
-from encoders.adapter import MediaItem, MediaPlan, PromptPlan
+from epd.encoders.adapter import MediaItem, MediaPlan, PromptPlan
 from epd.kv.kv_identity import DIGEST_BYTES, TokenIdentity, token_identity
 from epd.types import PlaceholderRange
 

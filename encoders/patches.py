@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as tvf
 
-from encoders import kernels
-from encoders.adapter import Grid
-from encoders.device import constants
-from encoders.kernels.dispatch import uses_kernels
+from epd.encoders import kernels
+from epd.encoders.adapter import Grid
+from epd.encoders.device import constants
+from epd.encoders.kernels.dispatch import uses_kernels
 from epd.errors import UnsupportedModelError
 from epd.types import ceil_div
 

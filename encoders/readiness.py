@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from encoders.adapter import Adapter, FrameSampling, MediaPlan, VideoFacts
-from encoders.prompt.chat import ChatMessage, ContentPart, text_message
+from epd.encoders.adapter import Adapter, FrameSampling, MediaPlan, VideoFacts
+from epd.encoders.prompt.chat import ChatMessage, ContentPart, text_message
 from epd.errors import ModelError, RequestError, UnsupportedMediaError
 
 _SIDE = 224  # pixels

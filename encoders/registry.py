@@ -6,16 +6,16 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from encoders.adapter import Adapter
-from encoders.checkpoint import Checkpoint, open_checkpoint, read_model_type
-from encoders.families.internvl import InternVLAdapter
-from encoders.families.llava_onevision import LlavaOnevisionAdapter
-from encoders.families.qwen2_5_vl import Qwen2_5VLAdapter
-from encoders.families.qwen2_audio import Qwen2AudioAdapter
-from encoders.families.qwen3_vl import Qwen3VLAdapter
-from encoders.families.smolvlm import SmolVLMAdapter
-from encoders.prompt.mrope import PositionLayout
-from encoders.readiness import refused_kinds
+from epd.encoders.adapter import Adapter
+from epd.encoders.checkpoint import Checkpoint, open_checkpoint, read_model_type
+from epd.encoders.families.internvl import InternVLAdapter
+from epd.encoders.families.llava_onevision import LlavaOnevisionAdapter
+from epd.encoders.families.qwen2_5_vl import Qwen2_5VLAdapter
+from epd.encoders.families.qwen2_audio import Qwen2AudioAdapter
+from epd.encoders.families.qwen3_vl import Qwen3VLAdapter
+from epd.encoders.families.smolvlm import SmolVLMAdapter
+from epd.encoders.prompt.mrope import PositionLayout
+from epd.encoders.readiness import refused_kinds
 from epd.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)

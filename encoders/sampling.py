@@ -9,8 +9,8 @@ from typing import Any
 
 import transformers
 
-from encoders.adapter import FrameSampling, ListedTimes, VideoFacts
 from epd.control.request_budget import check_num_frames
+from epd.encoders.adapter import FrameSampling, ListedTimes, VideoFacts
 from epd.errors import RequestError
 
 # For checkpoints whose processor names no rate: what the Qwen-VL model cards sample at.

@@ -84,9 +84,9 @@ class SamplingParams:
     logprobs: how many of the most likely tokens to report with each token; 0 is the chosen one alone.
     n: independent answers to the same prompt.
     logit_bias: token ids, each once, and what is added to their logits before all else.
-    grammar: that the answer follows, as `stages.grammar` writes it; empty for any answer.
+    grammar: that the answer follows, as `epd.stages.grammar` writes it; empty for any answer.
     bad_words: that the answer does not contain, as the tokenizer writes them, with or without a space.
-    bad_token_ids: the tokens of these words, see `stages.sampling.bad_words`; None where not known yet.
+    bad_token_ids: the tokens of these words, see `epd.stages.sampling.bad_words`; None where not known yet.
     """
 
     max_tokens: int | None = None

@@ -1,6 +1,6 @@
 """Defines the service as a Ray Serve application: fronts, media workers and stage workers.
 
-    serve run serve_app.app:build_app topology=2e1p1d        or with a file: serve run serve_config.yaml
+    serve run epd.serve_app.app:build_app topology=2e1p1d        or with a file: serve run serve_config.yaml
 
 Replica counts, resources and autoscaling are Serve's own fields of each deployment; where a file leaves the
 counts out, the topology and `num_video_workers` set them.
@@ -15,11 +15,11 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
-from serve_app.app_args import MEDIA_FIELDS, STAGE_FIELDS, AppArgs
-from serve_app.http.address import HttpAddress
-from serve_app.ray.deployments import Media, Stage, create_front
-from serve_app.ray.front import OWNER, FrontListener, FrontReplica
-from serve_app.ray.gpus import cluster_gpus, gpus_per_worker
+from epd.serve_app.app_args import MEDIA_FIELDS, STAGE_FIELDS, AppArgs
+from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.ray.deployments import Media, Stage, create_front
+from epd.serve_app.ray.front import OWNER, FrontListener, FrontReplica
+from epd.serve_app.ray.gpus import cluster_gpus, gpus_per_worker
 
 # Requests that Serve passes on concurrently: those being answered, those whose bodies are being read, and as
 # many being refused. Health and metrics requests are included, so that nothing can take their place.

@@ -13,20 +13,20 @@ from fastapi import FastAPI
 from epd.control.admission import Others
 from epd.control.elasticity import ControllerConfig
 from epd.errors import UnavailableError
-from serve_app.app_args import AppArgs
-from serve_app.files.settings import FileSettings
-from serve_app.fleet import Fleet
-from serve_app.http.api import ApiSettings, create_api
-from serve_app.media.media_worker import MediaSettings
-from serve_app.network.members import Kind, Member, View
-from serve_app.network.remote_fleet import RemoteFleet
-from serve_app.orchestration.config import OrchestratorConfig
-from serve_app.orchestration.elastic import Elastic
-from serve_app.orchestration.orchestrator import Orchestrator
-from serve_app.orchestration.request_planner import RequestPlanner
-from serve_app.orchestration.role_switch import SwitchRequest
-from serve_app.service import RoleSwitch
-from serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.files.settings import FileSettings
+from epd.serve_app.fleet import Fleet
+from epd.serve_app.http.api import ApiSettings, create_api
+from epd.serve_app.media.media_worker import MediaSettings
+from epd.serve_app.network.members import Kind, Member, View
+from epd.serve_app.network.remote_fleet import RemoteFleet
+from epd.serve_app.orchestration.config import OrchestratorConfig
+from epd.serve_app.orchestration.elastic import Elastic
+from epd.serve_app.orchestration.orchestrator import Orchestrator
+from epd.serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.orchestration.role_switch import SwitchRequest
+from epd.serve_app.service import RoleSwitch
+from epd.serve_app.worker.worker_stages import WorkerSettings
 
 # Deployments whose replicas are workers, by the kind of member.
 _SCALED: Mapping[Kind, str] = {"stage": "Stage", "media": "Media"}

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from epd.errors import EPDError, UnavailableError
+from epd.serve_app.messages import Message, ReplyT, WorkerReport
+from epd.serve_app.role_messages import Offload, SetRoles
+from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage
-from serve_app.messages import Message, ReplyT, WorkerReport
-from serve_app.role_messages import Offload, SetRoles
-from serve_app.worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Fleet(Protocol):
     """Runs workers. Used from one event loop. A worker handles messages in the order they are sent.
 
     Several fleets, one for each orchestrator, may give access to the same workers: then reports hold the
-    events and tokens of that orchestrator, see `serve_app.messages.by_owner`, and the load of all. A fleet
+    events and tokens of that orchestrator, see `epd.serve_app.messages.by_owner`, and the load of all. A fleet
     announces a loss before it sends anything to the next incarnation, and sends nothing to the lost one.
     """
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from epd.serve_app.messages import WorkerLoad
+from epd.serve_app.service import WorkerStatus
+from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage, role_letters
-from serve_app.messages import WorkerLoad
-from serve_app.service import WorkerStatus
-from serve_app.worker_info import WorkerInfo
 
 _ALL_ROLES: frozenset[Stage] = frozenset({"video", "encode", "prefill", "decode"})
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from encoders import MediaPlan
+from epd.encoders import MediaPlan
 from epd.errors import UnavailableError
+from epd.serve_app.messages import Message
+from epd.serve_app.service import HeldItem, MediaReference
 from epd.types import MediaKind
-from serve_app.messages import Message
-from serve_app.service import HeldItem, MediaReference
-from video import MediaFacts
+from epd.video import MediaFacts
 
 FILE_CHUNK_BYTES = 4 << 20
 

@@ -14,19 +14,19 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from encoders.groups import MediaGroup
-from encoders.reduction import Reading
 from epd.control.elasticity import MediaSample, StageSample
 from epd.control.routing import InFlight
+from epd.encoders.groups import MediaGroup
+from epd.encoders.reduction import Reading
 from epd.errors import EPDError
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
+from epd.serve_app.memory_use import MemoryUse
+from epd.serve_app.service import StageSpan
+from epd.stages.engine.generation import GenerateRequest, TokenOutput
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, Ticket
 from epd.transfer.reception import Grant
-from serve_app.memory_use import MemoryUse
-from serve_app.service import StageSpan
-from stages.engine.generation import GenerateRequest, TokenOutput
 
 ReplyT = TypeVar("ReplyT")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from epd.control.request_budget import RequestLimits
 from epd.errors import ModelError
-from serve_app.app_args import AppArgs
+from epd.serve_app.app_args import AppArgs
 
 # Keys under which configurations describe the language model; older ones do so at the top level.
 _TEXT_CONFIGS = ("text_config", "llm_config")

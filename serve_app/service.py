@@ -17,17 +17,17 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from encoders import OWN_LIMITS, FrameSampling, PixelLimits
-from encoders.prompt.chat import ChatMessage, media_kinds
-from encoders.reduction import KeptCells
 from epd.control.elasticity import Decision, ReplicaAdvice, RequestWork
 from epd.control.retention import LevelChange
+from epd.encoders import OWN_LIMITS, FrameSampling, PixelLimits
+from epd.encoders.prompt.chat import ChatMessage, media_kinds
+from epd.encoders.reduction import KeptCells
 from epd.reduction import KEEP_ALL, NO_BUDGET, ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
+from epd.serve_app.memory_use import MemoryUse
 from epd.topology import Stage
 from epd.types import MediaKind, StageTimings, Usage
-from serve_app.memory_use import MemoryUse
-from video import MediaFacts
+from epd.video import MediaFacts
 
 FinishReason = Literal["stop", "length"]
 # The steps of a request that are timed. A worker with several roles performs several of them.

@@ -6,9 +6,9 @@ from typing import Any
 
 from tokenizers import decoders
 
-from serve_app.service import TokenLogprob
-from stages.sampling.detokenizer import TokenBytes
-from stages.sampling.sampler import SampledToken
+from epd.serve_app.service import TokenLogprob
+from epd.stages.sampling.detokenizer import TokenBytes
+from epd.stages.sampling.sampler import SampledToken
 
 
 class TokenTexts:

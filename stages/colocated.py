@@ -23,20 +23,20 @@ from typing import Any, Protocol
 
 import torch
 
-from encoders import FrameSampling, MediaPlan
-from encoders.prompt.chat import ChatMessage, one_turn
+from epd.encoders import FrameSampling, MediaPlan
+from epd.encoders.prompt.chat import ChatMessage, one_turn
 from epd.errors import InfeasibleError, check_question
 from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.reduction import KEEP_ALL, NO_BUDGET, ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
+from epd.stages.engine.generation import GenerateRequest, StepResult, TokenOutput
+from epd.stages.group_driver import FailedJob, GroupDriver, MediaJob
+from epd.stages.media import EncodedGroup
+from epd.stages.media_prefix import MediaPrefix
+from epd.stages.pipeline import Pipeline
+from epd.stages.sampling.detokenizer import OnText
+from epd.stages.timing import StageSeconds, busy
 from epd.types import Answer, Int64Array, MediaKind, StageTimings
-from stages.engine.generation import GenerateRequest, StepResult, TokenOutput
-from stages.group_driver import FailedJob, GroupDriver, MediaJob
-from stages.media import EncodedGroup
-from stages.media_prefix import MediaPrefix
-from stages.pipeline import Pipeline
-from stages.sampling.detokenizer import OnText
-from stages.timing import StageSeconds, busy
 
 logger = logging.getLogger(__name__)
 

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from encoders import PromptPlan
+from epd.encoders import PromptPlan
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.faults import RequestFault, logged_fault
+from epd.stages.engine.generation import GenerateRequest, StepResult
+from epd.stages.engine.sequence import TokenSequence
+from epd.stages.sampling.sampler import SampledToken
 from epd.transfer.connectors import FirstToken, HandoverState, KVConnector, KVTicket, TransferOutcome
 from epd.transfer.handover import DecodeReception, KVOutbox
-from stages.engine.engine import LanguageEngine
-from stages.engine.faults import RequestFault, logged_fault
-from stages.engine.generation import GenerateRequest, StepResult
-from stages.engine.sequence import TokenSequence
-from stages.sampling.sampler import SampledToken
 
 
 @dataclass(frozen=True, slots=True)

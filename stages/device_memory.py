@@ -9,7 +9,7 @@ import torch
 
 from epd.errors import InfeasibleError
 from epd.machine import available_memory_bytes, memory_limit_bytes
-from stages.placement import Placement
+from epd.stages.placement import Placement
 
 _GB = 1e9
 

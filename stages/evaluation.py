@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from encoders.prompt.chat import dialogue
+from epd.encoders.prompt.chat import dialogue
 from epd.eval.items import FULL, EvalCase, EvalSetting, EvalVideo
 from epd.eval.plan import EvalPlan, Todo, todos
 from epd.eval.verdicts import TTFTSample, Verdict, VerdictLog
 from epd.reduction import ReductionPolicy
 from epd.shapes.stories import FactCounts
+from epd.stages.colocated import ColocatedPipeline, EncodedMedia, MediaContext
 from epd.types import Answer
-from stages.colocated import ColocatedPipeline, EncodedMedia, MediaContext
-from video.demo_video import PLAIN, Filming, write_demo_video
+from epd.video.demo_video import PLAIN, Filming, write_demo_video
 
 DEMO_HEIGHT, DEMO_WIDTH, DEMO_FPS = 360, 640, 2
 

@@ -15,9 +15,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from encoders import FrameSampling, MediaPlan
-from encoders.adapter import PromptPlan
-from encoders.reduction import reduce_prompt
 from epd.control.request_budget import check_visual_tokens
 from epd.control.visual_budget import (
     LEAST_FRAMES,
@@ -28,6 +25,9 @@ from epd.control.visual_budget import (
     room_for_media,
     share_frames,
 )
+from epd.encoders import FrameSampling, MediaPlan
+from epd.encoders.adapter import PromptPlan
+from epd.encoders.reduction import reduce_prompt
 from epd.errors import RequestBudgetError
 from epd.reduction import ReductionPolicy, VisualBudget
 

@@ -16,18 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-import video
-from encoders import OWN_LIMITS, Adapter, FrameSampling, MediaPlan, PixelLimits
-from encoders.adapter import PromptPlan
-from encoders.batch import FrameEncoder
-from encoders.prompt.chat import ChatMessage, one_turn
+from epd import video
+from epd.encoders import OWN_LIMITS, Adapter, FrameSampling, MediaPlan, PixelLimits
+from epd.encoders.adapter import PromptPlan
+from epd.encoders.batch import FrameEncoder
+from epd.encoders.prompt.chat import ChatMessage, one_turn
 from epd.errors import EPDError, RequestError, UnsupportedMediaError
 from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.reduction import KEEP_ALL, ReductionPolicy, VisualBudget
-from epd.transfer.bounded_queue import BusyClock
-from epd.types import MediaKind, StageTimings
-from stages.frame_budget import PromptRoom, plan_within
-from stages.media import (
+from epd.stages.frame_budget import PromptRoom, plan_within
+from epd.stages.media import (
     DecodedGroup,
     EncodedGroup,
     FoundVideo,
@@ -36,7 +34,9 @@ from stages.media import (
     encode_group,
     plan_known,
 )
-from stages.timing import busy
+from epd.stages.timing import busy
+from epd.transfer.bounded_queue import BusyClock
+from epd.types import MediaKind, StageTimings
 
 # A broken medium may make a stage raise these, beside errors of our own.
 _BREAKS = (EPDError, RuntimeError, ValueError, OSError)

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import video
-from encoders import OWN_LIMITS, Adapter, Embeddings, FrameSampling, MediaPlan, PixelLimits, VideoFacts
-from encoders.batch import FrameEncoder
-from encoders.groups import MediaGroup, plan_groups
+from epd import video
+from epd.encoders import OWN_LIMITS, Adapter, Embeddings, FrameSampling, MediaPlan, PixelLimits, VideoFacts
+from epd.encoders.batch import FrameEncoder
+from epd.encoders.groups import MediaGroup, plan_groups
 from epd.errors import MediaLimitError, UnsupportedMediaError
+from epd.stages.timing import busy
 from epd.types import Float32Array, StageTimings, UInt8Array
-from stages.timing import busy
 
 
 @dataclass(frozen=True, slots=True)

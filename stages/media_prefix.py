@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from encoders import Adapter, MediaPlan
-from encoders.identity import prompt_identity
-from encoders.prompt.chat import ChatMessage
-from encoders.reduction import reduce_prompt
+from epd.encoders import Adapter, MediaPlan
+from epd.encoders.identity import prompt_identity
+from epd.encoders.prompt.chat import ChatMessage
+from epd.encoders.reduction import reduce_prompt
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
+from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import Extent, GenerateRequest, GenerationSettings
+from epd.stages.media import EncodedGroup
 from epd.types import Int64Array
-from stages.encode.splicing import EmbeddingSplicer
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import Extent, GenerateRequest, GenerationSettings
-from stages.media import EncodedGroup
 
 
 class MediaPrefix:

@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from encoders import OWN_LIMITS, Adapter, MediaPlan, PixelLimits
-from encoders.batch import FrameEncoder
-from encoders.prompt.raw_prompt import plan_tokens
+from epd.encoders import OWN_LIMITS, Adapter, MediaPlan, PixelLimits
+from epd.encoders.batch import FrameEncoder
+from epd.encoders.prompt.raw_prompt import plan_tokens
 from epd.errors import InfeasibleError, UnsupportedMediaError
 from epd.kv.kv_identity import token_identity
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.memory import WorkerMemory
 from epd.sampling_params import SamplingParams
-from stages.device_memory import total_bytes
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import GenerateRequest, GenerationSettings
-from stages.engine.model_runner import kv_layout
-from stages.engine.setup import BLOCK_SIZE, build_engine
-from stages.placement import Placement
-from stages.rank import RankGroup
+from epd.stages.device_memory import total_bytes
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import GenerateRequest, GenerationSettings
+from epd.stages.engine.model_runner import kv_layout
+from epd.stages.engine.setup import BLOCK_SIZE, build_engine
+from epd.stages.placement import Placement
+from epd.stages.rank import RankGroup
 
 logger = logging.getLogger(__name__)
 

@@ -8,22 +8,22 @@ from typing import Any, Self
 
 import torch
 
-from encoders import Adapter, load_adapter
-from encoders.batch import FrameEncoder
-from encoders.device import device_of
 from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encode.group_cut import GROUP_TOKENS
+from epd.encoders import Adapter, load_adapter
+from epd.encoders.batch import FrameEncoder
+from epd.encoders.device import device_of
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
 from epd.reduction import TowerMerge
-from stages.engine.generation import GenerationSettings, generation_settings
-from stages.engine.setup import build_engine
-from stages.loading.weights import OnBytes
-from stages.memory_sizing import DEFAULT_UTILIZATION, LargestPasses, measured_kv_tokens
-from stages.placement import Placement
-from stages.rank import RankGroup
-from stages.ranks.loading import load_with_ranks
+from epd.stages.engine.generation import GenerationSettings, generation_settings
+from epd.stages.engine.setup import build_engine
+from epd.stages.loading.weights import OnBytes
+from epd.stages.memory_sizing import DEFAULT_UTILIZATION, LargestPasses, measured_kv_tokens
+from epd.stages.placement import Placement
+from epd.stages.rank import RankGroup
+from epd.stages.ranks.loading import load_with_ranks
 
 # Patches that at most become one visual token, of the families here.
 _PATCHES_OF_TOKEN = 16

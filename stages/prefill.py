@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import Extent, GenerateRequest, StepResult, TokenOutput
+from epd.stages.visual_inputs import PlacedEmbeddings
 from epd.transfer.connectors import FirstToken, HandoverState, KVConnector, KVTicket, TransferOutcome
 from epd.transfer.handover import KVOutbox
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import Extent, GenerateRequest, StepResult, TokenOutput
-from stages.visual_inputs import PlacedEmbeddings
 
 
 @dataclass(slots=True)

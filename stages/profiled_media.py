@@ -11,15 +11,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-import video
-from encoders import FrameSampling, VideoFacts
-from encoders.adapter import AudioSpec, MediaPlan
+from epd import video
 from epd.bench.media import draw_sound
+from epd.encoders import FrameSampling, VideoFacts
+from epd.encoders.adapter import AudioSpec, MediaPlan
 from epd.errors import UnsupportedMediaError
 from epd.profiles import MediaRule
 from epd.profiles.measuring import Action
+from epd.video.demo_video import write_scene
 from epd.workload.requests import AudioClip, Resolution, VideoSpec
-from video.demo_video import write_scene
 
 Points = Iterator[tuple[float, float, Action]]
 

@@ -12,24 +12,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from encoders import load_adapter
-from encoders.batch import FrameEncoder
+from epd.encoders import load_adapter
+from epd.encoders.batch import FrameEncoder
 from epd.host_memory import resident_bytes, resident_peak_bytes
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles import MemoryNeeds, Profile, StageTable, fit_table
 from epd.profiles.measuring import Action, measurement, table, timed
 from epd.profiles.speed import core_speed
-from stages.device_memory import total_bytes
-from stages.encode.beside_cost import beside_of, wall_clock
-from stages.engine.generation import generation_settings
-from stages.engine.model_runner import kv_layout
-from stages.engine.setup import build_engine, default_kv_tokens
-from stages.loading.weights import OnBytes, load_role, part_bytes
-from stages.memory_sizing import text_request
-from stages.peak_memory import peak_bytes
-from stages.pipeline import use_threads
-from stages.placement import CPU_FLOAT32, Placement
-from stages.profiled_media import Points, Reading, Sample, media_of
+from epd.stages.device_memory import total_bytes
+from epd.stages.encode.beside_cost import beside_of, wall_clock
+from epd.stages.engine.generation import generation_settings
+from epd.stages.engine.model_runner import kv_layout
+from epd.stages.engine.setup import build_engine, default_kv_tokens
+from epd.stages.loading.weights import OnBytes, load_role, part_bytes
+from epd.stages.memory_sizing import text_request
+from epd.stages.peak_memory import peak_bytes
+from epd.stages.pipeline import use_threads
+from epd.stages.placement import CPU_FLOAT32, Placement
+from epd.stages.profiled_media import Points, Reading, Sample, media_of
 
 _PROMPT_TOKENS, _CHUNKS = 1024, (32, 128, 512)
 _DECODE_BATCHES, _DECODE_CONTEXTS = (1, 4, 16), (64, 512)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from encoders import Embeddings, PromptPlan, concatenated
+from epd.encoders import Embeddings, PromptPlan, concatenated
 from epd.types import BoolArray, Int64Array
 
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.engine import chunk_sampling
-from stages.sampling import sampler
-from stages.sampling.sampling_state import SamplingRow
+from epd.stages.engine import chunk_sampling
+from epd.stages.sampling import sampler
+from epd.stages.sampling.sampling_state import SamplingRow
 
 CLEAR_WEIGHT = 3e-6  # of the total weight
 CLEAR_LOGIT = 1e-5

@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import AutoModelForImageTextToText
 
-from encoders.device import HostCopy, constants
-from encoders.families import grids, qwen_tower
+from epd.encoders.device import HostCopy, constants
+from epd.encoders.families import grids, qwen_tower
 from tests import ROOT
 
 aten = torch.ops.aten

@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image
 
 from epd.types import UInt8Array
+from epd.video.demo_video import encode_h264
 from tests.video.recipes import packets_of
-from video.demo_video import encode_h264
 
 
 def draw_frames(num_frames: int, height: int, width: int, seed: int) -> Iterator[UInt8Array]:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from encoders import Adapter, load_adapter
+from epd.encoders import Adapter, load_adapter
 
 GRID_INPUTS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers.video_utils import VideoMetadata
 
-import video
-from encoders import FrameSampling
-from stages.colocated import ColocatedPipeline
+from epd import video
+from epd.encoders import FrameSampling
+from epd.stages.colocated import ColocatedPipeline
 from tests.positions import has_authors_layout, skip_where_seconds_are_cut, trained_positions_in
 
 MAX_TOKENS = 24

@@ -11,15 +11,15 @@ from openai.types.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from pydantic import BaseModel
 
-from serve_app.http.requests.chat_request import ChatRequest
-from serve_app.http.requests.completion_request import (
+from epd.serve_app.http.requests.chat_request import ChatRequest
+from epd.serve_app.http.requests.completion_request import (
     COMPLETION_FIELDS,
     COMPLETION_HONOURED,
     CompletionRequest,
 )
-from serve_app.http.requests.honoured_fields import HONOURED
-from serve_app.http.requests.request_fields import CHAT_FIELDS, OtherFields
-from serve_app.http.requests.response_request import RESPONSE_FIELDS, RESPONSE_HONOURED, ResponseRequest
+from epd.serve_app.http.requests.honoured_fields import HONOURED
+from epd.serve_app.http.requests.request_fields import CHAT_FIELDS, OtherFields
+from epd.serve_app.http.requests.response_request import RESPONSE_FIELDS, RESPONSE_HONOURED, ResponseRequest
 from tests import ROOT
 
 PAGE = ROOT / "docs" / "api.md"

@@ -16,9 +16,9 @@ from typer.testing import CliRunner, Result
 
 from epd.cli.program import app
 from epd.models import embedded_model_path
-from serve_app.app_args import AppArgs
-from serve_app.http.address import HttpAddress
-from serve_app.local.server import served_locally
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.local.server import served_locally
 from tests.media import write_long_video
 
 QUESTION = "What is shown?"

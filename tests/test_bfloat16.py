@@ -10,8 +10,8 @@ import torch
 from transformers import AutoProcessor
 
 from epd.reduction import METHODS, ReductionPolicy
-from stages.colocated import ColocatedPipeline
-from stages.placement import Placement
+from epd.stages.colocated import ColocatedPipeline
+from epd.stages.placement import Placement
 from tests.positions import trained_positions_in
 from tests.reference import processor_inputs
 from tests.serve_app.deployments import Question

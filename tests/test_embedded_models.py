@@ -8,7 +8,7 @@ import pytest
 
 from epd.errors import ModelNotFoundError
 from epd.models import embedded_model_path, embedded_models, model_folder
-from serve_app.app_args import AppArgs
+from epd.serve_app.app_args import AppArgs
 
 
 @pytest.mark.parametrize("name", embedded_models())

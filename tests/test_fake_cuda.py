@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from encoders.device import all_to_host, arrays_to_device, to_device, to_host
+from epd.encoders.device import all_to_host, arrays_to_device, to_device, to_host
 from tests import fake_cuda as fakes
 from tests.fake_cuda import CUDA, FakeCuda, UnlistedWaitError, fake_cuda
 

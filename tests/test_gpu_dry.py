@@ -16,7 +16,7 @@ from benchmarks.gpu.__main__ import SECTIONS, main
 from benchmarks.gpu.sections import GpuSection, run_all
 from benchmarks.gpu.setup import FULL, TINY, Setup
 from benchmarks.reporting import Row
-from stages.placement import CPU_FLOAT32
+from epd.stages.placement import CPU_FLOAT32
 from tests import ROOT
 
 # What is installed for video, serving and its checks, and not there.

@@ -14,7 +14,7 @@ from epd.host_memory import map_large_tensors, resident_bytes, resident_peak_byt
 SIZE = 16 << 20
 # The C library would take tensors from the heap once a larger one was given back, and keep the first of two.
 PROGRAM = f"""
-import encoders
+from epd import encoders
 import torch
 from epd.host_memory import map_large_tensors, resident_bytes
 print(map_large_tensors())

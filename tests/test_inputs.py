@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import video
-from encoders import FrameSampling, PromptPlan
+from epd import video
+from epd.encoders import FrameSampling, PromptPlan
+from epd.stages.media import PlannedMedia, decode_groups, plan_media
 from epd.types import StageTimings
-from stages.media import PlannedMedia, decode_groups, plan_media
 from tests.positions import adapter_like_transformers, expected_positions, positions_in_transformers
 from tests.reference import Subject, processor_inputs
 

@@ -151,7 +151,7 @@ def test_every_file_of_the_packages_is_in_both_archives(installed: Installed) ->
 
 def test_every_module_imports_from_the_wheel(installed: Installed) -> None:
     modules = _modules(_listed(*PACKAGES))
-    assert "encoders.reduction.selection" in modules
+    assert "epd.encoders.reduction.selection" in modules
     folder = f"{installed.environment}{os.sep}"
     assert installed.run("python", "-P", "-c", _IMPORT_ALL, folder, *modules) == ""
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from encoders import Adapter, FrameSampling, PixelLimits
+from epd.encoders import Adapter, FrameSampling, PixelLimits
 from epd.errors import RequestError
+from epd.stages.media import PlannedMedia, decode_groups, plan_media
 from epd.types import MediaKind, StageTimings
-from stages.media import PlannedMedia, decode_groups, plan_media
 from tests.encoders.families import Family
 from tests.encoders.tiny_tiles import BUILDERS
 from tests.reference import Subject, processor_inputs

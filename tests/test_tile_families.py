@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import video
-from encoders import FrameSampling
-from stages.colocated import ColocatedPipeline
+from epd import video
+from epd.encoders import FrameSampling
+from epd.stages.colocated import ColocatedPipeline
 from tests.encoders.families import QUESTION, Clip, Family, Media, Picture
 from tests.encoders.tiny_tiles import BUILDERS
 from tests.reference import MAX_TOKENS, generated

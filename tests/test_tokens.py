@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import AutoProcessor, GenerationConfig
 
-import video
-from encoders import FrameSampling, MediaPlan, load_adapter
+from epd import video
+from epd.encoders import FrameSampling, MediaPlan, load_adapter
 from epd.errors import InfeasibleError, RequestError
 from epd.sampling_params import SamplingParams
-from stages.colocated import ColocatedPipeline
-from stages.engine.generation import GenerationSettings
-from stages.engine.setup import BLOCK_SIZE
+from epd.stages.colocated import ColocatedPipeline
+from epd.stages.engine.generation import GenerationSettings
+from epd.stages.engine.setup import BLOCK_SIZE
 from tests.positions import (
     adapter_like_transformers,
     authors_positions,

@@ -10,7 +10,9 @@ _PROGRAM = """
 import sys
 sys.modules["ray"] = None  # any import of it now raises ImportError
 
-import video, encoders, stages.colocated
+from epd import video
+from epd import encoders
+import epd.stages.colocated
 from epd.cli.program import main
 
 sys.argv = ["epd", "ask", *sys.argv[1:]]
@@ -23,7 +25,7 @@ import sys
 for name in ("ray", "opentelemetry.sdk"):
     sys.modules[name] = None
 
-import serve_app.local.server
+import epd.serve_app.local.server
 """
 
 

@@ -18,7 +18,7 @@ from benchmarks.witness.clips import Clip, write
 from benchmarks.witness.files import trim
 from benchmarks.witness.handed import handed_by_ask
 from benchmarks.witness.judge import Verdict
-from encoders import FrameSampling
+from epd.encoders import FrameSampling
 
 REQUIRED = "EPD_REQUIRE_TESSERACT"
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "smolvlm")

@@ -18,7 +18,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-import video
+from epd import video
 from epd.types import Float32Array
 from tests import tiny_models
 from tests.reference import generated_as_it_is

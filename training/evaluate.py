@@ -21,9 +21,9 @@ from pathlib import Path
 from epd.models import embedded_model_path
 from epd.shapes import Question, make_questions, make_scene
 from epd.shapes.questions import ONE_WORD_KINDS
-from stages.colocated import ColocatedPipeline
+from epd.stages.colocated import ColocatedPipeline
+from epd.video.demo_video import write_demo_video
 from training.clips import HELD_OUT_SEED
-from video.demo_video import write_demo_video
 
 LENGTHS = (8, 32, 128, 512)
 _SOURCE_FPS = 4

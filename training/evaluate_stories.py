@@ -20,7 +20,7 @@ from pathlib import Path
 
 import jsonschema
 
-from encoders.prompt.chat import dialogue
+from epd.encoders.prompt.chat import dialogue
 from epd.eval.statistics import wilson_interval
 from epd.models import embedded_model_path, model_folder
 from epd.shapes import Question, QuestionKind, Scene, make_scene
@@ -33,10 +33,10 @@ from epd.shapes.stories import (
     compare,
     make_stories,
 )
-from stages.colocated import ColocatedPipeline
+from epd.stages.colocated import ColocatedPipeline
+from epd.video.demo_video import write_demo_video
 from training.clips import HELD_OUT_SEED
 from training.evaluate import LENGTHS, write_into_card
-from video.demo_video import write_demo_video
 
 _SOURCE_FPS = 4
 _MARGIN_S = 2.0

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
-from encoders.patches import PatchSpec
+from epd.encoders.patches import PatchSpec
 from training.clips import Clip
 from training.lane_scenes import TowerErrors
 from training.lanes import (

@@ -24,7 +24,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
-from encoders.patches import PatchSpec, patchify_plain
+from epd.encoders.patches import PatchSpec, patchify_plain
 from epd.shapes import COLOURS, SHAPES, Scene, SceneObject
 from epd.shapes.world import NUM_LANES
 from epd.types import UInt8Array

@@ -5,24 +5,24 @@ In AVI, which has no presentation times, frame n in order of display begins at n
 """
 
 from epd.types import FrameGroup, Frames
-from video.children.children import ChildLimits, MediaChildren
-from video.children.stream import ChildStream
-from video.containers.audio import AudioPart, load_audio
-from video.containers.images import load_image, media_kind
-from video.containers.info import VideoInfo
-from video.containers.limits import Limits
-from video.containers.look import MediaFacts, look
-from video.containers.probe import probe
-from video.decoding.stream import GroupStream, decode, stream
-from video.reading import MediaReader, OwnReader
-from video.reference import reference_decode
-from video.sampling import sample_times
-from video.sources.data_uri import num_listed_frames, read_data_uri
-from video.sources.download import Download
-from video.sources.fetch import fetch
-from video.sources.local_files import FileIdentity, OpenFile, allowed_file, open_allowed, open_file
-from video.sources.policy import FetchPolicy, Sink
-from video.sources.source import Media
+from epd.video.children.children import ChildLimits, MediaChildren
+from epd.video.children.stream import ChildStream
+from epd.video.containers.audio import AudioPart, load_audio
+from epd.video.containers.images import load_image, media_kind
+from epd.video.containers.info import VideoInfo
+from epd.video.containers.limits import Limits
+from epd.video.containers.look import MediaFacts, look
+from epd.video.containers.probe import probe
+from epd.video.decoding.stream import GroupStream, decode, stream
+from epd.video.reading import MediaReader, OwnReader
+from epd.video.reference import reference_decode
+from epd.video.sampling import sample_times
+from epd.video.sources.data_uri import num_listed_frames, read_data_uri
+from epd.video.sources.download import Download
+from epd.video.sources.fetch import fetch
+from epd.video.sources.local_files import FileIdentity, OpenFile, allowed_file, open_allowed, open_file
+from epd.video.sources.policy import FetchPolicy, Sink
+from epd.video.sources.source import Media
 
 __all__ = [
     "AudioPart",

@@ -15,9 +15,9 @@ import numpy as np
 
 from epd.errors import MediaError, RequestError
 from epd.types import UInt8Array
-from video.containers.probe import probe
-from video.decoding.pixels import Size
-from video.decoding.stream import stream
+from epd.video.containers.probe import probe
+from epd.video.decoding.pixels import Size
+from epd.video.decoding.stream import stream
 
 _DARKEST, _SHARE_OF_CONTRAST = 40, 2
 

@@ -18,8 +18,8 @@ from epd.errors import RequestError, check_file
 from epd.shapes import STILL, Footage, Scene, SceneRenderer, footage_level, make_questions, make_scene
 from epd.shapes.footage import resized
 from epd.types import UInt8Array
+from epd.video.backgrounds import BackgroundClips
 from epd.workload.requests import VideoSpec
-from video.backgrounds import BackgroundClips
 
 _GOP_S = 2.0
 _MIN_SIDE, _MAX_SIDE = 32, 4096

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from epd.types import Float32Array, UInt8Array
-from video.containers.audio import AudioPart, load_audio
-from video.containers.images import load_image
-from video.containers.look import MediaFacts, look
-from video.sources.local_files import OpenFile
-from video.sources.source import Media
+from epd.video.containers.audio import AudioPart, load_audio
+from epd.video.containers.images import load_image
+from epd.video.containers.look import MediaFacts, look
+from epd.video.sources.local_files import OpenFile
+from epd.video.sources.source import Media
 
 
 class MediaReader(Protocol):

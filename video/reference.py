@@ -10,13 +10,13 @@ from av.video.frame import VideoFrame
 
 from epd.errors import CorruptMediaError
 from epd.types import Frames, UInt8Array
-from video.containers.avi_times import timed
-from video.containers.info import VideoInfo
-from video.containers.probe import describe
-from video.containers.steady_clock import SteadyClock
-from video.containers.timestamps import FrameClock
-from video.decoding.pixels import Size, exact_resize, exact_rgb
-from video.sources.source import Media, OpenVideo, Source, open_video, reason
+from epd.video.containers.avi_times import timed
+from epd.video.containers.info import VideoInfo
+from epd.video.containers.probe import describe
+from epd.video.containers.steady_clock import SteadyClock
+from epd.video.containers.timestamps import FrameClock
+from epd.video.decoding.pixels import Size, exact_resize, exact_rgb
+from epd.video.sources.source import Media, OpenVideo, Source, open_video, reason
 
 TimedFrame = tuple[int, VideoFrame]
 

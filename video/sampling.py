@@ -17,7 +17,7 @@ import numpy as np
 
 from epd.errors import MediaLimitError, RequestError
 from epd.types import Float64Array
-from video.containers.info import VideoInfo
+from epd.video.containers.info import VideoInfo
 
 Spacing = Literal["stride", "endpoints"]
 MAX_TIMES = 1_000_000

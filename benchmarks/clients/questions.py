@@ -14,8 +14,8 @@ from benchmarks.clients.asks import Case
 from epd.shapes.draw import SceneRenderer
 from epd.shapes.questions import QuestionKind, make_questions
 from epd.shapes.world import make_scene
+from epd.video.demo_video import write_scene
 from epd.workload.requests import Resolution, VideoSpec
-from video.demo_video import write_scene
 
 _SIZE = Resolution(224, 160)
 _VIDEO = VideoSpec(6.0, 4, _SIZE)

@@ -14,29 +14,29 @@ from zlib import crc32
 
 from benchmarks.epd_pays.mixes import MODEL, VIDEO_FPS, Arrival, Mix
 from benchmarks.pacing import Encode, paced_tower, wait_out
-from encoders import FrameSampling
 from epd.bench.media import draw_image
 from epd.control.elasticity.controller import ControllerConfig
+from epd.encoders import FrameSampling
 from epd.errors import EPDError
 from epd.kv.scheduling import SchedulerConfig
 from epd.planning.space import Settings
 from epd.profiles.profile import Profile
 from epd.sampling_params import SamplingParams
+from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
+from epd.serve_app.media.media_worker import MediaSettings
+from epd.serve_app.orchestration.config import OrchestratorConfig
+from epd.serve_app.orchestration.orchestrator import Orchestrator
+from epd.serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.service import AnswerRequest, MediaReference, TokenDelta
+from epd.serve_app.worker.worker_core import WorkerCore
+from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.simulate.clock import seconds_of
 from epd.simulate.language import PassCost
+from epd.stages.visual_inputs import VisualInputs
 from epd.topology import Stage, parse_topology
+from epd.video import FetchPolicy
 from epd.workload.requests import Resolution
-from serve_app.local.fleet import LocalFleet, LocalFleetConfig
-from serve_app.media.media_worker import MediaSettings
-from serve_app.orchestration.config import OrchestratorConfig
-from serve_app.orchestration.orchestrator import Orchestrator
-from serve_app.orchestration.request_planner import RequestPlanner
-from serve_app.service import AnswerRequest, MediaReference, TokenDelta
-from serve_app.worker.worker_core import WorkerCore
-from serve_app.worker.worker_stages import WorkerSettings
-from stages.visual_inputs import VisualInputs
 from tests.media import write_video
-from video import FetchPolicy
 
 MAX_TOKENS_LIVE = 32_768  # of keys and values, and of embeddings: never what binds
 

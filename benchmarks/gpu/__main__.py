@@ -30,7 +30,7 @@ from benchmarks.gpu.sections import GpuSection, Outcome, run_all
 from benchmarks.gpu.setup import FULL, TINY, Setup
 from benchmarks.gpu.whole_path import whole_path
 from benchmarks.reporting import RESULTS, Row, setting, table
-from stages.placement import CPU_FLOAT32, Placement
+from epd.stages.placement import CPU_FLOAT32, Placement
 
 TOTAL_S = 525.0  # of the nine minutes; the rest is for imports
 SECTIONS: Mapping[str, GpuSection] = {

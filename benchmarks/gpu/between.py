@@ -19,15 +19,15 @@ import torch
 from benchmarks.gpu.setup import Setup
 from benchmarks.reporting import Row
 from epd.encode.encoder_cache import CachedGroup, GroupKey
+from epd.serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
+from epd.serve_app.network.memory import PoolFiles, new_fleet_id
+from epd.serve_app.network.packing import AnyShape
+from epd.serve_app.network.routes import PeerPlace
+from epd.stages.connectors.gpu_memory import CudaMemory
+from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPoolShape
+from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, Ticket, TransferOutcome
 from epd.types import ceil_div
-from serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
-from serve_app.network.memory import PoolFiles, new_fleet_id
-from serve_app.network.packing import AnyShape
-from serve_app.network.routes import PeerPlace
-from stages.connectors.gpu_memory import CudaMemory
-from stages.encode.encoder_pool import EmbeddingLayout, EncoderPoolShape
-from stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
 
 _BLOCK_SIZE = 16
 _SENDER, _RECEIVER = "p0.prefill", "d0.decode"

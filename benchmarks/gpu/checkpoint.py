@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from stages.loading.weights import skeleton
-from stages.placement import Placement
+from epd.stages.loading.weights import skeleton
+from epd.stages.placement import Placement
 from tests.models import shrunk
 from tests.models.files import name_in_files
 from tests.models.published import PUBLISHED, Config

@@ -18,17 +18,17 @@ from benchmarks.gpu.sections import OK
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.workers import SplitPipeline
 from benchmarks.reporting import Row
-from encoders import FrameSampling, load_adapter
-from encoders.patches import PatchSpec, patchify, patchify_plain
+from epd.encoders import FrameSampling, load_adapter
+from epd.encoders.patches import PatchSpec, patchify, patchify_plain
 from epd.models import embedded_model_path
+from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.shapes import SceneRenderer, make_scene
+from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
+from epd.stages.attention.device import DeviceHeads
+from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape, token_slots
+from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, multiply_plain
+from epd.stages.loading.quantized_linear import QuantizedProduct
 from epd.types import ceil_div
-from serve_app.worker.worker_stages import WorkerSettings
-from stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
-from stages.attention.device import DeviceHeads
-from stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape, token_slots
-from stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, multiply_plain
-from stages.loading.quantized_linear import QuantizedProduct
 from tests.encoders.families import Clip, Family, Media, Picture
 from tests.models import shrunk
 from tests.models.published import PUBLISHED

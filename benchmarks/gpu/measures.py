@@ -19,23 +19,23 @@ from benchmarks.gpu.checkpoint import write_full
 from benchmarks.gpu.setup import Setup, room_bytes
 from benchmarks.gpu.workers import SplitPipeline
 from benchmarks.reporting import Row
-from encoders import FrameSampling, VideoFacts
-from encoders.adapter import MediaPlan
-from encoders.batch import FrameEncoder
-from encoders.identity import prompt_identity
 from epd.encode.encoder_cache import CachedGroup
+from epd.encoders import FrameSampling, VideoFacts
+from epd.encoders.adapter import MediaPlan
+from epd.encoders.batch import FrameEncoder
+from epd.encoders.identity import prompt_identity
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
+from epd.serve_app.worker.worker_stages import WorkerSettings, embedding_layout
+from epd.stages.encode.encoder_pool import EncoderPoolShape
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import GenerateRequest, GenerationSettings
+from epd.stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
+from epd.stages.engine.model_runner import ModelRunner, kv_layout
+from epd.stages.engine.packed_pass import Segment
+from epd.stages.engine.setup import build_engine
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket
 from epd.types import ceil_div
-from serve_app.worker.worker_stages import WorkerSettings, embedding_layout
-from stages.encode.encoder_pool import EncoderPoolShape
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import GenerateRequest, GenerationSettings
-from stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
-from stages.engine.model_runner import ModelRunner, kv_layout
-from stages.engine.packed_pass import Segment
-from stages.engine.setup import build_engine
 from tests.models import shrunk
 from tests.models.published import PUBLISHED
 

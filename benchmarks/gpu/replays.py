@@ -15,14 +15,14 @@ from benchmarks.gpu.checks import shrunk_checkpoint
 from benchmarks.gpu.sections import OK
 from benchmarks.gpu.setup import Setup
 from benchmarks.reporting import Row
-from encoders import Adapter, load_adapter
-from encoders.identity import prompt_identity
+from epd.encoders import Adapter, load_adapter
+from epd.encoders.identity import prompt_identity
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import GenerateRequest, GenerationSettings
-from stages.engine.setup import build_engine
-from stages.loading.weights import load_role
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import GenerateRequest, GenerationSettings
+from epd.stages.engine.setup import build_engine
+from epd.stages.loading.weights import load_role
 
 _BLOCK_SIZE = 16
 _NUM_TOKENS = 24

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from encoders import Adapter, load_adapter
-from encoders.names import WeightSet
-from stages.loading.weights import load_role
-from stages.placement import Placement
+from epd.encoders import Adapter, load_adapter
+from epd.encoders.names import WeightSet
+from epd.stages.loading.weights import load_role
+from epd.stages.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)

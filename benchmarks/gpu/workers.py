@@ -20,21 +20,21 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from encoders.adapter import MediaPlan
-from encoders.groups import MediaGroup, plan_groups
-from encoders.identity import prompt_identity
 from epd.encode.group_cut import GROUP_TOKENS
+from epd.encoders.adapter import MediaPlan
+from epd.encoders.groups import MediaGroup, plan_groups
+from epd.encoders.identity import prompt_identity
 from epd.sampling_params import SamplingParams
+from epd.serve_app.worker.worker_stages import StageBuilder, WorkerSettings
+from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.encode.encoder import EncodeJob
+from epd.stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
+from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.engine.generation import GenerateRequest, StepResult
+from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
+from epd.stages.placement import Placement
+from epd.stages.ranks.group_pools import PoolSharing
 from epd.transfer.connectors import EncoderConnector, KVConnector
-from serve_app.worker.worker_stages import StageBuilder, WorkerSettings
-from stages.connectors.in_process import InProcessHub
-from stages.encode.encoder import EncodeJob
-from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
-from stages.encode.splicing import EmbeddingSplicer
-from stages.engine.generation import GenerateRequest, StepResult
-from stages.engine.kv_pool import KVPools, KVPoolsShape
-from stages.placement import Placement
-from stages.ranks.group_pools import PoolSharing
 
 _IDLE_S = 0.0002
 _ANSWER_S = 120.0  # after which an answer that has not come is an error

@@ -23,9 +23,9 @@ from benchmarks.witness import kinds, timecode
 from benchmarks.witness.clips import Clip, write
 from benchmarks.witness.handed import FAMILIES, Model, handed_by_ask, handed_by_children
 from benchmarks.witness.judge import Verdict, judged, refused
-from encoders import FrameSampling, MediaPlan, VideoFacts
+from epd.encoders import FrameSampling, MediaPlan, VideoFacts
 from epd.errors import EPDError
-from video import ChildLimits, MediaChildren
+from epd.video import ChildLimits, MediaChildren
 
 _MAX_FRAMES = 48  # of one question
 _AT_RATE = 47.5  # the same, where a rate is asked for: no whole number, which rounding may miss by one

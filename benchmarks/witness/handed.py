@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.witness.timecode import HEIGHT, WIDTH
-from encoders import FrameSampling, MediaPlan, PixelLimits
-from encoders.adapter import Adapter, Embeddings, PatchRun
-from encoders.batch import FrameEncoder
-from encoders.device import CPU
-from encoders.groups import MediaGroup, plan_groups
-from encoders.registry import load_adapter
 from epd.encode.runs import plan_runs
+from epd.encoders import FrameSampling, MediaPlan, PixelLimits
+from epd.encoders.adapter import Adapter, Embeddings, PatchRun
+from epd.encoders.batch import FrameEncoder
+from epd.encoders.device import CPU
+from epd.encoders.groups import MediaGroup, plan_groups
+from epd.encoders.registry import load_adapter
+from epd.stages.group_driver import FailedJob, GroupDriver, MediaJob
+from epd.stages.media import plan_video
 from epd.types import UInt8Array
-from stages.group_driver import FailedJob, GroupDriver, MediaJob
-from stages.media import plan_video
+from epd.video import ChildStream, MediaChildren, open_file
 from tests.encoders.tiny_tiles import BUILDERS
-from video import ChildStream, MediaChildren, open_file
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava_onevision", "internvl", "smolvlm")
 _GROUP_TOKENS = 96

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.witness.clips import Clip
 from benchmarks.witness.handed import Handed
-from encoders import MediaPlan
+from epd.encoders import MediaPlan
 
 # Containers round times: to a millisecond in Matroska and FLV. So near its edges either frame is right.
 _ROUNDING_S = 0.0011

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import vision_utils
 
-from encoders.adapter import Grid
-from encoders.device import arrays_to_device
+from epd.encoders.adapter import Grid
+from epd.encoders.device import arrays_to_device
 
 _MAX_KEPT = 32
 

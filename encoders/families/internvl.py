@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
-from encoders.checkpoint import Checkpoint
-from encoders.families.tiles import TileAdapter, TilePlan, check_last_layer, cut_tiles, tile_spec
-from encoders.prompt.text_layout import ItemText, Markers
+from epd.encoders.checkpoint import Checkpoint
+from epd.encoders.families.tiles import TileAdapter, TilePlan, check_last_layer, cut_tiles, tile_spec
+from epd.encoders.prompt.text_layout import ItemText, Markers
 from epd.types import MediaKind
 
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
 from transformers.image_utils import ChannelDimension
 
-from encoders.adapter import Embeddings, FrameSampling, MediaPlan, VideoFacts
-from encoders.checkpoint import Checkpoint
-from encoders.families.tiles import TileAdapter, TilePlan, check_last_layer, cut_tiles, tile_spec
-from encoders.pixels import OWN_LIMITS, PixelLimits
-from encoders.prompt.text_layout import ItemText, Markers
+from epd.encoders.adapter import Embeddings, FrameSampling, MediaPlan, VideoFacts
+from epd.encoders.checkpoint import Checkpoint
+from epd.encoders.families.tiles import TileAdapter, TilePlan, check_last_layer, cut_tiles, tile_spec
+from epd.encoders.pixels import OWN_LIMITS, PixelLimits
+from epd.encoders.prompt.text_layout import ItemText, Markers
 from epd.errors import UnsupportedModelError
 from epd.types import MediaKind
 

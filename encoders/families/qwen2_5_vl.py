@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from encoders.adapter import Grid, MediaItem, MediaPlan
-from encoders.device import CPU
-from encoders.families.grids import WindowGeometry, windowed_inputs
-from encoders.families.qwen_vl import QwenVLAdapter
-from encoders.prompt.mrope import VisualSpan
-from encoders.prompt.prompt import Expansion
+from epd.encoders.adapter import Grid, MediaItem, MediaPlan
+from epd.encoders.device import CPU
+from epd.encoders.families.grids import WindowGeometry, windowed_inputs
+from epd.encoders.families.qwen_vl import QwenVLAdapter
+from epd.encoders.prompt.mrope import VisualSpan
+from epd.encoders.prompt.prompt import Expansion
 from epd.types import PlaceholderRange
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from encoders.adapter import (
+from epd.encoders.adapter import (
     AudioSpec,
     Embeddings,
     FrameSampling,
@@ -29,12 +29,12 @@ from encoders.adapter import (
     TowerMerger,
     VideoFacts,
 )
-from encoders.checkpoint import Checkpoint
-from encoders.device import CPU, to_device
-from encoders.families.base import BaseAdapter
-from encoders.pixels import OWN_LIMITS, PixelLimits, refuse
-from encoders.prompt.chat import ChatMessage
-from encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
+from epd.encoders.checkpoint import Checkpoint
+from epd.encoders.device import CPU, to_device
+from epd.encoders.families.base import BaseAdapter
+from epd.encoders.pixels import OWN_LIMITS, PixelLimits, refuse
+from epd.encoders.prompt.chat import ChatMessage
+from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
 from epd.errors import MediaLimitError, UnsupportedMediaError, UnsupportedModelError
 from epd.reduction import TowerMerge
 from epd.types import MediaKind, ceil_div

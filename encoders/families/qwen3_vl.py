@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
-from encoders.adapter import Embeddings, Grid, MediaItem, MediaPlan
-from encoders.families.grids import TableGeometry, tabled_inputs
-from encoders.families.qwen_vl import QwenVLAdapter
-from encoders.prompt.mrope import VisualSpan
-from encoders.prompt.prompt import Expansion
+from epd.encoders.adapter import Embeddings, Grid, MediaItem, MediaPlan
+from epd.encoders.families.grids import TableGeometry, tabled_inputs
+from epd.encoders.families.qwen_vl import QwenVLAdapter
+from epd.encoders.prompt.mrope import VisualSpan
+from epd.encoders.prompt.prompt import Expansion
 from epd.types import Int64Array, PlaceholderRange
 
 

@@ -35,9 +35,9 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     rotate_half,
 )
 
-from encoders import kernels
-from encoders.device import to_device
-from encoders.kernels.dispatch import uses_kernels
+from epd.encoders import kernels
+from epd.encoders.device import to_device
+from epd.encoders.kernels.dispatch import uses_kernels
 
 _MAX_KEPT = 64
 # Patches that are rotated together: few enough for a CPU's caches.

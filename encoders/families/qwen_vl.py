@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from encoders.adapter import (
+from epd.encoders.adapter import (
     Embeddings,
     FrameSampling,
     Grid,
@@ -21,17 +21,17 @@ from encoders.adapter import (
     TowerMerger,
     VideoFacts,
 )
-from encoders.checkpoint import Checkpoint
-from encoders.device import CPU, to_device
-from encoders.families.base import BaseAdapter
-from encoders.families.qwen_tower import prepare_tower
-from encoders.patches import patch_spec, patchify, resize_image
-from encoders.pixels import OWN_LIMITS, PixelLimits, check_ceiling, refuse
-from encoders.prompt.chat import ChatMessage
-from encoders.prompt.mrope import LAYOUTS, PositionLayout, VisualSpan, mrope_positions
-from encoders.prompt.prompt import Expansion, lay_out
-from encoders.reduction.tower_merging import RunMerger
-from encoders.sampling import sample_indices, select_frames
+from epd.encoders.checkpoint import Checkpoint
+from epd.encoders.device import CPU, to_device
+from epd.encoders.families.base import BaseAdapter
+from epd.encoders.families.qwen_tower import prepare_tower
+from epd.encoders.patches import patch_spec, patchify, resize_image
+from epd.encoders.pixels import OWN_LIMITS, PixelLimits, check_ceiling, refuse
+from epd.encoders.prompt.chat import ChatMessage
+from epd.encoders.prompt.mrope import LAYOUTS, PositionLayout, VisualSpan, mrope_positions
+from epd.encoders.prompt.prompt import Expansion, lay_out
+from epd.encoders.reduction.tower_merging import RunMerger
+from epd.encoders.sampling import sample_indices, select_frames
 from epd.errors import MediaLimitError, ModelError
 from epd.reduction import TowerMerge
 from epd.types import MediaKind

@@ -16,13 +16,13 @@ from transformers.models.smolvlm.processing_smolvlm import (
     FRAME_TIMESTAMP_MESSAGE,
 )
 
-from encoders.adapter import FrameSampling, MediaPlan, VideoFacts
-from encoders.checkpoint import Checkpoint
-from encoders.device import CPU
-from encoders.families.tiles import TileAdapter, TilePlan, cut_tiles, tile_spec
-from encoders.prompt.text_layout import ItemText, Markers
-from encoders.prompt.words import number_in_words
-from encoders.sampling import DEFAULT_FPS, MAX_FPS, check_wanted, source_metadata
+from epd.encoders.adapter import FrameSampling, MediaPlan, VideoFacts
+from epd.encoders.checkpoint import Checkpoint
+from epd.encoders.device import CPU
+from epd.encoders.families.tiles import TileAdapter, TilePlan, cut_tiles, tile_spec
+from epd.encoders.prompt.text_layout import ItemText, Markers
+from epd.encoders.prompt.words import number_in_words
+from epd.encoders.sampling import DEFAULT_FPS, MAX_FPS, check_wanted, source_metadata
 from epd.types import MediaKind
 
 _MAX_SIDE = 4096  # pixels; the processors resize to no more

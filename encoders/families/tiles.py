@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchvision.transforms.v2 import functional as tvf
 from transformers.utils.import_utils import is_torchvision_greater_or_equal
 
-from encoders.adapter import (
+from epd.encoders.adapter import (
     Embeddings,
     FrameSampling,
     Grid,
@@ -32,15 +32,15 @@ from encoders.adapter import (
     TowerMerger,
     VideoFacts,
 )
-from encoders.checkpoint import Checkpoint
-from encoders.device import CPU, constants, to_device
-from encoders.families.base import BaseAdapter
-from encoders.patches import PatchSpec, patchify
-from encoders.pixels import OWN_LIMITS, PixelLimits, refuse
-from encoders.prompt.chat import ChatMessage
-from encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
-from encoders.reduction.tower_merging import TileMerger
-from encoders.sampling import DEFAULT_FPS, check_wanted, select_frames, source_metadata
+from epd.encoders.checkpoint import Checkpoint
+from epd.encoders.device import CPU, constants, to_device
+from epd.encoders.families.base import BaseAdapter
+from epd.encoders.patches import PatchSpec, patchify
+from epd.encoders.pixels import OWN_LIMITS, PixelLimits, refuse
+from epd.encoders.prompt.chat import ChatMessage
+from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
+from epd.encoders.reduction.tower_merging import TileMerger
+from epd.encoders.sampling import DEFAULT_FPS, check_wanted, select_frames, source_metadata
 from epd.errors import MediaLimitError, UnsupportedModelError
 from epd.reduction import TowerMerge
 from epd.types import MediaKind

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from encoders.kernels.dispatch import at_first_use
+from epd.encoders.kernels.dispatch import at_first_use
 
 if TYPE_CHECKING:
-    from encoders.kernels.layer_fusions import add_rms_norm_fused, rotate_pairs_fused, silu_mul_fused
-    from encoders.kernels.patchify import patchify_fused
+    from epd.encoders.kernels.layer_fusions import add_rms_norm_fused, rotate_pairs_fused, silu_mul_fused
+    from epd.encoders.kernels.patchify import patchify_fused
 
 __all__ = ["add_rms_norm_fused", "patchify_fused", "rotate_pairs_fused", "silu_mul_fused"]
 

@@ -15,7 +15,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from encoders.kernels.dispatch import check_contiguous
+from epd.encoders.kernels.dispatch import check_contiguous
 
 _MOST_VALUES = 1024  # of a row of gates that a program computes
 _HEADS = 8  # that a program rotates

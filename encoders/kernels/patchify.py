@@ -1,4 +1,4 @@
-"""Converts frames to normalised patches in one pass on a GPU. Its twin is `encoders.patches.patchify_plain`.
+"""Converts frames to normalised patches in one pass on a GPU. Its twin is `epd.encoders.patches.patchify_plain`.
 
 One program makes one patch. Value i of a patch is [channel, frame, y, x] flattened, and the patches of one
 visual token follow each other:
@@ -16,7 +16,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from encoders.device import constants
+from epd.encoders.device import constants
 from epd.types import ceil_div
 
 _BLOCK = 1024

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from encoders.checkpoint import Checkpoint
-from encoders.prompt.contents import NO_PLACEHOLDERS, Placeholders, as_texts, roles_of_texts
-from encoders.prompt.tool_history import (
+from epd.encoders.checkpoint import Checkpoint
+from epd.encoders.prompt.contents import NO_PLACEHOLDERS, Placeholders, as_texts, roles_of_texts
+from epd.encoders.prompt.tool_history import (
     RESPONSE,
     ToolCall,
     calls_as_text,

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from encoders.adapter import MediaItem, MediaPlan
-from encoders.checkpoint import Checkpoint
-from encoders.prompt.chat import ChatMessage, check_media, moved_media, render_chat
-from encoders.prompt.contents import Placeholders
+from epd.encoders.adapter import MediaItem, MediaPlan
+from epd.encoders.checkpoint import Checkpoint
+from epd.encoders.prompt.chat import ChatMessage, check_media, moved_media, render_chat
+from epd.encoders.prompt.contents import Placeholders
 from epd.types import Int64Array, PlaceholderRange
 
 

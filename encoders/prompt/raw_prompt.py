@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from encoders.adapter import Adapter, PromptPlan
+from epd.encoders.adapter import Adapter, PromptPlan
 
 
 def plan_tokens(adapter: Adapter, token_ids: Sequence[int]) -> PromptPlan:

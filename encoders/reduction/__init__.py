@@ -1,8 +1,8 @@
 """Reduces visual tokens: lays out the shorter prompt, and selects the tokens that are kept."""
 
-from encoders.reduction.layout import reduce_prompt
-from encoders.reduction.reading import Reading, is_cut_at_encoder, kept_spec, windows_of, without_keys
-from encoders.reduction.reducer import Kept, KeptCells, TokenReducer, kept_cells
+from epd.encoders.reduction.layout import reduce_prompt
+from epd.encoders.reduction.reading import Reading, is_cut_at_encoder, kept_spec, windows_of, without_keys
+from epd.encoders.reduction.reducer import Kept, KeptCells, TokenReducer, kept_cells
 
 __all__ = [
     "Kept",

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from encoders.device import all_to_host, arrays_to_device
-from encoders.reduction.method import Dropping
+from epd.encoders.device import all_to_host, arrays_to_device
+from epd.encoders.reduction.method import Dropping
 from epd.types import Int64Array
 
 _TINY = 1e-6

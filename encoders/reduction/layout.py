@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from encoders.adapter import MediaItem, PromptPlan, PromptReduction
-from encoders.groups import cut
+from epd.encoders.adapter import MediaItem, PromptPlan, PromptReduction
+from epd.encoders.groups import cut
 from epd.reduction import WINDOW_TOKENS, ReductionPolicy, Window, plan_windows
 from epd.types import Int64Array, PlaceholderRange
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from encoders.device import all_to_host, to_device
-from encoders.reduction.at_once import likeness_at_once
+from epd.encoders.device import all_to_host, to_device
+from epd.encoders.reduction.at_once import likeness_at_once
 
 SIDE = 3
 _KEY_SHARE = 0.05
@@ -22,7 +22,7 @@ _DROPPED = -1
 
 
 class MergedNeighbours:
-    """Merges neighbours: see `encoders.reduction.method.Method`. Keeps no state of earlier windows."""
+    """Merges neighbours: see `epd.encoders.reduction.method.Method`. Keeps no state of earlier windows."""
 
     def __init__(self, height: int, width: int) -> None:
         """Takes the number of tokens of a unit each way, in raster order."""

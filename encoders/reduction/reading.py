@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from encoders.adapter import Embeddings, MediaItem, MediaPlan, PromptPlan, concatenated
-from encoders.groups import MediaGroup
-from encoders.reduction.reducer import TokenReducer
 from epd.encode.encoder_cache import GroupSpec
+from epd.encoders.adapter import Embeddings, MediaItem, MediaPlan, PromptPlan, concatenated
+from epd.encoders.groups import MediaGroup
+from epd.encoders.reduction.reducer import TokenReducer
 from epd.reduction import ReductionPolicy, Window
 from epd.types import BoolArray, Int64Array
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from encoders.adapter import Embeddings, MediaItem, concatenated
-from encoders.device import to_device
-from encoders.reduction.method import ItemOutline, Method
-from encoders.reduction.selection import new_method
+from epd.encoders.adapter import Embeddings, MediaItem, concatenated
+from epd.encoders.device import to_device
+from epd.encoders.reduction.method import ItemOutline, Method
+from epd.encoders.reduction.selection import new_method
 from epd.reduction import ReductionPolicy, Window
 from epd.types import BoolArray, Int64Array
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from encoders.device import all_to_host, to_device, to_host
-from encoders.reduction.at_once import complementary_at_once
-from encoders.reduction.balanced import Balanced, Funnel
-from encoders.reduction.merging import MergedNeighbours, means
-from encoders.reduction.method import Dropping, ItemOutline, Method
+from epd.encoders.device import all_to_host, to_device, to_host
+from epd.encoders.reduction.at_once import complementary_at_once
+from epd.encoders.reduction.balanced import Balanced, Funnel
+from epd.encoders.reduction.merging import MergedNeighbours, means
+from epd.encoders.reduction.method import Dropping, ItemOutline, Method
 from epd.reduction import QUESTION_METHODS, SELECTION_METHODS
 
 _MOST_DISSIMILAR = 2.0  # 1 - the least cosine

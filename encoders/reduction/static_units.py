@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from encoders.adapter import Embeddings, PatchRun
-from encoders.device import to_device, to_host
+from epd.encoders.adapter import Embeddings, PatchRun
+from epd.encoders.device import to_device, to_host
 
 
 def static_units(run: PatchRun, tolerance: float) -> Tensor:

@@ -5,7 +5,7 @@
     later layers      | a b   | a c d       |        compute one row for each run of likes: their mean
     behind the tower  | a a b | a a a c c d |        every cell has a row again, its owner's
 
-Which blocks are merged is as in `encoders.reduction.merging`; how many cells are left of a unit is known
+Which blocks are merged is as in `epd.encoders.reduction.merging`; how many cells are left of a unit is known
 before it is encoded. So many rows leave the tower as ever: prompts, caches and transfers know nothing of it.
 
 A cell is what becomes one token: one patch, or those that the tower's merger joins. Each unit is merged by
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from encoders.adapter import Grid, PatchRun
-from encoders.device import to_device, to_host
-from encoders.reduction.at_once import likeness_at_once
-from encoders.reduction.merging import SIDE, blocks_of, key_sets, means, num_keys
+from epd.encoders.adapter import Grid, PatchRun
+from epd.encoders.device import to_device, to_host
+from epd.encoders.reduction.at_once import likeness_at_once
+from epd.encoders.reduction.merging import SIDE, blocks_of, key_sets, means, num_keys
 from epd.reduction import TowerMerge
 
 # The raster place of each of a unit's cells in the tower's order, int64 [S]; of a grid of patches.

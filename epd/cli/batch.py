@@ -214,7 +214,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
         with HttpBackend.open(target.url, target.api_key) as backend:
             yield backend
     elif target.topology is not None or target.address is not None:
-        from serve_app.ray.batch_app import started_backend, url_of_app  # Ray
+        from epd.serve_app.ray.batch_app import started_backend, url_of_app  # Ray
 
         opened = (
             HttpBackend.open(url_of_app(target.address, target.name), target.api_key)
@@ -235,7 +235,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
         with opened as backend:
             yield backend
     else:
-        from serve_app.local.batch import LocalBackend  # torch
+        from epd.serve_app.local.batch import LocalBackend  # torch
 
         with console.loading_bar() as show:
             loaded = LocalBackend.load(

@@ -35,10 +35,10 @@ from epd.cli.options import (
 )
 from epd.client.endpoint import find_model, parse_endpoints
 from epd.errors import RequestError
+from epd.video.demo_video import write_scene
 from epd.workload.arrivals import ArrivalKind
 from epd.workload.config import WorkloadConfig, load_workload
 from epd.workload.metrics import SLO
-from video.demo_video import write_scene
 
 _Urls = Annotated[
     list[str],

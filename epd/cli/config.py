@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from epd import console
 from epd.cli.options import IsJson
 from epd.errors import RequestError
-from serve_app.app_args import AppArgs
-from serve_app.model_facts import limits_of
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.model_facts import limits_of
 
 config = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import video
+from epd import video
 from epd.client.conversation import Conversation, Medium
 from epd.client.endpoint import Endpoint, ServedModel, parse_endpoints, served_model
 from epd.errors import RequestError

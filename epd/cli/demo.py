@@ -13,10 +13,10 @@ from epd import console
 from epd.cli.options import Background, FootageLevel, Seed
 from epd.shapes import Question, QuestionKind, make_scene
 from epd.types import Answer
-from video.demo_video import PLAIN, Filming, parse_size, write_demo_video
+from epd.video.demo_video import PLAIN, Filming, parse_size, write_demo_video
 
 if TYPE_CHECKING:
-    from stages.colocated import ColocatedPipeline, MediaContext
+    from epd.stages.colocated import ColocatedPipeline, MediaContext
 
 _Out = Annotated[Path, typer.Option(metavar="FILE", help="Where to write the video.")]
 _OutFile = Annotated[

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import video
-from epd import console
+from epd import console, video
 from epd.errors import check_question
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.models import model_folder
 from epd.reduction import TowerMerge
-from stages.colocated import ColocatedPipeline
-from stages.evaluation import evaluate as run_evaluation
-from stages.placement import Placement
-from stages.profiling import Profiler
-from video.demo_video import Filming
+from epd.stages.colocated import ColocatedPipeline
+from epd.stages.evaluation import evaluate as run_evaluation
+from epd.stages.placement import Placement
+from epd.stages.profiling import Profiler
+from epd.video.demo_video import Filming
 
 __all__ = ["Filming", "Profiler", "load_pipeline", "open_pipeline", "placement_of", "run_evaluation"]
 

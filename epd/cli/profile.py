@@ -16,7 +16,7 @@ from epd.errors import RequestError
 from epd.models import model_folder
 from epd.profiles import HostCosts, Profile
 from epd.profiles.files import dump_profile, load_profile
-from video.demo_video import write_scene
+from epd.video.demo_video import write_scene
 
 _Model = Annotated[
     str | None,

@@ -22,12 +22,12 @@ from epd.cli.serving import Signals, serve_until_signal
 from epd.errors import RequestError
 from epd.models import model_folder
 from epd.planning.files import load_plan
-from serve_app.app_args import ENVIRONMENT, AppArgs
-from serve_app.http.address import HttpAddress
-from serve_app.http.guard.host_check import names_for
-from serve_app.http.prefix import ROOT, checked_prefix
-from serve_app.model_facts import limits_of
-from serve_app.ray.process_tree import adopt_orphans, end_process
+from epd.serve_app.app_args import ENVIRONMENT, AppArgs
+from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.http.guard.host_check import names_for
+from epd.serve_app.http.prefix import ROOT, checked_prefix
+from epd.serve_app.model_facts import limits_of
+from epd.serve_app.ray.process_tree import adopt_orphans, end_process
 
 _Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines.")]
 _Port = Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Port to listen on.")]
@@ -146,12 +146,12 @@ def _served_on_ray(
     args: AppArgs, where: HttpAddress, target: _Target, verbose: bool, stopping: threading.Event
 ) -> AbstractContextManager[None]:
     if target.address is not None:
-        from serve_app.ray.gcs_address import checked_gcs  # gRPC, which Ray brings
+        from epd.serve_app.ray.gcs_address import checked_gcs  # gRPC, which Ray brings
 
         checked_gcs(target.address)  # before Ray is imported, so that a wrong address is told at once
     # Ray would print a stack trace at each signal. Its processes, which start later, are to keep theirs.
     os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"
-    from serve_app.ray import cluster, server  # Ray
+    from epd.serve_app.ray import cluster, server  # Ray
 
     del os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"]
     adopt_orphans()
@@ -163,7 +163,7 @@ def _served_locally(
     args: AppArgs, where: HttpAddress, _target: _Target, verbose: bool, _stopping: threading.Event
 ) -> AbstractContextManager[None]:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave the cores to others
-    from serve_app.local import server  # torch
+    from epd.serve_app.local import server  # torch
 
     adopt_orphans()
     if verbose:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-import video
+from epd import video
 from epd.errors import RequestError
 from epd.kv.drafting import DraftConfig
-from serve_app.app_args import AppArgs
-from serve_app.http.address import HttpAddress
-from serve_app.local.server import served_locally
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.local.server import served_locally
 
 
 @contextmanager

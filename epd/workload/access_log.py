@@ -1,6 +1,6 @@
 """Reads workloads from the access log of `epd serve`, which has a line for each request that ended.
 
-    2026-11-21 12:38:01,250 INFO serve_app.observability.record request_id=... status=200 ... total_s=1.2
+    2026-11-21 12:38:01,250 INFO epd.serve_app.observability.record request_id=... status=200 ... total_s=1.2
     ^ when it ended: it came total_s before
 
 The log gives the number of visual tokens of the media, not their size: sizes are chosen that give the same

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from serve_app.files.records import BatchStatus
+from epd.serve_app.files.records import BatchStatus
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 _Key = Annotated[str, StringConstraints(max_length=64)]

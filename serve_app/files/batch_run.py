@@ -22,10 +22,10 @@ from epd.batch.lines import BOM, LineDefaults
 from epd.batch.result_files import errors_path
 from epd.batch.tasks import Answered, BackendCounts, MediaTask, Outcome
 from epd.errors import RequestError
-from serve_app.files.batch_records import BatchError, BatchErrors, RequestCounts, StoredBatch
-from serve_app.files.batch_store import BatchStore
-from serve_app.files.records import BatchStatus
-from serve_app.files.settings import FileSettings
+from epd.serve_app.files.batch_records import BatchError, BatchErrors, RequestCounts, StoredBatch
+from epd.serve_app.files.batch_store import BatchStore
+from epd.serve_app.files.records import BatchStatus
+from epd.serve_app.files.settings import FileSettings
 
 # Requests above 0 are work that no user waits for.
 _PRIORITY = 1

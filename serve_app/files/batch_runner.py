@@ -12,9 +12,9 @@ from starlette.types import ASGIApp
 from epd.batch.http_backend import HttpBackend
 from epd.client.endpoint import Endpoint
 from epd.errors import EPDError
-from serve_app.files.app_transport import OWN_URL, AppTransport
-from serve_app.files.batch_run import BatchRun
-from serve_app.files.batch_store import BatchStore
+from epd.serve_app.files.app_transport import OWN_URL, AppTransport
+from epd.serve_app.files.batch_run import BatchRun
+from epd.serve_app.files.batch_store import BatchStore
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from epd.errors import OverloadedError, RequestError, RequestLimitError
-from serve_app.files.records import FileObject, Purpose, StoredFile, read_record, write_record
-from serve_app.files.settings import FileSettings, check_id, new_id, not_found
+from epd.serve_app.files.records import FileObject, Purpose, StoredFile, read_record, write_record
+from epd.serve_app.files.settings import FileSettings, check_id, new_id, not_found
 
 _ABANDONED_S = 24 * 3600.0
 

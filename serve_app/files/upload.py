@@ -11,8 +11,8 @@ from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from epd.errors import RequestError, RequestLimitError
-from serve_app.files.file_store import FileStore
-from serve_app.files.records import FileObject
+from epd.serve_app.files.file_store import FileStore
+from epd.serve_app.files.records import FileObject
 
 PURPOSES = ("batch",)
 _PIECE_BYTES = 1 << 20

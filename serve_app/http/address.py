@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from epd.errors import RequestError
-from serve_app.http.prefix import ROOT, checked_prefix
+from epd.serve_app.http.prefix import ROOT, checked_prefix
 
 _BACKLOG = 2048
 _HOST, _PORT, _MAX_PORT = "127.0.0.1", 8000, 65535

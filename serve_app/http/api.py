@@ -15,17 +15,17 @@ from pydantic import ValidationError
 
 from epd import __version__
 from epd.errors import ModelNotFoundError
-from serve_app.files.batch_records import BatchRequest
-from serve_app.files.batch_runner import BatchRunner
-from serve_app.http.guard.host_check import HostCheck
-from serve_app.http.guard.http_guard import (
+from epd.serve_app.files.batch_records import BatchRequest
+from epd.serve_app.files.batch_runner import BatchRunner
+from epd.serve_app.http.guard.host_check import HostCheck
+from epd.serve_app.http.guard.http_guard import (
     KeyCheck,
     RequestEdge,
     check_admin,
     install_error_handlers,
 )
-from serve_app.http.page import page_routes
-from serve_app.http.protocol import (
+from epd.serve_app.http.page import page_routes
+from epd.serve_app.http.protocol import (
     ChatCompletion,
     DecisionReport,
     ErrorReply,
@@ -39,23 +39,23 @@ from serve_app.http.protocol import (
     StatusReport,
     Version,
 )
-from serve_app.http.requests.chat_request import ChatRequest
-from serve_app.http.requests.completion_request import CompletionRequest
-from serve_app.http.requests.prompt_request import DetokenizeRequest, TokenizeRequest
-from serve_app.http.requests.request_parsing import describe
-from serve_app.http.requests.response_request import ResponseRequest
-from serve_app.http.routes.batch_routes import batch_routes
-from serve_app.http.routes.chat_answer import chat_answer
-from serve_app.http.routes.chat_route import chat_route
-from serve_app.http.routes.completion_routes import completion_routes, completions
-from serve_app.http.routes.file_routes import file_routes
-from serve_app.http.routes.invocation_routes import invocation_routes, invocations
-from serve_app.http.routes.prompt_routes import prompt_routes
-from serve_app.http.routes.response_routes import response_routes, responses
-from serve_app.http.server_state import ApiSettings, ServerState
-from serve_app.observability import metrics
-from serve_app.observability.record import record_of
-from serve_app.service import AnswerService, MediaService, RoleSwitch
+from epd.serve_app.http.requests.chat_request import ChatRequest
+from epd.serve_app.http.requests.completion_request import CompletionRequest
+from epd.serve_app.http.requests.prompt_request import DetokenizeRequest, TokenizeRequest
+from epd.serve_app.http.requests.request_parsing import describe
+from epd.serve_app.http.requests.response_request import ResponseRequest
+from epd.serve_app.http.routes.batch_routes import batch_routes
+from epd.serve_app.http.routes.chat_answer import chat_answer
+from epd.serve_app.http.routes.chat_route import chat_route
+from epd.serve_app.http.routes.completion_routes import completion_routes, completions
+from epd.serve_app.http.routes.file_routes import file_routes
+from epd.serve_app.http.routes.invocation_routes import invocation_routes, invocations
+from epd.serve_app.http.routes.prompt_routes import prompt_routes
+from epd.serve_app.http.routes.response_routes import response_routes, responses
+from epd.serve_app.http.server_state import ApiSettings, ServerState
+from epd.serve_app.observability import metrics
+from epd.serve_app.observability.record import record_of
+from epd.serve_app.service import AnswerService, MediaService, RoleSwitch
 
 __all__ = ["ApiSettings", "create_api"]
 

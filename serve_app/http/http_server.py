@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from serve_app.http.guard.socket_guard import GuardedProtocol
-from serve_app.http.prefix import ROOT, under_prefix
+from epd.serve_app.http.guard.socket_guard import GuardedProtocol
+from epd.serve_app.http.prefix import ROOT, under_prefix
 
 
 class HttpServer(uvicorn.Server):

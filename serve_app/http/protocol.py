@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from epd.control.elasticity import ReplicaAdvice
-from serve_app.service import RetentionStatus, RoleSwitch, WorkerStatus
+from epd.serve_app.service import RetentionStatus, RoleSwitch, WorkerStatus
 
 
 class TopLogprob(BaseModel):

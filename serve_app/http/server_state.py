@@ -12,23 +12,23 @@ from typing import TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from encoders import FrameSampling
-from encoders.prompt.chat import ChatMessage
 from epd.control.request_budget import RequestLimits, check_json_size
+from epd.encoders import FrameSampling
+from epd.encoders.prompt.chat import ChatMessage
 from epd.errors import OverloadedError
 from epd.reduction import KEEP_ALL, ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
-from serve_app.files.batch_store import BatchStore
-from serve_app.files.file_store import FileStore
-from serve_app.files.settings import FileSettings
-from serve_app.http.answers.several_answers import answer_all
-from serve_app.http.guard.body_reader import BodyLimits, BodyReader
-from serve_app.http.guard.http_guard import check_admin
-from serve_app.http.requests.answer_format import answer_format
-from serve_app.http.requests.chat_request import ChatRequest, EpdOptions
-from serve_app.http.requests.named_media import NamedMedia, namespace_of
-from serve_app.http.requests.request_cost import budget_of
-from serve_app.http.requests.request_parsing import (
+from epd.serve_app.files.batch_store import BatchStore
+from epd.serve_app.files.file_store import FileStore
+from epd.serve_app.files.settings import FileSettings
+from epd.serve_app.http.answers.several_answers import answer_all
+from epd.serve_app.http.guard.body_reader import BodyLimits, BodyReader
+from epd.serve_app.http.guard.http_guard import check_admin
+from epd.serve_app.http.requests.answer_format import answer_format
+from epd.serve_app.http.requests.chat_request import ChatRequest, EpdOptions
+from epd.serve_app.http.requests.named_media import NamedMedia, namespace_of
+from epd.serve_app.http.requests.request_cost import budget_of
+from epd.serve_app.http.requests.request_parsing import (
     check_supported,
     conversation,
     describe,
@@ -40,11 +40,11 @@ from serve_app.http.requests.request_parsing import (
     video_sampling,
     visual_budget,
 )
-from serve_app.http.requests.tools import no_turns
-from serve_app.observability.metrics import ServerMetrics
-from serve_app.observability.record import RequestRecord, record_of
-from serve_app.observability.tracing import tracing_of
-from serve_app.service import (
+from epd.serve_app.http.requests.tools import no_turns
+from epd.serve_app.observability.metrics import ServerMetrics
+from epd.serve_app.observability.record import RequestRecord, record_of
+from epd.serve_app.observability.tracing import tracing_of
+from epd.serve_app.service import (
     AnswerItem,
     AnswerRequest,
     AnswerService,
@@ -55,7 +55,7 @@ from serve_app.service import (
     ModelCard,
     StageSpan,
 )
-from stages.grammar.checker import GrammarChecker
+from epd.stages.grammar.checker import GrammarChecker
 
 _RETRY_AFTER_S = 1.0
 _T = TypeVar("_T", bound=BaseModel)

@@ -15,22 +15,20 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-import video
-from encoders.prompt.chat import ChatMessage
+from epd import video
 from epd.batch.lines import BatchLine
 from epd.batch.media_names import local_path
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
 from epd.control.request_budget import RequestLimits
+from epd.encoders.prompt.chat import ChatMessage
 from epd.errors import EPDError, InternalError, RequestError
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.reduction import KEEP_ALL
-from epd.transfer.bounded_queue import BoundedQueue
-from epd.types import StageTimings
-from serve_app.http.answers.responses import CompletionBuilder
-from serve_app.http.requests.answer_format import answer_format
-from serve_app.http.requests.chat_request import ChatRequest
-from serve_app.http.requests.request_cost import budget_of
-from serve_app.http.requests.request_parsing import (
+from epd.serve_app.http.answers.responses import CompletionBuilder
+from epd.serve_app.http.requests.answer_format import answer_format
+from epd.serve_app.http.requests.chat_request import ChatRequest
+from epd.serve_app.http.requests.request_cost import budget_of
+from epd.serve_app.http.requests.request_parsing import (
     check_supported,
     conversation,
     describe,
@@ -42,15 +40,17 @@ from serve_app.http.requests.request_parsing import (
     video_sampling,
     visual_budget,
 )
-from serve_app.http.requests.tools import no_turns, offers_tools
-from serve_app.observability.record import RequestRecord
-from serve_app.service import AnswerEnd, MediaReference, ModelCard, TokenDelta
-from serve_app.token_text import TokenTexts
-from stages.batch.batch import BatchPipeline
-from stages.batch.jobs import BatchAnswer, BatchJob, TextRequest
-from stages.grammar.checker import GrammarChecker
-from stages.loading.weights import OnBytes
-from stages.placement import Placement
+from epd.serve_app.http.requests.tools import no_turns, offers_tools
+from epd.serve_app.observability.record import RequestRecord
+from epd.serve_app.service import AnswerEnd, MediaReference, ModelCard, TokenDelta
+from epd.serve_app.token_text import TokenTexts
+from epd.stages.batch.batch import BatchPipeline
+from epd.stages.batch.jobs import BatchAnswer, BatchJob, TextRequest
+from epd.stages.grammar.checker import GrammarChecker
+from epd.stages.loading.weights import OnBytes
+from epd.stages.placement import Placement
+from epd.transfer.bounded_queue import BoundedQueue
+from epd.types import StageTimings
 
 _MAX_OUTCOMES = 1024
 _TICK_S = 0.1

@@ -19,10 +19,7 @@ import numpy as np
 import torch
 
 from epd.errors import CancelledError, EPDError
-from epd.topology import ROLE_LETTERS, Stage
-from epd.transfer.connectors import EncoderConnector, KVConnector
-from epd.types import UInt8Array
-from serve_app.fleet import (
+from epd.serve_app.fleet import (
     Bulk,
     FleetBroken,
     FleetEvent,
@@ -31,19 +28,22 @@ from serve_app.fleet import (
     WorkerLostError,
     state_after,
 )
-from serve_app.media.media_processes import MediaProcesses
-from serve_app.media.media_worker import MediaSettings, MediaWorker
-from serve_app.messages import Message, ReplyT, WorkerReport, endpoint, worker_of
-from serve_app.task_group import Loops
-from serve_app.worker.worker_core import WorkerCore
-from serve_app.worker.worker_stages import WorkerSettings
-from serve_app.worker.worker_thread import IDLE_S, Call, Listener, WorkerThread, fault_of
-from serve_app.worker_info import WorkerInfo
-from stages.connectors.in_process import InProcessHub
-from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
-from stages.engine.kv_pool import KVPools, KVPoolsShape
-from stages.placement import Placement
-from stages.ranks.group_pools import GroupPools, PoolSharing
+from epd.serve_app.media.media_processes import MediaProcesses
+from epd.serve_app.media.media_worker import MediaSettings, MediaWorker
+from epd.serve_app.messages import Message, ReplyT, WorkerReport, endpoint, worker_of
+from epd.serve_app.task_group import Loops
+from epd.serve_app.worker.worker_core import WorkerCore
+from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_thread import IDLE_S, Call, Listener, WorkerThread, fault_of
+from epd.serve_app.worker_info import WorkerInfo
+from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
+from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
+from epd.stages.placement import Placement
+from epd.stages.ranks.group_pools import GroupPools, PoolSharing
+from epd.topology import ROLE_LETTERS, Stage
+from epd.transfer.connectors import EncoderConnector, KVConnector
+from epd.types import UInt8Array
 
 logger = logging.getLogger(__name__)
 

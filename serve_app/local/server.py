@@ -16,12 +16,12 @@ from fastapi import FastAPI
 
 from epd.colour import parse_colour
 from epd.errors import RequestError
-from serve_app.app_args import AppArgs
-from serve_app.composition import create_app, log_requests, media_settings, worker_settings
-from serve_app.http.address import HttpAddress
-from serve_app.http.http_server import HttpServer
-from serve_app.local.fleet import LocalFleet, LocalFleetConfig
-from serve_app.media.media_processes import MediaProcesses
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.composition import create_app, log_requests, media_settings, worker_settings
+from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.http.http_server import HttpServer
+from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
+from epd.serve_app.media.media_processes import MediaProcesses
 
 __all__ = ["log_requests", "served_locally"]
 

@@ -18,12 +18,12 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 
-from encoders import MediaPlan
 from epd.control.recent import Recent
 from epd.control.routing import Router
+from epd.encoders import MediaPlan
 from epd.errors import EPDError, MediaError, UnavailableError
-from serve_app.fleet import Fleet, WorkerLostError, send_surely
-from serve_app.media_messages import (
+from epd.serve_app.fleet import Fleet, WorkerLostError, send_surely
+from epd.serve_app.media_messages import (
     FILE_CHUNK_BYTES,
     FetchedItem,
     FetchMedia,
@@ -33,9 +33,9 @@ from serve_app.media_messages import (
     ReleaseMedia,
     StoreFile,
 )
-from serve_app.messages import WorkerLoad
-from serve_app.service import HeldItem, MediaReference, MediaSource
-from serve_app.task_group import Tasks
+from epd.serve_app.messages import WorkerLoad
+from epd.serve_app.service import HeldItem, MediaReference, MediaSource
+from epd.serve_app.task_group import Tasks
 
 _MAX_LOSSES = 3  # of workers, for one fetch or one plan
 _RETRY_S = 0.05  # between looks whether a media worker is there

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import video
+from epd import video
 from epd.errors import CancelledError, UnavailableError
+from epd.serve_app.media_messages import CloseStream, DecodeOrder, ReadFrames
+from epd.serve_app.messages import Message
 from epd.types import Frames, UInt8Array
-from serve_app.media_messages import CloseStream, DecodeOrder, ReadFrames
-from serve_app.messages import Message
 
 # Names of closed streams are kept for reads that were sent before the close and run after it.
 _MAX_CLOSED = 4096

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import video
-from encoders import load_adapter
+from epd import video
+from epd.encoders import load_adapter
 from epd.errors import MediaError
+from epd.serve_app.media.fair_threads import FairThreads
+from epd.serve_app.media.media_spool import FetchedFile
+from epd.serve_app.media.spool_files import ByteBudget
+from epd.stages.media import PlannedMedia, audio_part, plan_clip, plan_pixels
 from epd.types import Float32Array
-from serve_app.media.fair_threads import FairThreads
-from serve_app.media.media_spool import FetchedFile
-from serve_app.media.spool_files import ByteBudget
-from stages.media import PlannedMedia, audio_part, plan_clip, plan_pixels
 
 # For all requests: images resized to their planned sizes and samples of clips, held until they are released.
 _MAX_PIXEL_BYTES = 2 << 30

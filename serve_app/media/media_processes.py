@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from epd.colour import WHITE, Colour
 from epd.machine import memory_limit_bytes
-from serve_app.media.frame_reader import Decoder, child_decoder
-from video import ChildLimits, MediaChildren, MediaReader
+from epd.serve_app.media.frame_reader import Decoder, child_decoder
+from epd.video import ChildLimits, MediaChildren, MediaReader
 
 _MIN_CHILDREN, _MAX_CHILDREN = 4, 32
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import video
-from encoders import OWN_LIMITS, PixelLimits
+from epd import video
 from epd.control.recent import Recent
+from epd.encoders import OWN_LIMITS, PixelLimits
 from epd.errors import (
     CancelledError,
     MediaError,
@@ -25,12 +25,12 @@ from epd.errors import (
     RequestError,
     UnsupportedMediaError,
 )
+from epd.serve_app.held_folder import SPOOL_PREFIX, HeldFolder, remove_abandoned
+from epd.serve_app.media.fair_threads import FairThreads
+from epd.serve_app.media.spool_files import ByteBudget, RequestFolder, SpooledFile, refusing_when_full
+from epd.serve_app.service import MediaReference
 from epd.types import MediaKind, UInt8Array, content_hash
-from serve_app.held_folder import SPOOL_PREFIX, HeldFolder, remove_abandoned
-from serve_app.media.fair_threads import FairThreads
-from serve_app.media.spool_files import ByteBudget, RequestFolder, SpooledFile, refusing_when_full
-from serve_app.service import MediaReference
-from video import FetchPolicy, FileIdentity
+from epd.video import FetchPolicy, FileIdentity
 
 SCHEMES = ("http", "https", "data", "file")
 # Number of files named by path whose hashes are remembered.

@@ -24,15 +24,14 @@ from typing import Any
 
 import numpy as np
 
-import video
-from encoders import MediaPlan
+from epd import video
+from epd.encoders import MediaPlan
 from epd.errors import CancelledError
-from epd.types import UInt8Array
-from serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
-from serve_app.media.image_planner import ImagePlanner
-from serve_app.media.media_processes import MediaProcesses
-from serve_app.media.media_spool import FetchedFile, FetchedMedia, IncomingFile, MediaSpool, SpoolLimits
-from serve_app.media_messages import (
+from epd.serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
+from epd.serve_app.media.image_planner import ImagePlanner
+from epd.serve_app.media.media_processes import MediaProcesses
+from epd.serve_app.media.media_spool import FetchedFile, FetchedMedia, IncomingFile, MediaSpool, SpoolLimits
+from epd.serve_app.media_messages import (
     FILE_CHUNK_BYTES,
     DecodeOrder,
     FetchedItem,
@@ -45,10 +44,11 @@ from serve_app.media_messages import (
     ReleaseMedia,
     StoreFile,
 )
-from serve_app.messages import DropOwner, Message, WorkerLoad, owner_of
-from serve_app.service import HeldItem, MediaReference
-from stages.media import PlannedMedia
-from video import FetchPolicy
+from epd.serve_app.messages import DropOwner, Message, WorkerLoad, owner_of
+from epd.serve_app.service import HeldItem, MediaReference
+from epd.stages.media import PlannedMedia
+from epd.types import UInt8Array
+from epd.video import FetchPolicy
 
 # Names of released holds are kept for fetches that come after their release.
 _MAX_RELEASED = 4096

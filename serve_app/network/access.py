@@ -1,4 +1,4 @@
-"""Gives a receiver the pool that an offer refers to, by whichever of `serve_app.network.routes` it comes."""
+"""Gives a receiver the pool that an offer refers to, by whichever of `epd.serve_app.network.routes` it comes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from epd.serve_app.network.memory import open_pool
+from epd.serve_app.network.packing import AnyPool, AnyShape, Packed, opened, unpack
+from epd.stages.connectors.gpu_memory import GpuMemory, HandleError
+from epd.stages.engine.pool_memory import pool_memory
+from epd.stages.ranks.group_pools import PlacedPools
+from epd.stages.ranks.shared_pools import PoolPlace
 from epd.transfer.connectors import AnySource, Offer
-from serve_app.network.memory import open_pool
-from serve_app.network.packing import AnyPool, AnyShape, Packed, opened, unpack
-from stages.connectors.gpu_memory import GpuMemory, HandleError
-from stages.engine.pool_memory import pool_memory
-from stages.ranks.group_pools import PlacedPools
-from stages.ranks.shared_pools import PoolPlace
 
 logger = logging.getLogger(__name__)
 

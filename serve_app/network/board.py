@@ -19,13 +19,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from epd.control.elasticity import roles_for_newcomer
+from epd.serve_app.network.calls import Channel
+from epd.serve_app.network.link import Link, LinkClosedError, connect
+from epd.serve_app.network.members import Credentials, Hello, Member, View
+from epd.serve_app.network.memory import new_fleet_id
+from epd.serve_app.task_group import Tasks
+from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage, parse_topology, role_letters
-from serve_app.network.calls import Channel
-from serve_app.network.link import Link, LinkClosedError, connect
-from serve_app.network.members import Credentials, Hello, Member, View
-from serve_app.network.memory import new_fleet_id
-from serve_app.task_group import Tasks
-from serve_app.worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
 

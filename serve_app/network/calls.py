@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 from epd.errors import EPDError, InternalError
-from serve_app.network.link import Address, Link, LinkClosedError, connect
+from epd.serve_app.network.link import Address, Link, LinkClosedError, connect
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Moves data between worker processes: offers and receipts are messages, bulk data bypasses them if it can.
 
-`serve_app.network.routes` says which way the data of an offer takes. Where the receiver cannot reach the
+`epd.serve_app.network.routes` says which way the data of an offer takes. Where the receiver cannot reach the
 pool, the offer travels in parts, through host memory of bounded size.
 """
 
@@ -19,21 +19,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from epd.serve_app.network.access import Access, Exported, InRanks, Mapped, OpenedPools, Staged
+from epd.serve_app.network.memory import PoolFiles
+from epd.serve_app.network.packing import AnyPool, AnyShape, pack, parts_of
+from epd.serve_app.network.part_queue import PartQueue, Shipment
+from epd.serve_app.network.routes import PeerPlace, Route, choose_route
+from epd.stages.connectors.gpu_memory import CudaMemory, GpuMemory, HandleError
+from epd.stages.connectors.mailbox import MailboxConnector, Message
+from epd.stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
+from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
+from epd.stages.engine.pool_memory import pool_memory
+from epd.stages.loading.weight_files import num_weight_bytes, write_weights
+from epd.stages.placement import Placement
+from epd.stages.ranks.group_pools import GroupPools, PoolSharing
 from epd.transfer.connectors import EncoderConnector, KVConnector, Offer, Receipt, TransferOutcome
 from epd.transfer.staging import StagingSpace
-from serve_app.network.access import Access, Exported, InRanks, Mapped, OpenedPools, Staged
-from serve_app.network.memory import PoolFiles
-from serve_app.network.packing import AnyPool, AnyShape, pack, parts_of
-from serve_app.network.part_queue import PartQueue, Shipment
-from serve_app.network.routes import PeerPlace, Route, choose_route
-from stages.connectors.gpu_memory import CudaMemory, GpuMemory, HandleError
-from stages.connectors.mailbox import MailboxConnector, Message
-from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
-from stages.engine.kv_pool import KVPools, KVPoolsShape
-from stages.engine.pool_memory import pool_memory
-from stages.loading.weight_files import num_weight_bytes, write_weights
-from stages.placement import Placement
-from stages.ranks.group_pools import GroupPools, PoolSharing
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from typing import Any, cast
 import numpy as np
 
 from epd.errors import UnavailableError
-from serve_app.network.pickling import dumps
+from epd.serve_app.network.pickling import dumps
 
 logger = logging.getLogger(__name__)
 

@@ -12,18 +12,18 @@ from typing import Any, Protocol
 
 from epd.control.elasticity import MediaSample
 from epd.errors import EPDError
+from epd.serve_app.fleet import FramesLostError
+from epd.serve_app.media_messages import NotHeldError, PlanImages, ReadFrames
+from epd.serve_app.messages import Message, WorkerLoad, WorkerReport
+from epd.serve_app.network.calls import Answer, Channel, Channels
+from epd.serve_app.network.link import Link, LinkClosedError
+from epd.serve_app.network.members import BoardClient, Hello, KnownFronts, Place, Purpose, View
+from epd.serve_app.network.membership import Membership
+from epd.serve_app.network.wire import BulkPlace, FetchCall, Fetched, ReleaseBulk, TakeBulk, WorkerCall
+from epd.serve_app.task_group import Loops, Tasks
+from epd.serve_app.worker.worker_thread import fault_of
+from epd.serve_app.worker_info import EVERY_STAGE
 from epd.types import UInt8Array
-from serve_app.fleet import FramesLostError
-from serve_app.media_messages import NotHeldError, PlanImages, ReadFrames
-from serve_app.messages import Message, WorkerLoad, WorkerReport
-from serve_app.network.calls import Answer, Channel, Channels
-from serve_app.network.link import Link, LinkClosedError
-from serve_app.network.members import BoardClient, Hello, KnownFronts, Place, Purpose, View
-from serve_app.network.membership import Membership
-from serve_app.network.wire import BulkPlace, FetchCall, Fetched, ReleaseBulk, TakeBulk, WorkerCall
-from serve_app.task_group import Loops, Tasks
-from serve_app.worker.worker_thread import fault_of
-from serve_app.worker_info import EVERY_STAGE
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 
 from epd.control.elasticity import ReplicaAdvice, TrafficTotals
 from epd.control.loss_policy import LossReport
-from serve_app.network.link import Address
-from serve_app.worker_info import WorkerInfo
+from epd.serve_app.network.link import Address
+from epd.serve_app.worker_info import WorkerInfo
 
 Kind = Literal["front", "media", "stage"]
 

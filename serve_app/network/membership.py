@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from epd.errors import UnavailableError
-from serve_app.network.link import Link, Listener, listen
-from serve_app.network.members import BoardClient, Credentials, Kind, Member, Place, Purpose, View
-from serve_app.worker_info import WorkerInfo
+from epd.serve_app.network.link import Link, Listener, listen
+from epd.serve_app.network.members import BoardClient, Credentials, Kind, Member, Place, Purpose, View
+from epd.serve_app.worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
 

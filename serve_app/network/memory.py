@@ -24,8 +24,7 @@ from pathlib import Path
 
 from epd.errors import InfeasibleError
 from epd.machine import available_memory_bytes
-from epd.types import ceil_div
-from serve_app.held_folder import (
+from epd.serve_app.held_folder import (
     CLUSTER_PREFIX,
     SPOOL_PREFIX,
     HeldFolder,
@@ -33,7 +32,8 @@ from serve_app.held_folder import (
     remove_abandoned,
     remove_held,
 )
-from stages.connectors.shared_memory import MemoryPlace, leads_to, new_memory, open_memory
+from epd.stages.connectors.shared_memory import MemoryPlace, leads_to, new_memory, open_memory
+from epd.types import ceil_div
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from epd.control.recent import Recent
-from serve_app.messages import Message
-from serve_app.worker.peer_losses import named_peer
+from epd.serve_app.messages import Message
+from epd.serve_app.worker.peer_losses import named_peer
 
 _MAX_EPOCHS = 1024
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from epd.encode.encoder_cache import CachedGroup
+from epd.stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
+from epd.stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
 from epd.transfer.connectors import AnySource, KVChunk, KVSpan
 from epd.types import UInt8Array
-from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
-from stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
 
 AnyShape = EncoderPoolShape | KVPoolsShape
 AnyPool = EncoderPool | KVPools

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from epd.serve_app.network.packing import Part
 from epd.transfer.connectors import Offer, Receipt, TransferOutcome
 from epd.transfer.staging import StagingSpace
-from serve_app.network.packing import Part
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+from epd.serve_app.task_group import Tasks
 from epd.transfer.message_channel import IncomingChannel, OutgoingChannel
-from serve_app.task_group import Tasks
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from functools import partial
 from typing import Any, cast
 
 from epd.errors import EPDError, InternalError, UnavailableError
-from epd.topology import Stage
-from serve_app.fleet import (
+from epd.serve_app.fleet import (
     Bulk,
     FleetBroken,
     FleetEvent,
@@ -28,14 +27,15 @@ from serve_app.fleet import (
     WorkerLostError,
     state_after,
 )
-from serve_app.messages import Message, ReplyT, WorkerReport
-from serve_app.network.calls import Answer, Channel, Channels
-from serve_app.network.link import Link, LinkClosedError, LinkTimeoutError, connect
-from serve_app.network.members import BoardClient, Hello, Member, Place, Purpose, View
-from serve_app.network.membership import Membership
-from serve_app.network.wire import BulkPlace, FetchCall, Fetched, ReleaseBulk, WorkerCall
-from serve_app.task_group import Loops, Tasks
-from serve_app.worker_info import EVERY_STAGE, WorkerInfo
+from epd.serve_app.messages import Message, ReplyT, WorkerReport
+from epd.serve_app.network.calls import Answer, Channel, Channels
+from epd.serve_app.network.link import Link, LinkClosedError, LinkTimeoutError, connect
+from epd.serve_app.network.members import BoardClient, Hello, Member, Place, Purpose, View
+from epd.serve_app.network.membership import Membership
+from epd.serve_app.network.wire import BulkPlace, FetchCall, Fetched, ReleaseBulk, WorkerCall
+from epd.serve_app.task_group import Loops, Tasks
+from epd.serve_app.worker_info import EVERY_STAGE, WorkerInfo
+from epd.topology import Stage
 
 logger = logging.getLogger(__name__)
 

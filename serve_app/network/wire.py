@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from epd.serve_app.messages import Message
+from epd.serve_app.network.link import Address
 from epd.types import UInt8Array
-from serve_app.messages import Message
-from serve_app.network.link import Address
 
 
 @dataclass(frozen=True, slots=True)

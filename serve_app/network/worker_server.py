@@ -20,25 +20,25 @@ import torch
 
 from epd.control.recent import Recent
 from epd.errors import EPDError, InternalError
+from epd.serve_app.fleet import FramesLostError, WorkerLostError, state_after
+from epd.serve_app.messages import DropOwner, Message, PeerLost, WorkerLoad, WorkerReport, by_owner
+from epd.serve_app.network.calls import Answer, Channel, Channels
+from epd.serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
+from epd.serve_app.network.link import Address, Link, LinkClosedError
+from epd.serve_app.network.members import BoardClient, Hello, KnownFronts, Member, Place, Purpose, View
+from epd.serve_app.network.membership import Membership
+from epd.serve_app.network.memory import PoolFiles
+from epd.serve_app.network.met_workers import MetWorkers
+from epd.serve_app.network.peer_links import Delivery, PeerLinks
+from epd.serve_app.network.routes import PeerPlace
+from epd.serve_app.network.wire import BulkPlace, TakeBulk, WorkerCall
+from epd.serve_app.role_messages import AskRemaining, Offload
+from epd.serve_app.task_group import Loops, Tasks
+from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_thread import Call, Listener, WorkerThread
+from epd.serve_app.worker_info import EVERY_STAGE, WorkerInfo
+from epd.stages.connectors.gpu_memory import CudaMemory
 from epd.types import UInt8Array
-from serve_app.fleet import FramesLostError, WorkerLostError, state_after
-from serve_app.messages import DropOwner, Message, PeerLost, WorkerLoad, WorkerReport, by_owner
-from serve_app.network.calls import Answer, Channel, Channels
-from serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
-from serve_app.network.link import Address, Link, LinkClosedError
-from serve_app.network.members import BoardClient, Hello, KnownFronts, Member, Place, Purpose, View
-from serve_app.network.membership import Membership
-from serve_app.network.memory import PoolFiles
-from serve_app.network.met_workers import MetWorkers
-from serve_app.network.peer_links import Delivery, PeerLinks
-from serve_app.network.routes import PeerPlace
-from serve_app.network.wire import BulkPlace, TakeBulk, WorkerCall
-from serve_app.role_messages import AskRemaining, Offload
-from serve_app.task_group import Loops, Tasks
-from serve_app.worker.worker_stages import WorkerSettings
-from serve_app.worker.worker_thread import Call, Listener, WorkerThread
-from serve_app.worker_info import EVERY_STAGE, WorkerInfo
-from stages.connectors.gpu_memory import CudaMemory
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from epd.errors import RequestError
+from epd.serve_app.observability.record import RequestTrace
+from epd.serve_app.service import StageSpan
 from epd.workload.chrome_trace import Event, complete, dumps, instant, named
-from serve_app.observability.record import RequestTrace
-from serve_app.service import StageSpan
 
 SUFFIX = ".trace.json"
 _US_PER_S = 1_000_000

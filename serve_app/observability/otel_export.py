@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from serve_app.observability.record import RequestTrace
-from serve_app.service import StageSpan
+from epd.serve_app.observability.record import RequestTrace
+from epd.serve_app.service import StageSpan
 
 _NS_PER_S = 1_000_000_000
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 from time import perf_counter, time
 from typing import TYPE_CHECKING
 
+from epd.serve_app.service import AnswerEnd, AnswerItem, StageSpan, TokenDelta
 from epd.types import StageTimings
-from serve_app.service import AnswerEnd, AnswerItem, StageSpan, TokenDelta
 
 if TYPE_CHECKING:
     from fastapi import Request  # batches keep records without a web server

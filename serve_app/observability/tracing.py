@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from epd.errors import RequestError
-from serve_app.observability.chrome_trace import TraceFolder
-from serve_app.observability.record import RequestTrace
+from epd.serve_app.observability.chrome_trace import TraceFolder
+from epd.serve_app.observability.record import RequestTrace
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ _MAX_WAITING = 64
 _TRACES_PATH = "/v1/traces"
 _PACKAGE = "opentelemetry-exporter-otlp-proto-http"
 _EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-_EXPORT = "serve_app.observability.otel_export"
+_EXPORT = "epd.serve_app.observability.otel_export"
 
 
 class TraceSink(Protocol):

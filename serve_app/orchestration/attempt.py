@@ -10,10 +10,10 @@ from enum import StrEnum
 from epd.control.placement import Placement
 from epd.control.routing import Router
 from epd.errors import EPDError
+from epd.serve_app.messages import attempt_id
+from epd.serve_app.orchestration.live_answer import LiveAnswer
+from epd.serve_app.worker.peer_losses import NamedPeer
 from epd.types import RequestStatus
-from serve_app.messages import attempt_id
-from serve_app.orchestration.live_answer import LiveAnswer
-from serve_app.worker.peer_losses import NamedPeer
 
 
 class Ending(StrEnum):

@@ -8,7 +8,7 @@ from epd.control.elasticity import ControllerConfig
 from epd.control.loss_policy import LossLimits
 from epd.control.retention import RetentionConfig
 from epd.encode.sharding import Sharding
-from serve_app.orchestration.role_switch import SwitchLimits
+from epd.serve_app.orchestration.role_switch import SwitchLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from functools import partial
 
 from epd.control.placement import PlacementPolicy
 from epd.kv.kv_identity import TokenIdentity
+from epd.serve_app.messages import Redirect, Reserve
+from epd.serve_app.orchestration.attempt import Attempt
+from epd.serve_app.orchestration.losses.isolation import Isolation
+from epd.serve_app.orchestration.worker_questions import WorkerQuestions
+from epd.serve_app.role_messages import Move, Pause, Resume
 from epd.transfer.connectors import KVTicket
-from serve_app.messages import Redirect, Reserve
-from serve_app.orchestration.attempt import Attempt
-from serve_app.orchestration.losses.isolation import Isolation
-from serve_app.orchestration.worker_questions import WorkerQuestions
-from serve_app.role_messages import Move, Pause, Resume
 
 _POLL_S = 0.5
 

@@ -29,14 +29,14 @@ from epd.control.elasticity import (
     replacement_for,
 )
 from epd.errors import EPDError
+from epd.serve_app.fleet import Fleet
+from epd.serve_app.messages import WorkerLoad
+from epd.serve_app.orchestration.replica_advisor import ReplicaAdvisor
+from epd.serve_app.orchestration.request_planner import AnswerPlan
+from epd.serve_app.orchestration.role_switch import RoleSwitcher
+from epd.serve_app.task_group import Loops, Tasks
+from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage
-from serve_app.fleet import Fleet
-from serve_app.messages import WorkerLoad
-from serve_app.orchestration.replica_advisor import ReplicaAdvisor
-from serve_app.orchestration.request_planner import AnswerPlan
-from serve_app.orchestration.role_switch import RoleSwitcher
-from serve_app.task_group import Loops, Tasks
-from serve_app.worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
 

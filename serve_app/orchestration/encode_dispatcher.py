@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from encoders.groups import MediaGroup
 from epd.control.routing import Router
 from epd.encode.sharding import Sharding, has_sole_encoder
+from epd.encoders.groups import MediaGroup
 from epd.errors import UnavailableError
+from epd.serve_app.fleet import Bulk, Fleet, FramesLostError, WorkerLostError, send_surely
+from epd.serve_app.messages import CancelTickets, EncodeGroup, Reissue
+from epd.serve_app.worker.peer_losses import NamedPeer
 from epd.transfer.reception import Grant
-from serve_app.fleet import Bulk, Fleet, FramesLostError, WorkerLostError, send_surely
-from serve_app.messages import CancelTickets, EncodeGroup, Reissue
-from serve_app.worker.peer_losses import NamedPeer
 
 _POLL_S = 0.5  # between checks of the time
 Allowed = Callable[[list[str]], list[str]]

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epd.control.routing import InFlight, Router
+from epd.serve_app.fleet import Fleet
+from epd.serve_app.orchestration.attempt import Attempt, Ending
+from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from epd.serve_app.orchestration.placement import RequestPlacer
+from epd.serve_app.role_messages import AskRemaining, RemainingWork
+from epd.serve_app.task_group import Tasks
+from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage
-from serve_app.fleet import Fleet
-from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.placement import RequestPlacer
-from serve_app.role_messages import AskRemaining, RemainingWork
-from serve_app.task_group import Tasks
-from serve_app.worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
 

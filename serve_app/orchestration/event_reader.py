@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from epd.control.admission import AdmissionQueue
 from epd.errors import EncodeError, InternalError
-from epd.transfer.reception import Grant
-from serve_app.fleet import Fleet, FleetBroken, FleetEvent, WorkerBack, WorkerChanged, WorkerLost
-from serve_app.messages import (
+from epd.serve_app.fleet import Fleet, FleetBroken, FleetEvent, WorkerBack, WorkerChanged, WorkerLost
+from epd.serve_app.messages import (
     Admitted,
     GroupFailed,
     GroupsArrived,
@@ -26,18 +25,19 @@ from serve_app.messages import (
     WorkerLoad,
     WorkerReport,
 )
-from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.evacuation import Evacuations
-from serve_app.orchestration.group_feed import GroupFeed
-from serve_app.orchestration.losses.loss_counter import LossCounter
-from serve_app.orchestration.losses.recovery import Recovery
-from serve_app.orchestration.losses.watchdog import Watchdog
-from serve_app.orchestration.placement import RequestPlacer
-from serve_app.orchestration.retention import LoadRetention
-from serve_app.orchestration.shared_load import SharedLoad
-from serve_app.task_group import Loops, Tasks
-from stages.engine.generation import TokenOutput
+from epd.serve_app.orchestration.attempt import Attempt, Ending
+from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from epd.serve_app.orchestration.evacuation import Evacuations
+from epd.serve_app.orchestration.group_feed import GroupFeed
+from epd.serve_app.orchestration.losses.loss_counter import LossCounter
+from epd.serve_app.orchestration.losses.recovery import Recovery
+from epd.serve_app.orchestration.losses.watchdog import Watchdog
+from epd.serve_app.orchestration.placement import RequestPlacer
+from epd.serve_app.orchestration.retention import LoadRetention
+from epd.serve_app.orchestration.shared_load import SharedLoad
+from epd.serve_app.task_group import Loops, Tasks
+from epd.stages.engine.generation import TokenOutput
+from epd.transfer.reception import Grant
 
 logger = logging.getLogger(__name__)
 

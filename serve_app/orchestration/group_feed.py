@@ -12,22 +12,22 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from encoders.groups import MediaGroup
-from encoders.reduction import Reading
 from epd.encode.sharding import Sharding, wanted_encoder
+from epd.encoders.groups import MediaGroup
+from epd.encoders.reduction import Reading
 from epd.errors import EPDError, InternalError
+from epd.serve_app.fleet import Bulk, Fleet
+from epd.serve_app.media.fleet_media import FleetMedia
+from epd.serve_app.messages import EncodeGroup
+from epd.serve_app.orchestration.attempt import Attempt, Ending
+from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from epd.serve_app.orchestration.item_frames import ItemFrames
+from epd.serve_app.orchestration.losses.isolation import Isolation
+from epd.serve_app.orchestration.losses.loss_counter import LossCounter
+from epd.serve_app.task_group import Tasks
+from epd.serve_app.worker.peer_losses import NamedPeer
+from epd.serve_app.worker.worker_roles import Clock
 from epd.transfer.reception import Grant
-from serve_app.fleet import Bulk, Fleet
-from serve_app.media.fleet_media import FleetMedia
-from serve_app.messages import EncodeGroup
-from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.item_frames import ItemFrames
-from serve_app.orchestration.losses.isolation import Isolation
-from serve_app.orchestration.losses.loss_counter import LossCounter
-from serve_app.task_group import Tasks
-from serve_app.worker.peer_losses import NamedPeer
-from serve_app.worker.worker_roles import Clock
 
 logger = logging.getLogger(__name__)
 

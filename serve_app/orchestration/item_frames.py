@@ -12,15 +12,15 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from encoders.groups import MediaGroup
 from epd.encode.runs import Run, plan_runs
+from epd.encoders.groups import MediaGroup
 from epd.errors import UnavailableError
-from serve_app.fleet import Bulk, Fleet, WorkerLostError, send_surely
-from serve_app.media.fleet_media import FleetMedia
-from serve_app.media_messages import CloseStream, DecodeOrder, NotHeldError, ReadFrames, ReadImage
-from serve_app.orchestration.attempt import Attempt
-from serve_app.orchestration.losses.loss_counter import LossCounter
-from serve_app.service import HeldItem
+from epd.serve_app.fleet import Bulk, Fleet, WorkerLostError, send_surely
+from epd.serve_app.media.fleet_media import FleetMedia
+from epd.serve_app.media_messages import CloseStream, DecodeOrder, NotHeldError, ReadFrames, ReadImage
+from epd.serve_app.orchestration.attempt import Attempt
+from epd.serve_app.orchestration.losses.loss_counter import LossCounter
+from epd.serve_app.service import HeldItem
 
 _RETRY_S, _MAX_RETRY_S = 0.05, 1.0  # between attempts, doubled after each
 _MAX_READS = 5  # of one group, with workers that are alive

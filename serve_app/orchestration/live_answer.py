@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from epd.encode.substituted_frames import SubstitutedFrames
-from epd.types import RequestStatus, StageTimings, Usage
-from serve_app.messages import SpanDone
-from serve_app.orchestration.request_planner import AnswerPlan
-from serve_app.service import (
+from epd.serve_app.messages import SpanDone
+from epd.serve_app.orchestration.request_planner import AnswerPlan
+from epd.serve_app.service import (
     AnswerEnd,
     AnswerItem,
     AnswerRequest,
@@ -25,8 +24,9 @@ from serve_app.service import (
     StageSpan,
     TokenDelta,
 )
-from serve_app.token_text import TokenTexts
-from stages.engine.generation import TokenOutput
+from epd.serve_app.token_text import TokenTexts
+from epd.stages.engine.generation import TokenOutput
+from epd.types import RequestStatus, StageTimings, Usage
 
 
 @dataclass(slots=True)

@@ -25,41 +25,41 @@ from epd.control.loss_policy import LossLedger
 from epd.control.routing import Router
 from epd.encode.substituted_frames import SubstitutedFrames
 from epd.errors import UnavailableError
-from epd.topology import Stage, topology_name
-from serve_app.fleet import Fleet, send_surely
-from serve_app.fleet_status import has_all_roles, worker_statuses
-from serve_app.media.fleet_media import FleetMedia
-from serve_app.messages import (
+from epd.serve_app.fleet import Fleet, send_surely
+from epd.serve_app.fleet_status import has_all_roles, worker_statuses
+from epd.serve_app.media.fleet_media import FleetMedia
+from epd.serve_app.messages import (
     Abort,
     WorkerLoad,
 )
-from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.config import OrchestratorConfig
-from serve_app.orchestration.elastic import Elastic
-from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.evacuation import EvacuationParts, Evacuations
-from serve_app.orchestration.event_reader import EventReader
-from serve_app.orchestration.group_feed import GroupFeed
-from serve_app.orchestration.live_answer import LiveAnswer
-from serve_app.orchestration.losses.isolation import Isolation
-from serve_app.orchestration.losses.loss_counter import LossCounter
-from serve_app.orchestration.losses.recovery import Recovery
-from serve_app.orchestration.losses.watchdog import Watchdog
-from serve_app.orchestration.placement import PlacementLimits, RequestPlacer
-from serve_app.orchestration.prompts import Prompts
-from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
-from serve_app.orchestration.retention import LoadRetention
-from serve_app.orchestration.role_switch import RoleSwitcher, SwitchRequest
-from serve_app.orchestration.shared_load import SharedLoad
-from serve_app.service import (
+from epd.serve_app.orchestration.attempt import Attempt, Ending
+from epd.serve_app.orchestration.config import OrchestratorConfig
+from epd.serve_app.orchestration.elastic import Elastic
+from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from epd.serve_app.orchestration.evacuation import EvacuationParts, Evacuations
+from epd.serve_app.orchestration.event_reader import EventReader
+from epd.serve_app.orchestration.group_feed import GroupFeed
+from epd.serve_app.orchestration.live_answer import LiveAnswer
+from epd.serve_app.orchestration.losses.isolation import Isolation
+from epd.serve_app.orchestration.losses.loss_counter import LossCounter
+from epd.serve_app.orchestration.losses.recovery import Recovery
+from epd.serve_app.orchestration.losses.watchdog import Watchdog
+from epd.serve_app.orchestration.placement import PlacementLimits, RequestPlacer
+from epd.serve_app.orchestration.prompts import Prompts
+from epd.serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
+from epd.serve_app.orchestration.retention import LoadRetention
+from epd.serve_app.orchestration.role_switch import RoleSwitcher, SwitchRequest
+from epd.serve_app.orchestration.shared_load import SharedLoad
+from epd.serve_app.service import (
     AnswerItem,
     AnswerRequest,
     ModelCard,
     RoleSwitch,
     ServiceStatus,
 )
-from serve_app.task_group import Loops, Tasks
-from serve_app.worker.peer_losses import NamedPeer
+from epd.serve_app.task_group import Loops, Tasks
+from epd.serve_app.worker.peer_losses import NamedPeer
+from epd.topology import Stage, topology_name
 
 _MAX_GROUP_FAILURES = 3
 _DRAIN_POLL_S = 0.05

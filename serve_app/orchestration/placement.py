@@ -11,18 +11,18 @@ from functools import partial
 from epd.control.admission import AdmissionQueue
 from epd.control.placement import Candidates, PlacementPolicy, Step
 from epd.control.routing import Router
+from epd.serve_app.fleet import Fleet
+from epd.serve_app.messages import Prefill, Redirect, WorkerLoad
+from epd.serve_app.orchestration.attempt import Attempt, Ending
+from epd.serve_app.orchestration.decode_moves import DecodeMoves, changed
+from epd.serve_app.orchestration.losses.isolation import Isolation
+from epd.serve_app.orchestration.losses.loss_counter import LossCounter
+from epd.serve_app.orchestration.room_books import RoomBooks
+from epd.serve_app.orchestration.worker_questions import Seen, WorkerQuestions, num_held_tokens
+from epd.serve_app.worker.peer_losses import NamedPeer
+from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket
-from serve_app.fleet import Fleet
-from serve_app.messages import Prefill, Redirect, WorkerLoad
-from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.decode_moves import DecodeMoves, changed
-from serve_app.orchestration.losses.isolation import Isolation
-from serve_app.orchestration.losses.loss_counter import LossCounter
-from serve_app.orchestration.room_books import RoomBooks
-from serve_app.orchestration.worker_questions import Seen, WorkerQuestions, num_held_tokens
-from serve_app.worker.peer_losses import NamedPeer
-from serve_app.worker_info import WorkerInfo
 
 _NUM_FIRST = 8  # requests that look for room concurrently
 

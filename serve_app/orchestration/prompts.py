@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 
-from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
-from serve_app.orchestration.retention import LoadRetention
-from serve_app.service import AnswerRequest, Estimate
+from epd.serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
+from epd.serve_app.orchestration.retention import LoadRetention
+from epd.serve_app.service import AnswerRequest, Estimate
 
 
 class Prompts:

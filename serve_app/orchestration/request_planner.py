@@ -12,25 +12,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from encoders import Adapter, FrameSampling, MediaPlan, PixelLimits, load_adapter
-from encoders.adapter import PromptPlan
-from encoders.groups import MediaGroup, plan_groups
-from encoders.identity import prompt_identity, salted
-from encoders.prompt.raw_prompt import plan_tokens
 from epd.control.recent import Recent
 from epd.control.request_budget import RequestLimits, check_num_pixels
 from epd.encode.group_cut import GROUP_TOKENS
+from epd.encoders import Adapter, FrameSampling, MediaPlan, PixelLimits, load_adapter
+from epd.encoders.adapter import PromptPlan
+from epd.encoders.groups import MediaGroup, plan_groups
+from epd.encoders.identity import prompt_identity, salted
+from epd.encoders.prompt.raw_prompt import plan_tokens
 from epd.errors import MediaError, RequestError
 from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
+from epd.serve_app.service import AnswerRequest, MediaSource, ModelCard
+from epd.serve_app.token_text import TokenTexts
+from epd.stages.engine.generation import GenerateRequest, generation_settings
+from epd.stages.frame_budget import PromptRoom, plan_within
+from epd.stages.loading.weight_files import weights_revision
+from epd.stages.media import plan_video
 from epd.types import Usage
-from serve_app.service import AnswerRequest, MediaSource, ModelCard
-from serve_app.token_text import TokenTexts
-from stages.engine.generation import GenerateRequest, generation_settings
-from stages.frame_budget import PromptRoom, plan_within
-from stages.loading.weight_files import weights_revision
-from stages.media import plan_video
 
 _MAX_SEED = 2**31
 # Number of video plans kept, by content: a second question about a video does not list its frames again.

@@ -13,12 +13,12 @@ from dataclasses import replace
 from epd.control.admission import AdmissionQueue
 from epd.control.prompt_load import PromptLoadEstimator
 from epd.control.retention import PromptLoad, RetentionConfig, RetentionController, kept_share
-from serve_app.fleet import Fleet
-from serve_app.messages import WorkerLoad
-from serve_app.orchestration.attempt import Attempt
-from serve_app.orchestration.request_planner import AnswerPlan
-from serve_app.service import AnswerRequest, RetentionStatus
-from serve_app.task_group import Loops
+from epd.serve_app.fleet import Fleet
+from epd.serve_app.messages import WorkerLoad
+from epd.serve_app.orchestration.attempt import Attempt
+from epd.serve_app.orchestration.request_planner import AnswerPlan
+from epd.serve_app.service import AnswerRequest, RetentionStatus
+from epd.serve_app.task_group import Loops
 
 logger = logging.getLogger(__name__)
 

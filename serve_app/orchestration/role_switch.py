@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from epd.errors import EPDError, InfeasibleError, InternalError, RequestError, UnavailableError
-from epd.topology import Stage, role_letters
-from serve_app.fleet import Fleet, WorkerLostError, send_surely
-from serve_app.messages import Message, ReplyT
-from serve_app.orchestration.evacuation import Evacuation, EvacuationParts
-from serve_app.role_messages import (
+from epd.serve_app.fleet import Fleet, WorkerLostError, send_surely
+from epd.serve_app.messages import Message, ReplyT
+from epd.serve_app.orchestration.evacuation import Evacuation, EvacuationParts
+from epd.serve_app.role_messages import (
     AskRemaining,
     Offload,
     Onload,
@@ -32,10 +31,11 @@ from serve_app.role_messages import (
     SetRoles,
     StagesClosed,
 )
-from serve_app.service import RoleSwitch, SwitchTotals
-from serve_app.task_group import Tasks
-from serve_app.worker.worker_core import stages_of
-from serve_app.worker_info import WorkerInfo
+from epd.serve_app.service import RoleSwitch, SwitchTotals
+from epd.serve_app.task_group import Tasks
+from epd.serve_app.worker.worker_core import stages_of
+from epd.serve_app.worker_info import WorkerInfo
+from epd.topology import Stage, role_letters
 
 logger = logging.getLogger(__name__)
 

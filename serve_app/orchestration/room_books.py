@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from serve_app.messages import WorkerLoad
+from epd.serve_app.messages import WorkerLoad
 
 _SPARE_SHARE = 0.2  # of the cache: into which answers grow
 _SLOW_S = 0.005  # until a worker answers: a prompt that need not wait for it is worth a message more

@@ -7,9 +7,9 @@ reports of workers --work of everybody--> Router: what is more than was sent fro
 from __future__ import annotations
 
 from epd.control.routing import Router
-from serve_app.messages import WorkerLoad, WorkerReport
-from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.placement import RequestPlacer
+from epd.serve_app.messages import WorkerLoad, WorkerReport
+from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from epd.serve_app.orchestration.placement import RequestPlacer
 
 
 class SharedLoad:

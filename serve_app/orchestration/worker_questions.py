@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from epd.errors import EPDError
 from epd.kv.kv_identity import TokenIdentity
+from epd.serve_app.fleet import Fleet, WorkerLostError
+from epd.serve_app.messages import Abort, Message, Prefill, Redirect, ReplyT, Reserve, endpoint
+from epd.serve_app.orchestration.attempt import Attempt, Ending
+from epd.serve_app.orchestration.losses.loss_counter import LossCounter
+from epd.serve_app.orchestration.room_books import RoomBooks
+from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket
-from serve_app.fleet import Fleet, WorkerLostError
-from serve_app.messages import Abort, Message, Prefill, Redirect, ReplyT, Reserve, endpoint
-from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.losses.loss_counter import LossCounter
-from serve_app.orchestration.room_books import RoomBooks
-from serve_app.worker_info import WorkerInfo
 
 
 class SeenWorker(NamedTuple):

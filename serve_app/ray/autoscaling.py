@@ -3,7 +3,7 @@
     board: advice --> replicas: record_autoscaling_stats() --> Serve's controller: policy --> replicas
 
     autoscaling_config:
-      policy: {policy_function: "serve_app.ray.autoscaling:stage_replicas"}
+      policy: {policy_function: "epd.serve_app.ray.autoscaling:stage_replicas"}
 
 Advice is steady already (`epd/control/elasticity/replicas.py`), so Serve's own delays belong at 0 s. Serve
 pickles this module's functions by value and runs them in its controller, ten times a second: they import

@@ -13,11 +13,11 @@ from pydantic import SecretStr
 from epd.batch.http_backend import HttpBackend
 from epd.errors import UnavailableError
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
-from serve_app.app_args import AppArgs
-from serve_app.http.address import HttpAddress
-from serve_app.ray.cluster import RaySettings, ray_cluster
-from serve_app.ray.server import ServeSettings, served_app
-from serve_app.ray.tenancy import APP_NAME, cluster_now, url_at
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.ray.cluster import RaySettings, ray_cluster
+from epd.serve_app.ray.server import ServeSettings, served_app
+from epd.serve_app.ray.tenancy import APP_NAME, cluster_now, url_at
 
 
 @contextmanager

@@ -10,8 +10,8 @@ import ray
 from ray.exceptions import RayError
 
 from epd.errors import UnavailableError
-from serve_app.network.board import Board
-from serve_app.network.members import Credentials, Member, View
+from epd.serve_app.network.board import Board
+from epd.serve_app.network.members import Credentials, Member, View
 
 _NAMESPACE = "epd"
 _MAX_CALLS = 10_000  # each member has one waiting

@@ -22,9 +22,9 @@ import ray
 
 from epd.errors import EPDError, UnavailableError
 from epd.machine import usable_cpus
-from serve_app.held_folder import CLUSTER_PREFIX, HeldFolder
-from serve_app.ray.gcs_address import checked_gcs
-from serve_app.ray.process_tree import end_with_error
+from epd.serve_app.held_folder import CLUSTER_PREFIX, HeldFolder
+from epd.serve_app.ray.gcs_address import checked_gcs
+from epd.serve_app.ray.process_tree import end_with_error
 
 # Torch threads that wait by spinning would take cores from other workers, and more than one per worker would
 # make them compete; a worker never downloads anything.
@@ -39,7 +39,10 @@ LOOPBACK = "127.0.0.1"
 # Environment variable for the address of a machine that links are made to; by default that of its Ray node.
 LINK_HOST = "EPD_LINK_HOST"
 # Serve's proxy calls it when it starts: it limits what one connection may use.
-_PROXY_CALLBACK = ("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "serve_app.http.guard.socket_guard.install")
+_PROXY_CALLBACK = (
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH",
+    "epd.serve_app.http.guard.socket_guard.install",
+)
 # Ray's name for a cluster of one's own, and its variable for the address of another.
 LOCAL, ADDRESS_VARIABLE = "local", "RAY_ADDRESS"
 # From the first word to a cluster until the process belongs to it.

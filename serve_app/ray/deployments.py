@@ -19,18 +19,18 @@ from fastapi import FastAPI
 from ray import serve
 
 from epd.colour import parse_colour
-from serve_app.app_args import AppArgs
-from serve_app.network.members import Place, Purpose
-from serve_app.ray.autoscaling import advice_stats
-from serve_app.ray.board import RayBoard
-from serve_app.ray.cluster import LINK_HOST
-from serve_app.ray.gpus import worker_device
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.network.members import Place, Purpose
+from epd.serve_app.ray.autoscaling import advice_stats
+from epd.serve_app.ray.board import RayBoard
+from epd.serve_app.ray.cluster import LINK_HOST
+from epd.serve_app.ray.gpus import worker_device
 
 if TYPE_CHECKING:
     from ray.serve.context import ReplicaContext
 
-    from serve_app.network.media_server import MediaServer
-    from serve_app.network.worker_server import WorkerServer
+    from epd.serve_app.network.media_server import MediaServer
+    from epd.serve_app.network.worker_server import WorkerServer
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Stage(_Worker):
     """Runs one stage worker. The board gives it its name and roles."""
 
     async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc] # Serve awaits it
-        from serve_app.ray.replica_parts import (
+        from epd.serve_app.ray.replica_parts import (
             WorkerServer,
             WorkerServerConfig,
             limit_memory,
@@ -81,7 +81,7 @@ class Media(_Worker):
     """Runs one media worker."""
 
     async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc] # Serve awaits it
-        from serve_app.ray.replica_parts import MediaProcesses, MediaServer, MediaWorker, media_settings
+        from epd.serve_app.ray.replica_parts import MediaProcesses, MediaServer, MediaWorker, media_settings
 
         _quiet()
         self._drain_s = args.drain_s
@@ -99,7 +99,7 @@ class Media(_Worker):
 
 async def create_front(args: AppArgs) -> FastAPI:
     """Creates the HTTP app of a front. Raises EPDError."""
-    from serve_app.ray.replica_parts import RemoteFleet, create_app, log_requests, share_lead
+    from epd.serve_app.ray.replica_parts import RemoteFleet, create_app, log_requests, share_lead
 
     _quiet()
     log_requests()  # Ray keeps stderr in a file, and shows it on request

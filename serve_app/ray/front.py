@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from serve_app.http.address import HttpAddress
-from serve_app.http.http_server import HttpServer
+from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.http.http_server import HttpServer
 
 # In a `user_config`: the command that has deployed the application.
 OWNER = "owner"

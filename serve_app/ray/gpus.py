@@ -13,8 +13,8 @@ from typing import Any
 import ray
 
 from epd.errors import InfeasibleError
+from epd.serve_app.app_args import AppArgs
 from epd.types import ceil_div
-from serve_app.app_args import AppArgs
 
 # With it Ray shows every GPU to every worker, so that those of one machine can open each other's pools.
 _SHOWS_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"

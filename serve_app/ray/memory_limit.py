@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from serve_app.ray.gpus import assigned_gpus, largest_share
+from epd.serve_app.ray.gpus import assigned_gpus, largest_share
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from epd.errors import EPDError, exit_code
-from serve_app.held_folder import remove_own
-from serve_app.network.memory import remove_orphans
+from epd.serve_app.held_folder import remove_own
+from epd.serve_app.network.memory import remove_orphans
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_AGAIN_S, _END_S = 0.02, 5.0

@@ -21,13 +21,13 @@ from ray.serve.config import ProxyLocation
 from epd import errors
 from epd.client.endpoint import Endpoint, get
 from epd.errors import CancelledError, EPDError, InfeasibleError, UnavailableError
-from serve_app.app import application
-from serve_app.app_args import AppArgs
-from serve_app.http.address import HttpAddress
-from serve_app.ray.cluster import RaySettings, ray_cluster, reason_of
-from serve_app.ray.gpus import with_gpus
-from serve_app.ray.supervisor import supervised
-from serve_app.ray.tenancy import (
+from epd.serve_app.app import application
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.ray.cluster import RaySettings, ray_cluster, reason_of
+from epd.serve_app.ray.gpus import with_gpus
+from epd.serve_app.ray.supervisor import supervised
+from epd.serve_app.ray.tenancy import (
     APP_NAME,
     Place,
     checked_name,
@@ -168,7 +168,7 @@ def _delete(name: str, owner: str, within_s: float) -> None:
 def _check_device(args: AppArgs) -> None:
     """Raises RequestError for a device or type that this machine does not have; every machine has `auto`."""
     if (args.device, args.dtype) != ("auto", "auto"):
-        from stages.placement import Placement  # torch: half a gigabyte, for as long as the command runs
+        from epd.stages.placement import Placement  # torch: half a gigabyte, for as long as the command runs
 
         Placement.resolve(args.device, args.dtype, args.model_path)
 

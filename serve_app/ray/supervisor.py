@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from epd.control.supervision import ClusterWatch
 from epd.errors import UnavailableError
-from serve_app.ray.process_tree import adopt_orphans, children, end_with_error
+from epd.serve_app.ray.process_tree import adopt_orphans, children, end_with_error
 
 _RAYLET, _GCS, _CONTROLLER = "Ray's raylet", "Ray's GCS", "the controller of Ray Serve"
 # In an owned cluster, children of this process, which are never restarted.

@@ -21,9 +21,9 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
 from epd.errors import RequestError, UnavailableError
-from serve_app.http.address import HttpAddress
-from serve_app.http.prefix import ROOT
-from serve_app.ray.front import OWNER, front_address
+from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.http.prefix import ROOT
+from epd.serve_app.ray.front import OWNER, front_address
 
 APP_NAME = "epd"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")

@@ -18,20 +18,20 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
-from encoders import Adapter
-from encoders.groups import MediaGroup
-from encoders.reduction import KeptCells, is_cut_at_encoder, kept_spec
 from epd.encode.encoder_cache import GroupKey, GroupSpec
+from epd.encoders import Adapter
+from epd.encoders.groups import MediaGroup
+from epd.encoders.reduction import KeptCells, is_cut_at_encoder, kept_spec
+from epd.serve_app.messages import GroupFailed, GroupsArrived
+from epd.serve_app.worker.worker_roles import ReportBuffer
+from epd.stages.encode.embedding_receiver import EmbeddingReceiver
+from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.engine.faults import RequestFault, logged_fault
+from epd.stages.engine.generation import GenerateRequest
+from epd.stages.prefill import PrefillStage
 from epd.transfer.connectors import Ticket
 from epd.transfer.reception import Grant
 from epd.transfer.transfers import TransferIds
-from serve_app.messages import GroupFailed, GroupsArrived
-from serve_app.worker.worker_roles import ReportBuffer
-from stages.encode.embedding_receiver import EmbeddingReceiver
-from stages.encode.splicing import EmbeddingSplicer
-from stages.engine.faults import RequestFault, logged_fault
-from stages.engine.generation import GenerateRequest
-from stages.prefill import PrefillStage
 
 OnFault = Callable[[RequestFault], None]
 
@@ -78,7 +78,7 @@ class MediaFeeds:
     ) -> None:
         """Starts waiting for groups that are not cached. Raises InfeasibleError if one can never fit.
 
-        wants_kept: see `serve_app.messages.Prefill`
+        wants_kept: see `epd.serve_app.messages.Prefill`
         """
         numbers = needed_groups(request, groups, num_cached)
         if not numbers:

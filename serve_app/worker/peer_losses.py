@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.messages import EncodeGroup, Message, Prefill, Redirect, Reserve, worker_of
-from serve_app.role_messages import Move, StagesClosed
+from epd.serve_app.messages import EncodeGroup, Message, Prefill, Redirect, Reserve, worker_of
+from epd.serve_app.role_messages import Move, StagesClosed
 
 _MAX_KEPT = 256  # losses of which the reply is kept
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from encoders.groups import MediaGroup
-from encoders.reduction import KeptCells
 from epd.control.elasticity import StageSample
 from epd.control.routing import InFlight
+from epd.encoders.groups import MediaGroup
+from epd.encoders.reduction import KeptCells
 from epd.errors import InfeasibleError, UnavailableError
-from epd.topology import Stage
-from epd.transfer.connectors import KVTicket, TransferOutcome
-from epd.types import ceil_div
-from serve_app.messages import (
+from epd.serve_app.messages import (
     Admitted,
     Prefill,
     RequestFailed,
@@ -22,14 +19,17 @@ from serve_app.messages import (
     endpoint,
     owner_of,
 )
-from serve_app.role_messages import RemainingWork
-from serve_app.service import StageSpan
-from serve_app.worker.media_feed import MediaFeeds, group_end
-from serve_app.worker.worker_roles import Clock, ReportBuffer, Rounds
-from serve_app.worker.worker_stages import drafting_counters
-from stages.engine.faults import RequestFault
-from stages.engine.generation import GenerateRequest, StepResult
-from stages.prefill import PrefillStage
+from epd.serve_app.role_messages import RemainingWork
+from epd.serve_app.service import StageSpan
+from epd.serve_app.worker.media_feed import MediaFeeds, group_end
+from epd.serve_app.worker.worker_roles import Clock, ReportBuffer, Rounds
+from epd.serve_app.worker.worker_stages import drafting_counters
+from epd.stages.engine.faults import RequestFault
+from epd.stages.engine.generation import GenerateRequest, StepResult
+from epd.stages.prefill import PrefillStage
+from epd.topology import Stage
+from epd.transfer.connectors import KVTicket, TransferOutcome
+from epd.types import ceil_div
 
 
 @dataclass(slots=True)

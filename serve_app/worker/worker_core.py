@@ -18,10 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from epd.control.routing import InFlight
-from epd.topology import Stage
-from epd.transfer.connectors import KVTicket
-from epd.types import UInt8Array
-from serve_app.messages import (
+from epd.serve_app.messages import (
     Abort,
     CancelTickets,
     DropOwner,
@@ -36,7 +33,7 @@ from serve_app.messages import (
     WorkerReport,
     endpoint,
 )
-from serve_app.role_messages import (
+from epd.serve_app.role_messages import (
     AskRemaining,
     Move,
     Offload,
@@ -48,13 +45,16 @@ from serve_app.role_messages import (
     SetRoles,
     StagesClosed,
 )
-from serve_app.worker.media_feed import MediaFeeds
-from serve_app.worker.peer_losses import NamedPeer, PeerLosses, named_peer, refusal
-from serve_app.worker.prefill_role import PrefillRole
-from serve_app.worker.worker_roles import Clock, DecodeRole, EncodeRole, ReportBuffer, Role, lost_stage
-from serve_app.worker.worker_stages import StageBuilder, Transport, WorkerSettings
-from stages.encode.beside import BesideThread
-from stages.engine.engine import LanguageEngine
+from epd.serve_app.worker.media_feed import MediaFeeds
+from epd.serve_app.worker.peer_losses import NamedPeer, PeerLosses, named_peer, refusal
+from epd.serve_app.worker.prefill_role import PrefillRole
+from epd.serve_app.worker.worker_roles import Clock, DecodeRole, EncodeRole, ReportBuffer, Role, lost_stage
+from epd.serve_app.worker.worker_stages import StageBuilder, Transport, WorkerSettings
+from epd.stages.encode.beside import BesideThread
+from epd.stages.engine.engine import LanguageEngine
+from epd.topology import Stage
+from epd.transfer.connectors import KVTicket
+from epd.types import UInt8Array
 
 # Messages that may be handled in the middle of a pass.
 WITHIN_A_PASS = (Prefill, Reserve, Redirect, EncodeGroup, CancelTickets)

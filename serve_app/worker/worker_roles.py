@@ -13,10 +13,7 @@ from torch import Tensor
 from epd.control.elasticity import StageSample
 from epd.control.routing import InFlight
 from epd.errors import EncodeError, UnavailableError
-from epd.topology import Stage
-from epd.transfer.connectors import KVTicket, TransferOutcome
-from epd.types import UInt8Array
-from serve_app.messages import (
+from epd.serve_app.messages import (
     CancelTickets,
     EncodeGroup,
     HandedOver,
@@ -28,13 +25,16 @@ from serve_app.messages import (
     endpoint,
     owner_of,
 )
-from serve_app.role_messages import RemainingWork
-from serve_app.service import StageSpan
-from serve_app.worker.worker_stages import drafting_counters
-from stages.decode import DecodeStage
-from stages.encode.beside import InTurn
-from stages.encode.encoder import EncodeJob, EncodeStage
-from stages.engine.generation import TokenOutput
+from epd.serve_app.role_messages import RemainingWork
+from epd.serve_app.service import StageSpan
+from epd.serve_app.worker.worker_stages import drafting_counters
+from epd.stages.decode import DecodeStage
+from epd.stages.encode.beside import InTurn
+from epd.stages.encode.encoder import EncodeJob, EncodeStage
+from epd.stages.engine.generation import TokenOutput
+from epd.topology import Stage
+from epd.transfer.connectors import KVTicket, TransferOutcome
+from epd.types import UInt8Array
 
 Clock = Callable[[], float]
 
@@ -74,11 +74,11 @@ class Role(Protocol):
         ...
 
     def drop_owner(self, owner: str, reports: ReportBuffer) -> None:
-        """Drops all requests of an owner: see `serve_app.messages.DropOwner`."""
+        """Drops all requests of an owner: see `epd.serve_app.messages.DropOwner`."""
         ...
 
     def drop_peer(self, worker: str) -> tuple[str, ...]:
-        """Handles the loss of another worker: see `serve_app.messages.PeerLost`."""
+        """Handles the loss of another worker: see `epd.serve_app.messages.PeerLost`."""
         ...
 
     def drop_stages(self, worker: str, stages: frozenset[Stage]) -> None:
@@ -86,7 +86,7 @@ class Role(Protocol):
         ...
 
     def remaining(self) -> RemainingWork:
-        """Returns the remaining work: see `serve_app.role_messages.RemainingWork`."""
+        """Returns the remaining work: see `epd.serve_app.role_messages.RemainingWork`."""
         ...
 
     def load(self) -> WorkerLoad: ...

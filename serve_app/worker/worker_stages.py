@@ -14,28 +14,26 @@ from typing import Any, Protocol
 
 import torch
 
-from encoders import Adapter, load_adapter
-from encoders.names import WeightSet
 from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encode.encoder_cache import EncoderCacheManager
+from epd.encoders import Adapter, load_adapter
+from epd.encoders.names import WeightSet
 from epd.errors import InfeasibleError, RequestError
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.reduction import TowerMerge
-from epd.topology import Stage, TensorParallel, role_letters
-from epd.transfer.connectors import EncoderConnector, KVConnector
-from serve_app.memory_use import MemoryUse
-from stages.decode import DecodeStage
-from stages.device_memory import total_bytes
-from stages.encode.embedding_receiver import EmbeddingReceiver
-from stages.encode.encoder import EncodeStage
-from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import EngineCounts, generation_settings
-from stages.engine.kv_pool import KVPools, KVPoolsShape
-from stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
-from stages.loading.weights import WholeModel
-from stages.memory_sizing import (
+from epd.serve_app.memory_use import MemoryUse
+from epd.stages.decode import DecodeStage
+from epd.stages.device_memory import total_bytes
+from epd.stages.encode.embedding_receiver import EmbeddingReceiver
+from epd.stages.encode.encoder import EncodeStage
+from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import EngineCounts, generation_settings
+from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
+from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
+from epd.stages.loading.weights import WholeModel
+from epd.stages.memory_sizing import (
     DEFAULT_EMBEDDINGS,
     DEFAULT_UTILIZATION,
     GPUMemory,
@@ -43,11 +41,13 @@ from stages.memory_sizing import (
     embeddings_within,
     measured_kv_tokens,
 )
-from stages.placement import Placement
-from stages.prefill import PrefillStage
-from stages.ranks.group import ProcessRanks
-from stages.ranks.group_pools import PoolSharing
-from stages.ranks.loading import load_with_ranks
+from epd.stages.placement import Placement
+from epd.stages.prefill import PrefillStage
+from epd.stages.ranks.group import ProcessRanks
+from epd.stages.ranks.group_pools import PoolSharing
+from epd.stages.ranks.loading import load_with_ranks
+from epd.topology import Stage, TensorParallel, role_letters
+from epd.transfer.connectors import EncoderConnector, KVConnector
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class WorkerSettings:
     EMBEDDING_SHARE of a GPU if num_kv_tokens is not set either
     max_batch_patches: that an encoder batches, None for BATCH_PATCHES of its device
     max_resize_pixels: that a request may ask for an image, above the model's own limit
-    skip_static, merge: see `encoders.batch.FrameEncoder`; workers that share embeddings must agree
+    skip_static, merge: see `epd.encoders.batch.FrameEncoder`; workers that share embeddings must agree
     decode_scheduler: of workers that only decode, None for `scheduler`
     num_kv_pools: that share the machine's memory if num_kv_tokens is not set
     is_alone: whether it is the model's only worker, which shares its weights with none
@@ -107,7 +107,7 @@ class WorkerSettings:
 
 
 class Transport(Protocol):
-    """Gives a worker its ends of the connectors; names are those of `serve_app.messages.endpoint`."""
+    """Gives a worker its ends of the connectors; names are those of `epd.serve_app.messages.endpoint`."""
 
     def embeddings(
         self, name: str, shape: EncoderPoolShape, device: torch.device
@@ -129,7 +129,7 @@ class Transport(Protocol):
         ...
 
     def routes(self) -> Mapping[str, str]:
-        """Returns the way that data last took to other workers, by name: see `serve_app.network.routes`."""
+        """Returns the way that data last took to other workers, by name: see `epd.serve_app.network.routes`."""
         ...
 
     def close(self, name: str) -> None:

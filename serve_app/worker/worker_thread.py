@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from epd.errors import EPDError, UnavailableError, WorkerFaultError
+from epd.serve_app.messages import Message, WorkerLoad, WorkerReport
+from epd.serve_app.worker.worker_core import WITHIN_A_PASS, WorkerCore
+from epd.serve_app.worker.worker_stages import Transport, WorkerSettings
 from epd.topology import Stage
 from epd.types import UInt8Array
-from serve_app.messages import Message, WorkerLoad, WorkerReport
-from serve_app.worker.worker_core import WITHIN_A_PASS, WorkerCore
-from serve_app.worker.worker_stages import Transport, WorkerSettings
 
 logger = logging.getLogger(__name__)
 

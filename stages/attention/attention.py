@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from encoders.kernels.dispatch import uses_kernels
+from epd.encoders.kernels.dispatch import uses_kernels
+from epd.stages import kernels
+from epd.stages.attention.device import DeviceHeads, DevicePlan
+from epd.stages.attention.host import HostPlan
+from epd.stages.attention.pieces import is_one_piece
+from epd.stages.attention.support import check_arguments
+from epd.stages.reduction.pruning import PrunedRows
+from epd.stages.reduction.question_views import ViewedRows
 from epd.types import Int32Array, Int64Array
-from stages import kernels
-from stages.attention.device import DeviceHeads, DevicePlan
-from stages.attention.host import HostPlan
-from stages.attention.pieces import is_one_piece
-from stages.attention.support import check_arguments
-from stages.reduction.pruning import PrunedRows
-from stages.reduction.question_views import ViewedRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from encoders.device import arrays_to_device
-from encoders.kernels.dispatch import uses_kernels
-from epd.types import Int32Array, Int64Array, ceil_div
-from stages import kernels
-from stages.attention.prefixes import own_tiles, prefix_tiles, shared_prefixes
-from stages.attention.runs import SharedRun
-from stages.kernels.paged_plain import attend_plain
-from stages.kernels.tiles import AlikeSegments, PagedSegments, PagedWork
-from stages.kernels.tiling import MOST_SHORT, Tiling, tiling
-from stages.kernels.work_list import (
+from epd.encoders.device import arrays_to_device
+from epd.encoders.kernels.dispatch import uses_kernels
+from epd.stages import kernels
+from epd.stages.attention.prefixes import own_tiles, prefix_tiles, shared_prefixes
+from epd.stages.attention.runs import SharedRun
+from epd.stages.kernels.paged_plain import attend_plain
+from epd.stages.kernels.tiles import AlikeSegments, PagedSegments, PagedWork
+from epd.stages.kernels.tiling import MOST_SHORT, Tiling, tiling
+from epd.stages.kernels.work_list import (
     ITEM_WIDTH,
     MERGE_WIDTH,
     Tiles,
@@ -28,9 +27,10 @@ from stages.kernels.work_list import (
     segment_tiles,
     work_list,
 )
+from epd.types import Int32Array, Int64Array, ceil_div
 
 if TYPE_CHECKING:
-    from stages.attention.attention import AttentionBatch
+    from epd.stages.attention.attention import AttentionBatch
 
 # Programs of a decode step beyond the first of each segment, for each processor: one may wait for memory
 # while another computes.
@@ -194,7 +194,7 @@ class DevicePlan:
         return cls(slots, PagedSegments(starts, contexts, tables), (alike,), paged)
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        """Attends as `stages.attention.attention.attend` does."""
+        """Attends as `epd.stages.attention.attention.attend` does."""
         if uses_kernels(query):
             return self.attend_by_kernels(query, key_cache, value_cache, scale)
         return attend_plain(query, key_cache, value_cache, self.segments, self.alike, scale)

@@ -3,7 +3,7 @@
     scores of a segment   | own spans ............ | padding | copied blocks | padding |
 
 Products in float32 of one batch: that of torch's flash attention takes up to twice as long for the few query
-heads of a KV head. Shapes: as in `stages.attention.pieces`.
+heads of a KV head. Shapes: as in `epd.stages.attention.pieces`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from epd.stages.attention.pieces import Attended, Rows, is_one_piece, scratch
 from epd.types import Int64Array, ceil_div
-from stages.attention.pieces import Attended, Rows, is_one_piece, scratch
 
 
 @dataclass(frozen=True, slots=True)

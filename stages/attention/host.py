@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from epd.kv.drafting import MOST_DRAFTS
-from epd.types import BoolArray, Int64Array, ceil_div
-from stages.attention.gathered import GatheredPiece, OwnSpan
-from stages.attention.pieces import (
+from epd.stages.attention.gathered import GatheredPiece, OwnSpan
+from epd.stages.attention.pieces import (
     Attended,
     BlockSpan,
     CausalPiece,
@@ -31,10 +30,11 @@ from stages.attention.pieces import (
     Rows,
     UnmaskedPiece,
 )
-from stages.attention.runs import SharedRun, all_blocks, find_runs, loose_blocks
+from epd.stages.attention.runs import SharedRun, all_blocks, find_runs, loose_blocks
+from epd.types import BoolArray, Int64Array, ceil_div
 
 if TYPE_CHECKING:
-    from stages.attention.attention import AttentionBatch
+    from epd.stages.attention.attention import AttentionBatch
 
 # Segments of at most this many new tokens, which a decode with its drafts never exceeds, are gathered side by
 # side; longer ones are taken one by one.
@@ -62,7 +62,7 @@ class HostPlan:
         return cls(_one_decode(batch) or tuple(_Cutter(batch).cut()))
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        """Attends as `stages.attention.attention.attend` does."""
+        """Attends as `epd.stages.attention.attention.attend` does."""
         num_rows, num_query_heads, dim = query.shape
         num_heads = key_cache.shape[2]
         query = query.reshape(num_rows, num_heads, num_query_heads // num_heads, dim)

@@ -5,7 +5,7 @@
                    c | 3 | 6 |                               10 11
 
 A GPU reads blocks wherever they lie, so a block is named here by the place where it is first seen: what
-several tables have in common becomes a run, as `stages.attention.runs` finds it for memory read in place.
+several tables have in common becomes a run, as `epd.stages.attention.runs` finds it for memory read in place.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from operator import itemgetter
 
 import numpy as np
 
+from epd.stages.attention.runs import SharedRun, find_runs
+from epd.stages.kernels.work_list import LEAST_KEYS, Tiles
 from epd.types import Int32Array, Int64Array, ceil_div
-from stages.attention.runs import SharedRun, find_runs
-from stages.kernels.work_list import LEAST_KEYS, Tiles
 
 # What a GPU could read in the time of the two launches more that a layer takes: 3 microseconds at 2.8 TB/s.
 LAUNCH_BYTES = 8 * 2**20

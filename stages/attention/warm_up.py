@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
+from epd.stages.attention.device import DeviceHeads
+from epd.stages.kernels.tiling import MOST_SHORT
 from epd.types import ceil_div
-from stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
-from stages.attention.device import DeviceHeads
-from stages.kernels.tiling import MOST_SHORT
 
 # Long enough that a GPU's keys are cut for a single segment, whose parts are merged then.
 _LONG_TOKENS = 16_384

@@ -14,10 +14,10 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from typing import Any, TypeVar
 
+from epd.stages.batch.jobs import BatchJob, EmbeddingItem
+from epd.stages.group_driver import GroupDriver, MediaJob
+from epd.stages.media import DecodedGroup
 from epd.transfer.bounded_queue import BoundedQueue, QueueClosed
-from stages.batch.jobs import BatchJob, EmbeddingItem
-from stages.group_driver import GroupDriver, MediaJob
-from stages.media import DecodedGroup
 
 T = TypeVar("T")
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from epd.machine import usable_cpus
+from epd.stages.batch.ahead import JOIN_S, MediaThreads
+from epd.stages.batch.jobs import BatchJob, BatchSink
+from epd.stages.batch.language import LanguageStage
+from epd.stages.group_driver import GroupDriver
+from epd.stages.pipeline import Pipeline
 from epd.transfer.bounded_queue import QueueClosed
-from stages.batch.ahead import JOIN_S, MediaThreads
-from stages.batch.jobs import BatchJob, BatchSink
-from stages.batch.language import LanguageStage
-from stages.group_driver import GroupDriver
-from stages.pipeline import Pipeline
-from video.decoding.pool import shared_pool
+from epd.video.decoding.pool import shared_pool
 
 
 class BatchPipeline(Pipeline):

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from encoders.prompt.chat import ChatMessage
+from epd.encoders.prompt.chat import ChatMessage
 from epd.errors import EPDError
 from epd.sampling_params import SamplingParams
+from epd.stages.engine.generation import TokenOutput
+from epd.stages.group_driver import FailedJob, MediaJob
+from epd.stages.media import EncodedGroup
 from epd.types import Usage
-from stages.engine.generation import TokenOutput
-from stages.group_driver import FailedJob, MediaJob
-from stages.media import EncodedGroup
 
 
 @dataclass(frozen=True, slots=True)

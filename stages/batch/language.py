@@ -16,16 +16,16 @@ from time import perf_counter
 
 import torch
 
-from encoders import Adapter
+from epd.encoders import Adapter
 from epd.errors import EPDError, InfeasibleError, InternalError
+from epd.stages.batch.ahead import Ahead
+from epd.stages.batch.jobs import BatchAnswer, BatchJob, BatchSink, EmbeddingItem, TextRequest
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import GenerateRequest, GenerationSettings, StepResult, TokenOutput
+from epd.stages.group_driver import FailedJob
+from epd.stages.media_prefix import MediaPrefix
 from epd.transfer.bounded_queue import BusyClock, QueueClosed
 from epd.types import ceil_div
-from stages.batch.ahead import Ahead
-from stages.batch.jobs import BatchAnswer, BatchJob, BatchSink, EmbeddingItem, TextRequest
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import GenerateRequest, GenerationSettings, StepResult, TokenOutput
-from stages.group_driver import FailedJob
-from stages.media_prefix import MediaPrefix
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from stages.completion import Completion, recorded
+from epd.stages.completion import Completion, recorded
 
 
 class Deferred:

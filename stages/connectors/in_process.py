@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from epd.stages.connectors.mailbox import MailboxConnector, Message, Pool
 from epd.transfer.connectors import Offer, SourceT, TicketT
-from stages.connectors.mailbox import MailboxConnector, Message, Pool
 
 
 class InProcessHub:

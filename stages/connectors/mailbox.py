@@ -17,8 +17,8 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 
+from epd.stages.connectors.deferred import Deferred
 from epd.transfer.connectors import AnyTicket, Offer, Receipt, SourceT, TicketT, TransferOutcome
-from stages.connectors.deferred import Deferred
 
 Message = Offer[Any] | Receipt
 

@@ -15,15 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from encoders import Adapter
-from encoders.adapter import Embeddings
-from stages.attention.attention import AttentionPlan, attend_layer, register
-from stages.attention.support import check_attention
-from stages.decoder.layers import DecoderLayers, ModuleMlp, layers_of
-from stages.decoder.operations import add_rms_norm, norm_rotate_write
-from stages.decoder.rotary import Rotations
-from stages.decoder.text_model import TextModel, text_model
-from stages.rank import Collectives
+from epd.encoders import Adapter
+from epd.encoders.adapter import Embeddings
+from epd.stages.attention.attention import AttentionPlan, attend_layer, register
+from epd.stages.attention.support import check_attention
+from epd.stages.decoder.layers import DecoderLayers, ModuleMlp, layers_of
+from epd.stages.decoder.operations import add_rms_norm, norm_rotate_write
+from epd.stages.decoder.rotary import Rotations
+from epd.stages.decoder.text_model import TextModel, text_model
+from epd.stages.rank import Collectives
 
 _ATTENTION = "epd_paged"
 # Rows of a chunk, for which products with quantised matrices have tiles of their own.

@@ -9,12 +9,12 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from stages.decoder.linear import JoinedLinear, Linear, LinearKind, kind_for, linear, linear_kind
-from stages.decoder.operations import RmsNorm, silu_mul
-from stages.decoder.rank_parts import GatheredHead, SplitEmbedding, SummedLinear
-from stages.loading.merged_weights import GATE_UP, QKV, merged
-from stages.loading.quantized_linear import QuantizedLinear, can_merge, product_of
-from stages.rank import Collectives
+from epd.stages.decoder.linear import JoinedLinear, Linear, LinearKind, kind_for, linear, linear_kind
+from epd.stages.decoder.operations import RmsNorm, silu_mul
+from epd.stages.decoder.rank_parts import GatheredHead, SplitEmbedding, SummedLinear
+from epd.stages.loading.merged_weights import GATE_UP, QKV, merged
+from epd.stages.loading.quantized_linear import QuantizedLinear, can_merge, product_of
+from epd.stages.rank import Collectives
 
 
 @dataclass(frozen=True, slots=True)

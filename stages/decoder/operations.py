@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from encoders import kernels as shared_kernels
-from encoders.kernels.dispatch import uses_kernels
-from stages import kernels
-from stages.attention.attention import write_kv
-from stages.decoder.rotary import Rotations
+from epd.encoders import kernels as shared_kernels
+from epd.encoders.kernels.dispatch import uses_kernels
+from epd.stages import kernels
+from epd.stages.attention.attention import write_kv
+from epd.stages.decoder.rotary import Rotations
 
 
 @dataclass(frozen=True, slots=True)

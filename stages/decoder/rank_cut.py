@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from epd.errors import UnsupportedModelError
-from stages.decoder.text_model import text_model
-from stages.loading.merged_weights import GATE_UP, QKV
-from stages.loading.weight_files import TensorPart
-from stages.rank import Rank
+from epd.stages.decoder.text_model import text_model
+from epd.stages.loading.merged_weights import GATE_UP, QKV
+from epd.stages.loading.weight_files import TensorPart
+from epd.stages.rank import Rank
 
 
 def cut_model(model: Any, rank: Rank) -> dict[str, TensorPart]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stages.decoder.linear import Linear
-from stages.rank import Collectives, Rank
+from epd.stages.decoder.linear import Linear
+from epd.stages.rank import Collectives, Rank
 
 
 @dataclass(frozen=True, slots=True)

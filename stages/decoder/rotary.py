@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stages.decoder.text_model import TextModel
+from epd.stages.decoder.text_model import TextModel
 
 
 @dataclass(frozen=True, slots=True)

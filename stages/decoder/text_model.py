@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from encoders.device import to_device
+from epd.encoders.device import to_device
 
 # How the frequencies of a head are dealt to rows of positions: all to one; the first ones to time, the next
 # to height, the rest to width; or by turns, and what is left to time.

@@ -16,7 +16,7 @@ from statistics import quantiles
 import torch
 
 from epd.profiles.measuring import Action, timed
-from stages.encode.beside import BesideThread
+from epd.stages.encode.beside import BesideThread
 
 
 def beside_of(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from encoders.adapter import Embeddings
 from epd.encode.encoder_cache import EncoderCacheManager, GroupKey, GroupSpec
+from epd.encoders.adapter import Embeddings
+from epd.stages.encode.encoder_pool import EncoderPool
 from epd.transfer.connectors import EncoderConnector, Ticket
 from epd.transfer.reception import Grant, Reception
 from epd.transfer.transfers import Inbox
-from stages.encode.encoder_pool import EncoderPool
 
 
 class Received(NamedTuple):

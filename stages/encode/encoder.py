@@ -20,19 +20,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from encoders.adapter import MediaPlan
-from encoders.batch import BatchEncoder, FrameEncoder
-from encoders.groups import MediaGroup
-from encoders.reduction.reading import Reading
 from epd.encode.encode_batching import pick_batch
 from epd.encode.encoder_cache import CachedGroup, EncoderCacheManager, GroupKey
+from epd.encoders.adapter import MediaPlan
+from epd.encoders.batch import BatchEncoder, FrameEncoder
+from epd.encoders.groups import MediaGroup
+from epd.encoders.reduction.reading import Reading
 from epd.errors import EPDError, InternalError
 from epd.reduction import TowerMerge
+from epd.stages.encode.beside import InTurn, Lane
+from epd.stages.encode.encoder_pool import EncoderPool
+from epd.stages.encode.readings import Readings
 from epd.transfer.connectors import EncoderConnector, Ticket
 from epd.transfer.transfers import Outbox
-from stages.encode.beside import InTurn, Lane
-from stages.encode.encoder_pool import EncoderPool
-from stages.encode.readings import Readings
 
 logger = logging.getLogger(__name__)
 

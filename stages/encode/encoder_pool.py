@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from encoders.adapter import Embeddings
-from encoders.device import to_device
 from epd.encode.encoder_cache import CachedGroup
+from epd.encoders.adapter import Embeddings
+from epd.encoders.device import to_device
+from epd.stages.engine.pool_memory import pool_memory
 from epd.transfer.connectors import Ticket
-from stages.engine.pool_memory import pool_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from encoders.adapter import Embeddings
-from encoders.groups import MediaGroup
-from encoders.reduction.reading import ItemReader, Join, Places, Reading
+from epd.encoders.adapter import Embeddings
+from epd.encoders.groups import MediaGroup
+from epd.encoders.reduction.reading import ItemReader, Join, Places, Reading
 
 
 @dataclass(frozen=True, slots=True)

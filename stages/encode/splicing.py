@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from encoders import Adapter, Embeddings, MediaItem, PromptPlan, concatenated
-from encoders.groups import MediaGroup
-from encoders.reduction import Kept, KeptCells, TokenReducer, kept_cells, windows_of, without_keys
-from stages.visual_inputs import PlacedEmbeddings
+from epd.encoders import Adapter, Embeddings, MediaItem, PromptPlan, concatenated
+from epd.encoders.groups import MediaGroup
+from epd.encoders.reduction import Kept, KeptCells, TokenReducer, kept_cells, windows_of, without_keys
+from epd.stages.visual_inputs import PlacedEmbeddings
 
 
 class EmbeddingSplicer:
@@ -45,7 +45,7 @@ class EmbeddingSplicer:
         return PlacedEmbeddings(rows, item.token_indices(self._start, stop))
 
     def place(self, group: MediaGroup, embeddings: Embeddings, places: tuple[int, ...]) -> PlacedEmbeddings:
-        """Returns what an encoder has kept of the next group: see `encoders.reduction.reading.ItemReader`."""
+        """Returns what an encoder has kept of the next group: see `epd.encoders.reduction.reading.ItemReader`."""
         item = self._prompt.media[group.item]
         kept, start = [], 0
         indices, is_key = without_keys(places)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from encoders.device import to_device
+from epd.encoders.device import to_device
 from epd.kv.kv_cache import BlockCopy, KVCacheManager
 from epd.kv.scheduler_output import Preemption, Restore
+from epd.stages.engine.kv_pool import KVPool, KVPools, token_slots
+from epd.stages.rank import RankGroup
+from epd.stages.reduction.guarded import GuardedTokens
 from epd.types import ceil_div
-from stages.engine.kv_pool import KVPool, KVPools, token_slots
-from stages.rank import RankGroup
-from stages.reduction.guarded import GuardedTokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from encoders.device import to_device
+from epd.encoders.device import to_device
 from epd.kv.scheduler_output import Chunk
-from stages.engine.sequence import TokenSequence
-from stages.sampling.sampler import SampledToken, sample
-from stages.sampling.sampling_state import SamplingRow
+from epd.stages.engine.sequence import TokenSequence
+from epd.stages.sampling.sampler import SampledToken, sample
+from epd.stages.sampling.sampling_state import SamplingRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from encoders.device import arrays_into, arrays_over, room_bytes
+from epd.encoders.device import arrays_into, arrays_over, room_bytes
+from epd.stages.attention.attention import AttentionBatch, AttentionPlan
+from epd.stages.attention.device import DecodeRoom, DecodeWork, DeviceHeads, DevicePlan, decode_work
+from epd.stages.attention.runs import SharedRun
+from epd.stages.engine.graphs import GraphMaker
+from epd.stages.engine.packed_pass import PackedPass
 from epd.types import Int32Array, Int64Array
-from stages.attention.attention import AttentionBatch, AttentionPlan
-from stages.attention.device import DecodeRoom, DecodeWork, DeviceHeads, DevicePlan, decode_work
-from stages.attention.runs import SharedRun
-from stages.engine.graphs import GraphMaker
-from stages.engine.packed_pass import PackedPass
 
 _SIZES = (1, 2, 4, 8, 16, *range(32, 513, 32))
 

@@ -20,19 +20,19 @@ from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.scheduled_request import ScheduledRequest
 from epd.kv.scheduler_output import Chunk, SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig
+from epd.stages.engine.block_moves import BlockMoves
+from epd.stages.engine.chunk_sampling import ComputedChunk, sample_chunks
+from epd.stages.engine.faults import FaultCounts, run_apart
+from epd.stages.engine.generation import Admission, EngineCounts, Extent, GenerateRequest, StepResult
+from epd.stages.engine.model_runner import ModelRunner
+from epd.stages.engine.run_ahead import RunAhead
+from epd.stages.engine.sequence import TokenSequence
+from epd.stages.grammar.matcher import GrammarBuilder
+from epd.stages.rank import RankGroup
+from epd.stages.sampling.detokenizer import AnswerEnds
+from epd.stages.sampling.sampler import SampledToken
+from epd.stages.visual_inputs import PlacedEmbeddings, VisualInputs
 from epd.types import ceil_div
-from stages.engine.block_moves import BlockMoves
-from stages.engine.chunk_sampling import ComputedChunk, sample_chunks
-from stages.engine.faults import FaultCounts, run_apart
-from stages.engine.generation import Admission, EngineCounts, Extent, GenerateRequest, StepResult
-from stages.engine.model_runner import ModelRunner
-from stages.engine.run_ahead import RunAhead
-from stages.engine.sequence import TokenSequence
-from stages.grammar.matcher import GrammarBuilder
-from stages.rank import RankGroup
-from stages.sampling.detokenizer import AnswerEnds
-from stages.sampling.sampler import SampledToken
-from stages.visual_inputs import PlacedEmbeddings, VisualInputs
 
 
 class LanguageEngine:

@@ -10,15 +10,15 @@ from typing import Any, Literal
 
 import transformers
 
-from encoders import Adapter, PromptPlan
-from encoders.checkpoint import read_config
+from epd.encoders import Adapter, PromptPlan
+from epd.encoders.checkpoint import read_config
 from epd.kv.answer_length import expected_tokens, held_to_context
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
+from epd.stages.engine.faults import RequestFault
+from epd.stages.sampling.bad_words import with_bad_tokens
+from epd.stages.sampling.sampler import SampledToken
 from epd.transfer.handover import HandoverEnd
-from stages.engine.faults import RequestFault
-from stages.sampling.bad_words import with_bad_tokens
-from stages.sampling.sampler import SampledToken
 
 FinishReason = Literal["stop", "length"]
 

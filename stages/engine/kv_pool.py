@@ -20,15 +20,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from encoders.device import to_device
-from encoders.kernels.dispatch import uses_kernels
+from epd.encoders.device import to_device
+from epd.encoders.kernels.dispatch import uses_kernels
 from epd.kv.kv_cache import BlockCopy
+from epd.stages import kernels
+from epd.stages.engine.pool_memory import pool_memory
+from epd.stages.engine.slot_runs import SlotRuns, TokenRun, slot_runs
+from epd.stages.rank import ALONE, Rank
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket
 from epd.types import ceil_div
-from stages import kernels
-from stages.engine.pool_memory import pool_memory
-from stages.engine.slot_runs import SlotRuns, TokenRun, slot_runs
-from stages.rank import ALONE, Rank
 
 # What lies in one piece of memory: a block with all its layers, which is copied at once to and from a GPU and
 # into messages; or a head of a layer with all its blocks, of which a CPU attends in place.

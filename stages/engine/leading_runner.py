@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from encoders import Embeddings
-from encoders.device import to_device
+from epd.encoders import Embeddings
+from epd.encoders.device import to_device
 from epd.errors import RequestError
-from stages.engine.kv_pool import KVPools
-from stages.engine.model_runner import ModelRunner
-from stages.engine.packed_pass import Segment, visual_of
-from stages.rank import RankGroup
+from epd.stages.engine.kv_pool import KVPools
+from epd.stages.engine.model_runner import ModelRunner
+from epd.stages.engine.packed_pass import Segment, visual_of
+from epd.stages.rank import RankGroup
 
 
 class LeadingRunner(ModelRunner):

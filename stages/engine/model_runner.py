@@ -14,20 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from encoders import Adapter, Embeddings, place
-from encoders.device import arrays_to_device, device_of, to_device
-from encoders.kernels.dispatch import uses_kernels
-from epd.types import ceil_div
-from stages.attention.attention import AttentionBatch, AttentionPlan
-from stages.attention.device import DeviceHeads
-from stages.attention.warm_up import warm_up
-from stages.decoder.decoder import Decoder, DecoderInputs, FusedDecoder, LayerCaches, decoder_of
-from stages.decoder.layers import embedding_of, head_of
-from stages.decoder.linear import Linear
-from stages.engine.decode_graphs import DecodeGraphs, DecodeShape, graph_sizes
-from stages.engine.graphs import GraphMaker
-from stages.engine.kv_pool import KVLayout, KVPools
-from stages.engine.packed_pass import (
+from epd.encoders import Adapter, Embeddings, place
+from epd.encoders.device import arrays_to_device, device_of, to_device
+from epd.encoders.kernels.dispatch import uses_kernels
+from epd.stages.attention.attention import AttentionBatch, AttentionPlan
+from epd.stages.attention.device import DeviceHeads
+from epd.stages.attention.warm_up import warm_up
+from epd.stages.decoder.decoder import Decoder, DecoderInputs, FusedDecoder, LayerCaches, decoder_of
+from epd.stages.decoder.layers import embedding_of, head_of
+from epd.stages.decoder.linear import Linear
+from epd.stages.engine.decode_graphs import DecodeGraphs, DecodeShape, graph_sizes
+from epd.stages.engine.graphs import GraphMaker
+from epd.stages.engine.kv_pool import KVLayout, KVPools
+from epd.stages.engine.packed_pass import (
     PackedPass,
     Segment,
     attention_batches,
@@ -35,10 +34,11 @@ from stages.engine.packed_pass import (
     packed_pass,
     visual_of,
 )
-from stages.rank import Collectives
-from stages.reduction.propagation import ObservedRows, num_whole_layers, rows_going_on
-from stages.reduction.pruning import PrunedRows
-from stages.reduction.question_views import ViewedRows, question_slots
+from epd.stages.rank import Collectives
+from epd.stages.reduction.propagation import ObservedRows, num_whole_layers, rows_going_on
+from epd.stages.reduction.pruning import PrunedRows
+from epd.stages.reduction.question_views import ViewedRows, question_slots
+from epd.types import ceil_div
 
 logger = logging.getLogger(__name__)
 

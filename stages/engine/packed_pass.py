@@ -13,12 +13,12 @@ from itertools import accumulate
 
 import numpy as np
 
-from encoders import Embeddings, concatenated
+from epd.encoders import Embeddings, concatenated
+from epd.stages.attention.attention import AttentionBatch
+from epd.stages.reduction.propagation import GoingOn
+from epd.stages.reduction.question_views import QuestionView
+from epd.stages.visual_inputs import PlacedEmbeddings
 from epd.types import Int32Array, Int64Array
-from stages.attention.attention import AttentionBatch
-from stages.reduction.propagation import GoingOn
-from stages.reduction.question_views import QuestionView
-from stages.visual_inputs import PlacedEmbeddings
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from encoders.device import to_device
+from epd.encoders.device import to_device
 from epd.kv.kv_cache import KVCacheManager
 from epd.kv.scheduler_output import Chunk
 from epd.kv.scheduling import Scheduler
-from stages.engine.chunk_sampling import ComputedChunk
-from stages.engine.model_runner import ModelRunner
-from stages.engine.sequence import TokenSequence
-from stages.sampling.sampler import TokensAhead, sample_ahead
+from epd.stages.engine.chunk_sampling import ComputedChunk
+from epd.stages.engine.model_runner import ModelRunner
+from epd.stages.engine.sequence import TokenSequence
+from epd.stages.sampling.sampler import TokensAhead, sample_ahead
 
 logger = logging.getLogger(__name__)
 

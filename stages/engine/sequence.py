@@ -11,19 +11,19 @@ import numpy as np
 from epd.kv.drafting import RequestDrafts
 from epd.kv.kv_cache import KVCacheManager
 from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
+from epd.stages.engine.generation import Extent, FinishReason, GenerateRequest, TokenOutput
+from epd.stages.engine.packed_pass import Segment
+from epd.stages.grammar.matcher import TokenMatcher
+from epd.stages.reduction.propagation import GoingOn
+from epd.stages.reduction.pruning import WindowInputs, window_inputs
+from epd.stages.reduction.question_views import QuestionView, view_of
+from epd.stages.sampling.bad_words import bad_words_of
+from epd.stages.sampling.detokenizer import AnswerEnds, TextStream
+from epd.stages.sampling.sampler import SampledToken
+from epd.stages.sampling.sampling_state import SamplingState
+from epd.stages.sampling.token_rows import TokenRows
+from epd.stages.visual_inputs import VisualInputs
 from epd.types import Int32Array, Int64Array
-from stages.engine.generation import Extent, FinishReason, GenerateRequest, TokenOutput
-from stages.engine.packed_pass import Segment
-from stages.grammar.matcher import TokenMatcher
-from stages.reduction.propagation import GoingOn
-from stages.reduction.pruning import WindowInputs, window_inputs
-from stages.reduction.question_views import QuestionView, view_of
-from stages.sampling.bad_words import bad_words_of
-from stages.sampling.detokenizer import AnswerEnds, TextStream
-from stages.sampling.sampler import SampledToken
-from stages.sampling.sampling_state import SamplingState
-from stages.sampling.token_rows import TokenRows
-from stages.visual_inputs import VisualInputs
 
 
 class TokenSequence:

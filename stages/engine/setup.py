@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from encoders import Adapter
-from encoders.device import device_of
-from encoders.kernels.dispatch import uses_kernels
+from epd.encoders import Adapter
+from epd.encoders.device import device_of
+from epd.encoders.kernels.dispatch import uses_kernels
 from epd.kv.drafting import NO_DRAFTS, DraftConfig, Drafting
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import memory_limit_bytes
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import GenerationSettings
-from stages.engine.graphs import CudaGraphMaker, GraphMaker
-from stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape, StorageOrder
-from stages.engine.leading_runner import LeadingRunner
-from stages.engine.model_runner import ModelRunner, kv_layout
-from stages.rank import RankGroup
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import GenerationSettings
+from epd.stages.engine.graphs import CudaGraphMaker, GraphMaker
+from epd.stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape, StorageOrder
+from epd.stages.engine.leading_runner import LeadingRunner
+from epd.stages.engine.model_runner import ModelRunner, kv_layout
+from epd.stages.rank import RankGroup
 
 BLOCK_SIZE = 16
 # KV caches take together at most this share of the memory, and each no more tokens than this.

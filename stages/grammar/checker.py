@@ -21,11 +21,11 @@ from dataclasses import asdict
 from functools import cached_property
 
 from epd.errors import OverloadedError, RequestError, UnavailableError
-from stages.grammar.child import READY
-from stages.grammar.formats import AnswerFormat
-from stages.grammar.limits import MAX_BUILD_S, MAX_MEMORY_BYTES
+from epd.stages.grammar.child import READY
+from epd.stages.grammar.formats import AnswerFormat
+from epd.stages.grammar.limits import MAX_BUILD_S, MAX_MEMORY_BYTES
 
-_BOOT = "import sys; sys.path[:] = {path!r}; from stages.grammar.child import main; main()"
+_BOOT = "import sys; sys.path[:] = {path!r}; from epd.stages.grammar.child import main; main()"
 _ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8"}  # no key, no token
 _START_S = 60.0
 # Wall time of an answer: the child's limits are of CPU time, and it may have to wait for its turn.

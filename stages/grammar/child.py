@@ -20,8 +20,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from stages.grammar.formats import AnswerFormat, grammar_text
-from stages.grammar.limits import MAX_BUILD_S, MAX_MASK_S, MAX_MEMORY_BYTES, PARSER_LIMITS
+from epd.stages.grammar.formats import AnswerFormat, grammar_text
+from epd.stages.grammar.limits import MAX_BUILD_S, MAX_MASK_S, MAX_MEMORY_BYTES, PARSER_LIMITS
 
 READY = b"ready\n"
 _PR_SET_PDEATHSIG = 1

@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from epd.errors import RequestError
-from stages.grammar.limits import MAX_CHOICES, MAX_DEPTH, MAX_FORMAT_BYTES
+from epd.stages.grammar.limits import MAX_CHOICES, MAX_DEPTH, MAX_FORMAT_BYTES
 
 Kind = Literal["json_schema", "regex", "choice", "grammar", "tool_calls"]
 # Between the parts of a JSON text, where that is wanted: a space or none, or a new line with its indentation.
@@ -67,7 +67,7 @@ def _depth(value: Any) -> int:
 def grammar_text(wanted: AnswerFormat) -> str:
     """Returns the grammar of a format. Raises ValueError for one that makes no sense.
 
-    What it costs is bounded by nothing but the format: see `stages.grammar.checker`.
+    What it costs is bounded by nothing but the format: see `epd.stages.grammar.checker`.
     """
 
     if wanted.kind == "json_schema":

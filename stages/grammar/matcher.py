@@ -19,7 +19,7 @@ from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from epd.errors import RequestError
-from stages.grammar.limits import PARSER_LIMITS
+from epd.stages.grammar.limits import PARSER_LIMITS
 
 _MAX_KEPT = 64
 _MAX_SHOWN = 300  # characters of the library's message

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from encoders.kernels.dispatch import at_first_use
+from epd.encoders.kernels.dispatch import at_first_use
 
 if TYPE_CHECKING:
-    from stages.kernels.block_copies import copy_blocks_fused
-    from stages.kernels.kv_slots import write_slots
-    from stages.kernels.norm_rotate_write import norm_rotate_write_fused
-    from stages.kernels.paged_attention import attend_tiles
-    from stages.kernels.quantized_products import fp8_product, int4_product
+    from epd.stages.kernels.block_copies import copy_blocks_fused
+    from epd.stages.kernels.kv_slots import write_slots
+    from epd.stages.kernels.norm_rotate_write import norm_rotate_write_fused
+    from epd.stages.kernels.paged_attention import attend_tiles
+    from epd.stages.kernels.quantized_products import fp8_product, int4_product
 
 __all__ = [
     "attend_tiles",

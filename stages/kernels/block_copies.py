@@ -12,7 +12,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from encoders.kernels.dispatch import check_contiguous
+from epd.encoders.kernels.dispatch import check_contiguous
 
 _WORDS = 4096  # of 4 bytes, that a program copies
 

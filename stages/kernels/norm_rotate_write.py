@@ -10,7 +10,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from encoders.kernels.dispatch import check_contiguous
+from epd.encoders.kernels.dispatch import check_contiguous
 
 
 @triton.jit  # type: ignore[untyped-decorator] # Triton is untyped

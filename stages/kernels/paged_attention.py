@@ -1,4 +1,4 @@
-"""Computes attention over a paged KV cache on a GPU. Its twin is `stages.kernels.paged_plain`.
+"""Computes attention over a paged KV cache on a GPU. Its twin is `epd.stages.kernels.paged_plain`.
 
 One program takes one *item* of the host's work list: a tile (some new tokens, times the G query heads of one
 KV head) and some of the keys that it attends. The tokens are of one segment, or of several that share these.
@@ -17,9 +17,9 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from epd.stages.kernels.tiles import PagedWork
+from epd.stages.kernels.tiling import LEAST_ROWS, next_power_of_2
 from epd.types import ceil_div
-from stages.kernels.tiles import PagedWork
-from stages.kernels.tiling import LEAST_ROWS, next_power_of_2
 
 
 @triton.jit  # type: ignore[untyped-decorator] # Triton is untyped

@@ -1,4 +1,4 @@
-"""Attends as the kernels of `stages.kernels.paged_attention` do, from the same inputs, in plain torch.
+"""Attends as the kernels of `epd.stages.kernels.paged_attention` do, from the same inputs, in plain torch.
 
 It runs on any device and reads nothing back, so it stands in for the kernels where values are missing too.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stages.kernels.tiles import AlikeSegments, PagedSegments
+from epd.stages.kernels.tiles import AlikeSegments, PagedSegments
 
 
 def attend_plain(

@@ -20,8 +20,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
 from epd.types import ceil_div
-from stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
 
 # Of at most this many rows the tile of a decode is not mostly padding; tl.dot takes no fewer.
 _FEW_ROWS = 16

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stages.kernels.tiling import Tiling
+from epd.stages.kernels.tiling import Tiling
 
 
 @dataclass(frozen=True, slots=True)
 class PagedWork:
-    """Holds the kernels' work, int32 on the device: see `stages.kernels.work_list.WorkList`.
+    """Holds the kernels' work, int32 on the device: see `epd.stages.kernels.work_list.WorkList`.
 
     sets: items [I, 7] that are launched together, and their tiles.
     rows: [P], packed rows that items refer to. merges: [M, 3]. entries: [E].

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from encoders.names import ExpertPart, expert_part
+from epd.encoders.names import ExpertPart, expert_part
 
 
 def in_layout(tensor: Tensor, wanted: torch.Size, name: str) -> Tensor:

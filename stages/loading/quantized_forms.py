@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from encoders.quantization import Quantization
+from epd.encoders.quantization import Quantization
 from epd.types import ceil_div
 
 # What is done to a stored tensor: nothing, one scale is given to each row, or AWQ's layout is taken apart.

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from encoders.kernels.dispatch import uses_kernels
-from encoders.names import name_in_model
-from stages import kernels
-from stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, multiply_plain
-from stages.loading.merged_weights import merged
-from stages.loading.quantized_forms import TensorForm
+from epd.encoders.kernels.dispatch import uses_kernels
+from epd.encoders.names import name_in_model
+from epd.stages import kernels
+from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, multiply_plain
+from epd.stages.loading.merged_weights import merged
+from epd.stages.loading.quantized_forms import TensorForm
 
 _FP8_PARTS, _INT4_PARTS = ("weight", "scales"), ("packed", "zeros", "scales")
 

@@ -19,11 +19,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from encoders.quantization import Quantization, read_quantization
+from epd.encoders.quantization import Quantization, read_quantization
 from epd.errors import ModelError
 from epd.models.folder import weight_files
-from stages.loading.merged_weights import in_merged_order
-from stages.loading.quantized_forms import TensorForm, forms_of
+from epd.stages.loading.merged_weights import in_merged_order
+from epd.stages.loading.quantized_forms import TensorForm, forms_of
 
 _MAPPED_BYTES = 512 << 20
 # Bytes of a file, and places in it, that distinguish one set of weights from another.

@@ -22,17 +22,17 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-from encoders.checkpoint import read_config
-from encoders.names import WeightSet, expert_part, is_wanted, name_in_model
-from encoders.quantization import Quantization, read_quantization
+from epd.encoders.checkpoint import read_config
+from epd.encoders.names import WeightSet, expert_part, is_wanted, name_in_model
+from epd.encoders.quantization import Quantization, read_quantization
 from epd.errors import ModelError, UnsupportedModelError
 from epd.host_memory import map_large_tensors
-from stages.attention.support import check_attention
-from stages.device_memory import check_room
-from stages.loading.expert_weights import check_experts, in_layout, put_expert
-from stages.loading.merged_weights import MergedMemory, merged_part
-from stages.loading.quantized_linear import quantize_modules
-from stages.loading.weight_files import (
+from epd.stages.attention.support import check_attention
+from epd.stages.device_memory import check_room
+from epd.stages.loading.expert_weights import check_experts, in_layout, put_expert
+from epd.stages.loading.merged_weights import MergedMemory, merged_part
+from epd.stages.loading.quantized_linear import quantize_modules
+from epd.stages.loading.weight_files import (
     StoredTensor,
     TensorPart,
     listed_tensors,
@@ -41,7 +41,7 @@ from stages.loading.weight_files import (
     tensors_in,
     with_forms,
 )
-from stages.placement import Placement
+from epd.stages.placement import Placement
 
 logger = logging.getLogger(__name__)
 

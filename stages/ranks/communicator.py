@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stages.rank import Rank
+from epd.stages.rank import Rank
 
 # How long a rank waits for the others in one exchange. They may be compiling kernels, not loading weights.
 EXCHANGE_S = 60.0

@@ -18,18 +18,18 @@ from typing import Any
 
 import torch
 
-from encoders import Embeddings
+from epd.encoders import Embeddings
 from epd.errors import EPDError
-from stages.decoder.rank_cut import cut_model
-from stages.engine.block_moves import PoolMoves
-from stages.engine.kv_pool import KVPoolsShape
-from stages.engine.model_runner import ModelRunner
-from stages.engine.packed_pass import PackedPass
-from stages.loading.weights import load_role
-from stages.placement import Placement
-from stages.rank import Rank
-from stages.ranks.communicator import Communicator
-from stages.ranks.shared_pools import (
+from epd.stages.decoder.rank_cut import cut_model
+from epd.stages.engine.block_moves import PoolMoves
+from epd.stages.engine.kv_pool import KVPoolsShape
+from epd.stages.engine.model_runner import ModelRunner
+from epd.stages.engine.packed_pass import PackedPass
+from epd.stages.loading.weights import load_role
+from epd.stages.placement import Placement
+from epd.stages.rank import Rank
+from epd.stages.ranks.communicator import Communicator
+from epd.stages.ranks.shared_pools import (
     Fence,
     PoolPlace,
     ReceiveTokens,

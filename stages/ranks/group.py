@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from epd.errors import EPDError, RankLostError, RequestError
-from stages.placement import Placement
-from stages.rank import Rank
-from stages.ranks.communicator import EXCHANGE_S, Communicator
-from stages.ranks.follower import FollowerSettings, Ready
+from epd.stages.placement import Placement
+from epd.stages.rank import Rank
+from epd.stages.ranks.communicator import EXCHANGE_S, Communicator
+from epd.stages.ranks.follower import FollowerSettings, Ready
 
 logger = logging.getLogger(__name__)
-_BOOT = "import sys; sys.path[:] = {path!r}; from stages.ranks.follower import main; main({descriptor})"
+_BOOT = "import sys; sys.path[:] = {path!r}; from epd.stages.ranks.follower import main; main({descriptor})"
 # A part of the weights may be as large as a GPU, and come from a slow disk.
 _START_S = 1800.0
 

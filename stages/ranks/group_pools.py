@@ -12,13 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from epd.transfer.connectors import KVChunk, KVTicket
-from epd.transfer.transfers import TransferIds
-from stages.connectors.mailbox import SourceLostError
-from stages.connectors.shared_memory import MemoryPlace
-from stages.engine.kv_pool import KVPools, KVPoolsShape
-from stages.rank import RankGroup
-from stages.ranks.shared_pools import (
+from epd.stages.connectors.mailbox import SourceLostError
+from epd.stages.connectors.shared_memory import MemoryPlace
+from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
+from epd.stages.rank import RankGroup
+from epd.stages.ranks.shared_pools import (
     Fence,
     PoolPlace,
     ReceiveTokens,
@@ -27,6 +25,8 @@ from stages.ranks.shared_pools import (
     meet,
     receive_together,
 )
+from epd.transfer.connectors import KVChunk, KVTicket
+from epd.transfer.transfers import TransferIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from encoders.names import WeightSet
-from stages.decoder.rank_cut import cut_model
-from stages.loading.weight_files import TensorPart
-from stages.loading.weights import OnBytes, load_role
-from stages.placement import Placement
-from stages.rank import Rank
-from stages.ranks.group import ProcessRanks
+from epd.encoders.names import WeightSet
+from epd.stages.decoder.rank_cut import cut_model
+from epd.stages.loading.weight_files import TensorPart
+from epd.stages.loading.weights import OnBytes, load_role
+from epd.stages.placement import Placement
+from epd.stages.rank import Rank
+from epd.stages.ranks.group import ProcessRanks
 
 
 def load_with_ranks(

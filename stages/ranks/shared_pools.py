@@ -16,13 +16,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from epd.stages.connectors.gpu_memory import CudaMemory, HandleError
+from epd.stages.connectors.mailbox import SourceLostError
+from epd.stages.connectors.shared_memory import MemoryPlace, SharedMemory
+from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
+from epd.stages.engine.pool_memory import pool_memory
+from epd.stages.rank import Collectives
 from epd.transfer.connectors import KVChunk, KVTicket
-from stages.connectors.gpu_memory import CudaMemory, HandleError
-from stages.connectors.mailbox import SourceLostError
-from stages.connectors.shared_memory import MemoryPlace, SharedMemory
-from stages.engine.kv_pool import KVPools, KVPoolsShape
-from stages.engine.pool_memory import pool_memory
-from stages.rank import Collectives
 
 logger = logging.getLogger(__name__)
 _GPU = CudaMemory()

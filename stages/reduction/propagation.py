@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stages.reduction.pruning import PrunedRows, at_slots, coarse
-from stages.reduction.question_views import attention_weights
+from epd.stages.reduction.pruning import PrunedRows, at_slots, coarse
+from epd.stages.reduction.question_views import attention_weights
 
 # Rows of a window whose attention decides. More choose as well; half as many choose worse.
 NUM_OBSERVING = 32

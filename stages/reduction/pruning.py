@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from encoders.adapter import PromptPlan
+from epd.encoders.adapter import PromptPlan
 from epd.kv.scheduled_request import PrunedRange
+from epd.stages.visual_inputs import PlacedEmbeddings
 from epd.types import Int64Array
-from stages.visual_inputs import PlacedEmbeddings
 
 # Norms that differ by less than about one in 4000 count as equal: between tokens that look alike, rounding
 # would choose, and differently for every batch.

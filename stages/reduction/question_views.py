@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from encoders.adapter import PromptPlan
-from encoders.device import CPU, to_device
+from epd.encoders.adapter import PromptPlan
+from epd.encoders.device import CPU, to_device
 from epd.reduction import layer_counts
+from epd.stages.reduction.pruning import at_slots, coarse
 from epd.types import BoolArray
-from stages.reduction.pruning import at_slots, coarse
 
 
 class QuestionView:

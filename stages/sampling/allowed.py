@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from epd.stages.sampling.sampling_state import SamplingRow
 from epd.types import Int64Array, ceil_div
-from stages.sampling.sampling_state import SamplingRow
 
 _WORD_BYTES = 4
 

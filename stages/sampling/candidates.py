@@ -1,7 +1,7 @@
 """Weighs the tokens that can be drawn: temperature, then top_k, top_p and min_p.
 
 Weights are integers, so their sums are exact. Nothing sorts the vocabulary. On a CPU a floor is found that
-tokens with a part in it reach, and those alone are ranked (`stages.sampling.selection`). On a GPU, where
+tokens with a part in it reach, and those alone are ranked (`epd.stages.sampling.selection`). On a GPU, where
 their number would have to be read back, a fixed number of the likeliest is, and whether they were enough:
 
     scores       |  the likeliest, ranked  |  all others, which have no part in it if those were enough
@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from encoders.device import to_device
+from epd.encoders.device import to_device
 from epd.sampling_params import SamplingParams
-from stages.sampling.selection import heavy_floor, likely_floor, reaching
+from epd.stages.sampling.selection import heavy_floor, likely_floor, reaching
 
 # The weight of the most likely token, and bits for a token's place. A weight and a place fit into one int64,
 # and so does the sum of as many weights as there are places.

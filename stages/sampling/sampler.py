@@ -22,12 +22,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from encoders.device import HostCopy, arrays_to_device, to_device, to_host
+from epd.encoders.device import HostCopy, arrays_to_device, to_device, to_host
 from epd.sampling_params import MAX_LOGPROBS, SamplingParams
-from stages.sampling.allowed import allowed_tokens, ruled_out
-from stages.sampling.candidates import candidates, knobs, token_weights
-from stages.sampling.sampling_state import UNREAD, SamplingRow, SamplingState
-from stages.sampling.selection import likeliest
+from epd.stages.sampling.allowed import allowed_tokens, ruled_out
+from epd.stages.sampling.candidates import candidates, knobs, token_weights
+from epd.stages.sampling.sampling_state import UNREAD, SamplingRow, SamplingState
+from epd.stages.sampling.selection import likeliest
 
 __all__ = ["SampledToken", "SamplingRow", "SamplingState", "sample", "token_weights", "uniform"]
 

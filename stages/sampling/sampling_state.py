@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from epd.sampling_params import SamplingParams
+from epd.stages.sampling.bad_words import BadWords
 from epd.types import Int64Array
-from stages.sampling.bad_words import BadWords
 
 _SPARE_SLOTS = 64
 # Stands for a drafted token that the host does not know yet.
@@ -59,7 +59,7 @@ class TokenCounts:
 
 
 class Matcher(Protocol):
-    """Knows which tokens may follow: see `stages.grammar.matcher.TokenMatcher`."""
+    """Knows which tokens may follow: see `epd.stages.grammar.matcher.TokenMatcher`."""
 
     def append(self, token_id: int, /) -> None: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from encoders.adapter import PromptPlan
+from epd.encoders.adapter import PromptPlan
 from epd.types import BoolArray, Int64Array
 
 _SPARE_TOKENS = 64

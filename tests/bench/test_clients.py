@@ -16,8 +16,8 @@ from benchmarks.clients.asks import Case, Scene, difference, openai_batches, ope
 from benchmarks.clients.environments import VLLM_VARIABLE, NotInstalledError, environment
 from benchmarks.clients.questions import drawn_cases
 from epd.models import embedded_model_path
-from serve_app.files.settings import FileSettings
-from serve_app.http.api import ApiSettings
+from epd.serve_app.files.settings import FileSettings
+from epd.serve_app.http.api import ApiSettings
 from tests.serve_app.real_app import real_app
 
 CASE = Case("What?", "data:image/png;base64,AAAA", "", {"text": "red", "image": "blue"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 
-import video
+from epd import video
 from epd.bench.media import MediaLibrary, media_keys
 from epd.workload.config import load_workload
 

@@ -25,11 +25,11 @@ from benchmarks.epd_pays.tables import (
     verdict_rows,
 )
 from epd.planning.space import Settings
+from epd.serve_app.worker.worker_core import WorkerCore
 from epd.simulate.clock import seconds_of
 from epd.simulate.language import PassCost
+from epd.stages.visual_inputs import VisualInputs
 from epd.workload.metrics import SLO
-from serve_app.worker.worker_core import WorkerCore
-from stages.visual_inputs import VisualInputs
 
 IMAGES, VIDEOS, _ = MIXES.values()
 SETTINGS = Settings(4096, 16, 128, 2048, "groups")

@@ -15,11 +15,11 @@ from epd.bench.live_app import LiveApp, ServedRequest, TrafficResult, counted_in
 from epd.bench.media import MediaLibrary
 from epd.errors import UnavailableError
 from epd.profiles import MediaRule
+from epd.video.demo_video import write_scene
 from epd.workload.metrics import ClientRecord
-from video.demo_video import write_scene
 
 LINE = (
-    "2026-11-21 12:00:00,000 INFO serve_app.observability.record request_id=a status=200 prompt_tokens=56 "
+    "2026-11-21 12:00:00,000 INFO epd.serve_app.observability.record request_id=a status=200 prompt_tokens=56 "
     "cached_tokens=15 "
     "ttft_s=0.0505 total_s=0.0531 stages_s=probe:0.003,encode:0.009,prefill:0.015 queued_s=-"
 )

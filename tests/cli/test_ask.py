@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
-from encoders import ADAPTERS
 from epd.cli.ask import cost_line
 from epd.cli.program import app
+from epd.encoders import ADAPTERS
 from epd.errors import RequestError
 from epd.types import Answer, StageTimings, Usage
 from tests.media import write_audio_only, write_image, write_video
@@ -112,7 +112,7 @@ def test_a_video_that_tells_no_length_gives_one_line(
     media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = SimpleNamespace(num_frames=0, fps=0.0, height=90, width=160)
-    monkeypatch.setattr(sys.modules["video.containers.look"], "probe_open", lambda *_, **__: silent)
+    monkeypatch.setattr(sys.modules["epd.video.containers.look"], "probe_open", lambda *_, **__: silent)
     assert_one_clear_line(run("ask", media["video"], QUESTION), media["video"].name, "length")
 
 
@@ -171,7 +171,7 @@ def test_passes_are_captured_unless_it_is_told_not_to(
     def told(*_: object, enforce_eager: bool, **__: object) -> None:
         raise RequestError(f"eager: {enforce_eager}")
 
-    monkeypatch.setattr("stages.pipeline.build_engine", told)
+    monkeypatch.setattr("epd.stages.pipeline.build_engine", told)
     options = ["--enforce-eager"] if is_eager else []
     assert_one_clear_line(run("ask", media["image"], QUESTION, *options), f"eager: {is_eager}")
 

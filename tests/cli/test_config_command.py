@@ -12,9 +12,9 @@ from epd.cli.config import parse_values, read_args
 from epd.cli.program import app
 from epd.control.request_budget import RequestLimits
 from epd.errors import RequestError
-from serve_app.app_args import AppArgs
-from serve_app.model_facts import limits_of
-from serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.model_facts import limits_of
+from epd.serve_app.orchestration.request_planner import RequestPlanner
 
 
 def shown(*options: str) -> str:

@@ -12,10 +12,10 @@ from epd.cli.program import app
 from epd.eval.demo import demo_cases
 from epd.eval.verdicts import Verdict, VerdictLog
 from epd.shapes import LEVELS, Scene
-from stages.colocated import ColocatedPipeline
-from stages.pipeline import Pipeline
+from epd.stages.colocated import ColocatedPipeline
+from epd.stages.pipeline import Pipeline
+from epd.video.demo_video import write_demo_video
 from tests.media import write_video
-from video.demo_video import write_demo_video
 
 # One video of 8 seconds and all five questions about it.
 ONE_VIDEO = ("--demo", "5", "--frames", "8", "--ttft-videos", "1", "--num-threads", "1")
@@ -170,7 +170,7 @@ def test_demo_videos_are_filmed_as_asked_and_verdicts_of_other_footage_are_apart
         shown.append(options["filming"])
         return write_demo_video(*args, **options)
 
-    monkeypatch.setattr("stages.evaluation.write_demo_video", write)
+    monkeypatch.setattr("epd.stages.evaluation.write_demo_video", write)
     (tmp_path / "clips").mkdir()
     behind = write_video(tmp_path / "clips" / "behind.mp4").parent
     filmed = ("--footage", "busy", "--background", behind)

@@ -47,7 +47,7 @@ def test_every_stage_is_measured(mine: Profile) -> None:
 _RUNTIME = """
 import torch
 from epd.models import embedded_model_path
-from stages.profiling import Profiler
+from epd.stages.profiling import Profiler
 with torch.inference_mode():
     print(Profiler(embedded_model_path(), 1).memory().fixed_bytes)
 """
@@ -62,7 +62,7 @@ def test_the_runtime_of_a_process_is_measured() -> None:
 
 def test_media_become_what_the_adapter_plans(mine: Profile) -> None:
     """The rule that was read off a few plans equals the adapter's plans of others."""
-    from encoders import FrameSampling, VideoFacts, load_adapter
+    from epd.encoders import FrameSampling, VideoFacts, load_adapter
     from epd.models import embedded_model_path
     from epd.workload.requests import Resolution, VideoSpec
 
@@ -91,7 +91,7 @@ def test_a_measured_profile_can_be_simulated_and_planned(
 
 
 def test_a_model_that_hears_is_measured_with_clips(audio_checkpoint: Path, tmp_path: Path) -> None:
-    from encoders import load_adapter
+    from epd.encoders import load_adapter
     from epd.simulate import Deployment
     from epd.simulate.calibrating import simulated_figures
     from epd.topology import parse_topology

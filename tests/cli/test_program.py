@@ -12,7 +12,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from epd.cli.program import _COMMANDS, _GROUPS, app
-from serve_app.app_args import AppArgs
+from epd.serve_app.app_args import AppArgs
 
 PROGRAM = get_command(app)
 # Torch alone takes more, on any machine; the slowest of these takes 0.3 s on one that is busy.

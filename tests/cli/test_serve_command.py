@@ -26,10 +26,10 @@ from typer.testing import CliRunner
 
 from epd.cli.program import app
 from epd.shapes import make_scene
+from epd.video.demo_video import write_demo_video
 from tests import ROOT
 from tests.hostile_packages import write_hostile_packages
 from tests.serve_app.server import wait_until
-from video.demo_video import write_demo_video
 
 # Inherited by every process that the command starts.
 MARK = "EPD_TEST_MARK"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from epd.serve_app.app_args import AppArgs
 from epd.topology import num_stage_replicas, parse_topology
-from serve_app.app_args import AppArgs
 from tests import ROOT
 from tests.deploy.kuberay import groups, unplaced
 
@@ -22,8 +22,8 @@ with warnings.catch_warnings():
     from ray.serve.config import AutoscalingConfig
     from ray.serve.schema import DeploymentSchema, ServeDeploySchema
 
-    from serve_app.app import build_app
-    from serve_app.ray.gpus import num_fitting
+    from epd.serve_app.app import build_app
+    from epd.serve_app.ray.gpus import num_fitting
 
 DEPLOY = ROOT / "docs" / "deploy"
 SERVICE, _ = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
@@ -91,7 +91,7 @@ def test_serve_passes_on_more_than_is_answered(name: str) -> None:
 def test_numbers_follow_the_advice_of_the_deployment(deployment: str) -> None:
     with pytest.warns(DeprecationWarning, match="metrics_interval_s"):
         config = AutoscalingConfig(**deployments("autoscaling.yaml")[deployment]["autoscaling_config"])
-    assert config.policy.policy_function == f"serve_app.ray.autoscaling:{deployment.lower()}_replicas"
+    assert config.policy.policy_function == f"epd.serve_app.ray.autoscaling:{deployment.lower()}_replicas"
     assert config.policy.get_policy().__name__ == f"{deployment.lower()}_replicas"
     assert config.upscale_delay_s == config.downscale_delay_s == 0
     assert config.look_back_period_s > config.metrics_interval_s

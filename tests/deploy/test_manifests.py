@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.app_args import AppArgs
+from epd.serve_app.app_args import AppArgs
 from tests import ROOT
 from tests.deploy.kuberay import OPERATOR_LABELS, RAY_DRAIN_S, Group, Pod, admits, applies, groups, problems
 
@@ -168,5 +168,5 @@ def test_strangers_reach_the_api_alone(stranger: Pod) -> None:
 def test_arguments_are_those_of_the_application(name: str) -> None:
     config = CONFIG if name == "kuberay.yaml" else yaml.safe_load((DEPLOY / name).read_text())
     (application,) = config["applications"]
-    assert application["import_path"] == "serve_app.app:build_app"
+    assert application["import_path"] == "epd.serve_app.app:build_app"
     AppArgs(**application["args"]).resolved()

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from encoders.adapter import Embeddings, Grid, MediaPlan, PatchRun, TowerMerger
-from encoders.device import CPU, to_device
 from epd.encode.encoder_cache import GroupKey
+from epd.encoders.adapter import Embeddings, Grid, MediaPlan, PatchRun, TowerMerger
+from epd.encoders.device import CPU, to_device
 from epd.reduction import TowerMerge
 
 NUM_CHANNELS = 2

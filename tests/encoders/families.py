@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoProcessor
 from transformers.video_utils import VideoMetadata
 
-from encoders import Adapter, FrameSampling, MediaPlan, PromptPlan, VideoFacts, load_adapter
-from encoders.adapter import Embeddings, PatchRun
+from epd.encoders import Adapter, FrameSampling, MediaPlan, PromptPlan, VideoFacts, load_adapter
+from epd.encoders.adapter import Embeddings, PatchRun
 from epd.types import MediaKind
 from tests.tiny_models import load_reference
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from encoders import device as moves
+from epd.encoders import device as moves
 
 CPU = torch.device("cpu")
 ARRAYS = [

@@ -10,8 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from encoders import FrameSampling
-from encoders.prompt.words import number_in_words
+from epd.encoders import FrameSampling
+from epd.encoders.prompt.words import number_in_words
 from epd.errors import RequestError
 from epd.types import MediaKind
 from tests.encoders.families import Clip, Family, Media, Picture

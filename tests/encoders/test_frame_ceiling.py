@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from encoders import FrameSampling, VideoFacts
+from epd.encoders import FrameSampling, VideoFacts
 from epd.errors import RequestBudgetError
 from tests.encoders.families import Family
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from encoders.adapter import Grid, PatchRun
-from encoders.device import CPU
+from epd.encoders.adapter import Grid, PatchRun
+from epd.encoders.device import CPU
 from tests.encoders.families import Family
 
 BATCHES = [

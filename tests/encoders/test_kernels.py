@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from encoders.patches import PatchSpec, patchify, patchify_plain
+from epd.encoders.patches import PatchSpec, patchify, patchify_plain
 
 MEAN, STD = (122.77, 116.75, 104.09), (68.5, 66.63, 70.32)
 # (frames, height, width, pixels of a patch's edge, patches of a token's edge, frames of a unit)
@@ -27,7 +27,7 @@ HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
 
 def compare(case: tuple[int, ...], device: str, dtype: torch.dtype = torch.float32) -> None:
     """The kernel's patches are the twin's, bit by bit, rounded to `dtype`."""
-    from encoders.kernels.patchify import patchify_fused
+    from epd.encoders.kernels.patchify import patchify_fused
 
     num_frames, height, width, side, merge, unit = case
     generator = torch.Generator().manual_seed(sum(case))

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from encoders import PixelLimits, load_adapter
-from encoders.groups import plan_groups
-from encoders.identity import prompt_identity
-from encoders.pixels import LOW_DETAIL_PIXELS
+from epd.encoders import PixelLimits, load_adapter
+from epd.encoders.groups import plan_groups
+from epd.encoders.identity import prompt_identity
+from epd.encoders.pixels import LOW_DETAIL_PIXELS
 from epd.errors import RequestError
 from tests.encoders.families import QUESTION, Family, Picture
 from tests.encoders.tiny_tiles import BUILDERS

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from encoders.checkpoint import open_checkpoint
-from encoders.quantization import Quantization, read_quantization
+from epd.encoders.checkpoint import open_checkpoint
+from epd.encoders.quantization import Quantization, read_quantization
 from epd.errors import ModelError, UnsupportedModelError
-from stages.loading.weight_files import num_weight_bytes
+from epd.stages.loading.weight_files import num_weight_bytes
 from tests.models.quantized import LAYOUTS, compressed
 
 FP8, AWQ = LAYOUTS["fp8"].config, LAYOUTS["awq"].config

@@ -16,11 +16,11 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     apply_rotary_pos_emb_vision,
 )
 
-from encoders.adapter import Grid, PatchRun
-from encoders.device import CPU
-from encoders.families import qwen_tower
-from encoders.families.qwen_tower import attend_runs, runs_by_length
-from stages.peak_memory import peak_bytes
+from epd.encoders.adapter import Grid, PatchRun
+from epd.encoders.device import CPU
+from epd.encoders.families import qwen_tower
+from epd.encoders.families.qwen_tower import attend_runs, runs_by_length
+from epd.stages.peak_memory import peak_bytes
 from tests.encoders.families import Family
 from tests.encoders.tolerances import assert_same_but_for_batching
 

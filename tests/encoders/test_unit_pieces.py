@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from encoders import FrameSampling
-from encoders.adapter import Grid, PatchRun
-from encoders.batch import FrameEncoder, unit_pieces
+from epd.encoders import FrameSampling
+from epd.encoders.adapter import Grid, PatchRun
+from epd.encoders.batch import FrameEncoder, unit_pieces
 from tests.encoders.fakes import FakeFamily
 from tests.encoders.families import Clip, Family, Picture
 from tests.encoders.tolerances import assert_same_but_for_batching

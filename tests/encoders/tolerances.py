@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from encoders.adapter import Embeddings
+from epd.encoders.adapter import Embeddings
 
 # Of float32, relative to the largest value: a matrix product may add in another order when it has another
 # number of rows, as it has when units are encoded in other batches. Seen: up to 1.3e-6, and 2.4e-6 with AVX2

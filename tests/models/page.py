@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from encoders.names import WeightSet
-from serve_app.worker.worker_stages import embedding_layout
-from stages.engine.model_runner import kv_layout
-from stages.loading.weights import prune, skeleton
-from stages.memory_sizing import DEFAULT_UTILIZATION
+from epd.encoders.names import WeightSet
+from epd.serve_app.worker.worker_stages import embedding_layout
+from epd.stages.engine.model_runner import kv_layout
+from epd.stages.loading.weights import prune, skeleton
+from epd.stages.memory_sizing import DEFAULT_UTILIZATION
 from tests import ROOT
 from tests.models.published import PUBLISHED, Published
 

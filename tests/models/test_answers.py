@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.workers import SplitPipeline
-from serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_stages import WorkerSettings
 from tests.encoders.families import QUESTION, Clip, Family, Media, Picture
 from tests.models.published import PUBLISHED
 from tests.models.shrunk import build

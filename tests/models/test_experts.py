@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from encoders.names import ExpertPart, expert_part
+from epd.encoders.names import ExpertPart, expert_part
 from epd.errors import ModelError
-from stages.loading.expert_weights import in_layout
-from stages.loading.weights import load_role
-from stages.placement import CPU_FLOAT32
+from epd.stages.loading.expert_weights import in_layout
+from epd.stages.loading.weights import load_role
+from epd.stages.placement import CPU_FLOAT32
 from tests.models.shrunk import build
 
 PREFIX = "model.language_model.layers.1.mlp.experts"

@@ -14,12 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from encoders import load_adapter
+from epd.encoders import load_adapter
 from epd.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from epd.models.folder import INDEX, SINGLE, check_folder, weight_files
-from serve_app.app_args import AppArgs
-from stages.loading.weights import load_role
-from stages.placement import CPU_FLOAT32
+from epd.serve_app.app_args import AppArgs
+from epd.stages.loading.weights import load_role
+from epd.stages.placement import CPU_FLOAT32
 from tests.tiny_models import build_qwen3_vl, load_reference
 
 SHARD = "model-{:05}-of-{:05}.safetensors".format
@@ -190,7 +190,9 @@ def test_a_tensor_in_no_file_is_named_before_any_is_read(
     del left["model.language_model.norm.weight"]
     shards(folder, left)
     read: list[object] = []
-    monkeypatch.setattr("stages.loading.weights.read_tensors", lambda places: iter(read.extend(places) or ()))
+    monkeypatch.setattr(
+        "epd.stages.loading.weights.read_tensors", lambda places: iter(read.extend(places) or ())
+    )
     with pytest.raises(
         ModelError, match=r"1 tensors are missing, such as model\.language_model\.norm\.weight"
     ):

@@ -13,18 +13,18 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from encoders.names import WeightSet, is_wanted, name_in_model
-from encoders.quantization import read_quantization
-from encoders.registry import ADAPTERS, load_adapter
+from epd.encoders.names import WeightSet, is_wanted, name_in_model
+from epd.encoders.quantization import read_quantization
+from epd.encoders.registry import ADAPTERS, load_adapter
 from epd.errors import UnsupportedModelError
 from epd.sampling_params import SamplingParams
-from serve_app.worker.worker_stages import embedding_layout
-from stages.attention.support import check_attention
-from stages.decoder.text_model import text_model
-from stages.engine.generation import generation_settings
-from stages.engine.model_runner import kv_layout
-from stages.loading.weights import load_role, prune, skeleton
-from stages.placement import CPU_FLOAT32
+from epd.serve_app.worker.worker_stages import embedding_layout
+from epd.stages.attention.support import check_attention
+from epd.stages.decoder.text_model import text_model
+from epd.stages.engine.generation import generation_settings
+from epd.stages.engine.model_runner import kv_layout
+from epd.stages.loading.weights import load_role, prune, skeleton
+from epd.stages.placement import CPU_FLOAT32
 from tests.models.files import known_names, parts_in_files
 from tests.models.page import PAGE, page
 from tests.models.published import PUBLISHED, Config, Published

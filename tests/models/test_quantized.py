@@ -14,13 +14,13 @@ from transformers import AutoProcessor
 
 from epd.errors import ModelError, UnsupportedModelError
 from epd.sampling_params import SamplingParams
-from serve_app.local.fleet import LocalTransport
-from stages.colocated import ColocatedPipeline
-from stages.loading.quantized_linear import QuantizedLinear
-from stages.loading.weight_files import num_weight_bytes, write_weights
-from stages.loading.weights import WholeModel, load_role
-from stages.placement import CPU_FLOAT32
-from stages.ranks.loading import load_with_ranks
+from epd.serve_app.local.fleet import LocalTransport
+from epd.stages.colocated import ColocatedPipeline
+from epd.stages.loading.quantized_linear import QuantizedLinear
+from epd.stages.loading.weight_files import num_weight_bytes, write_weights
+from epd.stages.loading.weights import WholeModel, load_role
+from epd.stages.placement import CPU_FLOAT32
+from epd.stages.ranks.loading import load_with_ranks
 from tests.models.quantized import LAYOUTS, Pair, build, edit_config
 from tests.reference import MAX_TOKENS, generated, processor_inputs
 from tests.serve_app.deployments import Question

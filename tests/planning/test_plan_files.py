@@ -20,8 +20,8 @@ from epd.planning.space import mixes
 from epd.profiles import analytic_profile
 from epd.profiles.files import dump_profile
 from epd.reduction import ReductionPolicy
+from epd.serve_app.app_args import AppArgs
 from epd.topology import role_letters
-from serve_app.app_args import AppArgs
 
 
 @dataclass

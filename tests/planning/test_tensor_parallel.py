@@ -16,10 +16,10 @@ from epd.planning.plan import make_plan
 from epd.planning.search import Planner
 from epd.planning.space import Settings, Space, splits_of
 from epd.profiles import analytic_profile
+from epd.serve_app.app_args import AppArgs
 from epd.simulate import Deployment
 from epd.topology import parse_topology
 from epd.workload.metrics import SLO
-from serve_app.app_args import AppArgs
 from tests.planning.test_planning import BASE, HEAVY, PROFILE, demand
 
 LARGE = analytic_profile("a100-80gb", "internvl2-26b")

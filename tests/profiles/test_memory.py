@@ -9,8 +9,8 @@ import pytest
 from epd.errors import InfeasibleError
 from epd.profiles import MemoryLimits, MemoryNeeds, analytic_profile
 from epd.simulate import Deployment, Simulation
+from epd.stages.memory_sizing import DEFAULT_EMBEDDINGS
 from epd.topology import Stage, parse_topology
-from stages.memory_sizing import DEFAULT_EMBEDDINGS
 
 GB = 10**9
 NEEDS = MemoryNeeds(

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from encoders.adapter import Grid, MediaPlan
-from encoders.groups import plan_groups
+from epd.encoders.adapter import Grid, MediaPlan
+from epd.encoders.groups import plan_groups
 from epd.errors import RequestError
 from epd.profiles import Efficiency, Measurement, MemoryLimits, StageCost, analytic_profile, fit_table
 from epd.profiles.catalog import DEVICES, MODELS

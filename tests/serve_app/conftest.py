@@ -14,12 +14,12 @@ import pytest
 from openai import OpenAI
 
 from epd.models import embedded_model_path
-from serve_app.http.api import ApiSettings
-from serve_app.media.media_spool import MediaSpool, SpoolLimits
-from serve_app.media.media_worker import MediaSettings
+from epd.serve_app.http.api import ApiSettings
+from epd.serve_app.media.media_spool import MediaSpool, SpoolLimits
+from epd.serve_app.media.media_worker import MediaSettings
+from epd.video import FetchPolicy
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import Server, served, wait_until
-from video import FetchPolicy
 
 if TYPE_CHECKING:
     from tests.serve_app.ray.ray_session import RaySession

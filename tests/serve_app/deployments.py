@@ -10,18 +10,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from encoders import FrameSampling
-from encoders.prompt.chat import ChatMessage, ContentPart
 from epd.control.routing import InFlight
+from epd.encoders import FrameSampling
+from epd.encoders.prompt.chat import ChatMessage, ContentPart
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from epd.topology import Stage
-from serve_app.local.fleet import LocalFleet, LocalFleetConfig
-from serve_app.media.media_worker import MediaSettings
-from serve_app.orchestration.config import OrchestratorConfig
-from serve_app.orchestration.orchestrator import Orchestrator
-from serve_app.orchestration.request_planner import RequestPlanner
-from serve_app.service import (
+from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
+from epd.serve_app.media.media_worker import MediaSettings
+from epd.serve_app.orchestration.config import OrchestratorConfig
+from epd.serve_app.orchestration.orchestrator import Orchestrator
+from epd.serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.service import (
     AnswerEnd,
     AnswerItem,
     AnswerRequest,
@@ -30,13 +29,14 @@ from serve_app.service import (
     TokenDelta,
     TokenLogprob,
 )
-from serve_app.worker.prefill_role import PrefillRole
-from serve_app.worker.worker_core import WorkerCore
-from serve_app.worker.worker_roles import EncodeRole
-from serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.prefill_role import PrefillRole
+from epd.serve_app.worker.worker_core import WorkerCore
+from epd.serve_app.worker.worker_roles import EncodeRole
+from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.topology import Stage
+from epd.video import media_kind
 from tests.clear_draws import clear_draws, close_draws
 from tests.serve_app.media_fleet import ANY_FILE, reference_to, unheld
-from video import media_kind
 
 LETTERS: dict[str, Stage] = {"v": "video", "e": "encode", "p": "prefill", "d": "decode"}
 NUM_FRAMES = 6

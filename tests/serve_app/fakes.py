@@ -10,11 +10,9 @@ from pathlib import Path
 
 from epd.control.elasticity import Decision, ReplicaAdvice, RequestWork
 from epd.errors import EPDError
-from epd.topology import Stage
-from epd.types import StageTimings, Usage
-from serve_app.media.media_spool import FetchedFile
-from serve_app.memory_use import MemoryUse
-from serve_app.service import (
+from epd.serve_app.media.media_spool import FetchedFile
+from epd.serve_app.memory_use import MemoryUse
+from epd.serve_app.service import (
     AnswerEnd,
     AnswerItem,
     AnswerRequest,
@@ -29,6 +27,8 @@ from serve_app.service import (
     TokenLogprob,
     WorkerStatus,
 )
+from epd.topology import Stage
+from epd.types import StageTimings, Usage
 
 WORDS = ("A ", "red ", "cirçle", " 🙂.")
 USAGE = Usage(8, visual_tokens=24, prompt_tokens=40, completion_tokens=len(WORDS), visual_tokens_before=48)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from encoders import MediaPlan, load_adapter
+from epd.encoders import MediaPlan, load_adapter
 from epd.errors import CancelledError
 from epd.models import embedded_model_path
+from epd.serve_app.fleet import WorkerLostError
+from epd.serve_app.media.media_worker import MediaSettings, MediaWorker
+from epd.serve_app.messages import Message
+from epd.serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
+from epd.serve_app.service import AnswerRequest, HeldItem, MediaReference, MediaSource
+from epd.serve_app.worker_info import WorkerInfo
+from epd.stages.media import plan_pixels
 from epd.topology import Stage
 from epd.types import UInt8Array, content_hash
-from serve_app.fleet import WorkerLostError
-from serve_app.media.media_worker import MediaSettings, MediaWorker
-from serve_app.messages import Message
-from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
-from serve_app.service import AnswerRequest, HeldItem, MediaReference, MediaSource
-from serve_app.worker_info import WorkerInfo
-from stages.media import plan_pixels
-from video import FetchPolicy, load_image, look, media_kind
+from epd.video import FetchPolicy, load_image, look, media_kind
 
 # Reads any file of this machine.
 ANY_FILE = FetchPolicy(media_folder=Path("/"))

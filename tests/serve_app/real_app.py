@@ -15,14 +15,14 @@ from typing import Any
 
 import httpx
 
-from serve_app.http.api import ApiSettings, create_api
-from serve_app.http.http_server import HttpServer
-from serve_app.media.media_processes import MediaProcesses
-from serve_app.media.media_worker import MediaSettings
+from epd.serve_app.http.api import ApiSettings, create_api
+from epd.serve_app.http.http_server import HttpServer
+from epd.serve_app.media.media_processes import MediaProcesses
+from epd.serve_app.media.media_worker import MediaSettings
+from epd.video import ChildLimits, MediaChildren
 from tests.serve_app.conftest import media_settings
 from tests.serve_app.deployments import Deployment
 from tests.serve_app.server import START_S, wait_until
-from video import ChildLimits, MediaChildren
 
 
 def workers_lost(http: httpx.Client) -> int:

@@ -14,12 +14,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from epd.control.routing import Router
-from serve_app.http.api import ApiSettings, create_api
-from serve_app.http.server_state import ServerState
-from serve_app.media.fleet_media import FleetMedia
-from serve_app.media.media_worker import MediaSettings, MediaWorker
-from serve_app.orchestration.orchestrator import Orchestrator
-from serve_app.service import AnswerService
+from epd.serve_app.http.api import ApiSettings, create_api
+from epd.serve_app.http.server_state import ServerState
+from epd.serve_app.media.fleet_media import FleetMedia
+from epd.serve_app.media.media_worker import MediaSettings, MediaWorker
+from epd.serve_app.orchestration.orchestrator import Orchestrator
+from epd.serve_app.service import AnswerService
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.media_fleet import MediaFleet
 

@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from epd.serve_app.fleet import Bulk, FleetEvent, WorkerChanged, WorkerLostError
+from epd.serve_app.local.fleet import LocalFleet
+from epd.serve_app.messages import DropOwner, Message, ReplyT, WorkerReport, by_owner
+from epd.serve_app.orchestration.config import OrchestratorConfig
+from epd.serve_app.orchestration.orchestrator import Orchestrator
+from epd.serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.role_messages import Offload, SetRoles
+from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage
-from serve_app.fleet import Bulk, FleetEvent, WorkerChanged, WorkerLostError
-from serve_app.local.fleet import LocalFleet
-from serve_app.messages import DropOwner, Message, ReplyT, WorkerReport, by_owner
-from serve_app.orchestration.config import OrchestratorConfig
-from serve_app.orchestration.orchestrator import Orchestrator
-from serve_app.orchestration.request_planner import RequestPlanner
-from serve_app.role_messages import Offload, SetRoles
-from serve_app.worker_info import WorkerInfo
 from tests.serve_app.deployments import Deployment
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from epd.errors import RequestError
+from epd.serve_app import composition
+from epd.serve_app.app_args import STAGE_FIELDS, AppArgs
+from epd.serve_app.composition import worker_settings
+from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig, LocalTransport
+from epd.serve_app.worker.worker_stages import StageBuilder
+from epd.stages.engine import setup as engine_setup
 from epd.topology import TensorParallel
-from serve_app import composition
-from serve_app.app_args import STAGE_FIELDS, AppArgs
-from serve_app.composition import worker_settings
-from serve_app.local.fleet import LocalFleet, LocalFleetConfig, LocalTransport
-from serve_app.worker.worker_stages import StageBuilder
-from stages.engine import setup as engine_setup
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -76,7 +76,7 @@ def test_workers_of_several_processes_keep_their_roles_and_all_heads(
 
 
 def test_processes_of_a_worker_share_its_room_and_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_app.app_args.usable_cpus", lambda: 9)
+    monkeypatch.setattr("epd.serve_app.app_args.usable_cpus", lambda: 9)
     args = AppArgs(topology="1epd", tensor_parallel_size=2)
     assert args.threads_per_worker == 4
     assert worker_settings(args).num_kv_pools == 4

@@ -14,9 +14,9 @@ from tests import ROOT
 FRONT = """
 import asyncio, json, os, sys, threading
 from pathlib import Path
-from serve_app.app_args import AppArgs
-from serve_app.composition import create_app
-from serve_app.ray.process_tree import children
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.composition import create_app
+from epd.serve_app.ray.process_tree import children
 
 class Elsewhere:
     workers = {}

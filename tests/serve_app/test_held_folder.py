@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from serve_app import held_folder
-from serve_app.held_folder import HeldFolder, abandoned, remove_abandoned, remove_own
-from serve_app.media.media_spool import MediaSpool
-from serve_app.network.memory import PoolFiles, orphans, remove_orphans
-from video import FetchPolicy
+from epd.serve_app import held_folder
+from epd.serve_app.held_folder import HeldFolder, abandoned, remove_abandoned, remove_own
+from epd.serve_app.media.media_spool import MediaSpool
+from epd.serve_app.network.memory import PoolFiles, orphans, remove_orphans
+from epd.video import FetchPolicy
 
 # A process that has files of a fleet, a pool and media, as an ingress does; it says when.
 OWNER = """
 import sys, tempfile
 from pathlib import Path
-from serve_app.network import memory as shared_memory
-from serve_app import held_folder
-from serve_app.held_folder import SPOOL_PREFIX, HeldFolder
+from epd.serve_app.network import memory as shared_memory
+from epd.serve_app import held_folder
+from epd.serve_app.held_folder import SPOOL_PREFIX, HeldFolder
 shared_memory._MEMORY_FOLDER = Path(sys.argv[1])
 tempfile.tempdir = sys.argv[1]
 files = shared_memory.PoolFiles("some-fleet")
@@ -58,7 +58,7 @@ def owner(folder: Path, *wrapper: str) -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture
 def shared_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What stands for /dev/shm and for the temporary folder."""
-    monkeypatch.setattr("serve_app.network.memory._MEMORY_FOLDER", tmp_path)
+    monkeypatch.setattr("epd.serve_app.network.memory._MEMORY_FOLDER", tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_app.messages import (
+from epd.serve_app.messages import (
     Admitted,
     GroupsArrived,
     HandedOver,
@@ -12,8 +12,8 @@ from serve_app.messages import (
     by_owner,
     owner_of,
 )
-from stages.engine.generation import TokenOutput
-from stages.sampling.sampler import SampledToken
+from epd.stages.engine.generation import TokenOutput
+from epd.stages.sampling.sampler import SampledToken
 
 
 def token(request_id: str, index: int) -> TokenOutput:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from serve_app.task_group import Tasks
+from epd.serve_app.task_group import Tasks
 
 
 def test_a_wait_ends_for_tasks_that_have_ended_a_moment_ago() -> None:

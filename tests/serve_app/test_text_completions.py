@@ -10,7 +10,7 @@ import pytest
 import torch
 from openai import BadRequestError, OpenAI
 
-from encoders import load_adapter
+from epd.encoders import load_adapter
 from epd.models import embedded_model_path
 from tests.clear_draws import clear_draws
 from tests.reference import MAX_TOKENS, generated_as_it_is

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-import video
-from encoders import Adapter, FrameSampling, load_adapter
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import GenerationSettings
-from stages.engine.setup import build_engine
+from epd import video
+from epd.encoders import Adapter, FrameSampling, load_adapter
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import GenerationSettings
+from epd.stages.engine.setup import build_engine
 from tests.encoders.conftest import families, family
 from tests.encoders.families import Clip, Family, Media, Picture
 from tests.encoders.tiny_tiles import BUILDERS

@@ -14,10 +14,10 @@ from torch import Tensor
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.kv_identity import TokenIdentity, token_identity
 from epd.sampling_params import SamplingParams
+from epd.stages.connectors.mailbox import MailboxConnector
+from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPools, KVPoolsShape, token_slots
 from epd.transfer.connectors import FirstToken, HandoverState, KVTicket
 from epd.transfer.handover import DecodeReception, HandoverEnd, KVOutbox
-from stages.connectors.mailbox import MailboxConnector
-from stages.engine.kv_pool import KVGroupShape, KVLayout, KVPools, KVPoolsShape, token_slots
 from tests.stages.kv_values import put_tokens, tokens_at
 
 LAYOUTS = (KVLayout(1, 2, 2, torch.float32), KVLayout(2, 1, 1, torch.float32))

@@ -34,18 +34,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from encoders.device import constants
-from encoders.kernels.layer_fusions import add_rms_norm_fused, rotate_pairs_fused, silu_mul_fused
-from encoders.kernels.patchify import patchify_fused
+from epd.encoders.device import constants
+from epd.encoders.kernels.layer_fusions import add_rms_norm_fused, rotate_pairs_fused, silu_mul_fused
+from epd.encoders.kernels.patchify import patchify_fused
 from epd.machine import usable_cpus
-from stages.attention.attention import AttentionBatch
-from stages.attention.device import DeviceHeads, DevicePlan
-from stages.attention.warm_up import warm_up
-from stages.kernels.block_copies import copy_blocks_fused
-from stages.kernels.kv_slots import write_slots
-from stages.kernels.norm_rotate_write import norm_rotate_write_fused
-from stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
-from stages.kernels.quantized_products import fp8_product, int4_product
+from epd.stages.attention.attention import AttentionBatch
+from epd.stages.attention.device import DeviceHeads, DevicePlan
+from epd.stages.attention.warm_up import warm_up
+from epd.stages.kernels.block_copies import copy_blocks_fused
+from epd.stages.kernels.kv_slots import write_slots
+from epd.stages.kernels.norm_rotate_write import norm_rotate_write_fused
+from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
+from epd.stages.kernels.quantized_products import fp8_product, int4_product
 
 # Shared memory that one block of threads may have (CUDA C++ Programming Guide, compute capabilities).
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
@@ -278,10 +278,10 @@ def warm_up_launches() -> list[Launch]:
     def launch() -> None:
         storage = torch.empty(8, 28, 2, 16, 4, 128, dtype=torch.bfloat16, device="cuda")
         with ExitStack() as switches:
-            for module in ("stages.attention.attention", "stages.attention.device"):
+            for module in ("epd.stages.attention.attention", "epd.stages.attention.device"):
                 switches.enter_context(patch(f"{module}.uses_kernels", lambda _: True))
-            switches.enter_context(patch("stages.attention.device._num_processors", lambda _: 132))
-            switches.enter_context(patch("stages.attention.device._chip", lambda _: 90))
+            switches.enter_context(patch("epd.stages.attention.device._num_processors", lambda _: 132))
+            switches.enter_context(patch("epd.stages.attention.device._chip", lambda _: 90))
             warm_up(storage[:, 3, 0], storage[:, 3, 1], 28)
 
     return recorded(launch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from stages.engine.kv_pool import KVPool
+from epd.stages.engine.kv_pool import KVPool
 
 
 def tokens_at(pool: KVPool, slots: Tensor) -> Tensor:

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from encoders import Adapter, FrameSampling
-from encoders.adapter import Embeddings, PromptPlan
-from encoders.batch import FrameEncoder
-from encoders.identity import prompt_identity
+from epd.encoders import Adapter, FrameSampling
+from epd.encoders.adapter import Embeddings, PromptPlan
+from epd.encoders.batch import FrameEncoder
+from epd.encoders.identity import prompt_identity
 from epd.sampling_params import SamplingParams
+from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import GenerateRequest, TokenOutput
+from epd.stages.media import decode_groups, encode_group, plan_media
+from epd.stages.visual_inputs import PlacedEmbeddings
 from epd.types import StageTimings, content_hash
-from stages.encode.splicing import EmbeddingSplicer
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import GenerateRequest, TokenOutput
-from stages.media import decode_groups, encode_group, plan_media
-from stages.visual_inputs import PlacedEmbeddings
 
 MAX_TOKENS = 12
 QUESTIONS = ("What is shown?", "how many", "Which colour is the shape? Ä 漢 🙂")

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from stages.connectors.in_process import InProcessHub
-from stages.decode import DecodeStage
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import StepResult, TokenOutput
-from stages.prefill import PrefillStage
-from stages.visual_inputs import PlacedEmbeddings
+from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.decode import DecodeStage
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import StepResult, TokenOutput
+from epd.stages.prefill import PrefillStage
+from epd.stages.visual_inputs import PlacedEmbeddings
 from tests.stages.prompts import MAX_TOKENS, Prompt
 
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS)

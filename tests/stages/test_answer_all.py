@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from encoders.prompt.chat import dialogue
+from epd.encoders.prompt.chat import dialogue
 from epd.errors import RequestError
 from epd.models import embedded_model_path
 from epd.shapes import make_scene
-from stages.colocated import ColocatedPipeline
-from video.demo_video import write_demo_video
+from epd.stages.colocated import ColocatedPipeline
+from epd.video.demo_video import write_demo_video
 
 QUESTIONS = ["How many shapes are there?", "Which shape appears first?", "What colour is the star?"]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from encoders import Adapter, FrameSampling, MediaPlan, VideoFacts, load_adapter
-from encoders.adapter import ListedTimes
+from epd.encoders import Adapter, FrameSampling, MediaPlan, VideoFacts, load_adapter
+from epd.encoders.adapter import ListedTimes
 from epd.errors import RequestBudgetError
 from epd.reduction import KEEP_ALL, NO_BUDGET, ReductionPolicy, VisualBudget
-from stages.frame_budget import BudgetedMedia, PlanOf, PromptRoom, plan_within
+from epd.stages.frame_budget import BudgetedMedia, PlanOf, PromptRoom, plan_within
 from tests.encoders.tiny_tiles import BUILDERS
 
 SECONDS = (1, 60, 3600, 36_000)

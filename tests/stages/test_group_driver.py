@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from encoders import FrameSampling
+from epd.encoders import FrameSampling
 from epd.models import embedded_model_path
+from epd.stages import group_driver
+from epd.stages.batch.ahead import Ahead, MediaThreads
+from epd.stages.colocated import ColocatedPipeline
+from epd.stages.group_driver import FailedJob, GroupDriver, MediaJob
 from epd.transfer.bounded_queue import QueueClosed
 from epd.types import MediaKind
-from stages import group_driver
-from stages.batch.ahead import Ahead, MediaThreads
-from stages.colocated import ColocatedPipeline
-from stages.group_driver import FailedJob, GroupDriver, MediaJob
 from tests.video.pictures import Part, gif
 
 GROUP_TOKENS = 1  # a unit in each group

@@ -56,8 +56,10 @@ import sys
 sys.modules["triton"] = None  # any import of it raises ImportError, as where it is not installed
 
 def patches():
-    import torch, encoders, encoders.kernels
-    from encoders.patches import PatchSpec, patchify
+    import torch
+    from epd import encoders
+    import epd.encoders.kernels
+    from epd.encoders.patches import PatchSpec, patchify
     frames = torch.zeros(2, 8, 16, 3, dtype=torch.uint8)
     return tuple(patchify(frames, PatchSpec(4, 2, 2, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0), 3)).shape)
 

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from encoders import load_adapter
-from encoders.adapter import Embeddings, PatchRun
+from epd.encoders import load_adapter
+from epd.encoders.adapter import Embeddings, PatchRun
 from epd.errors import InfeasibleError
-from epd.topology import parse_topology
-from serve_app.local.fleet import LocalTransport
-from serve_app.worker.worker_core import stages_of
-from serve_app.worker.worker_stages import StageBuilder, WorkerSettings
-from stages import memory_sizing
-from stages.loading.weights import load_role
-from stages.memory_sizing import (
+from epd.serve_app.local.fleet import LocalTransport
+from epd.serve_app.worker.worker_core import stages_of
+from epd.serve_app.worker.worker_stages import StageBuilder, WorkerSettings
+from epd.stages import memory_sizing
+from epd.stages.loading.weights import load_role
+from epd.stages.memory_sizing import (
     GPUMemory,
     LargestPasses,
     embeddings_within,
@@ -28,8 +27,9 @@ from stages.memory_sizing import (
     run_encode,
     run_prefill,
 )
-from stages.peak_memory import peak_bytes
-from stages.placement import CPU_FLOAT32, Placement
+from epd.stages.peak_memory import peak_bytes
+from epd.stages.placement import CPU_FLOAT32, Placement
+from epd.topology import parse_topology
 from tests.encoders.families import Family
 from tests.tiny_audio import build_qwen2_audio
 from tests.tiny_models import load_reference
@@ -54,7 +54,7 @@ def tokens(memory: GPUMemory, **changed: Any) -> int:
 def test_keys_and_values_take_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
     """90 % of 80 GB, less 1 of others, 16 of weights, 2 of the largest pass and 1 of embeddings: 52 GB."""
     memory = GPUMemory(80 * GB, GB, 16 * GB)
-    with caplog.at_level(logging.INFO, "stages.memory_sizing"):
+    with caplog.at_level(logging.INFO, "epd.stages.memory_sizing"):
         assert tokens(memory) == 520_000
     assert "weights 16 GB, activations 2 GB, embeddings 1 GB" in caplog.text
     assert "keys and values of 520000 tokens; 90% of 80.0 GB" in caplog.text
@@ -237,7 +237,7 @@ def test_a_worker_is_sized_for_its_roles(
         asked.append({"encodes": tower is not None} | options)
         return 4800
 
-    monkeypatch.setattr("serve_app.worker.worker_stages.measured_kv_tokens", measured)
+    monkeypatch.setattr("epd.serve_app.worker.worker_stages.measured_kv_tokens", measured)
     path = checkpoints["qwen2_5_vl"]
     settings = WorkerSettings(path, gpu_memory_utilization=0.4, num_embeddings=1024)
     for topology in ("1ep1d", "1e1pd"):

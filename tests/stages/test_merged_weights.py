@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stages.decoder.layers import layers_of
-from stages.loading.merged_weights import GATE_UP, QKV, MergedMemory, in_merged_order, merged, merged_part
-from stages.loading.weight_files import write_weights
-from stages.loading.weights import WholeModel, load_role
-from stages.placement import CPU_FLOAT32
+from epd.stages.decoder.layers import layers_of
+from epd.stages.loading.merged_weights import GATE_UP, QKV, MergedMemory, in_merged_order, merged, merged_part
+from epd.stages.loading.weight_files import write_weights
+from epd.stages.loading.weights import WholeModel, load_role
+from epd.stages.placement import CPU_FLOAT32
 from tests.encoders.conftest import families, family
 from tests.encoders.families import Family
 from tests.stages.decoder.text_models import model_of

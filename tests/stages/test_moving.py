@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from epd.sampling_params import SamplingParams
-from stages.decode import DecodeStage
+from epd.stages.decode import DecodeStage
 from tests.stages.conftest import Subject
 from tests.stages.prompts import MAX_TOKENS, Prompt
 from tests.stages.test_split_stages import Deployment

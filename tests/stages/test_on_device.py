@@ -13,28 +13,28 @@ from typing import Any
 import pytest
 import torch
 
-from encoders import FrameSampling
-from encoders.adapter import Embeddings
-from encoders.batch import FrameEncoder
-from encoders.groups import plan_groups
-from encoders.identity import prompt_identity
-from encoders.reduction import reduce_prompt
 from epd.encode.encoder_cache import EncoderCacheManager
+from epd.encoders import FrameSampling
+from epd.encoders.adapter import Embeddings
+from epd.encoders.batch import FrameEncoder
+from epd.encoders.groups import plan_groups
+from epd.encoders.identity import prompt_identity
+from epd.encoders.reduction import reduce_prompt
 from epd.kv.scheduling import SchedulerConfig
 from epd.reduction import KEEP_ALL, PREFILL_METHODS, QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
-from stages.attention import prefixes
-from stages.connectors.in_process import InProcessHub
-from stages.decode import DecodeStage
-from stages.encode.embedding_receiver import EmbeddingReceiver
-from stages.encode.encoder import EncodeJob, EncodeStage
-from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
-from stages.encode.splicing import EmbeddingSplicer
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import GenerateRequest, GenerationSettings, StepResult
-from stages.engine.graphs import GraphMaker
-from stages.engine.setup import build_engine, kv_shape
-from stages.prefill import PrefillStage
+from epd.stages.attention import prefixes
+from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.decode import DecodeStage
+from epd.stages.encode.embedding_receiver import EmbeddingReceiver
+from epd.stages.encode.encoder import EncodeJob, EncodeStage
+from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
+from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import GenerateRequest, GenerationSettings, StepResult
+from epd.stages.engine.graphs import GraphMaker
+from epd.stages.engine.setup import build_engine, kv_shape
+from epd.stages.prefill import PrefillStage
 from tests.encoders.families import QUESTION, Family
 from tests.fake_cuda import CUDA, FakeCuda, draw_exactly, fake_cuda, model_like
 from tests.stages.encode.workers import clip_of

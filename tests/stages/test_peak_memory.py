@@ -9,9 +9,9 @@ import torch
 from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl as configs
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as models
 
-from encoders.families.qwen_tower import prepare_tower
+from epd.encoders.families.qwen_tower import prepare_tower
 from epd.profiles.catalog import Transformer
-from stages.peak_memory import peak_bytes
+from epd.stages.peak_memory import peak_bytes
 
 
 def chain(num_values: int) -> Callable[[], None]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from epd.errors import RequestError
-from stages.placement import CPU_FLOAT32, Placement
+from epd.stages.placement import CPU_FLOAT32, Placement
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from encoders.quantization import Quantization
-from stages.decoder.layers import GATE_UP, _merged
-from stages.decoder.linear import JoinedLinear
-from stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
-from stages.loading.quantized_forms import awq_values, forms_of, pack
-from stages.loading.quantized_linear import QuantizedLinear, QuantizedProduct, quantize_modules
+from epd.encoders.quantization import Quantization
+from epd.stages.decoder.layers import GATE_UP, _merged
+from epd.stages.decoder.linear import JoinedLinear
+from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
+from epd.stages.loading.quantized_forms import awq_values, forms_of, pack
+from epd.stages.loading.quantized_linear import QuantizedLinear, QuantizedProduct, quantize_modules
 from tests.models.quantized import awq_parts, quantized_parts
 
 AWQ = Quantization("awq", 4, (1, 128))
@@ -157,7 +157,7 @@ def test_a_matrix_whose_last_block_is_cut_is_not_merged_before_another() -> None
 
 
 def test_pieces_of_a_matrix_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.kernels.quantized_plain._PIECE", 2**14)
+    monkeypatch.setattr("epd.stages.kernels.quantized_plain._PIECE", 2**14)
     for kind in ("fp8", "fp8-dynamic", "awq"):
         mlp = Mlp(gate_proj=kind, up_proj=None)
         rows, module = torch.randn(3, 256), mlp.get_submodule("gate_proj")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import stages.loading.weight_files
+import epd.stages.loading.weight_files
 from epd.errors import ModelError
-from stages.loading.weight_files import num_weight_bytes, read_tensors, stored_tensors, write_weights
-from stages.peak_memory import peak_bytes
+from epd.stages.loading.weight_files import num_weight_bytes, read_tensors, stored_tensors, write_weights
+from epd.stages.peak_memory import peak_bytes
 
 NUM, SIDE = 12, 1024
 SIZE = SIDE * SIDE * 2  # bytes of a tensor
@@ -45,7 +45,7 @@ def resident_bytes(file: Path) -> int:
 
 
 def test_what_has_been_read_is_given_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages.loading.weight_files, "_MAPPED_BYTES", 2 * SIZE)
+    monkeypatch.setattr(epd.stages.loading.weight_files, "_MAPPED_BYTES", 2 * SIZE)
     seen = []
     for _, tensor in read_tensors(stored_tensors(folder)):
         tensor.float().sum()
@@ -75,7 +75,7 @@ def test_a_copy_is_made_without_holding_it(folder: Path, tmp_path: Path) -> None
 def test_a_type_that_is_not_known_is_a_model_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(stages.loading.weight_files._DTYPES, "BF16")
+    monkeypatch.delitem(epd.stages.loading.weight_files._DTYPES, "BF16")
     with pytest.raises(ModelError, match="has tensors of the type BF16; allowed: F64"):
         write_weights(folder, torch.float32, tmp_path / "copy")
 

@@ -14,14 +14,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-import stages.device_memory
-import stages.loading.weight_files
-import stages.loading.weights
-from encoders.names import WeightSet, is_wanted
+import epd.stages.device_memory
+import epd.stages.loading.weight_files
+import epd.stages.loading.weights
+from epd.encoders.names import WeightSet, is_wanted
 from epd.errors import InfeasibleError, ModelError
-from stages.loading.weight_files import num_weight_bytes, weights_revision, write_weights
-from stages.loading.weights import WholeModel, load_role, part_bytes
-from stages.placement import CPU_FLOAT32, Placement
+from epd.stages.loading.weight_files import num_weight_bytes, weights_revision, write_weights
+from epd.stages.loading.weights import WholeModel, load_role, part_bytes
+from epd.stages.placement import CPU_FLOAT32, Placement
 from tests.encoders.families import Family, Picture
 from tests.encoders.tolerances import BATCHING, assert_close_to
 from tests.tiny_models import load_reference
@@ -68,7 +68,7 @@ class OutsideFile(CountingFile):
 @pytest.fixture
 def tensors_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     CountingFile.read = []
-    monkeypatch.setattr(stages.loading.weight_files, "safe_open", CountingFile)
+    monkeypatch.setattr(epd.stages.loading.weight_files, "safe_open", CountingFile)
     return CountingFile.read
 
 
@@ -154,8 +154,8 @@ def test_what_is_loaded_equals_what_transformers_loads(family: Family, placement
 
 def test_all_of_a_model_is_on_its_device(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what modules compute when they are made. The device is pretended: nothing is allocated."""
-    monkeypatch.setattr(stages.loading.weight_files, "safe_open", OutsideFile)
-    monkeypatch.setattr(stages.loading.weights, "check_room", lambda *_: None)
+    monkeypatch.setattr(epd.stages.loading.weight_files, "safe_open", OutsideFile)
+    monkeypatch.setattr(epd.stages.loading.weights, "check_room", lambda *_: None)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = load_role(family.path, "whole", Placement(torch.device("cuda:0"), torch.bfloat16)).model
     tensors = [*model.parameters(), *model.buffers()]
@@ -196,7 +196,7 @@ def test_progress_is_in_bytes(family: Family) -> None:
 def test_weights_without_room_are_refused_with_their_sizes(
     family: Family, monkeypatch: pytest.MonkeyPatch, tensors_read: list[str]
 ) -> None:
-    monkeypatch.setattr(stages.device_memory, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(epd.stages.device_memory, "available_memory_bytes", lambda: 1000)
     whole = refusal(family.path, "whole", CPU_FLOAT32)
     assert re.search(r"float32 on cpu \(vision .* GB, language .* GB\), .*--dtype bfloat16", whole)
     assert "\n" not in whole
@@ -204,7 +204,7 @@ def test_weights_without_room_are_refused_with_their_sizes(
     assert "--dtype bfloat16" not in refusal(family.path, "encode", CPU_BFLOAT16)
     assert not tensors_read
     enough = sum(stored(family.path).values())
-    monkeypatch.setattr(stages.device_memory, "available_memory_bytes", lambda: enough)
+    monkeypatch.setattr(epd.stages.device_memory, "available_memory_bytes", lambda: enough)
     load_role(family.path, "whole", CPU_FLOAT32)
 
 
@@ -240,7 +240,7 @@ def test_the_lone_language_model_answers_as_the_whole_model_does(family: Family)
 
 
 def test_published_names_are_understood() -> None:
-    from encoders.names import name_in_model
+    from epd.encoders.names import name_in_model
 
     known = {
         "model.vision_tower.encoder.x",

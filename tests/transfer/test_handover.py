@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from epd.errors import InfeasibleError
+from epd.stages.connectors.in_process import InProcessHub
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, TransferOutcome
 from epd.transfer.handover import HandoverEnd, merged
-from stages.connectors.in_process import InProcessHub
 from tests.stages.handover_workers import DecodeWorker, PrefillWorker, kv_of, pools_shape, state_of
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]

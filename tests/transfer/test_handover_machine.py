@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from epd.stages.connectors.in_process import InProcessHub
 from epd.transfer.connectors import TransferOutcome
-from stages.connectors.in_process import InProcessHub
 from tests.stages.handover_workers import DecodeWorker, PrefillWorker, pools_shape
 
 PREFILLS, DECODES = ("p0", "p1"), ("d0", "d1")

@@ -15,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import nn
 
 from epd.encode.encoder_cache import EncoderCacheManager, GroupSpec
+from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.encode.embedding_receiver import EmbeddingReceiver
+from epd.stages.encode.encoder import EncodeJob, EncodeStage
+from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
 from epd.transfer.connectors import Ticket
-from stages.connectors.in_process import InProcessHub
-from stages.encode.embedding_receiver import EmbeddingReceiver
-from stages.encode.encoder import EncodeJob, EncodeStage
-from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
 from tests.encoders.fakes import NUM_CHANNELS, POISON, FakeFamily, fake_frames, fake_key, fake_plan
 
 LAYOUT = EmbeddingLayout(NUM_CHANNELS, torch.float32)

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from epd.encode.encoder_cache import CachedGroup, EncoderCacheManager, GroupSpec
+from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.connectors.mailbox import MailboxConnector
+from epd.stages.encode.embedding_receiver import EmbeddingReceiver
+from epd.stages.encode.encoder import EncodeJob, EncodeStage
+from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
 from epd.transfer.connectors import Ticket
-from stages.connectors.in_process import InProcessHub
-from stages.connectors.mailbox import MailboxConnector
-from stages.encode.embedding_receiver import EmbeddingReceiver
-from stages.encode.encoder import EncodeJob, EncodeStage
-from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
 from tests.encoders.fakes import NUM_CHANNELS, FakeFamily, fake_frames, fake_key, fake_plan
 from tests.stages.connectors.shared_memory import MessageQueue, SharedMemoryConnector, SharedPoolFile
 
@@ -200,7 +200,7 @@ def test_groups_cannot_be_released_before_they_are_taken(story: Story) -> None:
 @pytest.mark.parametrize("num_embeddings", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("num_deepstack", [0, 2])
 def test_a_pool_gives_back_what_was_put_into_it(num_embeddings: int, num_deepstack: int) -> None:
-    from encoders.adapter import Embeddings
+    from epd.encoders.adapter import Embeddings
 
     layout = EmbeddingLayout(3, torch.bfloat16, num_deepstack)
     pools = EncoderPool(NUM_BLOCKS, BLOCK_SIZE, layout), EncoderPool(2, 4, layout)

@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-import video
+from epd import video
 from epd.errors import EPDError
-from video.containers.limits import Limits
+from epd.video.containers.limits import Limits
 
 LIMITS = Limits(max_gop_s=2.0, max_file_s=4.0, open_timeout_s=2.0, max_duration_s=7200.0)
 

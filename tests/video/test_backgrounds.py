@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import video
+from epd import video
 from epd.errors import RequestError
 from epd.shapes import make_scene
+from epd.video.backgrounds import BackgroundClips
+from epd.video.demo_video import Filming, write_demo_video
 from tests.media import write_video
-from video.backgrounds import BackgroundClips
-from video.demo_video import Filming, write_demo_video
 
 TIMES_S = [0.0, 0.5, 1.9, 2.0, 2.5, 31.3]
 

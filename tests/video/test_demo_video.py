@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from epd.shapes import COLOURS, make_scene
-from video.demo_video import write_demo_video
+from epd.video.demo_video import write_demo_video
 
 
 @pytest.fixture(scope="module")

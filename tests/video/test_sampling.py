@@ -13,10 +13,10 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.video_utils import VideoMetadata
 
-import video
+from epd import video
 from epd.errors import MediaLimitError, RequestError
+from epd.video.containers.info import VideoInfo
 from tests.video.conftest import Clip
-from video.containers.info import VideoInfo
 
 RATES = [Fraction(24), Fraction(25), Fraction(30), Fraction(30000, 1001), Fraction(60), Fraction(25, 2)]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import video
+from epd import video
 from epd.errors import (
     CorruptMediaError,
     MediaError,
@@ -19,9 +19,9 @@ from epd.errors import (
     MediaNotFoundError,
     UnsupportedMediaError,
 )
+from epd.video.decoding.pixels import FrameConverter
 from tests.video.conftest import Clip
 from tests.video.recipes import RECIPES, audio_only, packets_of, picture, with_bytes
-from video.decoding.pixels import FrameConverter
 
 
 def encoded(kind: str, image: np.ndarray, **options: object) -> bytes:

@@ -1,4 +1,4 @@
-"""Our own access log as a trace: lines as `serve_app.observability.record` and the ingress write them."""
+"""Our own access log as a trace: lines as `epd.serve_app.observability.record` and the ingress write them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 from epd.cli.program import app
 from epd.errors import RequestError
+from epd.serve_app.composition import log_requests
+from epd.serve_app.observability.record import RequestRecord
+from epd.serve_app.service import AnswerEnd
 from epd.types import StageTimings, Usage
 from epd.workload.access_log import parse_log
 from epd.workload.config import load_workload
 from epd.workload.requests import RequestShape, Resolution
 from epd.workload.trace_media import ModelSight
-from serve_app.composition import log_requests
-from serve_app.observability.record import RequestRecord
-from serve_app.service import AnswerEnd
 
 
 def end(usage: Usage) -> AnswerEnd:

@@ -4,7 +4,7 @@
     no answer in time: the child is killed, MediaError; it died: one retry in another child, then MediaError
 
 Children have no secret in their environment, open no socket and know no path: files come as descriptors.
-What they send is checked here; see `video.children.wire`.
+What they send is checked here; see `epd.video.children.wire`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from epd.errors import (
     UnsupportedMediaError,
 )
 from epd.types import Float32Array, MediaKind, UInt8Array
-from video.children.process import Child, ChildServer
-from video.children.wire import MAX_REPLY_HEADER_BYTES, ChildGoneError, Header, receive, send
-from video.containers.audio import AudioPart
-from video.containers.images import MAX_IMAGE_PIXELS
-from video.containers.look import MediaFacts
-from video.sources.local_files import OpenFile
+from epd.video.children.process import Child, ChildServer
+from epd.video.children.wire import MAX_REPLY_HEADER_BYTES, ChildGoneError, Header, receive, send
+from epd.video.containers.audio import AudioPart
+from epd.video.containers.images import MAX_IMAGE_PIXELS
+from epd.video.containers.look import MediaFacts
+from epd.video.sources.local_files import OpenFile
 
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)

@@ -15,14 +15,14 @@ import numpy as np
 from epd.colour import Colour
 from epd.errors import EPDError
 from epd.types import UInt8Array
-from video.children.shared_pixels import mapped
-from video.children.wire import MAX_HEADER_BYTES, ChildGoneError, Header, receive, send
-from video.containers.audio import AudioPart, load_audio
-from video.containers.images import load_image
-from video.containers.look import look
-from video.decoding.pixels import exact_resize
-from video.decoding.stream import GroupStream, stream
-from video.sources.source import Media
+from epd.video.children.shared_pixels import mapped
+from epd.video.children.wire import MAX_HEADER_BYTES, ChildGoneError, Header, receive, send
+from epd.video.containers.audio import AudioPart, load_audio
+from epd.video.containers.images import load_image
+from epd.video.containers.look import look
+from epd.video.decoding.pixels import exact_resize
+from epd.video.decoding.stream import GroupStream, stream
+from epd.video.sources.source import Media
 
 # The memory that frames are left in for the parent, from the process's first group on.
 _pixels: list[UInt8Array] = []

@@ -12,14 +12,14 @@ import threading
 from dataclasses import dataclass
 
 from epd.errors import UnavailableError
-from video.children.server import FORK, KILL, PID, READY
-from video.children.shared_pixels import SharedPixels
+from epd.video.children.server import FORK, KILL, PID, READY
+from epd.video.children.shared_pixels import SharedPixels
 
 START_S = 60.0
 _FORK_S = 10.0
 _BOOT = (
     "import sys; sys.path[:] = {path!r}; "
-    "from video.children.server import main; main({memory}, decodes_video={video})"
+    "from epd.video.children.server import main; main({memory}, decodes_video={video})"
 )
 # All that children find in their environment: no key, no token.
 _ENVIRONMENT = {
@@ -75,7 +75,7 @@ class Child:
 
 
 class ChildServer:
-    """Starts `video.children.server` when first needed, and again if it is gone. For any thread."""
+    """Starts `epd.video.children.server` when first needed, and again if it is gone. For any thread."""
 
     def __init__(self, memory_bytes: int, *, decodes_video: bool) -> None:
         self._memory_bytes = memory_bytes

@@ -18,7 +18,7 @@ import socket
 import struct
 from pathlib import Path
 
-from video.children import jobs as child_jobs
+from epd.video.children import jobs as child_jobs
 
 FORK, KILL, READY = b"F", b"K", b"R"
 PID = struct.Struct("<i")

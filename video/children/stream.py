@@ -10,11 +10,11 @@ import numpy as np
 
 from epd.errors import CancelledError
 from epd.types import Frames
-from video.children.children import MediaChildren, attempted_twice, nonsense
-from video.children.process import Child
-from video.children.wire import Header
-from video.decoding.pixels import Size
-from video.sources.local_files import OpenFile
+from epd.video.children.children import MediaChildren, attempted_twice, nonsense
+from epd.video.children.process import Child
+from epd.video.children.wire import Header
+from epd.video.decoding.pixels import Size
+from epd.video.sources.local_files import OpenFile
 
 
 class ChildStream:

@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import Literal
 
 from epd.errors import MediaLimitError
-from video.sources.source import Media, Reader
+from epd.video.sources.source import Media, Reader
 
 Disposal = Literal["keep", "clear", "restore"]
 MAX_ANIMATION_FRAMES = 1 << 16

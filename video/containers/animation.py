@@ -17,11 +17,11 @@ from PIL import Image, UnidentifiedImageError
 from epd.colour import WHITE, Colour
 from epd.errors import CorruptMediaError, MediaLimitError
 from epd.types import UInt8Array
-from video.containers.animated_files import Animation, Piece, find_pieces
-from video.containers.avif_frames import AvifSequence, find_avif
-from video.containers.colours import rgb_pixels, rgba_image
-from video.containers.limits import Limits
-from video.sources.source import Media
+from epd.video.containers.animated_files import Animation, Piece, find_pieces
+from epd.video.containers.avif_frames import AvifSequence, find_avif
+from epd.video.containers.colours import rgb_pixels, rgba_image
+from epd.video.containers.limits import Limits
+from epd.video.sources.source import Media
 
 # Of all frames together: some minutes of drawing at most.
 MAX_ANIMATION_PIXELS = 8_000_000_000

@@ -24,9 +24,9 @@ from av.audio.stream import AudioStream
 
 from epd.errors import CorruptMediaError, MediaError, MediaLimitError, RequestError, UnsupportedMediaError
 from epd.types import Float32Array
-from video.containers.limits import DEFAULT_LIMITS, Limits
-from video.containers.mp4_claims import check_claims
-from video.sources.source import CONTAINER_FORMATS, Media, Source, as_media, open_container, reason
+from epd.video.containers.limits import DEFAULT_LIMITS, Limits
+from epd.video.containers.mp4_claims import check_claims
+from epd.video.sources.source import CONTAINER_FORMATS, Media, Source, as_media, open_container, reason
 
 AUDIO_FORMATS = f"{CONTAINER_FORMATS},wav,w64,aiff,caf,mp3,aac,flac"
 # Samples per second of a source. With fewer, one of its frames would become millions of samples.

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator
 
 import av.error
 
-from video.containers.info import VideoInfo
-from video.containers.steady_clock import SteadyClock
-from video.sources.source import VideoPacket
+from epd.video.containers.info import VideoInfo
+from epd.video.containers.steady_clock import SteadyClock
+from epd.video.sources.source import VideoPacket
 
 IsB = Callable[[bytes], bool]
 

@@ -7,9 +7,15 @@ from contextlib import closing
 import av.error
 from PIL import Image
 
-from video.containers.animated_files import MAX_ANIMATION_FRAMES, Animation, Piece, check_number, shown_for_s
-from video.containers.colours import rgba_image
-from video.sources.source import Media, Reader, open_container
+from epd.video.containers.animated_files import (
+    MAX_ANIMATION_FRAMES,
+    Animation,
+    Piece,
+    check_number,
+    shown_for_s,
+)
+from epd.video.containers.colours import rgba_image
+from epd.video.sources.source import Media, Reader, open_container
 
 _OPEN_S = 10.0
 

@@ -20,8 +20,8 @@ from PIL import Image
 from epd.colour import WHITE, Colour
 from epd.errors import CorruptMediaError, MediaLimitError, UnsupportedMediaError
 from epd.types import UInt8Array
-from video.containers.heif_boxes import Bytes, is_heif, read_items
-from video.sources.source import Media
+from epd.video.containers.heif_boxes import Bytes, is_heif, read_items
+from epd.video.sources.source import Media
 
 __all__ = ["HeifImage", "is_heif"]
 

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from epd.errors import CorruptMediaError, MediaLimitError, UnsupportedMediaError
-from video.sources.source import Media
+from epd.video.sources.source import Media
 
 # Brands of files whose images are HEVC or, as the general ones, anything; AVIF has brands of its own.
 _BRANDS = frozenset(

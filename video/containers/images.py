@@ -9,12 +9,12 @@ from PIL import Image, UnidentifiedImageError
 from epd.colour import WHITE, Colour
 from epd.errors import CorruptMediaError, MediaError, MediaLimitError, UnsupportedMediaError
 from epd.types import MediaKind, UInt8Array
-from video.containers.animation import UNREADABLE, Drawing, find_animation
-from video.containers.audio import has_audio
-from video.containers.colours import rgb_pixels
-from video.containers.heif import HeifImage, is_heif
-from video.containers.orientation import TURNED, upright_by_exif
-from video.sources.source import Media, Reader, Source, as_media, open_video
+from epd.video.containers.animation import UNREADABLE, Drawing, find_animation
+from epd.video.containers.audio import has_audio
+from epd.video.containers.colours import rgb_pixels
+from epd.video.containers.heif import HeifImage, is_heif
+from epd.video.containers.orientation import TURNED, upright_by_exif
+from epd.video.sources.source import Media, Reader, Source, as_media, open_video
 
 IMAGE_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "AVIF", "PPM")
 MAX_IMAGE_PIXELS = 80_000_000

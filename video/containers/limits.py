@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from epd.errors import MediaLimitError
-from video.containers.info import VideoInfo
+from epd.video.containers.info import VideoInfo
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 
 from epd.errors import MediaError, MediaLimitError, UnsupportedMediaError
 from epd.types import MediaKind
-from video.containers.animation import check_animation, clock, find_animation
-from video.containers.audio import audio_length
-from video.containers.images import image_size, upright_size
-from video.containers.limits import DEFAULT_LIMITS, Limits
-from video.containers.mp4_claims import check_claims
-from video.containers.probe import probe_open
-from video.sources.frame_list import LIST_FPS, FrameList, is_frame_list
-from video.sources.source import Media, Source, as_media, open_video
+from epd.video.containers.animation import check_animation, clock, find_animation
+from epd.video.containers.audio import audio_length
+from epd.video.containers.images import image_size, upright_size
+from epd.video.containers.limits import DEFAULT_LIMITS, Limits
+from epd.video.containers.mp4_claims import check_claims
+from epd.video.containers.probe import probe_open
+from epd.video.sources.frame_list import LIST_FPS, FrameList, is_frame_list
+from epd.video.sources.source import Media, Source, as_media, open_video
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from itertools import chain
 import av.error
 from av.video.stream import VideoStream
 
-from video.containers.avi_times import timed
-from video.containers.info import Shown, VideoInfo
-from video.containers.limits import Limits
-from video.containers.steady_clock import SteadyClock
-from video.sources.source import OpenVideo, VideoPacket, open_video
+from epd.video.containers.avi_times import timed
+from epd.video.containers.info import Shown, VideoInfo
+from epd.video.containers.limits import Limits
+from epd.video.containers.steady_clock import SteadyClock
+from epd.video.sources.source import OpenVideo, VideoPacket, open_video
 
 # Reading so much costs less than what could be wrong without it.
 _SMALL_BYTES = 64 << 20

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from video.sources.source import Media, Reader
+from epd.video.sources.source import Media, Reader
 
 # Boxes that are read; a day in fragments of a second has more, and says little in each.
 MAX_BOXES = 20_000

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from epd.errors import CorruptMediaError
-from video.containers.mp4_boxes import BoxWalk, has_boxes, uint32
-from video.sources.source import Media
+from epd.video.containers.mp4_boxes import BoxWalk, has_boxes, uint32
+from epd.video.sources.source import Media
 
 _CONTAINERS = frozenset({b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf"})
 _RUNS = frozenset({b"stts", b"ctts"})

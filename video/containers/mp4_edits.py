@@ -15,8 +15,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from fractions import Fraction
 
-from video.containers.mp4_boxes import BoxWalk, has_boxes, uint32
-from video.sources.source import Media
+from epd.video.containers.mp4_boxes import BoxWalk, has_boxes, uint32
+from epd.video.sources.source import Media
 
 # Edits that are read of a track: an editor's cuts of a long film are fewer.
 _MAX_EDITS = 10_000

@@ -11,13 +11,13 @@ import av.error
 from av.index import IndexEntries
 
 from epd.errors import CorruptMediaError
-from video.containers.decoder_memory import check_memory
-from video.containers.info import RAW_FORMATS, VideoInfo
-from video.containers.limits import DEFAULT_LIMITS, Limits, check_length, check_size
-from video.containers.measure import measured
-from video.containers.mp4_edits import read_layout
-from video.containers.orientation import display_matrix
-from video.sources.source import Media, OpenVideo, Source, VideoPacket, open_video
+from epd.video.containers.decoder_memory import check_memory
+from epd.video.containers.info import RAW_FORMATS, VideoInfo
+from epd.video.containers.limits import DEFAULT_LIMITS, Limits, check_length, check_size
+from epd.video.containers.measure import measured
+from epd.video.containers.mp4_edits import read_layout
+from epd.video.containers.orientation import display_matrix
+from epd.video.sources.source import Media, OpenVideo, Source, VideoPacket, open_video
 
 # Containers that can ask for a rotation, which only the first frame shows.
 ROTATING_CONTAINERS = ("mov", "matroska")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from video.sources.source import VideoPacket
+from epd.video.sources.source import VideoPacket
 
 # A pause on screen may be this long; what is longer is a jump. FFmpeg's programs draw the line there too.
 MAX_STEP_S = 10.0

@@ -6,8 +6,8 @@ import heapq
 
 from av.video.frame import VideoFrame
 
-from video.containers.info import VideoInfo
-from video.sources.source import VideoPacket
+from epd.video.containers.info import VideoInfo
+from epd.video.sources.source import VideoPacket
 
 
 class FrameClock:

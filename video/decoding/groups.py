@@ -18,7 +18,7 @@ import numpy as np
 
 from epd.errors import CorruptMediaError
 from epd.types import FrameGroup, Frames, UInt8Array
-from video.decoding.pixels import Size
+from epd.video.decoding.pixels import Size
 
 
 class GroupBuffer:

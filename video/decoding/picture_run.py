@@ -11,14 +11,14 @@ import numpy as np
 from epd.colour import Colour
 from epd.errors import CancelledError
 from epd.types import FrameGroup, Frames, UInt8Array
-from video.containers.animated_files import Animation
-from video.containers.animation import Drawing, check_animation, frame_at
-from video.containers.images import exif_orientation, load_image, upright_size
-from video.containers.orientation import TURNED, upright_by_exif
-from video.decoding.pixels import Size, exact_resize
-from video.decoding.run import RunOptions
-from video.sources.frame_list import LIST_FPS, FrameList
-from video.sources.source import Media
+from epd.video.containers.animated_files import Animation
+from epd.video.containers.animation import Drawing, check_animation, frame_at
+from epd.video.containers.images import exif_orientation, load_image, upright_size
+from epd.video.containers.orientation import TURNED, upright_by_exif
+from epd.video.decoding.pixels import Size, exact_resize
+from epd.video.decoding.run import RunOptions
+from epd.video.sources.frame_list import LIST_FPS, FrameList
+from epd.video.sources.source import Media
 
 
 class Pictures(Protocol):

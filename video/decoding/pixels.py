@@ -16,7 +16,7 @@ from av.video.frame import VideoFrame
 from av.video.reformatter import Interpolation, VideoReformatter
 
 from epd.types import UInt8Array
-from video.containers.orientation import DisplayMatrix, display_matrix, is_transposed, upright
+from epd.video.containers.orientation import DisplayMatrix, display_matrix, is_transposed, upright
 
 Size = tuple[int, int]
 ResizeMode = Literal["exact", "fast"]
@@ -75,7 +75,7 @@ def exact_resize(pixels: UInt8Array, size: Size | None) -> UInt8Array:
     """Resizes by torchvision's antialiased bicubic on uint8; `size` is (height, width), None keeps it."""
     if size is None or pixels.shape[:2] == tuple(size):
         return pixels
-    from video.decoding.resizing import resize  # torch: seconds and hundreds of megabytes
+    from epd.video.decoding.resizing import resize  # torch: seconds and hundreds of megabytes
 
     return resize(pixels, size)
 

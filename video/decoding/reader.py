@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import av.error
 from av.video.codeccontext import VideoCodecContext
 
-from video.containers.avi_times import timed
-from video.containers.info import VideoInfo
-from video.containers.limits import Limits
-from video.containers.steady_clock import SteadyClock
-from video.decoding.segment import Drain, Feed, Op, Segmenter, SequentialPlan, Stamp
-from video.sources.source import OpenVideo, VideoPacket, open_video
+from epd.video.containers.avi_times import timed
+from epd.video.containers.info import VideoInfo
+from epd.video.containers.limits import Limits
+from epd.video.containers.steady_clock import SteadyClock
+from epd.video.decoding.segment import Drain, Feed, Op, Segmenter, SequentialPlan, Stamp
+from epd.video.sources.source import OpenVideo, VideoPacket, open_video
 
 # Reading on over so much video is cheaper than seeking past it.
 MIN_JUMP_S = 0.5

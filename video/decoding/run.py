@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 from epd.errors import CancelledError, CorruptMediaError, MediaLimitError
 from epd.types import FrameGroup, UInt8Array
-from video.containers.decoder_memory import check_memory, decoder_bytes
-from video.containers.limits import Limits, check_size
-from video.containers.probe import describe
-from video.decoding.groups import GroupRing
-from video.decoding.pixels import ResizeMode, Size, exact_resize
-from video.decoding.pool import DecodePool
-from video.decoding.reader import DecodeChunk, PacketReader
-from video.decoding.session import DecodedFrame, DecoderSession
-from video.decoding.task import DecodeTask
-from video.sources.source import Media, OpenVideo, open_video
+from epd.video.containers.decoder_memory import check_memory, decoder_bytes
+from epd.video.containers.limits import Limits, check_size
+from epd.video.containers.probe import describe
+from epd.video.decoding.groups import GroupRing
+from epd.video.decoding.pixels import ResizeMode, Size, exact_resize
+from epd.video.decoding.pool import DecodePool
+from epd.video.decoding.reader import DecodeChunk, PacketReader
+from epd.video.decoding.session import DecodedFrame, DecoderSession
+from epd.video.decoding.task import DecodeTask
+from epd.video.sources.source import Media, OpenVideo, open_video
 
 # Decoded ahead of the consumer: some GOPs for every decoder, and no more memory than that.
 AHEAD_BYTES = 128 << 20

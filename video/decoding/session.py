@@ -11,11 +11,11 @@ import av.error
 from av.video.codeccontext import VideoCodecContext
 from av.video.frame import VideoFrame
 
-from video.containers.info import VideoInfo
-from video.containers.timestamps import FrameClock
-from video.decoding.reader import DecodeChunk
-from video.decoding.segment import Drain, Feed, Op, Show, StartRun
-from video.sources.source import VideoPacket
+from epd.video.containers.info import VideoInfo
+from epd.video.containers.timestamps import FrameClock
+from epd.video.decoding.reader import DecodeChunk
+from epd.video.decoding.segment import Drain, Feed, Op, Show, StartRun
+from epd.video.sources.source import VideoPacket
 
 # Codecs whose decoders drop unwanted non-reference pictures unharmed. VP9 ignores it, AV1 loses frames.
 SKIPPING_CODECS = frozenset({"h264", "hevc"})

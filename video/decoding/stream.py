@@ -13,15 +13,15 @@ import numpy as np
 from epd.colour import WHITE, Colour
 from epd.errors import RequestError
 from epd.types import FrameGroup, Frames
-from video.containers.animation import find_animation
-from video.containers.limits import DEFAULT_LIMITS, Limits
-from video.decoding.groups import cut_groups
-from video.decoding.picture_run import AnimatedPictures, ListedPictures, PictureRun
-from video.decoding.pixels import ResizeMode, Size
-from video.decoding.pool import DecodePool, shared_pool
-from video.decoding.run import AheadBound, DecodeRun, RunOptions
-from video.sources.frame_list import is_frame_list
-from video.sources.source import Media, Source, as_media
+from epd.video.containers.animation import find_animation
+from epd.video.containers.limits import DEFAULT_LIMITS, Limits
+from epd.video.decoding.groups import cut_groups
+from epd.video.decoding.picture_run import AnimatedPictures, ListedPictures, PictureRun
+from epd.video.decoding.pixels import ResizeMode, Size
+from epd.video.decoding.pool import DecodePool, shared_pool
+from epd.video.decoding.run import AheadBound, DecodeRun, RunOptions
+from epd.video.sources.frame_list import is_frame_list
+from epd.video.sources.source import Media, Source, as_media
 
 GROUP_SIZE = 16
 FIRST_GROUP_SIZE = 4

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from epd.types import UInt8Array
-from video.decoding.pixels import FrameConverter
-from video.decoding.pool import StepResult
-from video.decoding.session import DecodedFrame, DecoderSession
+from epd.video.decoding.pixels import FrameConverter
+from epd.video.decoding.pool import StepResult
+from epd.video.decoding.session import DecodedFrame, DecoderSession
 
 if TYPE_CHECKING:
-    from video.decoding.run import DecodeRun
+    from epd.video.decoding.run import DecodeRun
 
 # A step this long lets a more urgent request pass soon and keeps the cost of the queue below a percent.
 STEP_S = 0.01

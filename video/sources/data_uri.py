@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from urllib.parse import unquote, unquote_to_bytes
 
 from epd.errors import MediaLimitError, UnsupportedMediaError
-from video.sources.frame_list import MAGIC, length_field
-from video.sources.local_files import check_size
-from video.sources.policy import Sink
+from epd.video.sources.frame_list import MAGIC, length_field
+from epd.video.sources.local_files import check_size
+from epd.video.sources.policy import Sink
 
 # Percent-encoding is decoded in Python, a third of a microsecond for each character.
 MAX_PERCENT_CHARS = 1 << 20

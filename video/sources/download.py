@@ -14,9 +14,9 @@ from epd.errors import (
     MediaNotFoundError,
     UnsupportedMediaError,
 )
-from video.sources.addresses import PinnedConnection, PinnedTLSConnection, checked_addresses
-from video.sources.local_files import check_size
-from video.sources.policy import FetchPolicy, Sink
+from epd.video.sources.addresses import PinnedConnection, PinnedTLSConnection, checked_addresses
+from epd.video.sources.local_files import check_size
+from epd.video.sources.policy import FetchPolicy, Sink
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 CHUNK_BYTES = 1 << 16

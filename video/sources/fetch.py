@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from epd.errors import MediaNotFoundError, UnsupportedMediaError
-from video.sources.data_uri import read_data_uri
-from video.sources.download import Download
-from video.sources.local_files import allowed_file
-from video.sources.policy import DEFAULT_POLICY, BytesSink, FetchPolicy
+from epd.video.sources.data_uri import read_data_uri
+from epd.video.sources.download import Download
+from epd.video.sources.local_files import allowed_file
+from epd.video.sources.policy import DEFAULT_POLICY, BytesSink, FetchPolicy
 
 
 def fetch(source: str | Path, policy: FetchPolicy = DEFAULT_POLICY) -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from epd.errors import CorruptMediaError, MediaLimitError
-from video.sources.source import Media
+from epd.video.sources.source import Media
 
 MAGIC = b"EPD frame list 1\n"
 MAX_LISTED_FRAMES = 1 << 16

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from video.sources.addresses import Resolver, resolve
+from epd.video.sources.addresses import Resolver, resolve
 
 
 @dataclass(frozen=True, slots=True)

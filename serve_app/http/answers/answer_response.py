@@ -12,12 +12,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from epd.errors import EPDError, http_status
-from serve_app.http.answers.event_stream import EventStream
-from serve_app.http.answers.responses import checked_end
-from serve_app.http.guard.http_guard import bug_reply, error_reply
-from serve_app.http.protocol import ErrorReply
-from serve_app.observability.record import CLIENT_GONE, RequestRecord, server_timing
-from serve_app.service import AnswerItem
+from epd.serve_app.http.answers.event_stream import EventStream
+from epd.serve_app.http.answers.responses import checked_end
+from epd.serve_app.http.guard.http_guard import bug_reply, error_reply
+from epd.serve_app.http.protocol import ErrorReply
+from epd.serve_app.observability.record import CLIENT_GONE, RequestRecord, server_timing
+from epd.serve_app.service import AnswerItem
 
 
 class WholeAnswer(Protocol):

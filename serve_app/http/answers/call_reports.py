@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from serve_app.http.answers.tool_calls import CallPiece, Piece, ToolCallReader
-from serve_app.http.protocol import (
+from epd.serve_app.http.answers.tool_calls import CallPiece, Piece, ToolCallReader
+from epd.serve_app.http.protocol import (
     CallDelta,
     CallReport,
     Delta,

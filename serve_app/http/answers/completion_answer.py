@@ -8,10 +8,10 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from serve_app.http.answers.responses import DONE, checked_end, event, finite, usage_of, usage_report
-from serve_app.http.protocol import ErrorReply, UsageReport
-from serve_app.observability.record import RequestRecord
-from serve_app.service import AnswerEnd, AnswerItem, FinishReason, TokenDelta, TokenLogprob
+from epd.serve_app.http.answers.responses import DONE, checked_end, event, finite, usage_of, usage_report
+from epd.serve_app.http.protocol import ErrorReply, UsageReport
+from epd.serve_app.observability.record import RequestRecord
+from epd.serve_app.service import AnswerEnd, AnswerItem, FinishReason, TokenDelta, TokenLogprob
 
 
 class CompletionLogprobs(BaseModel):

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from serve_app.http.answers.call_reports import call_id
-from serve_app.http.answers.response_protocol import (
+from epd.serve_app.http.answers.call_reports import call_id
+from epd.serve_app.http.answers.response_protocol import (
     CachedTokens,
     IncompleteDetails,
     ItemStatus,
@@ -27,11 +27,11 @@ from serve_app.http.answers.response_protocol import (
     ResponseTopLogprob,
     ResponseUsage,
 )
-from serve_app.http.answers.responses import checked_end, epd_report, finite
-from serve_app.http.answers.tool_calls import CallPiece, Piece, ToolCallReader
-from serve_app.http.protocol import ErrorReply
-from serve_app.observability.record import RequestRecord
-from serve_app.service import AnswerEnd, AnswerItem, FinishReason, TokenDelta, TokenLogprob
+from epd.serve_app.http.answers.responses import checked_end, epd_report, finite
+from epd.serve_app.http.answers.tool_calls import CallPiece, Piece, ToolCallReader
+from epd.serve_app.http.protocol import ErrorReply
+from epd.serve_app.observability.record import RequestRecord
+from epd.serve_app.service import AnswerEnd, AnswerItem, FinishReason, TokenDelta, TokenLogprob
 
 Event = dict[str, Any]
 

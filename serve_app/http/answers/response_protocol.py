@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from serve_app.http.protocol import EpdReport
+from epd.serve_app.http.protocol import EpdReport
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from json.encoder import encode_basestring  # json.dumps of one text, not in ASCII
 from typing import Literal
 
-from encoders.reduction import KeptCells
+from epd.encoders.reduction import KeptCells
 from epd.errors import EPDError
-from serve_app.http.answers.call_reports import delta_of, reply_of
-from serve_app.http.answers.tool_calls import ToolCallReader
-from serve_app.http.protocol import (
+from epd.serve_app.http.answers.call_reports import delta_of, reply_of
+from epd.serve_app.http.answers.tool_calls import ToolCallReader
+from epd.serve_app.http.protocol import (
     ChatChunk,
     ChatCompletion,
     Choice,
@@ -29,8 +29,8 @@ from serve_app.http.protocol import (
     TopLogprob,
     UsageReport,
 )
-from serve_app.observability.record import AMOUNTS, RequestRecord, seconds_by_stage
-from serve_app.service import AnswerEnd, AnswerItem, FinishReason, StageSpan, TokenDelta, TokenLogprob
+from epd.serve_app.observability.record import AMOUNTS, RequestRecord, seconds_by_stage
+from epd.serve_app.service import AnswerEnd, AnswerItem, FinishReason, StageSpan, TokenDelta, TokenLogprob
 
 MIN_LOGPROB = -9999.0
 DONE = b"data: [DONE]\n\n"

@@ -13,8 +13,8 @@ from contextlib import aclosing
 from dataclasses import fields, replace
 from functools import reduce
 
+from epd.serve_app.service import AnswerEnd, AnswerItem, AnswerRequest, AnswerService, TokenDelta
 from epd.types import StageTimings, Usage
-from serve_app.service import AnswerEnd, AnswerItem, AnswerRequest, AnswerService, TokenDelta
 
 NUM_AT_ONCE = 16
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from epd.errors import RequestError, RequestLimitError, RequestTimeoutError
-from serve_app.media.spool_files import ByteBudget
-from serve_app.observability.record import RequestRecord, record_of
+from epd.serve_app.media.spool_files import ByteBudget
+from epd.serve_app.observability.record import RequestRecord, record_of
 
 _JSON_TYPES = ("", "application/json")
 

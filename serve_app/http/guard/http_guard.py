@@ -27,10 +27,10 @@ from epd.errors import (
     UnavailableError,
     http_status,
 )
-from serve_app.http.guard.host_check import HostCheck
-from serve_app.http.prefix import route_path
-from serve_app.http.protocol import ErrorBody, ErrorReply
-from serve_app.observability.record import CLIENT_GONE, RequestRecord, new_request_id, record_of
+from epd.serve_app.http.guard.host_check import HostCheck
+from epd.serve_app.http.prefix import route_path
+from epd.serve_app.http.protocol import ErrorBody, ErrorReply
+from epd.serve_app.observability.record import CLIENT_GONE, RequestRecord, new_request_id, record_of
 
 logger = logging.getLogger(__name__)
 

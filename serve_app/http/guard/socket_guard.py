@@ -164,5 +164,5 @@ class GuardedProtocol(HttpToolsProtocol):
 
 def install() -> list[Any]:
     """Makes uvicorn use guarded connections in this process. Returns no middlewares, as a list for Serve."""
-    HTTP_PROTOCOLS["auto"] = "serve_app.http.guard.socket_guard:GuardedProtocol"
+    HTTP_PROTOCOLS["auto"] = "epd.serve_app.http.guard.socket_guard:GuardedProtocol"
     return []

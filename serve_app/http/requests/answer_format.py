@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from epd.errors import RequestError
-from serve_app.http.requests.chat_request import ChatRequest, ResponseFormat, StructuredOutputs
-from serve_app.http.requests.tools import offers_tools, required_calls
-from stages.grammar.formats import WHITESPACE, AnswerFormat, format_of
+from epd.serve_app.http.requests.chat_request import ChatRequest, ResponseFormat, StructuredOutputs
+from epd.serve_app.http.requests.tools import offers_tools, required_calls
+from epd.stages.grammar.formats import WHITESPACE, AnswerFormat, format_of
 
 _ANY_OBJECT = {"type": "object"}
 

@@ -21,8 +21,8 @@ from epd.sampling_params import (
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
 )
-from serve_app.http.requests.request_fields import CHAT_FIELDS
-from serve_app.http.requests.sent_fields import Sent
+from epd.serve_app.http.requests.request_fields import CHAT_FIELDS
+from epd.serve_app.http.requests.sent_fields import Sent
 
 MAX_SALT_CHARS = 1024
 MAX_TOOLS = 128

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from epd.sampling_params import MAX_CHOICES, MAX_INT64, MAX_LOGPROBS, MAX_STOP_STRINGS
-from serve_app.http.requests.chat_request import (
+from epd.serve_app.http.requests.chat_request import (
     MAX_SALT_CHARS,
     BadWords,
     Biases,
@@ -22,7 +22,7 @@ from serve_app.http.requests.chat_request import (
     StructuredOutputs,
     UserMessage,
 )
-from serve_app.http.requests.request_fields import NO_EFFECT, REFUSED, OtherFields
+from epd.serve_app.http.requests.request_fields import NO_EFFECT, REFUSED, OtherFields
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI and vLLM have it
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from epd.errors import UnknownUuidError
+from epd.serve_app.service import MediaReference
 from epd.types import MediaKind
-from serve_app.service import MediaReference
 
 _MAX_SHOWN_CHARS = 60
 # Of the whole room, for one medium.

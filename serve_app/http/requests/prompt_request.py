@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from epd.sampling_params import MAX_INT64
-from serve_app.http.requests.chat_request import (
+from epd.serve_app.http.requests.chat_request import (
     MAX_TOOLS,
     EpdOptions,
     Filled,

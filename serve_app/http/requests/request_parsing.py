@@ -12,15 +12,14 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from encoders import OWN_LIMITS, FrameSampling, ListedTimes, PixelLimits
-from encoders.prompt.chat import ChatMessage, ContentPart, check_chat
-from encoders.prompt.tool_history import ToolCall
-from encoders.sampling import check_sampling
+from epd.encoders import OWN_LIMITS, FrameSampling, ListedTimes, PixelLimits
+from epd.encoders.prompt.chat import ChatMessage, ContentPart, check_chat
+from epd.encoders.prompt.tool_history import ToolCall
+from epd.encoders.sampling import check_sampling
 from epd.errors import ModelNotFoundError, RequestError
 from epd.reduction import ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
-from epd.types import MediaKind
-from serve_app.http.requests.chat_request import (
+from epd.serve_app.http.requests.chat_request import (
     AssistantMessage,
     AudioPart,
     AudioUrl,
@@ -40,9 +39,10 @@ from serve_app.http.requests.chat_request import (
     VideoPart,
     VideoUrl,
 )
-from serve_app.http.requests.request_fields import CHAT_FIELDS
-from serve_app.service import MediaReference, ModelCard
-from video import num_listed_frames
+from epd.serve_app.http.requests.request_fields import CHAT_FIELDS
+from epd.serve_app.service import MediaReference, ModelCard
+from epd.types import MediaKind
+from epd.video import num_listed_frames
 
 _MediaPart = ImagePart | VideoPart | AudioPart | InputAudioPart
 _Text = TextPart | RefusalPart | str

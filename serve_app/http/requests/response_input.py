@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from epd.errors import RequestError
-from serve_app.http.requests.chat_request import (
+from epd.serve_app.http.requests.chat_request import (
     AssistantMessage,
     ChatRequest,
     FunctionDefinition,
@@ -19,7 +19,7 @@ from serve_app.http.requests.chat_request import (
     ToolMessage,
     UserMessage,
 )
-from serve_app.http.requests.response_request import (
+from epd.serve_app.http.requests.response_request import (
     RESPONSE_FIELDS,
     FunctionCall,
     FunctionCallOutput,

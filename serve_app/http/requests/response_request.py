@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from epd.sampling_params import MAX_INT64, MAX_LOGPROBS, MAX_STOP_STRINGS
-from serve_app.http.requests.chat_request import (
+from epd.serve_app.http.requests.chat_request import (
     MAX_SALT_CHARS,
     MAX_TOOLS,
     AssistantMessage,
@@ -30,8 +30,8 @@ from serve_app.http.requests.chat_request import (
     UserPart,
     Variables,
 )
-from serve_app.http.requests.request_fields import NO_EFFECT, REFUSED, OtherFields
-from serve_app.http.requests.sent_fields import Sent
+from epd.serve_app.http.requests.request_fields import NO_EFFECT, REFUSED, OtherFields
+from epd.serve_app.http.requests.sent_fields import Sent
 
 _SHARED_NO_EFFECT = (
     "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",

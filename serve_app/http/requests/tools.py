@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from encoders.prompt.chat import ChatMessage, ContentPart, template_options
+from epd.encoders.prompt.chat import ChatMessage, ContentPart, template_options
 from epd.errors import RequestError
-from serve_app.http.requests.chat_request import ChatRequest, Tool, ToolChoice
-from stages.grammar.formats import AnswerFormat, format_of
+from epd.serve_app.http.requests.chat_request import ChatRequest, Tool, ToolChoice
+from epd.stages.grammar.formats import AnswerFormat, format_of
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 

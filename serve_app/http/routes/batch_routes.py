@@ -7,13 +7,13 @@ import asyncio
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
-from serve_app.files.batch_records import BatchList, BatchObject, BatchRequest
-from serve_app.files.batch_store import BatchStore
-from serve_app.files.settings import page_of
-from serve_app.http.requests.request_parsing import describe
-from serve_app.http.routes.file_routes import owner_of, store_of
-from serve_app.http.routes.prompt_routes import body_of, server_of
-from serve_app.observability.record import record_of
+from epd.serve_app.files.batch_records import BatchList, BatchObject, BatchRequest
+from epd.serve_app.files.batch_store import BatchStore
+from epd.serve_app.files.settings import page_of
+from epd.serve_app.http.requests.request_parsing import describe
+from epd.serve_app.http.routes.file_routes import owner_of, store_of
+from epd.serve_app.http.routes.prompt_routes import body_of, server_of
+from epd.serve_app.observability.record import record_of
 
 batch_routes = APIRouter()
 _MAX_BYTES = 64 << 10

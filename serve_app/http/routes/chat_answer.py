@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from serve_app.http.answers.answer_response import AnswerForm, AnswerResponse
-from serve_app.http.answers.responses import ChunkBuilder, CompletionBuilder
-from serve_app.http.requests.chat_request import ChatRequest
-from serve_app.http.requests.tools import offers_tools
-from serve_app.http.server_state import ParsedRequest, ServerState
-from serve_app.observability.record import RequestRecord
+from epd.serve_app.http.answers.answer_response import AnswerForm, AnswerResponse
+from epd.serve_app.http.answers.responses import ChunkBuilder, CompletionBuilder
+from epd.serve_app.http.requests.chat_request import ChatRequest
+from epd.serve_app.http.requests.tools import offers_tools
+from epd.serve_app.http.server_state import ParsedRequest, ServerState
+from epd.serve_app.observability.record import RequestRecord
 
 
 def wanted_usage(chat: ChatRequest) -> tuple[bool, bool]:

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve_app.http.guard.http_guard import KeyCheck
+from epd.serve_app.http.guard.http_guard import KeyCheck
 
 
 def chat_route(app: FastAPI, keys: KeyCheck, endpoint: Callable[[Request], Awaitable[Response]]) -> ASGIApp:

@@ -9,10 +9,10 @@ from fastapi import Request
 
 from epd.control.request_budget import RequestBudget
 from epd.errors import RequestError
-from serve_app.http.requests.chat_request import ChatRequest
-from serve_app.http.requests.completion_request import COMPLETION_FIELDS, CompletionRequest
-from serve_app.http.server_state import ParsedRequest, ServerState
-from serve_app.service import ModelCard, PromptService
+from epd.serve_app.http.requests.chat_request import ChatRequest
+from epd.serve_app.http.requests.completion_request import COMPLETION_FIELDS, CompletionRequest
+from epd.serve_app.http.server_state import ParsedRequest, ServerState
+from epd.serve_app.service import ModelCard, PromptService
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,16 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
+from epd.serve_app.http.answers.answer_response import AnswerForm, AnswerResponse
+from epd.serve_app.http.answers.completion_answer import Completion, CompletionChunks, CompletionWhole
+from epd.serve_app.http.requests.completion_request import CompletionRequest
+from epd.serve_app.http.routes.chat_answer import wanted_usage
+from epd.serve_app.http.routes.completion_parsing import ParsedCompletion, checked_completion
+from epd.serve_app.http.routes.prompt_routes import EVENT_STREAM, body_of, server_of
+from epd.serve_app.http.server_state import ServerState
+from epd.serve_app.observability.record import RequestRecord, record_of
+from epd.serve_app.service import AnswerEnd, AnswerItem, TokenDelta
 from epd.types import StageTimings, Usage
-from serve_app.http.answers.answer_response import AnswerForm, AnswerResponse
-from serve_app.http.answers.completion_answer import Completion, CompletionChunks, CompletionWhole
-from serve_app.http.requests.completion_request import CompletionRequest
-from serve_app.http.routes.chat_answer import wanted_usage
-from serve_app.http.routes.completion_parsing import ParsedCompletion, checked_completion
-from serve_app.http.routes.prompt_routes import EVENT_STREAM, body_of, server_of
-from serve_app.http.server_state import ServerState
-from serve_app.observability.record import RequestRecord, record_of
-from serve_app.service import AnswerEnd, AnswerItem, TokenDelta
 
 completion_routes = APIRouter()
 

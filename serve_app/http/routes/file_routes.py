@@ -8,12 +8,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
 
 from epd.errors import NotFoundError, StorageFullError
-from serve_app.files.file_store import FileStore
-from serve_app.files.records import FileDeleted, FileList, FileObject
-from serve_app.files.settings import MAX_LISTED, page_of
-from serve_app.files.upload import kept_upload
-from serve_app.http.guard.http_guard import sent_key
-from serve_app.http.routes.prompt_routes import server_of
+from epd.serve_app.files.file_store import FileStore
+from epd.serve_app.files.records import FileDeleted, FileList, FileObject
+from epd.serve_app.files.settings import MAX_LISTED, page_of
+from epd.serve_app.files.upload import kept_upload
+from epd.serve_app.http.guard.http_guard import sent_key
+from epd.serve_app.http.routes.prompt_routes import server_of
 
 file_routes = APIRouter()
 _FORM = {

@@ -6,14 +6,14 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
 from epd.errors import RequestError
-from serve_app.http.requests.chat_request import ChatRequest
-from serve_app.http.requests.completion_request import CompletionRequest
-from serve_app.http.requests.request_parsing import describe
-from serve_app.http.routes.chat_answer import chat_answer
-from serve_app.http.routes.completion_parsing import checked_completion
-from serve_app.http.routes.completion_routes import completion_answer
-from serve_app.http.routes.prompt_routes import EVENT_STREAM, body_of, server_of
-from serve_app.observability.record import record_of
+from epd.serve_app.http.requests.chat_request import ChatRequest
+from epd.serve_app.http.requests.completion_request import CompletionRequest
+from epd.serve_app.http.requests.request_parsing import describe
+from epd.serve_app.http.routes.chat_answer import chat_answer
+from epd.serve_app.http.routes.completion_parsing import checked_completion
+from epd.serve_app.http.routes.completion_routes import completion_answer
+from epd.serve_app.http.routes.prompt_routes import EVENT_STREAM, body_of, server_of
+from epd.serve_app.observability.record import record_of
 
 invocation_routes = APIRouter()
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from epd.errors import RequestBudgetError, RequestError
-from serve_app.http.requests.chat_request import ChatRequest
-from serve_app.http.requests.prompt_request import (
+from epd.serve_app.http.requests.chat_request import ChatRequest
+from epd.serve_app.http.requests.prompt_request import (
     DetokenizeReply,
     DetokenizeRequest,
     EstimateReply,
     TokenizeReply,
     TokenizeRequest,
 )
-from serve_app.http.requests.request_parsing import model_named
-from serve_app.http.server_state import ServerState
-from serve_app.observability.record import record_of
-from serve_app.service import Estimate, ModelCard
+from epd.serve_app.http.requests.request_parsing import model_named
+from epd.serve_app.http.server_state import ServerState
+from epd.serve_app.observability.record import record_of
+from epd.serve_app.service import Estimate, ModelCard
 
 prompt_routes = APIRouter()
 # What a route says of its streams: their events have no schema.

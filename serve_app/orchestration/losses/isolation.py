@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from epd.control.routing import Router
-from serve_app.orchestration.attempt import Attempt
-from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from epd.serve_app.orchestration.attempt import Attempt
+from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 
 _MAX_CLAIM_S = 30.0  # the longest that other requests are kept away from a worker
 _KNOWN_S = 1.0  # until other fronts know of a claim

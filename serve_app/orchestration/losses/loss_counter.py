@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from epd.control.loss_policy import LossLedger, LossReport, Suspect
 from epd.errors import PoisonedRequestError
+from epd.serve_app.fleet import Fleet, WorkerLostError
+from epd.serve_app.orchestration.attempt import Attempt, Ending
+from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from epd.serve_app.orchestration.live_answer import fingerprint
+from epd.serve_app.service import AnswerRequest
 from epd.topology import Stage
-from serve_app.fleet import Fleet, WorkerLostError
-from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.live_answer import fingerprint
-from serve_app.service import AnswerRequest
 
 _LOOK_S = 0.25  # between looks at what others have reported
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 from epd.control.routing import Router
 from epd.errors import InternalError
+from epd.serve_app.fleet import Fleet, WorkerLost, send_surely
+from epd.serve_app.messages import PeerLost
+from epd.serve_app.orchestration.attempt import Attempt, Ending
+from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from epd.serve_app.orchestration.placement import RequestPlacer
+from epd.serve_app.task_group import Tasks
 from epd.topology import Stage
-from serve_app.fleet import Fleet, WorkerLost, send_surely
-from serve_app.messages import PeerLost
-from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.placement import RequestPlacer
-from serve_app.task_group import Tasks
 
 logger = logging.getLogger(__name__)
 

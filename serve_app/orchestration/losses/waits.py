@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from serve_app.orchestration.attempt import Attempt
+from epd.serve_app.orchestration.attempt import Attempt
 
 _MAX_NAMED = 3  # requests that are named for each reason
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from epd.control.stall_policy import Watched, stalled
-from serve_app.messages import WorkerLoad, WorkerReport
-from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.losses.waits import awaited, summary
+from epd.serve_app.messages import WorkerLoad, WorkerReport
+from epd.serve_app.orchestration.attempt import Attempt, Ending
+from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from epd.serve_app.orchestration.losses.waits import awaited, summary
 
 logger = logging.getLogger(__name__)
 

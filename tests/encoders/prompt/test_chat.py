@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from encoders import ChatMessage, ContentPart, FrameSampling
-from encoders.checkpoint import Checkpoint
-from encoders.prompt.chat import check_chat, media_kinds, one_turn, text_message
+from epd.encoders import ChatMessage, ContentPart, FrameSampling
+from epd.encoders.checkpoint import Checkpoint
+from epd.encoders.prompt.chat import check_chat, media_kinds, one_turn, text_message
 from epd.errors import RequestError
 from epd.models import embedded_model_path
 from tests.encoders.families import Clip, Family, Media, Picture

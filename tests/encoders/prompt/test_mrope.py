@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoders import FrameSampling, PositionLayout, VideoFacts, load_adapter
-from encoders.identity import prompt_identity
-from encoders.prompt.mrope import LAYOUTS, VisualSpan, mrope_positions
-from encoders.reduction.layout import reduce_prompt
+from epd.encoders import FrameSampling, PositionLayout, VideoFacts, load_adapter
+from epd.encoders.identity import prompt_identity
+from epd.encoders.prompt.mrope import LAYOUTS, VisualSpan, mrope_positions
+from epd.encoders.reduction.layout import reduce_prompt
 from epd.errors import ModelError
 from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from encoders import load_adapter
-from encoders.prompt.raw_prompt import plan_tokens
+from epd.encoders import load_adapter
+from epd.encoders.prompt.raw_prompt import plan_tokens
 from tests.tiny_models import BUILDERS
 
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from encoders.checkpoint import Checkpoint, open_checkpoint
-from encoders.prompt.chat import ChatMessage, ContentPart, render_chat, text_message
+from epd.encoders.checkpoint import Checkpoint, open_checkpoint
+from epd.encoders.prompt.chat import ChatMessage, ContentPart, render_chat, text_message
 from epd.errors import RequestError
 from epd.models import embedded_model_path
 

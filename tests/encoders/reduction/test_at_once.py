@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from encoders.reduction.at_once import complementary_at_once
-from encoders.reduction.merging import MergedNeighbours, blocks_of, likeness
-from encoders.reduction.selection import _best_per_unit, complementary
+from epd.encoders.reduction.at_once import complementary_at_once
+from epd.encoders.reduction.merging import MergedNeighbours, blocks_of, likeness
+from epd.encoders.reduction.selection import _best_per_unit, complementary
 
 
 def rows(seed: int, *shape: int) -> Tensor:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from encoders import MediaPlan
-from encoders.adapter import Embeddings, Grid, PatchRun
-from encoders.batch import FrameEncoder
-from encoders.reduction.static_units import encode_moving
+from epd.encoders import MediaPlan
+from epd.encoders.adapter import Embeddings, Grid, PatchRun
+from epd.encoders.batch import FrameEncoder
+from epd.encoders.reduction.static_units import encode_moving
 from epd.errors import RequestError
 from tests.encoders.fakes import FakeFamily, fake_plan
 from tests.encoders.families import Clip, Family, Picture

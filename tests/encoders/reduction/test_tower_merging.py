@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from benchmarks.reduction_costs import counted_flops
-from encoders.adapter import Embeddings, Grid, PatchRun
-from encoders.batch import FrameEncoder
-from encoders.device import CPU
-from encoders.families.tiles import check_last_layer
-from encoders.reduction.merging import MergedNeighbours
-from encoders.reduction.tower_merging import Blocks, TileMerger, merge_cells
+from epd.encoders.adapter import Embeddings, Grid, PatchRun
+from epd.encoders.batch import FrameEncoder
+from epd.encoders.device import CPU
+from epd.encoders.families.tiles import check_last_layer
+from epd.encoders.reduction.merging import MergedNeighbours
+from epd.encoders.reduction.tower_merging import Blocks, TileMerger, merge_cells
 from epd.errors import RequestError, UnsupportedModelError
 from epd.reduction import TowerMerge, tower_merge
 from tests.encoders.families import Family

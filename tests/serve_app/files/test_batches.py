@@ -14,8 +14,8 @@ import pytest
 from openai.types import Batch
 
 from epd.errors import OverloadedError
-from serve_app.files.settings import FileSettings
-from serve_app.http.api import ApiSettings
+from epd.serve_app.files.settings import FileSettings
+from epd.serve_app.http.api import ApiSettings
 from tests.serve_app.conftest import QUESTION, Front, running_front
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import wait_until

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from serve_app.files.settings import FileSettings
+from epd.serve_app.files.settings import FileSettings
 from tests.serve_app.conftest import Front
 
 RunFront = Callable[..., Front]

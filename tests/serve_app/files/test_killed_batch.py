@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
-from serve_app.app_args import AppArgs
-from serve_app.http.address import HttpAddress
-from serve_app.local.server import served_locally
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.local.server import served_locally
 from tests.ports import kept_port
 from tests.serve_app.server import wait_until
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from epd.errors import RequestError
-from serve_app.app_args import AppArgs
+from epd.serve_app.app_args import AppArgs
 from tests.serve_app.conftest import ADMIN, Front
 
 ROLES = {"worker": "e1", "roles": ["decode"]}

@@ -11,8 +11,8 @@ import pytest
 
 from epd.errors import RequestError
 from epd.models import embedded_model_path
+from epd.serve_app.app_args import AppArgs
 from epd.types import UInt8Array
-from serve_app.app_args import AppArgs
 from tests.serve_app.conftest import data_url
 from tests.serve_app.real_app import RealApp, real_app
 from tests.video.pictures import CLEAR, RGBA, Part, apng, gif, png, webp

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.http.api import ApiSettings
-from serve_app.worker.worker_roles import EncodeRole
+from epd.serve_app.http.api import ApiSettings
+from epd.serve_app.worker.worker_roles import EncodeRole
 from tests.reference import MAX_TOKENS
 from tests.serve_app.conftest import JSON, data_url
 from tests.serve_app.real_app import RealApp, real_app

@@ -10,7 +10,7 @@ from time import monotonic
 
 import pytest
 
-from serve_app.http.guard.body_reader import BodyLimits
+from epd.serve_app.http.guard.body_reader import BodyLimits
 from tests.serve_app.conftest import QUESTION, Front
 from tests.serve_app.server import wait_until
 

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from epd.errors import OverloadedError, UnavailableError
-from serve_app.http.guard import http_guard
-from serve_app.observability.record import RequestRecord
+from epd.serve_app.http.guard import http_guard
+from epd.serve_app.observability.record import RequestRecord
 from tests.serve_app.conftest import ADMIN, QUESTION, Front
 from tests.serve_app.fakes import FakeService
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from encoders import FrameSampling
-from encoders.prompt.chat import media_kinds
+from epd.encoders import FrameSampling
+from epd.encoders.prompt.chat import media_kinds
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
-from serve_app.http.answers.responses import logprobs_of
-from serve_app.service import TokenLogprob
+from epd.serve_app.http.answers.responses import logprobs_of
+from epd.serve_app.service import TokenLogprob
 from tests.serve_app.conftest import JSON, QUESTION, Front
 from tests.serve_app.fakes import TIMINGS, USAGE, WORDS, FakeService
 

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd.errors import UnavailableError
-from serve_app.observability.metrics import SERVICE_COUNTERS
+from epd.serve_app.observability.metrics import SERVICE_COUNTERS
 from tests import ROOT
 from tests.serve_app.conftest import Front
 from tests.serve_app.fakes import FakeService

@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from epd.control.routing import Router
-from serve_app.http.requests.chat_request import ChatRequest
-from serve_app.http.requests.request_parsing import conversation
-from serve_app.http.server_state import ApiSettings, ParsedRequest, ServerState
-from serve_app.media.fleet_media import FleetMedia
-from serve_app.observability.record import RequestRecord
+from epd.serve_app.http.requests.chat_request import ChatRequest
+from epd.serve_app.http.requests.request_parsing import conversation
+from epd.serve_app.http.server_state import ApiSettings, ParsedRequest, ServerState
+from epd.serve_app.media.fleet_media import FleetMedia
+from epd.serve_app.observability.record import RequestRecord
 from tests.serve_app.conftest import QUESTION, Front, data_url, image_part, media_settings
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.media_fleet import MediaFleet

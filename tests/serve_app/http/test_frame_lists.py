@@ -15,9 +15,9 @@ from PIL import Image
 from transformers import AutoProcessor
 from transformers.video_utils import VideoMetadata
 
-import video
-from encoders import FrameSampling, ListedTimes, VideoFacts, load_adapter
-from encoders.sampling import MAX_LISTED_S
+from epd import video
+from epd.encoders import FrameSampling, ListedTimes, VideoFacts, load_adapter
+from epd.encoders.sampling import MAX_LISTED_S
 from epd.types import UInt8Array
 from tests.media import draw_frames
 from tests.reference import MAX_TOKENS, generated

@@ -22,13 +22,13 @@ from typing import Protocol
 import httpx
 import pytest
 
+from epd.video import ChildLimits
 from tests.serve_app.conftest import data_url, image_part, media_settings, video_part
 from tests.serve_app.hostile import ENDLESS, Body, content_of, drawn, named, text_question
 from tests.serve_app.ray.ray_session import IGNORED
 from tests.serve_app.real_app import real_app, workers_lost
 from tests.serve_app.server import wait_until
 from tests.what_waits import children_of, what_waits
-from video import ChildLimits
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from epd.serve_app.http.api import ApiSettings, create_api
+from epd.serve_app.service import AnswerEnd, AnswerItem, AnswerRequest, StageSpan, TokenDelta
 from epd.types import StageTimings, Usage
-from serve_app.http.api import ApiSettings, create_api
-from serve_app.service import AnswerEnd, AnswerItem, AnswerRequest, StageSpan, TokenDelta
 from tests.serve_app.fakes import FakeService
 
 END = AnswerEnd(Usage(0, 0, 4, 4, 0), StageTimings(total_s=0.5))

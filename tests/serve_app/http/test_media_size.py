@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-import video
-from encoders import FrameSampling
-from encoders.pixels import LOW_DETAIL_PIXELS
+from epd import video
+from epd.encoders import FrameSampling
+from epd.encoders.pixels import LOW_DETAIL_PIXELS
 from epd.models import embedded_model_path
 from tests.encoders.families import Family, Picture
 from tests.encoders.tiny_tiles import BUILDERS

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from epd.errors import RequestError
+from epd.serve_app.http.api import ApiSettings
+from epd.serve_app.http.requests.chat_request import MAX_UUID_CHARS
+from epd.serve_app.http.requests.named_media import NamedMedia, namespace_of
+from epd.serve_app.service import MediaReference
 from epd.types import MediaKind
-from serve_app.http.api import ApiSettings
-from serve_app.http.requests.chat_request import MAX_UUID_CHARS
-from serve_app.http.requests.named_media import NamedMedia, namespace_of
-from serve_app.service import MediaReference
 from tests.serve_app.conftest import JSON, data_url, image_part, video_part
 from tests.serve_app.http.test_frame_lists import drawn, listed
 from tests.serve_app.real_app import RealApp, real_app

@@ -14,9 +14,9 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 
+from epd.video import FetchPolicy
 from tests.serve_app.conftest import QUESTION, Front, media_settings, running_front
 from tests.serve_app.fakes import FakeService
-from video import FetchPolicy
 
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
 DRAWN = settings(

@@ -26,8 +26,9 @@ from schemathesis import Case, GenerationMode
 
 from epd.control.request_budget import RequestLimits
 from epd.sampling_params import SamplingParams
-from serve_app.files.settings import FileSettings
-from serve_app.http.api import ApiSettings
+from epd.serve_app.files.settings import FileSettings
+from epd.serve_app.http.api import ApiSettings
+from epd.video import FetchPolicy
 from tests.serve_app.conftest import JSON, QUESTION, image_part, media_settings, video_part
 from tests.serve_app.hostile import url_of
 from tests.serve_app.http.test_openapi import CHECKS, DRAWN, OPERATIONS, operations
@@ -35,7 +36,6 @@ from tests.serve_app.real_app import RealApp, real_app
 from tests.serve_app.server import wait_until
 from tests.video.corpus import DAMAGES, Variant, corpus
 from tests.video.recipes import GOP15, Recipe, make
-from video import FetchPolicy
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 

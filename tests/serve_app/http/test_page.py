@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
-from encoders import FrameSampling
-from encoders.reduction import KeptCells
+from epd.encoders import FrameSampling
+from epd.encoders.reduction import KeptCells
 from epd.errors import OverloadedError
-from serve_app.service import AnswerItem, AnswerRequest, StageSpan
+from epd.serve_app.service import AnswerItem, AnswerRequest, StageSpan
 from tests.serve_app.conftest import Front
 from tests.serve_app.fakes import WORDS, FakeService
 

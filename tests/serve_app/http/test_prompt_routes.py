@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from encoders import load_adapter
+from epd.encoders import load_adapter
 from tests.serve_app.conftest import JSON, data_url, image_part, video_part
 from tests.serve_app.http.test_frame_lists import drawn as drawn_frames
 from tests.serve_app.http.test_frame_lists import listed

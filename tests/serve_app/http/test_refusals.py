@@ -14,7 +14,7 @@ import epd
 from epd import errors
 from epd.errors import EPDError, OverloadedError, exit_code, http_status
 from epd.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
-from serve_app.http.guard.body_reader import BodyLimits
+from epd.serve_app.http.guard.body_reader import BodyLimits
 from tests.serve_app.conftest import JSON, QUESTION, Front
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import wait_until

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from epd.control.request_budget import RequestBudget, RequestLimits
-from serve_app.http.requests.chat_request import ChatRequest
-from serve_app.http.requests.request_cost import budget_of
-from serve_app.http.requests.request_parsing import conversation
+from epd.serve_app.http.requests.chat_request import ChatRequest
+from epd.serve_app.http.requests.request_cost import budget_of
+from epd.serve_app.http.requests.request_parsing import conversation
 from tests.serve_app.conftest import JSON, QUESTION, Front, data_url, image_part, video_part
 
 ONE: JSON = {"role": "user", "content": "x"}

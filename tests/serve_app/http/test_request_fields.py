@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from encoders.prompt.chat import ChatMessage, ContentPart
-from encoders.prompt.tool_history import ToolCall
-from serve_app.http.requests.chat_request import ChatRequest
-from serve_app.http.requests.honoured_fields import HONOURED
-from serve_app.http.requests.request_fields import NO_EFFECT, REFUSED
+from epd.encoders.prompt.chat import ChatMessage, ContentPart
+from epd.encoders.prompt.tool_history import ToolCall
+from epd.serve_app.http.requests.chat_request import ChatRequest
+from epd.serve_app.http.requests.honoured_fields import HONOURED
+from epd.serve_app.http.requests.request_fields import NO_EFFECT, REFUSED
 from tests.request_fields_page import OPENAI, PAGE, TESTS, VLLM, with_tables
 from tests.serve_app.conftest import JSON, QUESTION, Front
 

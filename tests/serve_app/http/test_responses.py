@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from epd.errors import OverloadedError
-from serve_app.http.requests.response_request import RESPONSE_FIELDS, ResponseRequest
+from epd.serve_app.http.requests.response_request import RESPONSE_FIELDS, ResponseRequest
 from tests.request_fields_page import RESPONSES
 from tests.serve_app.conftest import JSON, Front, data_url, image_part, video_part
 from tests.serve_app.fakes import USAGE, WORDS, FakeService

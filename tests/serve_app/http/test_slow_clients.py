@@ -19,11 +19,11 @@ from time import monotonic, sleep
 import httpx
 import pytest
 
-from serve_app.http.address import HttpAddress
+from epd.serve_app.http.address import HttpAddress
+from epd.video import FetchPolicy
 from tests.serve_app.conftest import JSON, QUESTION, data_url, image_part, media_settings
 from tests.serve_app.ray.ray_session import IGNORED, RaySession, running_app
 from tests.serve_app.real_app import real_app
-from video import FetchPolicy
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),

@@ -15,8 +15,8 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 
-from serve_app.http.guard import socket_guard
-from serve_app.http.guard.socket_guard import GuardedProtocol, SocketLimits
+from epd.serve_app.http.guard import socket_guard
+from epd.serve_app.http.guard.socket_guard import GuardedProtocol, SocketLimits
 from tests.serve_app.server import wait_until
 
 Run = Callable[[SocketLimits], str]

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epd.serve_app.http.answers.responses import ChunkBuilder, event
+from epd.serve_app.observability.record import RequestRecord
+from epd.serve_app.service import AnswerEnd, AnswerItem, StageSpan, TokenDelta, TokenLogprob
 from epd.types import StageTimings, Usage
-from serve_app.http.answers.responses import ChunkBuilder, event
-from serve_app.observability.record import RequestRecord
-from serve_app.service import AnswerEnd, AnswerItem, StageSpan, TokenDelta, TokenLogprob
 
 # Everything that JSON escapes, what it need not, and what looks like the end of an empty text.
 HARD_TEXTS = (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.http.answers.tool_calls import CallPiece, Piece, ToolCallReader
+from epd.serve_app.http.answers.tool_calls import CallPiece, Piece, ToolCallReader
 
 
 def read(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.local.batch import LocalBackend
-from serve_app.service import ModelCard
-from stages.batch.batch import BatchPipeline
-from stages.colocated import ColocatedPipeline
+from epd.serve_app.local.batch import LocalBackend
+from epd.serve_app.service import ModelCard
+from epd.stages.batch.batch import BatchPipeline
+from epd.stages.colocated import ColocatedPipeline
 
 
 @pytest.fixture(scope="session")

@@ -17,13 +17,13 @@ from epd.batch.lines import LineDefaults
 from epd.batch.summary import Summary
 from epd.batch.tasks import Backend, MediaTask
 from epd.reduction import ReductionPolicy
-from serve_app.local.batch import LocalBackend
-from serve_app.service import ModelCard
-from stages import group_driver
-from stages.batch.batch import BatchPipeline
-from stages.colocated import ColocatedPipeline
-from stages.engine.sequence import TokenSequence
-from stages.group_driver import GroupDriver, MediaJob
+from epd.serve_app.local.batch import LocalBackend
+from epd.serve_app.service import ModelCard
+from epd.stages import group_driver
+from epd.stages.batch.batch import BatchPipeline
+from epd.stages.colocated import ColocatedPipeline
+from epd.stages.engine.sequence import TokenSequence
+from epd.stages.group_driver import GroupDriver, MediaJob
 from tests.media import write_video
 
 QUESTIONS = ("What is shown?", "Which colour?", "How many squares are there, and where do they go?")

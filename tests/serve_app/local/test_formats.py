@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from serve_app.local.batch import LocalBackend
+from epd.serve_app.local.batch import LocalBackend
 from tests.serve_app.local.test_batch import read, run
 
 

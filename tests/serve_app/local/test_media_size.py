@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoProcessor
 
-from encoders import FrameSampling
-from serve_app.local.batch import LocalBackend
+from epd.encoders import FrameSampling
+from epd.serve_app.local.batch import LocalBackend
 from tests.reference import MAX_TOKENS, generated, processor_inputs
 from tests.serve_app.local.test_batch import read, run
 from tests.tiny_models import load_reference

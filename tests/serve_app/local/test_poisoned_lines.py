@@ -15,9 +15,9 @@ from epd.batch import http_backend
 from epd.batch.driver import BatchPlan, run_batch
 from epd.batch.lines import LineDefaults
 from epd.cli.program import app
-from serve_app.local.batch import LocalBackend
-from serve_app.messages import Prefill
-from stages.engine.engine import LanguageEngine
+from epd.serve_app.local.batch import LocalBackend
+from epd.serve_app.messages import Prefill
+from epd.stages.engine.engine import LanguageEngine
 from tests.serve_app.deployments import Deployment
 from tests.serve_app.server import served
 

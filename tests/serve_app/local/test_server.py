@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from epd.errors import ModelError, RequestError
-from serve_app.app_args import AppArgs
-from serve_app.http.address import HttpAddress
-from serve_app.local.fleet import LocalFleet
-from serve_app.local.server import _devices, served_locally
-from stages.placement import Placement
-from stages.ranks.group import ProcessRanks
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.local.fleet import LocalFleet
+from epd.serve_app.local.server import _devices, served_locally
+from epd.stages.placement import Placement
+from epd.stages.ranks.group import ProcessRanks
 from tests.serve_app.conftest import JSON, data_url, image_part
 
 QUESTION = {"messages": [{"role": "user", "content": "What is it?"}]}

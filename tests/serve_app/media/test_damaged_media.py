@@ -16,14 +16,14 @@ import httpx
 import pytest
 
 from epd.models import embedded_model_path
-from serve_app.http.api import create_api
-from serve_app.media.media_processes import MediaProcesses
+from epd.serve_app.http.api import create_api
+from epd.serve_app.media.media_processes import MediaProcesses
+from epd.video import ChildLimits, FetchPolicy, MediaChildren
 from tests.serve_app.conftest import JSON, image_part, media_settings, video_part
 from tests.serve_app.deployments import Deployment, deployed
 from tests.serve_app.hostile import png
 from tests.video.corpus import Variant, corpus
 from tests.video.recipes import GOP15, Recipe, make
-from video import ChildLimits, FetchPolicy, MediaChildren
 
 HANG_S = 60.0
 REFUSALS = {400, 413, 415, 422}

@@ -12,15 +12,15 @@ import pytest
 
 from epd.control.routing import InFlight, Router
 from epd.errors import MediaError, MediaForbiddenError, UnavailableError
+from epd.serve_app.media.fleet_media import FleetMedia
+from epd.serve_app.media_messages import FetchMedia
+from epd.serve_app.messages import WorkerLoad
+from epd.serve_app.service import MediaReference, MediaSource
 from epd.types import content_hash
-from serve_app.media.fleet_media import FleetMedia
-from serve_app.media_messages import FetchMedia
-from serve_app.messages import WorkerLoad
-from serve_app.service import MediaReference, MediaSource
+from epd.video import OwnReader
 from tests.serve_app.conftest import data_url
 from tests.serve_app.media_fleet import MediaFleet, reference_to
 from tests.serve_app.server import wait_until
-from video import OwnReader
 
 
 @pytest.fixture

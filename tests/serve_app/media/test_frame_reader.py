@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from epd.errors import CancelledError
+from epd.serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
+from epd.serve_app.media_messages import CloseStream, DecodeOrder, ReadFrames
+from epd.serve_app.service import HeldItem
 from epd.types import Frames
-from serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
-from serve_app.media_messages import CloseStream, DecodeOrder, ReadFrames
-from serve_app.service import HeldItem
+from epd.video import open_file
 from tests.serve_app.server import wait_until
-from video import open_file
 
 TIMES_S = (0.1, 0.4, 0.7, 1.0)
 

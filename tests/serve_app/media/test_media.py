@@ -19,16 +19,16 @@ import pytest
 
 from epd.control.request_budget import RequestLimits
 from epd.errors import CancelledError, MediaLimitError, OverloadedError
+from epd.serve_app.http.requests.chat_request import ChatRequest
+from epd.serve_app.http.server_state import ApiSettings
+from epd.serve_app.media.spool_files import ByteBudget, RequestFolder
+from epd.serve_app.service import MediaReference
 from epd.types import content_hash
-from serve_app.http.requests.chat_request import ChatRequest
-from serve_app.http.server_state import ApiSettings
-from serve_app.media.spool_files import ByteBudget, RequestFolder
-from serve_app.service import MediaReference
+from epd.video import FetchPolicy
 from tests.serve_app.conftest import JSON, Front, data_url, image_part, media_settings, video_part
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import wait_until
 from tests.video.corpus import corpus
-from video import FetchPolicy
 
 
 @pytest.fixture
@@ -375,7 +375,7 @@ def test_percent_encoded_megabytes_are_refused_before_they_are_decoded(
 ) -> None:
     """Decoding 24 MB of escapes takes seconds, in which a front would do nothing else."""
     decoded: list[str] = []
-    monkeypatch.setattr("video.sources.data_uri.unquote_to_bytes", decoded.append)
+    monkeypatch.setattr("epd.video.sources.data_uri.unquote_to_bytes", decoded.append)
     response = front.ask_about(image_part("data:image/png," + "%41" * 8_000_000))
     assert code_of(response) == "media_limit"
     assert "encode it as base64" in response.json()["error"]["message"]
@@ -393,7 +393,7 @@ def test_a_full_disk_is_a_503_and_costs_nothing_else(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr("serve_app.media.spool_files.os.write", full)
+        patch.setattr("epd.serve_app.media.spool_files.os.write", full)
         response = front.ask_about(part)
         assert front.ask().status_code == 200
     assert response.status_code == 503

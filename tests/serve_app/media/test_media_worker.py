@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from encoders import load_adapter
-from encoders.adapter import Grid, MediaPlan
+from epd.encoders import load_adapter
+from epd.encoders.adapter import Grid, MediaPlan
 from epd.errors import (
     CancelledError,
     CorruptMediaError,
@@ -27,11 +27,10 @@ from epd.errors import (
     UnsupportedMediaError,
 )
 from epd.models import embedded_model_path
-from epd.types import MediaKind, content_hash
-from serve_app.media.image_planner import ImagePlanner
-from serve_app.media.media_spool import FetchedFile, SpoolLimits
-from serve_app.media.media_worker import MediaSettings, MediaWorker
-from serve_app.media_messages import (
+from epd.serve_app.media.image_planner import ImagePlanner
+from epd.serve_app.media.media_spool import FetchedFile, SpoolLimits
+from epd.serve_app.media.media_worker import MediaSettings, MediaWorker
+from epd.serve_app.media_messages import (
     CloseStream,
     DecodeOrder,
     FetchMedia,
@@ -43,11 +42,12 @@ from serve_app.media_messages import (
     ReleaseMedia,
     StoreFile,
 )
-from serve_app.service import HeldItem, MediaReference
-from stages.media import PlannedMedia, plan_pixels
+from epd.serve_app.service import HeldItem, MediaReference
+from epd.stages.media import PlannedMedia, plan_pixels
+from epd.types import MediaKind, content_hash
+from epd.video import FetchPolicy, MediaFacts, load_image, open_file, reference_decode
 from tests.serve_app.conftest import data_url
 from tests.serve_app.server import wait_until
-from video import FetchPolicy, MediaFacts, load_image, open_file, reference_decode
 
 TIMES_S = (0.1, 0.4, 0.7, 1.0)
 
@@ -166,7 +166,7 @@ def store(hold: str, start: int, num_bytes: int) -> StoreFile:
 
 @pytest.fixture
 def chunk_bytes(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("serve_app.media.media_worker.FILE_CHUNK_BYTES", 3000)
+    monkeypatch.setattr("epd.serve_app.media.media_worker.FILE_CHUNK_BYTES", 3000)
     return 3000
 
 
@@ -337,7 +337,7 @@ class SlowImages:
 def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images keep their size."""
     monkeypatch.setattr(
-        "serve_app.media.image_planner.plan_pixels",
+        "epd.serve_app.media.image_planner.plan_pixels",
         lambda _, path, image, __: PlannedMedia(path, PLAN, torch.from_numpy(image)[None]),
     )
 
@@ -364,7 +364,7 @@ def test_sixteen_images_hold_up_no_other_request(named: Callable[[str, int], lis
 def test_memory_of_images_has_a_budget(
     monkeypatch: pytest.MonkeyPatch, named: Callable[[str, int], list[FetchedFile]]
 ) -> None:
-    monkeypatch.setattr("serve_app.media.image_planner._MAX_PIXEL_BYTES", 3 * 8 * 8 * 3)
+    monkeypatch.setattr("epd.serve_app.media.image_planner._MAX_PIXEL_BYTES", 3 * 8 * 8 * 3)
 
     async def run() -> None:
         images = ImagePlanner(embedded_model_path(), SlowImages(), num_threads=2)

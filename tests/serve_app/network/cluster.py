@@ -12,20 +12,20 @@ from typing import Any
 
 from epd.errors import UnavailableError
 from epd.kv.scheduling import SchedulerConfig
+from epd.serve_app.composition import share_lead
+from epd.serve_app.media.media_worker import MediaSettings, MediaWorker
+from epd.serve_app.network.board import Board
+from epd.serve_app.network.connector import TransportConfig
+from epd.serve_app.network.media_server import MediaServer
+from epd.serve_app.network.members import Credentials, Kind, Member, Place, Purpose, View
+from epd.serve_app.network.remote_fleet import RemoteFleet
+from epd.serve_app.network.worker_server import WorkerServer, WorkerServerConfig
+from epd.serve_app.orchestration.config import OrchestratorConfig
+from epd.serve_app.orchestration.orchestrator import Orchestrator
+from epd.serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.worker.worker_core import WorkerCore
+from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.topology import parse_topology
-from serve_app.composition import share_lead
-from serve_app.media.media_worker import MediaSettings, MediaWorker
-from serve_app.network.board import Board
-from serve_app.network.connector import TransportConfig
-from serve_app.network.media_server import MediaServer
-from serve_app.network.members import Credentials, Kind, Member, Place, Purpose, View
-from serve_app.network.remote_fleet import RemoteFleet
-from serve_app.network.worker_server import WorkerServer, WorkerServerConfig
-from serve_app.orchestration.config import OrchestratorConfig
-from serve_app.orchestration.orchestrator import Orchestrator
-from serve_app.orchestration.request_planner import RequestPlanner
-from serve_app.worker.worker_core import WorkerCore
-from serve_app.worker.worker_stages import WorkerSettings
 from tests.serve_app.deployments import ANY_FILE, Answered, Question, reference_to
 
 HOST = "127.0.0.1"

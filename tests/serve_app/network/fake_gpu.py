@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stages.connectors.gpu_memory import HandleError
+from epd.stages.connectors.gpu_memory import HandleError
 
 
 @dataclass

@@ -10,14 +10,14 @@ import pytest
 
 from epd.errors import OverloadedError
 from epd.sampling_params import SamplingParams
+from epd.serve_app.network import remote_fleet
+from epd.serve_app.network.connector import TransportConfig
+from epd.serve_app.network.link import Address, Link, LinkTimeoutError, connect
+from epd.serve_app.network.members import View
+from epd.serve_app.network.routes import Route
+from epd.serve_app.network.worker_server import WorkerServer
+from epd.stages.ranks import loading
 from epd.topology import TensorParallel, topology_name
-from serve_app.network import remote_fleet
-from serve_app.network.connector import TransportConfig
-from serve_app.network.link import Address, Link, LinkTimeoutError, connect
-from serve_app.network.members import View
-from serve_app.network.routes import Route
-from serve_app.network.worker_server import WorkerServer
-from stages.ranks import loading
 from tests.serve_app.deployments import Question, num_held, undisturbed
 from tests.serve_app.network.cluster import Cluster, Front, clustered
 from tests.stages.ranks.thread_ranks import StartedThreadRanks

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from epd.errors import EPDError, UnavailableError
-from serve_app.network.link import Address
-from serve_app.network.met_workers import MetWorkers
-from serve_app.network.wire import BulkPlace, WorkerCall
-from serve_app.network.worker_server import _FrontSession
+from epd.serve_app.network.link import Address
+from epd.serve_app.network.met_workers import MetWorkers
+from epd.serve_app.network.wire import BulkPlace, WorkerCall
+from epd.serve_app.network.worker_server import _FrontSession
 
 
 @pytest.mark.parametrize(

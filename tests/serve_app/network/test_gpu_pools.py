@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from epd.serve_app.network.access import Exported, Staged
+from epd.serve_app.network.memory import PoolFiles, new_fleet_id
+from epd.serve_app.network.routes import Route
+from epd.stages.connectors import deferred
+from epd.stages.engine.kv_pool import KVPools
 from epd.transfer.connectors import KVChunk, KVConnector, KVSpan, KVTicket, TransferOutcome
-from serve_app.network.access import Exported, Staged
-from serve_app.network.memory import PoolFiles, new_fleet_id
-from serve_app.network.routes import Route
-from stages.connectors import deferred
-from stages.engine.kv_pool import KVPools
 from tests.serve_app.network.fake_gpu import FakeGpuMemory
 from tests.serve_app.network.test_connector import DECODE, PREFILL, Workers, outcomes
 from tests.stages.connectors.test_deferred import Device
@@ -57,7 +57,7 @@ def files() -> Iterator[PoolFiles]:
 
 @pytest.fixture
 def pair(files: PoolFiles, monkeypatch: pytest.MonkeyPatch) -> Pair:
-    monkeypatch.setattr("serve_app.network.access._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("epd.serve_app.network.access._LOOK_EVERY_S", 0.0)
     return Pair(files)
 
 

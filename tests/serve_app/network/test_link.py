@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.errors import RequestError
-from serve_app.network.calls import Answer, Channel, Channels
-from serve_app.network.link import SILENT_S, Address, Link, LinkClosedError, Listener, connect, listen
+from epd.serve_app.network.calls import Answer, Channel, Channels
+from epd.serve_app.network.link import SILENT_S, Address, Link, LinkClosedError, Listener, connect, listen
 
 KEY = secrets.token_bytes(32)
 HOST = "127.0.0.1"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from epd.sampling_params import SamplingParams
-from serve_app.network import board
-from serve_app.network.board import Board
-from serve_app.network.members import Credentials, Member
+from epd.serve_app.network import board
+from epd.serve_app.network.board import Board
+from epd.serve_app.network.members import Credentials, Member
 from tests.serve_app.deployments import Question, undisturbed
 from tests.serve_app.network.cluster import HOST, clustered
 from tests.serve_app.network.test_cluster import settled, until_all_see

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from epd.sampling_params import SamplingParams
+from epd.serve_app.messages import Message
+from epd.serve_app.network.connector import Envelope
+from epd.serve_app.network.worker_server import WorkerServer
+from epd.serve_app.role_messages import Onload, SetRoles, StagesClosed
 from epd.topology import Stage
 from epd.transfer.connectors import Offer
-from serve_app.messages import Message
-from serve_app.network.connector import Envelope
-from serve_app.network.worker_server import WorkerServer
-from serve_app.role_messages import Onload, SetRoles, StagesClosed
 from tests.serve_app.deployments import Question, undisturbed
 from tests.serve_app.network.cluster import Front, clustered
 from tests.serve_app.network.test_cluster import settled, until, until_all_see

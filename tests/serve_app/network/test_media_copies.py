@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from encoders import FrameSampling
+from epd.encoders import FrameSampling
 from epd.sampling_params import SamplingParams
-from serve_app.media.media_worker import MediaWorker
-from serve_app.media_messages import ReadFrames, StoreFile
-from serve_app.service import MediaReference
+from epd.serve_app.media.media_worker import MediaWorker
+from epd.serve_app.media_messages import ReadFrames, StoreFile
+from epd.serve_app.service import MediaReference
 from tests.media import write_video
 from tests.serve_app.conftest import data_url
 from tests.serve_app.deployments import Answered, Question, undisturbed
@@ -29,7 +29,7 @@ def test_media_workers_give_each_other_what_a_request_contained(
     question = Question((path,), "?", SamplingParams(max_tokens=16), FrameSampling(num_frames=40))
     [expected] = undisturbed(model, [question])
     for module in ("fleet_media", "media_worker"):
-        monkeypatch.setattr(f"serve_app.media.{module}.FILE_CHUNK_BYTES", 10_000)
+        monkeypatch.setattr(f"epd.serve_app.media.{module}.FILE_CHUNK_BYTES", 10_000)
     submit, asked = MediaWorker.submit, list[tuple[type, MediaWorker]]()
 
     def noted(worker: MediaWorker, message: Any, *rest: Any) -> Any:

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.network import board as boards
-from serve_app.network.board import Board
-from serve_app.network.link import Address
-from serve_app.network.members import Credentials, Kind, Member, Place
-from serve_app.network.membership import Membership, end_process, start_ticks
+from epd.serve_app.network import board as boards
+from epd.serve_app.network.board import Board
+from epd.serve_app.network.link import Address
+from epd.serve_app.network.members import Credentials, Kind, Member, Place
+from epd.serve_app.network.membership import Membership, end_process, start_ticks
 
 SOON_S = 10.0
 
@@ -55,7 +55,7 @@ def test_members_that_leave_are_not_ended(
 ) -> None:
     """Another member of the machine, told of two that are gone: one has left, one is lost."""
     ended: list[int] = []
-    monkeypatch.setattr("serve_app.network.membership.end_process", lambda pid, _ticks: ended.append(pid))
+    monkeypatch.setattr("epd.serve_app.network.membership.end_process", lambda pid, _ticks: ended.append(pid))
 
     async def run() -> None:
         board, place = Board(), Place("127.0.0.1", "here")

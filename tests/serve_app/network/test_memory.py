@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.network.memory import PoolFiles
+from epd.serve_app.network.memory import PoolFiles
 
 
 def write_whole(path: Path) -> None:
@@ -16,7 +16,7 @@ def write_whole(path: Path) -> None:
 
 
 def test_a_shared_file_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_app.network.memory._MEMORY_FOLDER", tmp_path)
+    monkeypatch.setattr("epd.serve_app.network.memory._MEMORY_FOLDER", tmp_path)
     files = PoolFiles("shared-test")
     written: list[Path] = []
 
@@ -37,7 +37,7 @@ def test_a_shared_file_is_written_once(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_shared_file_that_cannot_be_written_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.network.memory._MEMORY_FOLDER", tmp_path)
+    monkeypatch.setattr("epd.serve_app.network.memory._MEMORY_FOLDER", tmp_path)
     files = PoolFiles("shared-test")
 
     def fail(path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_shared_file_that_cannot_be_written_is_not_there(
 
 def test_only_names_of_ended_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new worker may have the name of a lost one before all others know of the loss."""
-    monkeypatch.setattr("serve_app.network.memory._MEMORY_FOLDER", tmp_path)
+    monkeypatch.setattr("epd.serve_app.network.memory._MEMORY_FOLDER", tmp_path)
     files = PoolFiles("ended-test")
     kept = files.create("p0.prefill-kv", 4096)
     ended = kept.with_name("p0.prefill-kv-ended")

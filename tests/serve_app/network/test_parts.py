@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.encode.encoder_cache import CachedGroup
+from epd.serve_app.network.packing import Part, pack, parts_of, unpack
+from epd.serve_app.network.part_queue import PartQueue, Shipment
+from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPoolShape
+from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape, token_slots
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, Offer, Receipt, TransferOutcome
 from epd.transfer.staging import ALIGNMENT, StagingSpace
-from serve_app.network.packing import Part, pack, parts_of, unpack
-from serve_app.network.part_queue import PartQueue, Shipment
-from stages.encode.encoder_pool import EmbeddingLayout, EncoderPoolShape
-from stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape, token_slots
 from tests.stages.kv_values import put_tokens, tokens_at
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 
+from epd.serve_app.network import peer_links
+from epd.serve_app.network.peer_links import Delivery, PeerLinks
 from epd.transfer.message_channel import OutgoingChannel
-from serve_app.network import peer_links
-from serve_app.network.peer_links import Delivery, PeerLinks
 
 LIMIT_S = 20.0
 

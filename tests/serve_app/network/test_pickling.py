@@ -17,14 +17,14 @@ from epd.control.routing import InFlight
 from epd.encode.encoder_cache import CachedGroup, GroupKey
 from epd.errors import InfeasibleError, UnavailableError
 from epd.sampling_params import SamplingParams
+from epd.serve_app.messages import Admitted, WorkerLoad, WorkerReport
+from epd.serve_app.network.calls import Channel
+from epd.serve_app.network.pickling import dumps
+from epd.serve_app.network.wire import Fetched, ReleaseBulk, WorkerCall
+from epd.serve_app.worker_info import WorkerInfo
+from epd.stages.engine.generation import TokenOutput
+from epd.stages.sampling.sampler import SampledToken
 from epd.transfer.connectors import KVChunk, KVSpan, Offer, Receipt, Ticket, TransferOutcome
-from serve_app.messages import Admitted, WorkerLoad, WorkerReport
-from serve_app.network.calls import Channel
-from serve_app.network.pickling import dumps
-from serve_app.network.wire import Fetched, ReleaseBulk, WorkerCall
-from serve_app.worker_info import WorkerInfo
-from stages.engine.generation import TokenOutput
-from stages.sampling.sampler import SampledToken
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from epd.serve_app.network.access import InRanks, Packed, Staged
+from epd.serve_app.network.memory import PoolFiles
+from epd.serve_app.network.routes import Route
+from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPools, KVPoolsShape
+from epd.stages.rank import ALONE, Rank
+from epd.stages.ranks.group_pools import PoolSharing
+from epd.stages.ranks.shared_pools import ReceiveTokens, SharedPools, SharePools, receive_together
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, TransferOutcome
-from serve_app.network.access import InRanks, Packed, Staged
-from serve_app.network.memory import PoolFiles
-from serve_app.network.routes import Route
-from stages.engine.kv_pool import KVGroupShape, KVLayout, KVPools, KVPoolsShape
-from stages.rank import ALONE, Rank
-from stages.ranks.group_pools import PoolSharing
-from stages.ranks.shared_pools import ReceiveTokens, SharedPools, SharePools, receive_together
 from tests.serve_app.network.test_connector import Workers, files, outcomes
 from tests.stages.kv_values import tokens_at
 

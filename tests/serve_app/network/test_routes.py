@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.network.routes import PeerPlace, Route, choose_route
+from epd.serve_app.network.routes import PeerPlace, Route, choose_route
 
 HERE = PeerPlace("p0 1", "here", ("GPU-a",))
 

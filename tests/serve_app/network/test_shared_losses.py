@@ -12,8 +12,8 @@ import pytest
 from epd.control.loss_policy import LossLimits
 from epd.errors import PoisonedRequestError
 from epd.sampling_params import SamplingParams
+from epd.serve_app.messages import Message, Prefill
 from epd.topology import Stage
-from serve_app.messages import Message, Prefill
 from tests.serve_app.deployments import Question
 from tests.serve_app.network.cluster import Cluster, Front, clustered
 from tests.serve_app.network.test_cluster import until, until_all_see

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from epd.serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
+from epd.serve_app.network.memory import PoolFiles, new_fleet_id, remove_orphans
+from epd.serve_app.network.routes import PeerPlace, Route
 from epd.transfer.connectors import KVTicket, TransferOutcome
-from serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
-from serve_app.network.memory import PoolFiles, new_fleet_id, remove_orphans
-from serve_app.network.routes import PeerPlace, Route
 from tests.stages.handover_workers import DecodeWorker, PrefillWorker, pools_shape
 
 # One process imports torch and this module, and each worker is a copy of it.

@@ -11,9 +11,9 @@ import subprocess
 import sys
 import time
 
-from serve_app.network import link
-from serve_app.network.calls import Channel
-from serve_app.network.link import Link, LinkClosedError, connect, listen
+from epd.serve_app.network import link
+from epd.serve_app.network.calls import Channel
+from epd.serve_app.network.link import Link, LinkClosedError, connect, listen
 
 KEY = bytes(32)
 WAIT_S = 10.0

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from encoders import FrameSampling
 from epd.encode.encoder_cache import GroupKey
 from epd.encode.substituted_frames import SubstitutedFrames
+from epd.encoders import FrameSampling
 from epd.sampling_params import SamplingParams
 from tests.serve_app.conftest import Front
 from tests.serve_app.deployments import Deployment, Question, deployed

@@ -15,10 +15,10 @@ from epd.control.elasticity import ClusterTraffic, ControllerConfig, RoleControl
 from epd.errors import UnavailableError
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from serve_app.messages import WorkerLoad
-from serve_app.orchestration.elastic import Elastic
-from serve_app.role_messages import Onload
-from serve_app.worker_info import WorkerInfo
+from epd.serve_app.messages import WorkerLoad
+from epd.serve_app.orchestration.elastic import Elastic
+from epd.serve_app.role_messages import Onload
+from epd.serve_app.worker_info import WorkerInfo
 from tests.serve_app.deployments import Deployment, Question, deployed
 from tests.serve_app.orchestration.test_role_switch import on_message, roles
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from encoders.adapter import Grid, MediaPlan
-from encoders.groups import MediaGroup
 from epd.control.routing import Router
 from epd.encode.encoder_cache import CachedGroup, GroupKey, GroupSpec
+from epd.encoders.adapter import Grid, MediaPlan
+from epd.encoders.groups import MediaGroup
 from epd.errors import UnavailableError
+from epd.serve_app.fleet import WorkerLostError
+from epd.serve_app.messages import CancelTickets, EncodeGroup, Reissue
+from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage
 from epd.transfer.connectors import Ticket
 from epd.transfer.reception import Grant
-from serve_app.fleet import WorkerLostError
-from serve_app.messages import CancelTickets, EncodeGroup, Reissue
-from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.worker_info import WorkerInfo
 
 PLAN = MediaPlan("image", (56, 56), Grid(1, 4, 4), 1, 4)
 

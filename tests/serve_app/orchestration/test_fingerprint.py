@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from encoders.prompt.chat import text_message
-from serve_app.orchestration.live_answer import fingerprint
-from serve_app.service import AnswerRequest
+from epd.encoders.prompt.chat import text_message
+from epd.serve_app.orchestration.live_answer import fingerprint
+from epd.serve_app.service import AnswerRequest
 
 
 def test_other_tokens_are_another_request() -> None:

@@ -16,17 +16,17 @@ from epd.control.routing import Router
 from epd.errors import OverloadedError
 from epd.kv.kv_identity import token_identity
 from epd.sampling_params import SamplingParams
+from epd.serve_app.fleet import FleetEvent
+from epd.serve_app.messages import Abort, Message, Prefill, Reserve
+from epd.serve_app.orchestration.attempt import Attempt
+from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from epd.serve_app.orchestration.losses.isolation import Isolation
+from epd.serve_app.orchestration.losses.loss_counter import LossCounter
+from epd.serve_app.orchestration.placement import PlacementLimits, RequestPlacer
+from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket
 from epd.types import StageTimings
-from serve_app.fleet import FleetEvent
-from serve_app.messages import Abort, Message, Prefill, Reserve
-from serve_app.orchestration.attempt import Attempt
-from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.losses.isolation import Isolation
-from serve_app.orchestration.losses.loss_counter import LossCounter
-from serve_app.orchestration.placement import PlacementLimits, RequestPlacer
-from serve_app.worker_info import WorkerInfo
 from tests.serve_app.conftest import ADMIN, QUESTION, Front
 
 ROLES: Mapping[str, Stage] = {"p": "prefill", "d": "decode"}

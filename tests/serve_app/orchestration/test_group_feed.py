@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from encoders import FrameSampling
-from encoders.groups import MediaGroup
 from epd.control.routing import InFlight, Router
+from epd.encoders import FrameSampling
+from epd.encoders.groups import MediaGroup
 from epd.errors import UnavailableError
 from epd.models import embedded_model_path
-from serve_app.fleet import WorkerLostError
-from serve_app.media.fleet_media import FleetMedia
-from serve_app.media_messages import CloseStream, FetchMedia, PlanImages, ReadFrames, ReadImage
-from serve_app.orchestration.item_frames import ItemFrames
-from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
-from serve_app.service import MediaReference
+from epd.serve_app.fleet import WorkerLostError
+from epd.serve_app.media.fleet_media import FleetMedia
+from epd.serve_app.media_messages import CloseStream, FetchMedia, PlanImages, ReadFrames, ReadImage
+from epd.serve_app.orchestration.item_frames import ItemFrames
+from epd.serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
+from epd.serve_app.service import MediaReference
+from epd.video import reference_decode
 from tests.serve_app.conftest import data_url
 from tests.serve_app.deployments import Question
 from tests.serve_app.media_fleet import MediaFleet, image_pixels, reference_to
-from video import reference_decode
 
 
 class NoLosses:

@@ -18,9 +18,9 @@ import pytest
 
 from epd.errors import EPDError, InternalError, http_status
 from epd.sampling_params import SamplingParams
-from serve_app.media.frame_reader import FrameReader
-from serve_app.media.media_worker import MediaWorker
-from serve_app.media_messages import (
+from epd.serve_app.media.frame_reader import FrameReader
+from epd.serve_app.media.media_worker import MediaWorker
+from epd.serve_app.media_messages import (
     CloseStream,
     FetchMedia,
     PlanImages,
@@ -28,7 +28,7 @@ from serve_app.media_messages import (
     ReadImage,
     ReleaseMedia,
 )
-from serve_app.messages import (
+from epd.serve_app.messages import (
     Abort,
     CancelTickets,
     EncodeGroup,
@@ -39,7 +39,7 @@ from serve_app.messages import (
     Reissue,
     Reserve,
 )
-from serve_app.worker.worker_core import WorkerCore
+from epd.serve_app.worker.worker_core import WorkerCore
 from tests.media import write_image, write_video
 from tests.serve_app.deployments import Deployment, Question, deployed, undisturbed, until_busy
 from tests.serve_app.media_fleet import reference_to

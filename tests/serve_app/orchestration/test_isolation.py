@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from epd.control.routing import InFlight, Router
-from serve_app.orchestration.losses.isolation import Isolation
+from epd.serve_app.orchestration.losses.isolation import Isolation
 
 PREFILL = "prefill"
 WORKERS = ("p0", "p1")

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from encoders import FrameSampling
-from encoders.groups import MediaGroup
 from epd.encode.encoder_cache import CachedGroup
+from epd.encoders import FrameSampling
+from epd.encoders.groups import MediaGroup
 from epd.reduction import PREFILL_METHODS, QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
-from serve_app.orchestration.item_frames import ItemFrames
-from serve_app.worker.worker_roles import EncodeRole
-from stages.encode.encoder import EncodeStage
-from stages.encode.encoder_pool import EncoderPool
-from stages.encode.readings import Readings
+from epd.serve_app.orchestration.item_frames import ItemFrames
+from epd.serve_app.worker.worker_roles import EncodeRole
+from epd.stages.encode.encoder import EncodeStage
+from epd.stages.encode.encoder_pool import EncoderPool
+from epd.stages.encode.readings import Readings
 from tests.media import write_video
 from tests.serve_app.deployments import Answered, Deployment, Question, deployed
 
@@ -53,7 +53,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows as small as the groups of a deployment of tests."""
-    monkeypatch.setattr("encoders.reduction.layout.WINDOW_TOKENS", 16)
+    monkeypatch.setattr("epd.encoders.reduction.layout.WINDOW_TOKENS", 16)
 
 
 @pytest.fixture

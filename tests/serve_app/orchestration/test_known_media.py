@@ -10,11 +10,11 @@ from pathlib import Path
 import av
 import pytest
 
-from encoders import FrameSampling
 from epd.control.recent import Recent
+from epd.encoders import FrameSampling
 from epd.models import embedded_model_path
-from serve_app.orchestration.request_planner import RequestPlanner
-from serve_app.service import AnswerRequest
+from epd.serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.service import AnswerRequest
 from tests.serve_app.conftest import Front, data_url, video_part
 from tests.serve_app.deployments import Question
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from epd.errors import UnavailableError
+from epd.serve_app.orchestration.live_answer import LiveAnswer
+from epd.serve_app.service import AnswerEnd, TokenDelta
+from epd.stages.engine.generation import TokenOutput
 from epd.types import Usage
-from serve_app.orchestration.live_answer import LiveAnswer
-from serve_app.service import AnswerEnd, TokenDelta
-from stages.engine.generation import TokenOutput
 
 
 class _Plan(SimpleNamespace):

@@ -14,20 +14,20 @@ from pathlib import Path
 import pytest
 from transformers import AutoProcessor
 
-from encoders import FrameSampling
+from epd.encoders import FrameSampling
 from epd.kv.drafting import DraftConfig, DraftMethod
 from epd.models import embedded_model_path
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
+from epd.serve_app.observability.record import RequestRecord
 from epd.shapes import make_scene
 from epd.shapes.stories import TOLD_KINDS, facts_told, make_stories
-from serve_app.observability.record import RequestRecord
-from stages.colocated import ColocatedPipeline
+from epd.stages.colocated import ColocatedPipeline
+from epd.video.demo_video import write_demo_video
 from tests import reference
 from tests.serve_app.deployments import LETTERS, Question, deployed, undisturbed, until_decoding
 from tests.tiny_models import load_reference
 from training.clips import HELD_OUT_SEED
-from video.demo_video import write_demo_video
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 

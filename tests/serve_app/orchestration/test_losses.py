@@ -16,9 +16,9 @@ import pytest
 
 from epd.errors import PoisonedRequestError
 from epd.sampling_params import SamplingParams
+from epd.serve_app.media_messages import ReadFrames
+from epd.serve_app.messages import EncodeGroup, Message, Prefill, Reserve
 from epd.topology import Stage
-from serve_app.media_messages import ReadFrames
-from serve_app.messages import EncodeGroup, Message, Prefill, Reserve
 from tests.serve_app.deployments import Deployment, Question, deployed, undisturbed
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from encoders import FrameSampling
+from epd.encoders import FrameSampling
 from epd.errors import InfeasibleError, MediaError, OverloadedError, RequestError, UnavailableError
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from serve_app.role_messages import SetRoles
-from stages.colocated import ColocatedPipeline
+from epd.serve_app.role_messages import SetRoles
+from epd.stages.colocated import ColocatedPipeline
 from tests.serve_app.deployments import MAX_TOKENS, NUM_FRAMES, Answered, Question, deployed
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")

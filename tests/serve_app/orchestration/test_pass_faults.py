@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-import stages.engine.chunk_sampling
+import epd.stages.engine.chunk_sampling
 from epd.errors import EncodeError, InternalError
 from epd.sampling_params import SamplingParams
-from serve_app.worker.media_feed import MediaFeeds
-from stages.encode.encoder import EncodeStage
-from stages.engine.engine import LanguageEngine
-from stages.engine.sequence import TokenSequence
+from epd.serve_app.worker.media_feed import MediaFeeds
+from epd.stages.encode.encoder import EncodeStage
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.sequence import TokenSequence
 from tests.media import write_image
 from tests.serve_app.deployments import Deployment, Question, deployed, undisturbed
 
@@ -49,7 +49,7 @@ PLACES = {
     "segment": Place(TokenSequence, "segment", of_request, ZeroDivisionError),
     "text": Place(TokenSequence, "push", of_request, IndexError),
     "sampler": Place(
-        stages.engine.chunk_sampling,
+        epd.stages.engine.chunk_sampling,
         "sample",
         lambda _, rows: any(row.state.params.top_k == 77 for row in rows),
         KeyError,

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from encoders import Adapter, FrameSampling, PixelLimits, PromptPlan
 from epd.control.request_budget import RequestLimits
+from epd.encoders import Adapter, FrameSampling, PixelLimits, PromptPlan
 from epd.errors import RequestBudgetError, RequestError
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
-from serve_app.orchestration.orchestrator import Orchestrator
-from serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.orchestration.orchestrator import Orchestrator
+from epd.serve_app.orchestration.request_planner import RequestPlanner
 from tests.serve_app.deployments import Question
 from tests.serve_app.media_fleet import MediaFleet, reference_to, unheld
 

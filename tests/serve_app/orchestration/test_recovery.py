@@ -14,12 +14,12 @@ import pytest
 from epd.control.loss_policy import LossLimits
 from epd.errors import UnavailableError
 from epd.sampling_params import SamplingParams
+from epd.serve_app.messages import EncodeGroup, Prefill
+from epd.serve_app.orchestration import room_books
+from epd.serve_app.orchestration.attempt import Attempt
+from epd.serve_app.orchestration.group_feed import GroupFeed
 from epd.topology import Stage
 from epd.transfer.reception import Grant
-from serve_app.messages import EncodeGroup, Prefill
-from serve_app.orchestration import room_books
-from serve_app.orchestration.attempt import Attempt
-from serve_app.orchestration.group_feed import GroupFeed
 from tests.serve_app.deployments import (
     Answered,
     Deployment,

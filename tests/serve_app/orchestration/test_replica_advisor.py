@@ -13,8 +13,8 @@ from epd.control.elasticity import (
     StageTraffic,
     WorkerStanding,
 )
+from epd.serve_app.orchestration.replica_advisor import ReplicaAdvisor
 from epd.topology import STAGES, Stage
-from serve_app.orchestration.replica_advisor import ReplicaAdvisor
 
 QUICK = ReplicaConfig(up_delay_s=0.0, down_delay_s=0.0)
 ROLES: tuple[Stage, ...] = ("encode", "prefill", "decode")

@@ -10,10 +10,10 @@ import pytest
 
 from epd.control.routing import Router
 from epd.errors import MediaError
+from epd.serve_app.orchestration.attempt import Attempt, Ending
+from epd.serve_app.orchestration.live_answer import LiveAnswer
+from epd.stages.engine.generation import TokenOutput
 from epd.types import RequestStatus, Usage
-from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.live_answer import LiveAnswer
-from stages.engine.generation import TokenOutput
 
 
 class _Answer(LiveAnswer):

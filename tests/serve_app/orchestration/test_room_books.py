@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from epd.errors import InfeasibleError
-from serve_app.memory_use import MemoryUse
-from serve_app.messages import Abort, Message, Prefill, Redirect, Reserve, WorkerLoad
-from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.room_books import RoomBooks
+from epd.serve_app.memory_use import MemoryUse
+from epd.serve_app.messages import Abort, Message, Prefill, Redirect, Reserve, WorkerLoad
+from epd.serve_app.orchestration.attempt import Attempt, Ending
+from epd.serve_app.orchestration.room_books import RoomBooks
 from tests.serve_app.orchestration.test_forwarding import Bench, ScriptedFleet
 
 

@@ -15,14 +15,14 @@ from epd.control.routing import InFlight
 from epd.errors import UnavailableError
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from serve_app.fleet import WorkerChanged, WorkerLost
-from serve_app.messages import owner_of
-from serve_app.orchestration import decode_moves
-from serve_app.orchestration.attempt import Attempt
-from serve_app.orchestration.decode_moves import DecodeMoves
-from serve_app.orchestration.role_switch import SwitchLimits
-from serve_app.role_messages import AskRemaining, Offload
-from serve_app.worker_info import EVERY_STAGE
+from epd.serve_app.fleet import WorkerChanged, WorkerLost
+from epd.serve_app.messages import owner_of
+from epd.serve_app.orchestration import decode_moves
+from epd.serve_app.orchestration.attempt import Attempt
+from epd.serve_app.orchestration.decode_moves import DecodeMoves
+from epd.serve_app.orchestration.role_switch import SwitchLimits
+from epd.serve_app.role_messages import AskRemaining, Offload
+from epd.serve_app.worker_info import EVERY_STAGE
 from tests.serve_app.deployments import Answered, Question, undisturbed, until_decoding
 from tests.serve_app.shared_fleet import Front, fronts_over
 

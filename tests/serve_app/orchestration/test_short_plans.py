@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from encoders import Adapter, FrameSampling, load_adapter
-from serve_app.orchestration import request_planner
-from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
+from epd.encoders import Adapter, FrameSampling, load_adapter
+from epd.serve_app.orchestration import request_planner
+from epd.serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
 from tests.serve_app.deployments import Question
 
 

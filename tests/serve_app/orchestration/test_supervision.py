@@ -12,11 +12,11 @@ import pytest
 
 from epd.errors import InternalError
 from epd.sampling_params import SamplingParams
-from serve_app import task_group
-from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.event_reader import EventReader
-from serve_app.orchestration.live_answer import LiveAnswer
-from serve_app.task_group import Loops
+from epd.serve_app import task_group
+from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from epd.serve_app.orchestration.event_reader import EventReader
+from epd.serve_app.orchestration.live_answer import LiveAnswer
+from epd.serve_app.task_group import Loops
 from tests.serve_app.deployments import Question, deployed, undisturbed, until_decoding
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
@@ -128,7 +128,7 @@ def test_a_bug_in_recovery_ends_the_request(
     checkpoints: dict[str, Path], media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
-        monkeypatch.setattr("serve_app.orchestration.losses.recovery._reply", raise_bug)
+        monkeypatch.setattr("epd.serve_app.orchestration.losses.recovery._reply", raise_bug)
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
             asking = asyncio.create_task(deployment.ask(Question((media["image"],), sampling=LONG)))
             await until_decoding(deployment, "d0", 1)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from encoders import FrameSampling
+from epd.encoders import FrameSampling
 from epd.sampling_params import SamplingParams
+from epd.serve_app.media_messages import FetchMedia, ReadFile, ReadFrames
+from epd.serve_app.service import MediaReference
 from epd.topology import Stage
-from serve_app.media_messages import FetchMedia, ReadFile, ReadFrames
-from serve_app.service import MediaReference
 from tests.media import write_video
 from tests.serve_app.conftest import data_url
 from tests.serve_app.deployments import Answered, Deployment, Question, deployed, undisturbed
@@ -126,7 +126,7 @@ def test_many_long_videos_share_the_workers(
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
     num_bytes = 10_000
     for module in ("fleet_media", "media_worker"):
-        monkeypatch.setattr(f"serve_app.media.{module}.FILE_CHUNK_BYTES", num_bytes)
+        monkeypatch.setattr(f"epd.serve_app.media.{module}.FILE_CHUNK_BYTES", num_bytes)
     return num_bytes
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from epd.sampling_params import SamplingParams
+from epd.serve_app.messages import WorkerLoad, WorkerReport
+from epd.serve_app.orchestration.attempt import Ending
+from epd.serve_app.orchestration.losses import watchdog
+from epd.serve_app.orchestration.losses.watchdog import Watchdog
+from epd.serve_app.worker import worker_thread
+from epd.stages.connectors.in_process import InProcessConnector
 from epd.transfer.connectors import Offer
 from epd.types import RequestStatus
-from serve_app.messages import WorkerLoad, WorkerReport
-from serve_app.orchestration.attempt import Ending
-from serve_app.orchestration.losses import watchdog
-from serve_app.orchestration.losses.watchdog import Watchdog
-from serve_app.worker import worker_thread
-from stages.connectors.in_process import InProcessConnector
 from tests.serve_app.deployments import Question, deployed, undisturbed
 from tests.serve_app.worker.threads import KeepingThread
 

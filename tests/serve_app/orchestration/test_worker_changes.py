@@ -17,12 +17,19 @@ from epd.control.loss_policy import LossLedger, LossLimits
 from epd.control.routing import Router
 from epd.errors import RequestError, UnavailableError
 from epd.sampling_params import SamplingParams
+from epd.serve_app.fleet import (
+    FleetEvent,
+    WorkerBack,
+    WorkerChanged,
+    WorkerLost,
+    WorkerLostError,
+    state_after,
+)
+from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from epd.serve_app.orchestration.losses.loss_counter import LossCounter
+from epd.serve_app.role_messages import Offload, SetRoles
+from epd.serve_app.worker_info import EVERY_STAGE, WorkerInfo
 from epd.topology import Stage
-from serve_app.fleet import FleetEvent, WorkerBack, WorkerChanged, WorkerLost, WorkerLostError, state_after
-from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.losses.loss_counter import LossCounter
-from serve_app.role_messages import Offload, SetRoles
-from serve_app.worker_info import EVERY_STAGE, WorkerInfo
 from tests.serve_app.deployments import Deployment, Question, deployed, undisturbed, until_decoding
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")

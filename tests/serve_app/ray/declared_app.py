@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from serve_app.network.memory import PoolFiles, orphans
+from epd.serve_app.network.memory import PoolFiles, orphans
 from tests.serve_app.conftest import JSON, data_url, image_part, video_part
 from tests.serve_app.deployments import Answered, Question
 from tests.serve_app.ray.ray_session import RaySession
@@ -100,7 +100,7 @@ class DeclaredApp:
     url: str
     args: JSON
     front_config: JSON = field(default_factory=dict)
-    import_path: str = "serve_app.app:build_app"
+    import_path: str = "epd.serve_app.app:build_app"
     pool_files: list[PoolFiles] = field(default_factory=list)
 
     def deploy(self, num_replicas: Mapping[str, int | JSON] | None = None, **args: Any) -> None:
@@ -212,7 +212,7 @@ def declared_app(
     num_replicas: Mapping[str, int | JSON] | None = None,
     *,
     front_port: int | None = None,
-    import_path: str = "serve_app.app:build_app",
+    import_path: str = "epd.serve_app.app:build_app",
     **args: Any,
 ) -> Iterator[DeclaredApp]:
     """The application, alone. It may leave no file of a pool behind.

@@ -32,16 +32,16 @@ from ray import serve  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.serve.config import ProxyLocation  # noqa: E402
 
-from encoders import FrameSampling  # noqa: E402
+from epd.encoders import FrameSampling  # noqa: E402
 from epd.kv.scheduling import SchedulerConfig  # noqa: E402
 from epd.sampling_params import SamplingParams  # noqa: E402
+from epd.serve_app.fleet import Bulk  # noqa: E402
+from epd.serve_app.media_messages import ReadFrames  # noqa: E402
+from epd.serve_app.messages import Message  # noqa: E402
+from epd.serve_app.network.remote_fleet import RemoteFleet  # noqa: E402
+from epd.serve_app.ray.cluster import LINK_HOST, LOOPBACK, WORKER_ENVIRONMENT  # noqa: E402
+from epd.serve_app.service import AnswerItem  # noqa: E402
 from epd.topology import Stage, parse_topology  # noqa: E402
-from serve_app.fleet import Bulk  # noqa: E402
-from serve_app.media_messages import ReadFrames  # noqa: E402
-from serve_app.messages import Message  # noqa: E402
-from serve_app.network.remote_fleet import RemoteFleet  # noqa: E402
-from serve_app.ray.cluster import LINK_HOST, LOOPBACK, WORKER_ENVIRONMENT  # noqa: E402
-from serve_app.service import AnswerItem  # noqa: E402
 from tests.media import write_image, write_video  # noqa: E402
 from tests.serve_app.deployments import Answered, Question, clear_questions  # noqa: E402
 from tests.serve_app.ray.declared_app import DEPLOYED_S, DeclaredApp, until  # noqa: E402

@@ -16,17 +16,17 @@ import ray
 from ray import serve
 from ray.serve.config import ProxyLocation
 
-from serve_app.app import application, build_app
-from serve_app.app_args import AppArgs
-from serve_app.http.address import HttpAddress
-from serve_app.network.members import Member, Place, Purpose
-from serve_app.network.memory import orphans
-from serve_app.network.remote_fleet import RemoteFleet
-from serve_app.orchestration.config import OrchestratorConfig
-from serve_app.orchestration.orchestrator import Orchestrator
-from serve_app.orchestration.request_planner import RequestPlanner
-from serve_app.ray.board import RayBoard
-from serve_app.ray.cluster import RaySettings, ray_cluster
+from epd.serve_app.app import application, build_app
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.network.members import Member, Place, Purpose
+from epd.serve_app.network.memory import orphans
+from epd.serve_app.network.remote_fleet import RemoteFleet
+from epd.serve_app.orchestration.config import OrchestratorConfig
+from epd.serve_app.orchestration.orchestrator import Orchestrator
+from epd.serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.ray.board import RayBoard
+from epd.serve_app.ray.cluster import RaySettings, ray_cluster
 from tests.serve_app.deployments import Deployment
 
 # What Ray and Serve do in this process is not ours to mend.

@@ -15,7 +15,7 @@ from ray.serve._private.config import DeploymentConfig
 from ray.serve._private.deployment_info import DeploymentInfo
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from serve_app.ray.autoscaling import ADVISED, MAX_AGE_S, advice_stats, media_replicas, stage_replicas
+from epd.serve_app.ray.autoscaling import ADVISED, MAX_AGE_S, advice_stats, media_replicas, stage_replicas
 
 NOW_S = 1000.0
 STAGE = DeploymentID("Stage", "epd")
@@ -82,7 +82,7 @@ def config(policy: str) -> AutoscalingConfig:
     """As in a YAML file."""
     return AutoscalingConfig(
         min_replicas=1, max_replicas=8, upscale_delay_s=0, downscale_delay_s=0,
-        policy=AutoscalingPolicy(policy_function=f"serve_app.ray.autoscaling:{policy}"),
+        policy=AutoscalingPolicy(policy_function=f"epd.serve_app.ray.autoscaling:{policy}"),
     )  # fmt: skip
 
 

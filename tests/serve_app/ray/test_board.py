@@ -10,7 +10,7 @@ import pytest
 HEAVY = ("torch", "transformers", "torchvision", "av")
 
 
-@pytest.mark.parametrize("module", ["serve_app.ray.board", "serve_app.ray.server", "epd.cli.serve"])
+@pytest.mark.parametrize("module", ["epd.serve_app.ray.board", "epd.serve_app.ray.server", "epd.cli.serve"])
 def test_what_is_no_worker_imports_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

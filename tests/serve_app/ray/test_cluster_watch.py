@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 
 from epd.control.supervision import ClusterWatch
-from serve_app.ray.process_tree import children
+from epd.serve_app.ray.process_tree import children
 from tests.cli.test_serve_command import MARK, processes_with
 from tests.serve_app.server import wait_until
 
 # A process whose child has a child that ignores SIGTERM, each in a session of its own; it ends them all.
 TREE = """
 import os, subprocess, sys
-from serve_app.ray.process_tree import adopt_orphans, children, end_descendants
+from epd.serve_app.ray.process_tree import adopt_orphans, children, end_descendants
 
 INNER = "trap '' TERM; echo there; sleep 60"
 adopt_orphans()
@@ -33,9 +33,9 @@ os._exit(3)
 # Ray alone, which loses a process: what `epd serve` does then.
 LOSES = """
 import os, signal, sys, time
-from serve_app.ray.process_tree import children
-from serve_app.ray.cluster import RaySettings, ray_cluster
-from serve_app.ray.supervisor import supervised
+from epd.serve_app.ray.process_tree import children
+from epd.serve_app.ray.cluster import RaySettings, ray_cluster
+from epd.serve_app.ray.supervisor import supervised
 
 with ray_cluster(RaySettings()), supervised(owns_cluster=True):
     time.sleep(1.0)

@@ -21,7 +21,7 @@ import pytest
 
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from serve_app.network.memory import orphans
+from epd.serve_app.network.memory import orphans
 from tests.serve_app.deployments import Answered, Question, clear_questions, until_decoding
 from tests.serve_app.ray.ray_session import IGNORED, RayDeployment, RaySession, ray_deployed, ray_front
 

@@ -17,15 +17,15 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 from epd.errors import RequestError
-from serve_app.app_args import AppArgs
-from serve_app.http.address import HttpAddress
-from serve_app.ray.front import FrontListener, FrontReplica
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.ray.front import FrontListener, FrontReplica
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray's own, when it is imported
     from ray.serve._private.build_app import build_app as built
 
-    from serve_app.app import application
+    from epd.serve_app.app import application
 
 NUM_ASKED = 40
 
@@ -215,7 +215,7 @@ def test_an_address_that_others_share_cannot_be_reserved(address: HttpAddress) -
 def test_connections_of_a_killed_front_come_to_the_others(address: HttpAddress) -> None:
     """Its process ends at once, with its listening socket; nobody has to notice it."""
     code = (
-        "import sys, time; from serve_app.http.address import HttpAddress;"
+        "import sys, time; from epd.serve_app.http.address import HttpAddress;"
         f"held = HttpAddress(port={address.port}).listen(is_shared=True); print(flush=True); time.sleep(60)"
     )
 

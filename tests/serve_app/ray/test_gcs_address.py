@@ -14,7 +14,7 @@ import grpc  # type: ignore[import-untyped]
 import pytest
 
 from epd.errors import UnavailableError, exit_code
-from serve_app.ray.gcs_address import checked_gcs
+from epd.serve_app.ray.gcs_address import checked_gcs
 
 ANSWER_S = 25.0
 

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from epd.errors import InfeasibleError
-from serve_app.app_args import AppArgs
-from serve_app.ray import gpus
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.ray import gpus
 from tests import ROOT
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray's own, when it is imported
     from ray.serve._private.build_app import build_app as built
 
-    from serve_app.app import build_app
+    from epd.serve_app.app import build_app
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ _PROBE = """
 import json, logging, os, sys
 import ray
 from ray import serve
-from serve_app.ray.gpus import cluster_gpus, worker_device
+from epd.serve_app.ray.gpus import cluster_gpus, worker_device
 
 @serve.deployment(ray_actor_options={"num_cpus": 0})
 class Probe:

@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serve_app.network.memory import orphans
+from epd.serve_app.network.memory import orphans
 from tests.cli.test_serve_command import MARK, processes_with, running
 from tests.media import write_image
 from tests.serve_app.conftest import JSON, data_url, image_part

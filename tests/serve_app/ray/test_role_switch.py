@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from epd.sampling_params import SamplingParams
-from serve_app.network.memory import PoolFiles
+from epd.serve_app.network.memory import PoolFiles
 from tests.serve_app.deployments import Question, undisturbed, until_decoding
 from tests.serve_app.orchestration.test_role_switch import MEDIA, roles
 from tests.serve_app.ray.declared_app import DeclaredApp

@@ -14,12 +14,21 @@ from epd.errors import (
     UnavailableError,
     exit_code,
 )
-from serve_app.app_args import AppArgs
-from serve_app.http.address import HttpAddress
-from serve_app.ray import gpus
-from serve_app.ray.cluster import reason_of
-from serve_app.ray.server import check_room, start_error
-from serve_app.ray.tenancy import Cluster, Place, Tenant, checked_name, cluster_of, free_place, is_of, url_at
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.ray import gpus
+from epd.serve_app.ray.cluster import reason_of
+from epd.serve_app.ray.server import check_room, start_error
+from epd.serve_app.ray.tenancy import (
+    Cluster,
+    Place,
+    Tenant,
+    checked_name,
+    cluster_of,
+    free_place,
+    is_of,
+    url_at,
+)
 
 HTTP = HttpAddress("127.0.0.1", 8000)
 OURS = Tenant("epd", "RUNNING", "/")

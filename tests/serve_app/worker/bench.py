@@ -8,24 +8,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from encoders.groups import MediaGroup
+from epd.encoders.groups import MediaGroup
 from epd.kv.scheduling import SchedulerConfig
+from epd.serve_app.local.fleet import LocalTransport
+from epd.serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
+from epd.serve_app.media_messages import DecodeOrder, ReadFrames
+from epd.serve_app.messages import EncodeGroup, Message, Prefill, Reserve, WorkerEvent, endpoint
+from epd.serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
+from epd.serve_app.service import HeldItem
+from epd.serve_app.worker.worker_core import WorkerCore
+from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.stages.engine.generation import TokenOutput
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket
 from epd.transfer.reception import Grant
 from epd.types import UInt8Array
-from serve_app.local.fleet import LocalTransport
-from serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
-from serve_app.media_messages import DecodeOrder, ReadFrames
-from serve_app.messages import EncodeGroup, Message, Prefill, Reserve, WorkerEvent, endpoint
-from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
-from serve_app.service import HeldItem
-from serve_app.worker.worker_core import WorkerCore
-from serve_app.worker.worker_stages import WorkerSettings
-from stages.engine.generation import TokenOutput
+from epd.video import open_file
 from tests.serve_app.deployments import Question, num_held, workers_of
 from tests.serve_app.media_fleet import image_pixels, planned_here
-from video import open_file
 
 
 def _opened(order: DecodeOrder) -> FrameStream:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from epd.sampling_params import SamplingParams
-from serve_app.role_messages import AskRemaining, SetRoles
-from serve_app.worker.worker_core import WorkerCore
-from serve_app.worker.worker_roles import EncodeRole
-from stages.encode.beside import BesideThread, InTurn
-from stages.encode.encoder import EncodeStage
+from epd.serve_app.role_messages import AskRemaining, SetRoles
+from epd.serve_app.worker.worker_core import WorkerCore
+from epd.serve_app.worker.worker_roles import EncodeRole
+from epd.stages.encode.beside import BesideThread, InTurn
+from epd.stages.encode.encoder import EncodeStage
 from tests.serve_app.deployments import Question, deployed
 from tests.serve_app.worker.bench import Bench
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from epd.sampling_params import SamplingParams
-from serve_app.messages import DropOwner, Reserve, attempt_id, endpoint, owner_of
-from serve_app.orchestration.request_planner import AnswerPlan
-from serve_app.role_messages import Move, Pause
+from epd.serve_app.messages import DropOwner, Reserve, attempt_id, endpoint, owner_of
+from epd.serve_app.orchestration.request_planner import AnswerPlan
+from epd.serve_app.role_messages import Move, Pause
 from tests.serve_app.deployments import Question
 from tests.serve_app.worker.bench import Bench
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.messages import EncodeGroup, PeerLost, Prefill, Redirect
-from serve_app.role_messages import StagesClosed
-from serve_app.worker import peer_losses
-from serve_app.worker.peer_losses import NamedPeer, PeerLosses
+from epd.serve_app.messages import EncodeGroup, PeerLost, Prefill, Redirect
+from epd.serve_app.role_messages import StagesClosed
+from epd.serve_app.worker import peer_losses
+from epd.serve_app.worker.peer_losses import NamedPeer, PeerLosses
 from tests.serve_app.deployments import Question
 from tests.serve_app.worker.bench import Bench
 

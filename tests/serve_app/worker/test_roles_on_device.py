@@ -15,12 +15,12 @@ import torch
 
 from epd.encode.encode_batching import BATCH_PATCHES
 from epd.sampling_params import SamplingParams
+from epd.serve_app.local.fleet import LocalTransport
+from epd.serve_app.messages import Reserve, endpoint
+from epd.serve_app.role_messages import AskRemaining, Move, Offload, Onload, Pause, SetRoles, StagesClosed
+from epd.serve_app.worker.worker_stages import StageBuilder, WorkerSettings
+from epd.stages.placement import Placement
 from epd.topology import Stage
-from serve_app.local.fleet import LocalTransport
-from serve_app.messages import Reserve, endpoint
-from serve_app.role_messages import AskRemaining, Move, Offload, Onload, Pause, SetRoles, StagesClosed
-from serve_app.worker.worker_stages import StageBuilder, WorkerSettings
-from stages.placement import Placement
 from tests.encoders.conftest import families, family
 from tests.encoders.families import Family
 from tests.fake_cuda import CUDA, FakeCuda, fake_cuda
@@ -38,9 +38,9 @@ OTHERS = frozenset[Stage]({"encode", "prefill"})
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     placement = Placement(CUDA, torch.float32)
     monkeypatch.setattr(WorkerSettings, "placement", lambda _: placement)
-    monkeypatch.setattr("stages.device_memory.free_bytes", lambda _: 10**10)
-    monkeypatch.setattr("stages.device_memory.total_bytes", lambda _: 10**10)
-    monkeypatch.setattr("serve_app.worker.worker_stages.StageBuilder._allowed_bytes", 10**10)
+    monkeypatch.setattr("epd.stages.device_memory.free_bytes", lambda _: 10**10)
+    monkeypatch.setattr("epd.stages.device_memory.total_bytes", lambda _: 10**10)
+    monkeypatch.setattr("epd.serve_app.worker.worker_stages.StageBuilder._allowed_bytes", 10**10)
     with fake_cuda() as mode:
         yield mode
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from epd.sampling_params import SamplingParams
+from epd.serve_app.local.fleet import LocalTransport
+from epd.serve_app.messages import Abort, EncodeGroup, Message, Prefill, Reserve, SpanDone, endpoint
+from epd.serve_app.worker.worker_core import WorkerCore
+from epd.serve_app.worker.worker_roles import EncodeRole
+from epd.serve_app.worker.worker_thread import Call
+from epd.stages.decoder.decoder import FusedDecoder
 from epd.topology import Stage
 from epd.transfer.reception import Grant
-from serve_app.local.fleet import LocalTransport
-from serve_app.messages import Abort, EncodeGroup, Message, Prefill, Reserve, SpanDone, endpoint
-from serve_app.worker.worker_core import WorkerCore
-from serve_app.worker.worker_roles import EncodeRole
-from serve_app.worker.worker_thread import Call
-from stages.decoder.decoder import FusedDecoder
 from tests.serve_app.deployments import Question
 from tests.serve_app.worker.bench import Bench
 from tests.serve_app.worker.threads import KeepingThread

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from epd.sampling_params import SamplingParams
-from serve_app.messages import (
+from epd.serve_app.messages import (
     Abort,
     EncodeGroup,
     GroupFailed,
@@ -22,8 +22,8 @@ from serve_app.messages import (
     SpanDone,
     WorkerEvent,
 )
-from serve_app.orchestration.request_planner import AnswerPlan
-from serve_app.role_messages import SetRoles
+from epd.serve_app.orchestration.request_planner import AnswerPlan
+from epd.serve_app.role_messages import SetRoles
 from tests.serve_app.deployments import MAX_TOKENS, Question
 from tests.serve_app.worker.bench import Bench
 

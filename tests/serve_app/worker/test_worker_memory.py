@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from epd.errors import InfeasibleError
+from epd.serve_app.memory_use import MemoryUse
+from epd.serve_app.messages import WorkerLoad
+from epd.serve_app.role_messages import Offload, Onload, SetRoles
+from epd.serve_app.worker.worker_core import WorkerCore
+from epd.stages.memory_sizing import GPUMemory
+from epd.stages.placement import Placement
 from epd.topology import Stage
-from serve_app.memory_use import MemoryUse
-from serve_app.messages import WorkerLoad
-from serve_app.role_messages import Offload, Onload, SetRoles
-from serve_app.worker.worker_core import WorkerCore
-from stages.memory_sizing import GPUMemory
-from stages.placement import Placement
 from tests.serve_app.worker.bench import Bench
 
 ENCODE, PREFILL, DECODE = (frozenset[Stage]({each}) for each in ("encode", "prefill", "decode"))  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Sizes:
     found = Sizes()
     monkeypatch.setattr(Placement, "is_cuda", property(lambda _: True))
     monkeypatch.setattr(GPUMemory, "now", classmethod(lambda cls, _: cls(10**9, 0, 0)))
-    monkeypatch.setattr("serve_app.worker.worker_stages.measured_kv_tokens", found)
+    monkeypatch.setattr("epd.serve_app.worker.worker_stages.measured_kv_tokens", found)
     return found
 
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from epd.errors import RequestError
-from serve_app.app_args import AppArgs
-from serve_app.composition import worker_settings
-from serve_app.local.fleet import LocalTransport
-from serve_app.network.connector import ProcessTransport
-from serve_app.network.memory import PoolFiles, new_fleet_id
-from serve_app.network.routes import PeerPlace
-from serve_app.role_messages import Onload, SetRoles
-from serve_app.worker.worker_core import WorkerCore
-from serve_app.worker.worker_stages import StageBuilder
-from stages.placement import Placement
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.composition import worker_settings
+from epd.serve_app.local.fleet import LocalTransport
+from epd.serve_app.network.connector import ProcessTransport
+from epd.serve_app.network.memory import PoolFiles, new_fleet_id
+from epd.serve_app.network.routes import PeerPlace
+from epd.serve_app.role_messages import Onload, SetRoles
+from epd.serve_app.worker.worker_core import WorkerCore
+from epd.serve_app.worker.worker_stages import StageBuilder
+from epd.stages.placement import Placement
 
 
 @dataclass(slots=True)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from epd.errors import EPDError, ModelError, WorkerFaultError, http_status
-from serve_app.messages import Abort, CancelTickets, Redirect
-from serve_app.worker.worker_roles import EncodeRole
-from serve_app.worker.worker_stages import WorkerSettings
-from serve_app.worker.worker_thread import Call
-from stages.encode.encoder_pool import EncoderPoolShape
+from epd.serve_app.messages import Abort, CancelTickets, Redirect
+from epd.serve_app.worker.worker_roles import EncodeRole
+from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_thread import Call
+from epd.stages.encode.encoder_pool import EncoderPoolShape
 from tests.serve_app.worker.threads import KeepingThread
 
 SOON_S = 10.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+from epd.serve_app.messages import WorkerReport
+from epd.serve_app.worker.worker_stages import Transport, WorkerSettings
+from epd.serve_app.worker.worker_thread import Listener, WorkerThread
 from epd.topology import Stage
-from serve_app.messages import WorkerReport
-from serve_app.worker.worker_stages import Transport, WorkerSettings
-from serve_app.worker.worker_thread import Listener, WorkerThread
 
 
 class KeepingThread(WorkerThread):

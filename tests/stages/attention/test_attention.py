@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2Model
 
 from epd.kv.drafting import MOST_DRAFTS
-from stages.attention.attention import AttentionBatch, AttentionPlan, attend, register, write_kv
-from stages.attention.gathered import GatheredPiece
-from stages.attention.host import HostPlan
-from stages.attention.pieces import Piece, UnmaskedPiece
-from stages.attention.runs import SharedRun, find_runs
-from stages.engine.kv_pool import KVLayout, KVPool, StorageOrder
+from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, register, write_kv
+from epd.stages.attention.gathered import GatheredPiece
+from epd.stages.attention.host import HostPlan
+from epd.stages.attention.pieces import Piece, UnmaskedPiece
+from epd.stages.attention.runs import SharedRun, find_runs
+from epd.stages.engine.kv_pool import KVLayout, KVPool, StorageOrder
 
 # (query heads, KV heads, head dim)
 HEADS = [(4, 2, 64), (4, 4, 16), (6, 1, 24)]
@@ -181,7 +181,7 @@ def test_a_long_run_is_read_in_place_and_its_end_gathered() -> None:
 @pytest.mark.parametrize("shuffled", [True, False])
 def test_what_is_long_is_read_part_by_part(shuffled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the copy that is read has a bound, whatever the context."""
-    monkeypatch.setattr("stages.attention.host._MOST_AT_ONCE", 500)
+    monkeypatch.setattr("epd.stages.attention.host._MOST_AT_ONCE", 500)
     for lens in (LONG, [(1, 1300)], [(40, 1205)]):
         case = make_case(lens, SMALL, 16, shuffled=shuffled)
         alone = [piece.keys for piece in pieces_of(case) if isinstance(piece, UnmaskedPiece)]

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.attention.attention import AttentionBatch
-from stages.attention.gathered import GatheredPiece, OwnSpan
-from stages.attention.host import HostPlan
-from stages.attention.pieces import CausalPiece, Piece
+from epd.stages.attention.attention import AttentionBatch
+from epd.stages.attention.gathered import GatheredPiece, OwnSpan
+from epd.stages.attention.host import HostPlan
+from epd.stages.attention.pieces import CausalPiece, Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def test_every_key_is_attended_once(
         "_BATCH_COST_TOKENS": 20,
         "_MOST_AT_ONCE": most_at_once,
     }
-    with patch.multiple("stages.attention.host", **limits):
+    with patch.multiple("epd.stages.attention.host", **limits):
         pieces = HostPlan.build(batch).pieces
     attended: dict[int, list[int]] = defaultdict(list)
     for piece in pieces:

@@ -13,9 +13,9 @@ from torch import nn
 from transformers import Gemma2Config, Gemma2Model, Qwen2Config
 
 from epd.errors import UnsupportedModelError
-from stages.attention.attention import epd_paged, register
-from stages.loading.weights import load_role
-from stages.placement import CPU_FLOAT32
+from epd.stages.attention.attention import epd_paged, register
+from epd.stages.loading.weights import load_role
+from epd.stages.placement import CPU_FLOAT32
 from tests.encoders.tiny_tiles import build_internvl
 
 WINDOWED = {"use_sliding_window": True, "max_window_layers": 0, "layer_types": None}

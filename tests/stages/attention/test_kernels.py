@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from encoders.patches import PatchSpec, patchify
-from stages.attention import prefixes
-from stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
-from stages.attention.device import DecodeRoom, DecodeWork, DeviceHeads, DevicePlan, decode_work
+from epd.encoders.patches import PatchSpec, patchify
+from epd.stages.attention import prefixes
+from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
+from epd.stages.attention.device import DecodeRoom, DecodeWork, DeviceHeads, DevicePlan, decode_work
 from tests.stages.attention.test_attention import Case, filled, make_case, naive, share
 
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
@@ -170,8 +170,8 @@ def refilled(batch: AttentionBatch, heads: DeviceHeads, num_rows: int, max_block
 
 def compare_moves(device: str, dtype: torch.dtype = torch.float32) -> None:
     """Writing, bit by bit; keys are transposed views, as from transformers. Then blocks of another pool."""
-    from stages.kernels.block_copies import copy_blocks_fused
-    from stages.kernels.kv_slots import write_slots
+    from epd.stages.kernels.block_copies import copy_blocks_fused
+    from epd.stages.kernels.kv_slots import write_slots
 
     torch.manual_seed(0)
     slots = torch.tensor([7, 0, 30, 31, 12], device=device)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from stages.attention.device import DeviceHeads, PassWork
-from stages.attention.prefixes import shared_prefixes
-from stages.attention.runs import SharedRun
-from stages.kernels.work_list import ITEM_WIDTH, MERGE_WIDTH, Tiles, keys_each, segment_tiles, work_list
+from epd.stages.attention.device import DeviceHeads, PassWork
+from epd.stages.attention.prefixes import shared_prefixes
+from epd.stages.attention.runs import SharedRun
+from epd.stages.kernels.work_list import ITEM_WIDTH, MERGE_WIDTH, Tiles, keys_each, segment_tiles, work_list
 
 HEADS = DeviceHeads(7, 4, 128, torch.bfloat16, num_processors=132, chip=90)
 Lens = list[tuple[int, int]]  # (new tokens, context) of each segment

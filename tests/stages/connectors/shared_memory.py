@@ -11,8 +11,8 @@ from queue import Empty
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
+from epd.stages.connectors.mailbox import MailboxConnector, Message, Pool
 from epd.transfer.connectors import AnyTicket, Offer, SourceT, TicketT
-from stages.connectors.mailbox import MailboxConnector, Message, Pool
 
 _MEMORY_FOLDER = Path("/dev/shm")
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from epd.stages.connectors import deferred
+from epd.stages.connectors.in_process import InProcessConnector, InProcessHub
+from epd.stages.engine.kv_pool import KVPools
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, TransferOutcome
-from stages.connectors import deferred
-from stages.connectors.in_process import InProcessConnector, InProcessHub
-from stages.engine.kv_pool import KVPools
 from tests.stages.handover_workers import pools_shape
 from tests.stages.kv_values import put_tokens, tokens_at
 

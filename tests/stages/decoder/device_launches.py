@@ -18,15 +18,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageTextToText
 
-from stages.attention.attention import AttentionBatch, AttentionPlan
-from stages.attention.device import DeviceHeads
-from stages.decoder.decoder import DecoderInputs, FusedDecoder, LayerCaches
-from stages.decoder.layers import layers_of
-from stages.decoder.text_model import text_model
+from epd.stages.attention.attention import AttentionBatch, AttentionPlan
+from epd.stages.attention.device import DeviceHeads
+from epd.stages.decoder.decoder import DecoderInputs, FusedDecoder, LayerCaches
+from epd.stages.decoder.layers import layers_of
+from epd.stages.decoder.text_model import text_model
 from tests.stages.decoder.text_models import CONFIGS
 from tests.stages.kernels_ahead import Launch, recorded
 
-_DISPATCHED = ("stages.attention.attention", "stages.attention.device", "stages.decoder.operations")
+_DISPATCHED = (
+    "epd.stages.attention.attention",
+    "epd.stages.attention.device",
+    "epd.stages.decoder.operations",
+)
 _CONTEXTS = (40_000, 900)
 
 
@@ -73,8 +77,8 @@ def launches(name: str, num_layers: int, *, is_warm_up: bool = False) -> tuple[l
         stack.enter_context(torch.no_grad())
         for module in _DISPATCHED:
             stack.enter_context(patch(f"{module}.uses_kernels", lambda tensor: tensor.is_cuda))
-        stack.enter_context(patch("stages.attention.device._num_processors", lambda _: 132))
-        stack.enter_context(patch("stages.attention.device._chip", lambda _: 90))
+        stack.enter_context(patch("epd.stages.attention.device._num_processors", lambda _: 132))
+        stack.enter_context(patch("epd.stages.attention.device._chip", lambda _: 90))
         return recorded(launch), operations.names
 
 
@@ -104,7 +108,7 @@ def main() -> None:
         counts = of_one_layer(name)
         kernels, _ = launches(name, 3)
         warm, _ = launches(name, 3, is_warm_up=True)
-        others = {"_attend_kernel", "_merge_kernel"}  # that `stages.attention.warm_up` launches
+        others = {"_attend_kernel", "_merge_kernel"}  # that `epd.stages.attention.warm_up` launches
         missing = {each[0] for each in variants(kernels) - variants(warm)} - others
         print(f"{name}: {counts.total()} launches of {sorted(counts)}; not warm: {sorted(missing)}")
 

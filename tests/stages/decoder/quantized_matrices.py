@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
+from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
 
 
 def fp8_matrix(num_out: int, num_in: int, block: tuple[int, int] | None) -> Fp8Matrix:

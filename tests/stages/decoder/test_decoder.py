@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from epd.errors import UnsupportedModelError
-from stages.decoder.decoder import FusedDecoder, ModulesDecoder, decoder_of
-from stages.decoder.text_model import rows_of_frequencies, text_model
+from epd.stages.decoder.decoder import FusedDecoder, ModulesDecoder, decoder_of
+from epd.stages.decoder.text_model import rows_of_frequencies, text_model
 from tests.stages.decoder.text_models import CONFIGS, NoAdapter, Runner, model_of
 
 # Of the largest logit; sums are taken in another order.

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 
-from stages.decoder.operations import RmsNorm, add_rms_norm, norm_rotate_write, rotate, silu_mul
-from stages.decoder.rotary import Rotations
-from stages.decoder.text_model import text_model
+from epd.stages.decoder.operations import RmsNorm, add_rms_norm, norm_rotate_write, rotate, silu_mul
+from epd.stages.decoder.rotary import Rotations
+from epd.stages.decoder.text_model import text_model
 from tests.stages.decoder.text_models import CONFIGS
 
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
@@ -50,7 +50,7 @@ def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def compare_norm(width: int, dtype: torch.dtype, device: str) -> None:
-    from encoders.kernels.layer_fusions import add_rms_norm_fused
+    from epd.encoders.kernels.layer_fusions import add_rms_norm_fused
 
     rows, added, weight = (
         drawn(5, width, dtype=dtype),
@@ -66,7 +66,7 @@ def compare_norm(width: int, dtype: torch.dtype, device: str) -> None:
 
 
 def compare_rotation(heads: tuple[int, int, int], has_norms: bool, dtype: torch.dtype, device: str) -> None:
-    from stages.kernels.norm_rotate_write import norm_rotate_write_fused
+    from epd.stages.kernels.norm_rotate_write import norm_rotate_write_fused
 
     num_heads, num_kv_heads, dim = heads
     qkv = drawn(5, (num_heads + 2 * num_kv_heads) * dim, dtype=dtype)
@@ -92,7 +92,7 @@ def compare_rotation(heads: tuple[int, int, int], has_norms: bool, dtype: torch.
 
 
 def compare_gate(size: int, dtype: torch.dtype, device: str) -> None:
-    from encoders.kernels.layer_fusions import silu_mul_fused
+    from epd.encoders.kernels.layer_fusions import silu_mul_fused
 
     gate_up = drawn(5, 2 * size, dtype=dtype)
     assert close(silu_mul_fused(gate_up.to(device)), silu_mul(gate_up.float()))
@@ -100,8 +100,8 @@ def compare_gate(size: int, dtype: torch.dtype, device: str) -> None:
 
 def compare_pairs(heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     """Queries and keys of a tower: the values beside them stay as they are."""
-    from encoders.families import qwen_tower
-    from encoders.kernels.layer_fusions import rotate_pairs_fused
+    from epd.encoders.families import qwen_tower
+    from epd.encoders.kernels.layer_fusions import rotate_pairs_fused
 
     num_heads, _, dim = heads
     qkv, angles = drawn(5, 3, 2 * num_heads, dim, dtype=dtype), torch.randn(5, dim)
@@ -122,8 +122,8 @@ def test_rotations_of_three_rows_are_in_one_piece() -> None:
 
 def test_a_kernel_refuses_rows_that_lie_apart() -> None:
     pytest.importorskip("triton")
-    from encoders.kernels.layer_fusions import silu_mul_fused
-    from stages.kernels.norm_rotate_write import norm_rotate_write_fused
+    from epd.encoders.kernels.layer_fusions import silu_mul_fused
+    from epd.stages.kernels.norm_rotate_write import norm_rotate_write_fused
 
     heads, cos, caches = torch.zeros(3, 4, 8), torch.zeros(4, 3).t(), (torch.zeros(1, 4, 1, 8),) * 2
     with pytest.raises(ValueError, match="in one piece"):

@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-import stages.decoder.linear
-from stages.decoder.linear import LinearKind, kind_for, linear, linear_kind
+import epd.stages.decoder.linear
+from epd.stages.decoder.linear import LinearKind, kind_for, linear, linear_kind
 
 
 @pytest.mark.parametrize("kind", get_args(LinearKind))
@@ -27,7 +27,7 @@ def test_all_ways_give_the_same_product(kind: LinearKind, has_bias: bool, num_ro
 
 def test_a_matrix_is_packed_where_the_copy_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.zeros(10, 100)
-    monkeypatch.setattr(stages.decoder.linear, "memory_limit_bytes", lambda: 20 * weight.nbytes)
+    monkeypatch.setattr(epd.stages.decoder.linear, "memory_limit_bytes", lambda: 20 * weight.nbytes)
     assert linear_kind(weight, weight.nbytes) == "packed"
     assert linear_kind(weight, weight.nbytes + 1) == "onednn"
     assert linear_kind(weight.bfloat16(), 0) == "plain"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, multiply_plain
+from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, multiply_plain
 from tests.stages.decoder.quantized_matrices import fp8_matrix, int4_matrix, moved
 from tests.stages.decoder.test_fusions import drawn, on_gpu
 
@@ -39,7 +39,7 @@ def compare_all(device: str) -> int:
 def compare(
     matrix: Fp8Matrix | Int4Matrix, num_rows: int, dtype: torch.dtype, device: str, *, has_bias: bool
 ) -> None:
-    from stages.kernels.quantized_products import fp8_product, int4_product
+    from epd.stages.kernels.quantized_products import fp8_product, int4_product
 
     rows = drawn(num_rows, 2 * matrix.num_columns, dtype=dtype)[:, : matrix.num_columns]
     bias = drawn(matrix.num_rows, dtype=dtype) if has_bias else None
@@ -57,7 +57,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 def compare_every_byte(device: str) -> bool:
     """Each value of FP8 but the two that are no number, times one: a kernel reads it as torch does."""
-    from stages.kernels.quantized_products import fp8_product
+    from epd.stages.kernels.quantized_products import fp8_product
 
     every = torch.arange(256, dtype=torch.uint8)
     every[[127, 255]] = 0

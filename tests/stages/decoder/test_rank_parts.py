@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import stages.loading.weight_files
-from encoders.names import WeightSet
+import epd.stages.loading.weight_files
+from epd.encoders.names import WeightSet
 from epd.errors import UnsupportedModelError
-from stages.decoder.rank_cut import cut_model
-from stages.loading.weight_files import StoredTensor
-from stages.loading.weights import LoadedModel, load_role
-from stages.placement import CPU_FLOAT32
-from stages.rank import Rank
+from epd.stages.decoder.rank_cut import cut_model
+from epd.stages.loading.weight_files import StoredTensor
+from epd.stages.loading.weights import LoadedModel, load_role
+from epd.stages.placement import CPU_FLOAT32
+from epd.stages.rank import Rank
 from tests.stages.decoder.test_decoder import assert_close
 from tests.stages.decoder.text_models import CONFIGS, Runner, model_of
 
@@ -90,14 +90,14 @@ def test_two_ranks_compute_what_one_does(name: str, tmp_path: Path) -> None:
 def elements_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many elements were taken from the files, tensor by tensor."""
     counts: list[int] = []
-    read = stages.loading.weight_files._read
+    read = epd.stages.loading.weight_files._read
 
     def counted(opened: Any, stored: StoredTensor) -> Tensor:
         tensor = read(opened, stored)
         counts.append(tensor.numel())
         return tensor
 
-    monkeypatch.setattr(stages.loading.weight_files, "_read", counted)
+    monkeypatch.setattr(epd.stages.loading.weight_files, "_read", counted)
     return counts
 
 

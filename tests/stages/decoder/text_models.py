@@ -16,12 +16,12 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
-from encoders.adapter import Embeddings
-from encoders.families.qwen3_vl import Qwen3VLAdapter
-from stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
-from stages.engine.model_runner import ModelRunner, kv_layout
-from stages.engine.packed_pass import Segment
-from stages.visual_inputs import PlacedEmbeddings
+from epd.encoders.adapter import Embeddings
+from epd.encoders.families.qwen3_vl import Qwen3VLAdapter
+from epd.stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
+from epd.stages.engine.model_runner import ModelRunner, kv_layout
+from epd.stages.engine.packed_pass import Segment
+from epd.stages.visual_inputs import PlacedEmbeddings
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64

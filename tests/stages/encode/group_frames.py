@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import video
-from encoders.adapter import Adapter
-from encoders.groups import MediaGroup
+from epd import video
+from epd.encoders.adapter import Adapter
+from epd.encoders.groups import MediaGroup
 
 FramesOf = Callable[[MediaGroup], Tensor]
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from encoders.adapter import Embeddings
-from encoders.groups import MediaGroup
+from epd.encoders.adapter import Embeddings
+from epd.encoders.groups import MediaGroup
 from epd.errors import EncodeError
 from epd.published.sharding import plan_shards
+from epd.stages.encode.embedding_receiver import EmbeddingReceiver
+from epd.stages.encode.encoder import EncodeJob, EncodeStage
 from epd.transfer.connectors import Ticket
 from epd.transfer.reception import Grant
-from stages.encode.embedding_receiver import EmbeddingReceiver
-from stages.encode.encoder import EncodeJob, EncodeStage
 from tests.stages.encode.group_frames import FramesOf
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from encoders.adapter import PromptPlan
-from encoders.groups import MediaGroup
-from encoders.reduction import Reading, is_cut_at_encoder, kept_spec, reduce_prompt
+from epd.encoders.adapter import PromptPlan
+from epd.encoders.groups import MediaGroup
+from epd.encoders.reduction import Reading, is_cut_at_encoder, kept_spec, reduce_prompt
 from epd.reduction import ReductionPolicy
-from stages.encode.splicing import EmbeddingSplicer
-from stages.visual_inputs import PlacedEmbeddings
+from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.visual_inputs import PlacedEmbeddings
 from tests.encoders.families import Clip, Family
 from tests.stages.encode.workers import SAMPLING, Workers, clip_of, plan_all
 
@@ -27,7 +27,7 @@ def reduced(
 ) -> tuple[PromptPlan, list[MediaGroup]]:
     """A prompt of one clip, and its groups of two units, each of which is a window or two."""
     num_tokens = 2 * family.plan(clip, SAMPLING).tokens_per_unit
-    monkeypatch.setattr("encoders.reduction.layout.WINDOW_TOKENS", num_tokens)
+    monkeypatch.setattr("epd.encoders.reduction.layout.WINDOW_TOKENS", num_tokens)
     plans, groups = plan_all(family, [clip], num_tokens)
     return reduce_prompt(family.adapter.plan_prompt(plans, "What?"), ReductionPolicy(method, 0.3)), groups
 

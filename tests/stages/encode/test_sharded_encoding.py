@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import video
-from encoders import MediaPlan, VideoFacts
-from encoders.adapter import Embeddings, Grid, PatchRun
-from encoders.groups import MediaGroup, cut, plan_groups
+from epd import video
 from epd.encode.encoder_cache import EncoderCacheManager, GroupSpec
+from epd.encoders import MediaPlan, VideoFacts
+from epd.encoders.adapter import Embeddings, Grid, PatchRun
+from epd.encoders.groups import MediaGroup, cut, plan_groups
 from epd.errors import EncodeError, InfeasibleError
+from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.encode.embedding_receiver import EmbeddingReceiver
+from epd.stages.encode.encoder import EncodeJob, EncodeStage
+from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
 from epd.types import content_hash
-from stages.connectors.in_process import InProcessHub
-from stages.encode.embedding_receiver import EmbeddingReceiver
-from stages.encode.encoder import EncodeJob, EncodeStage
-from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
 from tests.encoders.fakes import FakeFamily, fake_frames, fake_key, fake_plan
 from tests.encoders.families import Family, Picture
 from tests.encoders.tolerances import assert_same_but_for_batching

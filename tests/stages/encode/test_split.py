@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from encoders.groups import plan_groups
-from encoders.identity import prompt_identity
+from epd.encoders.groups import plan_groups
+from epd.encoders.identity import prompt_identity
 from epd.sampling_params import SamplingParams
-from stages.encode.splicing import EmbeddingSplicer
-from stages.engine.generation import GenerateRequest, GenerationSettings
-from stages.engine.setup import build_engine
-from stages.loading.weights import load_role
-from stages.placement import CPU_FLOAT32
+from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.engine.generation import GenerateRequest, GenerationSettings
+from epd.stages.engine.setup import build_engine
+from epd.stages.loading.weights import load_role
+from epd.stages.placement import CPU_FLOAT32
 from tests.encoders.families import QUESTION, Family, Media, Picture
 from tests.positions import trained_positions_in
 from tests.stages.encode.sharded_encoding import ShardedEncoding

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from encoders import Adapter, FrameSampling, MediaPlan
-from encoders.adapter import Embeddings
-from encoders.groups import MediaGroup, plan_groups
 from epd.encode.encoder_cache import EncoderCacheManager
+from epd.encoders import Adapter, FrameSampling, MediaPlan
+from epd.encoders.adapter import Embeddings
+from epd.encoders.groups import MediaGroup, plan_groups
+from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.encode.embedding_receiver import EmbeddingReceiver
+from epd.stages.encode.encoder import EncodeJob, EncodeStage
+from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
 from epd.transfer.connectors import Ticket
-from stages.connectors.in_process import InProcessHub
-from stages.encode.embedding_receiver import EmbeddingReceiver
-from stages.encode.encoder import EncodeJob, EncodeStage
-from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
 from tests.encoders.families import Clip, Family, Picture
 from tests.stages.encode.sharded_encoding import ShardedEncoding
 

@@ -7,14 +7,14 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from encoders import PromptPlan
+from epd.encoders import PromptPlan
 from epd.errors import EPDError, RequestError
 from epd.kv.answer_length import TYPICAL_TOKENS, expected_tokens, held_to_context
 from epd.kv.drafting import DraftConfig
 from epd.kv.kv_identity import token_identity
 from epd.sampling_params import SamplingParams
-from stages.engine.generation import GenerateRequest, GenerationSettings
-from stages.sampling.token_rows import TokenRows
+from epd.stages.engine.generation import GenerateRequest, GenerationSettings
+from epd.stages.sampling.token_rows import TokenRows
 from tests.stages.conftest import Subject
 from tests.stages.prompts import Drive
 

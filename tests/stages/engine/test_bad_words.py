@@ -14,9 +14,9 @@ import torch
 
 from epd.kv.drafting import DraftConfig
 from epd.sampling_params import SamplingParams
+from epd.stages.engine.generation import GenerationSettings
+from epd.stages.sampling.bad_words import with_bad_tokens
 from epd.types import Int64Array
-from stages.engine.generation import GenerationSettings
-from stages.sampling.bad_words import with_bad_tokens
 from tests.stages.conftest import Subject
 from tests.stages.grammar.formats import regex
 from tests.stages.prompts import Drive

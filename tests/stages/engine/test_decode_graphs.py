@@ -18,12 +18,12 @@ from torch import Tensor
 from epd.kv.drafting import DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from stages.attention import prefixes
-from stages.engine.decode_graphs import DecodeGraphs, graph_sizes
-from stages.engine.engine import LanguageEngine
-from stages.engine.kv_pool import KVGroupShape, KVPoolsShape
-from stages.engine.model_runner import ModelRunner, kv_layout
-from stages.engine.packed_pass import PackedPass, Segment
+from epd.stages.attention import prefixes
+from epd.stages.engine.decode_graphs import DecodeGraphs, graph_sizes
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.kv_pool import KVGroupShape, KVPoolsShape
+from epd.stages.engine.model_runner import ModelRunner, kv_layout
+from epd.stages.engine.packed_pass import PackedPass, Segment
 from tests.stages.conftest import Subject
 from tests.stages.prompts import Drive
 

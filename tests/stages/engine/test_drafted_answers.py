@@ -11,8 +11,8 @@ import pytest
 from epd.cli.options import draft_config
 from epd.kv.scheduling import PreemptionMode, SchedulerConfig
 from epd.sampling_params import SamplingParams
+from epd.stages.engine.engine import LanguageEngine
 from epd.types import Int64Array
-from stages.engine.engine import LanguageEngine
 from tests.stages.conftest import Subject
 from tests.stages.prompts import Drive
 from tests.stages.test_moving import run_moving

@@ -7,8 +7,8 @@ import pytest
 from epd.errors import InfeasibleError, RequestError
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from stages.decoder.decoder import FusedDecoder, ModulesDecoder
-from stages.engine.generation import Extent
+from epd.stages.decoder.decoder import FusedDecoder, ModulesDecoder
+from epd.stages.engine.generation import Extent
 from tests.stages.conftest import Subject
 from tests.stages.prompts import Drive
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-import stages.engine.chunk_sampling
+import epd.stages.engine.chunk_sampling
 from epd.errors import InternalError, RankLostError
 from epd.kv.drafting import DraftConfig
 from epd.sampling_params import SamplingParams
-from stages.engine.engine import LanguageEngine
-from stages.engine.faults import MAX_FAULTS_IN_A_ROW, RequestFault, run_apart
-from stages.engine.generation import StepResult
-from stages.engine.model_runner import ModelRunner
-from stages.engine.sequence import TokenSequence
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.faults import MAX_FAULTS_IN_A_ROW, RequestFault, run_apart
+from epd.stages.engine.generation import StepResult
+from epd.stages.engine.model_runner import ModelRunner
+from epd.stages.engine.sequence import TokenSequence
 from tests.stages.conftest import Subject
 from tests.stages.prompts import Drive
 from tests.stages.test_split_stages import Deployment, feed
@@ -70,14 +70,14 @@ def set_runner(trap: Trap, patch: pytest.MonkeyPatch) -> None:
 
 
 def set_sampler(trap: Trap, patch: pytest.MonkeyPatch) -> None:
-    sample = stages.engine.chunk_sampling.sample
+    sample = epd.stages.engine.chunk_sampling.sample
 
     def sample_rows(logits: torch.Tensor, rows: Any) -> Any:
         for row in rows:
             trap.check(CULPRIT if row.state.params.top_k == 77 else "")
         return sample(logits, rows)
 
-    patch.setattr(stages.engine.chunk_sampling, "sample", sample_rows)
+    patch.setattr(epd.stages.engine.chunk_sampling, "sample", sample_rows)
 
 
 def set_method(name: str) -> Callable[[Trap, pytest.MonkeyPatch], None]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.attention.pieces import is_one_piece
-from stages.engine.kv_pool import (
+from epd.stages.attention.pieces import is_one_piece
+from epd.stages.engine.kv_pool import (
     KVGroupShape,
     KVLayout,
     KVPool,

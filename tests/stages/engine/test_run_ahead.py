@@ -10,10 +10,10 @@ import torch
 
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import TokenOutput
-from stages.engine.model_runner import ModelRunner
-from stages.sampling import sampler
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import TokenOutput
+from epd.stages.engine.model_runner import ModelRunner
+from epd.stages.sampling import sampler
 from tests.stages.conftest import Subject
 from tests.stages.prompts import MAX_TOKENS, Drive
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.engine.kv_pool import KVLayout, KVPool, token_slots
-from stages.engine.slot_runs import BlockRun, TokenRun, slot_runs
+from epd.stages.engine.kv_pool import KVLayout, KVPool, token_slots
+from epd.stages.engine.slot_runs import BlockRun, TokenRun, slot_runs
 
 
 @given(

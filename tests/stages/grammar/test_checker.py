@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from epd.errors import OverloadedError, RequestError
-from stages.grammar import checker as checker_module
-from stages.grammar.checker import GrammarChecker
-from stages.grammar.formats import AnswerFormat, Kind, format_of
-from stages.grammar.limits import MAX_CHOICES, MAX_DEPTH
+from epd.stages.grammar import checker as checker_module
+from epd.stages.grammar.checker import GrammarChecker
+from epd.stages.grammar.formats import AnswerFormat, Kind, format_of
+from epd.stages.grammar.limits import MAX_CHOICES, MAX_DEPTH
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from epd.errors import RequestError
 from epd.kv.drafting import DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from stages.engine.generation import GenerationSettings
-from stages.grammar.matcher import GrammarBuilder, TokenMatcher
+from epd.stages.engine.generation import GenerationSettings
+from epd.stages.grammar.matcher import GrammarBuilder, TokenMatcher
 from tests.stages.conftest import Subject
 from tests.stages.grammar.formats import SHAPE, WORDS, regex
 from tests.stages.prompts import Drive

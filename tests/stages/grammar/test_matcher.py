@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from epd.errors import RequestError
 from epd.models import embedded_model_path
-from stages.grammar.matcher import GrammarBuilder, TokenMatcher
+from epd.stages.grammar.matcher import GrammarBuilder, TokenMatcher
 from tests.stages.grammar.formats import SHAPE, WORDS, regex
 
 NUM_WORDS = 16

@@ -18,15 +18,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import stages.ranks.group
+import epd.stages.ranks.group
 from epd.errors import InfeasibleError, RankLostError, RequestError, UnsupportedModelError
-from stages.colocated import ColocatedPipeline
-from stages.placement import CPU_FLOAT32
-from stages.rank import Rank
-from stages.ranks import follower
-from stages.ranks.communicator import Communicator
-from stages.ranks.group import ProcessRanks
-from stages.ranks.loading import load_with_ranks
+from epd.stages.colocated import ColocatedPipeline
+from epd.stages.placement import CPU_FLOAT32
+from epd.stages.rank import Rank
+from epd.stages.ranks import follower
+from epd.stages.ranks.communicator import Communicator
+from epd.stages.ranks.group import ProcessRanks
+from epd.stages.ranks.loading import load_with_ranks
 from tests.stages.ranks.thread_ranks import recorded
 
 LATE_S = 1.0
@@ -130,7 +130,7 @@ def test_what_another_rank_refuses_is_raised_here(
         "import sys; sys.path[:] = {path!r}; from multiprocessing.connection import Connection; "
         "from epd.errors import InfeasibleError; Connection({descriptor}).send(InfeasibleError('no room'))"
     )
-    monkeypatch.setattr(stages.ranks.group, "_BOOT", boot)
+    monkeypatch.setattr(epd.stages.ranks.group, "_BOOT", boot)
     ranks = ProcessRanks(checkpoints["qwen3_vl"], CPU_FLOAT32, 2)
     (process_id,) = ranks.process_ids
     with pytest.raises(InfeasibleError, match="no room"):
@@ -141,7 +141,9 @@ def test_what_another_rank_refuses_is_raised_here(
 def test_what_cannot_be_shared_is_refused_before_a_process_starts(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages.ranks.loading, "ProcessRanks", lambda *_, **__: pytest.fail("one was started"))
+    monkeypatch.setattr(
+        epd.stages.ranks.loading, "ProcessRanks", lambda *_, **__: pytest.fail("one was started")
+    )
     with pytest.raises(UnsupportedModelError, match="allowed: 1, 2;"):
         load_with_ranks(checkpoints["qwen3_vl"], "language", CPU_FLOAT32, 4)
 
@@ -173,7 +175,7 @@ def test_gpus_follow_each_other_and_meet_over_nccl(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl)
     first = replace(CPU_FLOAT32, device=torch.device("cuda"))
-    second = stages.ranks.group._placement(first, 1, 2)
+    second = epd.stages.ranks.group._placement(first, 1, 2)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for index, placement in enumerate((first, second)):
             Communicator(Rank(index, 2), tmp_path / "meeting", placement.device, 7.0)

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from encoders import FrameSampling, load_adapter
+from epd.encoders import FrameSampling, load_adapter
 from epd.errors import RequestError
 from epd.kv.scheduling import SchedulerConfig
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
-from stages.colocated import ColocatedPipeline
-from stages.decoder.rank_cut import cut_model
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import GenerationSettings
-from stages.engine.setup import build_engine
-from stages.loading.weights import load_role
-from stages.placement import CPU_FLOAT32
-from stages.rank import Rank
+from epd.stages.colocated import ColocatedPipeline
+from epd.stages.decoder.rank_cut import cut_model
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import GenerationSettings
+from epd.stages.engine.setup import build_engine
+from epd.stages.loading.weights import load_role
+from epd.stages.placement import CPU_FLOAT32
+from epd.stages.rank import Rank
 from tests.stages.prompts import MAX_TOKENS, QUESTIONS, Drive, Prompt, prompt_of
 from tests.stages.ranks.thread_ranks import ThreadRanks, recorded
 

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from epd.sampling_params import SamplingParams
+from epd.stages.connectors.mailbox import SourceLostError
+from epd.stages.decoder import decoder
+from epd.stages.decoder.rank_cut import cut_model
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.setup import build_engine, kv_shape
+from epd.stages.loading.weights import load_role
+from epd.stages.placement import CPU_FLOAT32
+from epd.stages.rank import Rank
+from epd.stages.ranks.group_pools import GroupPools, PoolSharing
+from epd.stages.ranks.shared_pools import SharedPools, SharePools
 from epd.transfer.connectors import TransferOutcome
-from stages.connectors.mailbox import SourceLostError
-from stages.decoder import decoder
-from stages.decoder.rank_cut import cut_model
-from stages.engine.engine import LanguageEngine
-from stages.engine.setup import build_engine, kv_shape
-from stages.loading.weights import load_role
-from stages.placement import CPU_FLOAT32
-from stages.rank import Rank
-from stages.ranks.group_pools import GroupPools, PoolSharing
-from stages.ranks.shared_pools import SharedPools, SharePools
 from tests.stages.conftest import Subject
 from tests.stages.prompts import MAX_TOKENS
 from tests.stages.ranks.thread_ranks import ThreadRanks

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from stages.placement import CPU_FLOAT32, Placement
-from stages.rank import Rank
-from stages.ranks.communicator import Communicator
-from stages.ranks.follower import Follower, FollowerSettings
+from epd.stages.placement import CPU_FLOAT32, Placement
+from epd.stages.rank import Rank
+from epd.stages.ranks.communicator import Communicator
+from epd.stages.ranks.follower import Follower, FollowerSettings
 
 END_S = 20.0
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from encoders import load_adapter
+from epd.encoders import load_adapter
 from epd.models import embedded_model_path
 from epd.shapes import make_questions, make_scene
-from stages.colocated import ColocatedPipeline, EncodedMedia
-from stages.engine.generation import GenerationSettings
+from epd.stages.colocated import ColocatedPipeline, EncodedMedia
+from epd.stages.engine.generation import GenerationSettings
+from epd.video.demo_video import write_demo_video
 from tests.stages.reduction.prompts import Engines
 from tests.tiny_models import load_reference
-from video.demo_video import write_demo_video
 
 NUM_FRAMES = 80  # 600 visual tokens, three windows
 SEED = 4_000_001

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from encoders import PromptPlan
-from encoders.reduction import reduce_prompt
+from epd.encoders import PromptPlan
+from epd.encoders.reduction import reduce_prompt
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
-from stages.colocated import ColocatedPipeline, EncodedMedia
-from stages.encode.splicing import EmbeddingSplicer
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import GenerationSettings
-from stages.engine.setup import build_engine
-from stages.visual_inputs import PlacedEmbeddings
+from epd.stages.colocated import ColocatedPipeline, EncodedMedia
+from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import GenerationSettings
+from epd.stages.engine.setup import build_engine
+from epd.stages.visual_inputs import PlacedEmbeddings
 from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
 
 SMALL_WINDOW_TOKENS = 45  # three units of 15

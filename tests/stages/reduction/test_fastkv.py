@@ -18,24 +18,24 @@ from torch import Tensor
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
-from encoders import Embeddings, PromptPlan, concatenated
-from encoders.identity import prompt_identity
-from encoders.reduction import reduce_prompt
 from epd.batch.lines import CHAT_URL, LineDefaults, parse_line
 from epd.cli.program import app
+from epd.encoders import Embeddings, PromptPlan, concatenated
+from epd.encoders.identity import prompt_identity
+from epd.encoders.reduction import reduce_prompt
 from epd.errors import RequestError
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.kv_identity import TokenIdentity
 from epd.kv.scheduling import SchedulerConfig
 from epd.models import embedded_model_path
 from epd.reduction import KEEP_ALL, ReductionPolicy
-from serve_app.app_args import AppArgs
-from serve_app.http.requests.chat_request import ChatRequest
-from serve_app.http.requests.request_parsing import reduction_policy
-from stages.colocated import ColocatedPipeline, EncodedMedia, MediaContext
-from stages.decoder.decoder import FusedDecoder
-from stages.engine.model_runner import ModelRunner
-from stages.engine.packed_pass import Segment
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.http.requests.chat_request import ChatRequest
+from epd.serve_app.http.requests.request_parsing import reduction_policy
+from epd.stages.colocated import ColocatedPipeline, EncodedMedia, MediaContext
+from epd.stages.decoder.decoder import FusedDecoder
+from epd.stages.engine.model_runner import ModelRunner
+from epd.stages.engine.packed_pass import Segment
 from tests.encoders.families import Family
 from tests.serve_app.deployments import NUM_FRAMES as APP_FRAMES
 from tests.serve_app.deployments import Question, deployed
@@ -231,7 +231,7 @@ def test_every_family_keeps_what_transformers_layers_choose(
     method: str, family: Family, clip: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Qwen3-VL's rows are chosen behind the last layer that deepstack features are added to."""
-    monkeypatch.setattr("encoders.reduction.layout.WINDOW_TOKENS", 24)
+    monkeypatch.setattr("epd.encoders.reduction.layout.WINDOW_TOKENS", 24)
     pipeline = ColocatedPipeline.load(family.path)
     encoded = pipeline.encode_media([clip], num_frames=12)
     policy = ReductionPolicy(method, 0.4, 0.6 if method == "fastkv" else None)
@@ -353,7 +353,7 @@ def mix(
         "whole": ReductionPolicy(),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("encoders.reduction.layout.WINDOW_TOKENS", SMALL_WINDOW_TOKENS)
+        patch.setattr("epd.encoders.reduction.layout.WINDOW_TOKENS", SMALL_WINDOW_TOKENS)
         return answered_alone(engines, pipeline, short, questions[:2], policies)
 
 

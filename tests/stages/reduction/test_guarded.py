@@ -9,8 +9,8 @@ from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.kv_identity import token_identity
 from epd.kv.scheduled_request import ScheduledRequest
 from epd.kv.scheduler_output import Preemption, Restore
-from stages.engine.block_moves import BlockMoves
-from stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
+from epd.stages.engine.block_moves import BlockMoves
+from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
 
 BITS = np.array([False, True, True, False, False, True])
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from encoders.reduction import KeptCells, reduce_prompt
+from epd.encoders.reduction import KeptCells, reduce_prompt
 from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy
-from stages.colocated import ColocatedPipeline, EncodedMedia
-from stages.encode.splicing import EmbeddingSplicer
+from epd.stages.colocated import ColocatedPipeline, EncodedMedia
+from epd.stages.encode.splicing import EmbeddingSplicer
 from tests.serve_app.deployments import Answered, Question, deployed
 
 Cell = tuple[int, int, int]  # unit, row, column

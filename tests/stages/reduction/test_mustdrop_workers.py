@@ -10,17 +10,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from encoders import FrameSampling
-from encoders.identity import prompt_identity
-from encoders.reduction import reduce_prompt
+from epd.encoders import FrameSampling
+from epd.encoders.identity import prompt_identity
+from epd.encoders.reduction import reduce_prompt
 from epd.kv.scheduling import SchedulerConfig
 from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
+from epd.stages.colocated import ColocatedPipeline, EncodedMedia
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.media import plan_media
 from epd.types import ceil_div
-from stages.colocated import ColocatedPipeline, EncodedMedia
-from stages.engine.engine import LanguageEngine
-from stages.media import plan_media
 from tests.serve_app.deployments import LETTERS, NUM_FRAMES, Deployment, Question, deployed, until_decoding
 from tests.serve_app.server import served, wait_until
 from tests.stages import test_split_stages

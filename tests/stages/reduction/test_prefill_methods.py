@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from transformers import AttentionInterface, DynamicCache
 
-from encoders import PromptPlan, load_adapter
-from encoders.reduction.merging import MergedNeighbours
+from epd.encoders import PromptPlan, load_adapter
+from epd.encoders.reduction.merging import MergedNeighbours
 from epd.errors import InfeasibleError
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.kv_identity import token_identity
@@ -25,10 +25,10 @@ from epd.kv.scheduler_output import SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig
 from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy, layer_counts
-from stages.colocated import ColocatedPipeline, EncodedMedia
-from stages.engine.generation import GenerationSettings
-from stages.reduction.pruning import smallest_keys
-from stages.reduction.question_views import QuestionView
+from epd.stages.colocated import ColocatedPipeline, EncodedMedia
+from epd.stages.engine.generation import GenerationSettings
+from epd.stages.reduction.pruning import smallest_keys
+from epd.stages.reduction.question_views import QuestionView
 from tests.kv.test_scheduler_machine import VOCABULARY, SchedulerMachine
 from tests.stages.kv_values import tokens_at
 from tests.stages.prompts import Prompt
@@ -259,7 +259,7 @@ def mix(
         "whole": ReductionPolicy(),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("encoders.reduction.layout.WINDOW_TOKENS", SMALL_WINDOW_TOKENS)
+        patch.setattr("epd.encoders.reduction.layout.WINDOW_TOKENS", SMALL_WINDOW_TOKENS)
         return answered_alone(engines, pipeline, short, questions[:2], policies)
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from encoders import PromptPlan
-from encoders.identity import prompt_identity
-from encoders.reduction import reduce_prompt
+from epd.encoders import PromptPlan
+from epd.encoders.identity import prompt_identity
+from epd.encoders.reduction import reduce_prompt
 from epd.models import embedded_model_path
 from epd.reduction import SELECTION_METHODS, ReductionPolicy
-from stages.colocated import ColocatedPipeline, EncodedMedia
-from stages.encode.splicing import EmbeddingSplicer
+from epd.stages.colocated import ColocatedPipeline, EncodedMedia
+from epd.stages.encode.splicing import EmbeddingSplicer
 from tests.encoders.families import QUESTION, Family
 from tests.serve_app.deployments import Question, deployed
 from tests.stages.encode.workers import SAMPLING, clip_of

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from benchmarks.reduction_costs import counted_flops, embedded_pipeline, encoded_video, prompt_costs
 from epd.reduction import ReductionPolicy
-from stages.decoder.linear import OneDnnLinear
+from epd.stages.decoder.linear import OneDnnLinear
 
 QUESTION = "Which shape appears first?"
 

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 from epd.errors import RequestError
 from epd.models import embedded_model_path
 from epd.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, SamplingParams
-from stages.sampling.bad_words import BadWords, with_bad_tokens
-from stages.sampling.sampler import sample
-from stages.sampling.sampling_state import SamplingRow, SamplingState
+from epd.stages.sampling.bad_words import BadWords, with_bad_tokens
+from epd.stages.sampling.sampler import sample
+from epd.stages.sampling.sampling_state import SamplingRow, SamplingState
 from tests.stages.sampling.test_allowed import Listed
 
 VOCAB = 12

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from epd.sampling_params import SamplingParams
-from stages.sampling import candidates as module
-from stages.sampling import sampler
-from stages.sampling.candidates import candidates, knobs
-from stages.sampling.sampler import SamplingRow, SamplingState, sample
+from epd.stages.sampling import candidates as module
+from epd.stages.sampling import sampler
+from epd.stages.sampling.candidates import candidates, knobs
+from epd.stages.sampling.sampler import SamplingRow, SamplingState, sample
 
 NUM_TOKENS = 4000
 SMOOTH = torch.randn(6, NUM_TOKENS, generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from epd.sampling_params import SamplingParams
-from stages.sampling.detokenizer import (
+from epd.stages.sampling.detokenizer import (
     AnswerEnds,
     ByteLevelDecoder,
     IncrementalDetokenizer,

@@ -22,8 +22,15 @@ from transformers import (
 )
 
 from epd.sampling_params import SamplingParams
-from stages.sampling import sampler
-from stages.sampling.sampler import SampledToken, SamplingRow, SamplingState, sample, token_weights, uniform
+from epd.stages.sampling import sampler
+from epd.stages.sampling.sampler import (
+    SampledToken,
+    SamplingRow,
+    SamplingState,
+    sample,
+    token_weights,
+    uniform,
+)
 
 VOCAB = 40
 PROMPT = np.array([3, 1, 3, 7])

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from epd.sampling_params import SamplingParams
-from stages.sampling import candidates as module
-from stages.sampling.candidates import token_weights
-from stages.sampling.selection import heavy_floor, likeliest, likely_floor, reaching
+from epd.stages.sampling import candidates as module
+from epd.stages.sampling.candidates import token_weights
+from epd.stages.sampling.selection import heavy_floor, likeliest, likely_floor, reaching
 
 params = st.builds(
     SamplingParams,

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import video
+from epd import video
 from epd.errors import (
     CancelledError,
     CorruptMediaError,
@@ -27,14 +27,14 @@ from epd.errors import (
     UnavailableError,
     UnsupportedMediaError,
 )
+from epd.video import ChildLimits, ChildStream, MediaChildren, OpenFile, open_file
+from epd.video.children import wire as child_wire
+from epd.video.children.process import Child
+from epd.video.children.wire import Header
 from tests.video.conftest import Clip
 from tests.video.corpus import corpus
 from tests.video.pictures import CLEAR, Part, gif
 from tests.video.recipes import GOP15, Recipe, make
-from video import ChildLimits, ChildStream, MediaChildren, OpenFile, open_file
-from video.children import wire as child_wire
-from video.children.process import Child
-from video.children.wire import Header
 
 SIZES = (4, 4, 4)
 
@@ -199,7 +199,7 @@ def test_a_file_that_kills_its_readers_costs_itself_alone(
     taken: list[Child] = []
     take = children.take
     monkeypatch.setattr(children, "take", lambda: taken.append(take()) or taken[-1])
-    monkeypatch.setattr("video.children.children.send", deadly)
+    monkeypatch.setattr("epd.video.children.children.send", deadly)
     with opened(clip("h264_b.mp4")) as file:
         with pytest.raises(CorruptMediaError, match="poison crashed the process that read it"):
             children.look(file, "poison")
@@ -256,7 +256,7 @@ def all_groups(stream: ChildStream) -> int:
 
 def test_nothing_is_left_of_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from video import MediaChildren; children = MediaChildren(); "
+        "import sys, time; from epd.video import MediaChildren; children = MediaChildren(); "
         "child = children.take(); print(child.pid, children.server._process.pid, flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", script]

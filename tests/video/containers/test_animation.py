@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import video
+from epd import video
 from epd.errors import CancelledError, CorruptMediaError, MediaError, MediaLimitError
 from epd.types import UInt8Array
 from tests.video.pictures import CLEAR, KEEP, RESTORE, Part, apng, drawn, gif, png, webp
@@ -271,12 +271,12 @@ def test_too_many_frames_and_too_large_canvases_are_refused(monkeypatch: pytest.
     with pytest.raises(MediaLimitError, match=r"seconds; allowed 0\.2"):
         video.look(data, limits=video.Limits(max_duration_s=0.2))
     with monkeypatch.context() as patch:
-        patch.setattr("video.containers.animation.MAX_ANIMATION_PIXELS", 3 * 192 - 1)
+        patch.setattr("epd.video.containers.animation.MAX_ANIMATION_PIXELS", 3 * 192 - 1)
         with pytest.raises(MediaLimitError, match="576 pixels in all frames"):
             video.look(data)
         with pytest.raises(MediaLimitError, match="576 pixels in all frames"):
             video.decode(data, [0.1])
-    monkeypatch.setattr("video.containers.animated_files.MAX_ANIMATION_FRAMES", 2)
+    monkeypatch.setattr("epd.video.containers.animated_files.MAX_ANIMATION_FRAMES", 2)
     with pytest.raises(MediaLimitError, match="allowed 2"):
         video.look(data)
 

@@ -9,12 +9,12 @@ import av
 import numpy as np
 import pytest
 
-import video
+from epd import video
 from epd.errors import CorruptMediaError, MediaLimitError, RequestError, UnsupportedMediaError
 from epd.types import Float32Array
+from epd.video.children.children import MediaChildren
+from epd.video.sources.local_files import open_file
 from tests.tiny_audio import tones, with_sound, write_audio
-from video.children.children import MediaChildren
-from video.sources.local_files import open_file
 
 RATE = 16_000
 ALL = video.AudioPart(RATE, 60 * RATE)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import av
 import pytest
 
+from epd.video.containers.avi_times import MAX_HELD, DisplayTimes, Mpeg4Pictures, is_mpeg_b
 from tests.video.mpeg4 import B_VOP, I_VOP, P_VOP, PACKED, VOP
-from video.containers.avi_times import MAX_HELD, DisplayTimes, Mpeg4Pictures, is_mpeg_b
 
 TYPES = {"I": I_VOP, "P": P_VOP, "B": B_VOP, "N": P_VOP}
 

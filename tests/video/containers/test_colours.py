@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 
-import video
+from epd import video
 from epd.colour import Colour
 from epd.types import UInt8Array
 from tests.video.pictures import GREY, GREY_ALPHA, PALETTE, RGB, RGBA, Part, gif, png, webp
@@ -223,7 +223,7 @@ def test_orientation_is_honoured(kind: str, orientation: int) -> None:
 def test_bands_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     data = saved(Image.fromarray(NOISE), "PNG")
     whole = video.load_image(data)
-    monkeypatch.setattr("video.containers.colours._BAND_PIXELS", 100)
+    monkeypatch.setattr("epd.video.containers.colours._BAND_PIXELS", 100)
     assert np.array_equal(video.load_image(data), whole)
     deep = np.arange(31 * 37, dtype=np.uint16).reshape(31, 37) * 57
     found = video.load_image(saved(Image.fromarray(deep), "PNG"))

@@ -8,10 +8,10 @@ import av
 import numpy as np
 import pytest
 
-import video
+from epd import video
 from epd.errors import MediaLimitError
+from epd.video.containers.decoder_memory import decoder_bytes, references
 from tests.video.recipes import GOP15, Recipe, make
-from video.containers.decoder_memory import decoder_bytes, references
 
 
 def with_references(tmp_path: Path, number: int, name: str = "x.mp4", **options: str) -> Path:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-import video
+from epd import video
 from epd.errors import CorruptMediaError, MediaError, MediaLimitError, UnsupportedMediaError
 from epd.types import UInt8Array
 from tests.video.pictures import Item, box, coded, full, heif, ispe

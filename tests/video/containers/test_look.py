@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import video
+from epd import video
 from epd.errors import CorruptMediaError, MediaError, MediaLimitError
 from tests.video.conftest import Clip
 from tests.video.corpus import corpus

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import video
+from epd import video
 from epd.types import Frames
 from tests.video.conftest import Clip
 from tests.video.mpeg4 import without_control

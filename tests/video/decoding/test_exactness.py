@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import video
+from epd import video
+from epd.video.containers.info import VideoInfo
 from tests.video.conftest import Clip
 from tests.video.recipes import RECIPES
 from tests.video.util import assert_same_frames
-from video.containers.info import VideoInfo
 
 SIZE = (40, 56)
 

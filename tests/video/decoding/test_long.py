@@ -15,7 +15,7 @@ from tests.video.recipes import GOP15, Recipe, repeat
 SCENE = Recipe("scene.mp4", options=GOP15, num_frames=200, gaps=(60,), width=320, height=240)
 SCRIPT = """
 import json, resource, sys, time
-import video
+from epd import video
 def opened():
     return video.stream(sys.argv[1], video.sample_times(video.probe(sys.argv[1]), fps=1))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from video.decoding.pool import DecodePool, StepResult
+from epd.video.decoding.pool import DecodePool, StepResult
 
 
 class Recorded:

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import video
+from epd import video
 from epd.types import Frames
 from tests.video.conftest import Clip
 from tests.video.recipes import Recipe

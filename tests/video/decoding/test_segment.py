@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from video.decoding.segment import Drain, Feed, Segmenter, Show, Stamp, StartRun
+from epd.video.decoding.segment import Drain, Feed, Segmenter, Show, Stamp, StartRun
 
 
 @dataclass(frozen=True)

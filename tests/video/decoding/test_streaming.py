@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-import video
+from epd import video
 from epd.errors import CancelledError, CorruptMediaError, MediaLimitError, RequestError
+from epd.video.decoding.pixels import FrameConverter
+from epd.video.decoding.pool import DecodePool
+from epd.video.decoding.session import DecodedFrame, DecoderSession
+from epd.video.decoding.task import DecodeTask
 from tests.video.conftest import Clip
 from tests.video.recipes import GOP15, Recipe
-from video.decoding.pixels import FrameConverter
-from video.decoding.pool import DecodePool
-from video.decoding.session import DecodedFrame, DecoderSession
-from video.decoding.task import DecodeTask
 
 LONG = Recipe("long.mp4", options=GOP15, num_frames=600, width=64, height=48)
 TIMES = list(np.arange(0.05, 20, 0.1))

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import pytest
 
-import video
+from epd import video
 from epd.errors import (
     CancelledError,
     EPDError,
@@ -22,9 +22,9 @@ from epd.errors import (
     MediaNotFoundError,
     UnsupportedMediaError,
 )
+from epd.video.sources.addresses import is_public
+from epd.video.sources.policy import BytesSink
 from tests.video.conftest import Clip
-from video.sources.addresses import is_public
-from video.sources.policy import BytesSink
 
 BODY = bytes(range(256)) * 1000
 ALLOWED = frozenset({"127.0.0.1", "media.test", ".cdn.test"})
@@ -126,7 +126,7 @@ def test_the_checked_address_is_the_one_connected_to(port: int, monkeypatch: pyt
         raise OSError("not in a test")
 
     answers = iter([["93.184.215.14"], ["127.0.0.1"]])
-    monkeypatch.setattr("video.sources.addresses.socket.create_connection", connect)
+    monkeypatch.setattr("epd.video.sources.addresses.socket.create_connection", connect)
     with pytest.raises(MediaNotFoundError):
         video.fetch(f"http://rebinding.test:{port}/", video.FetchPolicy(resolver=lambda *_: next(answers)))
     assert connected == [("93.184.215.14", port)]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import video
+from epd import video
 from epd.errors import CorruptMediaError, MediaLimitError, UnsupportedMediaError
 from epd.types import UInt8Array
 from tests.media import draw_frames

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import video
+from epd import video
 from epd.errors import MediaForbiddenError, MediaLimitError, MediaNotFoundError
 
 MANY = 1 << 20
@@ -88,7 +88,7 @@ def test_what_is_opened_is_what_was_checked(folder: Path, monkeypatch: pytest.Mo
     (folder.parent / "a.mp4").write_bytes(b"outside")
     with video.open_allowed(inner / "a.mp4", folder, MANY) as file:
         assert Path(file.source).read_bytes() == b"inside"
-    check = video.sources.local_files.allowed_file
+    check = epd.video.sources.local_files.allowed_file
 
     def then_exchange(source: str | Path, media_folder: Path | None, max_bytes: int) -> Path:
         path = check(source, media_folder, max_bytes)
@@ -96,6 +96,6 @@ def test_what_is_opened_is_what_was_checked(folder: Path, monkeypatch: pytest.Mo
         inner.symlink_to(folder.parent)
         return path
 
-    monkeypatch.setattr("video.sources.local_files.allowed_file", then_exchange)
+    monkeypatch.setattr("epd.video.sources.local_files.allowed_file", then_exchange)
     with pytest.raises(MediaForbiddenError, match="outside the media folder"):
         video.open_allowed(inner / "a.mp4", folder, MANY)
