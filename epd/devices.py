@@ -1,4 +1,4 @@
-"""Checks the names of devices and types before torch is imported; `epd.stages.placement` gives them a meaning."""
+"""Checks the names of devices and types before torch is imported; `epd.stages.placement` resolves them."""
 
 from __future__ import annotations
 

@@ -88,8 +88,9 @@ class Fleet(Protocol):
     """Runs workers. Used from one event loop. A worker handles messages in the order they are sent.
 
     Several fleets, one for each orchestrator, may give access to the same workers: then reports hold the
-    events and tokens of that orchestrator, see `epd.serve_app.messages.by_owner`, and the load of all. A fleet
-    announces a loss before it sends anything to the next incarnation, and sends nothing to the lost one.
+    events and tokens of that orchestrator, see `epd.serve_app.messages.by_owner`, and the load of all. A
+    fleet announces a loss before it sends anything to the next incarnation, and sends nothing to the lost
+    one.
     """
 
     @property

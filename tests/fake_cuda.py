@@ -205,7 +205,7 @@ class FakeCuda(TorchDispatchMode):
         if not self._is_checked:
             return
         frame = _our_frame()
-        place = frame.f_code.co_filename.removeprefix(f"{ROOT}/"), frame.f_code.co_name
+        place = str(Path(frame.f_code.co_filename).resolve()).removeprefix(f"{ROOT}/"), frame.f_code.co_name
         if place not in WAITS:
             raise UnlistedWaitError(f"{place[0]}:{frame.f_lineno} in {place[1]}: {how}")
         self.waits.append(place)

@@ -78,6 +78,7 @@ def test_every_change_has_a_file_to_open(texts: dict[str, str]) -> None:
 def test_every_room_is_on_the_map(texts: dict[str, str]) -> None:
     table = texts["ARCHITECTURE.md"].split("## The rooms")[1].split("\n## ")[0]
     rooms = {path.parent for package in PACKAGES for path in (ROOT / package).glob("*/__init__.py")}
+    rooms = {room for room in rooms if not room.is_symlink()}  # the other packages, in `epd/`
     shown = set(re.findall(r"^\| `([\w/]+)/` \|", table, flags=re.MULTILINE))
     assert {str(room.relative_to(ROOT)) for room in rooms} <= shown
     assert [room for room in shown if not (ROOT / room).is_dir()] == []
@@ -213,7 +214,7 @@ def flags_of(command: str) -> set[str]:
 
 def test_commands_exist(texts: dict[str, str]) -> None:
     commands = set(getattr(get_command(app), "commands", {}))
-    named = {name for text in texts.values() for name in re.findall(r"\bepd ([a-z][a-z-]+)", _code_of(text))}
+    named = {name for text in texts.values() for name in re.findall(r"(?<!from )\bepd ([a-z][a-z-]+)", _code_of(text))}
     assert {"ask", "demo-video"} <= named
     assert named <= commands
 

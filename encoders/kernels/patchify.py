@@ -1,4 +1,4 @@
-"""Converts frames to normalised patches in one pass on a GPU. Its twin is `epd.encoders.patches.patchify_plain`.
+"""Converts frames to normalised patches in one pass on a GPU. Its twin is `patchify_plain`.
 
 One program makes one patch. Value i of a patch is [channel, frame, y, x] flattened, and the patches of one
 visual token follow each other:

@@ -1,4 +1,4 @@
-"""Gives a receiver the pool that an offer refers to, by whichever of `epd.serve_app.network.routes` it comes."""
+"""Gives a receiver the pool that an offer refers to, by one of `epd.serve_app.network.routes`."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Transport(Protocol):
         ...
 
     def routes(self) -> Mapping[str, str]:
-        """Returns the way that data last took to other workers, by name: see `epd.serve_app.network.routes`."""
+        """Returns the way that data last took to other workers, by name: see `network.routes`."""
         ...
 
     def close(self, name: str) -> None:

@@ -1,7 +1,7 @@
 """Computes parts of a pass's attention on a CPU: some keys for some rows, each in a few large operations.
 
-Shapes: as in `epd.stages.attention`; G = Hq / Hkv query heads to a KV head. Queries of several rows and of the G
-heads that share a KV head are folded into one matrix, so keys are never repeated.
+Shapes: as in `epd.stages.attention`; G = Hq / Hkv query heads to a KV head. Queries of several rows and of
+the G heads that share a KV head are folded into one matrix, so keys are never repeated.
 """
 
 from __future__ import annotations

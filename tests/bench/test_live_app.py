@@ -19,8 +19,8 @@ from epd.video.demo_video import write_scene
 from epd.workload.metrics import ClientRecord
 
 LINE = (
-    "2026-11-21 12:00:00,000 INFO epd.serve_app.observability.record request_id=a status=200 prompt_tokens=56 "
-    "cached_tokens=15 "
+    "2026-11-21 12:00:00,000 INFO epd.serve_app.observability.record request_id=a status=200 "
+    "prompt_tokens=56 cached_tokens=15 "
     "ttft_s=0.0505 total_s=0.0531 stages_s=probe:0.003,encode:0.009,prefill:0.015 queued_s=-"
 )
 

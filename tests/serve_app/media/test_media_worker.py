@@ -235,7 +235,7 @@ def test_a_fetch_in_progress_ends(
     settings: MediaSettings, media: dict[str, Path], monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     reader = SlowReader()
-    monkeypatch.setattr("video.OwnReader", lambda: reader)
+    monkeypatch.setattr("epd.video.OwnReader", lambda: reader)
     worker = MediaWorker(settings)
     fetching: Future[Any] = worker.submit(fetch("h", media["image"]), "front")
     assert reader.has_begun.wait(10)

@@ -48,7 +48,7 @@ def test_images_of_too_many_pixels_are_not_decoded(
     planner = RequestPlanner(embedded_model_path(), limits=RequestLimits(max_image_pixels=60 * 150))
     planner.check_images(Question((media["wide_image"],)).request())
     service = Orchestrator(fleet := MediaFleet(), planner)  # type: ignore[arg-type]
-    monkeypatch.setattr("video.OwnReader.load_image", lambda *_: pytest.fail("an image was decoded"))
+    monkeypatch.setattr("epd.video.OwnReader.load_image", lambda *_: pytest.fail("an image was decoded"))
 
     async def ask() -> None:
         paths = (media["wide_image"], media["image"])

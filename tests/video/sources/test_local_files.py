@@ -88,7 +88,7 @@ def test_what_is_opened_is_what_was_checked(folder: Path, monkeypatch: pytest.Mo
     (folder.parent / "a.mp4").write_bytes(b"outside")
     with video.open_allowed(inner / "a.mp4", folder, MANY) as file:
         assert Path(file.source).read_bytes() == b"inside"
-    check = epd.video.sources.local_files.allowed_file
+    check = video.sources.local_files.allowed_file
 
     def then_exchange(source: str | Path, media_folder: Path | None, max_bytes: int) -> Path:
         path = check(source, media_folder, max_bytes)
