@@ -8,7 +8,7 @@ day       a day in thirty minutes: pictures in its first half, long answers in i
 waves     pictures and long answers that come and go in turns, on a layout that bears both peaks, where no
           change is needed: what switching spoils there, by period
 
-Costs are those fitted to the EPD paper (`epd/published/paper.py`); all is simulated, so this machine
+Costs are those fitted to the EPD paper (`benchmarks/published/paper.py`); all is simulated, so this machine
 does not matter. Results go to benchmarks/results/elasticity.{json,md,png}.
 """
 
@@ -21,8 +21,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.load_waves import LoadWave, day, requests_of, square_wave
-from benchmarks.reporting import RESULTS, Row, Section, run_sections, setting
-from epd.published.paper import (
+from benchmarks.published.paper import (
     FOUR_K,
     TABLE_6_ELASTICITY,
     TABLE_6_SHAPES,
@@ -31,6 +30,7 @@ from epd.published.paper import (
     paper_deployment,
     paper_profile,
 )
+from benchmarks.reporting import RESULTS, Row, Section, run_sections, setting
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult
 from epd.simulate.switching import Elasticity
 from epd.topology import parse_topology

@@ -13,9 +13,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.published.scenarios import SCENARIOS
+from benchmarks.published.tables import Row
 from benchmarks.reporting import RESULTS, table
-from epd.published.scenarios import SCENARIOS
-from epd.published.tables import Row
 
 _LIMIT = 0.2
 _TITLE = "Published figures and the simulator's"

@@ -182,7 +182,7 @@ def test_only_published_figures_cut_shards(texts: dict[str, str]) -> None:
     assert [path for path in live if "plan_shards" in path.read_text(encoding="utf-8")] == []
     named = {doc for doc, text in _today(texts) if "plan_shards" in text}
     assert named == {"docs/encoders.md"}
-    assert "`plan_shards` of `epd/published/sharding.py`" in texts["docs/encoders.md"]
+    assert "`plan_shards` of `benchmarks/published/sharding.py`" in texts["docs/encoders.md"]
 
 
 def test_every_decision_says_when_it_was_made_and_what_took_its_place(texts: dict[str, str]) -> None:
@@ -214,7 +214,11 @@ def flags_of(command: str) -> set[str]:
 
 def test_commands_exist(texts: dict[str, str]) -> None:
     commands = set(getattr(get_command(app), "commands", {}))
-    named = {name for text in texts.values() for name in re.findall(r"(?<!from )\bepd ([a-z][a-z-]+)", _code_of(text))}
+    named = {
+        name
+        for text in texts.values()
+        for name in re.findall(r"(?<!from )\bepd ([a-z][a-z-]+)", _code_of(text))
+    }
     assert {"ask", "demo-video"} <= named
     assert named <= commands
 

@@ -57,8 +57,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "bench": ". client profiles shapes simulate workload",
         "batch": ". client transfer",
         "planning": ". encode kv profiles simulate workload",
-        "published": ". encode kv planning profiles simulate workload",
-        "cli": ". batch bench client eval kv models planning profiles published shapes simulate workload",
+        "cli": ". batch bench client eval kv models planning profiles shapes simulate workload",
     },
     "video": {
         "sources": "",

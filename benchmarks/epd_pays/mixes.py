@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from benchmarks.published.paper import paper_profile
 from epd.encode.group_cut import GROUP_TOKENS
 from epd.encoders import FrameSampling, VideoFacts, load_adapter
 from epd.encoders.adapter import MediaPlan
@@ -16,7 +17,6 @@ from epd.models import embedded_model_path
 from epd.profiles.files import load_profile
 from epd.profiles.media import MediaWork
 from epd.profiles.profile import Profile
-from epd.published.paper import paper_profile
 from epd.simulate.clock import ticks_of
 from epd.simulate.requests import GroupWork, Job
 from epd.workload.metrics import SLO

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
@@ -37,9 +36,6 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.profiles import MediaRule
 from epd.profiles import Profile as LoadedProfile
 from epd.profiles.files import load_profile
-from epd.published.plots import plot_rows
-from epd.published.report import print_rows
-from epd.published.scenarios import run_scenario
 from epd.simulate import Deployment, JobMaker, Sharding, Simulation, SimulationResult
 from epd.simulate.chrome import chrome_trace as trace_of
 from epd.simulate.drafting import DraftPlan
@@ -49,14 +45,6 @@ from epd.topology import parse_topology
 from epd.workload.config import WorkloadConfig, load_workload
 from epd.workload.metrics import SLO
 
-_Scenario = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Published figures: epd-table1 to epd-table6, epd-table8, epd-table5-study, epd-fig5, "
-        "epd-fig6, epd-fig6-study, epd-weights, epd-encoder-calls, epd-overlap or vllm-blog.",
-    ),
-]
 _Topology = Annotated[
     str, typer.Option(metavar="T", help="Workers and their roles, such as 2e1p1d, 1ep1d or 8epd.")
 ]
@@ -86,7 +74,6 @@ _MAX_WORKERS = 4096
 
 
 def simulate(
-    scenario: _Scenario = None,
     profile: Profile = "qwen2.5-vl-7b@a100-80gb",
     topology: _Topology = "2e1p1d",
     workload: Workload = None,
@@ -111,15 +98,11 @@ def simulate(
     chrome_trace: ChromeTrace = None,
     plot: Plot = None,
 ) -> None:
-    """Simulate a fleet, or repeat published figures.
+    """Simulate a fleet.
 
-    Runs requests of a workload through the live scheduler, router and admission on a topology. With
-    --scenario, shows simulated figures beside published ones. Caches are simulated where media repeat. By
-    default 16 threads read media, or the cores of the profile's machine.
+    Runs requests of a workload through the live scheduler, router and admission on a topology. Caches are
+    simulated where media repeat. By default 16 threads read media, or the cores of the profile's machine.
     """
-    if scenario is not None:
-        _show_scenario(scenario, as_json, plot)
-        return
     loaded = cut_by(load_profile(profile), group_tokens)
     config = workload_config(
         loaded.media,
@@ -146,17 +129,6 @@ def simulate(
         chrome_trace.write_text(trace_of(result), encoding="utf-8")
     if plot is not None:
         plot_simulation(result, plot)
-
-
-def _show_scenario(name: str, as_json: bool, plot: Path | None) -> None:
-    with console.status(f"simulating {name}"):
-        rows = run_scenario(name)
-    if as_json:
-        console.print_json([row.record() for row in rows])
-    else:
-        print_rows(rows, console.stdout_console())
-    if plot is not None:
-        plot_rows(rows, plot)
 
 
 def draft_plan(acceptance: float, max_draft: int) -> DraftPlan | None:

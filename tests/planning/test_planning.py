@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.published.table5 import paper_planner, paper_space
 from epd.cli.program import app
 from epd.errors import InfeasibleError, RequestError
 from epd.planning.goodput import MAX_LOAD, Demand, goodput, keeps, rate_bound, simulate_at
@@ -26,7 +27,6 @@ from epd.planning.space import (
     topologies,
 )
 from epd.profiles import Profile, analytic_profile
-from epd.published.table5 import paper_planner, paper_space
 from epd.simulate import Deployment, JobMaker
 from epd.topology import parse_topology
 from epd.workload.config import MixPart, WorkloadConfig

@@ -10,10 +10,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.load_waves import LoadWave, day, requests_of, sine_wave, square_wave
-from epd.control.elasticity import ControllerConfig, EstimatorConfig, Switch
-from epd.kv.scheduling import SchedulerConfig
-from epd.profiles.profile import Profile
-from epd.published.paper import (
+from benchmarks.published.paper import (
     FOUR_K,
     TABLE_6_ELASTICITY,
     TABLE_6_SHAPES,
@@ -22,6 +19,9 @@ from epd.published.paper import (
     paper_deployment,
     paper_profile,
 )
+from epd.control.elasticity import ControllerConfig, EstimatorConfig, Switch
+from epd.kv.scheduling import SchedulerConfig
+from epd.profiles.profile import Profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult
 from epd.simulate.switching import Elasticity
 from epd.topology import STAGES, Stage, parse_topology, role_letters

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
+from benchmarks.published.sharding import plan_shards
 from epd.encoders.adapter import Embeddings
 from epd.encoders.groups import MediaGroup
 from epd.errors import EncodeError
-from epd.published.sharding import plan_shards
 from epd.stages.encode.embedding_receiver import EmbeddingReceiver
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
 from epd.transfer.connectors import Ticket

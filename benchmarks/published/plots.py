@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.published.tables import Row
 from epd.picture import picture
-from epd.published.tables import Row
 
 
 def plot_rows(rows: Sequence[Row], path: Path) -> None:

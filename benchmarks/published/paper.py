@@ -3,7 +3,7 @@
 One profile serves all tables. Six of its numbers are fitted, to the seven rows of FITTED_ROWS and no others;
 the rest is computed (`epd.profiles.analytic`). A video frame is one tile, so that tables 4 and 1 share the
 cost of a tile; the constant part of table 4 is taken for reading 12 megapixel images, in parallel on the
-host, which table 1 does not have (`epd.published.encoder_calls` takes it for something else).
+host, which table 1 does not have (`benchmarks.published.encoder_calls` takes it for something else).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.published.sharding import one_run_each
+from benchmarks.published.tables import TABLE_1, TABLE_4, TABLE_6, Row
 from epd.encode.sharding import Sharding
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.analytic import analytic_profile
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
-from epd.published.sharding import one_run_each
-from epd.published.tables import TABLE_1, TABLE_4, TABLE_6, Row
 from epd.simulate.deployment import Deployment
 from epd.simulate.records import SimulationResult
 from epd.simulate.requests import Job, JobMaker

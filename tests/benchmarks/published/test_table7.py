@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from epd.published import table7
-from epd.published.scenarios import run_scenario
-from epd.published.tables import TABLE_7, Row
-from tests.published.recorded import assert_recorded
+from benchmarks.published import table7
+from benchmarks.published.scenarios import run_scenario
+from benchmarks.published.tables import TABLE_7, Row
+from tests.benchmarks.published.recorded import assert_recorded
 
 
 @pytest.fixture(scope="module")

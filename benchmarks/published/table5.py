@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from benchmarks.published.paper import images, paper_deployment, paper_profile
+from benchmarks.published.tables import TABLE_5, Row
 from epd.planning.goodput import Demand, goodput
 from epd.planning.search import Planner, SearchResult
 from epd.planning.space import Settings, Space, topologies
 from epd.profiles.profile import Profile
-from epd.published.paper import images, paper_deployment, paper_profile
-from epd.published.tables import TABLE_5, Row
 from epd.simulate.requests import JobMaker
 from epd.topology import Topology
 from epd.workload.arrivals import poisson_arrivals

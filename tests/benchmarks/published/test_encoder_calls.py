@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from epd.planning.goodput import goodput
-from epd.published.encoder_calls import (
+from benchmarks.published.encoder_calls import (
     CALL_S,
     FITTED_ROWS,
     batches,
@@ -19,9 +18,10 @@ from epd.published.encoder_calls import (
     encode_patches,
     random_goodputs,
 )
-from epd.published.table5 import paper_demand, paper_space
-from epd.published.tables import TABLE_5, Row
-from tests.published.recorded import assert_recorded
+from benchmarks.published.table5 import paper_demand, paper_space
+from benchmarks.published.tables import TABLE_5, Row
+from epd.planning.goodput import goodput
+from tests.benchmarks.published.recorded import assert_recorded
 
 FITTED_CELL = next(cell for cell in cells() if (cell.system, cell.case) == ("sharding on", "2 images"))
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from epd.published.tables import Row
+from benchmarks.published.tables import Row
 from tests import ROOT
 
 Record = dict[str, Any]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from epd.published.tables import Row, worst
+from benchmarks.published.tables import Row, worst
 
 
 def print_rows(rows: Sequence[Row], console: Console) -> None:

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.published.paper import Experiment, limits, paper_deployment
+from benchmarks.published.tables import TABLE_7, TABLE_7_GOODPUT, Row
 from epd.planning.goodput import Demand, goodput
 from epd.profiles.analytic import analytic_profile
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
-from epd.published.paper import Experiment, limits, paper_deployment
-from epd.published.tables import TABLE_7, TABLE_7_GOODPUT, Row
 from epd.simulate.deployment import Deployment
 from epd.simulate.requests import JobMaker
 from epd.workload.arrivals import poisson_arrivals

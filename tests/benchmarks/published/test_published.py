@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from epd.published.paper import (
+from benchmarks.published.__main__ import main
+from benchmarks.published.paper import (
     FITTED_ROWS,
     TABLE_6_ELASTICITY,
     TABLE_6_SHAPES,
@@ -24,10 +26,10 @@ from epd.published.paper import (
     table_4,
     table_6,
 )
-from epd.published.scenarios import SCENARIOS, run_scenario
-from epd.published.tables import TABLE_1, Row
-from epd.published.vllm_blog import vllm_blog
-from tests.published.recorded import assert_recorded
+from benchmarks.published.scenarios import SCENARIOS, run_scenario
+from benchmarks.published.tables import TABLE_1, Row
+from benchmarks.published.vllm_blog import vllm_blog
+from tests.benchmarks.published.recorded import assert_recorded
 
 # What the profile was fitted to: seven rows of twenty-six, for six numbers.
 NAMED = {
@@ -166,19 +168,22 @@ def test_what_overlap_and_sharding_of_one_video_are_worth() -> None:
 
 
 def test_scenarios_print_their_rows(
-    tables: dict[str, list[Row]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tables: dict[str, list[Row]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    from epd.cli.program import app
-
     assert SCENARIOS["epd-table4"] is table_4
     monkeypatch.setitem(SCENARIOS, "epd-table4", lambda: tables["epd-table4"])  # type: ignore[misc]
-    app(["simulate", "--scenario", "epd-table4", "--json"], standalone_mode=False)
+    main(["epd-table4", "--json"])
     records = json.loads(capsys.readouterr().out)
     assert len(records) == 8
     assert set(records[0]) == {"system", "case", "metric", "simulated", "published", "fitted"}
-    app(["simulate", "--scenario", "epd-table4"], standalone_mode=False)
+    main(["epd-table4", "--plot", str(tmp_path / "rows.svg")])
+    assert (tmp_path / "rows.svg").stat().st_size > 1000
     assert "largest error of a row that was not fitted" in capsys.readouterr().out
-    assert set(SCENARIOS) >= {"epd-table1", "epd-table4", "epd-table5", "epd-table6", "vllm-blog"}
+    main([])
+    assert capsys.readouterr().out.split() == list(SCENARIOS)
 
 
 def test_an_unknown_scenario_names_those_there_are() -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from epd.published.figure6 import figure_6, ttft_cut
-from epd.published.tables import FIGURE_12, Row
+from benchmarks.published.figure6 import figure_6, ttft_cut
+from benchmarks.published.tables import FIGURE_12, Row
 
 # How many times as long workers of DistServe take, by the model whose cut it is fitted to.
 FACTORS = {"minicpm-v-2.6": 1.550, "internvl2-8b": 1.289, "internvl2-26b": 1.402}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.published.dispatch import Calls, stalled_tpot_s
+from benchmarks.published.table7 import POSITIONS, audio_profile
 from epd.profiles.cost import StageCost
-from epd.published.dispatch import Calls, stalled_tpot_s
-from epd.published.table7 import POSITIONS, audio_profile
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.records import ROW, SimulationResult, WorkSpan
 

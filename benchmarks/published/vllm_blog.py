@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.published.tables import VLLM_BLOG, Row
 from epd.encode.sharding import Sharding
 from epd.kv.scheduling import SchedulerConfig
 from epd.planning.goodput import Demand, goodput
 from epd.profiles.analytic import analytic_profile
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
-from epd.published.tables import VLLM_BLOG, Row
 from epd.simulate.deployment import Deployment
 from epd.simulate.requests import JobMaker
 from epd.topology import parse_topology

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from epd.published.table5 import random_goodputs, table_5
-from epd.published.table5_study import study
-from tests.published.recorded import assert_recorded
+from benchmarks.published.table5 import random_goodputs, table_5
+from benchmarks.published.table5_study import study
+from tests.benchmarks.published.recorded import assert_recorded
 
 
 def test_table_5() -> None:

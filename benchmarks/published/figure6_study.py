@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from epd.published.figure6 import figure_6, figure_profile, ttft_cut
-from epd.published.paper import FOUR_K
-from epd.published.tables import FIGURE_12, Row
+from benchmarks.published.figure6 import figure_6, figure_profile, ttft_cut
+from benchmarks.published.paper import FOUR_K
+from benchmarks.published.tables import FIGURE_12, Row
 
 _MODEL, _COUNT = "internvl2-8b", 8
 # (table, system, case, metric)

@@ -18,15 +18,15 @@ from itertools import product
 
 import numpy as np
 
+from benchmarks.published.paper import FOUR_K, Cell, cells_4, cells_6, paper_deployment, paper_profile
+from benchmarks.published.table5 import paper_demand, paper_space
+from benchmarks.published.tables import TABLE_5, TABLE_5_AT_OPTIMUM, Row
 from epd.encode.sharding import Sharding
 from epd.planning.goodput import goodput, simulate_at
 from epd.planning.search import Planner, Scored
 from epd.planning.space import Settings, Space, topologies
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
-from epd.published.paper import FOUR_K, Cell, cells_4, cells_6, paper_deployment, paper_profile
-from epd.published.table5 import paper_demand, paper_space
-from epd.published.tables import TABLE_5, TABLE_5_AT_OPTIMUM, Row
 from epd.simulate.deployment import Deployment
 
 # (table, system, case, metric): the one that read_image_s of `PaperFit` depends on most.

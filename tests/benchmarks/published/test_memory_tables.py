@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from epd.published.memory import (
+from benchmarks.published.memory import (
     FITTED_ROWS,
     PAPER_MODELS,
     most,
@@ -15,8 +15,8 @@ from epd.published.memory import (
     table_8,
     weights_by_role,
 )
-from epd.published.tables import TABLE_2, TABLE_8, Row
-from tests.published.recorded import assert_recorded
+from benchmarks.published.tables import TABLE_2, TABLE_8, Row
+from tests.benchmarks.published.recorded import assert_recorded
 
 # One cause each: a table that repeats 19 where three tiles fit 85 times into the context; and a merged worker
 # of the largest model, which holds more than the larger of its two turns.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from epd.published import figure6_each, figure6_study
-from epd.published.figure5 import figure_5, num_shown
-from epd.published.figure6 import figure_6, figure_profile, ttft_cut
-from epd.published.figure6_each import FACTORS
-from epd.published.figure6_study import FITTED_FACTOR, SEEN_FACTOR
-from epd.published.paper import FOUR_K, paper_profile
-from epd.published.tables import FIGURE_6, Row
-from tests.published.recorded import assert_recorded
+from benchmarks.published import figure6_each, figure6_study
+from benchmarks.published.figure5 import figure_5, num_shown
+from benchmarks.published.figure6 import figure_6, figure_profile, ttft_cut
+from benchmarks.published.figure6_each import FACTORS
+from benchmarks.published.figure6_study import FITTED_FACTOR, SEEN_FACTOR
+from benchmarks.published.paper import FOUR_K, paper_profile
+from benchmarks.published.tables import FIGURE_6, Row
+from tests.benchmarks.published.recorded import assert_recorded
 
 
 def test_cuts_of_the_mean_ttft() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.published.sharding import GroupRun, imbalance, least_loaded, plan_shards
+from benchmarks.published.sharding import GroupRun, imbalance, least_loaded, plan_shards
 
 PATCHES = st.lists(st.integers(1, 400), min_size=1, max_size=40)
 LOADS = st.lists(st.integers(0, 2000), min_size=1, max_size=8)

@@ -1,8 +1,8 @@
 """Repeats figure 6 of the EPD paper: how far the mean TTFT is cut against DistServe, over 2 to 8 images.
 
-MiniCPM-V runs on the costs of the tables (`epd.published.paper`). For InternVL2 the paper has no TTFT: its
-prefill is the analytic one, and an image's encode is what the objectives of table 9 leave. These grow by the
-same factor of a colocated worker's time for an image as MiniCPM's do; none of figure 6 is fitted.
+MiniCPM-V runs on the costs of the tables (`benchmarks.published.paper`). For InternVL2 the paper has no TTFT:
+its prefill is the analytic one, and an image's encode is what the objectives of table 9 leave. These grow by
+the same factor of a colocated worker's time for an image as MiniCPM's do; none of figure 6 is fitted.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from functools import cache
 
 import numpy as np
 
+from benchmarks.published.paper import FOUR_K, Experiment, PaperFit, images, paper_deployment, paper_profile
+from benchmarks.published.tables import FIGURE_6, TABLE_9_TTFT, Row
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.analytic import analytic_profile
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
-from epd.published.paper import FOUR_K, Experiment, PaperFit, images, paper_deployment, paper_profile
-from epd.published.tables import FIGURE_6, TABLE_9_TTFT, Row
 
 RATES = {"minicpm-v-2.6": 0.25, "internvl2-8b": 0.08, "internvl2-26b": 0.08}
 _CONTEXT_TOKENS = SchedulerConfig(max_num_batched_tokens=49_152, max_num_seqs=1, max_chunk_tokens=49_152)

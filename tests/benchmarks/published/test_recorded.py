@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.epd_paper import NAMED, page, recorded, row_of, summary
-from epd.published import encoder_calls, figure6_study, memory, paper, table7
-from epd.published.figure6_each import FACTORS
-from epd.published.scenarios import SCENARIOS
-from epd.published.tables import Row
+from benchmarks.published import encoder_calls, figure6_study, memory, paper, table7
+from benchmarks.published.figure6_each import FACTORS
+from benchmarks.published.scenarios import SCENARIOS
+from benchmarks.published.tables import Row
 from tests import ROOT
-from tests.published.recorded import assert_recorded, records
+from tests.benchmarks.published.recorded import assert_recorded, records
 
 # Where rows are named: (scenario, system, case, metric), or how many there are.
 NUM_FITTED = {

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from benchmarks.published.encoder_calls import CALL_S, call_profile, deployment_of
+from benchmarks.published.paper import Experiment, images, paper_deployment, paper_profile
+from benchmarks.published.table5 import paper_demand
+from benchmarks.published.tables import TABLE_4, TABLE_5, TABLE_5_AT_OPTIMUM, Row
 from epd.planning.goodput import Demand, goodput, simulate_at
 from epd.profiles.profile import Profile
-from epd.published.encoder_calls import CALL_S, call_profile, deployment_of
-from epd.published.paper import Experiment, images, paper_deployment, paper_profile
-from epd.published.table5 import paper_demand
-from epd.published.tables import TABLE_4, TABLE_5, TABLE_5_AT_OPTIMUM, Row
 from epd.simulate.deployment import Deployment
 
 _TABLE_4_RATE, _NUM_REQUESTS = 0.25, 100

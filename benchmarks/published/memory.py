@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from benchmarks.published.tables import TABLE_2, TABLE_3, TABLE_8, WEIGHTS_SAVED, Row
 from epd.profiles.analytic import analytic_profile
 from epd.profiles.catalog import MODELS
 from epd.profiles.memory import MemoryLimits, MemoryNeeds
-from epd.published.tables import TABLE_2, TABLE_3, TABLE_8, WEIGHTS_SAVED, Row
 from epd.topology import Stage
 
 _PATCHES_PER_TILE, _TEXT_TOKENS = 1024, 22

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from epd.published.figure5 import figure_5, num_shown
-from epd.published.tables import Row
-from tests.published.recorded import assert_recorded
+from benchmarks.published.figure5 import figure_5, num_shown
+from benchmarks.published.tables import Row
+from tests.benchmarks.published.recorded import assert_recorded
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,10 @@ from functools import cache, partial
 
 import numpy as np
 
-from epd.published.dispatch import Calls, stalled_tpot_s
-from epd.published.figure6_study import FITTED_FACTOR
-from epd.published.paper import Experiment, paper_deployment, paper_profile
-from epd.published.table7 import (
+from benchmarks.published.dispatch import Calls, stalled_tpot_s
+from benchmarks.published.figure6_study import FITTED_FACTOR
+from benchmarks.published.paper import Experiment, paper_deployment, paper_profile
+from benchmarks.published.table7 import (
     ATTAINMENT,
     FITTED_ROWS,
     LAYOUTS,
@@ -38,7 +38,7 @@ from epd.published.table7 import (
     attainment,
     audio_profile,
 )
-from epd.published.tables import TABLE_7, TABLE_7_GOODPUT, Row
+from benchmarks.published.tables import TABLE_7, TABLE_7_GOODPUT, Row
 from epd.simulate.records import SimulationResult
 from epd.simulate.simulation import Simulation
 

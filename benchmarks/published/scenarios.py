@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from benchmarks.published.encoder_calls import encoder_calls
+from benchmarks.published.figure5 import figure_5
+from benchmarks.published.figure6 import figure_6
+from benchmarks.published.figure6_each import figure_6_each
+from benchmarks.published.figure6_study import figure_6_study
+from benchmarks.published.memory import table_2, table_3, table_8, weights_by_role
+from benchmarks.published.paper import overlap_rows, table_1, table_4, table_6
+from benchmarks.published.table5 import table_5
+from benchmarks.published.table5_study import study
+from benchmarks.published.table7 import table_7
+from benchmarks.published.table7_study import table_7_study
+from benchmarks.published.tables import Row
+from benchmarks.published.vllm_blog import vllm_blog
 from epd.errors import RequestError
-from epd.published.encoder_calls import encoder_calls
-from epd.published.figure5 import figure_5
-from epd.published.figure6 import figure_6
-from epd.published.figure6_each import figure_6_each
-from epd.published.figure6_study import figure_6_study
-from epd.published.memory import table_2, table_3, table_8, weights_by_role
-from epd.published.paper import overlap_rows, table_1, table_4, table_6
-from epd.published.table5 import table_5
-from epd.published.table5_study import study
-from epd.published.table7 import table_7
-from epd.published.table7_study import table_7_study
-from epd.published.tables import Row
-from epd.published.vllm_blog import vllm_blog
 
 SCENARIOS: Mapping[str, Callable[[], Sequence[Row]]] = {
     "epd-table1": table_1,

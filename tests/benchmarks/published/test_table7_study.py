@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from epd.published.table7 import FITTED_ROWS
-from epd.published.table7_study import ASSUMPTIONS, COPY_S, Assumption, by_chance, copied_share, in_turns
-from epd.published.tables import TABLE_7
+from benchmarks.published.table7 import FITTED_ROWS
+from benchmarks.published.table7_study import (
+    ASSUMPTIONS,
+    COPY_S,
+    Assumption,
+    by_chance,
+    copied_share,
+    in_turns,
+)
+from benchmarks.published.tables import TABLE_7
 
 
 @pytest.mark.parametrize(
