@@ -32,12 +32,12 @@ from PIL import Image
 
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
 from benchmarks.structured import LONG_DOCUMENTS
-from epd.cli.options import draft_config
 from epd.encoders.prompt.chat import one_turn
 from epd.eval.demo import HELD_OUT_SEED
 from epd.kv.drafting import DEFAULT_MAX_DRAFT, DRAFT_METHODS, Drafting
 from epd.models import DEFAULT_MODEL, model_folder
 from epd.sampling_params import SamplingParams
+from epd.serve_app.cli.options import draft_config
 from epd.shapes import SceneRenderer, make_questions, make_scene
 from epd.stages.colocated import ColocatedPipeline, MediaContext
 from epd.stages.grammar.formats import format_of, grammar_text

@@ -133,7 +133,7 @@ class App:
         self.folder = folder
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        program = [sys.executable, "-c", "from epd.cli.program import main; main()"]
+        program = [sys.executable, "-m", "epd"]
         command = [*program, "serve", "--port", str(self.port), *options]
         self._process = subprocess.Popen(
             [*command, "--allowed-media-path", str(folder)],

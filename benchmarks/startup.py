@@ -74,7 +74,7 @@ def kind_of(pid: int) -> str:
             return name
     if "epd.video.children" in title:
         return "children of media workers"
-    if "epd.cli.program" in title and "serve" in title:
+    if " -m epd serve" in title:
         return "the command"
     return "Ray, other"
 
@@ -100,7 +100,14 @@ def served(checkout: Path, mark: str, options: Sequence[str]) -> Iterator[tuple[
     """Yields the port and the seconds until the server of a checkout is ready."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    program = [sys.executable, "-c", "from epd.cli.program import main; main()", "serve", "--port", str(port)]
+    program = [
+        sys.executable,
+        "-m",
+        "epd",
+        "serve",
+        "--port",
+        str(port),
+    ]
     start_s = time.monotonic()
     server = subprocess.Popen(
         [*program, *options],

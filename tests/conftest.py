@@ -42,7 +42,7 @@ providers._get_local_constants = providers.Constants  # type: ignore[assignment]
 # Start Ray, or look at what Ray leaves in the folders of the machine: never two of them at once.
 RAY_FILES = (
     "tests/serve_app/ray/",
-    "tests/cli/test_serve_command.py",
+    "tests/serve_app/cli/test_serve_command.py",
 )
 # Take more than half a minute each: begun last, one would keep a process busy when the others are done.
 LONG_FILES = ("tests/test_package.py", "tests/serve_app/http/test_slow_clients.py", "tests/test_gpu_dry.py")

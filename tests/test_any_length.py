@@ -14,9 +14,9 @@ import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
-from epd.cli.program import app
 from epd.models import embedded_model_path
 from epd.serve_app.app_args import AppArgs
+from epd.serve_app.cli.program import app
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.local.server import served_locally
 from tests.media import write_long_video

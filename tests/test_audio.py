@@ -10,11 +10,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from epd.cli.program import app
 from epd.encoders import load_adapter
 from epd.encoders.adapter import PatchRun
 from epd.encoders.prompt.chat import ChatMessage, ContentPart
 from epd.errors import MediaLimitError, RequestError, UnsupportedMediaError
+from epd.serve_app.cli.program import app
 from epd.stages.colocated import ColocatedPipeline
 from tests.reference import MAX_TOKENS
 from tests.tiny_audio import WINDOW_S, Reference, heard, tones, with_sound, write_audio

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from epd.cli.program import app
+from epd.serve_app.cli.program import app
 from tests import ROOT
 from tests.modules_page import PACKAGES, PAGE, page
 

@@ -85,7 +85,14 @@ def served(topology: str, local: bool, files: Path) -> Iterator[str]:
     """Runs `epd serve` on loopback while open. files: the folder for files and batches of clients."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
-    command = [sys.executable, "-c", "from epd.cli.program import main; main()", "serve", "--port", port]
+    command = [
+        sys.executable,
+        "-m",
+        "epd",
+        "serve",
+        "--port",
+        port,
+    ]
     command += ["--topology", topology, "--files-dir", str(files), *(["--local"] if local else [])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:

@@ -22,7 +22,7 @@ from benchmarks.gpu.setup import Setup
 from benchmarks.reporting import Row
 from tests.ports import kept_port
 
-_EPD = (sys.executable, "-c", "from epd.cli.program import main; main()")
+_EPD = (sys.executable, "-m", "epd")
 _START_S, _ANSWER_S = 60.0, 30.0
 _QUESTIONS = ("Describe the video.", "How many shapes appear in the video?", "Describe the video as JSON.")
 _SCHEMA = {

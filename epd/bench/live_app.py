@@ -143,8 +143,8 @@ def live_app(options: Sequence[str], log: Path) -> Iterator[LiveApp]:
     command = [
         sys.executable,
         "-P",
-        "-c",
-        "from epd.cli.program import main; main()",
+        "-m",
+        "epd",
         "serve",
         "--port",
         str(port),

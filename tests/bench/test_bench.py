@@ -16,10 +16,10 @@ from epd.bench.bench import BenchPlan, BenchResult, run_bench
 from epd.bench.client import ChatReply
 from epd.bench.generator import Prepared, run_load
 from epd.bench.media import MediaLibrary
-from epd.cli.program import app
 from epd.client.body import Body
 from epd.client.endpoint import Endpoint
 from epd.errors import RequestError
+from epd.serve_app.cli.program import app
 from epd.workload.arrivals import Arrivals, ClosedArrivals, ConstantArrivals, TraceArrivals
 from epd.workload.distributions import SizeDistribution
 from epd.workload.metrics import SLO

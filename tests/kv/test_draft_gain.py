@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from epd.cli.options import draft_config
 from epd.errors import RequestError
 from epd.kv.draft_gain import ChosenDrafts, DraftStatistics, HoldRate, PassCost
 from epd.kv.drafting import AllDrafts, DraftConfig, Drafting, DraftMethod
+from epd.serve_app.cli.options import draft_config
 from epd.types import Int64Array
 
 KNOWN: Int64Array = np.zeros(4, dtype=np.int64)

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from epd.cli import serve as cli_serve
-from epd.cli.program import app
 from epd.errors import RequestError
 from epd.planning.files import PlanFile, load_plan
 from epd.planning.space import mixes
@@ -21,6 +19,8 @@ from epd.profiles import analytic_profile
 from epd.profiles.files import dump_profile
 from epd.reduction import ReductionPolicy
 from epd.serve_app.app_args import AppArgs
+from epd.serve_app.cli import serve as cli_serve
+from epd.serve_app.cli.program import app
 from epd.topology import role_letters
 
 

@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from benchmarks.published.table5 import paper_planner, paper_space
-from epd.cli.program import app
 from epd.errors import InfeasibleError, RequestError
 from epd.planning.goodput import MAX_LOAD, Demand, goodput, keeps, rate_bound, simulate_at
 from epd.planning.plan import busiest_workers, make_plan
@@ -27,6 +26,7 @@ from epd.planning.space import (
     topologies,
 )
 from epd.profiles import Profile, analytic_profile
+from epd.serve_app.cli.program import app
 from epd.simulate import Deployment, JobMaker
 from epd.topology import parse_topology
 from epd.workload.config import MixPart, WorkloadConfig

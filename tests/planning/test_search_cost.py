@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from epd.cli.program import app
 from epd.planning.goodput import Demand, rate_bound
 from epd.planning.search import Planner
 from epd.planning.space import Space
 from epd.profiles import analytic_profile
+from epd.serve_app.cli.program import app
 from epd.simulate import Deployment, JobMaker, Simulation
 from epd.simulate.records import SimulationResult
 from epd.topology import parse_topology

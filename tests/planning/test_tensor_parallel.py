@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from epd.cli.program import app
 from epd.errors import InfeasibleError, RequestError
 from epd.planning.files import PlanFile
 from epd.planning.goodput import rate_bound, simulate_at
@@ -17,6 +16,7 @@ from epd.planning.search import Planner
 from epd.planning.space import Settings, Space, splits_of
 from epd.profiles import analytic_profile
 from epd.serve_app.app_args import AppArgs
+from epd.serve_app.cli.program import app
 from epd.simulate import Deployment
 from epd.topology import parse_topology
 from epd.workload.metrics import SLO

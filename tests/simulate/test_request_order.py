@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from epd.cli.program import app
 from epd.kv.request_order import RequestOrder
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles import analytic_profile
+from epd.serve_app.cli.program import app
 from epd.simulate import Deployment, JobMaker, Simulation
 from epd.simulate.records import SimulationResult
 from epd.topology import parse_topology

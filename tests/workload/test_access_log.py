@@ -9,8 +9,8 @@ from time import perf_counter
 
 import pytest
 
-from epd.cli.program import app
 from epd.errors import RequestError
+from epd.serve_app.cli.program import app
 from epd.serve_app.composition import log_requests
 from epd.serve_app.observability.record import RequestRecord
 from epd.serve_app.service import AnswerEnd

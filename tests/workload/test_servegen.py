@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from epd.cli.program import app
 from epd.errors import RequestError
+from epd.serve_app.cli.program import app
 from epd.workload.config import load_workload
 from epd.workload.requests import Resolution
 from epd.workload.servegen import draw_day

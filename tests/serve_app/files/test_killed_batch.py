@@ -21,7 +21,7 @@ from epd.serve_app.local.server import served_locally
 from tests.ports import kept_port
 from tests.serve_app.server import wait_until
 
-START = "from epd.cli.program import main; main()"
+START = "from epd.serve_app.cli.program import main; main()"
 NUM_LINES, BAD, READY_S = 50, (3, 20, 44), 60.0
 
 

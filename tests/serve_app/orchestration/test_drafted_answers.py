@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from epd.cli.options import draft_config
 from epd.sampling_params import SamplingParams
+from epd.serve_app.cli.options import draft_config
 from tests.serve_app.deployments import Question, deployed
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from epd.control.supervision import ClusterWatch
 from epd.serve_app.ray.process_tree import children
-from tests.cli.test_serve_command import MARK, processes_with
+from tests.serve_app.cli.test_serve_command import MARK, processes_with
 from tests.serve_app.server import wait_until
 
 # A process whose child has a child that ignores SIGTERM, each in a session of its own; it ends them all.

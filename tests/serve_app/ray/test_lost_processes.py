@@ -23,8 +23,8 @@ import httpx
 import pytest
 
 from epd.serve_app.network.memory import orphans
-from tests.cli.test_serve_command import MARK, processes_with, running
 from tests.media import write_image
+from tests.serve_app.cli.test_serve_command import MARK, processes_with, running
 from tests.serve_app.conftest import JSON, data_url, image_part
 from tests.serve_app.server import wait_until
 

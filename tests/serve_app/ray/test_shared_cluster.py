@@ -19,7 +19,7 @@ from ray import serve
 
 from epd.errors import UnavailableError
 from epd.serve_app.ray.tenancy import cluster_now, turn_to_deploy, url_at
-from tests.cli.test_serve_command import END_S, READY_S, START, command
+from tests.serve_app.cli.test_serve_command import END_S, READY_S, START, command
 from tests.serve_app.ray.ray_session import IGNORED, RaySession
 from tests.serve_app.server import wait_until
 

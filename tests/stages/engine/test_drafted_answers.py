@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from epd.cli.options import draft_config
 from epd.kv.scheduling import PreemptionMode, SchedulerConfig
 from epd.sampling_params import SamplingParams
+from epd.serve_app.cli.options import draft_config
 from epd.stages.engine.engine import LanguageEngine
 from epd.types import Int64Array
 from tests.stages.conftest import Subject

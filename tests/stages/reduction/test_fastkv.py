@@ -19,7 +19,6 @@ from transformers import DynamicCache
 from typer.testing import CliRunner
 
 from epd.batch.lines import CHAT_URL, LineDefaults, parse_line
-from epd.cli.program import app
 from epd.encoders import Embeddings, PromptPlan, concatenated
 from epd.encoders.identity import prompt_identity
 from epd.encoders.reduction import reduce_prompt
@@ -30,6 +29,7 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.models import embedded_model_path
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.serve_app.app_args import AppArgs
+from epd.serve_app.cli.program import app
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.request_parsing import reduction_policy
 from epd.stages.colocated import ColocatedPipeline, EncodedMedia, MediaContext

@@ -19,7 +19,7 @@ END_S = 60.0
 SERVER = """
 import os, sys, time
 from contextlib import contextmanager
-from epd.cli.serving import Signals, serve_until_signal
+from epd.serve_app.cli.serving import Signals, serve_until_signal
 from epd.errors import CancelledError
 
 def say(words):
@@ -120,11 +120,11 @@ def test_a_signal_while_parts_are_imported_ends_it_cleanly(tmp_path: Path) -> No
         "import sys, time, pathlib\n"
         "class Slow:\n"
         "    def find_spec(self, name, *_):\n"
-        "        if name == 'epd.cli.serve':\n"
+        "        if name == 'epd.serve_app.cli.serve':\n"
         f"            pathlib.Path({str(there)!r}).touch(); time.sleep(60)\n"
         "sys.meta_path.insert(0, Slow())\n"
         "sys.argv = ['epd', 'serve']\n"
-        "from epd.cli.program import main; main()\n"
+        "from epd.serve_app.cli.program import main; main()\n"
     )
     with serve(start) as process:
         wait_until(there.exists, END_S)

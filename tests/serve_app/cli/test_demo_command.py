@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from epd.cli.program import app
+from epd.serve_app.cli.program import app
 
 
 def test_demo_video_writes_the_video_and_its_truth(tmp_path: Path) -> None:

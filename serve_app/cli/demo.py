@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from epd import console
-from epd.cli.options import Background, FootageLevel, Seed
+from epd.serve_app.cli.options import Background, FootageLevel, Seed
 from epd.shapes import Question, QuestionKind, make_scene
 from epd.types import Answer
 from epd.video.demo_video import PLAIN, Filming, parse_size, write_demo_video
@@ -50,7 +50,7 @@ def demo(out: _Out = Path("demo-out/demo.mp4"), seed: Seed = 7) -> None:
 
     Asks the embedded model five questions about a drawn video of 60 seconds and compares with the truth.
     """
-    from epd.cli.pipelines import open_pipeline  # torch
+    from epd.serve_app.cli.pipelines import open_pipeline  # torch
 
     out.parent.mkdir(parents=True, exist_ok=True)
     questions = _questions(_write_video(out, 60.0, 24, "640x360", seed))

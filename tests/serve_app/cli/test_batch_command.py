@@ -22,8 +22,8 @@ from epd.batch.line_index import LineIndex
 from epd.batch.lines import LineDefaults
 from epd.batch.progress import batch_bar
 from epd.batch.tasks import Backend
-from epd.cli.program import app
 from epd.errors import RequestError
+from epd.serve_app.cli.program import app
 from tests.batch.fakes import FakeBackend
 
 
@@ -163,7 +163,7 @@ def test_lines_are_answered_without_ray_and_web_server(
 ) -> None:
     program = (
         "import sys; sys.modules |= dict.fromkeys(('ray', 'fastapi', 'starlette', 'uvicorn'));"
-        "from epd.cli.program import main; main()"
+        "from epd.serve_app.cli.program import main; main()"
     )
     options = ["--model", str(checkpoints["qwen2_5_vl"]), "--max-tokens", "2", "--num-kv-tokens", "4096"]
     command = [sys.executable, "-c", program, "batch", str(lines), str(tmp_path / "out.jsonl"), *options]

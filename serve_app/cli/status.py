@@ -13,13 +13,13 @@ import typer
 from rich.table import Table
 
 from epd import console
-from epd.cli.options import ApiKey, IsJson, SloTpot, SloTtft
 from epd.client.endpoint import Endpoint, get, parse_endpoints
 from epd.errors import InfeasibleError, RequestError
 from epd.planning.plan import Plan, make_plan
 from epd.planning.space import Space
 from epd.planning.traffic import LEAST_REQUESTS, planner_for, recent_jobs
 from epd.profiles.files import load_profile
+from epd.serve_app.cli.options import ApiKey, IsJson, SloTpot, SloTtft
 from epd.workload.metrics import SLO
 
 _Url = Annotated[str, typer.Option(metavar="URL", help="Server of epd serve.")]

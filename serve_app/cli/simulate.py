@@ -8,7 +8,14 @@ from typing import Annotated, Any, get_args
 import typer
 
 from epd import console
-from epd.cli.options import (
+from epd.errors import RequestError
+from epd.kv.drafting import DEFAULT_MAX_DRAFT
+from epd.kv.request_order import RequestOrder
+from epd.kv.scheduling import SchedulerConfig
+from epd.profiles import MediaRule
+from epd.profiles import Profile as LoadedProfile
+from epd.profiles.files import load_profile
+from epd.serve_app.cli.options import (
     ChromeTrace,
     CpuThreads,
     DraftAcceptance,
@@ -29,13 +36,6 @@ from epd.cli.options import (
     Trace,
     Workload,
 )
-from epd.errors import RequestError
-from epd.kv.drafting import DEFAULT_MAX_DRAFT
-from epd.kv.request_order import RequestOrder
-from epd.kv.scheduling import SchedulerConfig
-from epd.profiles import MediaRule
-from epd.profiles import Profile as LoadedProfile
-from epd.profiles.files import load_profile
 from epd.simulate import Deployment, JobMaker, Sharding, Simulation, SimulationResult
 from epd.simulate.chrome import chrome_trace as trace_of
 from epd.simulate.drafting import DraftPlan

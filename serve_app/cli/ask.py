@@ -9,8 +9,11 @@ from typing import Annotated
 import typer
 
 from epd import console
-from epd.cli.conversations import api_options, conversation_with
-from epd.cli.options import (
+from epd.errors import check_question
+from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT
+from epd.reduction import tower_merge
+from epd.serve_app.cli.conversations import api_options, conversation_with
+from epd.serve_app.cli.options import (
     ApiKey,
     AsAudio,
     ComputeShare,
@@ -40,9 +43,6 @@ from epd.cli.options import (
     reduction_policy,
     visual_budget,
 )
-from epd.errors import check_question
-from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT
-from epd.reduction import tower_merge
 from epd.types import Answer, Usage
 
 _Question = Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask, in quotes.")]
@@ -95,7 +95,7 @@ def ask(
         conversation = conversation_with(url, api_key, model, paths, options, as_audio=audio)
         show_answer(conversation.ask(question, None if as_json else console.stream_text), as_json=as_json)
         return
-    from epd.cli.pipelines import open_pipeline  # torch
+    from epd.serve_app.cli.pipelines import open_pipeline  # torch
 
     pipeline = open_pipeline(
         paths,

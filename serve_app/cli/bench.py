@@ -19,7 +19,9 @@ from epd.bench.body import NEW_LIMIT, OLD_LIMIT
 from epd.bench.media import ImageFormat, MediaLibrary
 from epd.bench.plots import plot_result
 from epd.bench.report import dump_json, print_result, result_record
-from epd.cli.options import (
+from epd.client.endpoint import find_model, parse_endpoints
+from epd.errors import RequestError
+from epd.serve_app.cli.options import (
     JsonFile,
     NumRequests,
     Plot,
@@ -33,8 +35,6 @@ from epd.cli.options import (
     Trace,
     Workload,
 )
-from epd.client.endpoint import find_model, parse_endpoints
-from epd.errors import RequestError
 from epd.video.demo_video import write_scene
 from epd.workload.arrivals import ArrivalKind
 from epd.workload.config import WorkloadConfig, load_workload

@@ -20,12 +20,12 @@ import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
-from epd.cli.conversations import conversation_with
-from epd.cli.program import app
-from epd.cli.server_here import server_here
 from epd.client import conversation
 from epd.errors import RequestError
 from epd.kv.drafting import DraftConfig
+from epd.serve_app.cli.conversations import conversation_with
+from epd.serve_app.cli.program import app
+from epd.serve_app.cli.server_here import server_here
 from tests.bench.fake_server import FakeServer, Manner
 from tests.media import write_image, write_video
 
@@ -131,7 +131,7 @@ def test_later_turns_find_the_media_in_the_caches(server: Server) -> None:
 def test_an_interrupt_ends_an_answer_and_not_the_dialogue() -> None:
     code = (
         "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from epd.cli.program import main\nmain()"
+        "from epd.serve_app.cli.program import main\nmain()"
     )
     command = [sys.executable, "-c", code, "chat", "http://127.0.0.1/a.png", "--max-tokens", "2", "--url"]
     with FakeServer(Manner(gap_s=60.0)) as fake, begun([*command, fake.url]) as process:
@@ -317,7 +317,7 @@ def test_an_ordinary_server_of_the_api_is_enough() -> None:
 def test_a_shell_completes_commands_and_options(shell: str, words: str, expected: str) -> None:
     """By the variables that the shell's script sets; nothing heavy is imported for it."""
     code = (
-        "import sys; sys.argv[0] = 'epd'\nfrom epd.cli.program import main\n"
+        "import sys; sys.argv[0] = 'epd'\nfrom epd.serve_app.cli.program import main\n"
         "try:\n main()\nfinally:\n assert not {'torch', 'ray'} & sys.modules.keys()"
     )
     variables = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from epd.cli.program import app
+from epd.serve_app.cli.program import app
 
 TRACE = """TIMESTAMP,NumImages,ContextTokens,GeneratedTokens
 2024-10-15 00:00:00.000000,1,700,20

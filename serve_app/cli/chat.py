@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from epd import console
-from epd.cli.ask import cost_line
-from epd.cli.conversations import api_options, conversation_with
-from epd.cli.options import (
+from epd.client.conversation import Conversation
+from epd.errors import RequestError
+from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, DraftConfig
+from epd.serve_app.cli.ask import cost_line
+from epd.serve_app.cli.conversations import api_options, conversation_with
+from epd.serve_app.cli.options import (
     ApiKey,
     ComputeShare,
     Device,
@@ -35,9 +38,6 @@ from epd.cli.options import (
     reduction_policy,
     visual_budget,
 )
-from epd.client.conversation import Conversation
-from epd.errors import RequestError
-from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, DraftConfig
 
 _QUIT = "/quit"
 
@@ -102,7 +102,7 @@ def _opened(
     if url is not None:
         yield conversation_with(url, api_key, model, paths, options)
         return
-    from epd.cli.server_here import server_here  # torch
+    from epd.serve_app.cli.server_here import server_here  # torch
 
     opened = server_here(
         paths, model, device, dtype, drafting, tensor_parallel_size, enforce_eager=enforce_eager

@@ -11,8 +11,8 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from epd.cli.program import _COMMANDS, _GROUPS, app
 from epd.serve_app.app_args import AppArgs
+from epd.serve_app.cli.program import _COMMANDS, _GROUPS, app
 
 PROGRAM = get_command(app)
 # Torch alone takes more, on any machine; the slowest of these takes 0.3 s on one that is busy.
@@ -20,7 +20,7 @@ MOST_HELP_S = 1.0
 HEAVY = {"torch", "transformers", "torchvision", "triton", "ray"}
 EVERY_HELP = """
 import contextlib, io, json, sys, time
-from epd.cli.program import _COMMANDS, main
+from epd.serve_app.cli.program import _COMMANDS, main
 
 seconds = {}
 for name in _COMMANDS:
@@ -73,7 +73,7 @@ WITHOUT = """
 import sys
 package, *sys.argv[1:] = sys.argv[1:]
 sys.modules[package] = None  # its import fails as if it were not installed
-from epd.cli.program import main
+from epd.serve_app.cli.program import main
 main()
 """
 
@@ -94,7 +94,7 @@ def test_a_command_without_its_extra_says_which_to_install(package: str, words: 
 
 ENDS = """
 import atexit, sys, threading, time, weakref
-from epd.cli import program
+from epd.serve_app.cli import program
 
 class Freed:
     def __del__(self):

@@ -24,7 +24,7 @@ import pytest
 from openai import OpenAI
 from typer.testing import CliRunner
 
-from epd.cli.program import app
+from epd.serve_app.cli.program import app
 from epd.shapes import make_scene
 from epd.video.demo_video import write_demo_video
 from tests import ROOT
@@ -34,7 +34,7 @@ from tests.serve_app.server import wait_until
 # Inherited by every process that the command starts.
 MARK = "EPD_TEST_MARK"
 READY_S, END_S = 200.0, 60.0
-START = "from epd.cli.program import main; main()"
+START = "from epd.serve_app.cli.program import main; main()"
 SCENE, README = make_scene(3, 30.0), ROOT / "README.md"
 WITHOUT_RAY = f"import sys; sys.modules['ray'] = None; {START}"  # any import of it raises ImportError
 

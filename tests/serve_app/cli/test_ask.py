@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
-from epd.cli.ask import cost_line
-from epd.cli.program import app
 from epd.encoders import ADAPTERS
 from epd.errors import RequestError
+from epd.serve_app.cli.ask import cost_line
+from epd.serve_app.cli.program import app
 from epd.types import Answer, StageTimings, Usage
 from tests.media import write_audio_only, write_image, write_video
 
@@ -319,7 +319,7 @@ def test_json_is_one_object_with_the_promised_fields(
 
 def program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from epd.cli.program import main; main()", *map(str, arguments)],
+        [sys.executable, "-m", "epd", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -349,7 +349,14 @@ def test_progress_is_drawn_on_a_terminal_and_nowhere_else(
     arguments = ("ask", str(media["video"]), QUESTION, "--model", str(checkpoints["qwen2_5_vl"]))
     terminal, stderr = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", "from epd.cli.program import main; main()", *arguments, "--max-tokens", "3"],
+        [
+            sys.executable,
+            "-m",
+            "epd",
+            *arguments,
+            "--max-tokens",
+            "3",
+        ],
         stdout=subprocess.PIPE,
         stderr=stderr,
     )
@@ -367,7 +374,8 @@ def test_progress_is_drawn_on_a_terminal_and_nowhere_else(
 
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "av")
-    probe = f"import sys, epd.cli.program as _; sys.exit(any(name in sys.modules for name in {heavy}))"
+    imported = "import sys, epd.serve_app.cli.program as _"
+    probe = f"{imported}; sys.exit(any(name in sys.modules for name in {heavy}))"
     assert subprocess.run([sys.executable, "-c", probe], timeout=60, check=False).returncode == 0
     before = os.times()
     done = program("ask", "--help")

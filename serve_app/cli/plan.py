@@ -8,7 +8,13 @@ import typer
 import yaml  # type: ignore[import-untyped]  # its stubs are another package
 
 from epd import console
-from epd.cli.options import (
+from epd.errors import RequestError
+from epd.kv.drafting import DEFAULT_MAX_DRAFT
+from epd.planning.plan import Plan, make_plan
+from epd.planning.space import Space, cells_of
+from epd.planning.traffic import planner_for, workload_jobs
+from epd.profiles.files import load_profile
+from epd.serve_app.cli.options import (
     CpuThreads,
     DraftAcceptance,
     EncodesBeside,
@@ -26,13 +32,7 @@ from epd.cli.options import (
     Trace,
     Workload,
 )
-from epd.cli.simulate import cut_by, draft_plan, num_cpu_threads, workload_config
-from epd.errors import RequestError
-from epd.kv.drafting import DEFAULT_MAX_DRAFT
-from epd.planning.plan import Plan, make_plan
-from epd.planning.space import Space, cells_of
-from epd.planning.traffic import planner_for, workload_jobs
-from epd.profiles.files import load_profile
+from epd.serve_app.cli.simulate import cut_by, draft_plan, num_cpu_threads, workload_config
 from epd.simulate import Deployment
 from epd.topology import parse_topology
 from epd.workload.metrics import SLO

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from epd import console
-from epd.cli.options import (
+from epd.errors import RequestError
+from epd.eval.demo import demo_cases
+from epd.eval.files import read_videos
+from epd.eval.items import EvalCase
+from epd.eval.plan import EvalPlan
+from epd.eval.plots import plot_rows
+from epd.eval.report import Part, as_part, print_rows
+from epd.eval.rows import RowSelection, eval_rows, table_rows
+from epd.eval.verdicts import DEMO, RunInfo, VerdictLog
+from epd.reduction import METHODS, ReductionPolicy
+from epd.serve_app.cli.options import (
     Background,
     Device,
     Dtype,
@@ -22,16 +32,6 @@ from epd.cli.options import (
     Seed,
     TensorParallelSize,
 )
-from epd.errors import RequestError
-from epd.eval.demo import demo_cases
-from epd.eval.files import read_videos
-from epd.eval.items import EvalCase
-from epd.eval.plan import EvalPlan
-from epd.eval.plots import plot_rows
-from epd.eval.report import Part, as_part, print_rows
-from epd.eval.rows import RowSelection, eval_rows, table_rows
-from epd.eval.verdicts import DEMO, RunInfo, VerdictLog
-from epd.reduction import METHODS, ReductionPolicy
 
 if TYPE_CHECKING:
     pass
@@ -169,7 +169,7 @@ def evaluate(
         _show(log, RowSelection.of(log, against), part, plot, as_json)
         return
     asked = _asked(method, retention or _DEFAULT_RETENTIONS, frames or _DEFAULT_FRAMES, against)
-    from epd.cli.pipelines import Filming, load_pipeline, placement_of, run_evaluation  # torch
+    from epd.serve_app.cli.pipelines import Filming, load_pipeline, placement_of, run_evaluation  # torch
 
     placement, filming = placement_of(device, dtype, model), Filming.of(footage, background)
     if max_tokens is None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from epd.cli.program import app
 from epd.eval.demo import demo_cases
 from epd.eval.verdicts import Verdict, VerdictLog
+from epd.serve_app.cli.program import app
 from epd.shapes import LEVELS, Scene
 from epd.stages.colocated import ColocatedPipeline
 from epd.stages.pipeline import Pipeline

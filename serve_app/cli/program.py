@@ -23,28 +23,28 @@ from typer.core import TyperGroup
 from epd.errors import EPDError, RequestError, exit_code
 
 _ABOUT = "Answers questions about images and long videos with vision-language models."
-# Group: command: (module and object, the first line of its help).
+# Group: command: (module of this folder and object, the first line of its help).
 _GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "Answer questions": {
-        "ask": ("epd.cli.ask:ask", "Answer a question about videos, images and audio."),
-        "chat": ("epd.cli.chat:chat", "Answer questions about videos and images in a dialogue."),
-        "serve": ("epd.cli.serve:serve", "Serve a model with an OpenAI-compatible API."),
-        "batch": ("epd.cli.batch:batch", "Answer a file of questions about videos and images."),
+        "ask": ("ask:ask", "Answer a question about videos, images and audio."),
+        "chat": ("chat:chat", "Answer questions about videos and images in a dialogue."),
+        "serve": ("serve:serve", "Serve a model with an OpenAI-compatible API."),
+        "batch": ("batch:batch", "Answer a file of questions about videos and images."),
     },
     "Measure and plan": {
-        "bench": ("epd.cli.bench:bench", "Measure latency, goodput and SLO attainment of servers."),
-        "profile": ("epd.cli.profile:profile", "Measure what each stage costs on this machine."),
-        "simulate": ("epd.cli.simulate:simulate", "Simulate a fleet, or repeat published figures."),
-        "plan": ("epd.cli.plan:plan", "Search for the topology with the highest goodput per device."),
+        "bench": ("bench:bench", "Measure latency, goodput and SLO attainment of servers."),
+        "profile": ("profile:profile", "Measure what each stage costs on this machine."),
+        "simulate": ("simulate:simulate", "Simulate a fleet."),
+        "plan": ("plan:plan", "Search for the topology with the highest goodput per device."),
     },
     "Try and evaluate": {
-        "demo": ("epd.cli.demo:demo", "Draw a video and check five answers about it."),
-        "demo-video": ("epd.cli.demo:demo_video", "Draw a video whose contents are known."),
-        "eval": ("epd.cli.eval:evaluate", "Measure what token reduction costs in accuracy."),
+        "demo": ("demo:demo", "Draw a video and check five answers about it."),
+        "demo-video": ("demo:demo_video", "Draw a video whose contents are known."),
+        "eval": ("eval:evaluate", "Measure what token reduction costs in accuracy."),
     },
     "Operate": {
-        "status": ("epd.cli.status:status", "Show the workers, queues and traffic of a server."),
-        "config": ("epd.cli.config:config", "Show the resolved configuration of a server."),
+        "status": ("status:status", "Show the workers, queues and traffic of a server."),
+        "config": ("config:config", "Show the resolved configuration of a server."),
     },
 }
 _COMMANDS = {name: entry for group in _GROUPS.values() for name, entry in group.items()}
@@ -82,7 +82,7 @@ class _LazyCommands(Mapping[str, Any]):
 @cache
 def _load(name: str) -> Any:
     module, _, attribute = _COMMANDS[name][0].partition(":")
-    found = getattr(import_module(module), attribute)
+    found = getattr(import_module(f"epd.serve_app.cli.{module}"), attribute)
     if not isinstance(found, typer.Typer):
         function, found = found, typer.Typer(**_STYLE)
         found.command(name)(function)

@@ -12,9 +12,9 @@ import yaml  # type: ignore[import-untyped]  # its stubs are another package
 from pydantic import ValidationError
 
 from epd import console
-from epd.cli.options import IsJson
 from epd.errors import RequestError
 from epd.serve_app.app_args import AppArgs
+from epd.serve_app.cli.options import IsJson
 from epd.serve_app.model_facts import limits_of
 
 config = typer.Typer(no_args_is_help=True, rich_markup_mode=None)

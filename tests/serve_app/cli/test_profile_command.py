@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from epd.cli.program import app
 from epd.profiles import Profile
 from epd.profiles.files import load_profile
 from epd.profiles.measuring import measured, measurement
+from epd.serve_app.cli.program import app
 from tests import ROOT
 
 

@@ -11,11 +11,11 @@ from rich.table import Table
 
 from epd import console
 from epd.bench.app_profile import with_app
-from epd.cli.options import Device, Dtype, IsJson, Out
 from epd.errors import RequestError
 from epd.models import model_folder
 from epd.profiles import HostCosts, Profile
 from epd.profiles.files import dump_profile, load_profile
+from epd.serve_app.cli.options import Device, Dtype, IsJson, Out
 from epd.video.demo_video import write_scene
 
 _Model = Annotated[
@@ -74,7 +74,7 @@ def _profile_of(
 ) -> Profile:
     if model is not None and "@" in model and not Path(model).exists():
         return load_profile(model)
-    from epd.cli.pipelines import Profiler, placement_of  # torch
+    from epd.serve_app.cli.pipelines import Profiler, placement_of  # torch
 
     path = model_folder(model)
     placement = placement_of(device, dtype, path)

@@ -16,13 +16,13 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from epd.cli.config import parse_values
-from epd.cli.options import AppName, with_fields_of
-from epd.cli.serving import Signals, serve_until_signal
 from epd.errors import RequestError
 from epd.models import model_folder
 from epd.planning.files import load_plan
 from epd.serve_app.app_args import ENVIRONMENT, AppArgs
+from epd.serve_app.cli.config import parse_values
+from epd.serve_app.cli.options import AppName, with_fields_of
+from epd.serve_app.cli.serving import Signals, serve_until_signal
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.http.guard.host_check import names_for
 from epd.serve_app.http.prefix import ROOT, checked_prefix

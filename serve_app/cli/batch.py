@@ -22,7 +22,10 @@ from epd.batch.progress import batch_bar
 from epd.batch.summary import Summary
 from epd.batch.tasks import Backend
 from epd.batch.utilisation import Utilisation
-from epd.cli.options import (
+from epd.errors import RequestError
+from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, DraftConfig
+from epd.models import model_folder
+from epd.serve_app.cli.options import (
     Address,
     ApiKey,
     AppName,
@@ -50,9 +53,6 @@ from epd.cli.options import (
     reduction_policy,
     visual_budget,
 )
-from epd.errors import RequestError
-from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, DraftConfig
-from epd.models import model_folder
 
 _Source = Annotated[
     Path, typer.Argument(metavar="IN", help="JSON lines, or a folder of videos with --questions.")

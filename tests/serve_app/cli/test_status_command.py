@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from typer.testing import CliRunner, Result
 
-from epd.cli.program import app
 from epd.control.elasticity import RequestWork
+from epd.serve_app.cli.program import app
 from tests.serve_app.conftest import Front
 from tests.serve_app.fakes import FakeService
 

@@ -1,0 +1,5 @@
+"""Runs the program `epd`: `python -m epd ask clip.mp4 "What happens?"`."""
+
+from epd.serve_app.cli.program import main
+
+main()
