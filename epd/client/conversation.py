@@ -162,6 +162,20 @@ class _Reply:
         )
 
 
+def completion(endpoint: Endpoint, body: JSON) -> JSON:
+    """Returns the completion of one chat request, whole. Raises RequestError, UnavailableError."""
+    shown, timeout = endpoint.shown_url, httpx.Timeout(_READ_S, connect=_CONNECT_S)
+    url, headers = f"{endpoint.url}/v1/chat/completions", endpoint.headers
+    try:
+        answer = httpx.post(url, json=body, headers=headers, timeout=timeout, trust_env=False)
+    except httpx.HTTPError as error:
+        raise UnavailableError(f"{shown} gave {type(error).__name__}; ask again") from None
+    if answer.status_code != HTTPStatus.OK:
+        raise _refusal(shown, answer.status_code, answer.content)
+    found: JSON = answer.json()
+    return found
+
+
 def _url_part(medium: Medium) -> JSON:
     kind = f"{medium.kind}_url"
     return {"type": kind, kind: {"url": medium.name}}

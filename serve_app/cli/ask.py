@@ -12,7 +12,7 @@ from epd import console
 from epd.errors import check_question
 from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT
 from epd.reduction import tower_merge
-from epd.serve_app.cli.conversations import api_options, conversation_with
+from epd.serve_app.cli.conversations import conversation_with
 from epd.serve_app.cli.options import (
     ApiKey,
     AsAudio,
@@ -43,6 +43,7 @@ from epd.serve_app.cli.options import (
     reduction_policy,
     visual_budget,
 )
+from epd.serve_app.request_options import request_fields
 from epd.types import Answer, Usage
 
 _Question = Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask, in quotes.")]
@@ -89,8 +90,16 @@ def ask(
             skip_static, device, dtype, drafting, merge, tensor_parallel_size, enforce_eager=enforce_eager
         )
         check_question(question)
-        options = api_options(
-            fps, frames, start, end, retention, reduction, compute_share, max_visual_tokens, max_tokens
+        options = request_fields(
+            fps=fps,
+            frames=frames,
+            start=start,
+            end=end,
+            retention=retention,
+            reduction=reduction,
+            compute_share=compute_share,
+            max_visual_tokens=max_visual_tokens,
+            max_tokens=max_tokens,
         )
         conversation = conversation_with(url, api_key, model, paths, options, as_audio=audio)
         show_answer(conversation.ask(question, None if as_json else console.stream_text), as_json=as_json)

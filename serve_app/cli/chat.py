@@ -6,13 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from epd import console
 from epd.client.conversation import Conversation
 from epd.errors import RequestError
-from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, DraftConfig
+from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT
 from epd.serve_app.cli.ask import cost_line
-from epd.serve_app.cli.conversations import api_options, conversation_with
+from epd.serve_app.cli.conversations import conversation_with
 from epd.serve_app.cli.options import (
     ApiKey,
     ComputeShare,
@@ -38,6 +39,7 @@ from epd.serve_app.cli.options import (
     reduction_policy,
     visual_budget,
 )
+from epd.serve_app.request_options import kind_of, request_fields
 
 _QUIT = "/quit"
 
@@ -72,16 +74,30 @@ def chat(
     reduction_policy(reduction, retention, compute_share)
     visual_budget(max_visual_tokens, retention)
     drafting = draft_config(draft, max_draft)
-    options = api_options(
-        fps, frames, start, end, retention, reduction, compute_share, max_visual_tokens, max_tokens
-    )
+    options = {
+        "fps": fps,
+        "frames": frames,
+        "start": start,
+        "end": end,
+        "retention": retention,
+        "reduction": reduction,
+        "compute_share": compute_share,
+        "max_visual_tokens": max_visual_tokens,
+        "max_tokens": max_tokens,
+    }
     if url is not None:
         check_server_options(
             None, device, dtype, drafting, None, tensor_parallel_size, enforce_eager=enforce_eager
         )
-    with _opened(
-        paths, model, url, api_key, options, device, dtype, drafting, tensor_parallel_size, enforce_eager
-    ) as conversation:
+    engine = {
+        "device": device,
+        "dtype": dtype,
+        "draft": draft,
+        "max_draft": max_draft,
+        "tensor_parallel_size": tensor_parallel_size,
+        "enforce_eager": enforce_eager,
+    }
+    with _opened(paths, model, url, api_key, options, engine) as conversation:
         for question in _questions(is_terminal=sys.stdin.isatty()):
             _answer(conversation, question, is_terminal=sys.stdin.isatty())
 
@@ -92,23 +108,19 @@ def _opened(
     model: Path | None,
     url: str | None,
     api_key: str | None,
-    options: dict[str, object],
-    device: str,
-    dtype: str,
-    drafting: DraftConfig,
-    tensor_parallel_size: int,
-    enforce_eager: bool,
+    options: dict[str, Any],
+    engine: dict[str, Any],
 ) -> Iterator[Conversation]:
+    """Begins the dialogue at a server, or with a model that is loaded into this process."""
     if url is not None:
-        yield conversation_with(url, api_key, model, paths, options)
+        yield conversation_with(url, api_key, model, paths, request_fields(**options))
         return
-    from epd.serve_app.cli.server_here import server_here  # torch
+    from epd.serve_app.llm import LLM  # torch
 
-    opened = server_here(
-        paths, model, device, dtype, drafting, tensor_parallel_size, enforce_eager=enforce_eager
-    )
-    with opened as (own_url, own_key, media):
-        yield conversation_with(own_url, own_key, None, media, options)
+    for path in paths:
+        kind_of(path)  # what cannot be read is refused before a model is loaded
+    with LLM(model, **engine) as llm:
+        yield llm.conversation(paths, **options)
 
 
 def _questions(*, is_terminal: bool) -> Iterator[str]:
