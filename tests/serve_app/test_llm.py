@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -30,6 +32,13 @@ def llm() -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_video(tmp_path_factory.mktemp("clips") / "clip.mp4")
+
+
+def encoded_groups(llm: LLM) -> float:
+    headers = {"Authorization": f"Bearer {llm.api_key}"}
+    text = httpx.get(f"{llm.url.removesuffix('/v1')}/metrics", headers=headers).text
+    (value,) = re.findall(r"^epd_encoded_groups_total (\S+)$", text, flags=re.MULTILINE)
+    return float(value)
 
 
 def test_it_answers_as_the_pipeline_does(llm: LLM, clip: Path, tmp_path: Path) -> None:
@@ -71,9 +80,13 @@ def test_chat_is_the_api_of_openai(llm: LLM, clip: Path) -> None:
 
 def test_questions_about_one_medium_encode_it_once(llm: LLM, tmp_path: Path) -> None:
     clip = write_video(tmp_path / "new.mp4", seed=7)
+    encoded = encoded_groups(llm)
+    llm.ask(write_video(tmp_path / "other.mp4", seed=8), QUESTION)
+    of_one, encoded = encoded_groups(llm) - encoded, encoded_groups(llm)
     asked = [(clip, f"{QUESTION} {number}") for number in range(5)]
     together = list(llm.ask_all(asked, max_tokens=3))
     assert [each.text for each in together] == [llm.ask(*each, max_tokens=3).text for each in asked]
+    assert encoded_groups(llm) - encoded == of_one > 0
 
 
 def test_an_event_loop_may_ask(llm: LLM, clip: Path) -> None:
