@@ -1,0 +1,1 @@
+"""Measures the structure of the code and the language of the documents."""
