@@ -125,7 +125,8 @@ ROOMS: dict[str, dict[str, str]] = {
         "app.py": ". http ray",
         "ray/server.py": ". app.py http ray",
         "ray/batch_app.py": ". http ray ray/server.py",
-        "cli": ". http http/guard local ray ray/batch_app.py ray/server.py",
+        "llm.py": ". http local",
+        "cli": ". http http/guard llm.py local ray ray/batch_app.py ray/server.py",
     },
 }
 # Arrows that go against the table until the module named in the reason has moved.

@@ -57,7 +57,9 @@ class Seen:
 
 def _ours(name: str) -> str | None:
     path = Path(name).resolve()
-    is_product = path.suffix == ".py" and path.is_relative_to(_ROOT) and not {".venv", "benchmarks"} & set(path.parts)
+    is_product = (
+        path.suffix == ".py" and path.is_relative_to(_ROOT) and not {".venv", "benchmarks"} & set(path.parts)
+    )
     return str(path.relative_to(_ROOT)) if is_product else None
 
 

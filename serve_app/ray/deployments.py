@@ -12,7 +12,8 @@ import asyncio
 import hashlib
 import logging
 import os
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import ray
 from fastapi import FastAPI
@@ -60,20 +61,14 @@ class Stage(_Worker):
     """Runs one stage worker. The board gives it its name and roles."""
 
     async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc] # Serve awaits it
-        from epd.serve_app.ray.replica_parts import (
-            WorkerServer,
-            WorkerServerConfig,
-            limit_memory,
-            worker_settings,
-        )
-
+        parts = _replica_parts()
         _quiet()
         device = worker_device(args.device)
-        limit_memory(device, args.num_stage_workers)
-        settings = worker_settings(args.model_copy(update={"device": device}))
-        config = WorkerServerConfig(settings, _purpose(args), args.threads_per_worker)
+        parts.limit_memory(device, args.num_stage_workers)
+        settings = parts.worker_settings(args.model_copy(update={"device": device}))
+        config = parts.WorkerServerConfig(settings, _purpose(args), args.threads_per_worker)
         self._drain_s = args.drain_s
-        self._server = WorkerServer(_board(), _place(), config)
+        self._server = parts.WorkerServer(_board(), _place(), config)
         await _started(self._server)
 
 
@@ -81,14 +76,13 @@ class Media(_Worker):
     """Runs one media worker."""
 
     async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc] # Serve awaits it
-        from epd.serve_app.ray.replica_parts import MediaProcesses, MediaServer, MediaWorker, media_settings
-
+        parts = _replica_parts()
         _quiet()
         self._drain_s = args.drain_s
-        self._processes = MediaProcesses(background=parse_colour(args.image_background))
+        self._processes = parts.MediaProcesses(background=parse_colour(args.image_background))
         await asyncio.to_thread(self._processes.start)
-        worker = MediaWorker(media_settings(args), self._processes)
-        self._server = MediaServer(_board(), _place(), worker, _purpose(args), args.num_video_threads)
+        worker = parts.MediaWorker(parts.media_settings(args), self._processes)
+        self._server = parts.MediaServer(_board(), _place(), worker, _purpose(args), args.num_video_threads)
         await _started(self._server)
 
     async def __del__(self) -> None:
@@ -99,15 +93,19 @@ class Media(_Worker):
 
 async def create_front(args: AppArgs) -> FastAPI:
     """Creates the HTTP app of a front. Raises EPDError."""
-    from epd.serve_app.ray.replica_parts import RemoteFleet, create_app, log_requests, share_lead
-
+    parts = _replica_parts()
     _quiet()
-    log_requests()  # Ray keeps stderr in a file, and shows it on request
-    fleet = RemoteFleet(_board(), _place(), _purpose(args))
+    parts.log_requests()  # Ray keeps stderr in a file, and shows it on request
+    fleet = parts.RemoteFleet(_board(), _place(), _purpose(args))
     fleet.membership.on_ended = _end
-    app = await create_app(args, fleet, fleet.owner)
-    share_lead(app.state.server.service, fleet)
+    app: FastAPI = await parts.create_app(args, fleet, fleet.owner)
+    parts.share_lead(app.state.server.service, fleet)
     return app
+
+
+def _replica_parts() -> Any:
+    """Returns the module of what replicas are built of, imported where one starts: it imports torch."""
+    return import_module("epd.serve_app.ray.replica_parts")
 
 
 async def _started(server: WorkerServer | MediaServer) -> None:
