@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from epd import console
 from epd.cli.ask import cost_line
@@ -34,14 +35,17 @@ from epd.cli.options import (
     draft_config,
     reduction_policy,
     visual_budget,
+    with_fields_of,
 )
 from epd.client.conversation import Conversation
 from epd.errors import RequestError
 from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, DraftConfig
+from epd.pixel_settings import PixelSettings
 
 _QUIT = "/quit"
 
 
+@with_fields_of(PixelSettings, arguments={}, variables={})
 def chat(
     paths: Paths,
     model: Model = None,
@@ -62,6 +66,7 @@ def chat(
     max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     url: Url = None,
     api_key: ApiKey = None,
+    **pixel_options: Any,
 ) -> None:
     """Answer questions about videos and images in a dialogue.
 
@@ -71,16 +76,34 @@ def chat(
     """
     reduction_policy(reduction, retention, compute_share)
     visual_budget(max_visual_tokens, retention)
+    pixels = PixelSettings.checked(pixel_options)
     drafting = draft_config(draft, max_draft)
     options = api_options(
         fps, frames, start, end, retention, reduction, compute_share, max_visual_tokens, max_tokens
     )
     if url is not None:
         check_server_options(
-            None, device, dtype, drafting, None, tensor_parallel_size, enforce_eager=enforce_eager
+            None,
+            device,
+            dtype,
+            drafting,
+            None,
+            tensor_parallel_size,
+            enforce_eager=enforce_eager,
+            pixels=pixels,
         )
     with _opened(
-        paths, model, url, api_key, options, device, dtype, drafting, tensor_parallel_size, enforce_eager
+        paths,
+        model,
+        url,
+        api_key,
+        options,
+        device,
+        dtype,
+        drafting,
+        tensor_parallel_size,
+        enforce_eager,
+        pixels,
     ) as conversation:
         for question in _questions(is_terminal=sys.stdin.isatty()):
             _answer(conversation, question, is_terminal=sys.stdin.isatty())
@@ -98,6 +121,7 @@ def _opened(
     drafting: DraftConfig,
     tensor_parallel_size: int,
     enforce_eager: bool,
+    pixels: PixelSettings,
 ) -> Iterator[Conversation]:
     if url is not None:
         yield conversation_with(url, api_key, model, paths, options)
@@ -105,7 +129,14 @@ def _opened(
     from epd.cli.server_here import server_here  # torch
 
     opened = server_here(
-        paths, model, device, dtype, drafting, tensor_parallel_size, enforce_eager=enforce_eager
+        paths,
+        model,
+        device,
+        dtype,
+        drafting,
+        tensor_parallel_size,
+        enforce_eager=enforce_eager,
+        pixels=pixels,
     )
     with opened as (own_url, own_key, media):
         yield conversation_with(own_url, own_key, None, media, options)

@@ -14,6 +14,7 @@ from pydantic import SecretStr
 from epd import video
 from epd.errors import RequestError
 from epd.kv.drafting import DraftConfig
+from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.local.server import served_locally
@@ -29,6 +30,7 @@ def server_here(
     tensor_parallel_size: int = 1,
     *,
     enforce_eager: bool = False,
+    pixels: PixelSettings = AUTHORS_LIMITS,
 ) -> Iterator[tuple[str, str, list[str]]]:
     """Serves a model in this process while open. Yields its URL, its key, and the URLs of the files.
 
@@ -47,6 +49,7 @@ def server_here(
         draft=drafting.method,
         max_draft=drafting.max_draft,
         api_key=SecretStr(key),
+        **pixels.given,
         allowed_media_path=Path(os.path.commonpath([file.parent for file in files])) if files else None,
     )
     with socket.create_server(("127.0.0.1", 0)) as free:
