@@ -100,6 +100,8 @@ class FrameSampling:
     max_frames: a video of which more are wanted is refused before they are listed; None for any number.
     takes_all: every frame of the part, whatever the processor would take
     listed: of lists of frames, of which `num_frames` are the first ones and no other field counts.
+    sized_among: frames have the size that they would have among so many, where limits are of all together;
+        None for those that are taken
     """
 
     fps: float | None = None
@@ -109,6 +111,7 @@ class FrameSampling:
     max_frames: int | None = None
     takes_all: bool = False
     listed: ListedTimes | None = None
+    sized_among: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,14 @@ class MediaPlan:
     def num_tokens(self) -> int:
         """Counts the visual tokens in the prompt."""
         return self.num_units * self.tokens_per_unit
+
+    @property
+    def line(self) -> str:
+        """Returns frames, size and tokens, for people."""
+        height, width = self.resized
+        what = f"{self.num_frames} frames of {width}x{height} pixels" if self.kind == "video" else self.kind
+        what = f"an image of {width}x{height} pixels" if self.kind == "image" else what
+        return f"{what}: {self.num_tokens:,} tokens"
 
     def frame_range(self, start: int, stop: int) -> range:
         """Returns the frames or tiles of units [start, stop); the last unit of a video may be short."""
@@ -373,6 +384,11 @@ class Adapter(Protocol):
     @property
     def tokenizer(self) -> Any:
         """Returns the checkpoint's `PreTrainedTokenizer`."""
+        ...
+
+    @property
+    def limits_line(self) -> str:
+        """Returns what media are held to, and by whom, for people."""
         ...
 
     def check_pixels(self, media: Collection[tuple[MediaKind, PixelLimits]], most: int | None) -> None:

@@ -15,17 +15,22 @@ from epd.encoders.prompt.tool_history import knows_definitions
 from epd.encoders.quantization import read_quantization
 from epd.errors import ModelError
 from epd.models.folder import check_folder
+from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Holds a model folder in Hugging Face layout; `config` and `processor` are transformers' own objects."""
+    """Holds a model folder in Hugging Face layout; `config` and `processor` are transformers' own objects.
+
+    pixels: what a user wants of images and frames besides
+    """
 
     path: Path
     config: Any
     processor: Any
+    pixels: PixelSettings = AUTHORS_LIMITS
 
     @property
     def tokenizer(self) -> Any:
@@ -98,7 +103,7 @@ def _parsed_config(path: Path, *_version: int) -> Any:
     return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, pixels: PixelSettings = AUTHORS_LIMITS) -> Checkpoint:
     """Reads configuration and processor from local files only.
 
     Raises ModelError when they do not load, UnsupportedModelError for weights that are quantised as nothing
@@ -113,7 +118,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             processor = _processor_parts(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"the model at '{path}' does not load: {_one_line(error)}") from error
-    return Checkpoint(path, config, processor)
+    return Checkpoint(path, config, processor, pixels)
 
 
 @dataclass(frozen=True, slots=True)

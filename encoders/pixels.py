@@ -5,14 +5,18 @@ Of a request's limits, `min_pixels` and `max_pixels` come before `size`, and tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from epd.errors import RequestError
 
 _FIELD = "mm_processor_kwargs"
+CAP_FIELD = f"{_FIELD}.cap_pixels_per_frame"
 # The most pixels of an image in low detail: OpenAI's square of 512 x 512.
 LOW_DETAIL_PIXELS = 512 * 512
+# Caps leave a frame this part of the least pixels at least, as qwen-vl-utils and transformers have it.
+LEAST_SHARE = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +25,14 @@ class PixelLimits:
 
     size: the least and the most pixels, which stand for the processor's own
     is_low_detail: whether an image has at most LOW_DETAIL_PIXELS, or is one tile
+    cap_pixels_per_frame: whether frames are held to the authors' limits; None as the server has it
     """
 
     min_pixels: int | None = None
     max_pixels: int | None = None
     size: tuple[int, int] | None = None
     is_low_detail: bool = False
+    cap_pixels_per_frame: bool | None = None
 
     @property
     def named(self) -> Mapping[str, int]:
@@ -39,6 +45,11 @@ class PixelLimits:
             "size.longest_edge": most,
         }
         return {f"{_FIELD}.{name}": value for name, value in values.items() if value is not None}
+
+    @property
+    def all_named(self) -> tuple[str, ...]:
+        """Returns the names of all that is set."""
+        return (*self.named, *(() if self.cap_pixels_per_frame is None else (CAP_FIELD,)))
 
     @property
     def least(self) -> int:
@@ -64,6 +75,22 @@ class PixelLimits:
         return least, min(most, LOW_DETAIL_PIXELS) if self.is_low_detail else most
 
 
+@dataclass(frozen=True, slots=True)
+class FrameCaps:
+    """Limits the frames of one video besides the processor's `size`.
+
+    frame_pixels: of each. video_pixels: of all together. Either is infinite for no limit.
+    """
+
+    frame_pixels: float = math.inf
+    video_pixels: float = math.inf
+
+    def share(self, num_frames: int, most: float = math.inf) -> float:
+        """Returns the pixels of one of so many frames at most. most: of all of them, besides."""
+        return min(self.frame_pixels, min(self.video_pixels, most) / num_frames)
+
+
+NO_CAPS = FrameCaps()
 OWN_LIMITS = PixelLimits()
 
 

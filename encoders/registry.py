@@ -17,6 +17,7 @@ from epd.encoders.families.smolvlm import SmolVLMAdapter
 from epd.encoders.prompt.mrope import PositionLayout
 from epd.encoders.readiness import refused_kinds
 from epd.errors import UnsupportedModelError
+from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +32,16 @@ ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
 }
 
 
-def load_adapter(path: str | Path, *, positions: PositionLayout | None = None) -> Adapter:
+def load_adapter(
+    path: str | Path, *, positions: PositionLayout | None = None, pixels: PixelSettings = AUTHORS_LIMITS
+) -> Adapter:
     """Opens the model folder at `path` without its weights.
 
     positions: where text after a video is, for models with M-RoPE; by default as its config.json says in
     `position_layout`, and as the authors of Qwen2.5-VL place it when that is not there (docs/decisions/0009).
-    Raises ModelNotFoundError, UnsupportedModelError naming what is supported, ModelError for a broken folder.
+    pixels: of images and frames; by default as the model's authors have them.
+    Raises ModelNotFoundError, UnsupportedModelError naming what is supported, ModelError for a broken folder,
+    RequestError for pixels that change nothing for the family.
     """
     folder = Path(path)
     model_type = read_model_type(folder)
@@ -45,7 +50,8 @@ def load_adapter(path: str | Path, *, positions: PositionLayout | None = None) -
         raise UnsupportedModelError(
             f"'{folder}' is a '{model_type}' model; supported model types: {supported}"
         )
-    checkpoint = open_checkpoint(folder)
+    pixels.check_family(model_type)
+    checkpoint = open_checkpoint(folder, pixels)
     if positions is not None:
         checkpoint.config.position_layout = positions
     adapter = ADAPTERS[model_type](checkpoint)

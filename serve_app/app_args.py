@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from epd.colour import parse_colour
@@ -22,6 +22,7 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
 from epd.models import embedded_models, model_folder
 from epd.models.folder import check_folder, weight_files
+from epd.pixel_settings import PIXEL_FIELDS, PixelSettings
 from epd.reduction import (
     DEFAULT_METHOD,
     LEAST_RETENTION,
@@ -79,6 +80,7 @@ STAGE_FIELDS = (
     "async_scheduling",
     "enforce_eager",
     "encode_beside",
+    *PIXEL_FIELDS,
 )
 MEDIA_FIELDS = (
     "num_video_threads",
@@ -87,16 +89,15 @@ MEDIA_FIELDS = (
     "image_background",
     "hang_s",
     "drain_s",
+    *PIXEL_FIELDS,
 )
 
 
-class AppArgs(BaseModel):
+class AppArgs(PixelSettings):
     """The application's arguments. Every field is also a flag of `epd serve` and a key of its YAML.
 
     A field's description is the help of its flag; `epd config show` prints the fields' resolved values.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     model: Path | None = Field(
         default=None,

@@ -38,7 +38,11 @@ async def create_app(args: AppArgs, fleet: Fleet, owner: str = "") -> FastAPI:
     owner: by which the fleet's workers know the requests of this app
     """
     planner = RequestPlanner(
-        args.model_path, args.model_name, group_tokens=args.group_tokens, limits=args.limits
+        args.model_path,
+        args.model_name,
+        group_tokens=args.group_tokens,
+        limits=args.limits,
+        pixels=args.pixels,
     )
     service = Orchestrator(fleet, planner, _orchestrator_config(args), owner=owner)
     app = create_api(service, service.media, replace(_api_settings(args, planner), front=owner))
@@ -134,6 +138,7 @@ def worker_settings(args: AppArgs) -> WorkerSettings:
         async_scheduling=args.async_scheduling,
         enforce_eager=args.enforce_eager,
         encode_beside=args.encode_beside,
+        pixels=args.pixels,
         is_alone=args.num_stage_workers == 1,
         scheduler=args.scheduler(is_decode=False),
         max_batch_patches=args.max_batch_patches,
@@ -150,7 +155,7 @@ def media_settings(args: AppArgs) -> MediaSettings:
     fetch = replace(
         default.fetch, allowed_hosts=args.allowed_media_hosts, media_folder=args.allowed_media_path
     )
-    return replace(default, fetch=fetch, num_read_threads=args.num_video_threads)
+    return replace(default, fetch=fetch, num_read_threads=args.num_video_threads, pixels=args.pixels)
 
 
 def _orchestrator_config(args: AppArgs) -> OrchestratorConfig:

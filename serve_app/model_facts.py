@@ -23,6 +23,11 @@ def limits_of(args: AppArgs) -> RequestLimits:
     return args.limits.for_model(context_tokens, longest_token_bytes(args.model_path))
 
 
+def model_type_of(model: Path) -> str:
+    """Returns the family's name in config.json. Raises ModelError."""
+    return str(_read(model / "config.json").get("model_type"))
+
+
 def context_tokens_of(model: Path) -> int | None:
     """Returns the maximum tokens of prompt and answer together; None if the model sets no limit.
 

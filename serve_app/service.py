@@ -208,6 +208,17 @@ AnswerItem = TokenDelta | StageSpan | AnswerEnd
 
 
 @dataclass(frozen=True, slots=True)
+class MediaSize:
+    """Says what is taken of one medium. height, width: of a frame or image, pixels. num_tokens: all of it."""
+
+    kind: MediaKind
+    num_frames: int
+    height: int
+    width: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
     """What the answer to a request would use, before anything is encoded.
 
@@ -215,12 +226,14 @@ class Estimate:
     retention: share of the visual tokens that would be kept
     max_tokens: of each answer
     token_ids: of the prompt, visual tokens included
+    media: of each item, in order
     """
 
     usage: Usage
     retention: float
     max_tokens: int
     token_ids: tuple[int, ...]
+    media: tuple[MediaSize, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

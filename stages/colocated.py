@@ -131,10 +131,12 @@ class ColocatedPipeline(Pipeline):
         on_text: OnText | None = None,
         progress: Progress | None = None,
         on_choice: Callable[[str], None] | None = None,
+        on_plans: Callable[[Sequence[str]], None] | None = None,
     ) -> Answer:
         """Answers one question about media, or about none. Options as in `prefill_media` and `answer`.
 
         on_choice: called with what was chosen where not all frames and tokens have room.
+        on_plans: called with what media are held to, and with the frames, size and tokens of each.
         """
         start = perf_counter()
         check_question(question)
@@ -152,6 +154,7 @@ class ColocatedPipeline(Pipeline):
             num_answer_tokens=self._expected_tokens(sampling),
             progress=progress,
             on_choice=on_choice,
+            on_plans=on_plans,
         )
         return self._answer(context, question, sampling, on_text, start, context.timings)
 
@@ -198,6 +201,7 @@ class ColocatedPipeline(Pipeline):
         num_answer_tokens: int = TYPICAL_TOKENS,
         progress: Progress | None = None,
         on_choice: Callable[[str], None] | None = None,
+        on_plans: Callable[[Sequence[str]], None] | None = None,
     ) -> MediaContext:
         """Decodes, encodes and prefills images and videos, in the order given, before any question is known.
 
@@ -207,7 +211,7 @@ class ColocatedPipeline(Pipeline):
         reduction: which of their tokens are kept, by default all; where frames or retention are not asked
             for, as many as `budget` and context have room for beside a question and its answer.
         question: the longest that is to come, if it is known.
-        on_choice: called with what was chosen where not all have room.
+        on_choice, on_plans: see `ask`.
         Raises MediaError, RequestError, InfeasibleError when the media do not fit into the KV cache.
         """
         job = MediaJob(
@@ -220,6 +224,8 @@ class ColocatedPipeline(Pipeline):
             num_answer_tokens=num_answer_tokens,
         )
         with self._encoded(job) as groups:
+            if on_plans:
+                on_plans([self.adapter.limits_line, *(plan.line for plan in job.plans)])
             if on_choice and job.choice:
                 on_choice(job.choice)
             return self._prefilled(job, groups, job.reduction, job.timings, progress)

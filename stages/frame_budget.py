@@ -211,17 +211,20 @@ class _Planning:
         """Plans the media with so many frames of all videos together."""
         if num_frames == sum(self._wanted):
             return self._default
-        shares = iter(share_frames(num_frames, self._wanted))
+        shares = zip(share_frames(num_frames, self._wanted), self._wanted, strict=True)
         return tuple(
-            each if isinstance(each, MediaPlan) else each(self._with_frames(next(shares)))
+            each if isinstance(each, MediaPlan) else each(self._with_frames(*next(shares)))
             for each in self._plan_ofs
         )
 
-    def _with_frames(self, num_frames: int) -> FrameSampling:
+    def _with_frames(self, num_frames: int, num_wanted: int) -> FrameSampling:
+        """Returns a sampling of fewer frames. They do not get larger, or fewer would have no more room."""
         listed = self._frame_sampling.listed
         if listed is not None and listed.frames_indices is not None:
             listed = replace(listed, frames_indices=listed.frames_indices[:num_frames])
-        return replace(self._frame_sampling, fps=None, num_frames=num_frames, listed=listed)
+        return replace(
+            self._frame_sampling, fps=None, num_frames=num_frames, listed=listed, sized_among=num_wanted
+        )
 
     def _default_plans(self) -> tuple[MediaPlan, ...]:
         """Plans the media by the request's sampling, or else the model's; `max_frames` is of all videos."""

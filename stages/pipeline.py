@@ -16,6 +16,7 @@ from epd.encoders.device import device_of
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
+from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.reduction import TowerMerge
 from epd.stages.engine.generation import GenerationSettings, generation_settings
 from epd.stages.engine.setup import build_engine
@@ -81,6 +82,7 @@ class Pipeline:
         drafting: DraftConfig = NO_DRAFTS,
         tensor_parallel_size: int = 1,
         enforce_eager: bool = False,
+        pixels: PixelSettings = AUTHORS_LIMITS,
         on_progress: OnBytes | None = None,
     ) -> Self:
         """Loads the folder `model_path`, in Hugging Face layout.
@@ -97,12 +99,13 @@ class Pipeline:
         drafting: who proposes tokens, for one pass to check.
         tensor_parallel_size: processes that share the language model, each on a GPU of its own.
         enforce_eager: see `build_engine`.
+        pixels: of images and frames; by default as the model's authors have them.
         on_progress: called with the bytes of weights that have been read, and with all of them.
         Raises RequestError, ModelNotFoundError, UnsupportedModelError, ModelError, InfeasibleError for
         weights that the memory has no room for, and RankLostError.
         """
         path = Path(model_path)
-        adapter = load_adapter(path)
+        adapter = load_adapter(path, pixels=pixels)
         use_threads(num_threads, tensor_parallel_size)
         placement = placement or Placement.resolve(model_path=path)
         model, ranks = load_with_ranks(path, "whole", placement, tensor_parallel_size, on_progress)

@@ -86,6 +86,7 @@ class _Pictures:
         """Describes what the adapter plans for a large image and a video of ten seconds, as a rule."""
         image = self._adapter.plan_image(2048, 2048)
         clip = self._ten_seconds(720, 1280)
+        hour = self._adapter.plan_video(VideoFacts(86_400, 24.0, 2048, 2048), FrameSampling())
         per_unit = image.grid.h * image.grid.w
         side = image.size[0] // image.grid.h
         if image.num_units > 1 or image.is_joined_whole:
@@ -96,6 +97,7 @@ class _Pictures:
                 tile_tokens=max(1, image.num_tokens // image.num_units),
                 max_tiles=max(1, image.num_units - 1),
                 video_fps=clip.num_frames / 10,
+                max_frames=hour.num_frames,
             )
         return MediaRule(
             "grid",
@@ -104,7 +106,9 @@ class _Pictures:
             max_pixels=max(_area(self._adapter.plan_image(2048, width).size) for width in _WIDTHS),
             max_frame_pixels=max(_area(self._ten_seconds(2048, width).size) for width in _WIDTHS),
             frames_per_unit=clip.frames_per_unit,
+            max_video_tokens=hour.num_tokens,
             video_fps=clip.num_frames / 10,
+            max_frames=hour.num_frames,
         )
 
     def _ten_seconds(self, height: int, width: int) -> Any:

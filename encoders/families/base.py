@@ -24,6 +24,10 @@ class BaseAdapter(ABC):
         return self.checkpoint.tokenizer
 
     @property
+    def limits_line(self) -> str:
+        return self.checkpoint.pixels.line(self.checkpoint.config.model_type)
+
+    @property
     def audio(self) -> AudioSpec:
         raise UnsupportedMediaError(
             f"received audio for a model that hears nothing ({self.checkpoint.config.model_type}); allowed: "

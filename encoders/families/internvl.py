@@ -30,9 +30,8 @@ class InternVLAdapter(TileAdapter):
         self.markers = Markers(written, {"image": pad, "video": pad}, "{marker}\n")
 
     def canvas(self, height: int, width: int) -> tuple[int, int]:
+        # Published files say crop_to_patches false, and the processor's call sets it all the same.
         processor, side = self.checkpoint.processor.image_processor, self.image_spec.side
-        if not processor.crop_to_patches:
-            return 1, 1
         columns, rows = get_optimal_tiled_canvas(
             (height, width), (side, side), processor.min_patches, processor.max_patches
         )

@@ -13,34 +13,41 @@ from epd.encoders.adapter import Grid, MediaItem, MediaPlan
 from epd.encoders.device import CPU
 from epd.encoders.families.grids import WindowGeometry, windowed_inputs
 from epd.encoders.families.qwen_vl import QwenVLAdapter
+from epd.encoders.pixels import LEAST_SHARE, NO_CAPS, FrameCaps
 from epd.encoders.prompt.mrope import VisualSpan
 from epd.encoders.prompt.prompt import Expansion
 from epd.types import PlaceholderRange
+
+# Of releases of transformers whose processor has no cap: what a later one's holds a video to.
+_MAX_VIDEO_TOKENS = 128_000
 
 
 class Qwen2_5VLAdapter(QwenVLAdapter):
     """Adapts `model_type` qwen2_5_vl."""
 
     def video_size(
-        self, num_frames: int, height: int, width: int, limits: tuple[int, int]
+        self, num_frames: int, height: int, width: int, limits: tuple[int, int], caps: FrameCaps
     ) -> tuple[int, int]:
         size = smart_resize(
             height,
             width,
             factor=self.video_spec.factor,
             min_pixels=limits[0],
-            max_pixels=self._max_pixels(num_frames, limits),
+            max_pixels=self._max_pixels(num_frames, limits, caps),
         )
         return int(size[0]), int(size[1])
 
-    def _max_pixels(self, num_frames: int, limits: tuple[int, int]) -> int:
-        """Returns a frame's limit: the cap of `limits`, or an even share of a video's budget if set."""
-        processor = self.checkpoint.processor.video_processor
-        cap, floor = limits[1], int(limits[0] * 1.05)
-        if not getattr(processor, "cap_pixels_per_frame", None):
-            return cap
-        budget = int(processor.max_video_tokens * self.video_spec.factor**2 * 0.9)
-        return max(min(cap, budget * self.video_spec.frames_per_unit // num_frames), floor)
+    @staticmethod
+    def _max_pixels(num_frames: int, limits: tuple[int, int], caps: FrameCaps) -> int:
+        """Returns a frame's limit: that of `limits`, or its share of the caps, if there are any."""
+        if caps == NO_CAPS:
+            return limits[1]
+        return max(int(min(limits[1], caps.share(num_frames))), int(limits[0] * LEAST_SHARE))
+
+    def processor_caps(self) -> FrameCaps:
+        tokens = getattr(self.checkpoint.processor.video_processor, "max_video_tokens", _MAX_VIDEO_TOKENS)
+        budget = int(tokens * self.video_spec.factor**2 * 0.9)
+        return FrameCaps(video_pixels=budget * self.video_spec.frames_per_unit)
 
     def tower_inputs(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Tensor]:
         vision = self.checkpoint.config.vision_config

@@ -96,7 +96,7 @@ class Qwen2AudioAdapter(BaseAdapter):
         return int(self.checkpoint.config.audio_config.max_source_positions)
 
     def check_pixels(self, media: Collection[tuple[MediaKind, PixelLimits]], most: int | None) -> None:  # noqa: ARG002
-        for name in (name for _, pixels in media for name in pixels.named):
+        for name in (name for _, pixels in media for name in pixels.all_named):
             raise refuse(name, "none, this model family hears and has no limits of pixels")
 
     def plan_image(self, height: int, width: int, pixels: PixelLimits = OWN_LIMITS) -> MediaPlan:  # noqa: ARG002

@@ -16,9 +16,13 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 from epd.encoders.adapter import Embeddings, Grid, MediaItem, MediaPlan
 from epd.encoders.families.grids import TableGeometry, tabled_inputs
 from epd.encoders.families.qwen_vl import QwenVLAdapter
+from epd.encoders.pixels import LEAST_SHARE, NO_CAPS, FrameCaps
 from epd.encoders.prompt.mrope import VisualSpan
 from epd.encoders.prompt.prompt import Expansion
 from epd.types import Int64Array, PlaceholderRange
+
+# Of releases of transformers whose processor has no cap: what a later one's holds a frame to.
+_MAX_FRAME_TOKENS = 768
 
 
 class Qwen3VLAdapter(QwenVLAdapter):
@@ -27,7 +31,7 @@ class Qwen3VLAdapter(QwenVLAdapter):
     video_takes_size_alone = True
 
     def video_size(
-        self, num_frames: int, height: int, width: int, limits: tuple[int, int]
+        self, num_frames: int, height: int, width: int, limits: tuple[int, int], caps: FrameCaps
     ) -> tuple[int, int]:
         unit = self.video_spec.frames_per_unit
         size = smart_resize(
@@ -37,18 +41,21 @@ class Qwen3VLAdapter(QwenVLAdapter):
             temporal_factor=unit,
             factor=self.video_spec.factor,
             min_pixels=limits[0],
-            max_pixels=self._max_pixels(num_frames, limits),
+            max_pixels=self._max_pixels(num_frames, limits, caps),
         )
         return int(size[0]), int(size[1])
 
-    def _max_pixels(self, num_frames: int, limits: tuple[int, int]) -> int:
-        """Returns the limit of all frames together: the most of `limits`, if set with a cap per frame."""
-        processor = self.checkpoint.processor.video_processor
-        budget, floor = limits[1], int(limits[0] * 1.05)
-        if not getattr(processor, "cap_pixels_per_frame", None):
-            return budget
-        frame_cap = int(processor.max_video_tokens) * self.video_spec.factor**2
-        return max(min(frame_cap, budget // num_frames), floor) * num_frames
+    @staticmethod
+    def _max_pixels(num_frames: int, limits: tuple[int, int], caps: FrameCaps) -> int:
+        """Returns the limit of all frames together: that of `limits`, or what the caps leave of it."""
+        if caps == NO_CAPS:
+            return limits[1]
+        each = max(int(caps.share(num_frames, limits[1])), int(limits[0] * LEAST_SHARE))
+        return each * num_frames
+
+    def processor_caps(self) -> FrameCaps:
+        tokens = getattr(self.checkpoint.processor.video_processor, "max_video_tokens", _MAX_FRAME_TOKENS)
+        return FrameCaps(int(tokens) * self.video_spec.factor**2)
 
     def tower_inputs(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Tensor]:
         vision = self.checkpoint.config.vision_config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -26,13 +27,22 @@ from epd.encoders.device import CPU, to_device
 from epd.encoders.families.base import BaseAdapter
 from epd.encoders.families.qwen_tower import prepare_tower
 from epd.encoders.patches import patch_spec, patchify, resize_image
-from epd.encoders.pixels import OWN_LIMITS, PixelLimits, check_ceiling, refuse
+from epd.encoders.pixels import (
+    CAP_FIELD,
+    NO_CAPS,
+    OWN_LIMITS,
+    FrameCaps,
+    PixelLimits,
+    check_ceiling,
+    refuse,
+)
 from epd.encoders.prompt.chat import ChatMessage
 from epd.encoders.prompt.mrope import LAYOUTS, PositionLayout, VisualSpan, mrope_positions
 from epd.encoders.prompt.prompt import Expansion, lay_out
 from epd.encoders.reduction.tower_merging import RunMerger
 from epd.encoders.sampling import sample_indices, select_frames
 from epd.errors import MediaLimitError, ModelError
+from epd.pixel_settings import AUTHORS
 from epd.reduction import TowerMerge
 from epd.types import MediaKind
 
@@ -54,13 +64,17 @@ class QwenVLAdapter(BaseAdapter):
 
     @abstractmethod
     def video_size(
-        self, num_frames: int, height: int, width: int, limits: tuple[int, int]
+        self, num_frames: int, height: int, width: int, limits: tuple[int, int], caps: FrameCaps
     ) -> tuple[int, int]:
         """Returns (height, width) of each of `num_frames` decoded frames, pixels.
 
         limits: least and most pixels, as the processor's `size` has them.
         Raises ValueError for an impossible shape.
         """
+
+    @abstractmethod
+    def processor_caps(self) -> FrameCaps:
+        """Returns what the processor's own `cap_pixels_per_frame` holds frames to."""
 
     @abstractmethod
     def expand(self, plan: MediaPlan) -> Expansion:
@@ -85,9 +99,47 @@ class QwenVLAdapter(BaseAdapter):
         )
 
     def _own_limits(self, kind: MediaKind) -> tuple[int, int]:
-        processor = self.checkpoint.processor
+        """Returns the limits of the model's file, or the user's in their place."""
+        processor, settings = self.checkpoint.processor, self.checkpoint.pixels
         size = (processor.image_processor if kind == "image" else processor.video_processor).size
-        return int(size["shortest_edge"]), int(size["longest_edge"])
+        most = settings.max_pixels if kind == "image" else self._most_of_frame
+        return int(size["shortest_edge"]), most or int(size["longest_edge"])
+
+    @property
+    def _most_of_frame(self) -> int | None:
+        """Returns the user's limit of a frame where the processor's `size` is that of one."""
+        return None if self.video_takes_size_alone else self.checkpoint.pixels.video_max_pixels
+
+    def _caps(self, pixels: PixelLimits) -> FrameCaps:
+        """Returns what frames are held to besides: by the user, else by the file or the authors."""
+        settings, caps = self.checkpoint.pixels, self._default_caps(pixels)
+        has_size = pixels.max_pixels or pixels.size or settings.video_max_pixels
+        frame: float = caps.frame_pixels
+        if self.video_takes_size_alone:
+            frame = settings.video_max_pixels or frame
+        elif has_size:  # takes the place of the frame's limit
+            frame = math.inf
+        tokens = settings.video_max_tokens
+        return FrameCaps(frame, caps.video_pixels if tokens is None else tokens * self._token_pixels)
+
+    def _default_caps(self, pixels: PixelLimits) -> FrameCaps:
+        settings = self.checkpoint.pixels
+        of_file = getattr(self.checkpoint.processor.video_processor, "cap_pixels_per_frame", None)
+        said = (pixels.cap_pixels_per_frame, settings.cap_pixels_per_frame, of_file)
+        if not next((each for each in said if each is not None), not settings.bare_processor):
+            return NO_CAPS
+        if of_file or settings.bare_processor:
+            return self.processor_caps()
+        authors = AUTHORS[self.checkpoint.config.model_type]
+        return FrameCaps(
+            (authors.frame_tokens or math.inf) * self.video_spec.factor**2,
+            (authors.video_tokens or math.inf) * self._token_pixels,
+        )
+
+    @property
+    def _token_pixels(self) -> int:
+        """Returns the pixels of all frames of a unit that become one visual token."""
+        return self.video_spec.factor**2 * self.video_spec.frames_per_unit
 
     def _limits(self, kind: MediaKind, pixels: PixelLimits) -> tuple[int, int]:
         """Returns the least and the most pixels of an item, as the processor takes them from `pixels`."""
@@ -97,8 +149,11 @@ class QwenVLAdapter(BaseAdapter):
 
     def check_pixels(self, media: Collection[tuple[MediaKind, PixelLimits]], most: int | None) -> None:
         has_image = any(kind == "image" for kind, _ in media)
+        has_video = any(kind == "video" for kind, _ in media)
         for kind, pixels in media:
             pixels.check()
+            if pixels.cap_pixels_per_frame is not None and not has_video:
+                raise refuse(CAP_FIELD, "with videos")
             for name, value in pixels.named.items():
                 if kind == "image" or ".size." in name or not self.video_takes_size_alone:
                     check_ceiling(name, value, max(self._own_limits(kind)[1], most or 0))
@@ -122,8 +177,9 @@ class QwenVLAdapter(BaseAdapter):
             video, frame_sampling, lambda part: sample_indices(processor, part, frame_sampling)
         )
         try:
-            limits = self._limits("video", pixels)
-            size = self.video_size(len(frames.indices), video.height, video.width, limits)
+            limits, caps = self._limits("video", pixels), self._caps(pixels)
+            num_sized = max(len(frames.indices), frame_sampling.sized_among or 0)
+            size = self.video_size(num_sized, video.height, video.width, limits, caps)
         except ValueError as error:
             raise _limit_error("a video", video.height, video.width, error) from error
         spec = self.video_spec

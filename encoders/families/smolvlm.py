@@ -60,6 +60,7 @@ class SmolVLMAdapter(TileAdapter):
     ) -> tuple[int, ...]:
         """Applies the processor's rule: a rate and a cap; long videos lose their first and last second."""
         most = frame_sampling.num_frames or processor.num_frames or video.num_frames
+        most = int(min(most, self.most_frames(frame_sampling)))
         rate = min(frame_sampling.fps or processor.fps or DEFAULT_FPS, MAX_FPS)
         check_wanted(frame_sampling, min(most, video.num_frames / video.fps * rate))
         indices = processor.sample_frames(source_metadata(video), num_frames=most, fps=rate)

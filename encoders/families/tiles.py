@@ -10,6 +10,7 @@ Shapes: N tiles or frames, S x S pixels, V tokens of a tile, C channels of the l
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
 from epd.encoders.reduction.tower_merging import TileMerger
 from epd.encoders.sampling import DEFAULT_FPS, check_wanted, select_frames, source_metadata
 from epd.errors import MediaLimitError, UnsupportedModelError
+from epd.pixel_settings import AUTHORS
 from epd.reduction import TowerMerge
 from epd.types import MediaKind
 
@@ -202,17 +204,28 @@ class TileAdapter(BaseAdapter):
         rate = frame_sampling.fps or processor.fps or DEFAULT_FPS
         at_rate = int(min(video.num_frames / video.fps * rate, video.num_frames))
         default = processor.num_frames if frame_sampling.fps is None else None
-        wanted = frame_sampling.num_frames or default or at_rate
-        num_frames = min(max(wanted, 1), video.num_frames)
+        wanted = frame_sampling.num_frames or min(default or at_rate, self.most_frames(frame_sampling))
+        num_frames = int(min(max(wanted, 1), video.num_frames))
         check_wanted(frame_sampling, num_frames)
         indices = processor.sample_frames(source_metadata(video), num_frames=num_frames)
         return tuple(int(index) for index in indices)
+
+    def most_frames(self, frame_sampling: FrameSampling) -> float:
+        """Returns how many frames a video has at most where the request does not say: infinite for any."""
+        settings, authors = self.checkpoint.pixels, AUTHORS[self.checkpoint.config.model_type]
+        if frame_sampling.fps is not None or frame_sampling.num_frames is not None:
+            return math.inf
+        of_file = self.checkpoint.processor.video_processor.num_frames
+        most = None if settings.bare_processor or of_file else authors.max_frames
+        if settings.video_max_tokens is not None:
+            most = min(most or settings.video_max_tokens, settings.video_max_tokens // self.tokens_per_frame)
+        return math.inf if most is None else max(1, most)
 
     def chat_template(self, media: Sequence[MediaPlan]) -> str:  # noqa: ARG002 # for a family's use
         return self.checkpoint.chat_template
 
     def check_pixels(self, media: Collection[tuple[MediaKind, PixelLimits]], most: int | None) -> None:  # noqa: ARG002
-        for name in (name for _, pixels in media for name in pixels.named):
+        for name in (name for _, pixels in media for name in pixels.all_named):
             raise refuse(name, "none, this model family has tiles of one size and no limits of pixels")
         if not self.has_low_detail and any(pixels.is_low_detail for _, pixels in media):
             raise refuse("detail low", "auto and high, this model family always cuts images into tiles")

@@ -32,6 +32,7 @@ class RunInfo:
     placement: the type and device of the model.
     has_stories: True of a demo with questions that take more than one word.
     footage, background: of a demo: how it is filmed, and the folder of clips behind the objects, or "".
+    pixels: what images and frames were held to, where it was said.
     """
 
     data: str
@@ -44,6 +45,7 @@ class RunInfo:
     footage: str = "still"
     background: str = ""
     has_stories: bool = False
+    pixels: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,11 @@ _QWEN3_VISION = Transformer(27, 1152, 16, 16, 72, 4304, mlp_matrices=2, attended
 _MINICPM_MEDIA = MediaRule("tiles", 14, tile_tokens=64, max_tiles=9)
 # A clip of sound is a tile: 30 s of it, eight positions of the encoder in a token.
 _ULTRAVOX_MEDIA = MediaRule("tiles", 1, tile_patches=1500, tile_tokens=188, max_tiles=1)
+# As `epd.pixel_settings` and the models' files have it: all frames of Qwen3-VL are 24,576 * 32 * 32 pixels.
+_QWEN25_MEDIA = MediaRule("grid", 14, max_video_tokens=24_576)
+_QWEN3_MEDIA = MediaRule(
+    "grid", 16, max_pixels=16_777_216, max_frame_pixels=768 * 32 * 32, max_video_tokens=12_288
+)
 _INTERNVL_MEDIA = MediaRule("tiles", 14, tile_tokens=256, max_tiles=12)
 
 MODELS = {
@@ -141,19 +146,19 @@ MODELS = {
             Transformer(32, 4096, 32, 8, 128, 14336, vocabulary=128256),
             _ULTRAVOX_MEDIA,
         ),
-        ModelShape("qwen2.5-vl-7b", _QWEN25_VISION, _QWEN2_7B, MediaRule("grid", 14)),
+        ModelShape("qwen2.5-vl-7b", _QWEN25_VISION, _QWEN2_7B, _QWEN25_MEDIA),
         ModelShape(
             "qwen3-vl-4b",
             Transformer(24, 1024, 16, 16, 64, 4096, mlp_matrices=2, attended=1024, is_in_place=True),
             Transformer(36, 2560, 32, 8, 128, 9728, vocabulary=151936),
-            MediaRule("grid", 16),
+            _QWEN3_MEDIA,
             embeddings_per_token=4,
         ),
         ModelShape(
             "qwen3-vl-8b",
             _QWEN3_VISION,
             Transformer(36, 4096, 32, 8, 128, 12288, vocabulary=151936),
-            MediaRule("grid", 16),
+            _QWEN3_MEDIA,
             embeddings_per_token=4,
         ),
     )

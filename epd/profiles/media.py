@@ -37,6 +37,7 @@ class MediaRule:
         side, and an overview; a video frame is one tile
     kind clips: of a model that hears; a clip is padded to tile_patches positions of its tower, and becomes
         tokens_per_s tokens for each second
+    max_frame_pixels, max_video_tokens: of a video's frames, each and all together
     video_fps, max_frames: how videos are sampled
     group_frames: frames that travel together
     group_tokens: visual tokens that do, in their place, as the server cuts groups; None for group_frames
@@ -47,6 +48,7 @@ class MediaRule:
     merge: int = 2
     max_pixels: int = 12_845_056
     max_frame_pixels: int = 602_112
+    max_video_tokens: int | None = None
     frames_per_unit: int = 2
     tile_patches: int = 1024
     tile_tokens: int = 64
@@ -72,15 +74,24 @@ class MediaRule:
     def video(self, spec: VideoSpec) -> tuple[MediaWork, ...]:
         """Returns the groups of a video, in order."""
         self._check_sees("a video")
-        cuts = cut_units(self.num_sampled(spec), *self._frames_of_groups(spec.size))
-        return tuple(self._group(spec.size, stop - start) for start, stop in cuts)
+        num_frames = self.num_sampled(spec)
+        pixels = self._frame_pixels(num_frames)
+        cuts = cut_units(num_frames, *self._frames_of_groups(spec.size, pixels))
+        return tuple(self._group(spec.size, stop - start, pixels) for start, stop in cuts)
 
-    def _frames_of_groups(self, size: Resolution) -> tuple[int, int]:
+    def _frame_pixels(self, num_frames: int) -> int:
+        """Returns the pixels of each of so many frames at most."""
+        if self.max_video_tokens is None:
+            return self.max_frame_pixels
+        side, units = self.patch * self.merge, ceil_div(num_frames, self.frames_per_unit)
+        return min(self.max_frame_pixels, self.max_video_tokens * side**2 // units)
+
+    def _frames_of_groups(self, size: Resolution, pixels: int) -> tuple[int, int]:
         """Returns the frames of a whole group, and of the first one."""
         if self.group_tokens is None:
             return self.group_frames, self.group_frames
         frames = self.frames_per_unit if self.kind == "grid" else 1
-        tokens = self._group(size, frames).num_tokens
+        tokens = self._group(size, frames, pixels).num_tokens
         whole, first = (units_of(each, tokens) * frames for each in (self.group_tokens, FIRST_GROUP_TOKENS))
         return whole, first
 
@@ -112,9 +123,9 @@ class MediaRule:
         wide, high = (max(1, int(length * scale / side)) for length in (size.width, size.height))
         return wide * high * self.merge**2
 
-    def _group(self, size: Resolution, num_frames: int) -> MediaWork:
+    def _group(self, size: Resolution, num_frames: int, pixels: int) -> MediaWork:
         if self.kind == "tiles":
             return MediaWork(num_frames * self.tile_patches, num_frames * self.tile_tokens, num_frames)
         units = ceil_div(num_frames, self.frames_per_unit)
-        patches = units * self._grid_patches(size, self.max_frame_pixels)
+        patches = units * self._grid_patches(size, pixels)
         return MediaWork(patches, patches // self.merge**2, num_frames)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from epd import console
 from epd.errors import check_question
 from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT
+from epd.pixel_settings import PixelSettings
 from epd.reduction import tower_merge
 from epd.serve_app.cli.conversations import conversation_with
 from epd.serve_app.cli.options import (
@@ -38,10 +40,12 @@ from epd.serve_app.cli.options import (
     TowerMergeLayer,
     TowerShare,
     Url,
+    Verbose,
     check_server_options,
     draft_config,
     reduction_policy,
     visual_budget,
+    with_fields_of,
 )
 from epd.serve_app.request_options import request_fields
 from epd.types import Answer, Usage
@@ -49,6 +53,7 @@ from epd.types import Answer, Usage
 _Question = Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask, in quotes.")]
 
 
+@with_fields_of(PixelSettings, arguments={}, variables={})
 def ask(
     paths: Paths,
     question: _Question,
@@ -75,6 +80,8 @@ def ask(
     url: Url = None,
     api_key: ApiKey = None,
     as_json: IsJson = False,
+    verbose: Verbose = False,
+    **options: Any,
 ) -> None:
     """Answer a question about videos, images and audio.
 
@@ -84,13 +91,21 @@ def ask(
     """
     policy = reduction_policy(reduction, retention, compute_share)
     budget = visual_budget(max_visual_tokens, retention)
+    pixels = PixelSettings.checked(options)
     drafting, merge = draft_config(draft, max_draft), tower_merge(tower_share, tower_merge_layer)
     if url is not None:
         check_server_options(
-            skip_static, device, dtype, drafting, merge, tensor_parallel_size, enforce_eager=enforce_eager
+            skip_static,
+            device,
+            dtype,
+            drafting,
+            merge,
+            tensor_parallel_size,
+            enforce_eager=enforce_eager,
+            pixels=pixels,
         )
         check_question(question)
-        options = request_fields(
+        fields = request_fields(
             fps=fps,
             frames=frames,
             start=start,
@@ -101,7 +116,7 @@ def ask(
             max_visual_tokens=max_visual_tokens,
             max_tokens=max_tokens,
         )
-        conversation = conversation_with(url, api_key, model, paths, options, as_audio=audio)
+        conversation = conversation_with(url, api_key, model, paths, fields, as_audio=audio)
         show_answer(conversation.ask(question, None if as_json else console.stream_text), as_json=as_json)
         return
     from epd.serve_app.cli.pipelines import open_pipeline  # torch
@@ -117,6 +132,7 @@ def ask(
         drafting=drafting,
         tensor_parallel_size=tensor_parallel_size,
         enforce_eager=enforce_eager,
+        pixels=pixels,
     )
     with console.progress_bar("frames") as show:
         answer = pipeline.ask(
@@ -133,6 +149,7 @@ def ask(
             on_text=None if as_json else console.stream_text,
             progress=show,
             on_choice=_show_choice,
+            on_plans=_show_plans if verbose else None,
         )
     show_answer(answer, None if skip_static is None else pipeline.num_units_skipped, as_json=as_json)
 
@@ -150,6 +167,10 @@ def show_answer(answer: Answer, num_units_skipped: int | None = None, *, as_json
 
 def _show_choice(line: str) -> None:
     print(f"chose {line}", file=sys.stderr)
+
+
+def _show_plans(lines: Sequence[str]) -> None:
+    print(*lines, sep="\n", file=sys.stderr)
 
 
 def _record(answer: Answer) -> dict[str, object]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +25,7 @@ from epd.batch.utilisation import Utilisation
 from epd.errors import RequestError
 from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, DraftConfig
 from epd.models import model_folder
+from epd.pixel_settings import PixelSettings
 from epd.serve_app.cli.options import (
     Address,
     ApiKey,
@@ -52,6 +53,7 @@ from epd.serve_app.cli.options import (
     draft_config,
     reduction_policy,
     visual_budget,
+    with_fields_of,
 )
 
 _Source = Annotated[
@@ -89,6 +91,7 @@ class _Target:
     drafting: DraftConfig
     tensor_parallel_size: int
     enforce_eager: bool
+    pixels: PixelSettings
 
     def __post_init__(self) -> None:
         given = {"--topology": self.topology, "--url": self.url, "--address": self.address}
@@ -104,9 +107,11 @@ class _Target:
                 None,
                 self.tensor_parallel_size,
                 enforce_eager=self.enforce_eager,
+                pixels=self.pixels,
             )
 
 
+@with_fields_of(PixelSettings, arguments={}, variables={})
 def batch(
     source: _Source,
     out: _Out,
@@ -134,6 +139,7 @@ def batch(
     max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     plot: Plot = None,
     as_json: IsJson = False,
+    **pixels: Any,
 ) -> None:
     """Answer a file of questions about videos and images.
 
@@ -155,6 +161,7 @@ def batch(
         draft_config(draft, max_draft),
         tensor_parallel_size,
         enforce_eager,
+        PixelSettings.checked(pixels),
     )
     _check_options(fps, frames, max_tokens)
     reduction_policy(reduction, retention, compute_share)
@@ -230,6 +237,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
                 target.drafting,
                 target.tensor_parallel_size,
                 enforce_eager=target.enforce_eager,
+                pixels=target.pixels,
             )
         )
         with opened as backend:
@@ -247,6 +255,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
                 drafting=target.drafting,
                 tensor_parallel_size=target.tensor_parallel_size,
                 enforce_eager=target.enforce_eager,
+                pixels=target.pixels,
                 on_progress=show,
             )
         yield loaded

@@ -12,6 +12,7 @@ from epd import console
 from epd.client.conversation import Conversation
 from epd.errors import RequestError
 from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT
+from epd.pixel_settings import PixelSettings
 from epd.serve_app.cli.ask import cost_line
 from epd.serve_app.cli.conversations import conversation_with
 from epd.serve_app.cli.options import (
@@ -38,12 +39,14 @@ from epd.serve_app.cli.options import (
     draft_config,
     reduction_policy,
     visual_budget,
+    with_fields_of,
 )
 from epd.serve_app.request_options import kind_of, request_fields
 
 _QUIT = "/quit"
 
 
+@with_fields_of(PixelSettings, arguments={}, variables={})
 def chat(
     paths: Paths,
     model: Model = None,
@@ -64,6 +67,7 @@ def chat(
     max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     url: Url = None,
     api_key: ApiKey = None,
+    **pixel_options: Any,
 ) -> None:
     """Answer questions about videos and images in a dialogue.
 
@@ -73,6 +77,7 @@ def chat(
     """
     reduction_policy(reduction, retention, compute_share)
     visual_budget(max_visual_tokens, retention)
+    pixels = PixelSettings.checked(pixel_options)
     drafting = draft_config(draft, max_draft)
     options = {
         "fps": fps,
@@ -87,7 +92,14 @@ def chat(
     }
     if url is not None:
         check_server_options(
-            None, device, dtype, drafting, None, tensor_parallel_size, enforce_eager=enforce_eager
+            None,
+            device,
+            dtype,
+            drafting,
+            None,
+            tensor_parallel_size,
+            enforce_eager=enforce_eager,
+            pixels=pixels,
         )
     engine = {
         "device": device,
@@ -96,6 +108,7 @@ def chat(
         "max_draft": max_draft,
         "tensor_parallel_size": tensor_parallel_size,
         "enforce_eager": enforce_eager,
+        **pixels.given,
     }
     with _opened(paths, model, url, api_key, options, engine) as conversation:
         for question in _questions(is_terminal=sys.stdin.isatty()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,7 @@ from epd.eval.plots import plot_rows
 from epd.eval.report import Part, as_part, print_rows
 from epd.eval.rows import RowSelection, eval_rows, table_rows
 from epd.eval.verdicts import DEMO, RunInfo, VerdictLog
+from epd.pixel_settings import PixelSettings
 from epd.reduction import METHODS, ReductionPolicy
 from epd.serve_app.cli.options import (
     Background,
@@ -31,6 +32,7 @@ from epd.serve_app.cli.options import (
     Plot,
     Seed,
     TensorParallelSize,
+    with_fields_of,
 )
 
 if TYPE_CHECKING:
@@ -129,6 +131,7 @@ _By = Annotated[
 ]
 
 
+@with_fields_of(PixelSettings, arguments={}, variables={})
 def evaluate(
     data: _Data = None,
     demo: _Demo = None,
@@ -156,6 +159,7 @@ def evaluate(
     tensor_parallel_size: TensorParallelSize = 1,
     enforce_eager: EnforceEager = False,
     as_json: IsJson = False,
+    **pixels: Any,
 ) -> None:
     """Measure what token reduction costs in accuracy.
 
@@ -164,6 +168,7 @@ def evaluate(
     """
     _check_sources(data, demo, table, footage, background, stories)
     part = as_part(by) if by is not None else None
+    settings = PixelSettings.checked(pixels)
     if table is not None:
         log = VerdictLog.read(table)
         _show(log, RowSelection.of(log, against), part, plot, as_json)
@@ -175,7 +180,9 @@ def evaluate(
     if max_tokens is None:
         max_tokens = _STORY_TOKENS if stories else _WORD_TOKENS
     run = _run_info(data, model, max_tokens, seed, seconds, per_kind, str(placement))
-    run = replace(run, footage=footage, background=str(background or ""), has_stories=stories)
+    run = replace(
+        run, footage=footage, background=str(background or ""), has_stories=stories, pixels=settings.text
+    )
     cases = _cases(run, demo, asked.num_frames, video_dir)
     plan = EvalPlan(tuple(cases), asked.settings, max_tokens, ttft_videos)
     log = VerdictLog(run, out)
@@ -185,6 +192,7 @@ def evaluate(
         num_threads,
         tensor_parallel_size=tensor_parallel_size,
         enforce_eager=enforce_eager,
+        pixels=settings,
     )
     with console.progress_bar("settings x videos") as show:
         run_evaluation(pipeline, plan, log, show, filming)

@@ -12,6 +12,7 @@ import typer
 from epd.devices import DTYPE_NAMES, check_device, check_dtype
 from epd.errors import RequestError, check_file
 from epd.kv.drafting import DRAFT_METHODS, MOST_DRAFTS, DraftConfig, as_draft_method
+from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings, option
 from epd.reduction import (
     DEFAULT_METHOD,
     LEAST_TOWER_SHARE,
@@ -368,6 +369,12 @@ DraftAcceptance = Annotated[
         help="How often a drafted token holds, as --draft auto of epd serve reports it; 0 for no drafts.",
     ),
 ]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose", "-v", help="Show what the video is held to, and frames, size and tokens of each medium."
+    ),
+]
 # Output
 IsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Plot = Annotated[
@@ -456,6 +463,7 @@ def check_server_options(
     tensor_parallel_size: int = 1,
     *,
     enforce_eager: bool = False,
+    pixels: PixelSettings = AUTHORS_LIMITS,
 ) -> None:
     """Raises RequestError for options that a running server has its own values of."""
     own: dict[str, object] = {
@@ -467,6 +475,7 @@ def check_server_options(
     own["--tower-share"] = None if merge is None else merge.share
     own["--tensor-parallel-size"] = None if tensor_parallel_size == 1 else tensor_parallel_size
     own["--enforce-eager"] = enforce_eager or None
+    own |= {option(name): value for name, value in pixels.given.items()}
     for name, value in own.items():
         if value not in (None, "auto" if name != "--draft" else "none"):
             raise RequestError(

@@ -9,6 +9,7 @@ from epd import console, video
 from epd.errors import check_question
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.models import model_folder
+from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.reduction import TowerMerge
 from epd.stages.colocated import ColocatedPipeline
 from epd.stages.evaluation import evaluate as run_evaluation
@@ -31,6 +32,7 @@ def open_pipeline(
     drafting: DraftConfig = NO_DRAFTS,
     tensor_parallel_size: int = 1,
     enforce_eager: bool = False,
+    pixels: PixelSettings = AUTHORS_LIMITS,
 ) -> ColocatedPipeline:
     """Checks the input, then loads a model. Raises EPDError."""
     check_question(question)
@@ -45,6 +47,7 @@ def open_pipeline(
         drafting=drafting,
         tensor_parallel_size=tensor_parallel_size,
         enforce_eager=enforce_eager,
+        pixels=pixels,
     )
 
 
@@ -63,6 +66,7 @@ def load_pipeline(
     tensor_parallel_size: int = 1,
     *,
     enforce_eager: bool = False,
+    pixels: PixelSettings = AUTHORS_LIMITS,
 ) -> ColocatedPipeline:
     """Loads a model. Raises EPDError."""
     with console.loading_bar() as show:
@@ -75,5 +79,6 @@ def load_pipeline(
             drafting=drafting,
             tensor_parallel_size=tensor_parallel_size,
             enforce_eager=enforce_eager,
+            pixels=pixels,
             on_progress=show,
         )

@@ -26,7 +26,7 @@ from epd.serve_app.cli.serving import Signals, serve_until_signal
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.http.guard.host_check import names_for
 from epd.serve_app.http.prefix import ROOT, checked_prefix
-from epd.serve_app.model_facts import limits_of
+from epd.serve_app.model_facts import limits_of, model_type_of
 from epd.serve_app.ray.process_tree import adopt_orphans, end_process
 
 _Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines.")]
@@ -85,6 +85,7 @@ def serve(
             print(
                 f"limits of one request: {limits_of(args).line()}; epd config show has all", file=sys.stderr
             )
+            print(args.pixels.line(model_type_of(args.model_path)), file=sys.stderr)
             seconds = time.monotonic() - start_s
             print(f"ready in {seconds:.1f} s: {where.url}/v1 serves {model} on {args.topology}", flush=True)
 

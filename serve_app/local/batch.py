@@ -23,6 +23,7 @@ from epd.control.request_budget import RequestLimits
 from epd.encoders.prompt.chat import ChatMessage
 from epd.errors import EPDError, InternalError, RequestError
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
+from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.reduction import KEEP_ALL
 from epd.serve_app.http.answers.responses import CompletionBuilder
 from epd.serve_app.http.requests.answer_format import answer_format
@@ -96,6 +97,7 @@ class LocalBackend:
         drafting: DraftConfig = NO_DRAFTS,
         tensor_parallel_size: int = 1,
         enforce_eager: bool = False,
+        pixels: PixelSettings = AUTHORS_LIMITS,
         on_progress: OnBytes | None = None,
     ) -> LocalBackend:
         """Loads a model. Options as in `Placement.resolve` and `BatchPipeline.load`. Raises EPDError."""
@@ -107,6 +109,7 @@ class LocalBackend:
             drafting=drafting,
             tensor_parallel_size=tensor_parallel_size,
             enforce_eager=enforce_eager,
+            pixels=pixels,
             on_progress=on_progress,
         )
         return cls(pipeline, ModelCard(model.name, int(time.time())))

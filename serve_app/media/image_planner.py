@@ -12,6 +12,7 @@ from pathlib import Path
 from epd import video
 from epd.encoders import load_adapter
 from epd.errors import MediaError
+from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.serve_app.media.fair_threads import FairThreads
 from epd.serve_app.media.media_spool import FetchedFile
 from epd.serve_app.media.spool_files import ByteBudget
@@ -25,13 +26,19 @@ _MAX_PIXEL_BYTES = 2 << 30
 class ImagePlanner:
     """Decodes one image or clip of a request at a time. Used from one event loop."""
 
-    def __init__(self, model: Path, reader: video.MediaReader, num_threads: int) -> None:
+    def __init__(
+        self,
+        model: Path,
+        reader: video.MediaReader,
+        num_threads: int,
+        pixels: PixelSettings = AUTHORS_LIMITS,
+    ) -> None:
         """Opens the model's folder in the background; an error is raised when the first image is planned."""
         self._reader = reader
         self._threads = FairThreads("image", num_threads, 1)
         self.budget = ByteBudget(_MAX_PIXEL_BYTES, "images")
         opening = ThreadPoolExecutor(1, thread_name_prefix="adapter")
-        self._adapter = opening.submit(load_adapter, model)
+        self._adapter = opening.submit(load_adapter, model, pixels=pixels)
         opening.shutdown(wait=False)
 
     async def planned(self, owner: object, files: Sequence[FetchedFile]) -> list[PlannedMedia]:

@@ -27,6 +27,7 @@ import numpy as np
 from epd import video
 from epd.encoders import MediaPlan
 from epd.errors import CancelledError
+from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
 from epd.serve_app.media.image_planner import ImagePlanner
 from epd.serve_app.media.media_processes import MediaProcesses
@@ -66,6 +67,7 @@ class MediaSettings:
     spool_folder: where the spool is made; None is the system's temporary folder
     num_image_threads: images decoded at once
     num_read_threads: groups of frames read at once
+    pixels: of images and frames
     """
 
     model: Path
@@ -74,6 +76,7 @@ class MediaSettings:
     spool_folder: Path | None = None
     num_image_threads: int = 2
     num_read_threads: int = 4
+    pixels: PixelSettings = AUTHORS_LIMITS
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +106,7 @@ class MediaWorker:
         self._spool = MediaSpool(
             settings.fetch, parent=settings.spool_folder, limits=settings.limits, reader=reader
         )
-        self._images = ImagePlanner(settings.model, reader, settings.num_image_threads)
+        self._images = ImagePlanner(settings.model, reader, settings.num_image_threads, settings.pixels)
         self._frames = FrameReader(self._open)
         self._holds: dict[str, _Hold] = {}
         self._released: OrderedDict[str, None] = OrderedDict()

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 
 from epd.serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
 from epd.serve_app.orchestration.retention import LoadRetention
-from epd.serve_app.service import AnswerRequest, Estimate
+from epd.serve_app.service import AnswerRequest, Estimate, MediaSize
 
 
 class Prompts:
@@ -36,6 +36,9 @@ class Prompts:
             plan.retention,
             plan.sampling.max_tokens or 0,
             tuple(plan.prompt.token_ids.tolist()),
+            tuple(
+                MediaSize(each.kind, each.num_frames, *each.resized, each.num_tokens) for each in plan.media
+            ),
         )
 
     async def tokens(self, text: str, *, with_special: bool) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from epd.encoders.prompt.raw_prompt import plan_tokens
 from epd.errors import MediaError, RequestError
 from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.kv.kv_identity import TokenIdentity
+from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.sampling_params import SamplingParams
 from epd.serve_app.service import AnswerRequest, MediaSource, ModelCard
 from epd.serve_app.token_text import TokenTexts
@@ -91,8 +92,9 @@ class AnswerPlan:
 class _Adapters:
     """Holds one adapter per tokenising thread: a fast tokenizer can be borrowed by one thread at a time."""
 
-    def __init__(self, model_path: Path, first: Adapter) -> None:
+    def __init__(self, model_path: Path, first: Adapter, pixels: PixelSettings) -> None:
         self._model_path = model_path
+        self._pixels = pixels
         self._idle = deque([first])
 
     @contextmanager
@@ -102,7 +104,7 @@ class _Adapters:
             if adapter is not None:
                 yield adapter
                 return
-        adapter = load_adapter(self._model_path)
+        adapter = load_adapter(self._model_path, pixels=self._pixels)
         try:
             yield adapter
         finally:
@@ -132,16 +134,18 @@ class RequestPlanner:
         *,
         group_tokens: int = GROUP_TOKENS,
         limits: RequestLimits | None = None,
+        pixels: PixelSettings = AUTHORS_LIMITS,
     ) -> None:
         """Opens the model's folder. Raises ModelError.
 
         name: requests use it for the model; by default the folder's name
         limits: see `self.limits`
+        pixels: of images and frames; the workers must have the same
         """
-        self.adapter = load_adapter(model_path)
+        self.adapter = load_adapter(model_path, pixels=pixels)
         self.settings = generation_settings(model_path, self.adapter)
         self.texts = TokenTexts(self.adapter.tokenizer)
-        self._adapters = _Adapters(model_path, self.adapter)
+        self._adapters = _Adapters(model_path, self.adapter, pixels)
         self._plans: Recent[_PlanKey, MediaPlan] = Recent(_MAX_KNOWN_PLANS)
         self._group_tokens = group_tokens
         self._revision = weights_revision(model_path)

@@ -13,6 +13,7 @@ from pydantic import SecretStr
 from epd.batch.http_backend import HttpBackend
 from epd.errors import UnavailableError
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
+from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.ray.cluster import RaySettings, ray_cluster
@@ -33,6 +34,7 @@ def started_backend(
     tensor_parallel_size: int = 1,
     *,
     enforce_eager: bool = False,
+    pixels: PixelSettings = AUTHORS_LIMITS,
 ) -> Iterator[HttpBackend]:
     """Starts a private application on this machine, protected by a key, with its own workers.
 
@@ -53,6 +55,7 @@ def started_backend(
         max_draft=drafting.max_draft,
         tensor_parallel_size=tensor_parallel_size,
         enforce_eager=enforce_eager,
+        **pixels.given,
     )
     http = HttpAddress("127.0.0.1", _free_port())
     with (

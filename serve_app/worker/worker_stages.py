@@ -21,6 +21,7 @@ from epd.encoders.names import WeightSet
 from epd.errors import InfeasibleError, RequestError
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.kv.scheduling import SchedulerConfig
+from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.reduction import TowerMerge
 from epd.serve_app.memory_use import MemoryUse
 from epd.stages.decode import DecodeStage
@@ -70,6 +71,7 @@ class WorkerSettings:
     tensor_parallel: processes that share the language model of a worker
     async_scheduling, enforce_eager: see `build_engine`
     encode_beside: in workers with other stages too, the tower runs in a thread of its own
+    pixels: of images and frames
     """
 
     model_path: Path
@@ -95,6 +97,7 @@ class WorkerSettings:
     async_scheduling: bool | None = None
     enforce_eager: bool = False
     encode_beside: bool = True
+    pixels: PixelSettings = AUTHORS_LIMITS
 
     @property
     def decode_limits(self) -> SchedulerConfig:
@@ -151,7 +154,7 @@ class StageBuilder:
         self.settings = settings
         self._num_ranks = settings.tensor_parallel.num_ranks(roles)
         self.transport = transport
-        self.adapter: Adapter = load_adapter(settings.model_path)
+        self.adapter: Adapter = load_adapter(settings.model_path, pixels=settings.pixels)
         self.placement = settings.placement()
         self.generation = generation_settings(settings.model_path, self.adapter)
         self.weights_s = 0.0  # spent on weights so far

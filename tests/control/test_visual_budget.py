@@ -87,6 +87,8 @@ def test_frames_stay_whole_where_there_are_enough_and_no_room_is_left_unused(
         (128, 240, FrameChoice(32, 1.0)),  # 97.3 % right, as 128 frames at a quarter
         (128, 96, FrameChoice(128, 0.1)),  # 94.8 % right, and 91.4 with 13 whole frames
         (512, 390, FrameChoice(52, 1.0)),  # 93.1 % right, and 92.6 with 512 at a tenth
+        (768, 577, FrameChoice(768, 0.1)),  # 76 whole frames have room, less than a tenth of them
+        (768, 578, FrameChoice(77, 1.0)),
         (10, 20, FrameChoice(10, 0.25)),
         (768, 60, FrameChoice(80, 0.1)),
         (768, 2, None),

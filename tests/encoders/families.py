@@ -103,8 +103,13 @@ class Family:
     def prompt(self, media: Sequence[Media], sampling: FrameSampling) -> PromptPlan:
         return self.adapter.plan_prompt([self.plan(item, sampling) for item in media], QUESTION)
 
-    def their_inputs(self, media: Sequence[Media], sampling: FrameSampling, question: str = QUESTION) -> Any:
-        """What the processor makes of the same media; it samples, resizes and lays out by itself."""
+    def their_inputs(
+        self, media: Sequence[Media], sampling: FrameSampling, question: str = QUESTION, **call: Any
+    ) -> Any:
+        """What the processor makes of the same media; it samples, resizes and lays out by itself.
+
+        call: more arguments of its call.
+        """
         pictures = [item.pixels.permute(2, 0, 1) for item in media if isinstance(item, Picture)]
         clips = [item for item in media if isinstance(item, Clip)]
         options: dict[str, Any] = {}
@@ -112,7 +117,7 @@ class Family:
             options["images"] = [pictures] if self.name == "smolvlm" else pictures
         if clips:
             options |= self._video_options(clips, sampling)
-        return self.processor(text=[self._text(media, question)], return_tensors="pt", **options)
+        return self.processor(text=[self._text(media, question)], return_tensors="pt", **options, **call)
 
     def _video_options(self, clips: Sequence[Clip], sampling: FrameSampling) -> dict[str, Any]:
         videos = [clip.frames.permute(0, 3, 1, 2) for clip in clips]

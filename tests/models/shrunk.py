@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
+    AutoTokenizer,
     GotOcr2ImageProcessor,
     InternVLProcessor,
     InternVLVideoProcessor,
@@ -39,22 +40,41 @@ from transformers import (
 from tests import tiny_models
 from tests.encoders import tiny_tiles
 from tests.models.files import parts_in_files
+from tests.models.processors import write_processor
 from tests.models.published import PUBLISHED, Config
 
 HEAD_DIM = 32
 _NUM_LAYERS = 4  # as many as deepstack has, and one
 _PATCH = 7  # pixels, of the towers that look at tiles
 _IMAGE_TOKENS = {"internvl": "<IMG_CONTEXT>", "smolvlm": "<image>"}
+_PICTURE_SIZES = ("image_size", "patch_size")
 _EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
 _WEIGHT_SCALE = 8.0  # as in `tests.tiny_models`
 
 
 def build(checkpoint: str, folder: Path) -> Path:
-    """Writes a shrunk checkpoint as its authors would have."""
+    """Writes a shrunk checkpoint as its authors would have, with tiny pictures and a tokenizer of bytes."""
     published = PUBLISHED[checkpoint].config
     processor = processor_of(published)
-    config = _shrunk(published, processor.tokenizer)
     processor.save_pretrained(folder)
+    return _built(checkpoint, folder, _shrunk(published, processor.tokenizer))
+
+
+def build_with_published_files(checkpoint: str, folder: Path) -> Path:
+    """Writes a shrunk checkpoint that has the published processor files and a real tokenizer."""
+    write_processor(checkpoint, folder)
+    published, tokenizer = PUBLISHED[checkpoint].config, AutoTokenizer.from_pretrained(folder)
+    config = _shrunk(published, tokenizer) | _whole_pictures(published)
+    vision = config["vision_config"]
+    sizes = {key: value for key, value in published["vision_config"].items() if key in _PICTURE_SIZES}
+    return _built(checkpoint, folder, config | {"vision_config": vision | sizes})
+
+
+def _whole_pictures(published: Config) -> Config:
+    return {key: published[key] for key in ("image_seq_length", "image_grid_pinpoints") if key in published}
+
+
+def _built(checkpoint: str, folder: Path, config: Config) -> Path:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tensors = _tensors(folder, config)
     if not PUBLISHED[checkpoint].has_head:

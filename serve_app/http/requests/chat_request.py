@@ -302,6 +302,9 @@ class ProcessorOptions(FrameOptions):
     min_pixels: Count | None = None
     max_pixels: Count | None = None
     size: PixelSize | None = Field(default=None, description="Both limits at once; the two above come after.")
+    cap_pixels_per_frame: bool | None = Field(
+        default=None, description="Whether frames are held to the limits of the model's authors."
+    )
 
 
 class VideoLoading(FrameOptions):

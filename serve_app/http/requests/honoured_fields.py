@@ -50,7 +50,7 @@ HONOURED: Mapping[str, str] = {
     ),
     "mm_processor_kwargs": (
         "`fps` or `num_frames` of videos, or `do_sample_frames` false: every frame; `min_pixels`, "
-        "`max_pixels` or `size` of images and frames, see below"
+        "`max_pixels` or `size` of images and frames, `cap_pixels_per_frame`, see below"
     ),
     "media_io_kwargs": (
         "`video`: `fps` or `num_frames`, as `mm_processor_kwargs`; the same in both or in one; with a list "

@@ -61,10 +61,21 @@ class DetokenizeReply(BaseModel):
     prompt: str
 
 
+class MediumReply(BaseModel):
+    """What would be taken of one medium. visual_tokens: before they are reduced"""
+
+    kind: Literal["image", "video", "audio"]
+    frames: int
+    height: int
+    width: int
+    visual_tokens: int
+
+
 class EstimateReply(BaseModel):
     """What a chat request would use, under the names of its answer.
 
     fits: whether it would be answered; the other numbers are null if not, and `reason` is the answer's error
+    media: of each, in order, the frames and their size in pixels as the model gets them
     max_completion_tokens: the longest answer there is room for, or less where the request says so
     """
 
@@ -79,3 +90,4 @@ class EstimateReply(BaseModel):
     visual_tokens_before_reduction: int | None = None
     retention: float | None = None
     max_completion_tokens: int | None = None
+    media: list[MediumReply] | None = None

@@ -202,7 +202,7 @@ def pixel_limits(chat: ChatRequest) -> PixelLimits:
     if said is None:
         return OWN_LIMITS
     size = None if said.size is None else (said.size.shortest_edge, said.size.longest_edge)
-    return PixelLimits(said.min_pixels, said.max_pixels, size)
+    return PixelLimits(said.min_pixels, said.max_pixels, size, cap_pixels_per_frame=said.cap_pixels_per_frame)
 
 
 def heard_part(chat: ChatRequest) -> tuple[float, float | None]:

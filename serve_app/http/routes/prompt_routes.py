@@ -10,6 +10,7 @@ from epd.serve_app.http.requests.prompt_request import (
     DetokenizeReply,
     DetokenizeRequest,
     EstimateReply,
+    MediumReply,
     TokenizeReply,
     TokenizeRequest,
 )
@@ -59,6 +60,16 @@ def _reply(card: ModelCard, found: Estimate) -> EstimateReply:
         visual_tokens_before_reduction=found.usage.visual_tokens_before,
         retention=found.retention,
         max_completion_tokens=found.max_tokens,
+        media=[
+            MediumReply(
+                kind=each.kind,
+                frames=each.num_frames,
+                height=each.height,
+                width=each.width,
+                visual_tokens=each.num_tokens,
+            )
+            for each in found.media
+        ],
     )
 
 
