@@ -9,10 +9,8 @@ has room for. The authors' own tools do not, and neither does this project, unle
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
-
-from pydantic import BaseModel, ConfigDict, Field
 
 from epd.errors import RequestError
 
@@ -54,49 +52,25 @@ AUTHORS: Mapping[str, VideoLimits] = {
 _RESIZED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
-class PixelSettings(BaseModel):
-    """Says what a user wants of images and frames. Every field is an option of commands and a key of YAML.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelSettings:
+    """Says what a user wants of images and frames; `epd.pixel_fields` describes each field.
 
     Processes that plan for one model share one record; a request may differ by its `mm_processor_kwargs`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-    max_pixels: int | None = Field(
-        default=None, ge=1, description="Pixels of an image at most; by default as the model's file has it."
-    )
-    video_max_pixels: int | None = Field(
-        default=None,
-        ge=1,
-        description="Pixels of a frame of a video at most; by default the limit of the model's authors.",
-    )
-    video_max_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Visual tokens of one video at most: frames get smaller, or fewer where their size is "
-        "fixed; by default the limit of the model's authors.",
-    )
-    cap_pixels_per_frame: bool | None = Field(
-        default=None,
-        description="Hold the frames of a video to the authors' limits, or leave them out; by default they "
-        "are held unless the model's file says otherwise.",
-    )
-    bare_processor: bool = Field(
-        default=False,
-        description="Size and sample exactly as transformers' processor of the model does, without the "
-        "authors' limits.",
-    )
-
-    @property
-    def pixels(self) -> PixelSettings:
-        """Returns these fields alone, of a record that has more."""
-        return PixelSettings(**{name: getattr(self, name) for name in PIXEL_FIELDS})
+    max_pixels: int | None = None
+    video_max_pixels: int | None = None
+    video_max_tokens: int | None = None
+    cap_pixels_per_frame: bool | None = None
+    bare_processor: bool = False
 
     @property
     def given(self) -> Mapping[str, Any]:
         """Returns what is not left to its default, by name."""
-        fields = PixelSettings.model_fields.items()
-        return {name: value for name, each in fields if (value := getattr(self, name)) != each.default}
+        return {
+            each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default
+        }
 
     @property
     def text(self) -> str:
@@ -111,7 +85,7 @@ class PixelSettings(BaseModel):
                 raise RequestError(
                     f"received {option(name)} {value}; allowed: at least 1; raise it or leave it out"
                 )
-        return cls.model_validate(values)
+        return cls(**values)  # type: ignore[arg-type]  # parsed by the command
 
     def check_family(self, model_type: str) -> None:
         """Raises RequestError for a limit that changes nothing for a family."""
@@ -137,7 +111,7 @@ class PixelSettings(BaseModel):
         return f"limits of a video: {', '.join(parts)}" + (f"; given {self.text}" if self.given else "")
 
 
-PIXEL_FIELDS = tuple(PixelSettings.model_fields)
+PIXEL_FIELDS = tuple(each.name for each in fields(PixelSettings))
 AUTHORS_LIMITS = PixelSettings()
 BARE_PROCESSOR = PixelSettings(bare_processor=True)
 

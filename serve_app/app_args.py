@@ -22,7 +22,8 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
 from epd.models import embedded_models, model_folder
 from epd.models.folder import check_folder, weight_files
-from epd.pixel_settings import PIXEL_FIELDS, PixelSettings
+from epd.pixel_fields import PixelFields
+from epd.pixel_settings import PIXEL_FIELDS
 from epd.reduction import (
     DEFAULT_METHOD,
     LEAST_RETENTION,
@@ -93,7 +94,7 @@ MEDIA_FIELDS = (
 )
 
 
-class AppArgs(PixelSettings):
+class AppArgs(PixelFields):
     """The application's arguments. Every field is also a flag of `epd serve` and a key of its YAML.
 
     A field's description is the help of its flag; `epd config show` prints the fields' resolved values.

@@ -206,7 +206,7 @@ def _file_settings(args: AppArgs) -> FileSettings | None:
 
 def log_requests() -> None:
     """Writes a line for each finished request to stderr."""
-    logger = logging.getLogger("serve_app")
+    logger = logging.getLogger("epd.serve_app")
     if not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))

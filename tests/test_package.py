@@ -173,7 +173,12 @@ def test_the_demo_runs_among_hostile_packages(installed: Installed) -> None:
 
 
 # What comes with a declared package by its own rules, and is imported by name.
-_BROUGHT = {"starlette": "fastapi", "tokenizers": "transformers", "pydantic-core": "pydantic"}
+_BROUGHT = {
+    "grpcio": "ray",
+    "starlette": "fastapi",
+    "tokenizers": "transformers",
+    "pydantic-core": "pydantic",
+}
 _OPTIONAL = {"opentelemetry"}  # `--otlp-endpoint` says which package it needs
 
 

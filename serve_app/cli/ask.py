@@ -12,6 +12,7 @@ import typer
 from epd import console
 from epd.errors import check_question
 from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT
+from epd.pixel_fields import PixelFields
 from epd.pixel_settings import PixelSettings
 from epd.reduction import tower_merge
 from epd.serve_app.cli.conversations import conversation_with
@@ -53,7 +54,7 @@ from epd.types import Answer, Usage
 _Question = Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask, in quotes.")]
 
 
-@with_fields_of(PixelSettings, arguments={}, variables={})
+@with_fields_of(PixelFields, arguments={}, variables={})
 def ask(
     paths: Paths,
     question: _Question,

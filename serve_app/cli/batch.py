@@ -25,6 +25,7 @@ from epd.batch.utilisation import Utilisation
 from epd.errors import RequestError
 from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, DraftConfig
 from epd.models import model_folder
+from epd.pixel_fields import PixelFields
 from epd.pixel_settings import PixelSettings
 from epd.serve_app.cli.options import (
     Address,
@@ -111,7 +112,7 @@ class _Target:
             )
 
 
-@with_fields_of(PixelSettings, arguments={}, variables={})
+@with_fields_of(PixelFields, arguments={}, variables={})
 def batch(
     source: _Source,
     out: _Out,

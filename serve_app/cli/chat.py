@@ -12,6 +12,7 @@ from epd import console
 from epd.client.conversation import Conversation
 from epd.errors import RequestError
 from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT
+from epd.pixel_fields import PixelFields
 from epd.pixel_settings import PixelSettings
 from epd.serve_app.cli.ask import cost_line
 from epd.serve_app.cli.conversations import conversation_with
@@ -46,7 +47,7 @@ from epd.serve_app.request_options import kind_of, request_fields
 _QUIT = "/quit"
 
 
-@with_fields_of(PixelSettings, arguments={}, variables={})
+@with_fields_of(PixelFields, arguments={}, variables={})
 def chat(
     paths: Paths,
     model: Model = None,

@@ -18,6 +18,7 @@ from epd.eval.plots import plot_rows
 from epd.eval.report import Part, as_part, print_rows
 from epd.eval.rows import RowSelection, eval_rows, table_rows
 from epd.eval.verdicts import DEMO, RunInfo, VerdictLog
+from epd.pixel_fields import PixelFields
 from epd.pixel_settings import PixelSettings
 from epd.reduction import METHODS, ReductionPolicy
 from epd.serve_app.cli.options import (
@@ -131,7 +132,7 @@ _By = Annotated[
 ]
 
 
-@with_fields_of(PixelSettings, arguments={}, variables={})
+@with_fields_of(PixelFields, arguments={}, variables={})
 def evaluate(
     data: _Data = None,
     demo: _Demo = None,

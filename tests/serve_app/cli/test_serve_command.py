@@ -49,7 +49,7 @@ def command(*options: str, start: str = START) -> list[str]:
     [
         (["--topology", "1e1p"], "no worker does decode"),
         (["--topology", "two"], "write one such as '2e1p1d'"),
-        (["no/such/model"], "there is no config.json"),
+        (["no/such/model"], "no model folder at"),
         (["--dtype", "int3"], "--dtype: received the dtype 'int3'; allowed: auto, bfloat16"),
         (["--device", "gpu"], "--device: received the device 'gpu'; allowed: auto, cpu, cuda"),
         (["--skip-static", "-0.1"], "--skip-static: Input should be greater than or equal to 0"),
