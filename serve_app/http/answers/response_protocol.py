@@ -70,13 +70,16 @@ class IncompleteDetails(BaseModel):
 
 
 class ResponseReply(BaseModel):
-    """A response. The fields after `usage` are those of the request, or what is used in their place."""
+    """A response. The fields after `usage` are those of the request, or what is used in their place.
+
+    An error is a status or an event of its own, so a response has no `error`: clients that ask for its
+    message where the name is there would fail on a null.
+    """
 
     id: str
     object: Literal["response"] = "response"
     created_at: int
     status: ItemStatus
-    error: None = None
     incomplete_details: IncompleteDetails | None = None
     model: str
     output: list[ResponseMessage | ResponseCall] = []
