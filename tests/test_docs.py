@@ -17,6 +17,7 @@ from tests.modules_page import PACKAGES, PAGE, page
 
 # Folders whose files a document may name; other words with a slash are not meant as paths.
 _FOLDERS = ("epd", "video", "encoders", "stages", "serve_app", "tests", "benchmarks", "docs", "training")
+_LOG = ("docs/log.md", "docs/log/")
 
 
 def _documents() -> list[Path]:
@@ -48,7 +49,7 @@ def test_symbols_are_defined_where_documents_say(texts: dict[str, str]) -> None:
     found = [
         (doc, symbol, path)
         for doc, text in texts.items()
-        if doc != "docs/log.md"
+        if not doc.startswith(_LOG)
         for symbol, path in re.findall(r"`(\w+)`\s+in\s+`([\w/]+\.py)`", text)
     ]
     assert len(found) > 20
@@ -118,11 +119,11 @@ _MINUTES = (
 
 
 def test_how_long_targets_take_is_written_in_one_place(texts: dict[str, str]) -> None:
-    """In the table of CONTRIBUTING.md; docs/log.md has what was measured on which day."""
+    """In the table of CONTRIBUTING.md; the log has what was measured on which day."""
     assert not re.search(_MINUTES, (ROOT / "Makefile").read_text())
     assert re.search(rf"^\| `make test` .*{_MINUTES}", texts["CONTRIBUTING.md"], flags=re.MULTILINE)
-    others = {name: text for name, text in texts.items() if name not in ("CONTRIBUTING.md", "docs/log.md")}
-    lines = [line for text in others.values() for line in text.splitlines()]
+    others = [text for name, text in texts.items() if not name.startswith(("CONTRIBUTING.md", *_LOG))]
+    lines = [line for text in others for line in text.splitlines()]
     assert [line for line in lines if re.search(rf"`make [a-z-]+`.*{_MINUTES}", line)] == []
 
 
@@ -199,7 +200,7 @@ def test_every_decision_says_when_it_was_made_and_what_took_its_place(texts: dic
 
 def _today(texts: dict[str, str]) -> list[tuple[str, str]]:
     """Documents that say what is, each in one line: not the log, decisions and changes."""
-    past = ("docs/log.md", "docs/decisions/", "CHANGELOG.md")
+    past = (*_LOG, "docs/decisions/", "CHANGELOG.md")
     return [(doc, _joined(text)) for doc, text in texts.items() if not doc.startswith(past)]
 
 
@@ -256,7 +257,7 @@ def test_flags_that_stand_alone_exist(texts: dict[str, str]) -> None:
     named = {
         (doc, flag)
         for doc, text in texts.items()
-        if doc != "docs/log.md"
+        if not doc.startswith(_LOG)
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", _code_of(text))
     }
     assert len(named) > 50

@@ -68,6 +68,7 @@ def read_by_users() -> list[Path]:
     code = [path for package in _PACKAGES for path in (ROOT / package).rglob("*.py")]
     page = [path for path in (ROOT / "serve_app/http/page").iterdir() if path.suffix in (".html", ".js")]
     exempt = {ROOT / name for name in ("CHANGELOG.md", "docs/log.md", "docs/modules.md")}
+    exempt.update((ROOT / "docs" / "log").iterdir())
     return sorted({*code, *page, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - exempt)
 
 
