@@ -17,7 +17,6 @@ _LONGER = {
     "docs/deployment.md": 40,
     "docs/elasticity.md": 39,
     "docs/encoders.md": 37,
-    "docs/engine.md": 47,
     "docs/evaluation.md": 39,
     "docs/models.md": 31,
     "docs/observability.md": 31,
