@@ -15,7 +15,6 @@ _LONGER = {
     "docs/batch.md": 35,
     "docs/bench.md": 29,
     "docs/deployment.md": 40,
-    "docs/elasticity.md": 39,
     "docs/encoders.md": 37,
     "docs/evaluation.md": 39,
     "docs/models.md": 31,
