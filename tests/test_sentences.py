@@ -20,7 +20,6 @@ _LONGER = {
     "docs/models.md": 31,
     "docs/observability.md": 31,
     "docs/planning.md": 45,
-    "docs/reduction.md": 43,
     "docs/training.md": 36,
     "docs/video.md": 36,
 }
