@@ -16,7 +16,6 @@ _LONGER = {
     "docs/bench.md": 29,
     "docs/deployment.md": 40,
     "docs/encoders.md": 37,
-    "docs/evaluation.md": 39,
     "docs/models.md": 31,
     "docs/observability.md": 31,
     "docs/planning.md": 45,
