@@ -15,7 +15,6 @@ _LONGER = {
     "docs/batch.md": 35,
     "docs/bench.md": 29,
     "docs/deployment.md": 40,
-    "docs/encoders.md": 37,
     "docs/models.md": 31,
     "docs/observability.md": 31,
     "docs/planning.md": 45,
