@@ -18,7 +18,6 @@ _LONGER = {
     "docs/models.md": 31,
     "docs/observability.md": 31,
     "docs/planning.md": 45,
-    "docs/training.md": 36,
     "docs/video.md": 36,
 }
 
