@@ -96,6 +96,24 @@ def test_links_lead_to_files(texts: dict[str, str]) -> None:
             assert ((ROOT / doc).parent / target).exists(), f"{doc} links to {target}"
 
 
+def _anchor(heading: str) -> str:
+    """Returns the name by which a link reaches a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def test_links_lead_to_headings(texts: dict[str, str]) -> None:
+    found = [
+        (doc, target, anchor)
+        for doc, text in texts.items()
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", text)
+    ]
+    assert len(found) > 5
+    for doc, target, anchor in found:
+        page = ((ROOT / doc).parent / target if target else ROOT / doc).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.+)$", page, flags=re.MULTILINE)
+        assert anchor in map(_anchor, headings), f"{doc} links to {target}#{anchor}"
+
+
 def test_make_targets_exist(texts: dict[str, str]) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     named = {name for text in texts.values() for name in re.findall(r"\bmake ([a-z-]+)", _code_of(text))}
