@@ -36,7 +36,8 @@ def test_nine_sentences_of_ten_are_short() -> None:
 
 def test_pages_that_are_short_by_now_stay_short() -> None:
     found = {str(path.relative_to(ROOT)): percentile_90(path.read_text("utf-8")) for path in documents(ROOT)}
-    assert {name for name, count in _LONGER.items() if found.get(name, 0) < count} == set()
+    shorter = {name: found.get(name, 0) for name, count in _LONGER.items() if found.get(name, 0) < count}
+    assert shorter == {}, "write these figures into _LONGER, and take pages out that are allowed"
 
 
 def test_histories_and_generated_lists_are_exempt() -> None:
