@@ -36,7 +36,7 @@ def lines(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
         (10.4, 0.4, 499, 1, None),
         (10.5, 0.25, 200, 1, end(Usage(20, 150, 180, 1))),
     ]
-    logger = logging.getLogger("serve_app")
+    logger = logging.getLogger("epd.serve_app")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", False)
     log_requests()

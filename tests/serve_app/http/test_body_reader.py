@@ -81,7 +81,7 @@ def test_large_unfinished_bodies_leave_room_for_small_ones(run_front: Callable[.
 def test_a_client_that_leaves_while_it_sends_is_a_line_and_no_traceback(
     front: Front, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", logger="serve_app"):
+    with caplog.at_level("INFO", logger="epd.serve_app"):
         unfinished(front, 10).close()
         wait_until(lambda: "status=499 error=disconnected" in caplog.text)
     assert "bug" not in caplog.text

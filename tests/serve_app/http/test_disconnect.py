@@ -59,7 +59,7 @@ def test_the_official_client_closes_its_stream(run_front: Callable[..., Front]) 
 def test_a_client_that_left_is_in_log_and_metrics(
     run_front: Callable[..., Front], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "serve_app")
+    caplog.set_level("INFO", "epd.serve_app")
     front = run_front(FakeService(word_s=HOURS))
     with pytest.raises(httpx.ReadTimeout):
         front.http.post("/v1/chat/completions", json=QUESTION, timeout=0.2)

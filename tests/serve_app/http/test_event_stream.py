@@ -47,7 +47,7 @@ def test_an_error_after_a_comment_is_the_last_event(
     run_front: Callable[..., Front], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The status had to be said by then; the log has the true one."""
-    caplog.set_level("INFO", "serve_app")
+    caplog.set_level("INFO", "epd.serve_app")
     front = run_front(FakeService(error=UnavailableError("all gone"), word_s=0.3), keep_alive_s=0.1)
     response = front.ask(stream=True)
     assert response.status_code == 200

@@ -110,7 +110,7 @@ def test_status(front: Front) -> None:
 def test_one_line_for_a_request_and_no_secret_in_it(
     run_front: Callable[..., Front], caplog: pytest.LogCaptureFixture, media: dict[str, Path]
 ) -> None:
-    caplog.set_level("DEBUG", "serve_app")
+    caplog.set_level("DEBUG", "epd.serve_app")
     front = run_front(api_key="open-sesame")
     headers = {"authorization": "Bearer open-sesame"}
     url = data_url(media["image"], "image/png")
@@ -125,7 +125,7 @@ def test_one_line_for_a_request_and_no_secret_in_it(
     )
     front.wait_until_empty()
     wait_until(lambda: caplog.text.count("request_id=") == 3)
-    lines = [record.getMessage() for record in caplog.records if record.name.startswith("serve_app")]
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("epd.serve_app")]
     lines.sort(key=lambda line: line.split()[1])  # a line may come after the next answer
     assert len(lines) == 3
     assert "status=200" in lines[0]
@@ -145,7 +145,7 @@ def test_one_line_for_a_request_and_no_secret_in_it(
 
 
 def test_pages_and_probes_are_not_logged(front: Front, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG", "serve_app")
+    caplog.set_level("DEBUG", "epd.serve_app")
     for path in ("/", "/health", "/metrics", "/v1/models"):
         assert front.http.get(path).status_code == 200
     assert "request_id" not in caplog.text

@@ -81,7 +81,7 @@ def test_the_level_falls_in_a_burst_and_rises_after_it(
             assert status.num_changes == len(status.changes) <= 4
             assert kept(await deployment.ask(Question(videos, "after", SHORT))) == (1.0, 1.0)
 
-    with caplog.at_level(logging.INFO, "serve_app"):
+    with caplog.at_level(logging.INFO, "epd.serve_app"):
         asyncio.run(run())
     assert "retention 0.5 -> 1:" in caplog.text
 
