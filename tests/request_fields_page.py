@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase
@@ -23,7 +23,7 @@ from epd.serve_app.http.requests.response_request import RESPONSE_FIELDS, RESPON
 from tests import ROOT
 
 PAGE = ROOT / "docs" / "api.md"
-_HEAD = "| field | OpenAI | vLLM | here | test |\n|---|---|---|---|---|\n"
+_HEAD = "| fields | OpenAI | vLLM | here |\n|---|---|---|---|\n"
 
 OPENAI = frozenset(ChatParams.__annotations__) | {"stream"}
 # Fields of vLLM's ChatCompletionRequest, as of November 2026.
@@ -65,8 +65,7 @@ _VLLM_RESPONSES = frozenset({
     "enable_response_messages", "previous_input_messages", "previous_response", "structured_outputs",
     "repetition_penalty", "seed", "stop", "ignore_eos", "vllm_xargs", "chat_template_kwargs",
 })  # fmt: skip
-# Where a field that is done has its test: a file of tests/serve_app/http.
-_TEST = "test_completions.py"
+# Files of tests/serve_app/http that test a field of chat; test_completions.py has the others that are done.
 TESTS = {
     "response_format": "test_answer_format.py",
     "structured_outputs": "test_answer_format.py",
@@ -79,15 +78,13 @@ TESTS = {
     "priority": "test_admin.py",
     "cache_salt": "test_cache_salt.py",
 }
-_OTHER_FIELDS = "test_request_fields.py"
 
 
 @dataclass(frozen=True)
 class Route:
-    """A table of the page. mark: its name there. honoured, others, tests: what it shows.
+    """A table of the page. mark: its name there. honoured, others: what it shows.
 
     openai, vllm: names of their fields
-    same: whose words a field has that is not in `honoured`
     """
 
     mark: str
@@ -96,10 +93,6 @@ class Route:
     others: OtherFields
     openai: frozenset[str]
     vllm: frozenset[str]
-    test: str
-    other_test: str
-    tests: Mapping[str, str] = field(default_factory=dict)
-    same: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def begin(self) -> str:
@@ -109,35 +102,33 @@ class Route:
     def end(self) -> str:
         return f"<!-- end of {self.mark} -->\n"
 
-    def table(self) -> str:
-        """The fields that are done, in the order of a request, then those with no effect or refused."""
-        rows = [
-            self._row(name, self._done(name), self.tests.get(name, self.test))
-            for name in self.model.model_fields
-        ]
-        rows += [
-            self._row(name, f"no effect: {reason}", self.other_test)
-            for name, reason in self.others.no_effect.items()
-        ]
-        rows += [
-            self._row(name, _refused(values, self.others.advice.get(name, "")), self.other_test)
+    def here(self) -> dict[str, str]:
+        """Returns what each field does, in the order of a request, then those with no effect or refused."""
+        done = {name: self.honoured.get(name) or HONOURED[name] for name in self.model.model_fields}
+        no_effect = {name: f"no effect: {reason}" for name, reason in self.others.no_effect.items()}
+        refused = {
+            name: _refused(values, self.others.advice.get(name, ""))
             for name, values in self.others.refused.items()
-        ]
-        return _HEAD + "".join(rows)
+        }
+        return done | no_effect | refused
 
-    def _done(self, name: str) -> str:
-        return self.honoured.get(name) or self.same[name]
-
-    def _row(self, name: str, here: str, test: str) -> str:
-        openai, vllm = ("yes" if name in fields else "" for fields in (self.openai, self.vllm))
-        return f"| `{name}` | {openai} | {vllm} | {here} | `{test}` |\n"
+    def table(self) -> str:
+        """Fields that are alike in one row. Those that do what chat's do are not described again."""
+        chats = CHAT.here() if self is not CHAT else {}
+        rows: dict[tuple[str, str, str], list[str]] = {}
+        for name, here in self.here().items():
+            openai, vllm = ("yes" if name in fields else "" for fields in (self.openai, self.vllm))
+            same = "as a chat's" if name in self.model.model_fields else "as a chat's: no effect or refused"
+            words = same if here == chats.get(name) else here
+            rows.setdefault((openai, vllm, words), []).append(f"`{name}`")
+        return _HEAD + "".join(f"| {', '.join(names)} | {' | '.join(row)} |\n" for row, names in rows.items())
 
     def put_into(self, text: str) -> str:
         before, _, rest = text.partition(self.begin)
         return before + self.begin + "\n" + self.table() + "\n" + self.end + rest.partition(self.end)[2]
 
 
-CHAT = Route("fields", ChatRequest, HONOURED, CHAT_FIELDS, OPENAI, VLLM, _TEST, _OTHER_FIELDS, TESTS)
+CHAT = Route("fields", ChatRequest, HONOURED, CHAT_FIELDS, OPENAI, VLLM)
 COMPLETIONS = Route(
     "fields of completions",
     CompletionRequest,
@@ -145,9 +136,6 @@ COMPLETIONS = Route(
     COMPLETION_FIELDS,
     frozenset(CompletionCreateParamsBase.__annotations__) | {"stream"},
     _VLLM_COMPLETIONS,
-    "test_text_completions.py",
-    "test_text_completions.py",
-    same=HONOURED,
 )
 RESPONSES = Route(
     "fields of responses",
@@ -156,9 +144,6 @@ RESPONSES = Route(
     RESPONSE_FIELDS,
     frozenset(ResponseCreateParamsBase.__annotations__) | {"stream"},
     _VLLM_RESPONSES,
-    "test_responses.py",
-    "test_responses.py",
-    same=HONOURED,
 )
 ROUTES = (CHAT, COMPLETIONS, RESPONSES)
 
