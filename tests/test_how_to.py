@@ -1,0 +1,70 @@
+"""The Python of the documents runs as it is written, block after block, beside a drawn clip."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd.batch.lines import LineDefaults, parse_line
+from epd.shapes import make_scene
+from epd.video.demo_video import write_demo_video
+from tests import ROOT
+
+README, HOW_TO = ROOT / "README.md", ROOT / "docs" / "how-to"
+
+
+def python_blocks(path: Path) -> list[tuple[int, str]]:
+    """The blocks of Python of a document, each with the line that it begins at."""
+    text = path.read_text(encoding="utf-8")
+    found = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, match.start(1)), match[1]) for match in found]
+
+
+def run(path: Path, blocks: list[tuple[int, str]]) -> str:
+    """What blocks print that share their names, as in one program. Errors show lines of the document."""
+    names: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for line, block in blocks:
+            exec(compile("\n" * line + block, str(path), "exec"), names)
+    return printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The shape that appears first in clip.mp4, which lies in the folder that programs start in."""
+    scene, folder = make_scene(3, 30.0), tmp_path_factory.mktemp("clips")
+    write_demo_video(folder / "clip.mp4", scene, fps=8, height=180, width=320)
+    with contextlib.chdir(folder):
+        yield min(scene.objects, key=lambda each: each.start_s).shape
+
+
+def test_the_page_about_python_runs(truth: str) -> None:
+    page = HOW_TO / "python.md"
+    printed = run(page, python_blocks(page))
+    assert printed.startswith(f"{truth}\n")
+    for line in ("How many shapes are there? ", "RequestError ", "missing.mp4"):
+        assert line in printed
+
+
+@pytest.mark.usefixtures("truth")
+def test_lines_for_parts_of_videos_are_lines_of_a_batch() -> None:
+    """The clip has 30 s: with parts of 12 s there are three."""
+    Path("videos").mkdir()
+    Path("videos", "clip.mp4").symlink_to(Path("clip.mp4").resolve())
+    page = HOW_TO / "answer-many-videos.md"
+    run(page, [(line, block.replace("PART_S = 600", "PART_S = 12")) for line, block in python_blocks(page)])
+    written = Path("questions.jsonl").read_bytes().splitlines()
+    lines = [parse_line(line, number, LineDefaults(Path())) for number, line in enumerate(written, start=1)]
+    parts = [(line.body["epd"]["start_s"], line.body["epd"]["end_s"]) for line in lines]
+    assert parts == [(0, 12), (12, 24), (24, 36)]
+
+
+def test_the_readmes_python_runs(truth: str) -> None:
+    blocks = [(line, block) for line, block in python_blocks(README) if "LLM" in block]
+    assert run(README, blocks) == f"{truth}\n"
