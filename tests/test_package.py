@@ -220,8 +220,9 @@ def _block(text: str) -> str:
 
 def _commands() -> set[str]:
     """Commands of the program that the README runs."""
-    blocks = re.findall(r"^```\n(.*?)^```$", _README, flags=re.MULTILINE | re.DOTALL)
-    return {line for block in blocks for line in re.findall(r"^epd .+$", block, flags=re.MULTILINE)}
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", _README, flags=re.MULTILINE | re.DOTALL)
+    plain = [block for language, block in blocks if not language]
+    return {line for block in plain for line in re.findall(r"^epd .+$", block, flags=re.MULTILINE)}
 
 
 @contextmanager
