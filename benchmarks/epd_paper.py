@@ -88,7 +88,7 @@ def page(found: Mapping[str, Sequence[Row]]) -> str:
         "`python -m benchmarks.epd_paper`",
         "Fitted rows prove nothing and are in no count of rows within 20 %. Whole numbers that differ by one "
         "count as they are: 4 for a published 1 is an error of 300 %. Why rows are off stands in "
-        "[planning.md](../../docs/planning.md#published-figures).",
+        "[published_reasons.md](published_reasons.md).",
         table([summary(name, rows) for name, rows in found.items()]),
         "## Rows that numbers were fitted to",
         lines(lambda row: row.is_fitted),

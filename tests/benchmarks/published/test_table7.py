@@ -26,7 +26,7 @@ def test_epd_and_vllm_follow_and_distserve_does_not(rows: dict[tuple[str, str], 
         assert abs(rows[system, "1 requests/s"].error) < 0.03
         assert abs(rows[system, "90% in SLO"].error) < 0.1
     assert 0.15 < rows["DistServe", "1 requests/s"].error < 0.25
-    assert 0.8 < rows["DistServe", "90% in SLO"].error < 1.2, "docs/planning.md says how far it is off"
+    assert 0.8 < rows["DistServe", "90% in SLO"].error < 1.2, "published_reasons.md says how far it is off"
 
 
 def test_one_row_of_each_system_is_fitted(rows: dict[tuple[str, str], Row]) -> None:
