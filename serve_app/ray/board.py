@@ -24,11 +24,10 @@ class BoardActor:
     def __init__(self) -> None:
         is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._board = Board(is_restarted=is_restarted)
-        self._ending: asyncio.Task[None] | None = None
+        # Who has made it may be killed before its first call.
+        self._ending = asyncio.get_running_loop().create_task(self._end_when_empty())
 
     async def credentials(self) -> Credentials:
-        if self._ending is None:
-            self._ending = asyncio.create_task(self._end_when_empty())
         return await self._board.credentials()
 
     async def follow(self, member: Member, seen: int, credentials: Credentials) -> View | None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import ray
@@ -26,14 +26,17 @@ from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.ray.cluster import RaySettings, ray_cluster, reason_of
 from epd.serve_app.ray.gpus import with_gpus
-from epd.serve_app.ray.supervisor import supervised
+from epd.serve_app.ray.supervisor import ends_once, supervised
 from epd.serve_app.ray.tenancy import (
     APP_NAME,
+    DELETING,
     Place,
     checked_name,
     cluster_now,
     free_place,
+    is_left,
     is_of,
+    is_taken,
     turn_to_deploy,
 )
 
@@ -57,7 +60,8 @@ class ServeSettings:
     """Configures how the application is served.
 
     http: where it is reached. name: that Serve knows it by
-    ends_with_cluster: whether this process ends at once, with exit code 3, when the cluster is lost for good
+    ends_with_cluster: whether this process ends at once, with exit code 3, when the cluster is lost for
+        good, or others have deleted the application
     stopping: once it is set, the start goes no further, and what was begun is taken back
     """
 
@@ -94,12 +98,20 @@ def served_app(args: AppArgs, settings: ServeSettings, cluster: RaySettings) -> 
                 _deploy(args, settings, owner, is_own=is_own)
             _wait_until_running(settings)
             _check_answers(settings)
-            yield
+            with _held(settings, owner) if settings.ends_with_cluster and not is_own else nullcontext():
+                yield
         except BaseException:
             with suppress(EPDError):  # the first one says more
                 _delete(settings.name, owner, _TAKE_BACK_S)
             raise
         _delete(settings.name, owner, args.drain_s + _END_S)
+
+
+def _held(settings: ServeSettings, owner: str) -> AbstractContextManager[None]:
+    """Ends this process once others have deleted its application, or replaced it."""
+    name = settings.name
+    gone = f"the application '{name}' was deleted or replaced by others"
+    return ends_once(lambda: is_taken(name, owner), gone)
 
 
 def _deploy(args: AppArgs, settings: ServeSettings, owner: str, *, is_own: bool) -> None:
@@ -161,7 +173,7 @@ def _delete(name: str, owner: str, within_s: float) -> None:
         if is_of(cluster_now(), name, owner):
             serve.delete(name, _blocking=False)
             end_s = time.monotonic() + within_s
-            while is_of(cluster_now(), name, owner) and time.monotonic() < end_s:
+            while is_left(cluster_now(), name, owner) and time.monotonic() < end_s:
                 time.sleep(_LOOK_EVERY_S)
 
 
@@ -179,7 +191,7 @@ def _wait_until_running(settings: ServeSettings) -> None:
         settings.check_going_on()
         with _as_unavailable():
             status = serve.status().applications.get(settings.name)
-        if status is None or status.status == "DELETING":
+        if status is None or status.status == DELETING:
             raise UnavailableError(
                 f"the application '{settings.name}' was deleted by others while it started"
             )

@@ -28,6 +28,7 @@ _PROCESSES = {"raylet": _RAYLET, "gcs_server": _GCS}
 # reconnect.
 _MAX_SILENCE_S = {_RAYLET: 30.0, _GCS: 30.0, _CONTROLLER: 60.0}
 _LOOK_EVERY_S, _ASK_EVERY_S, _ANSWER_S = 0.2, 1.0, 5.0
+_LOOK_AT_APP_S, _NUM_LOST = 3.0, 2
 _NUM_DEAD_ANSWERS = 3  # a call in flight when the controller died gets the same answer
 
 
@@ -48,6 +49,34 @@ def supervised(*, owns_cluster: bool, end: Callable[[str], None] | None = None) 
 def end_at_once(reason: str) -> None:
     """Ends this process with exit code 3, and every process below it, as none can be closed gracefully."""
     end_with_error(UnavailableError(f"{reason}: the server cannot go on; start it again"))
+
+
+@contextmanager
+def ends_once(
+    is_lost: Callable[[], bool],
+    reason: str,
+    *,
+    every_s: float = _LOOK_AT_APP_S,
+    end: Callable[[str], None] | None = None,
+) -> Iterator[None]:
+    """Calls `end` with the reason once `is_lost` has said so twice in a row while this is open.
+
+    By default `end` ends this process and all that it has started. every_s: between two looks
+    """
+    stopped = threading.Event()
+
+    def look() -> None:
+        num_lost = 0
+        while num_lost < _NUM_LOST and not stopped.wait(every_s):
+            num_lost = num_lost + 1 if is_lost() else 0
+        if not stopped.is_set():
+            (end or end_at_once)(reason)
+
+    threading.Thread(target=look, daemon=True, name="looks-at-application").start()
+    try:
+        yield
+    finally:
+        stopped.set()
 
 
 class _Supervisor:

@@ -26,6 +26,8 @@ from epd.serve_app.http.prefix import ROOT
 from epd.serve_app.ray.front import OWNER, front_address
 
 APP_NAME = "epd"
+# Serve's status of an application that was deleted, until its replicas have ended.
+DELETING = "DELETING"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 # Whoever has made the actor of this name looks, and deploys; others wait for their turn.
 _TURN, _NAMESPACE = "epd-turn-to-deploy", "epd"
@@ -159,6 +161,22 @@ def url_at(there: Cluster, name: str, head: str) -> str | None:
 def is_of(there: Cluster, name: str, owner: str) -> bool:
     """Returns whether the application of that name is the owner's, and nobody has replaced it since."""
     return any(each.name == name and each.owner == owner for each in there.tenants)
+
+
+def is_left(there: Cluster, name: str, owner: str) -> bool:
+    """Returns whether the owner's application is there, or one of its name still ends, of any owner."""
+    return is_of(there, name, owner) or any(
+        each.name == name and each.status == DELETING for each in there.tenants
+    )
+
+
+def is_taken(name: str, owner: str) -> bool:
+    """Returns whether others have deleted or replaced the owner's application; False without an answer."""
+    try:
+        there = cluster_now()
+    except UnavailableError:
+        return False
+    return there.has_serve and not is_of(there, name, owner)
 
 
 @contextmanager

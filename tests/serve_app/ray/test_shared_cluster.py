@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -18,7 +20,9 @@ import ray
 from ray import serve
 
 from epd.errors import UnavailableError
-from epd.serve_app.ray.tenancy import cluster_now, turn_to_deploy, url_at
+from epd.serve_app.ray.front import OWNER
+from epd.serve_app.ray.supervisor import ends_once
+from epd.serve_app.ray.tenancy import cluster_now, is_left, is_taken, turn_to_deploy, url_at
 from tests.serve_app.cli.test_serve_command import END_S, READY_S, START, command
 from tests.serve_app.ray.ray_session import IGNORED, RaySession
 from tests.serve_app.server import wait_until
@@ -68,9 +72,15 @@ def names() -> set[str]:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """A port that no connection is given by itself: it is free for longer than a moment."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    while True:
+        with (
+            suppress(OSError),
+            socket.create_server(("127.0.0.1", random.randrange(first // 2, first))) as free,
+        ):
+            port: int = free.getsockname()[1]
+            return port
 
 
 @pytest.mark.parametrize(
@@ -139,3 +149,31 @@ def test_commands_look_and_deploy_one_after_the_other(ray_session: RaySession) -
         pass
     with turn_to_deploy(30.0):
         pass
+
+
+def test_an_application_that_others_delete_is_noticed(ray_session: RaySession) -> None:
+    """Serve names no owner of what it still ends."""
+    assert ray_session.port
+
+    @serve.deployment(name="Front", ray_actor_options={"num_cpus": 0}, user_config={OWNER: "me"})
+    class Front:
+        def reconfigure(self, _config: object) -> None:
+            pass
+
+        def __call__(self) -> None:
+            pass
+
+        def __del__(self) -> None:
+            time.sleep(2.0)
+
+    serve.run(Front.bind(), name="held", route_prefix="/held")  # type: ignore[attr-defined]
+    said: list[str] = []
+    with ends_once(lambda: is_taken("held", "me"), "it is gone", every_s=0.1, end=said.append):
+        time.sleep(1.0)
+        assert said == []
+        assert is_taken("held", "somebody else")
+        serve.delete("held", _blocking=False)
+        wait_until(lambda: is_taken("held", "me"), END_S)
+        assert is_left(cluster_now(), "held", "me")
+        wait_until(lambda: said == ["it is gone"], END_S)
+    wait_until(lambda: not is_left(cluster_now(), "held", "me"), END_S)

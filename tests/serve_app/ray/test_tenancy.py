@@ -26,6 +26,7 @@ from epd.serve_app.ray.tenancy import (
     checked_name,
     cluster_of,
     free_place,
+    is_left,
     is_of,
     url_at,
 )
@@ -160,3 +161,10 @@ def test_the_error_of_a_replica_is_the_commands() -> None:
     other = start_error([trace.replace("epd.errors.ModelNotFoundError", "OSError")], "Deployment failed")
     assert "does not start: OSError: no weights; add them" in str(other)
     assert "\x1b" not in str(start_error([], "\x1b[31mfailed\x1b[0m"))
+
+
+def test_an_application_that_ends_is_left_until_it_is_gone_or_replaced() -> None:
+    tenants = [Tenant("ends", "DELETING", None), Tenant("ours", "RUNNING", "/", owner="me")]
+    there = Cluster([*tenants, Tenant("theirs", "RUNNING", "/b", owner="they")], HTTP, has_serve=True)
+    left = {name: is_left(there, name, "me") for name in ("ends", "ours", "theirs", "none")}
+    assert left == {"ends": True, "ours": True, "theirs": False, "none": False}
