@@ -12,11 +12,13 @@ from epd.errors import CorruptMediaError
 from epd.types import Frames, UInt8Array
 from epd.video.containers.avi_times import timed
 from epd.video.containers.info import VideoInfo
+from epd.video.containers.limits import DEFAULT_LIMITS
+from epd.video.containers.mp4_edits import open_as_shown
 from epd.video.containers.probe import describe
 from epd.video.containers.steady_clock import SteadyClock
 from epd.video.containers.timestamps import FrameClock
 from epd.video.decoding.pixels import Size, exact_resize, exact_rgb
-from epd.video.sources.source import Media, OpenVideo, Source, open_video, reason
+from epd.video.sources.source import Media, OpenVideo, Source, as_media, reason
 
 TimedFrame = tuple[int, VideoFrame]
 
@@ -28,7 +30,7 @@ def reference_decode(source: Source | Media, times_s: Sequence[float], size: Siz
 
     Raises the MediaError of what is wrong with the file.
     """
-    with open_video(source) as video:
+    with open_as_shown(as_media(source), DEFAULT_LIMITS.open_timeout_s) as video:
         info = describe(video)
         wanted = [info.pts_at(time_s) for time_s in times_s]
         shown = dict(_frames_on_screen(_decoded(video, info), sorted(set(wanted)), video.media.name, size))

@@ -28,7 +28,7 @@ from epd.errors import EPDError
 from epd.video import ChildLimits, MediaChildren
 
 _MAX_FRAMES = 48  # of one question
-_AT_RATE = 47.5  # the same, where a rate is asked for: no whole number, which rounding may miss by one
+_AT_RATE = 47.3  # the same, where a rate is asked for: far from what rounding may miss by one
 _CHILDREN_EVERY = 4  # of the questions, one is read as a server reads it
 _SEED = 20261126
 

@@ -71,11 +71,11 @@ def cut_off(path: Path, clip: Clip) -> Clip:
 
 
 def _num_decodable(path: Path) -> int:
-    """Counts the frames that come out before the packet that was cut through."""
+    """Counts the frames that come out whole before the packet that was cut through."""
     number = 0
     with av.open(str(path)) as container, suppress(av.error.InvalidDataError):
-        for _ in container.decode(video=0):
-            number += 1
+        for frame in container.decode(video=0):
+            number += not frame.is_corrupt
     return number
 
 

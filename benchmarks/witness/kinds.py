@@ -51,7 +51,7 @@ FLV1 = Encoding("flv", "", {"g": "30"})
 WMV2 = Encoding("wmv2", "", {"g": "30"})
 FFV1 = Encoding("ffv1", "")
 
-# Container: FFmpeg's name of its muxer, what is encoded in it. ASF holds no time at which a frame is shown.
+# Container: FFmpeg's name of its muxer, what is encoded in it.
 _CONTAINERS: dict[str, tuple[str, tuple[Encoding, ...]]] = {
     "mp4": ("mp4", (H264_B, HEVC, H264_OPEN, VP9, H264_LONG, AV1, HEVC_OPEN, MPEG4_B, H264)),
     "mov": ("mov", (H264_B, MJPEG, H264_LONG, PRORES, HEVC, H264_INTRA)),
@@ -62,7 +62,7 @@ _CONTAINERS: dict[str, tuple[str, tuple[Encoding, ...]]] = {
     "avi": ("avi", (MPEG4_B, H264_B, MJPEG, MPEG4, H264_LONG)),
     "ts": ("mpegts", (H264_B, HEVC_OPEN, H264_OPEN, H264_LONG, HEVC)),
     "flv": ("flv", (H264_B, FLV1, H264_LONG)),
-    "asf": ("asf", (H264, WMV2)),
+    "asf": ("asf", (H264_B, WMV2, H264, MPEG4_B)),
     "nut": ("nut", (H264_B, VP8)),
     "ogv": ("ogg", (VP8, VP8_ALT)),
     "ivf": ("ivf", (VP9, VP8, AV1)),

@@ -33,6 +33,7 @@ MAX_HELD = 64
 _START_CODE_SIZE = 4
 _VOP, _MPEG_PICTURE = b"\0\0\1\xb6", b"\0\0\1\0"
 _VOP_B, _MPEG_B = 2, 3
+_MPEG_CODECS = frozenset({"mpeg1video", "mpeg2video"})
 _ENCODER = re.compile(rb"DivX\d+(?:Build|b)\d+(p?)")
 
 
@@ -80,15 +81,20 @@ def _places(data: bytes, start_code: bytes) -> list[int]:
 class DisplayTimes:
     """Gives packets, in order of decoding, their presentation times as soon as these are known."""
 
-    def __init__(self, is_b: IsB | None) -> None:
-        """Begins without a packet. is_b: None where frames are shown in the order of decoding."""
-        self._is_b = is_b
+    def __init__(self, is_b: IsB | None, *, has_clock: bool = False) -> None:
+        """Begins without a packet.
+
+        is_b: None where frames are shown in the order of decoding, or in one that only decoding tells.
+        has_clock: whether packets have times of decoding. A B-picture gets that of the packet before it.
+        """
+        self._is_b, self._has_clock = is_b, has_clock
         self._held: list[VideoPacket] = []  # a reference and the B-pictures after it
         self._last_dts = -1
 
     def push(self, packet: VideoPacket) -> Iterator[VideoPacket]:
         """Take the next packet; packets that have their time now come out."""
         dts = self._last_dts + 1 if packet.dts is None else packet.dts
+        before = self._last_dts if self._has_clock else dts - 1
         packet.dts = packet.pts = self._last_dts = dts
         if self._is_b is None:
             yield packet
@@ -96,7 +102,7 @@ class DisplayTimes:
             yield from self.finish()
             self._held.append(packet)
         else:
-            packet.pts = dts - 1
+            packet.pts = before
             self._held.append(packet)
             if len(self._held) == 1 or len(self._held) > MAX_HELD:
                 yield from self.finish()
@@ -109,19 +115,57 @@ class DisplayTimes:
         yield from held
 
 
+class ProgramTimes(DisplayTimes):
+    """Mends times of MPEG-1 and MPEG-2 in a program stream, of which FFmpeg would show two pictures at once.
+
+    Some pictures have a time in the file. A picture whose start code is cut in two gets that of the one after
+    it, and pictures without a time follow. None is decoded before the one in front of it, and a reference is
+    shown after the B-pictures that are decoded after it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(is_mpeg_b)
+
+    def push(self, packet: VideoPacket) -> Iterator[VideoPacket]:
+        """Take the next packet; packets that have their time now come out."""
+        if packet.dts is None:
+            yield from self.finish()
+            yield packet
+            return
+        if self._last_dts >= packet.dts:
+            packet.dts = self._last_dts + max(1, packet.duration or 0)
+        self._last_dts = packet.dts
+        if is_mpeg_b(bytes(packet)):
+            packet.pts = packet.dts
+        else:
+            yield from self.finish()
+        self._held.append(packet)
+        if len(self._held) > MAX_HELD:
+            yield from self.finish()
+
+    def finish(self) -> Iterator[VideoPacket]:
+        """Yields the held packets, once a reference picture or the end of the file follows."""
+        held, self._held = self._held, []
+        if len(held) > 1 and held[-1].dts is not None and (held[0].pts or 0) <= held[-1].dts:
+            held[0].pts = held[-1].dts + max(1, held[-1].duration or 0)
+        yield from held
+
+
 def timed(
     packets: Iterator[VideoPacket], info: VideoInfo, extradata: bytes | None, clock: SteadyClock
 ) -> Iterator[VideoPacket]:
-    """Yields the packets with true presentation times: those of AVI and raw streams are made here, clocks
-    that jump are steadied, others are as the file has them.
+    """Yields the packets with true presentation times: those of AVI, ASF and raw streams are made here, those
+    of program streams mended; clocks that jump are steadied, others are as the file has them.
 
     packets: as demuxed from the start or from a keyframe on. clock: that of the packets before them.
     Raises what reading them raises.
     """
+    packets = clock.steadied(packets) if info.may_jump else packets
     if info.is_without_pts:
         numbered = _unnumbered(packets) if info.is_raw else packets
-        return _timed(numbered, DisplayTimes(_kinds(info, extradata)))
-    return clock.steadied(packets) if info.may_jump else packets
+        return _timed(numbered, DisplayTimes(_kinds(info, extradata), has_clock=not info.is_numbered))
+    is_program = info.container_format == "mpeg" and info.codec in _MPEG_CODECS
+    return _timed(packets, ProgramTimes()) if is_program else packets
 
 
 def _unnumbered(packets: Iterator[VideoPacket]) -> Iterator[VideoPacket]:
@@ -135,7 +179,7 @@ def _unnumbered(packets: Iterator[VideoPacket]) -> Iterator[VideoPacket]:
 def _kinds(info: VideoInfo, extradata: bytes | None) -> IsB | None:
     if info.codec == "mpeg4":
         return Mpeg4Pictures(extradata or b"").is_b
-    return is_mpeg_b if info.codec in ("mpeg1video", "mpeg2video") else None
+    return is_mpeg_b if info.codec in _MPEG_CODECS else None
 
 
 def _timed(packets: Iterator[VideoPacket], times: DisplayTimes) -> Iterator[VideoPacket]:

@@ -13,6 +13,7 @@ from epd.video.containers.animation import UNREADABLE, Drawing, find_animation
 from epd.video.containers.audio import has_audio
 from epd.video.containers.colours import rgb_pixels
 from epd.video.containers.heif import HeifImage, is_heif
+from epd.video.containers.motion_jpeg import is_motion_jpeg
 from epd.video.containers.orientation import TURNED, upright_by_exif
 from epd.video.sources.source import Media, Reader, Source, as_media, open_video
 
@@ -89,6 +90,8 @@ def image_size(source: Source | Media) -> tuple[int, int] | None:
     media = as_media(source)
     if is_heif(media):
         return HeifImage(media, MAX_IMAGE_PIXELS).size
+    if is_motion_jpeg(media):
+        return None
     try:
         with closing(media.reader()) as file, _identify(media, file) as image:
             return image.height, image.width

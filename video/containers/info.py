@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -11,7 +12,9 @@ TIME_TOLERANCE_S = 1e-6
 # Codecs that reorder pictures and do not say so at the beginning of a packet.
 _CODECS_OF_HIDDEN_ORDER = frozenset({"h264", "hevc", "vc1", "wmv3"})
 # Streams of pictures and nothing else.
-RAW_FORMATS = frozenset({"h264", "hevc", "m4v", "mpegvideo", "obu"})
+RAW_FORMATS = frozenset({"h264", "hevc", "m4v", "mpegvideo", "mjpeg", "obu"})
+# Containers of which FFmpeg gives times of decoding and guesses the others.
+_FORMATS_OF_DECODE_TIMES = frozenset({"asf"})
 # Containers that are sought in by an index, so that a packet's time may not depend on those before it.
 _INDEXED_FORMATS = ("mov", "matroska")
 # Frames by which a header's rate may disagree with what was counted: the last one's time is often unknown.
@@ -31,6 +34,20 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the media that an edit list shows.
+
+    begin_s, end_s: when it is on screen, seconds from the first picture on.
+    start_pts, stop_pts: what is shown of the media, ticks; of a still one tick.
+    """
+
+    begin_s: Fraction
+    end_s: Fraction
+    start_pts: int
+    stop_pts: int
+
+
+@dataclass(frozen=True, slots=True)
 class VideoInfo:
     """One video stream, as its container describes it.
 
@@ -40,8 +57,8 @@ class VideoInfo:
     keyframe_ticks_from_index: when each listed keyframe is decoded (MP4, AVI) or shown (MKV), in ticks of
         time_base; None without a complete index, as in TS and fragmented MP4.
     is_fragmented: whether an MP4 lists its samples in fragments.
-    is_spliced: whether an edit list shows several parts, so that times of packets go back.
-    gaps: spans [start, stop) in ticks of time_base in which an edit list shows nothing.
+    parts: of the media that an edit list shows, by their time on screen; empty where it shows one, whose
+        times are those of packets. Between two of them the last frame of the first one stays.
     shown: as measured; None if only the container's claims are known.
     """
 
@@ -60,8 +77,7 @@ class VideoInfo:
     container_format: str
     pixel_format: str | None
     is_fragmented: bool = False
-    is_spliced: bool = False
-    gaps: tuple[tuple[int, int], ...] = ()
+    parts: tuple[Part, ...] = ()
     shown: Shown | None = None
 
     @property
@@ -72,7 +88,12 @@ class VideoInfo:
 
     @property
     def is_without_pts(self) -> bool:
-        """Whether packets are only numbered as they are stored: see `avi_times.py`."""
+        """Whether packets do not say when they are shown: see `avi_times.py`."""
+        return self.is_numbered or self.container_format in _FORMATS_OF_DECODE_TIMES
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether packets are only numbered as they are stored."""
         return self.container_format == "avi" or self.is_raw
 
     @property
@@ -84,21 +105,18 @@ class VideoInfo:
     def may_jump(self) -> bool:
         """Whether the clock may start again or leap: see `steady_clock.py`."""
         has_index = any(name in self.container_format for name in _INDEXED_FORMATS)
-        return not has_index and not self.is_without_pts
-
-    @property
-    def is_ordered_by_decoding(self) -> bool:
-        """Whether only decoding in order shows which frame comes on screen when."""
-        return self.is_spliced or self.has_hidden_order
+        return not has_index and not self.is_numbered
 
     @property
     def has_hidden_order(self) -> bool:
-        """Whether packets do not say in which order they are shown."""
+        """Whether only decoding shows in which order packets come on screen."""
         return self.is_without_pts and self.codec in _CODECS_OF_HIDDEN_ORDER
 
     @property
     def duration_s(self) -> float:
         """Duration from the start of the video, seconds: measured, else claimed; 0 when it is not known."""
+        if self.parts:
+            return float(self.parts[-1].end_s)
         if self.shown is not None:
             return max(0.0, self.seconds(self.shown.end_pts))
         if self.duration_s_from_stream:
@@ -128,13 +146,30 @@ class VideoInfo:
         return max(1, round(self.duration_s * self.fps)) if counted is None else counted
 
     def seconds(self, pts: int) -> float:
-        """Returns the time of a timestamp, seconds from the start of the video."""
+        """Returns the time of a timestamp, seconds from the start of the video.
+
+        Of what an edit list shows more than once, the first time; of what it hides, when the next is shown.
+        """
+        if self.parts:
+            return float(self._time_in_parts(pts))
         return float((pts - self.start_pts) * self.time_base)
 
-    def is_in_gap(self, pts: int) -> bool:
-        """Returns whether an edit list shows nothing at a timestamp."""
-        return any(start <= pts < stop for start, stop in self.gaps)
+    def _time_in_parts(self, pts: int) -> Fraction:
+        for part in self.parts:
+            if part.start_pts <= pts < part.stop_pts:
+                return part.begin_s + (pts - part.start_pts) * self.time_base
+        later = min(
+            (part for part in self.parts if part.start_pts > pts),
+            key=lambda part: part.start_pts,
+            default=None,
+        )
+        return self.parts[-1].end_s if later is None else later.begin_s
 
     def pts_at(self, time_s: float) -> int:
         """Returns the last timestamp at or before a time; the frame on screen is the last with pts <= it."""
-        return self.start_pts + math.floor((time_s + TIME_TOLERANCE_S) / self.time_base)
+        if not self.parts:
+            return self.start_pts + math.floor((time_s + TIME_TOLERANCE_S) / self.time_base)
+        place = bisect_right(self.parts, time_s + TIME_TOLERANCE_S, key=lambda part: float(part.begin_s))
+        part = self.parts[max(0, place - 1)]
+        pts = part.start_pts + math.floor((time_s + TIME_TOLERANCE_S - float(part.begin_s)) / self.time_base)
+        return min(max(part.start_pts, pts), part.stop_pts - 1)

@@ -11,9 +11,10 @@ from epd.video.containers.audio import audio_length
 from epd.video.containers.images import image_size, upright_size
 from epd.video.containers.limits import DEFAULT_LIMITS, Limits
 from epd.video.containers.mp4_claims import check_claims
+from epd.video.containers.mp4_edits import open_as_shown
 from epd.video.containers.probe import probe_open
 from epd.video.sources.frame_list import LIST_FPS, FrameList, is_frame_list
-from epd.video.sources.source import Media, Source, as_media, open_video
+from epd.video.sources.source import Media, Source, as_media
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def look(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS, as_audio: b
         return _look_at_picture(media, size, limits)
     check_claims(media)
     try:
-        opened = open_video(media, open_timeout_s=limits.open_timeout_s)
+        opened = open_as_shown(media, limits.open_timeout_s)
     except MediaError as error:
         return _look_at_sound_alone(media, limits, error)
     with opened as video:

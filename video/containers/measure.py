@@ -10,16 +10,19 @@ A header's length may be that of another track, of what an edit list hides, or o
 
 from __future__ import annotations
 
+import math
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import chain
 
 import av.error
 from av.video.stream import VideoStream
 
 from epd.video.containers.avi_times import timed
-from epd.video.containers.info import Shown, VideoInfo
+from epd.video.containers.info import Part, Shown, VideoInfo
 from epd.video.containers.limits import Limits
 from epd.video.containers.steady_clock import SteadyClock
 from epd.video.sources.source import OpenVideo, VideoPacket, open_video
@@ -32,6 +35,8 @@ _PACKETS_BETWEEN_LOOKS = 1024  # at the time
 _MAX_RATE_ERROR = 0.1
 _MIN_FRAMES_FOR_RATE = 8
 _VP8_SHOW_FRAME = 0x10
+_TRANSPORT_PACKETS = (188, 192, 204)  # bytes: plain, with the time of arrival, with parity
+_ROUNDING_S = Fraction(1, 500)  # of edits: QuickTime's movies have 600 ticks a second
 
 
 def measured(video: OpenVideo, info: VideoInfo, limits: Limits, seen: list[VideoPacket]) -> VideoInfo:
@@ -40,6 +45,8 @@ def measured(video: OpenVideo, info: VideoInfo, limits: Limits, seen: list[Video
     video: with only the packets `seen` read. It is left at any position.
     """
     reading = _Reading(video, info, limits, time.monotonic() + limits.max_measure_s)
+    if info.parts:
+        return reading.edited(seen)
     shown = reading.by_index() or reading.whole(seen)
     return replace(info, shown=shown)
 
@@ -57,13 +64,16 @@ class _Tally:
     last: int = 0
     end: int = 0
     step: int = 0  # between the last two in time
+    times: list[int] | None = None  # of all frames, where wanted
 
     def add(self, packet: VideoPacket) -> None:
         """Count a packet, unless its frame is hidden or cannot be decoded."""
         pts = packet.dts if packet.pts is None else packet.pts
-        if pts is None or not packet.size or self._is_hidden(packet, pts):
+        if pts is None or not packet.size or self._is_hidden(packet):
             return
         self.num_frames += 1
+        if self.times is not None:
+            self.times.append(pts)
         if self.first is None:
             self.first = self.last = pts
         self.first = min(self.first, pts)
@@ -71,8 +81,8 @@ class _Tally:
             self.step, self.last = pts - self.last, pts
         self.end = max(self.end, pts + (packet.duration or 0), self.last)
 
-    def _is_hidden(self, packet: VideoPacket, pts: int) -> bool:
-        if packet.is_discard or self.info.is_in_gap(pts):
+    def _is_hidden(self, packet: VideoPacket) -> bool:
+        if packet.is_discard:
             return True
         return self.info.codec == "vp8" and not memoryview(packet)[0] & _VP8_SHOW_FRAME
 
@@ -98,19 +108,33 @@ class _Reading:
     def whole(self, seen: Sequence[VideoPacket]) -> Shown | None:
         """Reads every packet; None if the time is over, or there is none."""
         if not self.has_moved:
-            return self._all(chain(seen, self._demux(self.video)))
-        with open_video(self.video.media, open_timeout_s=self.limits.open_timeout_s) as again:
-            return self._all(self._demux(again))
+            tally = self._all(chain(seen, self._demux(self.video)))
+        else:
+            with open_video(self.video.media, open_timeout_s=self.limits.open_timeout_s) as again:
+                tally = self._all(self._demux(again))
+        return None if tally is None else tally.shown
 
-    def _all(self, packets: Iterator[VideoPacket]) -> Shown | None:
+    def edited(self, seen: Sequence[VideoPacket]) -> VideoInfo:
+        """Returns the description with what edits show of the frames that are there."""
+        info, tally = self.info, self._all(chain(seen, self._demux(self.video)))
+        if tally is None or tally.times is None:
+            return info
+        times, last = sorted(tally.times), info.parts[-1]
+        num_shown = sum(_num_shown(part, times, info.time_base) for part in info.parts)
+        rest_s = (max(tally.shown.end_pts, last.start_pts + 1) - last.start_pts) * info.time_base
+        if last.stop_pts > tally.shown.end_pts and last.stop_pts > last.start_pts + 1:
+            last = replace(last, end_s=min(last.end_s, last.begin_s + rest_s))
+        return replace(info, parts=(*info.parts[:-1], last), shown=Shown(num_shown, tally.shown.end_pts))
+
+    def _all(self, packets: Iterator[VideoPacket]) -> _Tally | None:
         extradata = self.video.stream.codec_context.extradata
         tally = self._tally(timed(packets, self.info, extradata, SteadyClock()))
-        return None if tally is None or not tally.num_frames else tally.shown
+        return None if tally is None or not tally.num_frames else tally
 
     def by_index(self) -> Shown | None:
         """Reads the index and what it does not say; None where there is no index that says enough."""
         info, formats = self.info, self.info.container_format
-        if info.is_fragmented or info.is_spliced or info.is_raw:
+        if info.is_fragmented or info.is_raw:
             return None
         if "mov" in formats:
             return self._of_mp4()
@@ -163,18 +187,24 @@ class _Reading:
 
     def _tally(self, packets: Iterator[VideoPacket]) -> _Tally | None:
         """Adds packets up; None if the time is over, or there are more than the limits allow."""
-        tally, before = _Tally(self.info), None
+        tally, before = _Tally(self.info, times=[] if self.info.parts else None), None
         for number, packet in enumerate(packets):
-            if before is not None:
+            if before is not None and packet.size:
                 tally.add(before)
-            before = packet if packet.size else None
+            before = packet if packet.size else before
             if number % _PACKETS_BETWEEN_LOOKS == 0 and time.monotonic() > self.until_s:
                 return None
             if number > self.limits.max_frames:
                 return None
-        if before is not None and not before.is_corrupt:  # the file may end within the last packet
+        if before is not None and not (before.is_corrupt or self._is_cut):  # the file may end within it
             tally.add(before)
         return tally
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether a transport stream ends within a packet of the transport, as FFmpeg does not tell."""
+        is_ts, size = self.info.container_format == "mpegts", self.video.media.size_bytes
+        return is_ts and all(size % packet for packet in _TRANSPORT_PACKETS)
 
     def _demux(self, video: OpenVideo) -> Iterator[VideoPacket]:
         """Yields packets from where a container is, past what cannot be read."""
@@ -184,6 +214,16 @@ class _Reading:
             except av.error.FFmpegError:
                 continue
             return
+
+
+def _num_shown(part: Part, times: Sequence[int], time_base: Fraction) -> int:
+    """Returns how many frames a part shows. times: of all, in order, ticks.
+
+    Edits are rounded to ticks of the movie, so that a neighbour may be shown for less than one.
+    """
+    rounding = min(math.floor(_ROUNDING_S / time_base), (part.stop_pts - part.start_pts) // 2)
+    first = bisect_right(times, part.start_pts + rounding) - 1
+    return max(1, bisect_left(times, part.stop_pts - rounding) - max(0, first))
 
 
 def _last_cue(video: OpenVideo) -> int | None:

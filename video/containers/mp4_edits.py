@@ -1,28 +1,35 @@
-"""Reads what an MP4 shows of a track, where FFmpeg does not say: splices, gaps, and whether it has fragments.
+"""Reads what an MP4 shows of a track: the parts of its media, and whether it has fragments.
+
+FFmpeg applies one edit well. Of several it moves the later ones to keyframes, and it shows what is in a gap,
+so such a file is opened without its edits, and `VideoInfo.parts` says which time of the media is on screen.
 
 moov > mvhd                        ticks a second of the movie
      > mvex                        there are fragments
      > trak > tkhd                 the number of the track
-            > edts > elst          edits: (duration in the movie, first media time, or -1: shows nothing)
+            > edts > elst          edits: (duration in the movie, first media time, or -1: shows nothing,
+                                      rate: 0 for a still)
 
 edits       | a: 5 s from 2 s | -1: 3 s | b: 4 s from 20 s |      ISO/IEC 14496-12, 8.6.6
-shown         2.0 ... 7.0       nothing   20.0 ... 24.0           spliced, with a gap from 5 to 8 s
+shown         2.0 ... 7.0       nothing   20.0 ... 24.0           two parts, with a gap from 5 to 8 s
 """
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from dataclasses import dataclass
 from fractions import Fraction
 
+from epd.video.containers.info import Part
 from epd.video.containers.mp4_boxes import BoxWalk, has_boxes, uint32
-from epd.video.sources.source import Media
+from epd.video.sources.source import Media, OpenVideo, open_video
 
 # Edits that are read of a track: an editor's cuts of a long film are fewer.
 _MAX_EDITS = 10_000
 _NOTHING = -1
 
-Edit = tuple[int, int]
+# Duration in ticks of the movie, first media time in ticks of the track, whether it is a still.
+Edit = tuple[int, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +37,33 @@ class Mp4Layout:
     """Describes the edits of one track.
 
     is_fragmented: samples are listed in fragments, of which FFmpeg knows those that it has read.
-    is_spliced: several parts of the media are shown, so that times in the file may go back.
-    gaps_s: half-open spans after the first picture in which nothing new is shown, seconds of the movie.
+    edits: of a track that shows more than one part of its media, or a still; else empty.
+    ticks_per_s: of the movie.
     """
 
     is_fragmented: bool = False
-    is_spliced: bool = False
-    gaps_s: tuple[tuple[Fraction, Fraction], ...] = ()
+    edits: tuple[Edit, ...] = ()
+    ticks_per_s: int = 1
+
+    def parts(self, time_base: Fraction) -> tuple[Part, ...]:
+        """Returns what the edits show. time_base: of the track, seconds a tick."""
+        parts, at = list[Part](), 0
+        for duration, media_time, is_still in self.edits:
+            begin_s, at = Fraction(at, self.ticks_per_s), at + duration
+            end_s = Fraction(at, self.ticks_per_s)
+            num_ticks = 1 if is_still else max(1, math.ceil((end_s - begin_s) / time_base))
+            if media_time != _NOTHING:
+                parts.append(Part(begin_s, end_s, media_time, media_time + num_ticks))
+        return tuple(parts)
+
+
+def open_as_shown(media: Media, open_timeout_s: float) -> OpenVideo:
+    """Opens a video; one whose edits `read_layout` lists without them. Raises as `open_video`."""
+    video = open_video(media, open_timeout_s=open_timeout_s)
+    if not read_layout(media, video.stream.id).edits:
+        return video
+    video.close()
+    return open_video(media, open_timeout_s=open_timeout_s, ignores_edits=True)
 
 
 def read_layout(media: Media, track_id: int) -> Mp4Layout:
@@ -61,9 +88,7 @@ def _layout(walk: BoxWalk, start: int, stop: int, track_id: int) -> Mp4Layout:
             is_fragmented = True
         elif name == b"trak":
             edits = _track_edits(walk, body, end, track_id) or edits
-    return Mp4Layout(
-        is_fragmented, sum(media_time >= 0 for _, media_time in edits) > 1, _gaps_s(edits, timescale)
-    )
+    return Mp4Layout(is_fragmented, _worth_applying(edits), timescale)
 
 
 def _track_edits(walk: BoxWalk, start: int, stop: int, track_id: int) -> list[Edit]:
@@ -90,17 +115,19 @@ def _edits(table: bytes) -> list[Edit]:
         (
             int.from_bytes(table[place : place + width]),
             int.from_bytes(table[place + width : place + 2 * width], signed=True),
+            not any(table[place + 2 * width : place + row]),
         )
         for place in places
     ]
 
 
-def _gaps_s(edits: list[Edit], timescale: int) -> tuple[tuple[Fraction, Fraction], ...]:
-    """Returns the empty edits between others."""
-    gaps, at, has_begun = [], 0, False
-    for duration, media_time in edits:
-        if media_time == _NOTHING and has_begun:
-            gaps.append((Fraction(at, timescale), Fraction(at + duration, timescale)))
-        has_begun |= media_time != _NOTHING
-        at += duration
-    return tuple(gaps)
+def _worth_applying(edits: list[Edit]) -> tuple[Edit, ...]:
+    """Returns the edits from the first that shows a picture to the last; none where FFmpeg applies them well.
+
+    One without a length, as fragments have it, shows the media to its end.
+    """
+    shows = [place for place, edit in enumerate(edits) if edit[1] >= 0 and edit[0]]
+    if any(not duration for duration, _, _ in edits) or not shows:
+        return ()
+    is_plain = len(shows) == 1 and not edits[shows[0]][2]
+    return () if is_plain else tuple(edits[shows[0] : shows[-1] + 1])

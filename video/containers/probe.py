@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 
@@ -15,9 +16,9 @@ from epd.video.containers.decoder_memory import check_memory
 from epd.video.containers.info import RAW_FORMATS, VideoInfo
 from epd.video.containers.limits import DEFAULT_LIMITS, Limits, check_length, check_size
 from epd.video.containers.measure import measured
-from epd.video.containers.mp4_edits import read_layout
+from epd.video.containers.mp4_edits import open_as_shown, read_layout
 from epd.video.containers.orientation import display_matrix
-from epd.video.sources.source import Media, OpenVideo, Source, VideoPacket, open_video
+from epd.video.sources.source import Media, OpenVideo, Source, VideoPacket, as_media, open_video
 
 # Containers that can ask for a rotation, which only the first frame shows.
 ROTATING_CONTAINERS = ("mov", "matroska")
@@ -31,7 +32,7 @@ def probe(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS) -> VideoIn
 
     Raises MediaNotFoundError, UnsupportedMediaError, CorruptMediaError or MediaLimitError.
     """
-    with open_video(source, open_timeout_s=limits.open_timeout_s) as video:
+    with open_as_shown(as_media(source), limits.open_timeout_s) as video:
         return probe_open(video, limits)
 
 
@@ -67,18 +68,19 @@ def describe(video: OpenVideo, *, has_keyframes: bool = True) -> VideoInfo:
         )
     is_raw = container.format.name in RAW_FORMATS
     claimed_base = stream.time_base or Fraction(1, 1_000_000)
-    raw_base = 1 / (stream.guessed_rate or stream.average_rate or _RAW_FPS)  # pictures are numbered
+    # Pictures are numbered; where only their headers say the rate, the container's guess is 25.
+    raw_base = 1 / (context.framerate or stream.guessed_rate or stream.average_rate or _RAW_FPS)
     time_base = raw_base if is_raw else claimed_base
-    start_pts = 0 if is_raw else stream.start_time or 0
+    start_pts = 0 if is_raw else stream.start_time
     layout = read_layout(video.media, stream.id)
-    keyframes = keyframe_index(video) if has_keyframes and not layout.is_spliced else ()
+    keyframes = keyframe_index(video) if has_keyframes else ()
     return VideoInfo(
         codec=context.name,
         width=context.width,
         height=context.height,
         rotation_deg=0,
         time_base=time_base,
-        start_pts=start_pts,
+        start_pts=_first_pts(video) if start_pts is None else start_pts,
         duration_s_from_stream=float(stream.duration * claimed_base) if stream.duration else None,
         duration_s_from_container=container.duration / 1e6 if container.duration else None,
         average_fps_from_header=1 / time_base if is_raw else stream.average_rate or None,
@@ -88,12 +90,19 @@ def describe(video: OpenVideo, *, has_keyframes: bool = True) -> VideoInfo:
         container_format=container.format.name,
         pixel_format=context.pix_fmt,
         is_fragmented=layout.is_fragmented,
-        is_spliced=layout.is_spliced,
-        gaps=tuple(
-            (math.ceil(start_s / time_base), math.ceil(stop_s / time_base))
-            for start_s, stop_s in layout.gaps_s
-        ),
+        parts=layout.parts(time_base),
     )
+
+
+def _first_pts(video: OpenVideo) -> int:
+    """Returns when the first packet is decoded, in ticks, of a file that does not say when it begins.
+
+    In ASF, whose packets have no other time that could be trusted, this is when the first picture is shown.
+    """
+    with suppress(av.error.FFmpegError), open_video(video.media) as again:
+        first = next(again.container.demux(again.stream), None)
+        return 0 if first is None or first.dts is None else first.dts
+    return 0
 
 
 def keyframe_index(video: OpenVideo) -> list[int]:

@@ -33,8 +33,9 @@ class SteadyClock:
             yield packet
 
     def _move(self, packet: VideoPacket) -> None:
-        dts = packet.pts if packet.dts is None else packet.dts
-        if dts is None:
+        dts = packet.dts
+        if dts is None:  # of the first ones of NUT, whose pts go back
+            self._shift_by(packet)
             return
         if self._last is not None:
             step = dts + self._shift - self._last
@@ -43,6 +44,9 @@ class SteadyClock:
             else:
                 self._shift += max(1, packet.duration or self._step) - step
         self._last = dts + self._shift
+        self._shift_by(packet)
+
+    def _shift_by(self, packet: VideoPacket) -> None:
         if self._shift:
             packet.dts = None if packet.dts is None else packet.dts + self._shift
             packet.pts = None if packet.pts is None else packet.pts + self._shift

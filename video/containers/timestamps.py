@@ -20,7 +20,6 @@ class FrameClock:
     def __init__(self, info: VideoInfo) -> None:
         self._fed: list[int] | None = [] if info.has_hidden_order else None
         self._last_fed: VideoPacket | None = None
-        self._info = info
         self._may_repeat = info.codec == "mpeg4"
         self._may_be_early = self._may_repeat and info.is_without_pts
         self._last: VideoFrame | None = None  # held, so that no other frame gets its memory
@@ -42,8 +41,7 @@ class FrameClock:
         if self._fed:
             return heapq.heappop(self._fed)
         is_extra = self._may_repeat and (self._is_early(frame) or self._is_repeated(frame))
-        is_hidden = frame.pts is not None and self._info.is_in_gap(frame.pts)
-        return None if is_extra or is_hidden else frame.pts
+        return None if is_extra else frame.pts
 
     def _is_early(self, frame: VideoFrame) -> bool:
         """Returns whether a B-picture that is shown before it may follow.

@@ -16,9 +16,10 @@ from av.video.codeccontext import VideoCodecContext
 from epd.video.containers.avi_times import timed
 from epd.video.containers.info import VideoInfo
 from epd.video.containers.limits import Limits
+from epd.video.containers.mp4_edits import open_as_shown
 from epd.video.containers.steady_clock import SteadyClock
 from epd.video.decoding.segment import Drain, Feed, Op, Segmenter, SequentialPlan, Stamp
-from epd.video.sources.source import OpenVideo, VideoPacket, open_video
+from epd.video.sources.source import OpenVideo, VideoPacket
 
 # Reading on over so much video is cheaper than seeking past it.
 MIN_JUMP_S = 0.5
@@ -54,7 +55,7 @@ class PacketReader:
         fuse_packets = None if workers == 1 else FUSE_PACKETS
         self._plan: Segmenter[VideoPacket] | SequentialPlan[VideoPacket] = (
             SequentialPlan(targets)
-            if info.is_ordered_by_decoding
+            if info.has_hidden_order
             else Segmenter(targets, fuse_packets=fuse_packets)
         )
         self._clock = SteadyClock()
@@ -210,7 +211,7 @@ class PacketReader:
         """Read the whole file from its start instead: the index is wrong."""
         self._index, self._landing = (), None
         self._plan.begin(is_file_start=True)
-        video = open_video(self._video.media, open_timeout_s=self._limits.open_timeout_s)
+        video = open_as_shown(self._video.media, self._limits.open_timeout_s)
         self._video.close()
         self._video, self._clock = video, SteadyClock()
         self._packets = self._demux()

@@ -11,6 +11,7 @@ from epd.errors import CancelledError, CorruptMediaError, MediaLimitError
 from epd.types import FrameGroup, UInt8Array
 from epd.video.containers.decoder_memory import check_memory, decoder_bytes
 from epd.video.containers.limits import Limits, check_size
+from epd.video.containers.mp4_edits import open_as_shown
 from epd.video.containers.probe import describe
 from epd.video.decoding.groups import GroupRing
 from epd.video.decoding.pixels import ResizeMode, Size, exact_resize
@@ -71,7 +72,7 @@ class DecodeRun:
         self._owner: DecodeTask | None = None  # who must decode the next chunk, because it continues a run
         self._parked: list[DecodeTask] = []
         self._waited_s = 0.0
-        video = open_video(media, open_timeout_s=options.limits.open_timeout_s)
+        video = open_as_shown(media, options.limits.open_timeout_s)
         try:
             self._begin(video)
         except BaseException:
@@ -84,8 +85,8 @@ class DecodeRun:
         most = self.options.limits.max_decoder_bytes
         check_memory(self._media.name, video.stream.codec_context, most)
         self._size = self.options.size
-        ahead = self._groups_ahead()
         targets = [self.info.pts_at(time_s) for time_s in self._times_s]
+        ahead = self._groups_ahead(is_in_order=targets == sorted(targets))
         self._ring = GroupRing(targets, self.options.group_sizes, ahead)
         with_room = most // max(1, decoder_bytes(video.stream.codec_context))
         num_workers = max(1, min(self.options.workers, self._pool.num_threads, with_room))
@@ -99,10 +100,13 @@ class DecodeRun:
         for task in self._tasks:
             self._pool.submit(task)
 
-    def _groups_ahead(self) -> int | None:
-        """Returns the resolved bound. Raises MediaLimitError if too much must be in memory at once."""
+    def _groups_ahead(self, *, is_in_order: bool) -> int | None:
+        """Returns the resolved bound, none where an edit list goes back in the file.
+
+        Raises MediaLimitError if too much must be in memory at once.
+        """
         height, width = self.frame_size
-        bound = self.options.bound
+        bound = self.options.bound if is_in_order else None
         frames = len(self._times_s) if bound is None else max(self.options.group_sizes, default=0)
         received, allowed = frames * height * width * 3, self.options.limits.max_output_bytes
         if received > allowed:

@@ -23,7 +23,9 @@ from av.video.stream import VideoStream
 
 from epd.errors import CorruptMediaError, MediaError, MediaNotFoundError, UnsupportedMediaError
 
-CONTAINER_FORMATS = "mov,matroska,webm,avi,mpegts,mpeg,flv,asf,ogg,h264,hevc,m4v,ivf,obu,mpegvideo,nut,mxf"
+CONTAINER_FORMATS = (
+    "mov,matroska,webm,avi,mpegts,mpeg,flv,asf,ogg,h264,hevc,m4v,ivf,obu,mpegvideo,mjpeg,nut,mxf"
+)
 
 av.logging.set_level(None)
 
@@ -162,13 +164,17 @@ class OpenVideo:
         self.container.close()
 
 
-def open_video(source: Source | Media, *, open_timeout_s: float = 10.0) -> OpenVideo:
+def open_video(
+    source: Source | Media, *, open_timeout_s: float = 10.0, ignores_edits: bool = False
+) -> OpenVideo:
     """Open a container and choose its first real video stream, decoded by one thread.
+
+    ignores_edits: whether FFmpeg leaves the edit list of an MP4 alone; times are those of the media then.
 
     Raises MediaNotFoundError, UnsupportedMediaError (not a container, no video) or CorruptMediaError.
     """
     media = as_media(source)
-    container = open_container(media, open_timeout_s)
+    container = open_container(media, open_timeout_s, ignores_edits=ignores_edits)
     try:
         stream = _choose_stream(container, media.name)
     except BaseException:
@@ -180,10 +186,11 @@ def open_video(source: Source | Media, *, open_timeout_s: float = 10.0) -> OpenV
 
 
 def open_container(
-    media: Media, open_timeout_s: float, formats: str = CONTAINER_FORMATS
+    media: Media, open_timeout_s: float, formats: str = CONTAINER_FORMATS, *, ignores_edits: bool = False
 ) -> av.container.InputContainer:
     """Opens a container of one of the formats. Raises as `open_video`."""
     options = {"format_whitelist": formats, "protocol_whitelist": "file"}
+    options |= {"ignore_editlist": "1"} if ignores_edits else {}
     try:
         return av.open(
             media.open_target(),

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -276,18 +277,25 @@ def memory_file(num_megapixels: int) -> OpenFile:
 
 
 def test_no_answer_in_time(clip: Clip) -> None:
-    """A child that is stopped answers nothing: it is killed, and the next file is read."""
-    children = MediaChildren(ChildLimits(look_s=0.5))
+    """A child that is stopped answers nothing: it is killed, and the next file is read.
+
+    Only the stopped child has little time: a busy machine may need more for what is to succeed.
+    """
+    children = MediaChildren(ChildLimits(look_s=60.0))
+    ample = children.limits
     try:
         with opened(clip("h264_b.mp4")) as file:
             facts = children.look(file, "it")
             (pid,) = pids(children)
             os.kill(pid, signal.SIGSTOP)
+            children.limits = replace(ample, look_s=0.5)
             began = time.monotonic()
             with pytest.raises(MediaLimitError, match=r"more than 0\.5 s"):
                 children.look(file, "it")
-            assert time.monotonic() - began < 3
+            assert 0.5 <= time.monotonic() - began < ample.look_s / 2
+            children.limits = ample
             assert children.look(file, "it") == facts
+            assert pid not in pids(children)
     finally:
         children.close()
 
