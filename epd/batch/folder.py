@@ -28,9 +28,14 @@ def write_lines(out: Path, folder: Path, questions: Path) -> int:
         for path in videos:
             for number, question in enumerate(asked, start=1):
                 name = f"{path.name}#{number}"
-                record = {"id": _readable(name), "video": path.absolute().as_uri(), "question": question}
+                record = {"id": _readable(name), "video": _video(path.absolute()), "question": question}
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
     return len(videos) * len(asked)
+
+
+def _video(path: Path) -> str:
+    """Returns a file as a line names it: by its path, or as a URI where that is no text."""
+    return str(path) if _readable(str(path)) == str(path) else path.as_uri()
 
 
 def _readable(name: str) -> str:

@@ -66,7 +66,7 @@ def test_keys_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         (["topology=2e"], "topology"),
         (["device=gpu"], "device: received the device 'gpu'; allowed: auto, cpu, cuda"),
         (["dtype=int8"], "dtype: received the dtype 'int8'; allowed: auto, bfloat16, float16, float32"),
-        (["model=no/such/folder"], "there is no config.json"),
+        (["model=no/such/folder"], "no model folder at"),
         (["--file", "no/such.yaml"], "cannot read 'no/such.yaml'"),
     ],
 )

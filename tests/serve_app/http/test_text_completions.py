@@ -258,7 +258,6 @@ def test_amounts_are_those_of_all_prompts(run_front: Callable[..., Front]) -> No
         ({"echo": True, "logprobs": 1}, "received echo with logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"stream_options": {}}, "received stream_options without stream"),
         ({"suffix": "end"}, "received suffix; allowed: null or ''"),
         ({"best_of": 2}, "received best_of"),
         ({"messages": []}, "received the field 'messages'"),
