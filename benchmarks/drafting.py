@@ -33,11 +33,11 @@ from PIL import Image
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
 from benchmarks.structured import LONG_DOCUMENTS
 from epd.encoders.prompt.chat import one_turn
+from epd.engine_config import EngineConfig
 from epd.eval.demo import HELD_OUT_SEED
-from epd.kv.drafting import DEFAULT_MAX_DRAFT, DRAFT_METHODS, Drafting
+from epd.kv.drafting import DEFAULT_MAX_DRAFT, DRAFT_METHODS, DraftConfig, Drafting
 from epd.models import DEFAULT_MODEL, model_folder
 from epd.sampling_params import SamplingParams
-from epd.serve_app.cli.options import draft_config
 from epd.shapes import SceneRenderer, make_questions, make_scene
 from epd.stages.colocated import ColocatedPipeline, MediaContext
 from epd.stages.grammar.formats import format_of, grammar_text
@@ -75,7 +75,7 @@ class Contender:
         self, method: str, pipeline: ColocatedPipeline, contexts: Mapping[str, MediaContext]
     ) -> None:
         self.pipeline, self.contexts = pipeline, contexts
-        config = draft_config(method, DEFAULT_MAX_DRAFT)
+        config = DraftConfig(method, DEFAULT_MAX_DRAFT)
         self._drafting = None if method == "none" else Drafting(config, len(pipeline.adapter.tokenizer))
 
     @torch.inference_mode()
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="folder or embedded model")
     parser.add_argument("--no-save", action="store_true")
     args = parser.parse_args()
-    pipeline = ColocatedPipeline.load(model_folder(args.model), num_kv_tokens=2**15)
+    pipeline = ColocatedPipeline.load(model_folder(args.model), EngineConfig(num_kv_tokens=2**15))
     num_videos = _NUM_VIDEOS * (args.repeats + 1) if "stories" in args.only else 0
     with tempfile.TemporaryDirectory() as folder:
         contexts = _prefilled(pipeline, Path(folder), num_videos)

@@ -42,6 +42,7 @@ from benchmarks.reporting import Row, Section, median_ratio, run_sections, setti
 from epd.encoders import load_adapter
 from epd.encoders.adapter import Adapter, PatchRun
 from epd.encoders.identity import prompt_identity
+from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
 from epd.shapes import SceneRenderer, make_questions, make_scene
@@ -96,7 +97,7 @@ class Ours:
         model: Any = load_role(PATH, "whole", CPU_FLOAT32).model
         self.tower = self.adapter.vision_tower(model)
         self.engine: LanguageEngine = build_engine(
-            model, self.adapter, GenerationSettings(frozenset()), num_kv_tokens=2**16
+            model, self.adapter, GenerationSettings(frozenset()), options=EngineConfig(num_kv_tokens=2**16)
         )
 
     @torch.inference_mode()

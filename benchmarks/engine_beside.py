@@ -35,6 +35,7 @@ from epd.encoders import FrameSampling
 from epd.encoders.adapter import MediaPlan, VideoFacts
 from epd.encoders.groups import plan_groups
 from epd.encoders.identity import prompt_identity
+from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
 from epd.serve_app.local.fleet import LocalTransport
@@ -83,7 +84,9 @@ class Worker:
     def __init__(self) -> None:
         self._wake = threading.Event()
         settings = WorkerSettings(
-            embedded_model_path(), num_kv_tokens=65_536, dtype="float32", enable_prefix_caching=False
+            embedded_model_path(),
+            EngineConfig(num_kv_tokens=65_536, dtype="float32"),
+            enable_prefix_caching=False,
         )
         self.core = WorkerCore(
             "w0", ROLES, settings, LocalTransport(wake=self._wake.set), wake=self._wake.set

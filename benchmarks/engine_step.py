@@ -35,6 +35,7 @@ from benchmarks.reporting import RESULTS, Row, Section, median_ratio, run_sectio
 from epd.encoders import load_adapter
 from epd.encoders.adapter import Adapter
 from epd.encoders.identity import prompt_identity
+from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
 from epd.stages.decoder.layers import GatedMlp, head_of, layers_of
@@ -144,7 +145,8 @@ def half_billion() -> Any:
 
 def engine_of(model: Any, adapter: Adapter, *, by_modules: bool = False) -> LanguageEngine:
     settings = GenerationSettings(frozenset())
-    return build_engine(model, adapter, settings, num_kv_tokens=2**16, by_modules=by_modules)
+    options = EngineConfig(num_kv_tokens=2**16)
+    return build_engine(model, adapter, settings, options=options, by_modules=by_modules)
 
 
 def _row(

@@ -30,6 +30,7 @@ from transformers import AutoProcessor
 from benchmarks.gpu.checkpoint import write_full
 from benchmarks.reporting import Row, Section, run_sections, setting
 from epd.encoders import FrameSampling
+from epd.engine_config import EngineConfig
 from epd.host_memory import resident_bytes
 from epd.shapes import make_scene
 from epd.stages.colocated import ColocatedPipeline
@@ -75,7 +76,9 @@ def load(folder: Path, dtype: str) -> Row:
 def ours(folder: Path, dtype: str) -> Row:
     """Answers with the pipeline."""
     before = resident_bytes("VmRSS")
-    pipeline = ColocatedPipeline.load(folder, placement=on_cpu(dtype), num_kv_tokens=NUM_KV_TOKENS)
+    pipeline = ColocatedPipeline.load(
+        folder, EngineConfig(device="cpu", dtype=dtype, num_kv_tokens=NUM_KV_TOKENS)
+    )
     answer = pipeline.ask([clip_in(folder)], QUESTION, num_frames=NUM_FRAMES, max_tokens=MAX_TOKENS)
     peak = resident_bytes("VmHWM") - before
     tpot_s = (answer.timings.total_s - answer.ttft_s) / max(1, len(answer.token_ids) - 1)

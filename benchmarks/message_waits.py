@@ -46,6 +46,7 @@ from benchmarks.reporting import Row, Section, run_sections, setting
 from epd.bench.media import draw_image
 from epd.encoders import FrameSampling
 from epd.encoders.prompt.chat import ChatMessage, ContentPart
+from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
 from epd.serve_app.fleet import FleetEvent
@@ -156,7 +157,9 @@ async def _serve_rounds(topology: str, pass_s: float) -> None:
     workers = {worker.name: worker.roles for worker in parse_topology(topology).workers()}
     media = MediaSettings(MODEL, FetchPolicy(media_folder=Path(tempfile.gettempdir())))
     config = LocalFleetConfig(workers | {"v0": frozenset({"video"})}, media=media)
-    fleet = WatchedFleet(config, WorkerSettings(MODEL, num_kv_tokens=16_384, num_embeddings=16_384))
+    fleet = WatchedFleet(
+        config, WorkerSettings(MODEL, EngineConfig(num_kv_tokens=16_384), num_embeddings=16_384)
+    )
     service = Orchestrator(fleet, RequestPlanner(MODEL, "shapes-vl"))
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -37,6 +37,7 @@ from benchmarks.reporting import RESULTS, Row, Section, median_ratio, run_sectio
 from epd.encoders import FrameSampling, VideoFacts
 from epd.encoders.identity import prompt_identity
 from epd.encoders.reduction import reduce_prompt
+from epd.engine_config import EngineConfig
 from epd.eval.items import FULL
 from epd.eval.rows import EvalRow, Pairs, PartAccuracy, RowSelection, by_setting, eval_rows
 from epd.eval.statistics import mcnemar_p
@@ -148,7 +149,9 @@ def time_columns(taken: Sequence[FirstToken], whole: Sequence[FirstToken], flops
 
 def fit_rows(num_kv_tokens: int) -> list[Row]:
     """For each retention the most frames of one video that are admitted with a question and its answer."""
-    pipeline = ColocatedPipeline.load(embedded_model_path(), num_threads=1, num_kv_tokens=num_kv_tokens)
+    pipeline = ColocatedPipeline.load(
+        embedded_model_path(), EngineConfig(num_threads=1, num_kv_tokens=num_kv_tokens)
+    )
     rows: list[Row] = []
     for retention in RETENTIONS:
         policy = ReductionPolicy(retention=retention)

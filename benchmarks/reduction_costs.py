@@ -31,6 +31,7 @@ from epd.encoders.adapter import Embeddings, PromptPlan
 from epd.encoders.identity import prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.encoders.reduction.reading import Reading, is_cut_at_encoder
+from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
 from epd.reduction import METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
@@ -172,7 +173,8 @@ class _WatchedPools:
 
 
 def _engine(pipeline: ColocatedPipeline, model: Any) -> LanguageEngine:
-    return build_engine(model, pipeline.adapter, pipeline.settings, num_kv_tokens=KV_TOKENS)
+    options = EngineConfig(num_kv_tokens=KV_TOKENS)
+    return build_engine(model, pipeline.adapter, pipeline.settings, options=options)
 
 
 def _names(encoded: EncodedMedia) -> list[str]:

@@ -36,6 +36,7 @@ from epd.bench.media import draw_image
 from epd.control.elasticity import ControllerConfig, RoleController
 from epd.encoders import FrameSampling
 from epd.encoders.prompt.chat import ChatMessage, ContentPart
+from epd.engine_config import EngineConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
@@ -127,7 +128,7 @@ def roles_of(letters: str) -> frozenset[Stage]:
 
 SETTINGS = WorkerSettings(
     MODEL,
-    num_kv_tokens=16_384,
+    EngineConfig(num_kv_tokens=16_384),
     num_embeddings=16_384,
     decode_scheduler=SchedulerConfig(max_num_seqs=NUM_SEATS),
 )
@@ -150,7 +151,7 @@ def running(topology: str) -> AbstractAsyncContextManager[App]:
 async def _running_on_ray(topology: str) -> AsyncIterator[App]:
     args = AppArgs(
         topology=topology,
-        num_kv_tokens=SETTINGS.num_kv_tokens,
+        num_kv_tokens=SETTINGS.engine.num_kv_tokens,
         decode_max_num_seqs=NUM_SEATS,
         allowed_media_path=Path(tempfile.gettempdir()),
     )

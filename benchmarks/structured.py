@@ -26,6 +26,7 @@ from benchmarks.drawn_schemas import Schema, drawn_schema
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
 from epd.bench.live_app import counted_in
 from epd.encoders.identity import prompt_identity
+from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
 from epd.serve_app.app_args import AppArgs
@@ -148,7 +149,7 @@ def _body(number: int, schema: Schema) -> dict[str, Any]:
 
 def step_rows() -> list[Row]:
     """Milliseconds of the engine's thread for a step, held to each schema and not."""
-    pipeline = ColocatedPipeline.load(embedded_model_path(), num_kv_tokens=2**14)
+    pipeline = ColocatedPipeline.load(embedded_model_path(), EngineConfig(num_kv_tokens=2**14))
     rows = []
     for name, schema in LONG_DOCUMENTS.items():
         grammar = grammar_text(format_of("json_schema", schema, None))

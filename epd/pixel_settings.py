@@ -9,8 +9,11 @@ has room for. The authors' own tools do not, and neither does this project, unle
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from epd.errors import RequestError
 
@@ -48,29 +51,54 @@ AUTHORS: Mapping[str, VideoLimits] = {
     "llava_onevision": VideoLimits("evaluation of LLaVA-OneVision: 32 frames", max_frames=32),
     "smolvlm": VideoLimits("the model's file: 64 frames, 1 a second"),
 }
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most"}
 # Of the families whose frames have no size of their own.
 _RESIZED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PixelSettings:
-    """Says what a user wants of images and frames; `epd.pixel_fields` describes each field.
+class PixelSettings(BaseModel):
+    """Says what a user wants of images and frames. Every field is an option of commands and a key of YAML.
 
     Processes that plan for one model share one record; a request may differ by its `mm_processor_kwargs`.
     """
 
-    max_pixels: int | None = None
-    video_max_pixels: int | None = None
-    video_max_tokens: int | None = None
-    cap_pixels_per_frame: bool | None = None
-    bare_processor: bool = False
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    max_pixels: int | None = Field(
+        default=None, ge=1, description="Pixels of an image at most; by default as the model's file has it."
+    )
+    video_max_pixels: int | None = Field(
+        default=None,
+        ge=1,
+        description="Pixels of a frame of a video at most; by default the limit of the model's authors.",
+    )
+    video_max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Visual tokens of one video at most: frames get smaller, or fewer where their size is "
+        "fixed; by default the limit of the model's authors.",
+    )
+    cap_pixels_per_frame: bool | None = Field(
+        default=None,
+        description="Hold the frames of a video to the authors' limits, or leave them out; by default they "
+        "are held unless the model's file says otherwise.",
+    )
+    bare_processor: bool = Field(
+        default=False,
+        description="Size and sample exactly as transformers' processor of the model does, without the "
+        "authors' limits.",
+    )
+
+    @property
+    def pixels(self) -> PixelSettings:
+        """Returns these fields alone, of a record that has more."""
+        return PixelSettings(**{name: getattr(self, name) for name in PIXEL_FIELDS})
 
     @property
     def given(self) -> Mapping[str, Any]:
         """Returns what is not left to its default, by name."""
-        return {
-            each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default
-        }
+        fields = type(self).model_fields.items()
+        return {name: value for name, each in fields if (value := getattr(self, name)) != each.default}
 
     @property
     def text(self) -> str:
@@ -79,13 +107,11 @@ class PixelSettings:
 
     @classmethod
     def checked(cls, values: Mapping[str, object]) -> Self:
-        """Returns the record of a command's options. Raises RequestError for a number below 1."""
-        for name, value in values.items():
-            if type(value) is int and value < 1:
-                raise RequestError(
-                    f"received {option(name)} {value}; allowed: at least 1; raise it or leave it out"
-                )
-        return cls(**values)  # type: ignore[arg-type]  # parsed by the command
+        """Returns the record of a command's options. Raises RequestError for a value that is not allowed."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise RequestError(_refusal(error.errors(include_url=False)[0])) from None
 
     def check_family(self, model_type: str) -> None:
         """Raises RequestError for a limit that changes nothing for a family."""
@@ -111,7 +137,7 @@ class PixelSettings:
         return f"limits of a video: {', '.join(parts)}" + (f"; given {self.text}" if self.given else "")
 
 
-PIXEL_FIELDS = tuple(each.name for each in fields(PixelSettings))
+PIXEL_FIELDS = tuple(PixelSettings.model_fields)
 AUTHORS_LIMITS = PixelSettings()
 BARE_PROCESSOR = PixelSettings(bare_processor=True)
 
@@ -119,6 +145,16 @@ BARE_PROCESSOR = PixelSettings(bare_processor=True)
 def option(name: str) -> str:
     """Returns the option of a field."""
     return f"--{name.replace('_', '-')}"
+
+
+def _refusal(error: ErrorDetails) -> str:
+    """Returns the line that says which value was refused, and what is allowed."""
+    if error["type"] == "refused":
+        return error["msg"]
+    bounds = [f"{_BOUNDS[key]} {value}" for key, value in error.get("ctx", {}).items() if key in _BOUNDS]
+    allowed = bounds[0] if bounds else error["msg"]
+    name = option(str(error["loc"][0]))
+    return f"received {name} {error['input']}; allowed: {allowed}; change it or leave it out"
 
 
 def _shown(limits: VideoLimits) -> list[str]:

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, field_validator
 from pydantic_core import PydanticCustomError
 
 from epd.colour import parse_colour
 from epd.control.request_budget import RequestLimits
 from epd.control.retention import RetentionConfig, levels_down_to
-from epd.devices import check_device, check_dtype
 from epd.encode.encode_batching import BATCH_PATCHES
-from epd.encode.group_cut import FIRST_GROUP_TOKENS, GROUP_TOKENS
 from epd.encode.sharding import Sharding
+from epd.engine_config import ENGINE_FIELDS, EngineConfig
 from epd.errors import ModelNotFoundError, RequestError
-from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, MOST_DRAFTS, DraftConfig, DraftMethod
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
 from epd.models import embedded_models, model_folder
 from epd.models.folder import check_folder, weight_files
-from epd.pixel_fields import PixelFields
 from epd.pixel_settings import PIXEL_FIELDS
 from epd.reduction import (
     DEFAULT_METHOD,
     LEAST_RETENTION,
-    LEAST_TOWER_SHARE,
     METHODS,
     SELECTION_METHODS,
     ReductionPolicy,
-    TowerMerge,
-    tower_merge,
 )
 from epd.topology import Stage, TensorParallel, parse_topology
 
@@ -49,39 +43,20 @@ ENVIRONMENT = {**KEY_VARIABLES, "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 # Of one file: what a connection may send in one request.
 MAX_UPLOAD_BYTES = 128 << 20
 
-# Fields whose texts are checked, and by what.
-_CHECKS: Mapping[str, Callable[[str], object]] = {
-    "device": check_device,
-    "dtype": check_dtype,
-    "image_background": parse_colour,
-}
 # What the workers of each kind are started with.
 STAGE_FIELDS = (
     "topology",
-    "device",
-    "dtype",
-    "tensor_parallel_size",
     "decode_tensor_parallel_size",
-    "num_threads",
-    "num_kv_tokens",
-    "gpu_memory_utilization",
     "num_embeddings",
     "hang_s",
     "drain_s",
     "max_batch_patches",
-    "skip_static",
-    "tower_share",
-    "tower_merge_layer",
     "max_num_batched_tokens",
     "max_chunk_tokens",
     "max_num_seqs",
     "decode_max_num_seqs",
-    "draft",
-    "max_draft",
-    "async_scheduling",
-    "enforce_eager",
     "encode_beside",
-    *PIXEL_FIELDS,
+    *(name for name in ENGINE_FIELDS if name != "group_tokens"),  # groups are cut before
 )
 MEDIA_FIELDS = (
     "num_video_threads",
@@ -94,7 +69,7 @@ MEDIA_FIELDS = (
 )
 
 
-class AppArgs(PixelFields):
+class AppArgs(EngineConfig):
     """The application's arguments. Every field is also a flag of `epd serve` and a key of its YAML.
 
     A field's description is the help of its flag; `epd config show` prints the fields' resolved values.
@@ -113,11 +88,6 @@ class AppArgs(PixelFields):
         description="Workers, each number before the roles it counts: e encodes, p prefills, d decodes; "
         "1epd is one worker with all roles.",
     )
-    device: str = Field(
-        default="auto",
-        description="Where each worker's models run: cpu, cuda, or cuda:N for one of several GPUs; auto is a "
-        "GPU where the worker sees one.",
-    )
     gpus_per_worker: float | None = Field(
         default=None,
         ge=0,
@@ -126,31 +96,11 @@ class AppArgs(PixelFields):
         "with 0.33, 1e1p1d fits one. By default 1 with a device of cuda, and with auto what fits. With a "
         "tensor_parallel_size, for each of its processes.",
     )
-    dtype: str = Field(
-        default="auto",
-        description="Type of weights and activations: bfloat16, float16 or float32; auto is the checkpoint's "
-        "own on a GPU and float32 on a CPU.",
-    )
-    tensor_parallel_size: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="Processes that share the language model of each worker, each on a GPU of its own.",
-    )
     decode_tensor_parallel_size: int | None = Field(
         default=None,
         ge=1,
         le=64,
         description="The same for workers that only decode; by default tensor_parallel_size.",
-    )
-    async_scheduling: bool | None = Field(
-        default=None,
-        description="Launch a pass of decodes before the tokens of the one before are read, where they are "
-        "neither drafted nor held to a grammar; by default on GPUs.",
-    )
-    enforce_eager: bool = Field(
-        default=False,
-        description="Launch every kernel of a pass of decodes, instead of a CUDA graph captured at start.",
     )
     encode_beside: bool = Field(
         default=True,
@@ -163,24 +113,6 @@ class AppArgs(PixelFields):
     num_video_workers: int = Field(default=1, ge=1, le=64, description="Workers that decode video.")
     num_video_threads: int = Field(
         default=2, ge=1, le=64, description="Videos that each video worker decodes at once."
-    )
-    num_threads: int | None = Field(
-        default=None,
-        ge=1,
-        le=256,
-        description="Threads of torch in each worker; by default the cores are divided among the workers.",
-    )
-    num_kv_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Tokens that each worker's KV cache holds; by default set by the memory.",
-    )
-    gpu_memory_utilization: float = Field(
-        default=0.9,
-        gt=0,
-        le=1,
-        description="Share of its GPU's memory that a worker may use. Keys and values get what remains after "
-        "weights, the largest passes and embeddings, unless num_kv_tokens is set.",
     )
     num_embeddings: int | None = Field(
         default=None,
@@ -287,38 +219,11 @@ class AppArgs(PixelFields):
     batch_concurrency: int = Field(
         default=4, ge=1, le=256, description="Lines of batches that a front answers at once."
     )
-    group_tokens: int = Field(
-        default=GROUP_TOKENS,
-        ge=1,
-        description="Visual tokens that are encoded and prefilled together, about; the first ones of a video "
-        f"are {FIRST_GROUP_TOKENS} at most.",
-    )
     max_batch_patches: int | None = Field(
         default=None,
         ge=1,
         description="Patches that an encoder batches together; by default "
         f"{BATCH_PATCHES['cpu']} on a CPU and {BATCH_PATCHES['cuda']} on a GPU.",
-    )
-    skip_static: float | None = Field(
-        default=None,
-        ge=0,
-        allow_inf_nan=False,
-        description="Tolerance for skipping static frames: a unit of a video is not encoded when no "
-        "preprocessed value differs by more from the unit before; 0 requires equality. By default all are "
-        "encoded.",
-    )
-    tower_share: float | None = Field(
-        default=None,
-        ge=LEAST_TOWER_SHARE,
-        le=1,
-        description="Tokens of a picture that later layers of the vision tower compute, a share; neighbours "
-        "that look alike are merged. By default all.",
-    )
-    tower_merge_layer: int | None = Field(
-        default=None,
-        ge=1,
-        description="Layers of the tower before neighbours are merged; by default a quarter. Only with "
-        "tower_share.",
     )
     max_num_batched_tokens: int = Field(default=2048, ge=1, description="Tokens computed in one step.")
     max_chunk_tokens: int = Field(
@@ -327,17 +232,6 @@ class AppArgs(PixelFields):
     max_num_seqs: int = Field(default=64, ge=1, description="Sequences that run at once on a worker.")
     decode_max_num_seqs: int | None = Field(
         default=None, ge=1, description="The same for workers that only decode; by default max_num_seqs."
-    )
-    draft: DraftMethod = Field(
-        default=DEFAULT_DRAFT,
-        description="What proposes the next tokens, for one pass to check: none, prompt-lookup (repetition), "
-        "recycling (what followed before) or auto (what pays for a request). Answers stay the same.",
-    )
-    max_draft: int = Field(
-        default=DEFAULT_MAX_DRAFT,
-        ge=1,
-        le=MOST_DRAFTS,
-        description="Tokens drafted at most for one request in one pass.",
     )
     sharding: Sharding = Field(
         default="groups",
@@ -350,11 +244,11 @@ class AppArgs(PixelFields):
         description="Limits of one request, such as max_frames=4096; epd config show lists all.",
     )
 
-    @field_validator("device", "dtype", "image_background")
+    @field_validator("image_background")
     @classmethod
-    def _checked_name(cls, name: str, info: ValidationInfo) -> str:
+    def _checked_colour(cls, name: str) -> str:
         try:
-            _CHECKS[info.field_name or ""](name)
+            parse_colour(name)
         except RequestError as error:
             raise PydanticCustomError("name", "{reason}", {"reason": str(error)}) from None
         return name
@@ -373,10 +267,6 @@ class AppArgs(PixelFields):
     def reduction_policy(self) -> ReductionPolicy:
         """Returns the default reduction. Raises RequestError for a bad method or share."""
         return ReductionPolicy(self.reduction, self.retention, self.compute_share)
-
-    @property
-    def drafting(self) -> DraftConfig:
-        return DraftConfig(self.draft, self.max_draft)
 
     @property
     def load_retention(self) -> RetentionConfig | None:
@@ -439,11 +329,6 @@ class AppArgs(PixelFields):
         found = {name: environment.get(variable) for name, variable in KEY_VARIABLES.items()}
         missing = {name: SecretStr(key) for name, key in found.items() if key and not getattr(self, name)}
         return self.model_copy(update=missing)
-
-    @property
-    def tower_merge(self) -> TowerMerge | None:
-        """Returns how many tokens later layers of the tower compute. Raises RequestError."""
-        return tower_merge(self.tower_share, self.tower_merge_layer)
 
     def resolved(self) -> Self:
         """Returns a checked copy with absolute paths. Raises EPDError for a bad model, topology or key."""

@@ -128,25 +128,16 @@ def _publish(elastic: Elastic, fleet: RemoteFleet) -> None:
 def worker_settings(args: AppArgs) -> WorkerSettings:
     return WorkerSettings(
         args.model_path,
-        device=args.device,
-        dtype=args.dtype,
-        num_kv_tokens=args.num_kv_tokens,
-        gpu_memory_utilization=args.gpu_memory_utilization,
+        args.engine,
         num_embeddings=args.num_embeddings,
         num_kv_pools=args.num_kv_pools,
         tensor_parallel=args.tensor_parallel,
-        async_scheduling=args.async_scheduling,
-        enforce_eager=args.enforce_eager,
         encode_beside=args.encode_beside,
-        pixels=args.pixels,
         is_alone=args.num_stage_workers == 1,
         scheduler=args.scheduler(is_decode=False),
         max_batch_patches=args.max_batch_patches,
         max_resize_pixels=args.limits.max_resize_pixels,
-        skip_static=args.skip_static,
-        merge=args.tower_merge,
         decode_scheduler=args.scheduler(is_decode=True),
-        drafting=args.drafting,
     )
 
 

@@ -112,7 +112,7 @@ class ColocatedPipeline(Pipeline):
 
     @property
     def num_units_skipped(self) -> int:
-        """Counts the units of frames not encoded, since they did not change: see `skip_static` of `load`."""
+        """Counts the units of frames not encoded, since they did not change: see `skip_static`."""
         return self.encoder.num_skipped
 
     def ask(

@@ -20,6 +20,7 @@ from torch import Tensor
 from epd.encoders import OWN_LIMITS, Adapter, MediaPlan, PixelLimits
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.prompt.raw_prompt import plan_tokens
+from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import InfeasibleError, UnsupportedMediaError
 from epd.kv.kv_identity import token_identity
 from epd.kv.scheduling import SchedulerConfig
@@ -35,7 +36,6 @@ from epd.stages.rank import RankGroup
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_UTILIZATION = 0.9
 # Where nothing is sized by memory.
 DEFAULT_EMBEDDINGS = 65_536
 # Of what a worker may use of its GPU, for all of its embedding pools together. Each holds a long video.
@@ -150,7 +150,7 @@ def measured_kv_tokens(
     placement: Placement,
     passes: LargestPasses,
     *,
-    utilization: float = DEFAULT_UTILIZATION,
+    utilization: float = DEFAULT_ENGINE.gpu_memory_utilization,
     embedding_bytes: int = 0,
     name: str = "the model",
     letters: str = "epd",
@@ -213,7 +213,9 @@ def _graph_bytes(device: torch.device, capture: Callable[[], LanguageEngine]) ->
 
 def _capture(model: Any, adapter: Adapter, settings: GenerationSettings, num_seqs: int) -> LanguageEngine:
     config = SchedulerConfig(max_num_seqs=num_seqs)
-    return build_engine(model, adapter, settings, config=config, num_kv_tokens=2 * BLOCK_SIZE)
+    return build_engine(
+        model, adapter, settings, options=EngineConfig(num_kv_tokens=2 * BLOCK_SIZE), config=config
+    )
 
 
 def _run_encode(adapter: Adapter, tower: Any, passes: LargestPasses, name: str, device: torch.device) -> None:
@@ -270,10 +272,8 @@ def run_prefill(
 ) -> None:
     """Prefills a prompt of this length in one pass, and samples a token. Its KV pool is its own."""
     config = SchedulerConfig(num_tokens, 1, num_tokens)
-    room = num_tokens + 2 * BLOCK_SIZE
-    engine = build_engine(
-        model, adapter, settings, config=config, num_kv_tokens=room, ranks=ranks, enforce_eager=True
-    )
+    options = EngineConfig(num_kv_tokens=num_tokens + 2 * BLOCK_SIZE, enforce_eager=True)
+    engine = build_engine(model, adapter, settings, options=options, config=config, ranks=ranks)
     engine.add(text_request("largest-pass", adapter, num_tokens, max_tokens=1))
     engine.step()
 

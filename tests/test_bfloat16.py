@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
+from epd.engine_config import EngineConfig
 from epd.reduction import METHODS, ReductionPolicy
 from epd.stages.colocated import ColocatedPipeline
 from epd.stages.placement import Placement
@@ -51,7 +52,7 @@ def test_the_first_tokens_equal_generate(
     of it: they are up to three steps from those in float32 themselves.
     """
     path, paths = checkpoints[name], [media[each] for each in names]
-    pipeline = ColocatedPipeline.load(path, placement=CPU_BFLOAT16)
+    pipeline = ColocatedPipeline.load(path, EngineConfig(device="cpu", dtype="bfloat16"))
     assert {cache.dtype for cache in pipeline.engine.pools.layer(0)} == {torch.bfloat16}
     model, processor = load_reference(path, torch.bfloat16), AutoProcessor.from_pretrained(path)
     for question in QUESTIONS:
@@ -75,7 +76,7 @@ def test_the_first_tokens_equal_generate(
 def test_every_reduction_works_in_it(
     checkpoints: dict[str, Path], media: dict[str, Path], method: str
 ) -> None:
-    pipeline = ColocatedPipeline.load(checkpoints["qwen2_5_vl"], placement=CPU_BFLOAT16)
+    pipeline = ColocatedPipeline.load(checkpoints["qwen2_5_vl"], EngineConfig(device="cpu", dtype="bfloat16"))
     policy = ReductionPolicy(method, 0.5)
     context = pipeline.prefill_media([media["video"]], num_frames=8, reduction=policy)
     first, again = (pipeline.answer(context, QUESTIONS[0], max_tokens=8) for _ in range(2))

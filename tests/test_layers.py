@@ -56,6 +56,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "client": ".",
         "bench": ". client profiles shapes simulate workload",
         "batch": ". client transfer",
+        "engine_config.py": ". encode kv",
         "planning": ". encode kv profiles simulate workload",
     },
     "video": {

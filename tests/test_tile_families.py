@@ -9,6 +9,7 @@ import torch
 
 from epd import video
 from epd.encoders import FrameSampling
+from epd.engine_config import EngineConfig
 from epd.stages.colocated import ColocatedPipeline
 from tests.encoders.families import QUESTION, Clip, Family, Media, Picture
 from tests.encoders.tiny_tiles import BUILDERS
@@ -60,7 +61,7 @@ def test_tokens_equal_generate(
     items = [as_sent(path) for path in paths]
     expected = generated(family.model, family.their_inputs(items, SAMPLING))
 
-    pipeline = ColocatedPipeline.load(family.path, group_tokens=group_tokens)
+    pipeline = ColocatedPipeline.load(family.path, EngineConfig(group_tokens=group_tokens))
     answer = pipeline.ask(paths, QUESTION, num_frames=SAMPLING.num_frames, max_tokens=MAX_TOKENS)
 
     assert answer.token_ids == expected

@@ -16,6 +16,7 @@ from transformers import AutoProcessor, GenerationConfig
 
 from epd import video
 from epd.encoders import FrameSampling, MediaPlan, load_adapter
+from epd.engine_config import EngineConfig
 from epd.errors import InfeasibleError, RequestError
 from epd.sampling_params import SamplingParams
 from epd.stages.colocated import ColocatedPipeline
@@ -207,7 +208,7 @@ def test_size_of_groups_does_not_change_tokens(
     paths = [media["video"], media["image"], media["tall_video"]]
     whole = subject.pipeline.ask(paths, QUESTIONS[0], fps=4, max_tokens=MAX_TOKENS)
 
-    pipeline = ColocatedPipeline.load(subject.path, group_tokens=group_tokens)
+    pipeline = ColocatedPipeline.load(subject.path, EngineConfig(group_tokens=group_tokens))
     cut = pipeline.ask(paths, QUESTIONS[0], fps=4, max_tokens=MAX_TOKENS)
 
     assert cut.token_ids == whole.token_ids
@@ -254,7 +255,7 @@ def test_decoding_is_stopped_when_the_work_fails(
         assert not closed
         raise ConnectionError(f"{num_done} of {num_frames}")
 
-    pipeline = ColocatedPipeline.load(subject.path, group_tokens=1)
+    pipeline = ColocatedPipeline.load(subject.path, EngineConfig(group_tokens=1))
     with pytest.raises(ConnectionError, match="2 of 8") as failure:
         pipeline.prefill_media([media["video"]], num_frames=8, progress=fail)
     assert closed, "by the pipeline itself, not when the error and all it refers to are forgotten"
@@ -313,7 +314,7 @@ def test_usage_and_timings_account_for_the_request(subject: Subject, media: dict
 def test_no_more_than_a_group_of_frames_is_preprocessed_at_a_time(
     subject: Subject, media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = ColocatedPipeline.load(subject.path, group_tokens=10)
+    pipeline = ColocatedPipeline.load(subject.path, EngineConfig(group_tokens=10))
     sizes: list[int] = []
     preprocess = pipeline.adapter.preprocess
 
@@ -359,11 +360,11 @@ def test_a_question_without_room_beside_held_contexts_is_refused(
     checkpoints: dict[str, Path], media: dict[str, Path], at_once: bool
 ) -> None:
     """It would wait for ever: what holds the room is the caller's."""
-    probe = ColocatedPipeline.load(checkpoints["shapes-vl"], num_kv_tokens=4096).prefill_media(
+    probe = ColocatedPipeline.load(checkpoints["shapes-vl"], EngineConfig(num_kv_tokens=4096)).prefill_media(
         [media["video"]]
     )
     pipeline = ColocatedPipeline.load(
-        checkpoints["shapes-vl"], num_kv_tokens=2 * len(probe.prefix_ids) + 3 * BLOCK_SIZE
+        checkpoints["shapes-vl"], EngineConfig(num_kv_tokens=2 * len(probe.prefix_ids) + 3 * BLOCK_SIZE)
     )
     contexts = [pipeline.prefill_media([media["video"]]) for _ in range(2)]
     question = "How many shapes are there? " * 4

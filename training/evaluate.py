@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
 from epd.shapes import Question, make_questions, make_scene
 from epd.shapes.questions import ONE_WORD_KINDS
@@ -89,7 +90,7 @@ def main() -> None:
     parser.add_argument("--card", type=Path, help="model card to write the table into, between its two marks")
     parser.add_argument("--json", type=Path, help="file for every verdict, one object a line")
     options = parser.parse_args()
-    pipeline = ColocatedPipeline.load(options.model, num_threads=options.threads)
+    pipeline = ColocatedPipeline.load(options.model, EngineConfig(num_threads=options.threads))
     verdicts: list[Verdict] = []
     for length in options.frames:
         began = time.monotonic()

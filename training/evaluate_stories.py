@@ -21,6 +21,7 @@ from pathlib import Path
 import jsonschema
 
 from epd.encoders.prompt.chat import dialogue
+from epd.engine_config import EngineConfig
 from epd.eval.statistics import wilson_interval
 from epd.models import embedded_model_path, model_folder
 from epd.shapes import Question, QuestionKind, Scene, make_scene
@@ -136,7 +137,7 @@ def main() -> None:
     parser.add_argument("--card", type=Path, help="model card to write the table into, as `stories`")
     parser.add_argument("--wrong", type=int, default=0, help="wrong answers to print")
     options = parser.parse_args()
-    pipeline = ColocatedPipeline.load(model_folder(options.model), num_threads=1)
+    pipeline = ColocatedPipeline.load(model_folder(options.model), EngineConfig(num_threads=1))
     told = [each for length in options.frames for each in tell(pipeline, length, options.videos)]
     rows = table(told, options.frames)
     print(rows)

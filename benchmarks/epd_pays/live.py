@@ -17,6 +17,7 @@ from benchmarks.pacing import Encode, paced_tower, wait_out
 from epd.bench.media import draw_image
 from epd.control.elasticity.controller import ControllerConfig
 from epd.encoders import FrameSampling
+from epd.engine_config import EngineConfig
 from epd.errors import EPDError
 from epd.kv.scheduling import SchedulerConfig
 from epd.planning.space import Settings
@@ -249,7 +250,7 @@ def fleet_of(mix: Mix, layout: Layout, media: MediaSettings, dilate: float) -> L
         LocalFleetConfig(workers, media=media, hang_s=60 * max(1.0, dilate)),
         WorkerSettings(
             MODEL,
-            num_kv_tokens=MAX_TOKENS_LIVE,
+            EngineConfig(num_kv_tokens=MAX_TOKENS_LIVE),
             num_embeddings=MAX_TOKENS_LIVE,
             scheduler=limits(settings.language_seqs),
             decode_scheduler=limits(settings.decode_seqs),

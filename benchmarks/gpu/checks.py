@@ -20,6 +20,7 @@ from benchmarks.gpu.workers import SplitPipeline
 from benchmarks.reporting import Row
 from epd.encoders import FrameSampling, load_adapter
 from epd.encoders.patches import PatchSpec, patchify, patchify_plain
+from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
 from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.shapes import SceneRenderer, make_scene
@@ -186,7 +187,8 @@ def shrunk_checkpoint(name: str, folder: Path) -> Path:
 
 def _settings(setup: Setup, path: Path, dtype: str) -> WorkerSettings:
     device = str(setup.placement.device)
-    return WorkerSettings(path, device, dtype, num_kv_tokens=16_384, num_embeddings=16_384)
+    engine = EngineConfig(device=device, dtype=dtype, num_kv_tokens=16_384)
+    return WorkerSettings(path, engine, num_embeddings=16_384)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +254,7 @@ class _Compared:
                 answer = ours.ask(case.name, plans, frames, case.question, len(expected), bias).in_order()
                 yield {
                     "checkpoint": self.name,
-                    "dtype": self.settings.dtype,
+                    "dtype": self.settings.engine.dtype,
                     "case": case.name,
                     "equal tokens": f"{_num_equal(answer, expected)} of {len(expected)}",
                     OK: answer == expected,

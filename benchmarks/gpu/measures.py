@@ -24,6 +24,7 @@ from epd.encoders import FrameSampling, VideoFacts
 from epd.encoders.adapter import MediaPlan
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.identity import prompt_identity
+from epd.engine_config import EngineConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.serve_app.worker.worker_stages import WorkerSettings, embedding_layout
@@ -164,8 +165,7 @@ def _decode_step(setup: Setup, model: Any, batch: int, context: int, *, runs_ahe
         setup.adapter,
         GenerationSettings(frozenset()),
         config=SchedulerConfig(max_num_seqs=batch),
-        num_kv_tokens=room,
-        async_scheduling=runs_ahead,
+        options=EngineConfig(num_kv_tokens=room, async_scheduling=runs_ahead),
     )
     for number in range(batch):
         prompt = setup.adapter.plan_prompt([], str(number % 10) * max(1, context - 64))
@@ -254,9 +254,11 @@ def first_token(setup: Setup) -> Iterator[Row]:
     placement = setup.placement
     settings = WorkerSettings(
         setup.path,
-        str(placement.device),
-        str(placement.dtype).removeprefix("torch."),
-        num_kv_tokens=ceil_div(2 * plan.num_tokens + 4096, _BLOCK_SIZE) * _BLOCK_SIZE,
+        EngineConfig(
+            device=str(placement.device),
+            dtype=placement.dtype_name,
+            num_kv_tokens=ceil_div(2 * plan.num_tokens + 4096, _BLOCK_SIZE) * _BLOCK_SIZE,
+        ),
     )
     short = video_plan(setup, min(16, setup.sizes.num_frames))
     for group_tokens, batch_patches in ((256, 4096), (256, 16_384), (2048, 16_384)):

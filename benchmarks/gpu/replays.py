@@ -17,6 +17,7 @@ from benchmarks.gpu.setup import Setup
 from benchmarks.reporting import Row
 from epd.encoders import Adapter, load_adapter
 from epd.encoders.identity import prompt_identity
+from epd.engine_config import EngineConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
@@ -91,9 +92,7 @@ def _engine(
         adapter,
         GenerationSettings(frozenset()),
         config=SchedulerConfig(max_num_seqs=max_num_seqs),
-        num_kv_tokens=room,
-        async_scheduling=True,
-        enforce_eager=enforce_eager,
+        options=EngineConfig(num_kv_tokens=room, async_scheduling=True, enforce_eager=enforce_eager),
         graphs=None if setup.placement.is_cuda else _Repeats(),
     )
     return engine, engine.has_graphs

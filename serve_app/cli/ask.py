@@ -10,40 +10,26 @@ from typing import Annotated, Any
 import typer
 
 from epd import console
+from epd.engine_config import EngineConfig
 from epd.errors import check_question
-from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT
-from epd.pixel_fields import PixelFields
-from epd.pixel_settings import PixelSettings
-from epd.reduction import tower_merge
 from epd.serve_app.cli.conversations import conversation_with
 from epd.serve_app.cli.options import (
     ApiKey,
     AsAudio,
     ComputeShare,
-    Device,
-    Draft,
-    Dtype,
     End,
-    EnforceEager,
     Fps,
     Frames,
     IsJson,
-    MaxDraft,
     MaxTokens,
     MaxVisualTokens,
     Model,
     Paths,
     Reduction,
     Retention,
-    SkipStatic,
     Start,
-    TensorParallelSize,
-    TowerMergeLayer,
-    TowerShare,
     Url,
     Verbose,
-    check_server_options,
-    draft_config,
     reduction_policy,
     visual_budget,
     with_fields_of,
@@ -54,7 +40,7 @@ from epd.types import Answer, Usage
 _Question = Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask, in quotes.")]
 
 
-@with_fields_of(PixelFields, arguments={}, variables={})
+@with_fields_of(EngineConfig)
 def ask(
     paths: Paths,
     question: _Question,
@@ -68,16 +54,7 @@ def ask(
     reduction: Reduction = None,
     compute_share: ComputeShare = None,
     max_visual_tokens: MaxVisualTokens = None,
-    skip_static: SkipStatic = None,
-    tower_share: TowerShare = None,
-    tower_merge_layer: TowerMergeLayer = None,
     max_tokens: MaxTokens = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    tensor_parallel_size: TensorParallelSize = 1,
-    enforce_eager: EnforceEager = False,
-    draft: Draft = DEFAULT_DRAFT,
-    max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     url: Url = None,
     api_key: ApiKey = None,
     as_json: IsJson = False,
@@ -92,19 +69,9 @@ def ask(
     """
     policy = reduction_policy(reduction, retention, compute_share)
     budget = visual_budget(max_visual_tokens, retention)
-    pixels = PixelSettings.checked(options)
-    drafting, merge = draft_config(draft, max_draft), tower_merge(tower_share, tower_merge_layer)
+    config = EngineConfig.checked(options)
     if url is not None:
-        check_server_options(
-            skip_static,
-            device,
-            dtype,
-            drafting,
-            merge,
-            tensor_parallel_size,
-            enforce_eager=enforce_eager,
-            pixels=pixels,
-        )
+        config.check_at_server()
         check_question(question)
         fields = request_fields(
             fps=fps,
@@ -122,19 +89,7 @@ def ask(
         return
     from epd.serve_app.cli.pipelines import open_pipeline  # torch
 
-    pipeline = open_pipeline(
-        paths,
-        question,
-        model,
-        skip_static,
-        merge=merge,
-        device=device,
-        dtype=dtype,
-        drafting=drafting,
-        tensor_parallel_size=tensor_parallel_size,
-        enforce_eager=enforce_eager,
-        pixels=pixels,
-    )
+    pipeline = open_pipeline(paths, question, model, config)
     with console.progress_bar("frames") as show:
         answer = pipeline.ask(
             paths,
@@ -152,7 +107,7 @@ def ask(
             on_choice=_show_choice,
             on_plans=_show_plans if verbose else None,
         )
-    show_answer(answer, None if skip_static is None else pipeline.num_units_skipped, as_json=as_json)
+    show_answer(answer, None if config.skip_static is None else pipeline.num_units_skipped, as_json=as_json)
 
 
 def show_answer(answer: Answer, num_units_skipped: int | None = None, *, as_json: bool = False) -> None:

@@ -22,36 +22,24 @@ from epd.batch.progress import batch_bar
 from epd.batch.summary import Summary
 from epd.batch.tasks import Backend
 from epd.batch.utilisation import Utilisation
+from epd.engine_config import EngineConfig
 from epd.errors import RequestError
-from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, DraftConfig
 from epd.models import model_folder
-from epd.pixel_fields import PixelFields
-from epd.pixel_settings import PixelSettings
 from epd.serve_app.cli.options import (
     Address,
     ApiKey,
     AppName,
     ComputeShare,
-    Device,
-    Draft,
-    Dtype,
-    EnforceEager,
     Fps,
     Frames,
     IsJson,
-    MaxDraft,
     MaxTokens,
     MaxVisualTokens,
     Model,
-    NumKVTokens,
     Plot,
     Reduction,
     Retention,
-    SkipStatic,
-    TensorParallelSize,
     Url,
-    check_server_options,
-    draft_config,
     reduction_policy,
     visual_budget,
     with_fields_of,
@@ -85,14 +73,7 @@ class _Target:
     address: str | None
     name: str
     api_key: str | None
-    num_kv_tokens: int | None
-    skip_static: float | None
-    device: str
-    dtype: str
-    drafting: DraftConfig
-    tensor_parallel_size: int
-    enforce_eager: bool
-    pixels: PixelSettings
+    config: EngineConfig
 
     def __post_init__(self) -> None:
         given = {"--topology": self.topology, "--url": self.url, "--address": self.address}
@@ -100,19 +81,10 @@ class _Target:
         if len(names) > 1:
             raise RequestError(f"received {' and '.join(names)}; allowed: one of them; leave out the rest")
         if (self.url, self.address) != (None, None):
-            check_server_options(
-                self.skip_static,
-                self.device,
-                self.dtype,
-                self.drafting,
-                None,
-                self.tensor_parallel_size,
-                enforce_eager=self.enforce_eager,
-                pixels=self.pixels,
-            )
+            self.config.check_at_server()
 
 
-@with_fields_of(PixelFields, arguments={}, variables={})
+@with_fields_of(EngineConfig)
 def batch(
     source: _Source,
     out: _Out,
@@ -130,17 +102,9 @@ def batch(
     address: Address = None,
     name: AppName = "epd",
     api_key: ApiKey = None,
-    num_kv_tokens: NumKVTokens = None,
-    skip_static: SkipStatic = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    tensor_parallel_size: TensorParallelSize = 1,
-    enforce_eager: EnforceEager = False,
-    draft: Draft = DEFAULT_DRAFT,
-    max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     plot: Plot = None,
     as_json: IsJson = False,
-    **pixels: Any,
+    **engine: Any,
 ) -> None:
     """Answer a file of questions about videos and images.
 
@@ -148,22 +112,8 @@ def batch(
     over the options. Run the same command again to resume a stopped batch. With --address, uses the
     application on that cluster.
     """
-    target = _Target(
-        model_folder(model),
-        topology,
-        url,
-        address,
-        name,
-        api_key,
-        num_kv_tokens,
-        skip_static,
-        device,
-        dtype,
-        draft_config(draft, max_draft),
-        tensor_parallel_size,
-        enforce_eager,
-        PixelSettings.checked(pixels),
-    )
+    config = EngineConfig.checked(engine)
+    target = _Target(model_folder(model), topology, url, address, name, api_key, config)
     _check_options(fps, frames, max_tokens)
     reduction_policy(reduction, retention, compute_share)
     visual_budget(max_visual_tokens, retention)
@@ -227,19 +177,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
         opened = (
             HttpBackend.open(url_of_app(target.address, target.name), target.api_key)
             if target.address is not None
-            else started_backend(
-                target.model,
-                target.topology or "",
-                index.media.folder(),
-                target.num_kv_tokens,
-                target.skip_static,
-                target.device,
-                target.dtype,
-                target.drafting,
-                target.tensor_parallel_size,
-                enforce_eager=target.enforce_eager,
-                pixels=target.pixels,
-            )
+            else started_backend(target.model, target.topology or "", index.media.folder(), target.config)
         )
         with opened as backend:
             yield backend
@@ -247,18 +185,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
         from epd.serve_app.local.batch import LocalBackend  # torch
 
         with console.loading_bar() as show:
-            loaded = LocalBackend.load(
-                target.model,
-                target.num_kv_tokens,
-                target.skip_static,
-                device=target.device,
-                dtype=target.dtype,
-                drafting=target.drafting,
-                tensor_parallel_size=target.tensor_parallel_size,
-                enforce_eager=target.enforce_eager,
-                pixels=target.pixels,
-                on_progress=show,
-            )
+            loaded = LocalBackend.load(target.model, target.config, on_progress=show)
         yield loaded
 
 

@@ -10,23 +10,16 @@ from typing import Any
 
 from epd import console
 from epd.client.conversation import Conversation
+from epd.engine_config import EngineConfig
 from epd.errors import RequestError
-from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT
-from epd.pixel_fields import PixelFields
-from epd.pixel_settings import PixelSettings
 from epd.serve_app.cli.ask import cost_line
 from epd.serve_app.cli.conversations import conversation_with
 from epd.serve_app.cli.options import (
     ApiKey,
     ComputeShare,
-    Device,
-    Draft,
-    Dtype,
     End,
-    EnforceEager,
     Fps,
     Frames,
-    MaxDraft,
     MaxTokens,
     MaxVisualTokens,
     Model,
@@ -34,10 +27,7 @@ from epd.serve_app.cli.options import (
     Reduction,
     Retention,
     Start,
-    TensorParallelSize,
     Url,
-    check_server_options,
-    draft_config,
     reduction_policy,
     visual_budget,
     with_fields_of,
@@ -47,7 +37,7 @@ from epd.serve_app.request_options import kind_of, request_fields
 _QUIT = "/quit"
 
 
-@with_fields_of(PixelFields, arguments={}, variables={})
+@with_fields_of(EngineConfig)
 def chat(
     paths: Paths,
     model: Model = None,
@@ -60,15 +50,9 @@ def chat(
     compute_share: ComputeShare = None,
     max_visual_tokens: MaxVisualTokens = None,
     max_tokens: MaxTokens = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    tensor_parallel_size: TensorParallelSize = 1,
-    enforce_eager: EnforceEager = False,
-    draft: Draft = DEFAULT_DRAFT,
-    max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     url: Url = None,
     api_key: ApiKey = None,
-    **pixel_options: Any,
+    **engine: Any,
 ) -> None:
     """Answer questions about videos and images in a dialogue.
 
@@ -78,8 +62,7 @@ def chat(
     """
     reduction_policy(reduction, retention, compute_share)
     visual_budget(max_visual_tokens, retention)
-    pixels = PixelSettings.checked(pixel_options)
-    drafting = draft_config(draft, max_draft)
+    config = EngineConfig.checked(engine)
     options = {
         "fps": fps,
         "frames": frames,
@@ -92,26 +75,8 @@ def chat(
         "max_tokens": max_tokens,
     }
     if url is not None:
-        check_server_options(
-            None,
-            device,
-            dtype,
-            drafting,
-            None,
-            tensor_parallel_size,
-            enforce_eager=enforce_eager,
-            pixels=pixels,
-        )
-    engine = {
-        "device": device,
-        "dtype": dtype,
-        "draft": draft,
-        "max_draft": max_draft,
-        "tensor_parallel_size": tensor_parallel_size,
-        "enforce_eager": enforce_eager,
-        **pixels.given,
-    }
-    with _opened(paths, model, url, api_key, options, engine) as conversation:
+        config.check_at_server()
+    with _opened(paths, model, url, api_key, options, config) as conversation:
         for question in _questions(is_terminal=sys.stdin.isatty()):
             _answer(conversation, question, is_terminal=sys.stdin.isatty())
 
@@ -123,7 +88,7 @@ def _opened(
     url: str | None,
     api_key: str | None,
     options: dict[str, Any],
-    engine: dict[str, Any],
+    config: EngineConfig,
 ) -> Iterator[Conversation]:
     """Begins the dialogue at a server, or with a model that is loaded into this process."""
     if url is not None:
@@ -133,7 +98,7 @@ def _opened(
 
     for path in paths:
         kind_of(path)  # what cannot be read is refused before a model is loaded
-    with LLM(model, **engine) as llm:
+    with LLM(model, **config.given) as llm:
         yield llm.conversation(paths, **options)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from epd import console
+from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.eval.demo import demo_cases
 from epd.eval.files import read_videos
@@ -18,21 +19,14 @@ from epd.eval.plots import plot_rows
 from epd.eval.report import Part, as_part, print_rows
 from epd.eval.rows import RowSelection, eval_rows, table_rows
 from epd.eval.verdicts import DEMO, RunInfo, VerdictLog
-from epd.pixel_fields import PixelFields
-from epd.pixel_settings import PixelSettings
 from epd.reduction import METHODS, ReductionPolicy
 from epd.serve_app.cli.options import (
     Background,
-    Device,
-    Dtype,
-    EnforceEager,
     FootageLevel,
     IsJson,
     Model,
-    NumThreads,
     Plot,
     Seed,
-    TensorParallelSize,
     with_fields_of,
 )
 
@@ -132,7 +126,7 @@ _By = Annotated[
 ]
 
 
-@with_fields_of(PixelFields, arguments={}, variables={})
+@with_fields_of(EngineConfig)
 def evaluate(
     data: _Data = None,
     demo: _Demo = None,
@@ -154,13 +148,8 @@ def evaluate(
     against: _Against = "full",
     by: _By = None,
     plot: Plot = None,
-    num_threads: NumThreads = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    tensor_parallel_size: TensorParallelSize = 1,
-    enforce_eager: EnforceEager = False,
     as_json: IsJson = False,
-    **pixels: Any,
+    **engine: Any,
 ) -> None:
     """Measure what token reduction costs in accuracy.
 
@@ -169,7 +158,7 @@ def evaluate(
     """
     _check_sources(data, demo, table, footage, background, stories)
     part = as_part(by) if by is not None else None
-    settings = PixelSettings.checked(pixels)
+    config = EngineConfig.checked(engine)
     if table is not None:
         log = VerdictLog.read(table)
         _show(log, RowSelection.of(log, against), part, plot, as_json)
@@ -177,24 +166,17 @@ def evaluate(
     asked = _asked(method, retention or _DEFAULT_RETENTIONS, frames or _DEFAULT_FRAMES, against)
     from epd.serve_app.cli.pipelines import Filming, load_pipeline, placement_of, run_evaluation  # torch
 
-    placement, filming = placement_of(device, dtype, model), Filming.of(footage, background)
+    placement, filming = placement_of(config, model), Filming.of(footage, background)
     if max_tokens is None:
         max_tokens = _STORY_TOKENS if stories else _WORD_TOKENS
     run = _run_info(data, model, max_tokens, seed, seconds, per_kind, str(placement))
     run = replace(
-        run, footage=footage, background=str(background or ""), has_stories=stories, pixels=settings.text
+        run, footage=footage, background=str(background or ""), has_stories=stories, pixels=config.visual_text
     )
     cases = _cases(run, demo, asked.num_frames, video_dir)
     plan = EvalPlan(tuple(cases), asked.settings, max_tokens, ttft_videos)
     log = VerdictLog(run, out)
-    pipeline = load_pipeline(
-        model,
-        placement,
-        num_threads,
-        tensor_parallel_size=tensor_parallel_size,
-        enforce_eager=enforce_eager,
-        pixels=settings,
-    )
+    pipeline = load_pipeline(model, config)
     with console.progress_bar("settings x videos") as show:
         run_evaluation(pipeline, plan, log, show, filming)
     _show(log, asked, part, plot, as_json)

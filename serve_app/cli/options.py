@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
-from epd.devices import DTYPE_NAMES, check_device, check_dtype
 from epd.errors import RequestError, check_file
-from epd.kv.drafting import DRAFT_METHODS, MOST_DRAFTS, DraftConfig, as_draft_method
-from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings, option
+from epd.kv.drafting import MOST_DRAFTS
 from epd.reduction import (
     DEFAULT_METHOD,
-    LEAST_TOWER_SHARE,
     METHODS,
     ReductionPolicy,
-    TowerMerge,
     VisualBudget,
-    check_tolerance,
 )
 from epd.shapes.footage import LEVELS, footage_level
 
@@ -28,6 +23,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 
+_NONE: Mapping[str, Any] = {}
 _PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -45,21 +41,6 @@ def _plot(path: Path | None) -> Path | None:
             f"cannot plot to {str(path)!r}; name a {', '.join(_PLOT_FORMATS)} file in a folder that exists"
         )
     return path
-
-
-def _tolerance(value: float | None) -> float | None:
-    check_tolerance(value)
-    return value
-
-
-def _device(name: str) -> str:
-    check_device(name)
-    return name
-
-
-def _dtype(name: str) -> str:
-    check_dtype(name)
-    return name
 
 
 def _footage(name: str) -> str:
@@ -94,11 +75,6 @@ def visual_budget(max_tokens: int | None, retention: float | None) -> VisualBudg
     return VisualBudget(max_tokens, retention is not None, retention or 0.0)
 
 
-def draft_config(method: str, max_draft: int) -> DraftConfig:
-    """The drafts of the two options. Raises RequestError for what is not allowed."""
-    return DraftConfig(as_draft_method(method), max_draft)
-
-
 # What is asked
 Model = Annotated[
     Path | None,
@@ -106,43 +82,6 @@ Model = Annotated[
         "--model",
         help="Folder of a model in Hugging Face layout, or the name of an embedded one; by default "
         "shapes-vl.",
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        "--device",
-        metavar="NAME",
-        callback=_device,
-        help="Where the model runs: cpu, cuda, or cuda:N for one of several GPUs; auto is a GPU if there "
-        "is one.",
-    ),
-]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        "--dtype",
-        metavar="NAME",
-        callback=_dtype,
-        help=f"Type of weights and activations: {', '.join(DTYPE_NAMES)}; auto is the model's own on a GPU "
-        "and float32 on a CPU.",
-    ),
-]
-TensorParallelSize = Annotated[
-    int,
-    typer.Option(
-        "--tensor-parallel-size",
-        metavar="N",
-        min=1,
-        max=64,
-        help="Processes that share the language model, each on a GPU of its own, from --device on.",
-    ),
-]
-EnforceEager = Annotated[
-    bool,
-    typer.Option(
-        "--enforce-eager",
-        help="Launch every kernel of a pass of decodes, instead of a CUDA graph captured at start.",
     ),
 ]
 Fps = Annotated[
@@ -194,60 +133,15 @@ MaxVisualTokens = Annotated[
         "room for.",
     ),
 ]
-SkipStatic = Annotated[
-    float | None,
-    typer.Option(
-        "--skip-static",
-        metavar="TOLERANCE",
-        callback=_tolerance,
-        help="Do not encode units of frames that differ from those before by at most this; 0 for equal ones.",
-    ),
-]
-TowerShare = Annotated[
-    float | None,
-    typer.Option(
-        "--tower-share",
-        metavar="SHARE",
-        help=f"Tokens of a picture that later layers of the vision tower compute, {LEAST_TOWER_SHARE} to 1; "
-        "neighbours that look alike are merged. By default all.",
-    ),
-]
-TowerMergeLayer = Annotated[
-    int | None,
-    typer.Option(
-        "--tower-merge-layer",
-        metavar="N",
-        help="Layers of the tower before neighbours are merged; by default a quarter.",
-    ),
-]
 MaxTokens = Annotated[
     int | None,
     typer.Option(
         "--max-tokens", metavar="N", help="Longest answer, in tokens; by default the model's limit."
     ),
 ]
-Draft = Annotated[
-    str,
-    typer.Option(
-        "--draft",
-        metavar="NAME",
-        help=f"What proposes the next tokens, for one pass to check: {', '.join(DRAFT_METHODS)}. "
-        "Answers stay the same.",
-    ),
-]
 MaxDraft = Annotated[
     int,
     typer.Option("--max-draft", metavar="N", help=f"Tokens drafted at most in one pass, 1 to {MOST_DRAFTS}."),
-]
-NumKVTokens = Annotated[
-    int | None,
-    typer.Option("--num-kv-tokens", metavar="N", help="Tokens that the KV cache of each worker holds."),
-]
-NumThreads = Annotated[
-    int | None,
-    typer.Option(
-        "--num-threads", metavar="N", min=1, help="Threads of torch; by default OMP_NUM_THREADS or all cores."
-    ),
 ]
 Url = Annotated[
     str | None,
@@ -403,13 +297,20 @@ JsonFile = Annotated[
 
 
 def with_fields_of(
-    model: type[BaseModel], *, arguments: Mapping[str, str], variables: Mapping[str, str]
+    model: type[BaseModel],
+    *,
+    arguments: Mapping[str, str] = _NONE,
+    variables: Mapping[str, str] = _NONE,
+    only: Collection[str] | None = None,
+    defaults: Mapping[str, object] = _NONE,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorates a command: each field of the model is an option of the field's name, default and description.
 
     The command gets them as keyword arguments; the model checks their values.
     arguments: metavars of the fields that are arguments instead of options.
     variables: names of environment variables, by field.
+    only: the fields that the command has use for, by default all.
+    defaults: of this command, where they are not the model's.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -421,7 +322,9 @@ def with_fields_of(
         fields = [
             _parameter(name, field, arguments.get(name), variables.get(name))
             for name, field in model.model_fields.items()
+            if only is None or name in only
         ]
+        fields = [each.replace(default=defaults.get(each.name, each.default)) for each in fields]
         command.__signature__ = Signature([*own, *fields])  # type: ignore[attr-defined]
         command.__annotations__ = {each.name: each.annotation for each in (*own, *fields)}
         return command
@@ -452,32 +355,3 @@ def _parameter(name: str, field: FieldInfo, argument: str | None, variable: str 
         default=default,
         annotation=Annotated[kind, info],
     )
-
-
-def check_server_options(
-    skip_static: float | None,
-    device: str,
-    dtype: str,
-    drafting: DraftConfig,
-    merge: TowerMerge | None = None,
-    tensor_parallel_size: int = 1,
-    *,
-    enforce_eager: bool = False,
-    pixels: PixelSettings = AUTHORS_LIMITS,
-) -> None:
-    """Raises RequestError for options that a running server has its own values of."""
-    own: dict[str, object] = {
-        "--skip-static": skip_static,
-        "--device": device,
-        "--dtype": dtype,
-        "--draft": drafting.method,
-    }
-    own["--tower-share"] = None if merge is None else merge.share
-    own["--tensor-parallel-size"] = None if tensor_parallel_size == 1 else tensor_parallel_size
-    own["--enforce-eager"] = enforce_eager or None
-    own |= {option(name): value for name, value in pixels.given.items()}
-    for name, value in own.items():
-        if value not in (None, "auto" if name != "--draft" else "none"):
-            raise RequestError(
-                f"received {name} {value} for a running server, which has its own value; give it to epd serve"
-            )

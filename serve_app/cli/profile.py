@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from epd import console
 from epd.bench.app_profile import with_app
+from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.models import model_folder
 from epd.profiles import HostCosts, Profile
 from epd.profiles.files import dump_profile, load_profile
-from epd.serve_app.cli.options import Device, Dtype, IsJson, Out
+from epd.serve_app.cli.options import IsJson, Out, with_fields_of
 from epd.video.demo_video import write_scene
 
 _Model = Annotated[
@@ -26,25 +27,25 @@ _Model = Annotated[
         "MODEL@DEVICE computes costs.",
     ),
 ]
+# A profile has costs of passes without drafts, merges or a budget of memory: other options change nothing.
+PROFILED = ("device", "dtype", "num_threads")
 _Repeats = Annotated[int, typer.Option(metavar="N", help="Runs of each point.")]
 _Machine = Annotated[str, typer.Option(metavar="NAME", help="Name of this machine in the profile.")]
-_NumThreads = Annotated[int, typer.Option(metavar="N", min=1, help="Threads of torch, as in a worker.")]
 _WithApp = Annotated[
     bool,
     typer.Option("--app", help="Also start epd serve and measure what it costs beside the model (minutes)."),
 ]
 
 
+@with_fields_of(EngineConfig, only=PROFILED, defaults={"num_threads": 1})
 def profile(
     model: _Model = None,
     out: Out = None,
     repeats: _Repeats = 5,
     machine: _Machine = "this-machine",
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    num_threads: _NumThreads = 1,
     app: _WithApp = False,
     as_json: IsJson = False,
+    **engine: Any,
 ) -> None:
     """Measure what each stage costs on this machine.
 
@@ -53,7 +54,7 @@ def profile(
     """
     if repeats < 1:
         raise RequestError(f"repeats are {repeats}, there must be at least 1")
-    found = _profile_of(model, repeats, machine, num_threads, device, dtype, has_app=app)
+    found = _profile_of(model, repeats, machine, EngineConfig.checked(engine), has_app=app)
     if as_json:
         console.stream_text(dump_profile(found))
     else:
@@ -63,29 +64,22 @@ def profile(
 
 
 def _profile_of(
-    model: str | None,
-    repeats: int,
-    machine: str,
-    num_threads: int,
-    device: str,
-    dtype: str,
-    *,
-    has_app: bool,
+    model: str | None, repeats: int, machine: str, config: EngineConfig, *, has_app: bool
 ) -> Profile:
     if model is not None and "@" in model and not Path(model).exists():
         return load_profile(model)
     from epd.serve_app.cli.pipelines import Profiler, placement_of  # torch
 
     path = model_folder(model)
-    placement = placement_of(device, dtype, path)
+    placement = placement_of(config, path)
     with console.loading_bar() as show:
-        profiler = Profiler(path, num_threads, placement, show)
+        profiler = Profiler(path, config.num_threads or 1, placement, show)
     with console.progress_bar("stages") as show:
         found = profiler.profile(path.name, machine, repeats, show)
     if not has_app:
         return found
     with console.progress_bar("the application") as show:
-        return with_app(found, path, write_scene, show, device)
+        return with_app(found, path, write_scene, show, config.device)
 
 
 def _print(found: Profile) -> None:

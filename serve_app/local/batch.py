@@ -21,9 +21,8 @@ from epd.batch.media_names import local_path
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
 from epd.control.request_budget import RequestLimits
 from epd.encoders.prompt.chat import ChatMessage
+from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import EPDError, InternalError, RequestError
-from epd.kv.drafting import NO_DRAFTS, DraftConfig
-from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.reduction import KEEP_ALL
 from epd.serve_app.http.answers.responses import CompletionBuilder
 from epd.serve_app.http.requests.answer_format import answer_format
@@ -49,7 +48,6 @@ from epd.stages.batch.batch import BatchPipeline
 from epd.stages.batch.jobs import BatchAnswer, BatchJob, TextRequest
 from epd.stages.grammar.checker import GrammarChecker
 from epd.stages.loading.weights import OnBytes
-from epd.stages.placement import Placement
 from epd.transfer.bounded_queue import BoundedQueue
 from epd.types import StageTimings
 
@@ -87,31 +85,10 @@ class LocalBackend:
 
     @classmethod
     def load(
-        cls,
-        model: Path,
-        num_kv_tokens: int | None,
-        skip_static: float | None,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        drafting: DraftConfig = NO_DRAFTS,
-        tensor_parallel_size: int = 1,
-        enforce_eager: bool = False,
-        pixels: PixelSettings = AUTHORS_LIMITS,
-        on_progress: OnBytes | None = None,
+        cls, model: Path, config: EngineConfig = DEFAULT_ENGINE, *, on_progress: OnBytes | None = None
     ) -> LocalBackend:
-        """Loads a model. Options as in `Placement.resolve` and `BatchPipeline.load`. Raises EPDError."""
-        pipeline = BatchPipeline.load(
-            model,
-            num_kv_tokens=num_kv_tokens,
-            skip_static=skip_static,
-            placement=Placement.resolve(device, dtype, model),
-            drafting=drafting,
-            tensor_parallel_size=tensor_parallel_size,
-            enforce_eager=enforce_eager,
-            pixels=pixels,
-            on_progress=on_progress,
-        )
+        """Loads a model. Options as in `BatchPipeline.load`. Raises EPDError."""
+        pipeline = BatchPipeline.load(model, config, on_progress=on_progress)
         return cls(pipeline, ModelCard(model.name, int(time.time())))
 
     @contextmanager

@@ -184,7 +184,9 @@ class LocalFleet:
 
     async def _start(self, name: str) -> None:
         listener = Listener(self._take, lambda reason: self._lose(name, reason))
-        settings = replace(self._settings, device=self._config.devices.get(name, self._settings.device))
+        engine = self._settings.engine
+        device = self._config.devices.get(name, engine.device)
+        settings = replace(self._settings, engine=engine.model_copy(update={"device": device}))
         thread = _LocalWorker(self._infos[name], settings, self._hubs, listener)
         self._threads[name] = thread
         await thread.start()

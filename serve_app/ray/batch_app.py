@@ -11,9 +11,8 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from epd.batch.http_backend import HttpBackend
+from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import UnavailableError
-from epd.kv.drafting import NO_DRAFTS, DraftConfig
-from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.ray.cluster import RaySettings, ray_cluster
@@ -23,22 +22,11 @@ from epd.serve_app.ray.tenancy import APP_NAME, cluster_now, url_at
 
 @contextmanager
 def started_backend(
-    model: Path,
-    topology: str,
-    media_folder: Path | None,
-    num_kv_tokens: int | None,
-    skip_static: float | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    drafting: DraftConfig = NO_DRAFTS,
-    tensor_parallel_size: int = 1,
-    *,
-    enforce_eager: bool = False,
-    pixels: PixelSettings = AUTHORS_LIMITS,
+    model: Path, topology: str, media_folder: Path | None, config: EngineConfig = DEFAULT_ENGINE
 ) -> Iterator[HttpBackend]:
     """Starts a private application on this machine, protected by a key, with its own workers.
 
-    media_folder: the folder that files are read from. skip_static and all behind it: see `AppArgs`.
+    media_folder: the folder that files are read from.
     Raises EPDError if it cannot be served.
     """
     key = secrets.token_hex(16)
@@ -47,15 +35,7 @@ def started_backend(
         topology=topology,
         api_key=SecretStr(key),
         allowed_media_path=media_folder,
-        num_kv_tokens=num_kv_tokens,
-        skip_static=skip_static,
-        device=device,
-        dtype=dtype,
-        draft=drafting.method,
-        max_draft=drafting.max_draft,
-        tensor_parallel_size=tensor_parallel_size,
-        enforce_eager=enforce_eager,
-        **pixels.given,
+        **config.given,
     )
     http = HttpAddress("127.0.0.1", _free_port())
     with (

@@ -18,11 +18,9 @@ from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encode.encoder_cache import EncoderCacheManager
 from epd.encoders import Adapter, load_adapter
 from epd.encoders.names import WeightSet
+from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import InfeasibleError, RequestError
-from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.kv.scheduling import SchedulerConfig
-from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
-from epd.reduction import TowerMerge
 from epd.serve_app.memory_use import MemoryUse
 from epd.stages.decode import DecodeStage
 from epd.stages.device_memory import total_bytes
@@ -36,7 +34,6 @@ from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
 from epd.stages.loading.weights import WholeModel
 from epd.stages.memory_sizing import (
     DEFAULT_EMBEDDINGS,
-    DEFAULT_UTILIZATION,
     GPUMemory,
     LargestPasses,
     embeddings_within,
@@ -55,49 +52,35 @@ from epd.transfer.connectors import EncoderConnector, KVConnector
 class WorkerSettings:
     """Settings that all workers of a model share.
 
-    device, dtype: see `Placement.resolve`; each worker resolves them in its own process
-    num_kv_tokens: room for keys and values, None as in `ColocatedPipeline.load`
-    gpu_memory_utilization: the share of a GPU's memory that a worker may use, if num_kv_tokens is not set
-    drafting: of the workers that decode
+    engine: see `EngineConfig`; each worker resolves device and dtype in its own process, and workers that
+    share embeddings must agree on what changes them
     num_embeddings: room for embeddings, at an encoder and at its receivers; None for DEFAULT_EMBEDDINGS, or
-    EMBEDDING_SHARE of a GPU if num_kv_tokens is not set either
+    EMBEDDING_SHARE of a GPU if the engine's num_kv_tokens is not set either
     max_batch_patches: that an encoder batches, None for BATCH_PATCHES of its device
     max_resize_pixels: that a request may ask for an image, above the model's own limit
-    skip_static, merge: see `epd.encoders.batch.FrameEncoder`; workers that share embeddings must agree
     decode_scheduler: of workers that only decode, None for `scheduler`
     num_kv_pools: that share the machine's memory if num_kv_tokens is not set
     is_alone: whether it is the model's only worker, which shares its weights with none
     num_sharing: workers of this process, which share its GPU
     tensor_parallel: processes that share the language model of a worker
-    async_scheduling, enforce_eager: see `build_engine`
     encode_beside: in workers with other stages too, the tower runs in a thread of its own
-    pixels: of images and frames
     """
 
     model_path: Path
-    device: str = "auto"
-    dtype: str = "auto"
-    num_kv_tokens: int | None = None
-    gpu_memory_utilization: float = DEFAULT_UTILIZATION
+    engine: EngineConfig = DEFAULT_ENGINE
     block_size: int = BLOCK_SIZE
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     enable_prefix_caching: bool = True
-    drafting: DraftConfig = NO_DRAFTS
     num_embeddings: int | None = None
     embeddings_per_block: int = 16
     max_batch_patches: int | None = None
     max_resize_pixels: int | None = None
-    skip_static: float | None = None
-    merge: TowerMerge | None = None
     decode_scheduler: SchedulerConfig | None = None
     num_kv_pools: int = 1
     is_alone: bool = False
     num_sharing: int = 1
     tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
-    async_scheduling: bool | None = None
-    enforce_eager: bool = False
     encode_beside: bool = True
-    pixels: PixelSettings = AUTHORS_LIMITS
 
     @property
     def decode_limits(self) -> SchedulerConfig:
@@ -106,7 +89,7 @@ class WorkerSettings:
 
     def placement(self) -> Placement:
         """Returns where the models of this process run. Raises RequestError for what the machine lacks."""
-        return Placement.resolve(self.device, self.dtype, self.model_path)
+        return Placement.resolve(self.engine.device, self.engine.dtype, self.model_path)
 
 
 class Transport(Protocol):
@@ -154,7 +137,7 @@ class StageBuilder:
         self.settings = settings
         self._num_ranks = settings.tensor_parallel.num_ranks(roles)
         self.transport = transport
-        self.adapter: Adapter = load_adapter(settings.model_path, pixels=settings.pixels)
+        self.adapter: Adapter = load_adapter(settings.model_path, pixels=settings.engine.pixels)
         self.placement = settings.placement()
         self.generation = generation_settings(settings.model_path, self.adapter)
         self.weights_s = 0.0  # spent on weights so far
@@ -163,7 +146,7 @@ class StageBuilder:
         self._encoder: Any = None
         self._ranks: ProcessRanks | None = None
         self._max_batch_patches = settings.max_batch_patches or BATCH_PATCHES[self.placement.device.type]
-        self._kv_tokens = settings.num_kv_tokens
+        self._kv_tokens = settings.engine.num_kv_tokens
         self._num_embeddings = settings.num_embeddings or DEFAULT_EMBEDDINGS
         self._pools: dict[str, EncoderPoolShape | KVPoolsShape] = {}  # by endpoint and kind
         self._use: MemoryUse | None = None  # until something changes
@@ -190,20 +173,21 @@ class StageBuilder:
         Raises InfeasibleError if a GPU has no room for them.
         """
         settings = self.settings
-        if not self.placement.is_cuda or settings.num_kv_tokens:
+        if not self.placement.is_cuda or settings.engine.num_kv_tokens:
             return
         encoder = self._encoder_model() if "encode" in roles else None
         config = encoder.config if encoder is not None else self._language_model().config
         layout = embedding_layout(config, self.placement.dtype)
         if settings.num_embeddings is None:
-            allowed = int(self._memory(self.placement.device).device_bytes * settings.gpu_memory_utilization)
             num_pools = len(roles & {"encode", "prefill"})
+            device_bytes = self._memory(self.placement.device).device_bytes
+            allowed = int(device_bytes * settings.engine.gpu_memory_utilization)
             self._num_embeddings = embeddings_within(allowed, layout.bytes_per_embedding, num_pools)
         if not missing & {"prefill", "decode"}:
             return
         num_missing = len(missing & {"encode", "prefill"})
         language = self._language_model()
-        captures = "decode" in missing and not settings.enforce_eager
+        captures = "decode" in missing and not settings.engine.enforce_eager
         self._kv_tokens = measured_kv_tokens(
             language,
             None if encoder is None else self.adapter.vision_tower(encoder),
@@ -216,7 +200,7 @@ class StageBuilder:
                 settings.decode_limits.max_num_seqs if captures else 0,
                 settings.max_resize_pixels,
             ),
-            utilization=settings.gpu_memory_utilization,
+            utilization=settings.engine.gpu_memory_utilization,
             embedding_bytes=num_missing * self._num_embeddings * layout.bytes_per_embedding,
             name=settings.model_path.name,
             letters=role_letters(roles),
@@ -249,7 +233,7 @@ class StageBuilder:
         device = self.placement.device
         if not self.placement.is_cuda:
             return total_bytes(device)
-        return int(self._memory(device).device_bytes * self.settings.gpu_memory_utilization)
+        return int(self._memory(device).device_bytes * self.settings.engine.gpu_memory_utilization)
 
     def _memory(self, device: torch.device) -> GPUMemory:
         """Returns the memory of the GPU, or of the part of it that is this worker's."""
@@ -273,8 +257,8 @@ class StageBuilder:
             pool,
             connector,
             max_batch_patches=self._max_batch_patches,
-            skip_static=self.settings.skip_static,
-            merge=self.settings.merge,
+            skip_static=self.settings.engine.skip_static,
+            merge=self.settings.engine.tower_merge,
         )
 
     def receiver(self, name: str) -> EmbeddingReceiver:
@@ -282,12 +266,13 @@ class StageBuilder:
         return EmbeddingReceiver(cache, pool, connector)
 
     def prefill(self, name: str) -> PrefillStage:
-        engine, connector = self._engine(name, self.settings.scheduler, enforce_eager=True)
+        eager = self.settings.engine.model_copy(update={"enforce_eager": True})
+        engine, connector = self._engine(name, self.settings.scheduler, eager)
         return PrefillStage(engine, connector)
 
     def decode(self, name: str) -> DecodeStage:
         settings = self.settings
-        engine, connector = self._engine(name, settings.decode_limits, enforce_eager=settings.enforce_eager)
+        engine, connector = self._engine(name, settings.decode_limits, settings.engine)
         return DecodeStage(engine, connector)
 
     def close(self, name: str) -> None:
@@ -328,7 +313,7 @@ class StageBuilder:
             self._ranks = None
 
     def _engine(
-        self, name: str, scheduler: SchedulerConfig, *, enforce_eager: bool
+        self, name: str, scheduler: SchedulerConfig, options: EngineConfig
     ) -> tuple[LanguageEngine, KVConnector]:
         settings, model = self.settings, self._language_model()
         shape = kv_shape(model, self._kv_tokens, settings.block_size, settings.num_kv_pools)
@@ -341,12 +326,10 @@ class StageBuilder:
             self.adapter,
             self.generation,
             pools,
+            options=options,
             config=scheduler,
             enable_prefix_caching=settings.enable_prefix_caching,
-            drafting=settings.drafting,
             ranks=self._ranks,
-            async_scheduling=settings.async_scheduling,
-            enforce_eager=enforce_eager,
         )
         return engine, connector
 

@@ -16,6 +16,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, Self
 
+from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.machine import usable_cpus
 from epd.stages.batch.ahead import JOIN_S, MediaThreads
 from epd.stages.batch.jobs import BatchJob, BatchSink
@@ -40,14 +41,15 @@ class BatchPipeline(Pipeline):
         self._num_skipped_before = 0
 
     @classmethod
-    def load(cls, model_path: str | Path, *, num_threads: int | None = None, **options: Any) -> Self:
+    def load(cls, model_path: str | Path, config: EngineConfig = DEFAULT_ENGINE, **more: Any) -> Self:
         """Loads as `Pipeline.load`.
 
-        num_threads: of torch in each of the two stages that compute; by default OMP_NUM_THREADS or half of
-        the cores.
+        Threads are those of each of the two stages that compute; by default OMP_NUM_THREADS or half of the
+        cores.
         """
-        num_threads = num_threads or int(os.environ.get("OMP_NUM_THREADS") or max(1, usable_cpus() // 2))
-        return super().load(model_path, num_threads=num_threads, **options)
+        usual = int(os.environ.get("OMP_NUM_THREADS") or max(1, usable_cpus() // 2))
+        num_threads = config.num_threads or usual
+        return super().load(model_path, config.model_copy(update={"num_threads": num_threads}), **more)
 
     @contextmanager
     def running(self, jobs: Iterator[BatchJob], sink: BatchSink) -> Iterator[None]:

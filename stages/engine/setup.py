@@ -7,7 +7,8 @@ from typing import Any
 from epd.encoders import Adapter
 from epd.encoders.device import device_of
 from epd.encoders.kernels.dispatch import uses_kernels
-from epd.kv.drafting import NO_DRAFTS, DraftConfig, Drafting
+from epd.engine_config import DEFAULT_ENGINE, EngineConfig
+from epd.kv.drafting import Drafting
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import memory_limit_bytes
 from epd.stages.engine.engine import LanguageEngine
@@ -30,36 +31,31 @@ def build_engine(
     settings: GenerationSettings,
     pools: KVPools | None = None,
     *,
+    options: EngineConfig = DEFAULT_ENGINE,
     config: SchedulerConfig | None = None,
-    num_kv_tokens: int | None = None,
     block_size: int = BLOCK_SIZE,
     enable_prefix_caching: bool = False,
-    drafting: DraftConfig = NO_DRAFTS,
     by_modules: bool = False,
     ranks: RankGroup | None = None,
-    async_scheduling: bool | None = None,
-    enforce_eager: bool = False,
     graphs: GraphMaker | None = None,
 ) -> LanguageEngine:
     """Builds an engine over these pools, by default over its own, where the model is: see `kv_shape`.
 
     by_modules: see `ModelRunner`.
     ranks: that share the model; they build pools of the same blocks, and the engine before is theirs no more.
-    async_scheduling: see `RunAhead`; by default on a GPU alone.
-    enforce_eager: launches every kernel of a decode, instead of a pass that was captured.
     graphs: captures them, by default on a GPU alone; ranks are not captured.
     """
     config = config or SchedulerConfig()
     if pools is None:
         num_pools = 1 if ranks is None else ranks.rank.size
-        pools = kv_shape(model, num_kv_tokens, block_size, num_pools).build(device=device_of(model))
+        pools = kv_shape(model, options.num_kv_tokens, block_size, num_pools).build(device=device_of(model))
     if ranks is None:
         runner = ModelRunner(
             model,
             adapter,
             pools,
             by_modules=by_modules,
-            graphs=None if enforce_eager else graphs or _graph_maker(model),
+            graphs=None if options.enforce_eager else graphs or _graph_maker(model),
             max_num_seqs=config.max_num_seqs,
         )
     else:
@@ -72,10 +68,14 @@ def build_engine(
         settings.eos_ids,
         config,
         enable_prefix_caching=enable_prefix_caching,
-        drafting=None if drafting.method == "none" else Drafting(drafting, _num_token_ids(model)),
+        drafting=None if options.draft == "none" else Drafting(options.drafting, _num_token_ids(model)),
         ranks=ranks,
-        runs_ahead=device_of(model).type != "cpu" if async_scheduling is None else async_scheduling,
+        runs_ahead=_is_on_gpu(model) if options.async_scheduling is None else options.async_scheduling,
     )
+
+
+def _is_on_gpu(model: Any) -> bool:
+    return device_of(model).type != "cpu"
 
 
 def _graph_maker(model: Any) -> GraphMaker | None:
@@ -98,7 +98,7 @@ def kv_shape(
     """
     layout = kv_layout(model)
     num_tokens = num_kv_tokens or default_kv_tokens(layout.bytes_per_token, num_pools)
-    order: StorageOrder = "heads" if device_of(model).type == "cpu" else "blocks"
+    order: StorageOrder = "blocks" if _is_on_gpu(model) else "heads"
     return KVPoolsShape((KVGroupShape(num_tokens // block_size, layout),), block_size, order)
 
 

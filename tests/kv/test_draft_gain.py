@@ -10,7 +10,6 @@ import pytest
 from epd.errors import RequestError
 from epd.kv.draft_gain import ChosenDrafts, DraftStatistics, HoldRate, PassCost
 from epd.kv.drafting import AllDrafts, DraftConfig, Drafting, DraftMethod
-from epd.serve_app.cli.options import draft_config
 from epd.types import Int64Array
 
 KNOWN: Int64Array = np.zeros(4, dtype=np.int64)
@@ -250,7 +249,7 @@ def test_drafts_begin_at_a_gain_of_a_tenth_and_stay_down_to_a_fiftieth() -> None
 )
 def test_what_is_not_allowed_is_refused(method: str, max_draft: int, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        draft_config(method, max_draft)
+        DraftConfig(method, max_draft)
 
 
 def test_drafts_behind_the_end_of_an_answer_have_not_held() -> None:

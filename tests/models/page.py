@@ -13,10 +13,10 @@ import torch
 from transformers import AutoConfig
 
 from epd.encoders.names import WeightSet
+from epd.engine_config import DEFAULT_ENGINE
 from epd.serve_app.worker.worker_stages import embedding_layout
 from epd.stages.engine.model_runner import kv_layout
 from epd.stages.loading.weights import prune, skeleton
-from epd.stages.memory_sizing import DEFAULT_UTILIZATION
 from tests import ROOT
 from tests.models.published import PUBLISHED, Published
 
@@ -45,7 +45,7 @@ class Figures:
     def kv_tokens(self, *, with_tower: bool) -> int:
         """Tokens that have room beside the weights on one card; negative where the weights have none."""
         weights = self.language_bytes + (self.encode_bytes if with_tower else 0)
-        return int(CARD_BYTES * DEFAULT_UTILIZATION - weights) // self.kv_bytes
+        return int(CARD_BYTES * DEFAULT_ENGINE.gpu_memory_utilization - weights) // self.kv_bytes
 
 
 def figures(published: Published) -> Figures:
@@ -94,7 +94,7 @@ def _row(name: str) -> Iterator[str]:
     yield f"{counted.language_bytes / _GIGA:.2f} GB"
     yield f"{counted.kv_bytes:,} B"
     yield f"{counted.embedding_bytes:,} B"
-    yield "yes" if counted.encode_bytes < CARD_BYTES * DEFAULT_UTILIZATION / 2 else "no"
+    yield "yes" if counted.encode_bytes < CARD_BYTES * DEFAULT_ENGINE.gpu_memory_utilization / 2 else "no"
     yield _room(counted.kv_tokens(with_tower=False))
     yield _room(counted.kv_tokens(with_tower=True))
 

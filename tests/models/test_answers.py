@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.workers import SplitPipeline
+from epd.engine_config import EngineConfig
 from epd.serve_app.worker.worker_stages import WorkerSettings
 from tests.encoders.families import QUESTION, Clip, Family, Media, Picture
 from tests.models.published import PUBLISHED
@@ -48,7 +49,9 @@ def test_answers_equal_generate(name: str, tmp_path: Path) -> None:
         "image": [Picture(noise(150, 170, 3, seed=1))],
         "video": [clip_of(family)],
     }
-    settings = WorkerSettings(path, "cpu", "float32", num_kv_tokens=4096, num_embeddings=4096)
+    settings = WorkerSettings(
+        path, EngineConfig(device="cpu", dtype="float32", num_kv_tokens=4096), num_embeddings=4096
+    )
     with SplitPipeline(settings, group_tokens=8) as ours:
         for case, media in cases.items():
             plans = [family.plan(item, SAMPLING) for item in media]

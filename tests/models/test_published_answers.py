@@ -17,6 +17,7 @@ from torchvision.transforms.v2 import functional as tvf
 from benchmarks.gpu.workers import SplitPipeline
 from epd.encoders import FrameSampling, MediaPlan
 from epd.encoders.sampling import DEFAULT_FPS
+from epd.engine_config import EngineConfig
 from epd.serve_app.worker.worker_stages import WorkerSettings
 from tests.encoders.families import QUESTION, Clip, Family, Media, Picture
 from tests.models.published import PUBLISHED
@@ -77,7 +78,9 @@ def test_tokens_equal_generate(name: str, tmp_path: Path) -> None:
         "image": [Picture(noise(150, 170, 3, seed=1))],
         "video": [SMALL if family.name == "smolvlm" else LARGE],
     }
-    settings = WorkerSettings(path, "cpu", "float32", num_kv_tokens=8192, num_embeddings=8192)
+    settings = WorkerSettings(
+        path, EngineConfig(device="cpu", dtype="float32", num_kv_tokens=8192), num_embeddings=8192
+    )
     with SplitPipeline(settings, group_tokens=512) as ours:
         for case, media in cases.items():
             plans = [family.plan(item, AS_EVER) for item in media]

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoProcessor
 
+from epd.engine_config import EngineConfig
 from epd.errors import ModelError, UnsupportedModelError
 from epd.sampling_params import SamplingParams
 from epd.serve_app.local.fleet import LocalTransport
@@ -71,7 +72,7 @@ def logits(runner: Runner) -> torch.Tensor:
 
 def test_answers_equal_generate(subject: Subject, media: dict[str, Path]) -> None:
     lengths = []
-    pipeline = ColocatedPipeline.load(subject.pair.quantized, placement=CPU_FLOAT32)
+    pipeline = ColocatedPipeline.load(subject.pair.quantized, EngineConfig(device="cpu", dtype="float32"))
     processor = AutoProcessor.from_pretrained(subject.pair.plain)
     for names in ([], ["image"], ["video", "wide_image"]):
         paths = [media[name] for name in names]

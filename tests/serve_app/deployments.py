@@ -13,6 +13,7 @@ from typing import Any
 from epd.control.routing import InFlight
 from epd.encoders import FrameSampling
 from epd.encoders.prompt.chat import ChatMessage, ContentPart
+from epd.engine_config import EngineConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
@@ -36,6 +37,7 @@ from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.topology import Stage
 from epd.video import media_kind
 from tests.clear_draws import clear_draws, close_draws
+from tests.engine_options import parted
 from tests.serve_app.media_fleet import ANY_FILE, reference_to, unheld
 
 LETTERS: dict[str, Stage] = {"v": "video", "e": "encode", "p": "prefill", "d": "decode"}
@@ -117,12 +119,13 @@ class Deployment:
     def __init__(self, path: Path, topology: str, fleet: dict[str, Any], **options: Any) -> None:
         settings = WorkerSettings(
             path,
-            num_kv_tokens=8192,
+            EngineConfig(num_kv_tokens=8192),
             num_embeddings=4096,
             max_batch_patches=512,
             scheduler=SchedulerConfig(max_chunk_tokens=64),
         )
-        settings = replace(settings, **options.pop("settings", {}))
+        engine, others = parted(options.pop("settings", {}), settings.engine)
+        settings = replace(settings, engine=engine, **others)
         fleet.setdefault("media", MediaSettings(path, ANY_FILE))
         workers = {**workers_of(topology), **fleet.pop("more_workers", {})}
         self.fleet = LocalFleet(LocalFleetConfig(workers, **fleet), settings)

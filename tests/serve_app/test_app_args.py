@@ -88,14 +88,18 @@ def test_processes_of_a_worker_share_its_room_and_its_cores(monkeypatch: pytest.
 
 @pytest.mark.parametrize("is_wanted", [None, True, False])
 def test_workers_run_ahead_as_they_are_asked_to(is_wanted: bool | None) -> None:
-    assert worker_settings(AppArgs(async_scheduling=is_wanted)).async_scheduling is is_wanted
+    assert worker_settings(AppArgs(async_scheduling=is_wanted)).engine.async_scheduling is is_wanted
 
 
 def test_workers_on_ray_get_what_is_set_for_them() -> None:
     args = AppArgs(async_scheduling=True, enforce_eager=True, encode_beside=False, num_kv_tokens=512)
     sent = worker_settings(args.for_workers(*STAGE_FIELDS))
     assert sent == worker_settings(args)
-    assert (sent.async_scheduling, sent.enforce_eager, sent.encode_beside) == (True, True, False)
+    assert (sent.engine.async_scheduling, sent.engine.enforce_eager, sent.encode_beside) == (
+        True,
+        True,
+        False,
+    )
 
 
 def test_videos_are_cut_as_the_arguments_say(

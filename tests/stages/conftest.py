@@ -19,6 +19,7 @@ from epd.stages.engine.setup import build_engine
 from tests.encoders.conftest import families, family
 from tests.encoders.families import Clip, Family, Media, Picture
 from tests.encoders.tiny_tiles import BUILDERS
+from tests.engine_options import parted
 from tests.positions import trained_positions_in
 from tests.reference import processor_inputs
 from tests.stages.prompts import MAX_TOKENS, QUESTIONS, Prompt, prompt_of
@@ -42,8 +43,9 @@ class Subject:
     prompts: list[Prompt]
 
     def engine(self, **options: Any) -> LanguageEngine:
-        """options: of `build_engine`."""
-        return build_engine(self.model, self.adapter, self.settings, **({"num_kv_tokens": 8192} | options))
+        """options: of `build_engine`, and fields of an engine's record."""
+        config, others = parted({"num_kv_tokens": 8192} | options)
+        return build_engine(self.model, self.adapter, self.settings, options=config, **others)
 
     def mix(self, count: int) -> dict[str, Prompt]:
         """The first `count` prompts, again from the start when there are not as many."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from epd.encoders.prompt.chat import dialogue
+from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.models import embedded_model_path
 from epd.shapes import make_scene
@@ -18,7 +19,7 @@ QUESTIONS = ["How many shapes are there?", "Which shape appears first?", "What c
 
 @pytest.fixture(scope="module")
 def pipeline() -> ColocatedPipeline:
-    return ColocatedPipeline.load(embedded_model_path(), num_threads=1)
+    return ColocatedPipeline.load(embedded_model_path(), EngineConfig(num_threads=1))
 
 
 def test_answers_side_by_side_equal_answers_alone(
@@ -50,7 +51,7 @@ def test_a_follow_up_is_about_the_answer_before(tmp_path: Path) -> None:
     scene = make_scene(3_000_000_010, 16.0)
     first, *_, last = scene.objects
     write_demo_video(tmp_path / "video.mp4", scene, fps=4, height=360, width=640)
-    pipeline = ColocatedPipeline.load(embedded_model_path("shapes-vl-2"), num_threads=1)
+    pipeline = ColocatedPipeline.load(embedded_model_path("shapes-vl-2"), EngineConfig(num_threads=1))
     context = pipeline.prefill_media([tmp_path / "video.mp4"], num_frames=16)
     earlier = [
         [(f"Which shape appears {place}?", item.shape)] for place, item in (("first", first), ("last", last))

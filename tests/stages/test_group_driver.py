@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from epd.encoders import FrameSampling
+from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
 from epd.stages import group_driver
 from epd.stages.batch.ahead import Ahead, MediaThreads
@@ -25,7 +26,7 @@ GROUP_TOKENS = 1  # a unit in each group
 
 @pytest.fixture(scope="module")
 def pipeline() -> ColocatedPipeline:
-    return ColocatedPipeline.load(embedded_model_path(), num_threads=1)
+    return ColocatedPipeline.load(embedded_model_path(), EngineConfig(num_threads=1))
 
 
 @pytest.fixture

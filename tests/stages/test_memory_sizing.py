@@ -12,6 +12,7 @@ import torch
 
 from epd.encoders import load_adapter
 from epd.encoders.adapter import Embeddings, PatchRun
+from epd.engine_config import EngineConfig
 from epd.errors import InfeasibleError
 from epd.serve_app.local.fleet import LocalTransport
 from epd.serve_app.worker.worker_core import stages_of
@@ -239,7 +240,7 @@ def test_a_worker_is_sized_for_its_roles(
 
     monkeypatch.setattr("epd.serve_app.worker.worker_stages.measured_kv_tokens", measured)
     path = checkpoints["qwen2_5_vl"]
-    settings = WorkerSettings(path, gpu_memory_utilization=0.4, num_embeddings=1024)
+    settings = WorkerSettings(path, EngineConfig(gpu_memory_utilization=0.4), num_embeddings=1024)
     for topology in ("1ep1d", "1e1pd"):
         for worker in parse_topology(topology).workers():
             builder = StageBuilder(settings, LocalTransport())
@@ -260,9 +261,9 @@ def test_embeddings_are_sized_by_the_gpu(
     path = checkpoints["qwen2_5_vl"]
     row_bytes = 64 * 2
     for settings, expected in (
-        (WorkerSettings(path, gpu_memory_utilization=0.5), GB // 4 // row_bytes),
+        (WorkerSettings(path, EngineConfig(gpu_memory_utilization=0.5)), GB // 4 // row_bytes),
         (WorkerSettings(path, num_embeddings=1024), 1024),
-        (WorkerSettings(path, num_kv_tokens=1024), 65_536),
+        (WorkerSettings(path, EngineConfig(num_kv_tokens=1024)), 65_536),
     ):
         builder = StageBuilder(settings, LocalTransport())
         monkeypatch.setattr(builder, "_load", lambda role: load_role(path, role, CPU_FLOAT32).model)

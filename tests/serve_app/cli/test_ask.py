@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from epd.encoders import ADAPTERS
+from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.serve_app.cli.ask import cost_line
 from epd.serve_app.cli.program import app
@@ -168,8 +169,8 @@ def test_weights_that_lack_a_tensor_give_one_line(
 def test_passes_are_captured_unless_it_is_told_not_to(
     media: dict[str, Path], monkeypatch: pytest.MonkeyPatch, is_eager: bool
 ) -> None:
-    def told(*_: object, enforce_eager: bool, **__: object) -> None:
-        raise RequestError(f"eager: {enforce_eager}")
+    def told(*_: object, options: EngineConfig, **__: object) -> None:
+        raise RequestError(f"eager: {options.enforce_eager}")
 
     monkeypatch.setattr("epd.stages.pipeline.build_engine", told)
     options = ["--enforce-eager"] if is_eager else []

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from epd import video
 from epd.encoders import FrameSampling, VideoFacts, load_adapter
+from epd.engine_config import EngineConfig
 from epd.pixel_settings import AUTHORS_LIMITS, BARE_PROCESSOR, PIXEL_FIELDS, PixelSettings
 from epd.serve_app.app_args import MEDIA_FIELDS, STAGE_FIELDS, AppArgs
 from epd.serve_app.cli.program import app
@@ -71,7 +72,7 @@ def test_workers_and_media_get_what_the_server_got() -> None:
     args = AppArgs(video_max_tokens=600, bare_processor=True)
     expected = PixelSettings(video_max_tokens=600, bare_processor=True)
     assert args.pixels == expected
-    assert worker_settings(args.for_workers(*STAGE_FIELDS)).pixels == expected
+    assert worker_settings(args.for_workers(*STAGE_FIELDS)).engine.pixels == expected
     assert media_settings(args.for_workers(*MEDIA_FIELDS)).pixels == expected
 
 
@@ -147,7 +148,7 @@ def test_estimate_answer_and_batch_agree(
     assert answer["usage"]["prompt_tokens"] == estimate["prompt_tokens"]
     assert math.prod((smaller["media"][0]["height"], smaller["media"][0]["width"])) <= 50_000
 
-    backend = LocalBackend.load(model, 8192, None, pixels=pixels)
+    backend = LocalBackend.load(model, EngineConfig(num_kv_tokens=8192, **pixels.given))
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body_of(clip)}
     run(tmp_path, backend, [line])
     usage = read(tmp_path / "out.jsonl")["a"]["response"]["body"]["usage"]

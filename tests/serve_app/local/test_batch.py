@@ -16,6 +16,7 @@ from epd.batch.line_index import LineIndex
 from epd.batch.lines import LineDefaults
 from epd.batch.summary import Summary
 from epd.batch.tasks import Backend, MediaTask
+from epd.engine_config import EngineConfig
 from epd.reduction import ReductionPolicy
 from epd.serve_app.local.batch import LocalBackend
 from epd.serve_app.service import ModelCard
@@ -244,7 +245,9 @@ def test_media_wait_for_room_in_a_small_cache(
     """Room for about one video and an answer: they come one after the other, and none is given up."""
     context = colocated.prefill_media([media["video"]], num_frames=6)
     num_tokens = len(context.prefix_ids) + 100
-    pipeline = BatchPipeline.load(checkpoints["qwen2_5_vl"], num_threads=1, num_kv_tokens=num_tokens)
+    pipeline = BatchPipeline.load(
+        checkpoints["qwen2_5_vl"], EngineConfig(num_threads=1, num_kv_tokens=num_tokens)
+    )
     videos = [write_video(tmp_path / f"{number}.mp4", seed=number) for number in range(3)]
     lines = [
         {"id": f"{path.name} {question}", "video": str(path), "question": question}
@@ -268,7 +271,7 @@ def test_what_stands_still_is_encoded_once(
 ) -> None:
     """The answers are those of a pipeline that encodes every unit, and the summary tells what was skipped."""
     pipeline = BatchPipeline.load(
-        checkpoints["qwen2_5_vl"], num_threads=1, num_kv_tokens=8192, skip_static=0.0
+        checkpoints["qwen2_5_vl"], EngineConfig(num_threads=1, num_kv_tokens=8192, skip_static=0.0)
     )
     skipping = LocalBackend(pipeline, ModelCard("tiny", 0))
     lines = [{"id": text, "video": str(still_video), "question": text} for text in QUESTIONS]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from epd.engine_config import EngineConfig
 from epd.errors import UnavailableError
 from epd.kv.scheduling import SchedulerConfig
 from epd.serve_app.composition import share_lead
@@ -26,6 +27,7 @@ from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.topology import parse_topology
+from tests.engine_options import parted
 from tests.serve_app.deployments import ANY_FILE, Answered, Question, reference_to
 
 HOST = "127.0.0.1"
@@ -126,12 +128,13 @@ class Cluster:
         self.board = BoardHere(hang_s)
         defaults = WorkerSettings(
             model,
-            num_kv_tokens=8192,
+            EngineConfig(num_kv_tokens=8192),
             num_embeddings=4096,
             max_batch_patches=512,
             scheduler=SchedulerConfig(max_chunk_tokens=64),
         )
-        self.settings = replace(defaults, **settings)
+        engine, others = parted(settings, defaults.engine)
+        self.settings = replace(defaults, engine=engine, **others)
         self.transport = TransportConfig()
         self.stages: list[WorkerServer] = []
         self.media: list[MediaServer] = []

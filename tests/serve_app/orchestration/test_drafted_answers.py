@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from epd.kv.drafting import DraftConfig
 from epd.sampling_params import SamplingParams
-from epd.serve_app.cli.options import draft_config
 from tests.serve_app.deployments import Question, deployed
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
@@ -27,7 +27,7 @@ def test_the_answers_are_the_same(
     questions = [Question((still_video,), "What is shown?", sampling) for sampling in SAMPLINGS]
 
     async def run(name: str) -> tuple[list[tuple[int, ...]], dict[str, float]]:
-        settings = {"drafting": draft_config(name, 4)}
+        settings = {"drafting": DraftConfig(name, 4)}
         async with deployed(checkpoints["qwen2_5_vl"], topology, settings=settings) as deployment:
             answers = await deployment.ask_all(questions)
             await deployment.settle()

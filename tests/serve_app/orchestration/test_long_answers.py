@@ -15,7 +15,8 @@ import pytest
 from transformers import AutoProcessor
 
 from epd.encoders import FrameSampling
-from epd.kv.drafting import DraftConfig, DraftMethod
+from epd.engine_config import EngineConfig
+from epd.kv.drafting import DraftMethod
 from epd.models import embedded_model_path
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
@@ -72,7 +73,7 @@ def expected(questions: list[Question]) -> list[tuple[int, ...]]:
 def test_descriptions_are_true_and_those_of_generate(
     method: DraftMethod, questions: list[Question], expected: list[tuple[int, ...]]
 ) -> None:
-    pipeline = ColocatedPipeline.load(MODEL, num_threads=1, drafting=DraftConfig(method, 5))
+    pipeline = ColocatedPipeline.load(MODEL, EngineConfig(num_threads=1, draft=method, max_draft=5))
     context = pipeline.prefill_media(questions[0].media, num_frames=NUM_FRAMES)
     answers = pipeline.answer_all(context, [each.text for each in questions], max_tokens=LONGEST)
     assert [answer.token_ids for answer in answers] == expected

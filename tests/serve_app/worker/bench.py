@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from epd.encoders.groups import MediaGroup
+from epd.engine_config import EngineConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.serve_app.local.fleet import LocalTransport
 from epd.serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
@@ -24,6 +25,7 @@ from epd.transfer.connectors import KVTicket
 from epd.transfer.reception import Grant
 from epd.types import UInt8Array
 from epd.video import open_file
+from tests.engine_options import parted
 from tests.serve_app.deployments import Question, num_held, workers_of
 from tests.serve_app.media_fleet import image_pixels, planned_here
 
@@ -44,11 +46,12 @@ class Bench:
     def __post_init__(self) -> None:
         base = WorkerSettings(
             self.path,
-            num_kv_tokens=4096,
+            EngineConfig(num_kv_tokens=4096),
             num_embeddings=2048,
             scheduler=SchedulerConfig(max_chunk_tokens=32),
         )
-        self.worker_settings = replace(base, **self.settings)
+        engine, others = parted(self.settings, base.engine)
+        self.worker_settings = replace(base, engine=engine, **others)
         self.transport = LocalTransport()
         self.planner = RequestPlanner(self.path, "tiny", group_tokens=8)
         self.reader = FrameReader(_opened)

@@ -9,6 +9,7 @@ import torch
 
 from epd.encoders.groups import plan_groups
 from epd.encoders.identity import prompt_identity
+from epd.engine_config import EngineConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.encode.splicing import EmbeddingSplicer
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
@@ -38,7 +39,8 @@ def answer(family: Family, media: list[Media], num_encoders: int) -> list[int]:
     hashes = [f"item {index}" for index in range(len(media))]
     groups = plan_groups(plans, hashes, model="tiny", group_tokens=8)
     prompt = family.adapter.plan_prompt(plans, QUESTION)
-    engine = build_engine(language, family.adapter, GenerationSettings(frozenset()), num_kv_tokens=4096)
+    options = EngineConfig(num_kv_tokens=4096)
+    engine = build_engine(language, family.adapter, GenerationSettings(frozenset()), options=options)
     sampling = SamplingParams(max_tokens=NUM_TOKENS)
     engine.add(GenerateRequest("r", prompt, prompt_identity(prompt, hashes), sampling))
     encoded = ShardedEncoding(workers.encoders, workers.receiver).encode(

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from epd.kv.drafting import DraftConfig
 from epd.kv.scheduling import PreemptionMode, SchedulerConfig
 from epd.sampling_params import SamplingParams
-from epd.serve_app.cli.options import draft_config
 from epd.stages.engine.engine import LanguageEngine
 from epd.types import Int64Array
 from tests.stages.conftest import Subject
@@ -51,7 +51,7 @@ def plain_tokens(subject: Subject, count: int, sampling: SamplingParams) -> dict
 
 def drafting_engine(subject: Subject, method: str, max_draft: int = 5, **options: object) -> LanguageEngine:
     """With `auto`, costs are set such that drafts always pay, for as long as any of their tokens holds."""
-    engine = subject.engine(drafting=draft_config(method, max_draft), **options)
+    engine = subject.engine(drafting=DraftConfig(method, max_draft), **options)
     assert engine._drafting is not None
     engine._drafting.statistics.cost = Free()  # type: ignore[assignment]
     return engine
@@ -125,7 +125,7 @@ def test_split_and_moved_answers_draft_on(
     engine = type(a_family).engine
 
     def drafting(subject: Subject, **options: object) -> LanguageEngine:
-        made = engine(subject, drafting=draft_config(method, 4), **options)
+        made = engine(subject, drafting=DraftConfig(method, 4), **options)
         made._drafting.statistics.cost = Free()  # type: ignore[union-attr,assignment]
         return made
 

@@ -19,6 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import epd.stages.ranks.group
+from epd.engine_config import EngineConfig
 from epd.errors import InfeasibleError, RankLostError, RequestError, UnsupportedModelError
 from epd.stages.colocated import ColocatedPipeline
 from epd.stages.placement import CPU_FLOAT32
@@ -37,7 +38,9 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def pipeline(checkpoints: dict[str, Path]) -> Iterator[ColocatedPipeline]:
     """Two ranks of the checkpoint with deepstack features."""
-    made = ColocatedPipeline.load(checkpoints["qwen3_vl"], tensor_parallel_size=2, num_kv_tokens=4096)
+    made = ColocatedPipeline.load(
+        checkpoints["qwen3_vl"], EngineConfig(tensor_parallel_size=2, num_kv_tokens=4096)
+    )
     yield made
     ranks_of(made).close()
 
@@ -55,7 +58,7 @@ def is_running(process_id: int) -> bool:
 def test_two_processes_answer_as_one_does(
     pipeline: ColocatedPipeline, checkpoints: dict[str, Path], media: dict[str, Path]
 ) -> None:
-    alone = ColocatedPipeline.load(checkpoints["qwen3_vl"], num_kv_tokens=4096)
+    alone = ColocatedPipeline.load(checkpoints["qwen3_vl"], EngineConfig(num_kv_tokens=4096))
     ours, theirs = recorded(pipeline.engine), recorded(alone.engine)
     for names in ([], ["video", "image"]):
         question = ([media[name] for name in names], "What is shown?")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from epd.encoders import FrameSampling, load_adapter
+from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.kv.scheduling import SchedulerConfig
 from epd.reduction import ReductionPolicy
@@ -24,6 +25,7 @@ from epd.stages.engine.setup import build_engine
 from epd.stages.loading.weights import load_role
 from epd.stages.placement import CPU_FLOAT32
 from epd.stages.rank import Rank
+from tests.engine_options import parted
 from tests.stages.prompts import MAX_TOKENS, QUESTIONS, Drive, Prompt, prompt_of
 from tests.stages.ranks.thread_ranks import ThreadRanks, recorded
 
@@ -43,7 +45,8 @@ class Pair:
     prompts: dict[str, Prompt]
 
     def engines(self, **options: Any) -> tuple[LanguageEngine, LanguageEngine]:
-        build = partial(build_engine, adapter=self.adapter, settings=SETTINGS, **options)
+        config, others = parted(options)
+        build = partial(build_engine, adapter=self.adapter, settings=SETTINGS, options=config, **others)
         return build(self.whole), build(self.part, ranks=self.ranks)
 
 
@@ -129,7 +132,11 @@ def test_a_reduction_by_heads_is_refused_and_others_go_on(
     pair: Pair, method: str, media: dict[str, Path]
 ) -> None:
     pipeline = ColocatedPipeline(
-        pair.part, pair.adapter, settings=SETTINGS, num_kv_tokens=4096, ranks=pair.ranks
+        pair.part,
+        pair.adapter,
+        settings=SETTINGS,
+        config=EngineConfig(num_kv_tokens=4096),
+        ranks=pair.ranks,
     )
     with pytest.raises(RequestError, match="which several ranks share; allowed: a method that chooses"):
         pipeline.ask([media["video"]], "what?", reduction=ReductionPolicy(method, 0.5), max_tokens=4)

@@ -25,6 +25,7 @@ from epd.stages.rank import Rank
 from epd.stages.ranks.group_pools import GroupPools, PoolSharing
 from epd.stages.ranks.shared_pools import SharedPools, SharePools
 from epd.transfer.connectors import TransferOutcome
+from tests.engine_options import parted
 from tests.stages.conftest import Subject
 from tests.stages.prompts import MAX_TOKENS
 from tests.stages.ranks.thread_ranks import ThreadRanks
@@ -70,7 +71,9 @@ class Ranked:
         group, size = self.groups[-len(self.sizes)], self.sizes.pop()
         model, ranks = (self.subject.model, None) if size == 1 else (group.part, group.ranks)
         pools = GroupPools(kv_shape(model, num_kv_tokens, 8), PoolSharing(ranks, 2))
-        return build_engine(model, self.subject.adapter, self.subject.settings, pools, ranks=ranks, **options)
+        config, others = parted(options)
+        adapter, settings = self.subject.adapter, self.subject.settings
+        return build_engine(model, adapter, settings, pools, options=config, ranks=ranks, **others)
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])

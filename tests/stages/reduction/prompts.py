@@ -16,6 +16,7 @@ from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerationSettings
 from epd.stages.engine.setup import build_engine
 from epd.stages.visual_inputs import PlacedEmbeddings
+from tests.engine_options import parted
 from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
 
 SMALL_WINDOW_TOKENS = 45  # three units of 15
@@ -34,8 +35,8 @@ class Engines:
 
     def engine(self, **options: Any) -> LanguageEngine:
         settings = GenerationSettings(eos_ids=frozenset())
-        options = {"num_kv_tokens": 8192, "enable_prefix_caching": True} | options
-        return build_engine(self._model, self._adapter, settings, **options)
+        config, others = parted({"num_kv_tokens": 8192, "enable_prefix_caching": True} | options)
+        return build_engine(self._model, self._adapter, settings, options=config, **others)
 
 
 def reduced_plan(

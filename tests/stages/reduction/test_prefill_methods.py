@@ -17,6 +17,7 @@ from transformers import AttentionInterface, DynamicCache
 
 from epd.encoders import PromptPlan, load_adapter
 from epd.encoders.reduction.merging import MergedNeighbours
+from epd.engine_config import EngineConfig
 from epd.errors import InfeasibleError
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.kv_identity import token_identity
@@ -496,7 +497,8 @@ def test_a_frozen_video_is_encoded_once_a_group(model: Any, clip: Path) -> None:
     adapter = load_adapter(embedded_model_path())
     settings = GenerationSettings.of(model.generation_config, adapter.tokenizer.eos_token_id)
     pipelines = [
-        ColocatedPipeline(model, adapter, settings=settings, skip_static=each) for each in (None, 0.0, 100.0)
+        ColocatedPipeline(model, adapter, settings=settings, config=EngineConfig(skip_static=each))
+        for each in (None, 0.0, 100.0)
     ]
     first, exact, one = [each.encode_media([clip], num_frames=24) for each in pipelines]
     assert [each.num_units_skipped for each in pipelines[::2]] == [0, 12 - len(one.groups)]

@@ -1,0 +1,174 @@
+"""Says how an engine runs: the one record of its options, from the flags of every command to the builder.
+
+A new option is a field here and the line that reads it. The commands that run a model get its flag, with the
+description as its help; `epd serve` and its YAML get it by `AppArgs`, and `epd.LLM` by the field's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Self
+
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from epd.devices import DTYPE_NAMES, check_device, check_dtype
+from epd.encode.group_cut import FIRST_GROUP_TOKENS, GROUP_TOKENS
+from epd.errors import RequestError
+from epd.kv.drafting import (
+    DEFAULT_DRAFT,
+    DEFAULT_MAX_DRAFT,
+    MOST_DRAFTS,
+    DraftConfig,
+    DraftMethod,
+    as_draft_method,
+)
+from epd.pixel_settings import PIXEL_FIELDS, PixelSettings, option
+from epd.reduction import LEAST_TOWER_SHARE, TowerMerge, check_tolerance, tower_merge
+
+# Fields whose values are checked, and by what.
+_CHECKS: Mapping[str, Callable[..., object]] = {
+    "device": check_device,
+    "dtype": check_dtype,
+    "max_draft": lambda value: DraftConfig(max_draft=value),
+    "skip_static": check_tolerance,
+    "tower_share": lambda value: value is None or TowerMerge(value),
+    "tower_merge_layer": lambda value: TowerMerge(1, value),
+}
+
+
+class EngineConfig(PixelSettings):
+    """Holds the options of an engine. Every field is a flag of the commands that run a model."""
+
+    device: str = Field(
+        default="auto",
+        description="Where the model runs: cpu, cuda, or cuda:N for one of several GPUs; auto is a GPU if "
+        "there is one.",
+    )
+    dtype: str = Field(
+        default="auto",
+        description=f"Type of weights and activations: {', '.join(DTYPE_NAMES)}; auto is the model's own on "
+        "a GPU and float32 on a CPU.",
+    )
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Processes that share the language model of a worker, each on a GPU of its own.",
+    )
+    async_scheduling: bool | None = Field(
+        default=None,
+        description="Launch a pass of decodes before the tokens of the one before are read, where they are "
+        "neither drafted nor held to a grammar; by default on GPUs.",
+    )
+    enforce_eager: bool = Field(
+        default=False,
+        description="Launch every kernel of a pass of decodes, instead of a CUDA graph captured at start.",
+    )
+    num_threads: int | None = Field(
+        default=None,
+        ge=1,
+        le=256,
+        description="Threads of torch; by default OMP_NUM_THREADS or all cores; a server divides the cores "
+        "among its workers.",
+    )
+    num_kv_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens that each worker's KV cache holds; by default set by the memory.",
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="Share of its GPU's memory that a worker may use. Keys and values get what remains after "
+        "weights, the largest passes and embeddings, unless num_kv_tokens is set.",
+    )
+    group_tokens: int = Field(
+        default=GROUP_TOKENS,
+        ge=1,
+        description="Visual tokens that are encoded and prefilled together, about; the first ones of a video "
+        f"are {FIRST_GROUP_TOKENS} at most.",
+    )
+    skip_static: float | None = Field(
+        default=None,
+        description="Tolerance for skipping static frames: a unit of a video is not encoded when no "
+        "preprocessed value differs by more from the unit before; 0 requires equality. By default all are "
+        "encoded.",
+    )
+    tower_share: float | None = Field(
+        default=None,
+        description="Share of a picture's tokens that later layers of the vision tower compute, "
+        f"{LEAST_TOWER_SHARE} to 1; neighbours that look alike are merged. By default all.",
+    )
+    tower_merge_layer: int | None = Field(
+        default=None,
+        description="Layers of the tower before neighbours are merged; by default a quarter. Only with "
+        "tower_share.",
+    )
+    draft: DraftMethod = Field(
+        default=DEFAULT_DRAFT,
+        description="What proposes the next tokens, for one pass to check: none, prompt-lookup (repetition), "
+        "recycling (what followed before) or auto (what pays for a request). Answers stay the same.",
+    )
+    max_draft: int = Field(
+        default=DEFAULT_MAX_DRAFT,
+        description=f"Tokens drafted at most for one request in one pass, 1 to {MOST_DRAFTS}.",
+    )
+
+    @field_validator("draft", mode="before")
+    @classmethod
+    def _known_method(cls, name: object) -> object:
+        return _allowed(as_draft_method, name)
+
+    @field_validator(*_CHECKS)
+    @classmethod
+    def _checked_value(cls, value: object, info: ValidationInfo) -> object:
+        return _allowed(_CHECKS[info.field_name or ""], value)
+
+    @classmethod
+    def checked(cls, values: Mapping[str, object]) -> Self:
+        config = super().checked(values)
+        _ = config.tower_merge  # one of its options alone is refused
+        return config
+
+    @property
+    def engine(self) -> EngineConfig:
+        """Returns these fields alone, of a record that has more."""
+        return EngineConfig(**{name: getattr(self, name) for name in ENGINE_FIELDS})
+
+    @property
+    def drafting(self) -> DraftConfig:
+        return DraftConfig(self.draft, self.max_draft)
+
+    @property
+    def tower_merge(self) -> TowerMerge | None:
+        """Returns how many tokens later layers of the tower compute. Raises RequestError."""
+        return tower_merge(self.tower_share, self.tower_merge_layer)
+
+    @property
+    def visual_text(self) -> str:
+        """Returns what is given of that changes which embeddings media have, for people."""
+        return ", ".join(f"{name}={value}" for name, value in self.given.items() if name in _VISUAL_FIELDS)
+
+    def check_at_server(self) -> None:
+        """Raises RequestError where anything is given: a running server has its own values."""
+        for name, value in self.given.items():
+            raise RequestError(
+                f"received {option(name)} {value} for a running server, which has its own value; give it to "
+                "epd serve"
+            )
+
+
+def _allowed(check: Callable[..., object], value: object) -> object:
+    """Returns the value. Raises pydantic's error with the words of the check that refuses it."""
+    try:
+        check(value)
+    except RequestError as error:
+        raise PydanticCustomError("refused", "{reason}", {"reason": str(error)}) from None
+    return value
+
+
+ENGINE_FIELDS = tuple(EngineConfig.model_fields)
+DEFAULT_ENGINE = EngineConfig()
+_VISUAL_FIELDS = frozenset((*PIXEL_FIELDS, "skip_static", "tower_share", "tower_merge_layer"))
