@@ -56,12 +56,29 @@ class LargestPasses:
     encode_patches: of a batch. chunk_tokens: of prefill.
     num_captured: sequences of the largest pass of decodes that is captured, 0 where none is.
     resize_pixels: that a request may ask for an image, above the model's own limit; None for no more.
+    encode_beside: whether batches are encoded beside prefill.
     """
 
     encode_patches: int
     chunk_tokens: int
     num_captured: int = 0
     resize_pixels: int | None = None
+    encode_beside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryShare:
+    """Says what a worker may use of a GPU, and what else it is to hold.
+
+    options: whose gpu_memory_utilization is the share of the device
+    embedding_bytes: of pools that are still to be built
+    name, letters: of the model and of the worker's roles, for messages
+    """
+
+    options: EngineConfig = DEFAULT_ENGINE
+    embedding_bytes: int = 0
+    name: str = "the model"
+    letters: str = "epd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,20 +166,15 @@ def measured_kv_tokens(
     settings: GenerationSettings,
     placement: Placement,
     passes: LargestPasses,
+    share: MemoryShare = MemoryShare(),  # it is frozen
     *,
-    utilization: float = DEFAULT_ENGINE.gpu_memory_utilization,
-    embedding_bytes: int = 0,
-    name: str = "the model",
-    letters: str = "epd",
     memory_of: Callable[[torch.device], GPUMemory] = GPUMemory.now,
     ranks: RankGroup | None = None,
-    encode_beside: bool = False,
 ) -> int | None:
     """Returns the tokens of a KV pool after one run of each of the largest passes; None on a CPU.
 
-    tower: None for a worker that does not encode. encode_beside: it does so beside prefill.
-    memory_of: asked after the passes. ranks: that share the model; what rank 0 has room for, the others
-    have. Other arguments as in `kv_tokens_beside`.
+    tower: None for a worker that does not encode. memory_of: asked after the passes. ranks: that share the
+    model; what rank 0 has room for, the others have.
     """
     if not placement.is_cuda:
         return None
@@ -170,19 +182,19 @@ def measured_kv_tokens(
     gc.collect()  # pools of roles that were given up
     peaks = [_peak_bytes(device, lambda: run_prefill(model, adapter, settings, passes.chunk_tokens, ranks))]
     if tower is not None:
-        peaks.append(_peak_bytes(device, lambda: _run_encode(adapter, tower, passes, name, device)))
+        peaks.append(_peak_bytes(device, lambda: _run_encode(adapter, tower, passes, share.name, device)))
     graph_bytes = 0
     if passes.num_captured and ranks is None:
         graph_bytes = _graph_bytes(device, lambda: _capture(model, adapter, settings, passes.num_captured))
     return kv_tokens_beside(
         memory_of(device),
-        (sum(peaks) if encode_beside else max(peaks)) + graph_bytes,
-        embedding_bytes,
+        (sum(peaks) if passes.encode_beside else max(peaks)) + graph_bytes,
+        share.embedding_bytes,
         kv_layout(model).bytes_per_token,
-        utilization,
-        model=name,
+        share.options.gpu_memory_utilization,
+        model=share.name,
         device=str(device),
-        letters=letters,
+        letters=share.letters,
     )
 
 

@@ -18,7 +18,7 @@ from epd.machine import usable_cpus
 from epd.stages.engine.generation import GenerationSettings, generation_settings
 from epd.stages.engine.setup import build_engine
 from epd.stages.loading.weights import OnBytes
-from epd.stages.memory_sizing import LargestPasses, measured_kv_tokens
+from epd.stages.memory_sizing import LargestPasses, MemoryShare, measured_kv_tokens
 from epd.stages.placement import Placement
 from epd.stages.rank import RankGroup
 from epd.stages.ranks.loading import load_with_ranks
@@ -88,8 +88,7 @@ class Pipeline:
                 settings,
                 placement,
                 passes,
-                utilization=config.gpu_memory_utilization,
-                name=path.name,
+                MemoryShare(config, name=path.name),
                 ranks=ranks,
             )
             config = config.model_copy(update={"num_kv_tokens": room})

@@ -36,6 +36,7 @@ from epd.stages.memory_sizing import (
     DEFAULT_EMBEDDINGS,
     GPUMemory,
     LargestPasses,
+    MemoryShare,
     embeddings_within,
     measured_kv_tokens,
 )
@@ -199,14 +200,16 @@ class StageBuilder:
                 settings.scheduler.max_num_batched_tokens,
                 settings.decode_limits.max_num_seqs if captures else 0,
                 settings.max_resize_pixels,
+                settings.encode_beside,
             ),
-            utilization=settings.engine.gpu_memory_utilization,
-            embedding_bytes=num_missing * self._num_embeddings * layout.bytes_per_embedding,
-            name=settings.model_path.name,
-            letters=role_letters(roles),
+            MemoryShare(
+                settings.engine,
+                num_missing * self._num_embeddings * layout.bytes_per_embedding,
+                settings.model_path.name,
+                role_letters(roles),
+            ),
             memory_of=self._memory,
             ranks=self._ranks,
-            encode_beside=settings.encode_beside,
         )
 
     def memory(self) -> MemoryUse:

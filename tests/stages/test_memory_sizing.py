@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from epd.stages.loading.weights import load_role
 from epd.stages.memory_sizing import (
     GPUMemory,
     LargestPasses,
+    MemoryShare,
     embeddings_within,
     kv_tokens_beside,
     measured_kv_tokens,
@@ -119,7 +121,7 @@ def test_the_largest_passes_are_run_before_the_pool_is_sized(
     assert ran == ["prefill", "encode"]
     bytes_per_token = memory_sizing.kv_layout(family.model).bytes_per_token
     assert num_tokens == (9 - 4 - 2 - 1) * GB // bytes_per_token // 16 * 16
-    both_at_once = measured_kv_tokens(*arguments, ON_GPU, passes, encode_beside=True)
+    both_at_once = measured_kv_tokens(*arguments, ON_GPU, replace(passes, encode_beside=True))
     assert both_at_once == (9 - 4 - 2 - 2) * GB // bytes_per_token // 16 * 16
 
 
@@ -232,10 +234,10 @@ def test_captured_passes_are_part_of_what_a_worker_needs(
 def test_a_worker_is_sized_for_its_roles(
     checkpoints: dict[str, Path], gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[dict[str, Any]] = []
+    asked: list[tuple[bool, MemoryShare]] = []
 
-    def measured(_model: Any, tower: Any, *_: Any, **options: Any) -> int:
-        asked.append({"encodes": tower is not None} | options)
+    def measured(_model: Any, tower: Any, *others: Any, **_: Any) -> int:
+        asked.append((tower is not None, others[-1]))
         return 4800
 
     monkeypatch.setattr("epd.serve_app.worker.worker_stages.measured_kv_tokens", measured)
@@ -248,10 +250,10 @@ def test_a_worker_is_sized_for_its_roles(
             builder.placement = ON_GPU
             builder.size(worker.roles, stages_of(worker.roles))
             assert builder._kv_tokens == (4800 if worker.roles != {"encode"} else None)
-    found = [(each["letters"], each["encodes"], each["embedding_bytes"]) for each in asked]
+    found = [(share.letters, encodes, share.embedding_bytes) for encodes, share in asked]
     row_bytes = 64 * 2
     assert found == [("ep", True, 2048 * row_bytes), ("d", False, 0), ("pd", False, 1024 * row_bytes)]
-    assert {each["utilization"] for each in asked} == {0.4}
+    assert {share.options.gpu_memory_utilization for _, share in asked} == {0.4}
 
 
 def test_embeddings_are_sized_by_the_gpu(

@@ -55,8 +55,8 @@ class Sizes:
         self.core: WorkerCore | None = None
         self.asked: list[tuple[str, frozenset[str]]] = []
 
-    def __call__(self, *_: Any, letters: str, **__: Any) -> int:
-        self.asked.append((letters, frozenset(self.core.hosted) if self.core else frozenset()))
+    def __call__(self, *arguments: Any, **_: Any) -> int:
+        self.asked.append((arguments[-1].letters, frozenset(self.core.hosted) if self.core else frozenset()))
         return 4096 - 512 * len(self.asked)
 
 
