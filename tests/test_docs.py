@@ -65,6 +65,7 @@ CHANGES = (
     "a model family", "a reduction method before the language model", "a reduction method inside of prefill",
     "how requests are routed", "a scheduling policy", "eviction of the encoder cache", "a transport",
     "an HTTP parameter", "a flag of `epd serve`", "a metric", "a wrong timestamp",
+    "an option of the engine, for every command",
     "the prompt's order", "audio",
 )  # fmt: skip
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.kv.draft_gain import ChosenDrafts, DraftStatistics, HoldRate, PassCost
 from epd.kv.drafting import AllDrafts, DraftConfig, Drafting, DraftMethod
@@ -249,7 +250,7 @@ def test_drafts_begin_at_a_gain_of_a_tenth_and_stay_down_to_a_fiftieth() -> None
 )
 def test_what_is_not_allowed_is_refused(method: str, max_draft: int, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        DraftConfig(method, max_draft)
+        EngineConfig.checked({"draft": method, "max_draft": max_draft})
 
 
 def test_drafts_behind_the_end_of_an_answer_have_not_held() -> None:
