@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Self
 
-from pydantic import Field, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
-
 from epd.devices import DTYPE_NAMES, check_device, check_dtype
 from epd.encode.group_cut import FIRST_GROUP_TOKENS, GROUP_TOKENS
 from epd.errors import RequestError
@@ -24,6 +21,7 @@ from epd.kv.drafting import (
     as_draft_method,
 )
 from epd.pixel_settings import PIXEL_FIELDS, PixelSettings, option
+from epd.records import Field, PydanticCustomError, ValidationInfo, field_validator
 from epd.reduction import LEAST_TOWER_SHARE, TowerMerge, check_tolerance, tower_merge
 
 # Fields whose values are checked, and by what.

@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
-
 from epd.errors import RequestError
+from epd.records import BaseModel, ConfigDict, ErrorDetails, Field, ValidationError
 
 
 @dataclass(frozen=True, slots=True)
