@@ -189,7 +189,7 @@ def test_a_front_that_has_stopped_to_listen_is_not_healthy(address: HttpAddress)
     ids=lambda config: str(config),
 )
 def test_a_wrong_address_is_refused(config: Mapping[str, object]) -> None:
-    with pytest.raises(RequestError, match="allowed: host, an address of the machine, and port"):
+    with pytest.raises(RequestError, match="allowed: host, an address of the machine, port"):
         HttpAddress.of(config)
 
 

@@ -23,6 +23,12 @@ with warnings.catch_warnings():
     from epd.serve_app.app import build_app
 
 
+@pytest.fixture(autouse=True)
+def no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other application has GPUs; a cluster of another test may be connected, which has none."""
+    monkeypatch.setattr(gpus, "free_gpus", lambda num_all: num_all)
+
+
 @pytest.mark.parametrize(
     ("args", "num_gpus", "expected"),
     [
