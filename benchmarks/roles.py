@@ -339,7 +339,6 @@ async def _round(app: App, phases: Sequence[Phase], *, is_elastic: bool) -> Row:
         elastic.controller = RoleController(ControllerConfig())
         elastic.start()
     seconds = [await phase.run(app) for phase in phases]
-    await elastic.close()
     elastic.controller = None
     while app.service.switcher.in_flight:
         await asyncio.sleep(0.05)

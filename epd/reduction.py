@@ -91,6 +91,10 @@ class ReductionPolicy:
         share = self.compute_share
         return replace(self, retention=retention, compute_share=share and max(share, retention))
 
+    def clamped(self, level: float, floor: float) -> ReductionPolicy:
+        """Returns the policy with a retention of at most the level, but at least the floor."""
+        return self.with_retention(max(floor, min(self.retention, level)))
+
     @property
     def later_share(self) -> float | None:
         """Returns the share of the visual tokens that later layers compute; None where they compute all."""

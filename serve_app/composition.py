@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from epd.control.admission import Others
+from epd.control.admission import QueueSummary
 from epd.control.elasticity import ControllerConfig
 from epd.errors import UnavailableError
 from epd.serve_app.app_args import AppArgs
@@ -21,7 +22,6 @@ from epd.serve_app.media.media_worker import MediaSettings
 from epd.serve_app.network.members import Kind, Member, View
 from epd.serve_app.network.remote_fleet import RemoteFleet
 from epd.serve_app.orchestration.config import OrchestratorConfig
-from epd.serve_app.orchestration.elastic import Elastic
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.orchestration.role_switch import SwitchRequest
@@ -74,12 +74,18 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
         service.share(_waiting_at(fronts))
         service.losses.follow({each.epoch: each.losses for each in fronts} or None)
         service.isolation.share([each.claims for each in fronts] or None)
-        _follow_fronts(service.elastic, view, fleet, fronts)
+        service.arrivals.follow(time.time(), {each.epoch: each.traffic for each in fronts})
+        _follow_advice(service, view, fleet)
 
     def describe() -> Mapping[str, Any]:
         queue = service.queue.summary()
-        claims = service.isolation.claims
-        return {"num_waiting": queue.num_waiting, "oldest_s": queue.oldest_s, "claims": claims}
+        return {
+            "num_waiting": queue.num_waiting,
+            "oldest_s": queue.oldest_s,
+            "claims": service.isolation.claims,
+            "traffic": service.arrivals.published(time.time(), len(service.queue)),
+            "advice": service.elastic.advisor.advice if service.leads else {},
+        }
 
     async def answer(asked: SwitchRequest) -> RoleSwitch:
         if not service.leads:
@@ -89,7 +95,6 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
     service.ask_leader, fleet.on_ask = fleet.ask_leader, answer
     service.losses.on_recorded = lambda: fleet.publish(losses=service.losses.report())
     service.isolation.on_claimed = lambda: fleet.publish(claims=service.isolation.claims)
-    service.elastic.on_look = lambda: _publish(service.elastic, fleet)
     fleet.on_view, fleet.membership.describe = follow, describe
     follow(fleet.membership.view)
 
@@ -100,29 +105,24 @@ def _other_fronts(view: View, fleet: RemoteFleet) -> list[Member]:
     return [each for each in view.of_kind("front") if each.epoch != fleet.owner and each.model == model]
 
 
-def _waiting_at(fronts: Sequence[Member]) -> Others | None:
+def _waiting_at(fronts: Sequence[Member]) -> QueueSummary | None:
     """Returns what waits at fronts; None without any."""
     if not fronts:
         return None
     arrivals = [each.oldest_s for each in fronts if each.oldest_s is not None]
-    return Others(sum(each.num_waiting for each in fronts), min(arrivals, default=None))
+    return QueueSummary(sum(each.num_waiting for each in fronts), min(arrivals, default=None))
 
 
-def _follow_fronts(elastic: Elastic, view: View, fleet: RemoteFleet, others: Sequence[Member]) -> None:
-    """Counts the traffic of other fronts, and takes the bounds within which Serve scales."""
-    elastic.follow_others({front.epoch: front.traffic for front in others})
-    elastic.advisor.follow(
-        {name: bounds for kind, name in _SCALED.items() if (bounds := view.bounds(kind))},
-        fleet.membership.purpose.topology,
-    )
-    if view.leader != fleet.owner:
-        elastic.advisor.stop(view.advice)
-
-
-def _publish(elastic: Elastic, fleet: RemoteFleet) -> None:
-    """Puts this front's traffic on the board, and advice if it leads."""
-    leads = fleet.membership.view.leader == fleet.owner
-    fleet.membership.set(traffic=elastic.traffic, advice=elastic.advisor.advice if leads else {})
+def _follow_advice(service: Orchestrator, view: View, fleet: RemoteFleet) -> None:
+    """Takes the bounds within which Serve scales, if it scales any deployment, and the leader's advice."""
+    bounds = {name: found for kind, name in _SCALED.items() if (found := view.bounds(kind))}
+    advisor = service.elastic.advisor
+    if not bounds and not service.elastic.is_running:
+        return
+    service.elastic.start()
+    advisor.follow(bounds, fleet.membership.purpose.topology)
+    if not service.leads:
+        advisor.stop(view.advice)
 
 
 def worker_settings(args: AppArgs) -> WorkerSettings:

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from epd.errors import EPDError, UnavailableError
-from epd.serve_app.messages import Message, ReplyT, WorkerReport
+from epd.serve_app.messages import Message, ReplyT, WorkerLoad, WorkerReport
 from epd.serve_app.role_messages import Offload, SetRoles
+from epd.serve_app.service import WorkerStatus
 from epd.serve_app.worker_info import WorkerInfo
-from epd.topology import Stage
+from epd.topology import Stage, role_letters
 
 logger = logging.getLogger(__name__)
 
 _NUM_SURE_TRIES = 3
 _SURE_PAUSE_S = 0.1
+_ALL_ROLES: frozenset[Stage] = frozenset({"video", "encode", "prefill", "decode"})
 # A NumPy array, or a fleet's own handle to one elsewhere. The orchestrator only passes it on.
 Bulk = object
 
@@ -140,3 +142,31 @@ async def send_surely(fleet: Fleet, stage: Stage, target: str, message: Message[
             logger.exception("worker %s failed on a %s", target, type(message).__name__)
             await asyncio.sleep(_SURE_PAUSE_S)
     return None
+
+
+def has_all_roles(infos: Collection[WorkerInfo]) -> bool:
+    """Returns whether every role that an answer needs has a live worker."""
+    return {stage for info in infos if info.is_alive for stage in info.roles} >= _ALL_ROLES
+
+
+def worker_statuses(
+    infos: Collection[WorkerInfo], loads: Mapping[str, WorkerLoad], switching: Collection[str]
+) -> tuple[WorkerStatus, ...]:
+    """Returns the status of each worker. loads: their last reports. switching: those being switched here."""
+    return tuple(_status(info, loads.get(info.name, WorkerLoad()), switching) for info in infos)
+
+
+def _status(info: WorkerInfo, load: WorkerLoad, switching: Collection[str]) -> WorkerStatus:
+    return WorkerStatus(
+        name=info.name,
+        roles=role_letters(info.roles),
+        is_alive=info.is_alive,
+        num_waiting=load.num_waiting,
+        num_running=load.num_running,
+        kv_usage=load.kv_usage,
+        encoder_cache_usage=load.encoder_cache_usage,
+        num_role_switches=load.num_role_switches,
+        is_switching=info.name in switching or bool(info.leaving),
+        transports=load.transports,
+        memory=load.memory,
+    )

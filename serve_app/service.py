@@ -17,7 +17,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from epd.control.elasticity import Decision, ReplicaAdvice, RequestWork
+from epd.control.arrivals import RequestWork
+from epd.control.elasticity import Decision, ReplicaAdvice
 from epd.control.retention import LevelChange
 from epd.encoders import OWN_LIMITS, FrameSampling, PixelLimits
 from epd.encoders.prompt.chat import ChatMessage, media_kinds

@@ -330,7 +330,7 @@ def test_the_rule_itself(file: str, source: str, is_violation: bool) -> None:
         ("epd/control/elasticity/cluster.py", "from epd.control.routing import Router", None),
         ("epd/control/elasticity/cluster.py", "import epd.profiles", ("epd/control", "epd/profiles")),
         ("serve_app/ray/board.py", "import epd.serve_app.app", ("serve_app/ray", "serve_app/app.py")),
-        ("serve_app/http/protocol.py", "from epd.serve_app.orchestration.attempt import x",
+        ("serve_app/http/protocol.py", "from epd.serve_app.orchestration.requests import x",
          ("serve_app/http", "serve_app/orchestration")),
         ("encoders/names.py", "from epd.encoders import Adapter", ("encoders", "encoders/__init__.py")),
         ("stages/colocated.py", "from epd.errors import EPDError", None),

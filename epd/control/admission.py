@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
-from epd.control.elasticity.rates import DecayedMean
+from epd.control.decayed_mean import DecayedMean
 from epd.errors import OverloadedError
 
 _WEIGHT_OF_NEW = 0.1  # weight of a first token's time in the running mean
@@ -32,7 +32,7 @@ _MIN_OLDER_S = 0.5  # that must be older by this: what is known of others is not
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
+class QueueSummary:
     """Describes the requests that wait in other queues.
 
     num_waiting: those with users, see priorities
@@ -70,7 +70,7 @@ class AdmissionQueue:
     def __init__(self, max_waiting: int) -> None:
         self.max_waiting = max_waiting
         self.num_refused = 0
-        self.others: Others | None = None
+        self.others: QueueSummary | None = None
         self._yields_since_s: float | None = None
         self._waiting: list[_Waiting] = []
         self._num_entered = 0
@@ -81,10 +81,10 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def summary(self) -> Others:
+    def summary(self) -> QueueSummary:
         """Returns what other queues need to know of this one."""
         entered = [each.entered_s for each in self._waiting if each.priority <= 0]
-        return Others(len(entered), min(entered, default=None))
+        return QueueSummary(len(entered), min(entered, default=None))
 
     def check(self, now_s: float, deadline_s: float, *, num_coming: int = 0, priority: int = 0) -> None:
         """Raises OverloadedError if a request that came now would be refused.

@@ -212,8 +212,3 @@ class RetentionController:
         self.num_changes += 1
         predicted_s = self.ttft_s(load, self.level)
         self._changes.append(LevelChange(self._now_s, before, self.level, predicted_s, reason))
-
-
-def kept_share(level: float, asked: float, floor: float) -> float:
-    """Returns the share kept of a request: its wish, at most the level, at least the request's own floor."""
-    return max(floor, min(asked, level))

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from epd.control.arrivals import RequestWork
 from epd.control.elasticity import (
     ControllerConfig,
     EstimatorConfig,
-    RequestWork,
     RoleController,
     StageSample,
     Switch,

@@ -80,7 +80,8 @@ async def _serve(args: AppArgs, listener: socket.socket, prefix: str, started: F
             media=media_settings(args),
             processes=processes,
         )
-        settings = replace(worker_settings(args), num_sharing=1 if devices else args.num_stage_workers)
+        num_sharing = 1 if devices else args.num_stage_workers
+        settings = replace(worker_settings(args), num_sharing=num_sharing, samples_load=args.elastic)
         app = await create_app(args, LocalFleet(config, settings))
         async with app.router.lifespan_context(app):
             await _Server(app, args.drain_s, prefix, started).serve([listener])

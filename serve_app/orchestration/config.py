@@ -8,7 +8,24 @@ from epd.control.elasticity import ControllerConfig
 from epd.control.loss_policy import LossLimits
 from epd.control.retention import RetentionConfig
 from epd.encode.sharding import Sharding
-from epd.serve_app.orchestration.role_switch import SwitchLimits
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchLimits:
+    """Limits of role switches.
+
+    min_workers: workers of each role that must remain during a switch
+    max_in_flight: switches at a time
+    drain_s: seconds after which remaining work is retried elsewhere
+    leave_s: the same for a worker that leaves for good
+    limit_s: seconds after which the whole switch is rolled back
+    """
+
+    min_workers: int = 1
+    max_in_flight: int = 1
+    drain_s: float = 2.0
+    leave_s: float = 10.0
+    limit_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +36,8 @@ class OrchestratorConfig:
     max_wait_s: time in that queue for a request without a deadline
     max_attempts: losses of one request, of workers of any role
     losses: which requests are to blame for losses, and refused for a while
-    max_prefills, unavailable_s: see `PlacementLimits`
+    max_prefills: requests whose prompt one worker computes at a time
+    unavailable_s: how long a request waits for a role that no worker has
     stall_timeout_s: after which a silent attempt is lost, see `stall_policy`; longer than a worker's step
     max_backlog_patches: see `EncodeDispatcher`
     num_planning_threads: threads that tokenise what is not short

@@ -11,15 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from epd.control.routing import InFlight, Router
-from epd.serve_app.fleet import Fleet
-from epd.serve_app.orchestration.attempt import Attempt, Ending
-from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from epd.serve_app.orchestration.placement import RequestPlacer
+from epd.control.routing import InFlight
+from epd.serve_app.orchestration.requests import Attempt, Outcome, Shared
+from epd.serve_app.orchestration.worker_calls import DecodeMoves
 from epd.serve_app.role_messages import AskRemaining, RemainingWork
 from epd.serve_app.task_group import Tasks
 from epd.serve_app.worker_info import WorkerInfo
@@ -32,18 +30,6 @@ _RETRY_MOVE_S = 0.25  # until another attempt to move an answer that no worker h
 _MAX_AT_ONCE = 8  # requests moved at a time
 
 
-@dataclass(frozen=True, slots=True)
-class EvacuationParts:
-    """Holds what an evacuation works with. attempts: all of this orchestrator that have not ended, by id."""
-
-    fleet: Fleet
-    router: Router
-    dispatcher: EncodeDispatcher
-    placement: RequestPlacer
-    attempts: Mapping[str, Attempt]
-    clock: Callable[[], float] = time.time
-
-
 @dataclass(slots=True)
 class Evacuation:
     """Takes one orchestrator's requests away from stages of one worker.
@@ -52,13 +38,14 @@ class Evacuation:
     num_handed_on, num_moved, num_redone: requests and groups, by what was done with them
     """
 
-    parts: EvacuationParts
+    shared: Shared
+    moves: DecodeMoves
     worker: str
     leaving: frozenset[Stage]
-    num_handed_on: int = 0
-    num_moved: int = 0
-    num_redone: int = 0
-    _move_after_s: dict[str, float] = field(default_factory=dict)
+    num_handed_on: int = field(default=0, init=False)
+    num_moved: int = field(default=0, init=False)
+    num_redone: int = field(default=0, init=False)
+    _move_after_s: dict[str, float] = field(default_factory=dict, init=False)
 
     async def step(self, left: RemainingWork, *, is_late: bool) -> None:
         """Takes away what can be taken now. left: the worker's remaining work, also that of others.
@@ -73,21 +60,23 @@ class Evacuation:
 
     async def hand_on(self, left: RemainingWork) -> None:
         """Gives other workers what this one has not begun."""
-        for attempt in self._placed(left.waiting):
-            attempt.end(Ending.TAKEN_BACK)
+        for attempt in self.shared.requests.placed(left.waiting):
+            attempt.end(Outcome.TAKEN_BACK)
             self.num_handed_on += 1
-        self.num_handed_on += await self.parts.dispatcher.take_back(self.worker, left.waiting)
-        redirect = self.parts.placement.moves.redirect_once
-        done = await _gathered([redirect(attempt) for attempt in self._placed(left.arriving)])
+        self.num_handed_on += await self.shared.dispatcher.take_back(self.worker, left.waiting)
+        done = await _gathered(
+            [self.moves.redirect_once(attempt) for attempt in self.shared.requests.placed(left.arriving)]
+        )
         self.num_handed_on += sum(done)
 
     async def _move(self, request_ids: Sequence[str]) -> None:
         """Moves answers to other decode workers, as far as they have room; merged ones stay."""
         if "decode" not in self.leaving:
             return
-        attempts = [each for each in self._placed(request_ids) if each.decode_worker == self.worker]
-        attempts = [each for each in attempts if not each.placement.is_merged]
-        done = await _gathered([self.parts.placement.moves.move(attempt) for attempt in attempts])
+        placed = self.shared.requests.placed(request_ids)
+        mine = [each for each in placed if each.decode_worker == self.worker]
+        attempts = [each for each in mine if not each.placement.is_merged]
+        done = await _gathered([self.moves.move(attempt) for attempt in attempts])
         self.num_moved += sum(done)
         for attempt in attempts:
             self._move_after_s[attempt.id] = time.monotonic() + _RETRY_MOVE_S
@@ -97,12 +86,12 @@ class Evacuation:
 
     async def _redo(self) -> None:
         """Retries elsewhere what the worker has not completed."""
-        for attempt in list(self.parts.attempts.values()):
+        for attempt in list(self.shared.requests.attempts.values()):
             if attempt.is_placed and not attempt.has_ended and self._has(attempt):
-                attempt.end(Ending.TAKEN_BACK)
+                attempt.end(Outcome.TAKEN_BACK)
                 self.num_redone += 1
         if "encode" in self.leaving:
-            self.num_redone += await self.parts.dispatcher.take_back(self.worker)
+            self.num_redone += await self.shared.dispatcher.take_back(self.worker)
 
     def _has(self, attempt: Attempt) -> bool:
         """Returns whether a stage that the worker gives up has the request."""
@@ -111,34 +100,21 @@ class Evacuation:
         is_prompt = attempt.prefill_worker == self.worker and "prefill" in self.leaving
         return is_prompt or (attempt.decode_worker == self.worker and "decode" in self.leaving)
 
-    def _placed(self, request_ids: Sequence[str]) -> list[Attempt]:
-        """Returns attempts that workers have taken and that have not ended; the others detect the change."""
-        found = [self.parts.attempts.get(request_id) for request_id in request_ids]
-        return [each for each in found if each is not None and each.is_placed and not each.has_ended]
-
 
 class Evacuations:
-    """Evacuates every worker that leaves stages, but for those of this orchestrator's own switches.
+    """Evacuates every worker that leaves stages, but for those that this orchestrator switches itself."""
 
-    own_switches: the workers that it switches itself
-    switch_s: seconds after which the rest is retried elsewhere
-    drain_s: the same for a worker that leaves for good
-    """
-
-    def __init__(
-        self, parts: EvacuationParts, own_switches: Collection[str], *, switch_s: float, drain_s: float
-    ) -> None:
-        self._parts = parts
-        self._own_switches = own_switches
-        self._switch_s = switch_s
-        self._drain_s = drain_s
+    def __init__(self, shared: Shared, moves: DecodeMoves) -> None:
+        """Starts without workers that leave. moves: changes the decode workers of attempts."""
+        self._shared = shared
+        self._moves = moves
         self._running: set[str] = set()
         self._tasks = Tasks()
 
     def changed(self, worker: str) -> None:
         """Begins to evacuate a worker if it leaves stages now."""
-        info = self._parts.fleet.workers.get(worker)
-        is_known = worker in self._own_switches or worker in self._running
+        info = self._shared.fleet.workers.get(worker)
+        is_known = worker in self._shared.requests.switching or worker in self._running
         if info is not None and info.leaving and not is_known:
             self._running.add(worker)
             self._tasks.spawn(self._run(info))
@@ -149,8 +125,9 @@ class Evacuations:
 
     async def _run(self, first: WorkerInfo) -> None:
         """Evacuates a worker until it stays, with these roles or others, or has ended."""
-        evacuation = Evacuation(self._parts, first.name, first.leaving)
-        late_s = time.monotonic() + (self._drain_s if first.is_draining else self._switch_s)
+        evacuation = Evacuation(self._shared, self._moves, first.name, first.leaving)
+        limits = self._shared.config.switching
+        late_s = time.monotonic() + (limits.leave_s if first.is_draining else limits.drain_s)
         try:
             while (info := self._leaving_now(first)) is not None:
                 evacuation.leaving = info.leaving
@@ -161,24 +138,24 @@ class Evacuations:
                 await asyncio.sleep(_FOLLOW_S)
         finally:
             self._running.discard(first.name)
-            self._parts.router.forget(first.name)
-            self._parts.placement.wake()
-            self._parts.dispatcher.wake()
+            self._shared.router.forget(first.name)
+            self._shared.wake()
+            self._shared.dispatcher.wake()
 
     def _leaving_now(self, first: WorkerInfo) -> WorkerInfo | None:
-        info = self._parts.fleet.workers.get(first.name)
+        info = self._shared.fleet.workers.get(first.name)
         is_same = info is not None and info.is_alive and info.incarnation == first.incarnation
         return info if is_same and info is not None and info.leaving else None
 
     async def _look(self, evacuation: Evacuation, info: WorkerInfo, *, is_late: bool) -> None:
         """Takes away what is there; all of it stays while no other worker takes such work."""
-        is_here = self._parts.router.in_flight(info.name) != InFlight()
+        is_here = self._shared.router.in_flight(info.name) != InFlight()
         if is_here and all(self._is_taken_elsewhere(stage, info) for stage in info.closed):
-            left = await self._parts.fleet.send(min(info.roles), info.name, AskRemaining(info.leaving))
+            left = await self._shared.fleet.send(min(info.roles), info.name, AskRemaining(info.leaving))
             await evacuation.step(left, is_late=is_late)
 
     def _is_taken_elsewhere(self, stage: Stage, info: WorkerInfo) -> bool:
-        workers = self._parts.fleet.workers.values()
+        workers = self._shared.fleet.workers.values()
         return any(each.name != info.name and each.takes(stage) for each in workers)
 
 

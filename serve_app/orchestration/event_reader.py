@@ -1,42 +1,46 @@
 """Reads the reports of workers and passes them to the attempts concerned: the only reader of fleet events.
 
-An event that cannot be handled fails the attempt that it is about, and no other.
+An event that cannot be handled fails the attempt that it is about, and no other. The attempts of a lost
+worker are redirected where that is enough, else retried.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from epd.control.admission import AdmissionQueue
 from epd.errors import EncodeError, InternalError
-from epd.serve_app.fleet import Fleet, FleetBroken, FleetEvent, WorkerBack, WorkerChanged, WorkerLost
+from epd.serve_app.fleet import (
+    FleetBroken,
+    FleetEvent,
+    WorkerBack,
+    WorkerChanged,
+    WorkerLost,
+    send_surely,
+)
 from epd.serve_app.messages import (
     Admitted,
     GroupFailed,
     GroupsArrived,
     HandedOver,
+    PeerLost,
     RequestFailed,
     SpanDone,
     WorkerEvent,
     WorkerLoad,
     WorkerReport,
 )
-from epd.serve_app.orchestration.attempt import Attempt, Ending
-from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from epd.serve_app.orchestration.evacuation import Evacuations
-from epd.serve_app.orchestration.group_feed import GroupFeed
-from epd.serve_app.orchestration.losses.loss_counter import LossCounter
-from epd.serve_app.orchestration.losses.recovery import Recovery
-from epd.serve_app.orchestration.losses.watchdog import Watchdog
-from epd.serve_app.orchestration.placement import RequestPlacer
+from epd.serve_app.orchestration.loss_counter import LossCounter
+from epd.serve_app.orchestration.replacement import Replacement
+from epd.serve_app.orchestration.requests import Attempt, Outcome, Shared
 from epd.serve_app.orchestration.retention import LoadRetention
-from epd.serve_app.orchestration.shared_load import SharedLoad
-from epd.serve_app.task_group import Loops, Tasks
+from epd.serve_app.orchestration.watchdog import Watchdog
+from epd.serve_app.orchestration.worker_calls import DecodeMoves
 from epd.stages.engine.generation import TokenOutput
+from epd.topology import Stage
 from epd.transfer.reception import Grant
 
 logger = logging.getLogger(__name__)
@@ -44,34 +48,85 @@ logger = logging.getLogger(__name__)
 _MAX_GROUP_FAILURES = 3
 
 
+# The requests that a worker reports as lost with a peer, once it has answered; None if it is lost too.
+_Replies = Mapping[str, "asyncio.Task[frozenset[str] | None]"]
+
+
+class Recovery:
+    """Saves or ends the attempts of lost workers."""
+
+    def __init__(self, shared: Shared, moves: DecodeMoves) -> None:
+        """Starts without losses. moves: changes the decode workers of attempts."""
+        self._shared = shared
+        self._moves = moves
+
+    def lose(self, loss: WorkerLost) -> None:
+        """Handles a lost worker. Each attempt continues once the worker that matters to it has answered."""
+        name, message = loss.name, PeerLost(loss.name, loss.incarnation)
+        outcome = Outcome.TAKEN_BACK if loss.is_planned else Outcome.LOST
+        tasks = self._shared.requests.tasks
+        self._shared.router.forget(name)
+        replies = {
+            info.name: asyncio.create_task(self._send_loss(info.name, info.roles, message))
+            for info in self._shared.fleet.workers.values()
+            if info.is_alive and info.name != name and "video" not in info.roles
+        }
+        tasks.spawn(self._shared.dispatcher.lost(name))
+        for attempt in list(self._shared.requests.attempts.values()):
+            # Attempts that are being placed detect the loss themselves.
+            if attempt.is_placed and name in (attempt.prefill_worker, attempt.decode_worker):
+                tasks.spawn(self._recover(attempt, name, replies, outcome))
+
+    async def _send_loss(self, worker: str, roles: frozenset[Stage], lost: PeerLost) -> frozenset[str] | None:
+        stage = next(iter(sorted(roles)))
+        lost_ids = await send_surely(self._shared.fleet, stage, worker, lost)
+        return None if lost_ids is None else frozenset(lost_ids)
+
+    async def _recover(self, attempt: Attempt, name: str, replies: _Replies, outcome: Outcome) -> None:
+        """Saves an attempt, or ends it so that it is retried."""
+        try:
+            if not await self._is_saved(attempt, name, replies):
+                attempt.end(outcome)
+        except Exception as error:  # any error: nothing else ends the attempt
+            logger.exception("an attempt was not saved from a loss")
+            attempt.fail(InternalError.of(error))
+
+    async def _is_saved(self, attempt: Attempt, name: str, replies: _Replies) -> bool:
+        """Returns whether an attempt continues without the lost worker."""
+        if attempt.placement.is_merged:
+            return False
+        if name == attempt.prefill_worker:
+            return await self._is_at_decode(attempt, replies)
+        return await self._is_redirected(attempt, replies)
+
+    async def _is_at_decode(self, attempt: Attempt, replies: _Replies) -> bool:
+        """Returns whether the decode worker has all of it and the first tokens came before the loss."""
+        lost = await _reply(attempt.decode_worker, replies)
+        return lost is not None and attempt.id not in lost and attempt.answer.has_begun
+
+    async def _is_redirected(self, attempt: Attempt, replies: _Replies) -> bool:
+        """Returns whether the prefill worker still had it and another decode worker takes it."""
+        lost = await _reply(attempt.prefill_worker, replies)
+        if lost is None or attempt.id not in lost:
+            return False
+        return await self._moves.redirect(attempt)
+
+
 @dataclass(frozen=True, slots=True)
 class EventReader:
-    """Reads the events of a fleet.
+    """Reads the events of a fleet. retention: None if it does not follow the load."""
 
-    attempts, feeds: all in flight, by id
-    loads: the last report of each worker
-    """
-
-    fleet: Fleet
-    dispatcher: EncodeDispatcher
-    placement: RequestPlacer
-    recovery: Recovery
-    evacuations: Evacuations
+    shared: Shared
     losses: LossCounter
     watchdog: Watchdog
-    shared: SharedLoad
-    queue: AdmissionQueue
-    retention: LoadRetention
-    attempts: Mapping[str, Attempt]
-    feeds: Mapping[str, GroupFeed]
-    loads: MutableMapping[str, WorkerLoad]
-    counters: Counter[str]
-    loops: Loops
-    tasks: Tasks
+    recovery: Recovery
+    evacuations: Evacuations
+    replacement: Replacement
+    retention: LoadRetention | None
 
     async def follow(self) -> None:
         """Handles events until the fleet is closed."""
-        async for event in self.fleet.events():
+        async for event in self.shared.fleet.events():
             try:
                 self._take(event)
             except Exception:  # noqa: BLE001 - logged; the next event is about others
@@ -85,26 +140,30 @@ class EventReader:
                 self._take_loss(event)
             case WorkerBack() | WorkerChanged():
                 self.evacuations.changed(event.name)
-                self.dispatcher.wake()
-                self.placement.wake()
+                self.replacement.look()
+                self.shared.dispatcher.wake()
+                self.shared.wake()
             case FleetBroken():
-                self.loops.gone.append(event.loop)
+                self.shared.requests.loops.gone.append(event.loop)
 
     def _take_loss(self, loss: WorkerLost) -> None:
-        self.counters["workers_lost"] += not loss.is_planned
-        self.queue.interrupt()
-        self.loads.pop(loss.name, None)
+        requests = self.shared.requests
+        requests.counters["workers_lost"] += not loss.is_planned
+        self.shared.queue.interrupt()
+        requests.loads.pop(loss.name, None)
         # Lost attempts are retried in any case, even if they could not be counted.
         try:
             self.losses.lose(loss.name, loss.incarnation, is_planned=loss.is_planned)
         finally:
             self.recovery.lose(loss)
-            self.placement.wake()
+            self.replacement.look()
+            self.shared.wake()
 
     def _take_report(self, report: WorkerReport) -> None:
         self.watchdog.reported(report)
-        before = self.loads.get(report.worker)
-        self.loads[report.worker] = report.load
+        loads = self.shared.requests.loads
+        before = loads.get(report.worker)
+        loads[report.worker] = report.load
         for event in report.events:
             self._guarded(_request_id(event), self._take_event, report.worker, event)
         by_request: dict[str, list[TokenOutput]] = {}
@@ -112,37 +171,46 @@ class EventReader:
             by_request.setdefault(output.request_id, []).append(output)
         for request_id, outputs in by_request.items():
             self._guarded(request_id, self._take_tokens, request_id, outputs)
-        self.shared.reported(report, before)
+        if self.shared.queue.others is not None:
+            self._count_others(report, before)
+
+    def _count_others(self, report: WorkerReport, before: WorkerLoad | None) -> None:
+        """Counts the work of other fronts at a worker. before: its load in the last report."""
+        if report.load.work is not None:
+            self.shared.router.set_reported(report.worker, report.load.work)
+        if before is None or has_freed(before, report.load):
+            self.shared.wake()
+            self.shared.dispatcher.wake()
 
     def _guarded(self, request_id: str, take: Callable[..., None], *arguments: object) -> None:
         try:
             take(*arguments)
         except Exception as error:  # noqa: BLE001 - logged; fails this attempt alone
             self._failed(arguments[-1])
-            if request_id in self.attempts:
-                self.attempts[request_id].fail(InternalError.of(error))
+            if request_id in self.shared.requests.attempts:
+                self.shared.requests.attempts[request_id].fail(InternalError.of(error))
 
     def _failed(self, event: object) -> None:
-        self.counters["event_failures"] += 1
+        self.shared.requests.counters["event_failures"] += 1
         logger.exception("an event was not taken: %s", type(event).__name__)
 
     def _take_event(self, worker: str, event: WorkerEvent) -> None:
         if isinstance(event, GroupsArrived):
-            self.dispatcher.arrived(event.transfer_ids)
+            self.shared.dispatcher.arrived(event.transfer_ids)
         elif isinstance(event, GroupFailed):
             self._take_failure(worker, event)
-        elif event.request_id in self.attempts:
-            self._take_progress(worker, self.attempts[event.request_id], event)
+        elif event.request_id in self.shared.requests.attempts:
+            self._take_progress(worker, self.shared.requests.attempts[event.request_id], event)
 
     def _take_progress(
         self, worker: str, attempt: Attempt, event: Admitted | Grant | HandedOver | RequestFailed | SpanDone
     ) -> None:
-        attempt.event_s = time.time()
+        attempt.progress(self.shared.requests.clock())
         match event:
             case Admitted():
                 attempt.answer.cached_tokens = event.num_cached
             case Grant():
-                self.feeds[attempt.id].grant(event)
+                attempt.on_grant(event)
             case HandedOver():
                 attempt.arrive(worker)
             case SpanDone():
@@ -150,33 +218,35 @@ class EventReader:
             case RequestFailed(is_final=True):
                 attempt.fail(event.error)
             case RequestFailed():
-                attempt.end(Ending.LOST)
+                attempt.end(Outcome.LOST)
 
     def _take_failure(self, worker: str, event: GroupFailed) -> None:
-        attempt = self.attempts.get(event.request_id)
-        if attempt is not None:
-            if attempt.sole_encoder is not None:  # it may have read the group, and reads none twice
-                attempt.end(Ending.TAKEN_BACK)
-            attempt.failures[event.group] += 1
-            if attempt.failures[event.group] > _MAX_GROUP_FAILURES:
-                attempt.fail(EncodeError(f"a group could not be encoded: {event.error}; send it again"))
-                return
-        self.tasks.spawn(self.dispatcher.reissue(worker, [event.transfer_id]))
+        attempt = self.shared.requests.attempts.get(event.request_id)
+        if attempt is not None and attempt.fail_group(event.group) > _MAX_GROUP_FAILURES:
+            attempt.fail(EncodeError(f"a group could not be encoded: {event.error}; send it again"))
+            return
+        self.shared.requests.tasks.spawn(self.shared.dispatcher.reissue(worker, [event.transfer_id]))
 
     def _take_tokens(self, request_id: str, outputs: Sequence[TokenOutput]) -> None:
-        attempt = self.attempts.get(request_id)
-        if attempt is None:
+        attempt, now_s = self.shared.requests.attempts.get(request_id), self.shared.requests.clock()
+        if attempt is None or not attempt.take(outputs, now_s):
             return
-        attempt.event_s = time.time()
-        attempt.num_tokens += len(outputs)
-        attempt.answer.take(outputs)
-        if attempt.answer.has_begun and attempt.placement.end_prefill():
-            self.queue.record_first_token(time.time() - attempt.started_s)
+        self.shared.queue.record_first_token(now_s - attempt.started_s)
+        if self.retention is not None:
             self.retention.first_token(attempt)
-            self.placement.wake()
-        if attempt.answer.is_complete:
-            attempt.end(Ending.COMPLETE)
+        self.shared.wake()
 
 
 def _request_id(event: WorkerEvent) -> str:
     return "" if isinstance(event, GroupsArrived) else event.request_id
+
+
+async def _reply(worker: str, replies: _Replies) -> frozenset[str] | None:
+    return await replies[worker] if worker in replies else None
+
+
+def has_freed(before: WorkerLoad, now: WorkerLoad) -> bool:
+    """Returns whether a worker has less of anything than before, so that there may be room."""
+    usages = ((before.kv_usage, now.kv_usage), (before.seq_usage, now.seq_usage))
+    works = zip(before.work or (), now.work or (), strict=False)
+    return any((new or 0) < (old or 0) for old, new in (*usages, *works))

@@ -12,21 +12,19 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from epd.encode.sharding import Sharding, wanted_encoder
+from epd.encode.sharding import wanted_encoder
 from epd.encoders.groups import MediaGroup
 from epd.encoders.reduction import Reading
 from epd.errors import EPDError, InternalError
-from epd.serve_app.fleet import Bulk, Fleet
+from epd.serve_app.fleet import Bulk
 from epd.serve_app.media.fleet_media import FleetMedia
 from epd.serve_app.messages import EncodeGroup
-from epd.serve_app.orchestration.attempt import Attempt, Ending
-from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from epd.serve_app.orchestration.isolation import Isolation
 from epd.serve_app.orchestration.item_frames import ItemFrames
-from epd.serve_app.orchestration.losses.isolation import Isolation
-from epd.serve_app.orchestration.losses.loss_counter import LossCounter
+from epd.serve_app.orchestration.loss_counter import LossCounter
+from epd.serve_app.orchestration.requests import Attempt, Outcome, Shared
 from epd.serve_app.task_group import Tasks
 from epd.serve_app.worker.peer_losses import NamedPeer
-from epd.serve_app.worker.worker_roles import Clock
 from epd.transfer.reception import Grant
 
 logger = logging.getLogger(__name__)
@@ -59,28 +57,15 @@ class GroupFeed:
     """Brings every granted group to an encoder; a group may be granted again."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        media: FleetMedia,
-        dispatcher: EncodeDispatcher,
-        losses: LossCounter,
-        isolation: Isolation,
-        attempt: Attempt,
-        clock: Clock,
-        *,
-        patience_s: float,
-        sharding: Sharding = "groups",
+        self, shared: Shared, media: FleetMedia, losses: LossCounter, isolation: Isolation, attempt: Attempt
     ) -> None:
-        """Starts with nothing granted. patience_s: how long to try to read a group."""
-        self._fleet = fleet
+        """Starts with nothing granted."""
+        self._shared = shared
         self._media = media
-        self._dispatcher = dispatcher
+        self._dispatcher = shared.dispatcher
         self._losses = losses
         self._isolation = isolation
         self._attempt = attempt
-        self._clock = clock
-        self._patience_s = patience_s
-        self._sharding = sharding
         self._last_encoder: str | None = None
         self._granted: dict[_Reader, asyncio.Queue[Grant]] = {}
         self._frames: dict[int, ItemFrames] = {}  # by item
@@ -92,7 +77,7 @@ class GroupFeed:
         group = self._attempt.answer.plan.groups[granted.group]
         if group.item not in self._frames:
             self._frames[group.item] = ItemFrames(
-                self._fleet, self._media, self._losses, self._attempt, group.item
+                self._shared, self._media, self._losses, self._attempt, group.item
             )
         reader = (group.item, self._frames[group.item].reader_of(group))
         if reader not in self._granted:
@@ -143,10 +128,12 @@ class GroupFeed:
             sole, group = self._attempt.sole_encoder, self._attempt.answer.plan.groups[granted.group]
             name = await self._dispatcher.encoder(sole.name, allowed, lambda: not self._sent.awaits(group))
             if not self._is_sole_encoder(name):
-                self._attempt.end(Ending.TAKEN_BACK)
+                self._attempt.end(Outcome.TAKEN_BACK)
                 await asyncio.Event().wait()  # until the feed is stopped
             return name
-        wanted = wanted_encoder(self._sharding, self._attempt.prefill_worker, self._last_encoder)
+        wanted = wanted_encoder(
+            self._shared.config.sharding, self._attempt.prefill_worker, self._last_encoder
+        )
         self._last_encoder = await self._dispatcher.encoder(wanted, allowed)
         return self._last_encoder
 
@@ -154,7 +141,7 @@ class GroupFeed:
         """Returns whether a worker is the encoder of all groups, and was not started again since."""
         if worker is None:
             return False
-        return NamedPeer(worker, self._fleet.workers[worker].incarnation) == self._attempt.sole_encoder
+        return NamedPeer(worker, self._shared.fleet.workers[worker].incarnation) == self._attempt.sole_encoder
 
     async def _from_cache(self, granted: Grant) -> bool:
         group = self._attempt.answer.plan.groups[granted.group]
@@ -171,14 +158,16 @@ class GroupFeed:
 
     async def _read(self, number: int) -> Bulk:
         plan = self._attempt.answer.plan
-        start_s = self._clock()
+        start_s = self._shared.requests.clock()
         group = plan.groups[number]
-        num_substituted, frames = await self._frames[group.item].read(group, self._patience_s)
+        num_substituted, frames = await self._frames[group.item].read(
+            group, self._shared.config.unavailable_s
+        )
         if plan.media[group.item].kind != "video":
             return frames
         self._attempt.answer.substituted.note(group.spec.key, num_substituted)
-        self._attempt.answer.timings.decode_video_s += self._clock() - start_s
-        self._attempt.event_s = self._clock()
+        self._attempt.answer.timings.decode_video_s += self._shared.requests.clock() - start_s
+        self._attempt.progress(self._shared.requests.clock())
         self._attempt.answer.note_span("decode_video", "video", start_s, item=group.item, group=group.index)
         return frames
 

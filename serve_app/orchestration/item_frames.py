@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from epd.encode.runs import Run, plan_runs
 from epd.encoders.groups import MediaGroup
 from epd.errors import UnavailableError
-from epd.serve_app.fleet import Bulk, Fleet, WorkerLostError, send_surely
+from epd.serve_app.fleet import Bulk, WorkerLostError, send_surely
 from epd.serve_app.media.fleet_media import FleetMedia
 from epd.serve_app.media_messages import CloseStream, DecodeOrder, NotHeldError, ReadFrames, ReadImage
-from epd.serve_app.orchestration.attempt import Attempt
-from epd.serve_app.orchestration.losses.loss_counter import LossCounter
+from epd.serve_app.orchestration.loss_counter import LossCounter
+from epd.serve_app.orchestration.requests import Attempt, Shared
 from epd.serve_app.service import HeldItem
 
 _RETRY_S, _MAX_RETRY_S = 0.05, 1.0  # between attempts, doubled after each
@@ -42,10 +42,11 @@ class _Lane:
     """
 
     def __init__(
-        self, fleet: Fleet, media: FleetMedia, losses: LossCounter, attempt: Attempt, item: int, name: str
+        self, shared: Shared, media: FleetMedia, losses: LossCounter, attempt: Attempt, item: int, name: str
     ) -> None:
         self.wanted: str | None = None
-        self._fleet = fleet
+        self._shared = shared
+        self._fleet = shared.fleet
         self._media = media
         self._losses = losses
         self._attempt = attempt
@@ -63,7 +64,7 @@ class _Lane:
             worker, held = await self._place()
             try:
                 num_reads += 1
-                with self._losses.asking(self._attempt, worker):
+                with self._shared.asking(self._attempt, worker):
                     return await self._read(worker, held, group, run)
             except UnavailableError as error:
                 if isinstance(error, WorkerLostError | NotHeldError):
@@ -118,7 +119,7 @@ class ItemFrames:
     """Reads the frames of one item. Lanes may be read at once, each in order."""
 
     def __init__(
-        self, fleet: Fleet, media: FleetMedia, losses: LossCounter, attempt: Attempt, item: int
+        self, shared: Shared, media: FleetMedia, losses: LossCounter, attempt: Attempt, item: int
     ) -> None:
         """Chooses the readers of a long video among the workers that read nothing now."""
         num_groups = sum(group.item == item for group in attempt.answer.plan.groups)
@@ -126,7 +127,7 @@ class ItemFrames:
         others = media.spare_workers(source) if source.kind == "video" else []
         self._runs = plan_runs(num_groups, 1 + len(others))
         self._readers = [
-            _Lane(fleet, media, losses, attempt, item, str(number))
+            _Lane(shared, media, losses, attempt, item, str(number))
             for number in range(1 + max(run.reader for run in self._runs))
         ]
         for reader, worker in zip(self._readers[1:], others, strict=False):

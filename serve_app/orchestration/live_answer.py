@@ -12,9 +12,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from epd.control.arrivals import RequestWork
 from epd.encode.substituted_frames import SubstitutedFrames
+from epd.encoders import MediaPlan
+from epd.encoders.adapter import PromptPlan
+from epd.encoders.groups import MediaGroup
+from epd.kv.kv_identity import TokenIdentity
+from epd.sampling_params import SamplingParams
 from epd.serve_app.messages import SpanDone
-from epd.serve_app.orchestration.request_planner import AnswerPlan
 from epd.serve_app.service import (
     AnswerEnd,
     AnswerItem,
@@ -25,8 +30,59 @@ from epd.serve_app.service import (
     TokenDelta,
 )
 from epd.serve_app.token_text import TokenTexts
-from epd.stages.engine.generation import TokenOutput
+from epd.stages.engine.generation import GenerateRequest, TokenOutput
 from epd.types import RequestStatus, StageTimings, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """A planned request.
+
+    sampling: complete, with a seed that stays the same in every retry
+    media: of each item
+    groups: of all items, in order
+    plan_s: seconds that planning took
+    expected_tokens: of all answers, to plan for
+    """
+
+    prompt: PromptPlan
+    identity: TokenIdentity
+    groups: tuple[MediaGroup, ...]
+    media: tuple[MediaPlan, ...]
+    mm_hashes: tuple[str, ...]
+    sampling: SamplingParams
+    seed: int
+    plan_s: float
+    expected_tokens: int
+    priority: int = 0
+
+    def generate_request(self, request_id: str) -> GenerateRequest:
+        return GenerateRequest(
+            request_id, self.prompt, self.identity, self.sampling, self.seed, priority=self.priority
+        )
+
+    @property
+    def visual_tokens(self) -> tuple[tuple[str, int], ...]:
+        """Returns (content and what is kept of it, visual tokens) of each item, for the router."""
+        return tuple(
+            (mm_hash + self.prompt.reduction_key, item.num_tokens)
+            for mm_hash, item in zip(self.mm_hashes, self.prompt.media, strict=True)
+        )
+
+    @property
+    def work(self) -> RequestWork:
+        """Returns the work that it is at each stage."""
+        num_patches = sum(group.spec.num_patches for group in self.groups)
+        max_tokens = self.sampling.n * (self.sampling.max_tokens or 1)
+        return RequestWork(num_patches, len(self.prompt), max_tokens, self.expected_tokens)
+
+    def usage(self, num_completion_tokens: int) -> Usage:
+        return self.prompt.usage(num_completion_tokens)
+
+    @property
+    def retention(self) -> float:
+        """Returns the share of the visual tokens that is kept."""
+        return self.prompt.reduction.policy.retention if self.prompt.reduction else 1.0
 
 
 @dataclass(slots=True)

@@ -16,40 +16,35 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from epd.control.admission import AdmissionQueue, Others
-from epd.control.elasticity import RequestWork
-from epd.control.loss_policy import LossLedger
+from epd.control.admission import AdmissionQueue, QueueSummary
+from epd.control.arrivals import Arrivals, RequestWork
 from epd.control.routing import Router
 from epd.encode.substituted_frames import SubstitutedFrames
 from epd.errors import UnavailableError
-from epd.serve_app.fleet import Fleet, send_surely
-from epd.serve_app.fleet_status import has_all_roles, worker_statuses
+from epd.serve_app.fleet import Fleet, has_all_roles, send_surely, worker_statuses
 from epd.serve_app.media.fleet_media import FleetMedia
-from epd.serve_app.messages import (
-    Abort,
-    WorkerLoad,
-)
-from epd.serve_app.orchestration.attempt import Attempt, Ending
+from epd.serve_app.messages import Abort
 from epd.serve_app.orchestration.config import OrchestratorConfig
 from epd.serve_app.orchestration.elastic import Elastic
 from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from epd.serve_app.orchestration.evacuation import EvacuationParts, Evacuations
-from epd.serve_app.orchestration.event_reader import EventReader
+from epd.serve_app.orchestration.evacuation import Evacuations
+from epd.serve_app.orchestration.event_reader import EventReader, Recovery
 from epd.serve_app.orchestration.group_feed import GroupFeed
-from epd.serve_app.orchestration.live_answer import LiveAnswer
-from epd.serve_app.orchestration.losses.isolation import Isolation
-from epd.serve_app.orchestration.losses.loss_counter import LossCounter
-from epd.serve_app.orchestration.losses.recovery import Recovery
-from epd.serve_app.orchestration.losses.watchdog import Watchdog
-from epd.serve_app.orchestration.placement import PlacementLimits, RequestPlacer
+from epd.serve_app.orchestration.isolation import Isolation
+from epd.serve_app.orchestration.live_answer import AnswerPlan, LiveAnswer
+from epd.serve_app.orchestration.loss_counter import LossCounter
+from epd.serve_app.orchestration.placement import RequestPlacer
 from epd.serve_app.orchestration.prompts import Prompts
-from epd.serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
+from epd.serve_app.orchestration.replacement import Replacement
+from epd.serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.orchestration.requests import Attempt, Outcome, Requests, Shared
 from epd.serve_app.orchestration.retention import LoadRetention
 from epd.serve_app.orchestration.role_switch import RoleSwitcher, SwitchRequest
-from epd.serve_app.orchestration.shared_load import SharedLoad
+from epd.serve_app.orchestration.watchdog import Watchdog
 from epd.serve_app.service import (
     AnswerItem,
     AnswerRequest,
@@ -57,16 +52,16 @@ from epd.serve_app.service import (
     RoleSwitch,
     ServiceStatus,
 )
-from epd.serve_app.task_group import Loops, Tasks
-from epd.serve_app.worker.peer_losses import NamedPeer
 from epd.topology import Stage, topology_name
 
-_MAX_GROUP_FAILURES = 3
 _DRAIN_POLL_S = 0.05
 
 
 class Orchestrator:
-    """Implements AnswerService. Used from one event loop, which it never blocks."""
+    """Implements AnswerService. Used from one event loop, which it never blocks.
+
+    ask_leader: has the orchestrator that leads switch roles, if that is another one
+    """
 
     def __init__(
         self,
@@ -78,111 +73,65 @@ class Orchestrator:
         """Starts without requests. owner: unique among those that share the workers, without "/"."""
         assert "/" not in owner
         self.owner = owner
-        self.config = config or OrchestratorConfig()
-        self.router = Router()
-        self.queue = AdmissionQueue(self.config.max_waiting)
-        self._fleet = fleet
-        self._planner = planner
-        limits = PlacementLimits(self.config.max_prefills, self.config.unavailable_s)
-        self._dispatcher = EncodeDispatcher(
-            fleet,
-            self.router,
-            max_backlog_patches=self.config.max_backlog_patches,
-            unavailable_s=self.config.unavailable_s,
-            stall_s=self.config.stall_timeout_s,
-        )
-        self._attempts: dict[str, Attempt] = {}
-        self._loads: dict[str, WorkerLoad] = {}
-        self.losses = LossCounter(
-            LossLedger(self.config.losses),
-            fleet,
-            self._dispatcher,
-            self._attempts,
-            time.time,
-            max_losses=self.config.max_attempts,
-        )
-        self.isolation = Isolation(self._dispatcher, self.router, self._attempts, time.time)
-        self._placement = RequestPlacer(
-            fleet,
-            self.router,
-            self.queue,
-            limits,
-            self.losses,
-            self.isolation,
-            time.time,
-            self._sole_encoder,
-            self._loads,
-        )
-        self._shared = SharedLoad(self.router, self._dispatcher, self._placement)
-        self._feeds: dict[str, GroupFeed] = {}
-        self._recovery = Recovery(fleet, self.router, self._dispatcher, self._placement, self._attempts)
-        parts = EvacuationParts(fleet, self.router, self._dispatcher, self._placement, self._attempts)
-        self.switcher = RoleSwitcher(parts, self.config.switching)
-        switching = self.config.switching
-        self._evacuations = Evacuations(
-            parts, self.switcher.in_flight, switch_s=switching.drain_s, drain_s=switching.leave_s
-        )
-        self._leads = True
+        self.config = config = config or OrchestratorConfig()
+        self.arrivals = Arrivals()
         self.ask_leader: Callable[[SwitchRequest], Awaitable[Any]] | None = None
+        self._planner = planner
+        self._shared = shared = _shared(fleet, config)
+        self.losses = LossCounter(shared)
+        self.isolation = Isolation(shared)
+        self._placement = RequestPlacer(shared, self.isolation)
+        self.switcher = RoleSwitcher(shared, self._placement.moves)
         self.media = FleetMedia(
-            fleet, self.router, self._loads, owner=owner, patience_s=self.config.unavailable_s
+            fleet, shared.router, shared.requests.loads, owner=owner, patience_s=config.unavailable_s
         )
+        self._evacuations = Evacuations(shared, self._placement.moves)
+        self._replacement = Replacement(shared, self.switcher.switch, lambda: self.leads)
         self.elastic = Elastic(
-            fleet, self.queue, self.switcher, self._loads, self.config.elastic, time.time, lambda: self._leads
+            shared, self.arrivals, config.elastic, self.switcher.switch, lambda: self.leads
         )
-        self.retention = LoadRetention(
-            self.config.retention,
-            fleet,
-            self.queue,
-            self._attempts,
-            self._loads,
-            lambda: self._num_planning,
-            time.time,
-        )
+        self.retention = None if config.retention is None else LoadRetention(config.retention, shared)
         self._substituted = SubstitutedFrames()
-        self._counters: Counter[str] = Counter()
-        self._watchdog = Watchdog(
-            self._attempts, self._dispatcher, self._counters, time.time, timeout_s=self.config.stall_timeout_s
-        )
         self._numbers = count(1)
-        self._num_planning = 0
-        self._is_draining = False
-        self._tasks = Tasks()
-        self._loops = Loops(self._counters)
-        self._threads = ThreadPoolExecutor(self.config.num_planning_threads, thread_name_prefix="planning")
-        self.prompts = Prompts(planner, self.retention, self._plan, self._threads)
+        self._leads, self._is_draining = True, False
+        self._threads = ThreadPoolExecutor(config.num_planning_threads, thread_name_prefix="planning")
+        self.prompts = Prompts(planner, self._plan, self._threads)
 
     @property
     def models(self) -> Sequence[ModelCard]:
         return (self._planner.card,)
 
+    @property
+    def router(self) -> Router:
+        return self._shared.router
+
+    @property
+    def queue(self) -> AdmissionQueue:
+        return self._shared.queue
+
+    @property
+    def requests(self) -> Requests:
+        return self._shared.requests
+
     async def start(self) -> None:
         """Starts the fleet. Raises EPDError when a worker cannot start."""
-        await self._fleet.start()
-        self._loops.start("events", self._reader().follow)
-        self._loops.start("watchdog", self._watchdog.run)
-        self.elastic.start(self._loops)
-        self.retention.start(self._loops)
-
-    def _reader(self) -> EventReader:
-        return EventReader(
-            self._fleet,
-            self._dispatcher,
-            self._placement,
-            self._recovery,
-            self._evacuations,
-            self.losses,
-            self._watchdog,
+        await self._shared.fleet.start()
+        watchdog, recovery = Watchdog(self._shared), Recovery(self._shared, self._placement.moves)
+        reader = EventReader(
             self._shared,
-            self.queue,
+            self.losses,
+            watchdog,
+            recovery,
+            self._evacuations,
+            self._replacement,
             self.retention,
-            self._attempts,
-            self._feeds,
-            self._loads,
-            self._counters,
-            self._loops,
-            self._tasks,
         )
+        self.requests.loops.start("events", reader.follow)
+        self.requests.loops.start("watchdog", watchdog.run)
+        if self.config.elastic is not None:
+            self.elastic.start()
+        if self.retention is not None:
+            self.requests.loops.start("retention", self.retention.run, is_vital=False)
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuses new requests and waits for those in flight. Returns whether all of them ended in time."""
@@ -194,14 +143,13 @@ class Orchestrator:
 
     async def close(self) -> None:
         """Ends the fleet and all requests: answers in flight raise UnavailableError."""
-        self._tasks.cancel()
-        await self._tasks.wait()
-        await self._loops.close()
-        await self.elastic.close()
+        self.requests.tasks.cancel()
+        await self.requests.tasks.wait()
+        await self.requests.loops.close()
         await self.switcher.close()
         await self._evacuations.close()
         await self.media.close()
-        await self._fleet.close()
+        await self._shared.fleet.close()
         self._threads.shutdown(cancel_futures=True)
 
     # Answers
@@ -212,25 +160,28 @@ class Orchestrator:
         deadline_s = request.deadline_s or now_s + self.config.max_wait_s
         if self._is_draining:
             raise UnavailableError("the server is shutting down; retry later or use another replica")
-        self.queue.check(now_s, deadline_s, num_coming=self._num_planning, priority=request.priority)
+        self.queue.check(now_s, deadline_s, num_coming=self.requests.num_planning, priority=request.priority)
         await self.losses.check(request)
-        request = self.retention.reduced(request)
         plan = await self._plan(request)
         answer = LiveAnswer(request, plan, self._planner.texts, time.time, self._substituted)
-        self.elastic.arrived(plan)
-        self.retention.arrived(plan)
-        running = self._tasks.spawn(self._run(answer, deadline_s))
+        self.arrivals.arrived(time.time(), plan.work)
+        if self.retention is not None:
+            self.retention.arrived(plan)
+        running = self.requests.tasks.spawn(self._run(answer, deadline_s))
         try:
             async for items in answer.items():
                 yield items
         finally:
-            self.elastic.finished()
+            self.arrivals.finished()
             running.cancel()
 
     async def _plan(self, request: AnswerRequest) -> AnswerPlan:
-        """Plans a request; its images stay at their media workers."""
-        self._num_planning += 1
-        try:
+        """Plans a request with the share of visual tokens kept now; images stay at their workers."""
+        if self.retention is not None:
+            request = self.retention.reduced(request)
+        else:
+            request = replace(request, reduction=request.reduction.clamped(1.0, request.retention_min or 0.0))
+        with self.requests.planning():
             loop = asyncio.get_running_loop()
             self._planner.check_images(request)
             images = await self.media.plan_images(request.media)
@@ -238,8 +189,6 @@ class Orchestrator:
             if plan is not None:
                 return plan
             return await loop.run_in_executor(self._threads, self._planner.plan, request, images)
-        finally:
-            self._num_planning -= 1
 
     async def _run(self, answer: LiveAnswer, deadline_s: float) -> None:
         """Runs all attempts at a request. The error that ends it reaches the consumer through the answer."""
@@ -249,15 +198,15 @@ class Orchestrator:
                 attempt = Attempt(next(self._numbers), answer, self.router, self.owner)
                 self.losses.begin(attempt)
                 num_losses = answer.num_losses
-                ending = await self._try(attempt, deadline_s, is_new=is_new)
-                if ending is Ending.COMPLETE:
+                outcome = await self._try(attempt, deadline_s, is_new=is_new)
+                if outcome is Outcome.COMPLETE:
                     self.losses.answered(attempt)
                     answer.finish(attempt.decode_worker)
                     return
                 is_new = False
-                if ending is Ending.LOST:
+                if outcome is Outcome.LOST:
                     answer.num_losses = max(answer.num_losses, num_losses + 1)
-                    self._counters["retries"] += 1
+                    self.requests.counters["retries"] += 1
                 answer.num_retries += 1
                 answer.forget_early()
                 await self.losses.check(answer.request)
@@ -270,37 +219,20 @@ class Orchestrator:
         except Exception as error:  # noqa: BLE001 - the consumer waits for it
             answer.fail(error)
 
-    def _sole_encoder(self, attempt: Attempt) -> NamedPeer | None:
-        """Returns the encoder for all groups of a new request that drops tokens; retries send all tokens."""
-        answer = attempt.answer
-        if answer.num_retries or answer.plan.prompt.reduction is None:
-            return None
-        return self._dispatcher.sole_encoder(self.config.sharding, attempt.prefill_worker)
-
-    async def _try(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> Ending:
-        feed = GroupFeed(
-            self._fleet,
-            self.media,
-            self._dispatcher,
-            self.losses,
-            self.isolation,
-            attempt,
-            time.time,
-            patience_s=self.config.unavailable_s,
-            sharding=self.config.sharding,
-        )
-        self._attempts[attempt.id], self._feeds[attempt.id] = attempt, feed
-        attempt.event_s = time.time()
-        ending = None
+    async def _try(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> Outcome:
+        feed = GroupFeed(self._shared, self.media, self.losses, self.isolation, attempt)
+        attempt.on_grant = feed.grant
+        self.requests.begin(attempt)
+        outcome = None
         try:
             await self._placement.place(attempt, deadline_s, is_new=is_new)
-            ending = await attempt.wait()
-            return ending
+            outcome = await attempt.wait()
+            return outcome
         finally:
-            del self._attempts[attempt.id], self._feeds[attempt.id]
             feed.stop()  # before anything is freed, so that nothing is sent afterwards
-            attempt.placement.release()
-            self._tasks.spawn(self._free(attempt, feed, is_complete=ending is Ending.COMPLETE))
+            self.requests.leave(attempt)
+            is_complete = outcome is Outcome.COMPLETE
+            self.requests.tasks.spawn(self._free(attempt, feed, is_complete=is_complete))
 
     async def _free(self, attempt: Attempt, feed: GroupFeed, *, is_complete: bool) -> None:
         """Frees everything that an attempt holds anywhere."""
@@ -308,33 +240,33 @@ class Orchestrator:
             await asyncio.gather(
                 *(self._abort(attempt, worker) for worker in sorted(attempt.placement.touched))
             )
-            await self._dispatcher.drop_request(attempt.id, attempt.sole_encoder)
+            await self._shared.dispatcher.drop_request(attempt.id, attempt.sole_encoder)
         await feed.close()
-        self._placement.wake()
+        self._shared.wake()
 
     async def _abort(self, attempt: Attempt, worker: str) -> None:
         stage: Stage = "prefill" if worker == attempt.prefill_worker else "decode"
-        await send_surely(self._fleet, stage, worker, Abort((attempt.id,)))
+        await send_surely(self._shared.fleet, stage, worker, Abort((attempt.id,)))
 
     @property
     def attempts(self) -> Mapping[str, Attempt]:
         """Returns a view of the attempts that have not ended, by id."""
-        return self._attempts
+        return self.requests.attempts
 
     @property
     def _is_open(self) -> bool:
         """Returns whether requests are accepted and the loops that they need are running."""
-        return not self._is_draining and not self._loops.gone
+        return not self._is_draining and not self.requests.loops.gone
 
     @property
     def num_attempts(self) -> int:
         """Returns the number of requests that have not ended."""
-        return len(self._attempts) + self._num_planning
+        return len(self.requests)
 
     @property
     def num_tickets(self) -> int:
         """Returns the number of groups that encoders have."""
-        return len(self._dispatcher)
+        return len(self._shared.dispatcher)
 
     # Roles
 
@@ -355,36 +287,50 @@ class Orchestrator:
     @leads.setter
     def leads(self, leads: bool) -> None:
         if leads and not self._leads:
-            self._tasks.spawn(self.switcher.roll_back_abandoned())
+            self.requests.tasks.spawn(self.switcher.roll_back_abandoned())
         self._leads = leads
 
-    def share(self, others: Others | None) -> None:
-        """Sets what is known of other orchestrators over the same workers. None: there are none."""
+    def share(self, others: QueueSummary | None) -> None:
+        """Sets what waits at other orchestrators over the same workers. None: there are none."""
+        if self.queue.others is not None and others is None:
+            self.router.clear_reported()
         self.queue.others = others
-        self._shared.share(is_shared=others is not None)
 
     def recent_load(self) -> Sequence[tuple[float, RequestWork]]:
         """See `AnswerService`."""
-        return self.elastic.estimator.recent(time.time())
+        return self.arrivals.recent(time.time())
 
     # Status
 
     async def status(self) -> ServiceStatus:
         """See `AnswerService`."""
-        infos = [info for info in self._fleet.workers.values() if not info.is_gone]
-        counters = Counter(self._counters)
-        for load in self._loads.values():
+        infos = [info for info in self._shared.fleet.workers.values() if not info.is_gone]
+        loads, controller = self.requests.loads, self.elastic.controller
+        counters = Counter(self.requests.counters)
+        for load in loads.values():
             counters.update(load.counters)
         counters["refused"] = self.queue.num_refused
         return ServiceStatus(
             is_ready=has_all_roles(infos) and self._is_open,
             topology=topology_name([info.roles for info in infos]),
-            workers=worker_statuses(infos, self._loads, self.switcher.in_flight),
+            workers=worker_statuses(infos, loads, self.requests.switching),
             counters=dict(counters),
             num_waiting=len(self.queue),
-            decisions=tuple(self.elastic.decisions),
+            decisions=() if controller is None else tuple(controller.decisions),
             advice=self.elastic.advisor.advice,
             switches=tuple(self.switcher.last),
             switch_totals=self.switcher.totals,
-            retention=self.retention.status,
+            retention=None if self.retention is None else self.retention.status,
         )
+
+
+def _shared(fleet: Fleet, config: OrchestratorConfig) -> Shared:
+    router = Router()
+    dispatcher = EncodeDispatcher(
+        fleet,
+        router,
+        max_backlog_patches=config.max_backlog_patches,
+        unavailable_s=config.unavailable_s,
+        stall_s=config.stall_timeout_s,
+    )
+    return Shared(fleet, router, AdmissionQueue(config.max_waiting), dispatcher, Requests(), config)

@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 
-from epd.control.admission import AdmissionQueue
 from epd.control.placement import Candidates, PlacementPolicy, Step
-from epd.control.routing import Router
-from epd.serve_app.fleet import Fleet
-from epd.serve_app.messages import Prefill, Redirect, WorkerLoad
-from epd.serve_app.orchestration.attempt import Attempt, Ending
-from epd.serve_app.orchestration.decode_moves import DecodeMoves, changed
-from epd.serve_app.orchestration.losses.isolation import Isolation
-from epd.serve_app.orchestration.losses.loss_counter import LossCounter
-from epd.serve_app.orchestration.room_books import RoomBooks
-from epd.serve_app.orchestration.worker_questions import Seen, WorkerQuestions, num_held_tokens
+from epd.serve_app.messages import Prefill, Redirect
+from epd.serve_app.orchestration.isolation import Isolation
+from epd.serve_app.orchestration.requests import NUM_FIRST, Attempt, Outcome, Shared
+from epd.serve_app.orchestration.worker_calls import DecodeMoves, Seen, WorkerCalls, changed, num_held_tokens
 from epd.serve_app.worker.peer_losses import NamedPeer
 from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket
-
-_NUM_FIRST = 8  # requests that look for room concurrently
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementLimits:
-    """Limits the work that workers are given.
-
-    max_prefills: requests whose prompt one worker computes at a time
-    unavailable_s: how long a request waits for a role that no worker has
-    """
-
-    max_prefills: int
-    unavailable_s: float
 
 
 class _Round:
@@ -65,81 +43,54 @@ class _Round:
 
 
 class RequestPlacer:
-    """Places attempts at workers. clock: Unix time, seconds."""
+    """Places attempts at workers. moves: changes the decode workers of those that were placed."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        router: Router,
-        queue: AdmissionQueue,
-        limits: PlacementLimits,
-        losses: LossCounter,
-        isolation: Isolation,
-        clock: Callable[[], float],
-        sole_encoder: Callable[[Attempt], NamedPeer | None] = lambda _: None,
-        loads: Mapping[str, WorkerLoad] | None = None,
-    ) -> None:
-        """Starts without requests. `moves` changes the decode workers of those that were placed.
-
-        sole_encoder: of an attempt with a prefill worker: see `Attempt`
-        loads: the last report of each worker, to estimate its room; None to ask for it first
-        """
+    def __init__(self, shared: Shared, isolation: Isolation) -> None:
+        """Starts without requests."""
+        self._shared = shared
+        self._queue = shared.queue
+        self._clock = shared.requests.clock
+        self._isolation = isolation
         self._listed: tuple[WorkerInfo, ...] = ()
         self._candidates = Candidates(())
-        self._policy = PlacementPolicy(router, self._current, max_prefills=limits.max_prefills)
-        books = RoomBooks({} if loads is None else loads, clock)
-        self.questions = WorkerQuestions(fleet, losses, books, self._policy.asking)
-        self.moves = DecodeMoves(self.questions, self._policy, isolation, limits.unavailable_s, clock)
-        self._queue = queue
-        self._unavailable_s = limits.unavailable_s
-        self._isolation = isolation
-        self._sole_encoder = sole_encoder
-        self._clock = clock
-        self._waiting: dict[str, asyncio.Event] = {}  # by attempt, set when it should look again
+        self._policy = PlacementPolicy(shared.router, self._current, max_prefills=shared.config.max_prefills)
+        self.calls = WorkerCalls(shared, self._policy.asking)
+        self.moves = DecodeMoves(shared, self.calls, self._policy, isolation.allowed)
 
     def _current(self) -> Candidates:
         """Returns the workers that take new work: the same object while none of them has changed."""
-        workers = tuple(self.questions.fleet.workers.values())
+        workers = tuple(self._shared.fleet.workers.values())
         if workers != self._listed:
             self._listed, self._candidates = workers, Candidates(workers)
         return self._candidates
-
-    def wake(self) -> None:
-        """Lets the first requests of the queue look for room again, as some may have been freed."""
-        for attempt_id in self._queue.first(_NUM_FIRST):
-            self._waiting[attempt_id].set()
-        self.moves.wake()
 
     async def place(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> None:
         """Returns once workers have taken the attempt or it has ended. Raises EPDError if none can."""
         priority = attempt.answer.request.priority
         self._queue.enter(attempt.id, self._clock(), deadline_s, is_new=is_new, priority=priority)
         start_s = self._clock()
-        self._waiting[attempt.id] = asyncio.Event()
         try:
             while not await self._is_taken(attempt):
                 if attempt.has_ended:
                     return
                 self._queue.check_deadline(attempt.id, self._clock())
-                self._policy.check_roles(self._clock() - start_s, self._unavailable_s)
-                await changed(self._waiting[attempt.id])
+                self._policy.check_roles(self._clock() - start_s, self._shared.config.unavailable_s)
+                await changed(attempt.may_look)
             self._queue.place(attempt.id, self._clock())
         finally:
             self._queue.leave(attempt.id)
-            del self._waiting[attempt.id]
-            self.wake()
-        attempt.answer.queued.prefill_s += attempt.started_s - start_s
-        attempt.is_placed = True
+            self._shared.wake()
+        attempt.place(start_s)
 
     async def _is_taken(self, attempt: Attempt) -> bool:
-        if attempt.has_ended or not self._queue.is_turn(attempt.id, _NUM_FIRST, self._clock()):
+        if attempt.has_ended or not self._queue.is_turn(attempt.id, NUM_FIRST, self._clock()):
             return False
         # Most of those that wait are woken in vain: that is to cost little.
         return self._policy.can_ask() and await self._ask_workers(attempt)
 
     async def _ask_workers(self, attempt: Attempt) -> bool:
         """Asks workers once. Returns whether they have taken the attempt."""
-        attempt.started_s = self._clock()
+        attempt.ask_workers(self._clock())
         allowed = partial(self._isolation.allowed, attempt)
         media, round_ = attempt.answer.plan.visual_tokens, _Round()
         with closing(round_), closing(self._policy.place(attempt.placement, media, allowed)) as steps:
@@ -151,7 +102,7 @@ class RequestPlacer:
                 return bool(end.value)
         # A loss is counted before another worker is put at risk.
         if attempt.is_withdrawn and not attempt.lost_with:
-            attempt.end(Ending.TAKEN_BACK)
+            attempt.end(Outcome.TAKEN_BACK)
         return False
 
     async def _take_step(self, attempt: Attempt, step: Step, round_: _Round) -> bool:
@@ -159,40 +110,45 @@ class RequestPlacer:
             return False
         match step:
             case "reserve":
-                round_.seen = self.questions.seen(attempt)
+                round_.seen = self.calls.seen(attempt)
                 seems_to_have_room = self._seems_to_have_room(attempt)
-                round_.reserving = asyncio.ensure_future(
-                    self.questions.reserve(attempt, attempt.decode_worker)
-                )
+                round_.reserving = asyncio.ensure_future(self.calls.reserve(attempt, attempt.decode_worker))
                 if seems_to_have_room:
                     return True
                 await round_.settle()
                 return round_.ticket is not None
             case "submit":
                 if attempt.placement.is_merged:
-                    round_.ticket, round_.seen = None, self.questions.seen(attempt)
+                    round_.ticket, round_.seen = None, self.calls.seen(attempt)
                 plan = attempt.answer.plan
                 request, incarnation = plan.generate_request(attempt.id), round_.seen[1].incarnation
-                attempt.sole_encoder = self._sole_encoder(attempt)
+                attempt.submit(self._sole_encoder(attempt))
                 wants_kept = attempt.sole_encoder is not None
                 awaits_ticket = round_.reserving is not None
                 ticket = None if awaits_ticket else round_.ticket
                 prefill = Prefill(request, plan.groups, ticket, incarnation, wants_kept, awaits_ticket)
-                is_taken = await self.questions.give(attempt, prefill, round_.seen)
+                is_taken = await self.calls.give(attempt, prefill, round_.seen)
                 return is_taken and (not awaits_ticket or await self._is_joined(attempt, round_))
             case "release":
                 await round_.settle()
-                await self.questions.abort(attempt, attempt.decode_worker)
+                await self.calls.abort(attempt, attempt.decode_worker)
         return True
+
+    def _sole_encoder(self, attempt: Attempt) -> NamedPeer | None:
+        """Returns the encoder for all groups of a new request that drops tokens; retries send all tokens."""
+        answer = attempt.answer
+        if answer.num_retries or answer.plan.prompt.reduction is None:
+            return None
+        return self._shared.dispatcher.sole_encoder(self._shared.config.sharding, attempt.prefill_worker)
 
     def _seems_to_have_room(self, attempt: Attempt) -> bool:
         """Returns whether the prompt may be submitted before the decode worker has said that it has room.
 
         Not of a request that was lost with a worker: one worker after the other is put at risk by it.
         """
-        if attempt.isolated_at or not self.questions.books.is_slow(attempt.decode_worker):
+        if attempt.isolated_at or not self.calls.capacity.is_slow(attempt.decode_worker):
             return False
-        return self.questions.books.has_room(
+        return self.calls.capacity.has_room(
             attempt.decode_worker, num_held_tokens(attempt), attempt.answer.plan.sampling.n
         )
 
@@ -204,14 +160,13 @@ class RequestPlacer:
         await round_.settle()
         if round_.ticket is not None:
             message = Redirect(attempt.id, round_.ticket, round_.seen[1].incarnation)
-            if await self.questions.give(attempt, message, round_.seen):
+            if await self.calls.give(attempt, message, round_.seen):
                 return True
-            if not attempt.is_withdrawn and self.questions.seen(attempt) == round_.seen:  # it is over there
-                await self.questions.abort(attempt, attempt.decode_worker)
+            if not attempt.is_withdrawn and self.calls.seen(attempt) == round_.seen:  # it is over there
+                await self.calls.abort(attempt, attempt.decode_worker)
                 return True
-        await self.questions.abort(attempt, attempt.prefill_worker)
-        attempt.is_withdrawn = True
-        return False
+        await self.calls.abort(attempt, attempt.prefill_worker)
+        return attempt.given(None)
 
     def _is_allowed(self, attempt: Attempt, step: Step) -> bool:
         """Checks again what was checked when the worker was chosen: others were asked questions since."""

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 
-from epd.serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
-from epd.serve_app.orchestration.retention import LoadRetention
+from epd.serve_app.orchestration.live_answer import AnswerPlan
+from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.service import AnswerRequest, Estimate, MediaSize
 
 
@@ -17,19 +17,16 @@ class Prompts:
     def __init__(
         self,
         planner: RequestPlanner,
-        retention: LoadRetention,
         plan: Callable[[AnswerRequest], Awaitable[AnswerPlan]],
         threads: Executor,
     ) -> None:
         """Stands on an orchestrator's parts. plan: as for an answer. threads: run the tokenizer."""
         self._planner = planner
-        self._retention = retention
         self._plan = plan
         self._threads = threads
 
     async def estimate(self, request: AnswerRequest) -> Estimate:
         """See `PromptService`."""
-        request = self._retention.reduced(request)
         plan = await self._plan(request)
         return Estimate(
             plan.usage(0),

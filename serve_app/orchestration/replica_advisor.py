@@ -28,22 +28,19 @@ Bounds = tuple[int, int]
 class ReplicaAdvisor:
     """Advises numbers for deployments that Serve scales.
 
+    is_wanted: whether Serve scales any deployment
     config: delays; the bounds are Serve's
     settle_s: from the first look of a leader to its first advice
     """
 
     def __init__(self, config: ReplicaConfig | None = None, settle_s: float = _SETTLE_S) -> None:
         self.config = config or ReplicaConfig()
+        self.is_wanted = False
         self.advice: Mapping[str, ReplicaAdvice] = {}
         self._settle_s = settle_s
         self._stage: StageReplicas | None = None
         self._media: MediaReplicas | None = None
         self._since_s: float | None = None
-
-    @property
-    def is_wanted(self) -> bool:
-        """Returns whether Serve scales any deployment."""
-        return self._stage is not None or self._media is not None
 
     def follow(self, bounds: Mapping[str, Bounds], topology: str) -> None:
         """Takes Serve's bounds, of deployments that it scales. topology: for its sets of roles."""
@@ -52,6 +49,7 @@ class ReplicaAdvisor:
             self._stage = None if stage is None else StageReplicas(stage, parse_topology(topology))
         if media != (self._media and self._media.config):
             self._media = None if media is None else MediaReplicas(media)
+        self.is_wanted = self._stage is not None or self._media is not None
 
     def _bounded(self, bounds: Bounds | None) -> ReplicaConfig | None:
         """Returns None without bounds. Serve may scale to none; an answer needs a worker."""

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from epd.control.request_budget import RequestLimits, check_num_pixels
 from epd.encode.group_cut import GROUP_TOKENS
 from epd.encoders import Adapter, FrameSampling, MediaPlan, PixelLimits, load_adapter
 from epd.encoders.adapter import PromptPlan
-from epd.encoders.groups import MediaGroup, plan_groups
+from epd.encoders.groups import plan_groups
 from epd.encoders.identity import prompt_identity, salted
 from epd.encoders.prompt.raw_prompt import plan_tokens
 from epd.errors import MediaError, RequestError
@@ -25,13 +25,13 @@ from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.kv.kv_identity import TokenIdentity
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.sampling_params import SamplingParams
+from epd.serve_app.orchestration.live_answer import AnswerPlan
 from epd.serve_app.service import AnswerRequest, MediaSource, ModelCard
 from epd.serve_app.token_text import TokenTexts
-from epd.stages.engine.generation import GenerateRequest, generation_settings
+from epd.stages.engine.generation import generation_settings
 from epd.stages.frame_budget import PromptRoom, plan_within
 from epd.stages.loading.weight_files import weights_revision
 from epd.stages.media import plan_video
-from epd.types import Usage
 
 _MAX_SEED = 2**31
 # Number of video plans kept, by content: a second question about a video does not list its frames again.
@@ -43,50 +43,6 @@ _MAX_SHORT_WORDS = 16
 _MAX_SHORT_VISUAL_TOKENS = 1024
 # Content, frame sampling and size; the model is fixed for a planner.
 _PlanKey = tuple[str, FrameSampling, PixelLimits]
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerPlan:
-    """A planned request.
-
-    sampling: complete, with a seed that stays the same in every retry
-    media: of each item
-    groups: of all items, in order
-    plan_s: seconds that planning took
-    expected_tokens: of all answers, to plan for
-    """
-
-    prompt: PromptPlan
-    identity: TokenIdentity
-    groups: tuple[MediaGroup, ...]
-    media: tuple[MediaPlan, ...]
-    mm_hashes: tuple[str, ...]
-    sampling: SamplingParams
-    seed: int
-    plan_s: float
-    expected_tokens: int
-    priority: int = 0
-
-    def generate_request(self, request_id: str) -> GenerateRequest:
-        return GenerateRequest(
-            request_id, self.prompt, self.identity, self.sampling, self.seed, priority=self.priority
-        )
-
-    @property
-    def visual_tokens(self) -> tuple[tuple[str, int], ...]:
-        """Returns (content and what is kept of it, visual tokens) of each item, for the router."""
-        return tuple(
-            (mm_hash + self.prompt.reduction_key, item.num_tokens)
-            for mm_hash, item in zip(self.mm_hashes, self.prompt.media, strict=True)
-        )
-
-    def usage(self, num_completion_tokens: int) -> Usage:
-        return self.prompt.usage(num_completion_tokens)
-
-    @property
-    def retention(self) -> float:
-        """Returns the share of the visual tokens that is kept."""
-        return self.prompt.reduction.policy.retention if self.prompt.reduction else 1.0
 
 
 class _Adapters:

@@ -21,7 +21,10 @@ from typing import Literal
 from epd.errors import EPDError, InfeasibleError, InternalError, RequestError, UnavailableError
 from epd.serve_app.fleet import Fleet, WorkerLostError, send_surely
 from epd.serve_app.messages import Message, ReplyT
-from epd.serve_app.orchestration.evacuation import Evacuation, EvacuationParts
+from epd.serve_app.orchestration.config import SwitchLimits
+from epd.serve_app.orchestration.evacuation import Evacuation
+from epd.serve_app.orchestration.requests import Shared
+from epd.serve_app.orchestration.worker_calls import DecodeMoves
 from epd.serve_app.role_messages import (
     AskRemaining,
     Offload,
@@ -55,33 +58,17 @@ class SwitchRequest:
     roles: frozenset[Stage]
 
 
-@dataclass(frozen=True, slots=True)
-class SwitchLimits:
-    """Limits of switches.
-
-    min_workers: workers of each role that must remain during a switch
-    max_in_flight: switches at a time
-    drain_s: seconds after which remaining work is retried elsewhere
-    leave_s: the same for a worker that leaves for good
-    limit_s: seconds after which the whole switch is rolled back
-    """
-
-    min_workers: int = 1
-    max_in_flight: int = 1
-    drain_s: float = 2.0
-    leave_s: float = 10.0
-    limit_s: float = 30.0
-
-
 class RoleSwitcher:
     """Switches workers and records the results. last: the latest switches, oldest first."""
 
-    def __init__(self, parts: EvacuationParts, limits: SwitchLimits | None = None) -> None:
-        self.limits = limits or SwitchLimits()
+    def __init__(self, shared: Shared, moves: DecodeMoves) -> None:
+        """Starts without switches. moves: changes the decode workers of attempts."""
         self.last: deque[RoleSwitch] = deque(maxlen=_MAX_KEPT)
-        self.in_flight: set[str] = set()
+        self._limits = shared.config.switching
+        self.in_flight = shared.requests.switching
         self._totals: dict[str, SwitchTotals] = {}
-        self._parts = parts
+        self._shared = shared
+        self._moves = moves
         self._tasks = Tasks()
 
     @property
@@ -105,7 +92,7 @@ class RoleSwitcher:
 
     async def _carry_out(self, info: WorkerInfo, roles: frozenset[Stage]) -> RoleSwitch:
         try:
-            record = await _SwitchRun(self._parts, self.limits, info, roles).carry_out()
+            record = await _SwitchRun(self._shared, self._moves, info, roles).carry_out()
         finally:
             self.in_flight.discard(info.name)
         self.last.append(record)
@@ -116,10 +103,10 @@ class RoleSwitcher:
 
     async def roll_back_abandoned(self) -> None:
         """Gives workers their roles back that nobody switches any more: who did is gone."""
-        for info in list(self._parts.fleet.workers.values()):
+        for info in list(self._shared.fleet.workers.values()):
             is_abandoned = info.leaving and not info.is_draining and info.name not in self.in_flight
             if info.is_alive and is_abandoned:
-                await send_surely(self._parts.fleet, min(info.roles), info.name, SetRoles(info.roles))
+                await send_surely(self._shared.fleet, min(info.roles), info.name, SetRoles(info.roles))
 
     async def close(self) -> None:
         """Cancels the switches in flight."""
@@ -127,7 +114,7 @@ class RoleSwitcher:
         await self._tasks.wait()
 
     def _checked(self, worker: str, roles: frozenset[Stage]) -> WorkerInfo:
-        workers = self._parts.fleet.workers
+        workers = self._shared.fleet.workers
         names = sorted(
             name for name, info in workers.items() if "video" not in info.roles and not info.is_gone
         )
@@ -145,12 +132,12 @@ class RoleSwitcher:
             raise UnavailableError(f"worker '{worker}' gives up work already; try again later")
         if not info.is_alive:
             raise UnavailableError(f"worker '{worker}' is being started again; try again when it is back")
-        if len(self.in_flight) >= self.limits.max_in_flight or worker in self.in_flight:
+        most = self._limits.max_in_flight
+        if len(self.in_flight) >= most or worker in self.in_flight:
             raise UnavailableError(
-                f"{sorted(self.in_flight)} are being switched; allowed at once: {self.limits.max_in_flight}; "
-                "try again later"
+                f"{sorted(self.in_flight)} are being switched; allowed at once: {most}; try again later"
             )
-        check_others(self._parts.fleet, info, roles, self.limits.min_workers)
+        check_others(self._shared.fleet, info, roles, self._limits.min_workers)
         return info
 
 
@@ -179,22 +166,26 @@ def check_others(fleet: Fleet, info: WorkerInfo, roles: frozenset[Stage], min_wo
 class _SwitchRun:
     """Runs one switch. seconds: of each phase so far. stage: the stage that messages to it are sent to."""
 
-    parts: EvacuationParts
-    limits: SwitchLimits
+    shared: Shared
+    moves: DecodeMoves
     info: WorkerInfo
     roles: frozenset[Stage]
-    seconds: dict[Phase, float] = field(default_factory=dict)
-    phase: Phase = "offload"
-    weights_s: float = 0.0
-    start_s: float = field(default_factory=time.monotonic)
+    seconds: dict[Phase, float] = field(default_factory=dict, init=False)
+    phase: Phase = field(default="offload", init=False)
+    weights_s: float = field(default=0.0, init=False)
+    start_s: float = field(default_factory=time.monotonic, init=False)
     evacuation: Evacuation = field(init=False)
 
     def __post_init__(self) -> None:
-        self.evacuation = Evacuation(self.parts, self.name, self.leaving)
+        self.evacuation = Evacuation(self.shared, self.moves, self.name, self.leaving)
 
     @property
     def name(self) -> str:
         return self.info.name
+
+    @property
+    def limits(self) -> SwitchLimits:
+        return self.shared.config.switching
 
     @property
     def leaving(self) -> frozenset[Stage]:
@@ -202,7 +193,7 @@ class _SwitchRun:
         return stages_of(self.info.roles) - stages_of(self.roles)
 
     async def carry_out(self) -> RoleSwitch:
-        at_s, error = self.parts.clock(), ""
+        at_s, error = self.shared.requests.clock(), ""
         try:
             with self._timed("offload"):
                 await self._offload()
@@ -220,8 +211,8 @@ class _SwitchRun:
             error = f"{self.phase}: {InternalError.of(bug)}"
             await self._roll_back()
         finally:
-            self.parts.placement.wake()
-            self.parts.dispatcher.wake()
+            self.shared.wake()
+            self.shared.dispatcher.wake()
         return self._record(at_s, error)
 
     def _record(self, at_s: float, error: str) -> RoleSwitch:
@@ -258,7 +249,7 @@ class _SwitchRun:
     async def _migrate(self) -> None:
         redo_s = time.monotonic() + self.limits.drain_s
         while not (left := await self._remaining()).is_over:
-            check_others(self.parts.fleet, self.info, self.roles, self.limits.min_workers)
+            check_others(self.shared.fleet, self.info, self.roles, self.limits.min_workers)
             await self.evacuation.step(left, is_late=time.monotonic() >= redo_s)
             await asyncio.sleep(_POLL_S)
 
@@ -267,17 +258,17 @@ class _SwitchRun:
         self.weights_s = times.weights_s
 
     async def _announce(self) -> None:
-        check_others(self.parts.fleet, self.info, self.roles, self.limits.min_workers)
+        check_others(self.shared.fleet, self.info, self.roles, self.limits.min_workers)
         await self._send(SetRoles(self.roles))
-        self.parts.router.forget(self.name)
+        self.shared.router.forget(self.name)
         await self._report_closed()
 
     async def _report_closed(self) -> None:
         """Notifies the other workers of the closed stages; they would keep data sent there forever."""
-        send, message = self.parts.fleet.send, StagesClosed(self.name, self.leaving, self.info.incarnation)
+        send, message = self.shared.fleet.send, StagesClosed(self.name, self.leaving, self.info.incarnation)
         others = [
             info
-            for info in self.parts.fleet.workers.values()
+            for info in self.shared.fleet.workers.values()
             if info.is_alive and info.name != self.name and "video" not in info.roles
         ]
         await asyncio.gather(
@@ -288,7 +279,7 @@ class _SwitchRun:
         """Gives the worker its former roles; a lost worker is restarted with them."""
         for _ in range(_NUM_ROLL_BACKS):
             try:
-                await self.parts.fleet.send(self._address, self.name, SetRoles(self.info.roles))
+                await self.shared.fleet.send(self._address, self.name, SetRoles(self.info.roles))
             except WorkerLostError:
                 return
             except Exception:
@@ -308,12 +299,12 @@ class _SwitchRun:
 
     async def _send(self, message: Message[ReplyT]) -> ReplyT:
         """Sends a message. Raises UnavailableError at the time limit, or if the worker was restarted."""
-        now = self.parts.fleet.workers.get(self.name)
+        now = self.shared.fleet.workers.get(self.name)
         if now is None or not now.is_alive or now.incarnation != self.info.incarnation:
             raise WorkerLostError(f"worker '{self.name}' was lost; it is started with its former roles")
         left_s = self.start_s + self.limits.limit_s - time.monotonic()
         try:
             async with asyncio.timeout(max(left_s, 0.0)):
-                return await self.parts.fleet.send(self._address, self.name, message)
+                return await self.shared.fleet.send(self._address, self.name, message)
         except TimeoutError:
             raise UnavailableError(f"it took more than {self.limits.limit_s:g} s") from None

@@ -270,7 +270,6 @@ class PrefillRole:
                 "encoder_cache_hits": cache.counts.hits,
                 "encoder_cache_misses": cache.counts.misses,
             },
-            stages=self._samples(),
         )
 
     def _work(self) -> InFlight:
@@ -278,7 +277,7 @@ class PrefillRole:
         tokens = [each.message.request.num_prompt_tokens for each in self._prompts.values()]
         return InFlight(sum(tokens), len(tokens), num_decodes=self.stage.num_merged)
 
-    def _samples(self) -> dict[Stage, StageSample]:
+    def samples(self) -> dict[Stage, StageSample]:
         """Returns load samples, also of decode if this worker completes answers."""
         num_decodes = sum(each.is_decoding for each in self.stage.engine.scheduler.running)
         samples: dict[Stage, StageSample] = {"prefill": self._waiting_sample()}

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from epd.control.elasticity import StageSample
 from epd.control.routing import InFlight
 from epd.serve_app.messages import (
     Abort,
@@ -356,11 +357,17 @@ class WorkerCore:
             seq_usage=_highest([load.seq_usage for load in loads]),
             max_num_seqs=max((load.max_num_seqs for load in loads), default=0),
             counters=_summed([load.counters for load in loads]),
-            stages={stage: sample for load in loads for stage, sample in load.stages.items()},
+            stages=self._samples(),
             transports=self._builder.transport.routes(),
             memory=self._builder.memory(),
             work=InFlight(*map(sum, zip(*(load.work or InFlight() for load in loads), strict=True))),
         )
+
+    def _samples(self) -> dict[Stage, StageSample]:
+        """Returns samples of all stages, where anybody estimates the load."""
+        if not self._builder.settings.samples_load:
+            return {}
+        return {stage: each for role in self.hosted.values() for stage, each in role.samples().items()}
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the state of all roles is consistent."""

@@ -89,7 +89,13 @@ class Role(Protocol):
         """Returns the remaining work: see `epd.serve_app.role_messages.RemainingWork`."""
         ...
 
-    def load(self) -> WorkerLoad: ...
+    def load(self) -> WorkerLoad:
+        """Returns its load, without samples."""
+        ...
+
+    def samples(self) -> dict[Stage, StageSample]:
+        """Returns samples of its stages, by which load is estimated."""
+        ...
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless its state is consistent."""
@@ -236,16 +242,12 @@ class EncodeRole:
                 "encode_batches": counts.num_batches,
                 "units_skipped": counts.num_units_skipped,
             },
-            stages={
-                "encode": StageSample(
-                    self.stage.num_waiting,
-                    self.stage.outstanding_patches,
-                    counts.num_patches,
-                    counts.num_batches,
-                    self._busy_s,
-                )
-            },
         )
+
+    def samples(self) -> dict[Stage, StageSample]:
+        stage, counts = self.stage, self.stage.counts
+        totals = counts.num_patches, counts.num_batches, self._busy_s
+        return {"encode": StageSample(stage.num_waiting, stage.outstanding_patches, *totals)}
 
     def check_integrity(self) -> None:
         self.stage.check_integrity()
@@ -320,10 +322,11 @@ class DecodeRole:
                 "preemptions": engine.scheduler.num_preempted,
                 **drafting_counters(engine.counts),
             },
-            stages={
-                "decode": self._rounds.sample(len(engine.scheduler.running) + len(engine.scheduler.waiting))
-            },
         )
+
+    def samples(self) -> dict[Stage, StageSample]:
+        scheduler = self.stage.engine.scheduler
+        return {"decode": self._rounds.sample(len(scheduler.running) + len(scheduler.waiting))}
 
     def check_integrity(self) -> None:
         self.stage.check_integrity()

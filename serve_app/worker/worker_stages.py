@@ -65,6 +65,7 @@ class WorkerSettings:
     num_sharing: workers of this process, which share its GPU
     tensor_parallel: processes that share the language model of a worker
     encode_beside: in workers with other stages too, the tower runs in a thread of its own
+    samples_load: reports have samples by which load is estimated: where roles or replicas may follow it
     """
 
     model_path: Path
@@ -82,6 +83,7 @@ class WorkerSettings:
     num_sharing: int = 1
     tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
     encode_beside: bool = True
+    samples_load: bool = True
 
     @property
     def decode_limits(self) -> SchedulerConfig:

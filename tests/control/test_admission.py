@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.control.admission import AdmissionQueue, Others
+from epd.control.admission import AdmissionQueue, QueueSummary
 from epd.errors import OverloadedError
 
 NEVER_S = 1e9
@@ -228,21 +228,21 @@ def test_the_queue_is_bounded_and_in_order(steps: list[tuple[str, int, int]]) ->
 
 def test_requests_in_other_queues_count_as_waiting() -> None:
     queue = AdmissionQueue(3)
-    queue.others = Others(num_waiting=2)
+    queue.others = QueueSummary(num_waiting=2)
     queue.enter("a", 0.0, NEVER_S)
     with pytest.raises(OverloadedError, match="3 requests wait; allowed 3"):
         queue.enter("b", 0.0, NEVER_S)
-    queue.others = Others(num_waiting=1)
+    queue.others = QueueSummary(num_waiting=1)
     queue.enter("b", 0.0, NEVER_S)
 
 
 def test_a_queue_says_who_waits_with_a_user() -> None:
     queue = AdmissionQueue(10)
-    assert queue.summary() == Others()
+    assert queue.summary() == QueueSummary()
     queue.enter("batch", 1.0, NEVER_S, priority=1)
     queue.enter("a", 2.0, NEVER_S)
     queue.enter("b", 3.0, NEVER_S)
-    assert queue.summary() == Others(2, 2.0)
+    assert queue.summary() == QueueSummary(2, 2.0)
 
 
 def test_an_older_request_of_another_queue_goes_first_for_a_short_time_on_each_turn() -> None:
@@ -250,7 +250,7 @@ def test_an_older_request_of_another_queue_goes_first_for_a_short_time_on_each_t
     for name in "ab":
         queue.enter(name, 10.0, NEVER_S)
     assert queue.is_turn("a", now_s=11.0)
-    queue.others = Others(1, 8.0)
+    queue.others = QueueSummary(1, 8.0)
     assert not queue.is_turn("a", now_s=11.0)
     assert not queue.is_turn("a", now_s=11.2)
     assert queue.is_turn("a", now_s=11.3)
@@ -258,8 +258,8 @@ def test_an_older_request_of_another_queue_goes_first_for_a_short_time_on_each_t
     assert [queue.is_turn("b", now_s=now_s) for now_s in (11.5, 11.7, 11.8)] == [False, False, True]
 
 
-@pytest.mark.parametrize("others", [None, Others(), Others(1, 9.8), Others(1, 12.0)])
-def test_nobody_waits_for_requests_that_are_not_older(others: Others | None) -> None:
+@pytest.mark.parametrize("others", [None, QueueSummary(), QueueSummary(1, 9.8), QueueSummary(1, 12.0)])
+def test_nobody_waits_for_requests_that_are_not_older(others: QueueSummary | None) -> None:
     """Or only by less than what is known of them is old."""
     queue = AdmissionQueue(10)
     queue.enter("a", 10.0, NEVER_S)
@@ -269,7 +269,7 @@ def test_nobody_waits_for_requests_that_are_not_older(others: Others | None) -> 
 
 def test_a_retried_request_waits_for_no_other_queue() -> None:
     queue = AdmissionQueue(10)
-    queue.others = Others(1, 0.0)
+    queue.others = QueueSummary(1, 0.0)
     queue.enter("a", 10.0, NEVER_S, is_new=False)
     assert queue.is_turn("a", now_s=10.0)
     queue.leave("a")

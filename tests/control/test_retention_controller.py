@@ -14,10 +14,10 @@ from epd.control.retention import (
     PromptLoad,
     RetentionConfig,
     RetentionController,
-    kept_share,
     levels_down_to,
 )
 from epd.errors import RequestError
+from epd.reduction import ReductionPolicy
 
 CONFIG = RetentionConfig(slo_ttft_s=2.0, low=0.4, dwell_s=10.0, horizon_s=5.0)
 LOADS = st.builds(
@@ -203,7 +203,7 @@ def test_a_clock_that_goes_back_stands_still() -> None:
     ],
 )
 def test_a_request_has_the_last_word(level: float, asked: float, floor: float, kept: float) -> None:
-    assert kept_share(level, asked, floor) == kept
+    assert ReductionPolicy(retention=asked).clamped(level, floor).retention == kept
 
 
 def test_levels_end_where_the_server_wants() -> None:

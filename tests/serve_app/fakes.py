@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from epd.control.elasticity import Decision, ReplicaAdvice, RequestWork
+from epd.control.arrivals import RequestWork
+from epd.control.elasticity import Decision, ReplicaAdvice
 from epd.errors import EPDError
 from epd.serve_app.media.media_spool import FetchedFile
 from epd.serve_app.memory_use import MemoryUse

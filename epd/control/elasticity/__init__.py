@@ -8,7 +8,6 @@ from epd.control.elasticity.assignment import replacement_for, roles_for_newcome
 from epd.control.elasticity.cluster import (
     ClusterTraffic,
     MediaSample,
-    RequestWork,
     Roles,
     StageNeed,
     StageSample,
@@ -18,7 +17,6 @@ from epd.control.elasticity.cluster import (
 )
 from epd.control.elasticity.controller import ControllerConfig, Decision, RoleController, Switch
 from epd.control.elasticity.estimator import EstimatorConfig, TrafficEstimator
-from epd.control.elasticity.fleet_traffic import OtherFronts, TrafficTotals
 from epd.control.elasticity.replicas import MediaReplicas, ReplicaAdvice, ReplicaConfig, StageReplicas
 
 __all__ = [
@@ -28,10 +26,8 @@ __all__ = [
     "EstimatorConfig",
     "MediaReplicas",
     "MediaSample",
-    "OtherFronts",
     "ReplicaAdvice",
     "ReplicaConfig",
-    "RequestWork",
     "RoleController",
     "Roles",
     "StageNeed",
@@ -40,7 +36,6 @@ __all__ = [
     "StageTraffic",
     "Switch",
     "TrafficEstimator",
-    "TrafficTotals",
     "WorkerSample",
     "WorkerStanding",
     "replacement_for",

@@ -27,24 +27,6 @@ Roles = frozenset[Stage]
 
 
 @dataclass(frozen=True, slots=True)
-class RequestWork:
-    """Describes the work of one request at each stage, as planned on its arrival.
-
-    max_tokens: upper bound of its answers' tokens
-    expected_tokens: of its answers while their lengths are unknown; None means max_tokens
-    """
-
-    num_patches: int
-    num_prompt_tokens: int
-    max_tokens: int
-    expected_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_patches < 0 or self.num_prompt_tokens < 1 or self.max_tokens < 1:
-            raise ValueError(f"a request has a prompt and an answer of at least 1 token, got {self}")
-
-
-@dataclass(frozen=True, slots=True)
 class StageSample:
     """Samples one stage of one worker. queued_units, num_requests: now; the others are totals that only grow.
 

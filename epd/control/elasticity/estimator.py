@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from epd.control.arrivals import Arrivals, RequestWork
 from epd.control.elasticity.cluster import (
     ClusterTraffic,
-    RequestWork,
     StageNeed,
     StageSample,
     StageTraffic,
@@ -34,7 +34,6 @@ class EstimatorConfig:
     memory_s: time after which data has lost most of its weight
     peak_s: time for which the peak of a demand is remembered
     lasting_s: time that a demand must last to count as a peak
-    window_s: of the arrivals that `recent` keeps
     min_arrivals: requests before a load counts as known
     """
 
@@ -42,28 +41,28 @@ class EstimatorConfig:
     memory_s: float = 20.0
     peak_s: float = 180.0
     lasting_s: float = 15.0
-    window_s: float = 600.0
     min_arrivals: int = 5
 
     def __post_init__(self) -> None:
-        times_s = (self.horizon_s, self.memory_s, self.peak_s, self.lasting_s, self.window_s)
+        times_s = (self.horizon_s, self.memory_s, self.peak_s, self.lasting_s)
         if min(times_s) <= 0 or self.min_arrivals < 1:
             raise ValueError(f"times must be above 0 s and arrivals at least 1, got {self}")
 
 
 class TrafficEstimator:
-    """Estimates load: call `arrived` per request, `finished` per answer, `observe` every second or two."""
+    """Estimates load: call `arrived` and `finished`, or `follow`, and `observe` every second or two."""
 
     def __init__(
         self, config: EstimatorConfig | None = None, costs: Mapping[Stage, StageCost] | None = None
     ) -> None:
         """costs holds prior costs of a round, by units; measurements replace them as they come."""
         self.config = config or EstimatorConfig()
-        self._traffic = Traffic(self.config.memory_s, self.config.window_s)
+        self._traffic = Traffic(self.config.memory_s)
         self._costs = StageCosts(self.config.memory_s, costs or {})
         self._peaks = {stage: Peak(self.config.peak_s) for stage in STAGES}
         self._lasting = {stage: Peak(self.config.peak_s, self.config.lasting_s) for stage in STAGES}
         self._last: dict[str, WorkerSample] = {}
+        self._num_followed = self._num_ended = 0  # of arrivals and of ended answers, by `follow`
 
     def arrived(self, now_s: float, work: RequestWork) -> None:
         """Counts a request that has arrived and was not refused."""
@@ -73,9 +72,13 @@ class TrafficEstimator:
         """Counts an answer that has ended."""
         self._traffic.finished()
 
-    def recent(self, now_s: float) -> tuple[tuple[float, RequestWork], ...]:
-        """Returns arrivals of the last window_s as (time, work), oldest first, the latest 10,000 at most."""
-        return self._traffic.recent(now_s)
+    def follow(self, now_s: float, arrivals: Arrivals) -> None:
+        """Counts the requests and the ended answers that have come since the last call."""
+        for at_s, work in arrivals.newest(arrivals.num_arrived - self._num_followed):
+            self.arrived(at_s, work)
+        for _ in range(arrivals.num_finished - self._num_ended):
+            self.finished(now_s)
+        self._num_followed, self._num_ended = arrivals.num_arrived, arrivals.num_finished
 
     def observe(
         self, now_s: float, workers: Sequence[WorkerSample], *, num_waiting: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from epd.control.decayed_mean import DecayedMean
 from epd.control.elasticity.cluster import StageSample
 from epd.profiles.cost import StageCost
 from epd.topology import Stage
@@ -13,26 +14,6 @@ _PRIOR_ROUNDS = 5.0  # weight of prior costs
 # Share of the mean number of units, below which a spread carries no information on the slope.
 _LEAST_SPREAD = 0.1
 _ROUNDS_MEMORY = 3.0  # a slope needs rounds of many sizes, so they are remembered longer
-
-
-class DecayedMean:
-    """Keeps a ratio of two sums that both decay by the same clock."""
-
-    def __init__(self, memory: float, total: float = 0.0, weight: float = 0.0) -> None:
-        self._memory = memory
-        self._total = total
-        self._weight = weight
-
-    def add(self, total: float, weight: float, elapsed: float) -> None:
-        """Adds to both sums. elapsed: time on the clock in which `memory` is given."""
-        keep = math.exp(-elapsed / self._memory)
-        self._total = self._total * keep + total
-        self._weight = self._weight * keep + weight
-
-    @property
-    def value(self) -> float | None:
-        """Returns the ratio, None before the first sample."""
-        return self._total / self._weight if self._weight > 0 else None
 
 
 class UnitCost:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-
-from epd.control.elasticity.cluster import RequestWork
-from epd.control.elasticity.rates import DecayedMean
+from epd.control.arrivals import RequestWork
+from epd.control.decayed_mean import DecayedMean
 from epd.control.elasticity.trend import RateTrend
 
-_MAX_RECENT = 10_000
 # Answers are longer than the gaps between requests; their lengths are remembered longer by this factor.
 _ANSWER_MEMORY = 3.0
 
@@ -16,12 +13,10 @@ _ANSWER_MEMORY = 3.0
 class Traffic:
     """Counts every request and every end of an answer; `look` ends an interval."""
 
-    def __init__(self, memory_s: float, window_s: float) -> None:
-        """memory_s is the time after which data has lost most of its weight; window_s is that of `recent`."""
+    def __init__(self, memory_s: float) -> None:
+        """memory_s is the time after which data has lost most of its weight."""
         self.trend = RateTrend(memory_s)
         self.num_arrived = 0
-        self._window_s = window_s
-        self._recent: deque[tuple[float, RequestWork]] = deque(maxlen=_MAX_RECENT)
         self._patches, self._prompt_tokens = DecayedMean(memory_s), DecayedMean(memory_s)
         self._media, self._max_tokens = DecayedMean(memory_s), DecayedMean(memory_s)
         self._expected_tokens = DecayedMean(memory_s)
@@ -33,7 +28,6 @@ class Traffic:
     def arrived(self, now_s: float, work: RequestWork) -> None:
         self.num_arrived += 1
         self._num_new += 1
-        self._recent.append((now_s, work))
         if self._looked_s is None:
             self._looked_s = now_s
         elapsed_s = 0.0 if self._arrived_s is None else max(0.0, now_s - self._arrived_s)
@@ -55,12 +49,6 @@ class Traffic:
         self._answers.add(num_output_tokens, self._num_finished, elapsed_s)
         self._num_new = self._num_finished = 0
         return elapsed_s
-
-    def recent(self, now_s: float) -> tuple[tuple[float, RequestWork], ...]:
-        """Returns the arrivals of the last window_s, oldest first."""
-        while self._recent and self._recent[0][0] < now_s - self._window_s:
-            self._recent.popleft()
-        return tuple(self._recent)
 
     @property
     def media_share(self) -> float:

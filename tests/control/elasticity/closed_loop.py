@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from epd.control.arrivals import RequestWork
 from epd.control.elasticity import (
     ClusterTraffic,
     ReplicaAdvice,
     ReplicaConfig,
-    RequestWork,
     Roles,
     StageReplicas,
     StageSample,

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epd.control.arrivals import RequestWork
 from epd.control.elasticity import (
     ClusterTraffic,
-    EstimatorConfig,
-    RequestWork,
     StageSample,
     TrafficEstimator,
     WorkerSample,
@@ -248,16 +247,9 @@ def test_a_full_cache_limits_how_many_answers_go_on_at_once() -> None:
     assert estimator.observe(1.0, views).stages["decode"].need.max_batch == pytest.approx(16.0)
 
 
-def test_recent_arrivals_are_kept_for_the_planner() -> None:
-    estimator = TrafficEstimator(EstimatorConfig(window_s=10.0))
-    for second in range(20):
-        estimator.arrived(float(second), TEXT)
-    assert [at_s for at_s, _ in estimator.recent(20.0)] == [float(second) for second in range(10, 20)]
-
-
 def test_an_answer_that_may_fill_the_context_is_expected_to_be_a_typical_one() -> None:
     """Until answers have ended; then what they were counts, up to what requests allow."""
-    traffic = Traffic(memory_s=60.0, window_s=600.0)
+    traffic = Traffic(memory_s=60.0)
     traffic.arrived(0.0, RequestWork(0, 100, max_tokens=30_000, expected_tokens=256))
     assert traffic.output_tokens == 256
     for _ in range(3):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from typer.testing import CliRunner, Result
 
-from epd.control.elasticity import RequestWork
+from epd.control.arrivals import RequestWork
 from epd.serve_app.cli.program import app
 from tests.serve_app.conftest import Front
 from tests.serve_app.fakes import FakeService

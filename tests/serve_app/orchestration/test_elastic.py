@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from epd.control.admission import AdmissionQueue
+from epd.control.arrivals import Arrivals
 from epd.control.elasticity import ClusterTraffic, ControllerConfig, RoleController, Switch
 from epd.errors import UnavailableError
 from epd.kv.scheduling import SchedulerConfig
@@ -20,6 +20,7 @@ from epd.serve_app.orchestration.elastic import Elastic
 from epd.serve_app.role_messages import Onload
 from epd.serve_app.worker_info import WorkerInfo
 from tests.serve_app.deployments import Deployment, Question, deployed
+from tests.serve_app.orchestration.parts import shared_parts
 from tests.serve_app.orchestration.test_role_switch import on_message, roles
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
@@ -106,7 +107,7 @@ def test_the_estimate_is_made_of_what_workers_report(
 ) -> None:
     async def run() -> None:
         async with deployed(checkpoints["qwen2_5_vl"], "2e1p1d") as deployment:
-            elastic = deployment.service.elastic
+            service, elastic = deployment.service, deployment.service.elastic
             elastic.estimator.observe(time.time(), elastic.samples())
             answers = await deployment.ask_all(questions)
             await deployment.settle()
@@ -127,6 +128,7 @@ def test_the_estimate_is_made_of_what_workers_report(
                 for sample in each.stages.values()
                 if sample.done_units
             )
+            elastic.estimator.follow(time.time(), service.arrivals)
             load = elastic.estimator.observe(time.time(), elastic.samples())
             assert load.is_known
             assert all(stage.need.request_s > 0 for stage in load.stages.values())
@@ -134,14 +136,19 @@ def test_the_estimate_is_made_of_what_workers_report(
     asyncio.run(run())
 
 
+async def unused(*_: object) -> Any:
+    """No role is switched."""
+
+
 def test_what_a_worker_has_room_for_ends_with_its_seats_too() -> None:
     fleet: Any = SimpleNamespace(workers={name: WorkerInfo(name, roles("d")) for name in ("d0", "d1", "d2")})
-    switcher: Any = SimpleNamespace(in_flight={"d1"})
     loads = {
         "d0": WorkerLoad(kv_usage=0.1, seq_usage=0.75),
         "d1": WorkerLoad(kv_usage=0.5, seq_usage=0.25),
     }
-    elastic = Elastic(fleet, AdmissionQueue(4), switcher, loads, None, time.time)
+    shared = shared_parts(fleet, loads=loads)
+    shared.requests.switching.add("d1")
+    elastic = Elastic(shared, Arrivals(), None, unused, lambda: True)
     samples = elastic.samples()
     assert [(each.kv_usage, each.is_switching) for each in samples] == [
         (0.75, False),
@@ -155,7 +162,7 @@ def test_seats_are_told(checkpoints: dict[str, Path]) -> None:
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
             long = Question((), "what?", SamplingParams(max_tokens=400, ignore_eos=True))
             asking = asyncio.create_task(deployment.ask_all([long, long]))
-            loads = deployment.service.elastic.loads
+            loads = deployment.service.requests.loads
             most = SchedulerConfig().max_num_seqs
             await until(lambda: "d0" in loads and loads["d0"].seq_usage == 2 / most)
             await asking

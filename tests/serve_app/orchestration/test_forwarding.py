@@ -10,24 +10,20 @@ from typing import Any
 
 import pytest
 
-from epd.control.admission import AdmissionQueue
-from epd.control.loss_policy import LossLedger
-from epd.control.routing import Router
 from epd.errors import OverloadedError
 from epd.kv.kv_identity import token_identity
 from epd.sampling_params import SamplingParams
 from epd.serve_app.fleet import FleetEvent
 from epd.serve_app.messages import Abort, Message, Prefill, Reserve
-from epd.serve_app.orchestration.attempt import Attempt
-from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from epd.serve_app.orchestration.losses.isolation import Isolation
-from epd.serve_app.orchestration.losses.loss_counter import LossCounter
-from epd.serve_app.orchestration.placement import PlacementLimits, RequestPlacer
+from epd.serve_app.orchestration.isolation import Isolation
+from epd.serve_app.orchestration.placement import RequestPlacer
+from epd.serve_app.orchestration.requests import Attempt
 from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket
 from epd.types import StageTimings
 from tests.serve_app.conftest import ADMIN, QUESTION, Front
+from tests.serve_app.orchestration.parts import shared_parts
 
 ROLES: Mapping[str, Stage] = {"p": "prefill", "d": "decode"}
 
@@ -79,23 +75,19 @@ class Prompt(tuple[int, ...]):
     """Tokens of a prompt, all of which are kept."""
 
     num_dropped = 0
+    reduction = None
 
 
 class Bench:
     """A placement over a scripted fleet."""
 
-    def __init__(self, room: dict[str, int]) -> None:
-        self.fleet = ScriptedFleet(room)
-        self.router = Router()
-        self.queue = AdmissionQueue(8)
-        limits = PlacementLimits(max_prefills=16, unavailable_s=5.0)
-        clock = asyncio.get_running_loop().time
-        dispatcher = EncodeDispatcher(self.fleet, self.router, max_backlog_patches=1)
-        losses = LossCounter(LossLedger(), self.fleet, dispatcher, {}, clock, max_losses=5)
-        self.attempts: dict[str, Attempt] = {}
-        isolation = Isolation(dispatcher, Router(), self.attempts, clock)
-        self.placement = RequestPlacer(self.fleet, self.router, self.queue, limits, losses, isolation, clock)
-        self._clock = clock
+    def __init__(self, room: dict[str, int], fleet: ScriptedFleet | None = None) -> None:
+        self.fleet = fleet or ScriptedFleet(room)
+        self._clock = asyncio.get_running_loop().time
+        self.shared = shared_parts(self.fleet, clock=self._clock, max_prefills=16, unavailable_s=5.0)
+        self.router, self.queue = self.shared.router, self.shared.queue
+        self.attempts = self.shared.requests.attempts
+        self.placement = RequestPlacer(self.shared, Isolation(self.shared))
 
     def attempt(self, name: str, priority: int = 0) -> Attempt:
         params, identity = SamplingParams(max_tokens=4), token_identity([1, 2, 3])
@@ -108,7 +100,7 @@ class Bench:
             generate_request=lambda request_id: SimpleNamespace(request_id=request_id),
         )
         request = SimpleNamespace(request_id=name, priority=priority)
-        answer: Any = SimpleNamespace(request=request, plan=plan, queued=StageTimings())
+        answer: Any = SimpleNamespace(request=request, plan=plan, queued=StageTimings(), num_retries=0)
         attempt = Attempt(0, answer, self.router)
         self.attempts[attempt.id] = attempt
         return attempt
@@ -150,7 +142,7 @@ def test_a_suspect_is_not_joined_by_those_that_had_chosen_its_worker_before() ->
         await asyncio.sleep(0.05)
         assert bench.fleet.held == {"p0": {suspect.id}, "d0": set(), "d1": {suspect.id}}
         suspect.num_tokens = 1  # it got further: others may come
-        bench.placement.wake()
+        bench.shared.wake()
         other = await placing
         assert bench.fleet.held["p0"] == {suspect.id, other.id}
 
@@ -203,7 +195,7 @@ def test_what_waits_is_placed_as_soon_as_there_is_room_by_priority() -> None:
         await asyncio.sleep(0.05)
         assert order == []
         bench.fleet.room["p0"] = 9
-        bench.placement.wake()
+        bench.shared.wake()
         await asyncio.wait(waiting, timeout=0.4)
         assert order == ["urgent", "batch"]
 

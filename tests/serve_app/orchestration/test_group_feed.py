@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,19 +21,19 @@ from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.media.fleet_media import FleetMedia
 from epd.serve_app.media_messages import CloseStream, FetchMedia, PlanImages, ReadFrames, ReadImage
 from epd.serve_app.orchestration.item_frames import ItemFrames
-from epd.serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
+from epd.serve_app.orchestration.live_answer import AnswerPlan, LiveAnswer
+from epd.serve_app.orchestration.loss_counter import LossCounter
+from epd.serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.orchestration.requests import Attempt
 from epd.serve_app.service import MediaReference
 from epd.video import reference_decode
 from tests.serve_app.conftest import data_url
 from tests.serve_app.deployments import Question
 from tests.serve_app.media_fleet import MediaFleet, image_pixels, reference_to
+from tests.serve_app.orchestration.parts import shared_parts
 
 
 class NoLosses:
-    @contextmanager
-    def asking(self, *_: object) -> Iterator[None]:
-        yield
-
     async def check(self, request: object) -> None:
         """Nobody is to blame."""
 
@@ -42,11 +42,10 @@ class Feed:
     """The media of one question, and how their frames are read."""
 
     def __init__(self, fleet: MediaFleet, media: FleetMedia, plan: AnswerPlan, request: Any) -> None:
-        attempt: Any = SimpleNamespace(id="/r#1", answer=SimpleNamespace(plan=plan, request=request))
-        anything: Any = fleet
-        losses: Any = NoLosses()
+        shared, losses = shared_parts(fleet), cast(LossCounter, NoLosses())
+        attempt = Attempt(1, cast(LiveAnswer, SimpleNamespace(plan=plan, request=request)), shared.router)
         self.plan = plan
-        self.items = [ItemFrames(anything, media, losses, attempt, item) for item in range(len(plan.media))]
+        self.items = [ItemFrames(shared, media, losses, attempt, item) for item in range(len(plan.media))]
 
     def groups(self, item: int) -> list[MediaGroup]:
         return [group for group in self.plan.groups if group.item == item]

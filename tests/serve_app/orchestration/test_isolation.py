@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from epd.control.routing import InFlight, Router
-from epd.serve_app.orchestration.losses.isolation import Isolation
+from epd.control.routing import InFlight
+from epd.serve_app.orchestration.isolation import Isolation
+from tests.serve_app.orchestration.parts import shared_parts
 
 PREFILL = "prefill"
 WORKERS = ("p0", "p1")
@@ -17,10 +18,11 @@ class Front:
 
     def __init__(self) -> None:
         self.now_s = 1000.0
-        self.router = Router()
-        self.attempts: dict[str, Any] = {}
-        dispatcher: Any = SimpleNamespace(groups_at=lambda _worker: [])
-        self.isolation = Isolation(dispatcher, self.router, self.attempts, lambda: self.now_s)
+        dispatcher = SimpleNamespace(groups_at=lambda _worker: [])
+        shared = shared_parts(dispatcher=dispatcher, clock=lambda: self.now_s)
+        self.router = shared.router
+        self.attempts: dict[str, Any] = shared.requests.attempts
+        self.isolation = Isolation(shared)
         self.num_published = 0
         self.isolation.on_claimed = self._publish
 

@@ -10,8 +10,8 @@ import pytest
 
 from epd.control.routing import Router
 from epd.errors import MediaError
-from epd.serve_app.orchestration.attempt import Attempt, Ending
 from epd.serve_app.orchestration.live_answer import LiveAnswer
+from epd.serve_app.orchestration.requests import Attempt, Outcome
 from epd.stages.engine.generation import TokenOutput
 from epd.types import RequestStatus, Usage
 
@@ -57,7 +57,7 @@ def test_from_waiting_to_the_last_token(reasons: tuple[str, str], status: Reques
         answer.push(0, 1, reasons[0])
         assert not answer.is_complete
         answer.push(1, 1, reasons[1])
-        attempt.end(Ending.COMPLETE)
+        attempt.end(Outcome.COMPLETE)
         assert attempt.status is status
         assert attempt.status.is_finished
         assert not attempt.status.is_running
@@ -67,14 +67,14 @@ def test_from_waiting_to_the_last_token(reasons: tuple[str, str], status: Reques
 
 def test_what_is_lost_or_fails_is_not_running() -> None:
     async def life() -> None:
-        for ending in (Ending.LOST, Ending.TAKEN_BACK):
+        for outcome in (Outcome.LOST, Outcome.TAKEN_BACK):
             attempt = attempt_of(_Answer())
             attempt.is_placed = True
-            attempt.end(ending)
+            attempt.end(outcome)
             assert attempt.status is RequestStatus.FINISHED_ABORTED
         attempt = attempt_of(_Answer())
         attempt.fail(MediaError("no picture"))
-        attempt.end(Ending.LOST)
+        attempt.end(Outcome.LOST)
         assert attempt.status is RequestStatus.FINISHED_ERROR
 
     asyncio.run(life())

@@ -16,7 +16,8 @@ from epd.kv.drafting import DraftConfig, DraftMethod
 from epd.sampling_params import SamplingParams
 from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.messages import EncodeGroup, Message, Reserve
-from epd.serve_app.orchestration.role_switch import SwitchLimits, closed_roles
+from epd.serve_app.orchestration.config import SwitchLimits
+from epd.serve_app.orchestration.role_switch import closed_roles
 from epd.serve_app.role_messages import AskRemaining, Move, Offload, Onload, Pause, SetRoles
 from epd.topology import Stage
 from tests.serve_app.deployments import (

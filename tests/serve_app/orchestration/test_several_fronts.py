@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from epd.control.admission import Others
+from epd.control.admission import QueueSummary
 from epd.control.routing import InFlight
 from epd.errors import UnavailableError
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.serve_app.fleet import WorkerChanged, WorkerLost
 from epd.serve_app.messages import owner_of
-from epd.serve_app.orchestration import decode_moves
-from epd.serve_app.orchestration.attempt import Attempt
-from epd.serve_app.orchestration.decode_moves import DecodeMoves
-from epd.serve_app.orchestration.role_switch import SwitchLimits
+from epd.serve_app.orchestration import worker_calls
+from epd.serve_app.orchestration.config import SwitchLimits
+from epd.serve_app.orchestration.requests import Attempt
+from epd.serve_app.orchestration.worker_calls import DecodeMoves
 from epd.serve_app.role_messages import AskRemaining, Offload
 from epd.serve_app.worker_info import EVERY_STAGE
 from tests.serve_app.deployments import Answered, Question, undisturbed, until_decoding
@@ -303,7 +303,7 @@ def test_each_front_sees_the_work_of_the_other(
 ) -> None:
     async def run() -> None:
         async with fronts_over(checkpoints["qwen2_5_vl"], "1e2p2d") as (busy, other):
-            other.service.share(Others())
+            other.service.share(QueueSummary())
             asking = asyncio.create_task(busy.ask_all(long_questions[:1]))
             router = other.service.router
             await until(lambda: any(router.load(name).num_prefills for name in ("p0", "p1")))
@@ -325,14 +325,14 @@ def test_room_that_one_front_frees_wakes_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There is room for one answer at a time, and nobody looks for it without a reason."""
-    monkeypatch.setattr(decode_moves, "_POLL_S", 60.0)
+    monkeypatch.setattr(worker_calls, "_POLL_S", 60.0)
     only: dict[str, Any] = {"settings": {"scheduler": SchedulerConfig(max_chunk_tokens=64, max_num_seqs=1)}}
 
     async def run() -> None:
         async with fronts_over(checkpoints["qwen2_5_vl"], "1e1p1d", **only) as (first, second):
             asking = [asyncio.create_task(first.ask(long_questions[0]))]
             await until_decoding(first, "d0", 1)
-            second.service.share(Others())
+            second.service.share(QueueSummary())
             asking.append(asyncio.create_task(second.ask(long_questions[0])))
             await until(lambda: len(second.service.queue) == 1)
             answers = await asyncio.wait_for(asyncio.gather(*asking), 30.0)

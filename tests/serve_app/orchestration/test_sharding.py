@@ -28,7 +28,7 @@ def test_groups_go_where_the_kind_of_sharding_says(
 async def encode_workers(model: Path, video: Path, sharding: Sharding) -> list[str]:
     """Of each group, in order. Whoever gets one stays busier than the others, however soon it is done."""
     async with deployed(model, "2e1epd", sharding=sharding) as deployment:
-        dispatcher = deployment.service._dispatcher
+        dispatcher = deployment.service._shared.dispatcher
         record = dispatcher.record
 
         def record_more(worker: str, *others: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +13,15 @@ import pytest
 
 from epd.sampling_params import SamplingParams
 from epd.serve_app.messages import WorkerLoad, WorkerReport
-from epd.serve_app.orchestration.attempt import Ending
-from epd.serve_app.orchestration.losses import watchdog
-from epd.serve_app.orchestration.losses.watchdog import Watchdog
+from epd.serve_app.orchestration import watchdog
+from epd.serve_app.orchestration.requests import Outcome
+from epd.serve_app.orchestration.watchdog import Watchdog
 from epd.serve_app.worker import worker_thread
 from epd.stages.connectors.in_process import InProcessConnector
 from epd.transfer.connectors import Offer
 from epd.types import RequestStatus
 from tests.serve_app.deployments import Question, deployed, undisturbed
+from tests.serve_app.orchestration.parts import shared_parts
 from tests.serve_app.worker.threads import KeepingThread
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
@@ -126,19 +126,22 @@ def test_only_work_that_was_done_counts_as_progress() -> None:
         started_s=0.0,
         has_ended=True,
     )
-    endings: list[Ending] = []
-    attempt.end = endings.append
+    outcomes: list[Outcome] = []
+    attempt.end = outcomes.append
     dispatcher: Any = SimpleNamespace(encoders_of=lambda _: frozenset())
-    watching = Watchdog({"a": attempt}, dispatcher, Counter(), lambda: now[0], timeout_s=100.0)
+    shared = shared_parts(
+        dispatcher=dispatcher, attempts={"a": attempt}, clock=lambda: now[0], stall_timeout_s=100.0
+    )
+    watching = Watchdog(shared)
     for now[0], num_tokens in ((10.0, 1), (90.0, 2), (170.0, 2)):
         load = WorkerLoad(kv_usage=now[0] / 1000, counters={"computed_tokens": num_tokens})
         watching.reported(WorkerReport("p0", load=load))
     now[0] = 180.0
     watching.look()
-    assert endings == []
+    assert outcomes == []
     now[0] = 191.0
     watching.look()
-    assert endings == [Ending.LOST]
+    assert outcomes == [Outcome.LOST]
 
 
 def test_the_log_says_what_requests_without_progress_wait_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -168,7 +171,8 @@ def test_the_log_says_what_requests_without_progress_wait_for(caplog: pytest.Log
     ]
     dispatcher: Any = SimpleNamespace(encoders_of=lambda name: frozenset({"e0"} if name == "r9" else ()))
     by_id = {each.id: each for each in attempts}
-    watching = Watchdog(by_id, dispatcher, Counter(), lambda: now[0], timeout_s=1000.0)
+    shared = shared_parts(dispatcher=dispatcher, attempts=by_id, clock=lambda: now[0], stall_timeout_s=1000.0)
+    watching = Watchdog(shared)
     for now[0] in (20.0, 31.0, 36.0, 60.0):
         watching.look()
     assert [record.getMessage() for record in caplog.records] == [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import MutableMapping
 from dataclasses import replace
@@ -13,8 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from epd.control.loss_policy import LossLedger, LossLimits
-from epd.control.routing import Router
+from epd.control.loss_policy import LossLimits
 from epd.errors import RequestError, UnavailableError
 from epd.sampling_params import SamplingParams
 from epd.serve_app.fleet import (
@@ -25,12 +23,12 @@ from epd.serve_app.fleet import (
     WorkerLostError,
     state_after,
 )
-from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from epd.serve_app.orchestration.losses.loss_counter import LossCounter
+from epd.serve_app.orchestration.loss_counter import LossCounter
 from epd.serve_app.role_messages import Offload, SetRoles
 from epd.serve_app.worker_info import EVERY_STAGE, WorkerInfo
 from epd.topology import Stage
 from tests.serve_app.deployments import Deployment, Question, deployed, undisturbed, until_decoding
+from tests.serve_app.orchestration.parts import shared_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -140,10 +138,10 @@ def test_a_worker_that_has_vanished_is_asked_in_vain() -> None:
 
     async def run() -> None:
         fleet: Any = SimpleNamespace(workers={})
-        dispatcher = EncodeDispatcher(fleet, Router(), max_backlog_patches=1)
-        losses = LossCounter(LossLedger(), fleet, dispatcher, {}, time.time, max_losses=1)
+        shared = shared_parts(fleet, max_attempts=1)
+        losses = LossCounter(shared)
         attempt: Any = SimpleNamespace(asking=Counter(), lost_with=set())
-        with pytest.raises(WorkerLostError), losses.asking(attempt, "x9"):
+        with pytest.raises(WorkerLostError), shared.asking(attempt, "x9"):
             raise WorkerLostError("gone")
         assert attempt.lost_with == set()
         losses.lose("x9", 1)

@@ -1,4 +1,4 @@
-"""Traffic of several fronts in the estimate of one: as if all requests had come to it."""
+"""The latest requests of all fronts: the estimate of one is as if all of them had come to it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.control.elasticity import (
-    OtherFronts,
-    RequestWork,
-    StageSample,
-    TrafficEstimator,
-    TrafficTotals,
-    WorkerSample,
-)
+from epd.control.arrivals import Arrivals, RequestWork, TrafficTotals
+from epd.control.elasticity import StageSample, TrafficEstimator, WorkerSample
 
 WORKS = st.builds(
     RequestWork,
@@ -56,8 +50,8 @@ def worker(now_s: float) -> WorkerSample:
 def test_the_leader_s_estimate_is_that_of_one_front() -> None:
     """Requests go to three fronts in turn; the leader sees the others once a second."""
     alone, leader = TrafficEstimator(), TrafficEstimator()
-    others, totals = OtherFronts(leader), [TrafficTotals()] * 3
-    others.follow(0.0, {"a": totals[1], "b": totals[2]})
+    arrivals, totals = Arrivals(), [TrafficTotals()] * 3
+    arrivals.follow(0.0, {"a": totals[1], "b": totals[2]})
     for number in range(300):
         now_s = number / 5
         work = RequestWork(1000, 300, 20)
@@ -66,29 +60,59 @@ def test_the_leader_s_estimate_is_that_of_one_front() -> None:
         if number % 3:
             totals[number % 3] = replace(totals[number % 3].plus(work), num_finished=number)
         else:
-            leader.arrived(now_s, work)
-            leader.finished(now_s)
+            arrivals.arrived(now_s, work)
+            arrivals.finished()
         if number % 5 == 4:
-            others.follow(now_s, {"a": totals[1], "b": totals[2]})
+            arrivals.follow(now_s, {"a": totals[1], "b": totals[2]})
+            leader.follow(now_s, arrivals)
             expected = alone.observe(now_s, [worker(now_s)])
             traffic = leader.observe(now_s, [worker(now_s)])
             if number > 10:
                 assert traffic.arrival_rate == pytest.approx(expected.arrival_rate, rel=0.1)
                 demand = expected.stages["encode"].demand
                 assert traffic.stages["encode"].demand == pytest.approx(demand, rel=0.15)
-    assert len(leader.recent(60.0)) == pytest.approx(300, abs=4)
+    assert len(arrivals.recent(60.0)) == pytest.approx(300, abs=4)
 
 
 def test_fronts_come_and_go() -> None:
     """What a front had before it was seen does not count, nor what one had that is gone."""
-    estimator = TrafficEstimator()
-    others = OtherFronts(estimator)
+    arrivals = Arrivals()
     old = totals_of([RequestWork(0, 10, 10)] * 7)
-    others.follow(0.0, {"a": old})
-    assert estimator.recent(0.0) == ()
-    others.follow(1.0, {"a": old.plus(RequestWork(0, 10, 10))})
-    assert len(estimator.recent(1.0)) == 1
-    others.follow(2.0, {})
-    others.follow(3.0, {"b": TrafficTotals(num_waiting=4)})
-    assert len(estimator.recent(3.0)) == 1
-    assert others.num_waiting == 4
+    arrivals.follow(0.0, {"a": old})
+    assert arrivals.recent(0.0) == ()
+    arrivals.follow(1.0, {"a": old.plus(RequestWork(0, 10, 10))})
+    assert len(arrivals.recent(1.0)) == 1
+    arrivals.follow(2.0, {})
+    arrivals.follow(3.0, {"b": TrafficTotals(num_waiting=4)})
+    assert len(arrivals.recent(3.0)) == 1
+    assert arrivals.num_waiting_elsewhere == 4
+
+
+def test_recent_arrivals_are_kept_for_the_planner() -> None:
+    arrivals = Arrivals(window_s=10.0)
+    for second in range(20):
+        arrivals.arrived(float(second), RequestWork(0, 10, 10))
+    assert [at_s for at_s, _ in arrivals.recent(20.0)] == [float(second) for second in range(10, 20)]
+
+
+def test_an_estimate_that_begins_later_counts_what_came_before() -> None:
+    """Serve may begin to scale a deployment at any time."""
+    arrivals, late = Arrivals(), TrafficEstimator()
+    work = RequestWork(1000, 300, 20)
+    for number in range(20):
+        arrivals.arrived(number / 5, work)
+    late.follow(4.0, arrivals)
+    late.follow(4.0, arrivals)
+    early = TrafficEstimator()
+    for number in range(20):
+        early.arrived(number / 5, work)
+    assert late.observe(4.0, [worker(4.0)]) == early.observe(4.0, [worker(4.0)])
+
+
+def test_other_fronts_see_new_totals_once_a_second() -> None:
+    """A new one wakes whoever waits for a view."""
+    arrivals = Arrivals()
+    assert arrivals.published(0.0, 0) == TrafficTotals()
+    arrivals.arrived(0.5, RequestWork(3, 10, 10))
+    assert arrivals.published(0.9, 1) == TrafficTotals()
+    assert arrivals.published(1.0, 1) == replace(totals_of([RequestWork(3, 10, 10)]), num_waiting=1)

@@ -11,8 +11,8 @@ import pytest
 from epd.errors import InfeasibleError
 from epd.serve_app.memory_use import MemoryUse
 from epd.serve_app.messages import Abort, Message, Prefill, Redirect, Reserve, WorkerLoad
-from epd.serve_app.orchestration.attempt import Attempt, Ending
-from epd.serve_app.orchestration.room_books import RoomBooks
+from epd.serve_app.orchestration.decode_capacity import DecodeCapacity
+from epd.serve_app.orchestration.requests import Attempt, Outcome
 from tests.serve_app.orchestration.test_forwarding import Bench, ScriptedFleet
 
 
@@ -26,63 +26,63 @@ def load(kv_usage: float = 0.0, seq_usage: float = 0.0, num_tokens: int = 100) -
 
 def test_room_is_what_the_last_report_left_but_for_a_share_into_which_answers_grow() -> None:
     loads = {"d0": load(0.5)}
-    books = RoomBooks(loads, lambda: 0.0)
-    assert books.has_room("d0", 30, 1)
-    assert not books.has_room("d0", 31, 1)
+    capacity = DecodeCapacity(loads, lambda: 0.0)
+    assert capacity.has_room("d0", 30, 1)
+    assert not capacity.has_room("d0", 31, 1)
     loads["d0"] = load(0.0, seq_usage=0.75)
-    assert books.has_room("d0", 10, 2)
-    assert not books.has_room("d0", 10, 3)
+    assert capacity.has_room("d0", 10, 2)
+    assert not capacity.has_room("d0", 10, 3)
 
 
 @pytest.mark.parametrize("said", [None, WorkerLoad(), load(num_tokens=0)])
 def test_nothing_is_assumed_of_a_worker_that_has_not_said_what_it_has(said: WorkerLoad | None) -> None:
-    assert not RoomBooks({} if said is None else {"d0": said}, lambda: 0.0).has_room("d0", 1, 1)
+    assert not DecodeCapacity({} if said is None else {"d0": said}, lambda: 0.0).has_room("d0", 1, 1)
 
 
 def test_what_was_asked_for_counts_until_a_report_counts_it() -> None:
     """A report that was on its way when the worker answered may not count it yet, the next one does."""
     loads = {"d0": load()}
-    books = RoomBooks(loads, lambda: 0.0)
-    asked = books.ask("d0", 50, 1)
-    assert not books.has_room("d0", 40, 1)
+    capacity = DecodeCapacity(loads, lambda: 0.0)
+    asked = capacity.ask("d0", 50, 1)
+    assert not capacity.has_room("d0", 40, 1)
     loads["d0"] = load()
-    assert not books.has_room("d0", 40, 1), "it has not answered"
-    books.answer("d0", asked, is_taken=True)
-    assert not books.has_room("d0", 31, 1)
-    assert books.has_room("d0", 30, 7)
-    assert not books.has_room("d0", 30, 8), "one of 8 places is taken"
+    assert not capacity.has_room("d0", 40, 1), "it has not answered"
+    capacity.answer("d0", asked, is_taken=True)
+    assert not capacity.has_room("d0", 31, 1)
+    assert capacity.has_room("d0", 30, 7)
+    assert not capacity.has_room("d0", 30, 8), "one of 8 places is taken"
     loads["d0"] = load(0.2)
-    assert books.has_room("d0", 40, 1)
+    assert capacity.has_room("d0", 40, 1)
 
 
 def test_after_a_refusal_a_worker_is_asked_first_until_it_reports() -> None:
     loads = {"d0": load()}
-    books = RoomBooks(loads, lambda: 0.0)
-    books.answer("d0", books.ask("d0", 50, 1), is_taken=False)
-    assert not books.has_room("d0", 1, 1)
+    capacity = DecodeCapacity(loads, lambda: 0.0)
+    capacity.answer("d0", capacity.ask("d0", 50, 1), is_taken=False)
+    assert not capacity.has_room("d0", 1, 1)
     loads["d0"] = load()
-    assert books.has_room("d0", 50, 1)
+    assert capacity.has_room("d0", 50, 1)
 
 
 def test_what_reports_count_is_forgotten() -> None:
     loads = {"d0": load()}
-    books = RoomBooks(loads, lambda: 0.0)
+    capacity = DecodeCapacity(loads, lambda: 0.0)
     for _ in range(9):
-        books.answer("d0", books.ask("d0", 1, 1), is_taken=True)
+        capacity.answer("d0", capacity.ask("d0", 1, 1), is_taken=True)
         loads["d0"] = load()
-    assert len(books._asked["d0"]) == 1
+    assert len(capacity._asked["d0"]) == 1
 
 
 def test_whether_a_worker_is_slow_follows_its_last_answers() -> None:
     now_s = 0.0
-    books = RoomBooks({}, lambda: now_s)
-    assert not books.is_slow("d0")
+    capacity = DecodeCapacity({}, lambda: now_s)
+    assert not capacity.is_slow("d0")
     found = []
     for seconds in (0.025, 0.0005, *[0.0005] * 6, 0.025):
-        asked = books.ask("d0", 1, 1)
+        asked = capacity.ask("d0", 1, 1)
         now_s += seconds
-        books.answer("d0", asked, is_taken=True)
-        found.append(books.is_slow("d0"))
+        capacity.answer("d0", asked, is_taken=True)
+        found.append(capacity.is_slow("d0"))
     assert found == [True] * 5 + [False] * 3 + [True]
 
 
@@ -114,13 +114,11 @@ class JoiningBench(Bench):
     """Of workers that have reported that they have room, and that take long to answer."""
 
     def __init__(self, room: dict[str, int], *, is_slow: bool = True) -> None:
-        super().__init__(room)
-        self.joining = self.fleet = self.placement.questions.fleet = JoiningFleet(room)
-        self.placement.questions.books = RoomBooks(
-            {name: load() for name in room if name[0] == "d"}, self._clock
-        )
+        self.joining = JoiningFleet(room)
+        super().__init__(room, self.joining)
+        self.shared.requests.loads.update({name: load() for name in room if name[0] == "d"})
         for name in room if is_slow else ():
-            self.placement.questions.books._seconds[name] = 1.0
+            self.placement.calls.capacity._seconds[name] = 1.0
 
     @property
     def kinds(self) -> list[tuple[str, type]]:
@@ -162,7 +160,7 @@ def test_where_there_is_no_room_after_all_the_prompt_is_taken_back() -> None:
     async def run() -> None:
         bench = JoiningBench({"p0": 1, "d0": 0})
         attempt = await ended_without_room(bench)
-        assert await attempt.wait() is Ending.TAKEN_BACK
+        assert await attempt.wait() is Outcome.TAKEN_BACK
         assert not any(bench.fleet.held.values())
         assert ("p0", Abort) in bench.kinds
         bench.fleet.room["d0"] = 1

@@ -9,17 +9,13 @@ Requests that were merely present, in the middle of their answers, are suspects 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from epd.control.loss_policy import LossLedger, LossReport, Suspect
 from epd.errors import PoisonedRequestError
-from epd.serve_app.fleet import Fleet, WorkerLostError
-from epd.serve_app.orchestration.attempt import Attempt, Ending
-from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from epd.serve_app.orchestration.live_answer import fingerprint
+from epd.serve_app.orchestration.requests import Attempt, Outcome, Shared
 from epd.serve_app.service import AnswerRequest
 from epd.topology import Stage
 
@@ -36,29 +32,15 @@ class _AtRisk:
 class LossCounter:
     """Counts the workers lost with each request.
 
-    attempts: all attempts in flight, by id
-    max_losses: the limit for one request, over all roles and reasons
     on_recorded: called when there is something new to report to other fronts
     """
 
-    def __init__(
-        self,
-        ledger: LossLedger,
-        fleet: Fleet,
-        dispatcher: EncodeDispatcher,
-        attempts: Mapping[str, Attempt],
-        clock: Callable[[], float],
-        *,
-        max_losses: int,
-    ) -> None:
-        self._ledger = ledger
-        self._fleet = fleet
-        self._dispatcher = dispatcher
-        self._attempts = attempts
-        self._clock = clock
-        self._max_losses = max_losses
-        self._num_lost: Counter[str] = Counter()
+    def __init__(self, shared: Shared) -> None:
+        """Starts without losses."""
         self.on_recorded: Callable[[], None] = lambda: None
+        self._ledger = LossLedger(shared.config.losses)
+        self._shared = shared
+        self._requests = shared.requests
         self._timer: asyncio.TimerHandle | None = None
 
     async def check(self, request: AnswerRequest) -> None:
@@ -68,20 +50,19 @@ class LossCounter:
         """
         if len(self._ledger):
             asked = fingerprint(request)
-            while (undecided_s := self._ledger.undecided_s(asked, self._clock())) > 0:
+            while (undecided_s := self._ledger.undecided_s(asked, self._requests.clock())) > 0:
                 await asyncio.sleep(min(undecided_s, _LOOK_S))
-            self._ledger.check(asked, self._clock())
+            self._ledger.check(asked, self._requests.clock())
 
     def begin(self, attempt: Attempt) -> None:
         """Gives an attempt what is known from earlier attempts at its request."""
         if len(self._ledger):
-            asked, now_s = attempt.answer.fingerprint, self._clock()
-            attempt.isolated_at = self._ledger.suspected_at(asked, now_s)
-            attempt.at_risk_until = self._ledger.furthest(asked, now_s)
+            asked, now_s = attempt.answer.fingerprint, self._requests.clock()
+            attempt.suspect(self._ledger.suspected_at(asked, now_s), self._ledger.furthest(asked, now_s))
 
     def answered(self, attempt: Attempt) -> None:
         """Notes that the request was answered completely."""
-        if len(self._ledger) and self._ledger.forget(attempt.answer.fingerprint, self._clock()):
+        if len(self._ledger) and self._ledger.forget(attempt.answer.fingerprint, self._requests.clock()):
             self.on_recorded()
 
     # Other fronts
@@ -96,25 +77,10 @@ class LossCounter:
         reports: by front; None if there are none
         """
         self._ledger.is_shared = reports is not None
-        if reports and self._ledger.follow(reports, self._clock()):
+        if reports and self._ledger.follow(reports, self._requests.clock()):
             self._end_blamed()
 
     # Losses
-
-    @contextmanager
-    def asking(self, attempt: Attempt, worker: str) -> Iterator[None]:
-        """Marks the time in which a worker has a message about an attempt, so that its loss is counted."""
-        info = self._fleet.workers.get(worker)
-        num_lost, was_alive = self._num_lost[worker], info is not None and info.is_alive
-        attempt.asking[worker] += was_alive
-        try:
-            yield
-        except WorkerLostError:
-            if was_alive and self._num_lost[worker] == num_lost:  # `lose` will be called
-                attempt.lost_with.add(worker)
-            raise
-        finally:
-            attempt.asking[worker] -= was_alive
 
     def lose(self, worker: str, incarnation: int, *, is_planned: bool = False) -> None:
         """Ends the requests to blame for a lost worker, and attempts at requests that were lost too often.
@@ -122,10 +88,10 @@ class LossCounter:
         incarnation: of the lost worker
         is_planned: the worker has left by itself: nothing is counted
         """
-        self._num_lost[worker] += 1
+        self._requests.num_lost[worker] += 1
         if is_planned:
-            for attempt in self._attempts.values():
-                attempt.lost_with.discard(worker)
+            for attempt in self._requests.attempts.values():
+                attempt.forget_loss(worker)
             return
         there = list(self._there(worker))
         for attempt in {id(each.attempt): each.attempt for each in there}.values():
@@ -134,25 +100,25 @@ class LossCounter:
         self._end_blamed()
         for each in there:
             self.begin(each.attempt)
-            if each.attempt.answer.num_losses >= self._max_losses:
-                each.attempt.end(Ending.LOST)  # without a retry
+            if each.attempt.answer.num_losses >= self._shared.config.max_attempts:
+                each.attempt.end(Outcome.LOST)  # without a retry
 
     def _record(self, worker: str, there: Iterable[_AtRisk]) -> None:
         at_risk = [each.suspect for each in there if each.is_at_risk]
         suspects = at_risk or [each.suspect for each in there]
         if suspects:
-            self._ledger.record(suspects, self._clock(), worker, is_at_risk=bool(at_risk))
+            self._ledger.record(suspects, self._requests.clock(), worker, is_at_risk=bool(at_risk))
             self.on_recorded()
 
     def _there(self, worker: str) -> Iterable[_AtRisk]:
         """Returns what was at a worker, or on its way to it."""
-        for attempt_id, group in self._dispatcher.groups_at(worker):
-            if attempt_id in self._attempts:
-                attempt = self._attempts[attempt_id]
+        for attempt_id, group in self._shared.dispatcher.groups_at(worker):
+            if attempt_id in self._requests.attempts:
+                attempt = self._requests.attempts[attempt_id]
                 yield _AtRisk(attempt, Suspect(attempt.answer.fingerprint, ("encode", group)), True)
-        for attempt in self._attempts.values():
+        for attempt in self._requests.attempts.values():
             stage = self._stage_at(attempt, worker)
-            attempt.lost_with.discard(worker)
+            attempt.forget_loss(worker)
             if stage is not None and not attempt.has_ended:
                 suspect = Suspect(attempt.answer.fingerprint, stage, attempt.num_tokens)
                 yield _AtRisk(attempt, suspect, attempt.is_at_risk)
@@ -161,15 +127,15 @@ class LossCounter:
         """Returns the stage for which a worker has an attempt, or is being asked to take it."""
         if worker not in attempt.lost_with and not attempt.is_at(worker):
             return None
-        info = self._fleet.workers.get(worker)
+        info = self._shared.fleet.workers.get(worker)
         if info is not None and "video" in info.roles:
             return "video"
         return "prefill" if worker == attempt.prefill_worker else "decode"
 
     def _end_blamed(self) -> None:
         """Ends the attempts at requests that are to blame; where that is not known yet, they wait for it."""
-        now_s = self._clock()
-        waits_s = [self._settle(attempt, now_s) for attempt in self._attempts.values()]
+        now_s = self._requests.clock()
+        waits_s = [self._settle(attempt, now_s) for attempt in self._requests.attempts.values()]
         if any(waits_s) and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(max(waits_s), self._look_again)
 
@@ -181,7 +147,7 @@ class LossCounter:
         """Ends an attempt that is to blame. Returns the seconds until that is known."""
         asked = attempt.answer.fingerprint
         undecided_s = self._ledger.undecided_s(asked, now_s)
-        attempt.undecided_until_s = now_s + undecided_s
+        attempt.wait_for_blame(now_s + undecided_s)
         if undecided_s > 0:
             return undecided_s
         try:

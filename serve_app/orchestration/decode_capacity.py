@@ -32,8 +32,8 @@ class Asked:
     answered_by: WorkerLoad | None = None
 
 
-class RoomBooks:
-    """Keeps what decode workers were asked for and have not reported, and how long they take to answer."""
+class DecodeCapacity:
+    """Counts what decode workers were asked for and have not reported, and how long they take to answer."""
 
     def __init__(self, loads: Mapping[str, WorkerLoad], clock: Callable[[], float]) -> None:
         """Starts empty. loads: the last report of each worker. clock: seconds."""

@@ -13,9 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from epd.control.routing import Router
-from epd.serve_app.orchestration.attempt import Attempt
-from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from epd.serve_app.orchestration.requests import Attempt, Shared
 
 _MAX_CLAIM_S = 30.0  # the longest that other requests are kept away from a worker
 _KNOWN_S = 1.0  # until other fronts know of a claim
@@ -34,23 +32,15 @@ class _Claim:
 class Isolation:
     """Decides where attempts may be placed.
 
-    attempts: all in flight, by id
     on_claimed: called when the claims have changed
     """
 
-    def __init__(
-        self,
-        dispatcher: EncodeDispatcher,
-        router: Router,
-        attempts: Mapping[str, Attempt],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, shared: Shared) -> None:
         """Starts without claims and other fronts."""
         self.on_claimed: Callable[[], None] = lambda: None
-        self._dispatcher = dispatcher
-        self._router = router
-        self._attempts = attempts
-        self._clock = clock
+        self._shared = shared
+        self._attempts = shared.requests.attempts
+        self._clock = shared.requests.clock
         self._claims: dict[str, _Claim] = {}
         self._others: dict[str, float] = {}
         self._is_shared = False
@@ -126,12 +116,12 @@ class Isolation:
 
     def _has_others_elsewhere(self, place: Hashable, worker: str) -> bool:
         """Of decodes it is not known which are at risk; most have tokens."""
-        others = self._router.others_at(worker)
+        others = self._shared.router.others_at(worker)
         is_busy = others.encode_patches > 0 if _is_group(place) else others.num_prefills > 0
         return is_busy or self._clock() < self._claims[worker].since_s + _KNOWN_S
 
     def _having_groups(self, worker: str) -> set[str]:
-        return {attempt_id for attempt_id, _ in self._dispatcher.groups_at(worker)}
+        return {attempt_id for attempt_id, _ in self._shared.dispatcher.groups_at(worker)}
 
 
 def _is_group(place: Hashable) -> bool:
