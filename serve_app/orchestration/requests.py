@@ -59,6 +59,7 @@ class Attempt:
     undecided_until_s: until when no worker may be put at risk by it: whether it is to blame is not known yet
     at_risk_until: tokens after which it is no longer at risk; see `epd.control.loss_policy`
     may_look: set when it should look for room again
+    on_grant: takes what its prefill worker grants
     """
 
     def __init__(self, number: int, answer: LiveAnswer, router: Router, owner: str = "") -> None:
