@@ -22,7 +22,6 @@ from epd.encoders.identity import prompt_identity, salted
 from epd.encoders.prompt.raw_prompt import plan_tokens
 from epd.errors import MediaError, RequestError
 from epd.kv.answer_length import TYPICAL_TOKENS
-from epd.kv.kv_identity import TokenIdentity
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.sampling_params import SamplingParams
 from epd.serve_app.orchestration.live_answer import AnswerPlan
