@@ -52,7 +52,7 @@ def command(*options: str, start: str = START) -> list[str]:
         (["no/such/model"], "no model folder at"),
         (["--dtype", "int3"], "--dtype: received the dtype 'int3'; allowed: auto, bfloat16"),
         (["--device", "gpu"], "--device: received the device 'gpu'; allowed: auto, cpu, cuda"),
-        (["--skip-static", "-0.1"], "--skip-static: Input should be greater than or equal to 0"),
+        (["--skip-static", "-0.1"], "--skip-static: received a skip_static of -0.1; allowed: 0 or more"),
     ],
 )
 def test_what_cannot_be_served_is_told_at_once(options: list[str], said: str) -> None:
