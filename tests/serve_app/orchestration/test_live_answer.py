@@ -23,7 +23,7 @@ class _Plan(SimpleNamespace):
 
 def answer_of() -> LiveAnswer:
     """One choice, without logprobs."""
-    request: Any = SimpleNamespace(request_id="q", wants_spans=False)
+    request: Any = SimpleNamespace(request_id="q", wants_spans=False, media=())
     plan: Any = _Plan(
         plan_s=0.0, sampling=SimpleNamespace(n=1, logprobs=None), groups=(), retention=1.0, prompt=(1,)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,9 +75,9 @@ def test_no_adapter_is_opened_in_the_event_loop(
     request = Question((), "what is this?").request()
     opened: list[Path] = []
 
-    def load(path: Path) -> Adapter:
+    def load(path: Path, **options: Any) -> Adapter:
         opened.append(path)
-        return load_adapter(path)
+        return load_adapter(path, **options)
 
     monkeypatch.setattr(request_planner, "load_adapter", load)
     with planner._adapters.borrowed():
