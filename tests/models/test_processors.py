@@ -29,8 +29,9 @@ from epd.reduction import KEEP_ALL, VisualBudget
 from epd.stages.frame_budget import PromptRoom, plan_within
 from tests.models.processors import PROCESSORS
 from tests.models.published import PUBLISHED
-from tests.models.real_tokenizer import NUM_MERGED, SPECIAL_TOKENS, qwen_tokenizer
+from tests.models.real_tokenizer import NUM_MERGED, qwen_tokenizer
 from tests.models.their_videos import their_frames, their_video
+from training.checkpoint import SPECIAL_TOKENS
 
 AS_EVER = FrameSampling()
 # One checkpoint of each processor that differs.
