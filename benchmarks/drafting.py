@@ -32,7 +32,7 @@ from PIL import Image
 
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
 from benchmarks.structured import LONG_DOCUMENTS
-from epd.encoders.prompt.chat import one_turn
+from epd.chat import one_turn
 from epd.engine_config import EngineConfig
 from epd.eval.demo import HELD_OUT_SEED
 from epd.kv.drafting import DEFAULT_MAX_DRAFT, DRAFT_METHODS, DraftConfig, Drafting

@@ -32,10 +32,10 @@ from benchmarks.encode_models import PUBLISHED
 from benchmarks.published.sharding import imbalance, plan_shards
 from benchmarks.reporting import Row, Section, run_sections, setting
 from epd.encoders import ADAPTERS, Adapter, MediaPlan, VideoFacts
-from epd.encoders.adapter import FrameSampling
 from epd.encoders.checkpoint import Checkpoint, open_checkpoint
 from epd.encoders.groups import cut
 from epd.encoders.names import is_wanted
+from epd.frame_sampling import FrameSampling
 from epd.stages.loading.weights import load_role, skeleton
 from epd.stages.placement import CPU_FLOAT32
 from tests.encoders.tiny_tiles import BUILDERS

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 from fastapi import FastAPI
 
+from epd.chat import ChatMessage, ContentPart
 from epd.encoders import FrameSampling
-from epd.encoders.prompt.chat import ChatMessage, ContentPart
 from epd.sampling_params import SamplingParams
 from epd.serve_app.http.api import ApiSettings, create_api
 from epd.serve_app.messages import Admitted, Prefill, WorkerReport

@@ -44,8 +44,8 @@ from PIL import Image
 
 from benchmarks.reporting import Row, Section, run_sections, setting
 from epd.bench.media import draw_image
+from epd.chat import ChatMessage, ContentPart
 from epd.encoders import FrameSampling
-from epd.encoders.prompt.chat import ChatMessage, ContentPart
 from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams

@@ -33,9 +33,9 @@ from ray import serve
 
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
 from epd.bench.media import draw_image
+from epd.chat import ChatMessage, ContentPart
 from epd.control.elasticity import ControllerConfig, RoleController
 from epd.encoders import FrameSampling
-from epd.encoders.prompt.chat import ChatMessage, ContentPart
 from epd.engine_config import EngineConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.models import embedded_model_path

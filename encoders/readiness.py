@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from epd.encoders.adapter import Adapter, FrameSampling, MediaPlan, VideoFacts
-from epd.encoders.prompt.chat import ChatMessage, ContentPart, text_message
+from epd.chat import ChatMessage, ContentPart, text_message
+from epd.encoders.adapter import Adapter, MediaPlan, VideoFacts
 from epd.errors import ModelError, RequestError, UnsupportedMediaError
+from epd.frame_sampling import FrameSampling
 
 _SIDE = 224  # pixels
 _QUESTION = text_message("user", "What?")

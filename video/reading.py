@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from epd.types import Float32Array, UInt8Array
+from epd.types import Float32Array, MediaFacts, UInt8Array
 from epd.video.containers.audio import AudioPart, load_audio
 from epd.video.containers.images import load_image
-from epd.video.containers.look import MediaFacts, look
+from epd.video.containers.look import look
 from epd.video.sources.local_files import OpenFile
 from epd.video.sources.source import Media
 

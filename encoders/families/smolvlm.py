@@ -16,13 +16,14 @@ from transformers.models.smolvlm.processing_smolvlm import (
     FRAME_TIMESTAMP_MESSAGE,
 )
 
-from epd.encoders.adapter import FrameSampling, MediaPlan, VideoFacts
+from epd.encoders.adapter import MediaPlan, VideoFacts
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU
 from epd.encoders.families.tiles import TileAdapter, TilePlan, cut_tiles, tile_spec
 from epd.encoders.prompt.text_layout import ItemText, Markers
 from epd.encoders.prompt.words import number_in_words
 from epd.encoders.sampling import DEFAULT_FPS, MAX_FPS, check_wanted, source_metadata
+from epd.frame_sampling import FrameSampling
 from epd.types import MediaKind
 
 _MAX_SIDE = 4096  # pixels; the processors resize to no more

@@ -1,168 +1,25 @@
-"""Represents a conversation as chat templates take it: messages of parts, media where they were sent.
-
-Parts keep their order. Media before the text of the first user message give the canonical order
-[system][media][question], in which every further question about the same media finds its prefix computed.
-"""
+"""Renders a conversation by a chat template, with and without support for tools."""
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, cycle, groupby, islice
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain, groupby, islice
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from epd.encoders.checkpoint import Checkpoint
+from epd.chat import NO_TURNS, ChatMessage, ContentPart, check_chat, media_kinds, text_message
+from epd.encoders.checkpoint import Checkpoint, knows_definitions
 from epd.encoders.prompt.contents import NO_PLACEHOLDERS, Placeholders, as_texts, roles_of_texts
 from epd.encoders.prompt.tool_history import (
     RESPONSE,
-    ToolCall,
     calls_as_text,
     definitions_as_text,
     for_template,
-    knows_definitions,
     knows_tools,
 )
-from epd.errors import RequestError, check_question
+from epd.errors import RequestError
 from epd.types import MediaKind
-
-_ANY_QUESTION = "?"
-
-# Messages of these roles are no turns. "tools": each text defines, as JSON, a tool to be called.
-# "template": each text is a JSON object of variables for the chat template.
-Role = Literal["tools", "template", "system", "user", "assistant", "tool"]
-_NO_TURNS = ("tools", "template")
-# What may not be among variables for a template: what is decided here, or read as an option of rendering.
-_RESERVED_VARIABLES = frozenset(
-    {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
-) - {"self", "kwargs"}
-
-
-@dataclass(frozen=True, slots=True)
-class ContentPart:
-    """Holds a text, or the place of one image, video or clip of sound. text: empty for media."""
-
-    kind: Literal["text"] | MediaKind
-    text: str = ""
-
-    def __post_init__(self) -> None:
-        if self.kind != "text" and self.text:
-            raise ValueError(f"only a text has text, got {self}")
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """Holds one message. Raises RequestError for an empty one, and for media of the system or the assistant.
-
-    tool_calls: of the assistant.
-    tool_call_id: of the call that a tool answers.
-    name: of the speaker.
-    """
-
-    role: Role
-    parts: tuple[ContentPart, ...]
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str = ""
-    name: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.parts:
-            raise RequestError(f"a message of the {self.role} has no content; give it a text")
-        if self.role not in ("user", "tool") and self.media_kinds:
-            kind = self.media_kinds[0]
-            raise RequestError(
-                f"a message of the {self.role} contains {'audio' if kind == 'audio' else f'{kind}s'}; "
-                "allowed: text; put media into a message of the user, or of a tool"
-            )
-
-    @property
-    def media_kinds(self) -> tuple[MediaKind, ...]:
-        """Lists the kinds of the message's media, in order."""
-        return tuple(part.kind for part in self.parts if part.kind != "text")
-
-    @property
-    def text(self) -> str:
-        """Concatenates all of its texts."""
-        return "".join(part.text for part in self.parts)
-
-    @property
-    def is_blank(self) -> bool:
-        """Reports whether the message has neither a medium nor a visible character."""
-        return not self.media_kinds and not self.text.strip()
-
-
-def text_message(role: Role, text: str) -> ChatMessage:
-    """Creates a message of one text."""
-    return ChatMessage(role, (ContentPart("text", text),))
-
-
-def one_turn(kinds: Sequence[MediaKind], question: str) -> tuple[ChatMessage, ...]:
-    """Creates the conversation of one question after its media. Raises RequestError if it is empty."""
-    check_question(question)
-    return (ChatMessage("user", (*(ContentPart(kind) for kind in kinds), ContentPart("text", question))),)
-
-
-def dialogue(
-    kinds: Sequence[MediaKind], question: str, earlier: Sequence[tuple[str, str]] = ()
-) -> tuple[ChatMessage, ...]:
-    """Creates the conversation of media, questions with their answers, and one more question.
-
-    Raises RequestError if a text is empty.
-    """
-    first, *others = texts = [*chain.from_iterable(earlier), question]
-    for text in texts:
-        check_question(text)
-    roles: Iterator[Role] = cycle(("assistant", "user"))
-    return (*one_turn(kinds, first), *map(text_message, roles, others))
-
-
-def opening(kinds: Sequence[MediaKind], messages: Sequence[ChatMessage] = ()) -> tuple[ChatMessage, ...]:
-    """Creates the conversation that has any question behind the last medium of `messages`.
-
-    Without messages, or without media in them, it has one turn with media of these kinds.
-    """
-    with_media = [place for place, message in enumerate(messages) if message.media_kinds]
-    if not with_media:
-        return one_turn(kinds, _ANY_QUESTION)
-    last = messages[with_media[-1]]
-    stop = 1 + max(place for place, part in enumerate(last.parts) if part.kind != "text")
-    parts = (*last.parts[:stop], ContentPart("text", _ANY_QUESTION))
-    return (*messages[: with_media[-1]], replace(last, parts=parts))
-
-
-def media_kinds(messages: Sequence[ChatMessage]) -> tuple[MediaKind, ...]:
-    """Lists the kinds of all media in a conversation, in order."""
-    return tuple(kind for message in messages for kind in message.media_kinds)
-
-
-def check_chat(messages: Sequence[ChatMessage]) -> None:
-    """Raises RequestError for a conversation without anything to answer."""
-    if not any(message.role == "user" for message in messages):
-        raise RequestError(f"{len(messages)} messages, none of the user; ask something in a user message")
-    last = messages[-1]
-    if last.role == "assistant":
-        raise RequestError(
-            "the last message is the assistant's; allowed: user, system or tool; end with a question"
-        )
-    if last.is_blank and last.role != "tool":
-        raise RequestError("the question is empty; ask something about the media in the last message")
-
-
-def template_options(variables: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
-    """Returns the message with variables for the chat template, none without any.
-
-    Raises RequestError for names that are no variables of templates.
-    """
-    reserved = sorted(variables.keys() & _RESERVED_VARIABLES)
-    if reserved:
-        raise RequestError(
-            f"received {reserved[0]} in chat_template_kwargs; allowed: variables of the model's chat "
-            "template, such as add_vision_id; leave it out"
-        )
-    return (text_message("template", json.dumps(variables, ensure_ascii=False)),) if variables else ()
 
 
 def render_chat(
@@ -190,7 +47,7 @@ def render_chat(
         _check_unreserved(message, reserved)
     tokenizer = checkpoint.tokenizer
     roles = roles_of_texts(template, tuple(tokenizer.special_tokens_map.items()))
-    turns = [_for_template(message) for message in messages if message.role not in _NO_TURNS]
+    turns = [_for_template(message) for message in messages if message.role not in NO_TURNS]
     try:
         text: str = tokenizer.apply_chat_template(
             as_texts(turns, roles, placeholders),
@@ -224,7 +81,7 @@ def _with_tools_as_text(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage
     if not definitions:
         return messages
     others = [message for message in messages if message.role == "template"]
-    turns = [message for message in messages if message.role not in _NO_TURNS]
+    turns = [message for message in messages if message.role not in NO_TURNS]
     text = definitions_as_text(definitions)
     if turns[0].role != "system":
         return *others, text_message("system", text), *turns

@@ -6,32 +6,18 @@ Where a template has no words for them, they are texts as the Hermes and Qwen mo
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from epd.chat import ToolCall
 
 # What stands around a tool's response where it is a text.
 RESPONSE = ("<tool_response>\n", "\n</tool_response>")
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """Holds a function that an assistant called. arguments: JSON as it was written. call_id: may be empty."""
-
-    name: str
-    arguments: str
-    call_id: str = ""
-
-
 def knows_tools(template: str) -> bool:
     """Reports whether a chat template supports tool calls."""
     return "tool_calls" in template
-
-
-def knows_definitions(template: str) -> bool:
-    """Reports whether a chat template lists the tools that may be called."""
-    return re.search(r"\btools\b", template) is not None
 
 
 def definitions_as_text(definitions: Sequence[str]) -> str:

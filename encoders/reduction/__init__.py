@@ -2,11 +2,10 @@
 
 from epd.encoders.reduction.layout import reduce_prompt
 from epd.encoders.reduction.reading import Reading, is_cut_at_encoder, kept_spec, windows_of, without_keys
-from epd.encoders.reduction.reducer import Kept, KeptCells, TokenReducer, kept_cells
+from epd.encoders.reduction.reducer import Kept, TokenReducer, kept_cells
 
 __all__ = [
     "Kept",
-    "KeptCells",
     "Reading",
     "TokenReducer",
     "is_cut_at_encoder",

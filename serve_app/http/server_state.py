@@ -12,10 +12,10 @@ from typing import TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from epd.chat import ChatMessage
 from epd.control.request_budget import RequestLimits, check_json_size
-from epd.encoders import FrameSampling
-from epd.encoders.prompt.chat import ChatMessage
 from epd.errors import OverloadedError
+from epd.frame_sampling import FrameSampling
 from epd.reduction import KEEP_ALL, ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
 from epd.serve_app.files.batch_store import BatchStore

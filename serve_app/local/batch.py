@@ -19,8 +19,8 @@ from epd import video
 from epd.batch.lines import BatchLine
 from epd.batch.media_names import local_path
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
+from epd.chat import ChatMessage
 from epd.control.request_budget import RequestLimits
-from epd.encoders.prompt.chat import ChatMessage
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import EPDError, InternalError, RequestError
 from epd.reduction import KEEP_ALL

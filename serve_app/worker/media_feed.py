@@ -21,7 +21,8 @@ from operator import attrgetter
 from epd.encode.encoder_cache import GroupKey, GroupSpec
 from epd.encoders import Adapter
 from epd.encoders.groups import MediaGroup
-from epd.encoders.reduction import KeptCells, is_cut_at_encoder, kept_spec
+from epd.encoders.reduction import is_cut_at_encoder, kept_spec
+from epd.reduction import KeptCells
 from epd.serve_app.messages import GroupFailed, GroupsArrived
 from epd.serve_app.worker.worker_roles import ReportBuffer
 from epd.stages.encode.embedding_receiver import EmbeddingReceiver

@@ -6,7 +6,8 @@ import numpy as np
 
 from epd.encoders import Adapter, Embeddings, MediaItem, PromptPlan, concatenated
 from epd.encoders.groups import MediaGroup
-from epd.encoders.reduction import Kept, KeptCells, TokenReducer, kept_cells, windows_of, without_keys
+from epd.encoders.reduction import Kept, TokenReducer, kept_cells, windows_of, without_keys
+from epd.reduction import KeptCells
 from epd.stages.visual_inputs import PlacedEmbeddings
 
 

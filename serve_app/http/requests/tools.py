@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from epd.encoders.prompt.chat import ChatMessage, ContentPart, template_options
+from epd.chat import ChatMessage, ContentPart, template_options
 from epd.errors import RequestError
 from epd.serve_app.http.requests.chat_request import ChatRequest, Tool, ToolChoice
 from epd.stages.grammar.formats import AnswerFormat, format_of
