@@ -73,7 +73,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "prompt": ".",
         "families": ". kernels patches.py prompt reduction",
         "reduction": ".",
-        "batch.py": ". reduction",
+        "batch.py": ".",
         "registry.py": ". families prompt",
         "__init__.py": ". prompt registry.py",
     },

@@ -37,10 +37,9 @@ from epd.serve_app.cli.options import (
     Workload,
 )
 from epd.simulate import Deployment, JobMaker, Sharding, Simulation, SimulationResult
-from epd.simulate.chrome import chrome_trace as trace_of
 from epd.simulate.drafting import DraftPlan
-from epd.simulate.plots import plot_simulation
-from epd.simulate.report import print_result, result_record
+from epd.simulate.report import chrome_trace as trace_of
+from epd.simulate.report import plot_simulation, print_result, result_record
 from epd.topology import parse_topology
 from epd.workload.config import WorkloadConfig, load_workload
 from epd.workload.metrics import SLO

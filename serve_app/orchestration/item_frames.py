@@ -1,18 +1,20 @@
 """Reads the frames of one item's groups from the media workers that have it; of a long video, from several.
 
-    groups        | 0 1 2 3 | 4 5 6 7 | 8 9 ...      runs, see `epd.encode.runs`
+    groups        | 0 1 2 3 | 4 5 6 7 | 8 9 ...      runs
     reader 0 (v0)      stream              stream    each reads its granted groups in order
     reader 1 (v1)                stream              v1 gets the file first
 
+A run is decoded as a stream of its own, from the keyframe before it: longer runs decode fewer frames twice,
+shorter ones let later readers begin before the room for frames is used up by earlier runs.
 No group is read before there is room for its frames. A reader whose worker is lost reads on at another one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass
 
-from epd.encode.runs import Run, plan_runs
 from epd.encoders.groups import MediaGroup
 from epd.errors import UnavailableError
 from epd.serve_app.fleet import Bulk, WorkerLostError, send_surely
@@ -22,8 +24,38 @@ from epd.serve_app.orchestration.loss_counter import LossCounter
 from epd.serve_app.orchestration.requests import Attempt, Shared
 from epd.serve_app.service import HeldItem
 
+_MIN_RUN, _MAX_RUN = 4, 16
+_RUNS_PER_READER = 2
 _RETRY_S, _MAX_RETRY_S = 0.05, 1.0  # between attempts, doubled after each
 _MAX_READS = 5  # of one group, with workers that are alive
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive groups [start, stop) of a video, decoded by one reader."""
+
+    start: int
+    stop: int
+    reader: int
+
+    def __contains__(self, group: int) -> bool:
+        return self.start <= group < self.stop
+
+
+def plan_runs(num_groups: int, num_readers: int) -> tuple[Run, ...]:
+    """Returns runs in order, without gaps, dealt to readers in turn; a short video is one run of reader 0.
+
+    num_readers: workers that can read it now
+    """
+    if num_readers < 2 or num_groups < 2 * _MIN_RUN:
+        return (Run(0, num_groups, 0),)
+    length = math.ceil(num_groups / (num_readers * _RUNS_PER_READER))
+    length = min(max(length, _MIN_RUN), _MAX_RUN)
+    starts = range(0, num_groups, length)
+    return tuple(
+        Run(start, min(start + length, num_groups), number % num_readers)
+        for number, start in enumerate(starts)
+    )
 
 
 @dataclass(frozen=True, slots=True)

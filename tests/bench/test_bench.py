@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from epd.bench.bench import BenchPlan, BenchResult, run_bench
+from epd.bench.bench import BenchPlan, BenchResult, Prepared, run_bench, run_load
 from epd.bench.client import ChatReply
-from epd.bench.generator import Prepared, run_load
 from epd.bench.media import MediaLibrary
 from epd.client.body import Body
 from epd.client.endpoint import Endpoint

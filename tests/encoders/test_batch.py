@@ -10,8 +10,7 @@ from torch import Tensor
 
 from epd.encoders import MediaPlan
 from epd.encoders.adapter import Embeddings, Grid, PatchRun
-from epd.encoders.batch import FrameEncoder
-from epd.encoders.reduction.static_units import encode_moving
+from epd.encoders.batch import FrameEncoder, encode_moving
 from epd.errors import RequestError
 from tests.encoders.fakes import FakeFamily, fake_plan
 from tests.encoders.families import Clip, Family, Picture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.transfer.message_channel import IncomingChannel, OutgoingChannel
+from epd.serve_app.network.peer_links import IncomingChannel, OutgoingChannel
 
 NUM_MESSAGES = 12
 # What happens next: a message is pushed, what is due is sent, a copy arrives, an acknowledgement arrives.

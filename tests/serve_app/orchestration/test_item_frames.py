@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.encode.runs import Run, plan_runs
+from epd.serve_app.orchestration.item_frames import Run, plan_runs
 
 
 @given(st.integers(0, 400), st.integers(0, 9))
