@@ -86,7 +86,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "loading": ". attention kernels",
         "sampling": "",
         "grammar": "",
-        "connectors": ".",
+        "connectors": "",
         "engine": ". attention decoder grammar kernels reduction sampling",
         "encode": ". engine",
         "prefill.py": ". engine",

@@ -18,8 +18,7 @@ from epd.video.reading import MediaReader, OwnReader
 from epd.video.reference import reference_decode
 from epd.video.sampling import sample_times
 from epd.video.sources.data_uri import read_data_uri
-from epd.video.sources.download import Download
-from epd.video.sources.fetch import fetch
+from epd.video.sources.download import Download, fetch
 from epd.video.sources.local_files import FileIdentity, OpenFile, allowed_file, open_allowed, open_file
 from epd.video.sources.policy import FetchPolicy, Sink
 from epd.video.sources.source import Media

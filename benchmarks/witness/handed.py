@@ -23,7 +23,7 @@ from epd.encoders.batch import FrameEncoder
 from epd.encoders.device import CPU
 from epd.encoders.groups import MediaGroup, plan_groups
 from epd.encoders.registry import load_adapter
-from epd.serve_app.orchestration.item_frames import plan_runs
+from epd.serve_app.orchestration.group_feed import plan_runs
 from epd.stages.group_driver import FailedJob, GroupDriver, MediaJob
 from epd.stages.media import plan_video
 from epd.types import UInt8Array

@@ -10,7 +10,7 @@ Rows that pad a batch write to a block that no request gets, the last of each po
 logits are copied from where the pass leaves them, since the next one may be launched before they are used.
 
 Each size above one is captured twice: with one reading of keys and values for each request, and with a set of
-work more for what several read together (`stages/attention/prefixes.py`), replayed if there is any.
+work more for what several read together (`stages/attention/device.py`), replayed if there is any.
 """
 
 from __future__ import annotations

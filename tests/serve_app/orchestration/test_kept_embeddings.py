@@ -14,7 +14,7 @@ from epd.encoders import FrameSampling
 from epd.encoders.groups import MediaGroup
 from epd.reduction import PREFILL_METHODS, QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
-from epd.serve_app.orchestration.item_frames import ItemFrames
+from epd.serve_app.orchestration.group_feed import ItemFrames
 from epd.serve_app.worker.worker_roles import EncodeRole
 from epd.stages.encode.encoder import EncodeStage
 from epd.stages.encode.encoder_pool import EncoderPool

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from epd.stages.attention.device import DeviceHeads, PassWork
-from epd.stages.attention.prefixes import shared_prefixes
+from epd.stages.attention.device import DeviceHeads, PassWork, shared_prefixes
 from epd.stages.attention.runs import SharedRun
 from epd.stages.kernels.work_list import ITEM_WIDTH, MERGE_WIDTH, Tiles, keys_each, segment_tiles, work_list
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epd.stages.completion import DONE, recorded
+from epd.stages.connectors.mailbox import DONE, recorded
 
 
 class FakeEvent:

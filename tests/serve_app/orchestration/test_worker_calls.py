@@ -11,8 +11,8 @@ import pytest
 from epd.errors import InfeasibleError
 from epd.serve_app.memory_use import MemoryUse
 from epd.serve_app.messages import Abort, Message, Prefill, Redirect, Reserve, WorkerLoad
-from epd.serve_app.orchestration.decode_capacity import DecodeCapacity
 from epd.serve_app.orchestration.requests import Attempt, Outcome
+from epd.serve_app.orchestration.worker_calls import DecodeCapacity
 from tests.serve_app.orchestration.test_forwarding import Bench, ScriptedFleet
 
 
