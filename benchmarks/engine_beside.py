@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
-from epd.encode.group_cut import GROUP_TOKENS
+from epd.encode.sharding import GROUP_TOKENS
 from epd.encoders import FrameSampling
 from epd.encoders.adapter import MediaPlan, VideoFacts
 from epd.encoders.groups import plan_groups
@@ -46,7 +46,7 @@ from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.stages.encode.beside import InTurn
 from epd.stages.engine.generation import GenerateRequest
 from epd.topology import Stage
-from epd.transfer.reception import Grant
+from epd.transfer.transfers import Grant
 from epd.types import UInt8Array
 
 NUM_TEXTS = 8

@@ -61,7 +61,7 @@ from epd.serve_app.worker.worker_roles import DecodeRole
 from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.stages.engine.generation import StepResult
 from epd.topology import parse_topology
-from epd.transfer.reception import Grant
+from epd.transfer.transfers import Grant
 from epd.video import FetchPolicy
 from epd.workload.requests import Resolution
 

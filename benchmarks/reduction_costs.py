@@ -39,8 +39,8 @@ from epd.shapes import make_scene
 from epd.stages.colocated import ColocatedPipeline, EncodedMedia
 from epd.stages.connectors.in_process import InProcessHub
 from epd.stages.decode import DecodeStage
-from epd.stages.encode.readings import Readings
-from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.encode.embedding_receiver import EmbeddingSplicer
+from epd.stages.encode.encoder import Readings
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, generation_settings
 from epd.stages.engine.kv_pool import KVPools

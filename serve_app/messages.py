@@ -26,7 +26,7 @@ from epd.serve_app.service import StageSpan
 from epd.stages.engine.generation import GenerateRequest, TokenOutput
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, Ticket
-from epd.transfer.reception import Grant
+from epd.transfer.transfers import Grant
 
 ReplyT = TypeVar("ReplyT")
 

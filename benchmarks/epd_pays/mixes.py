@@ -9,7 +9,7 @@ from functools import cache, cached_property
 
 from benchmarks.published.paper import paper_profile
 from epd.chat import ChatMessage, ContentPart
-from epd.encode.group_cut import GROUP_TOKENS
+from epd.encode.sharding import GROUP_TOKENS
 from epd.encoders import FrameSampling, VideoFacts, load_adapter
 from epd.encoders.adapter import MediaPlan
 from epd.encoders.groups import plan_groups

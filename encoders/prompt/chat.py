@@ -1,25 +1,92 @@
-"""Renders a conversation by a chat template, with and without support for tools."""
+"""Renders a conversation by a chat template, with and without support for tools.
+
+Where a template has no words for tools and calls, they are texts as the Hermes and Qwen models have them.
+Contents are lists of parts or one text. Both are tried, for each role: a template that fails on parts, leaves
+out their text or prints them as Python or JSON does, and shows a text, wants texts. Media are then the words
+that the family's own template writes.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, groupby, islice
+from functools import lru_cache
+from itertools import chain, count, groupby, islice
 from typing import Any
 
-from epd.chat import NO_TURNS, ChatMessage, ContentPart, check_chat, media_kinds, text_message
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from epd.chat import NO_TURNS, ChatMessage, ContentPart, ToolCall, check_chat, media_kinds, text_message
 from epd.encoders.checkpoint import Checkpoint, knows_definitions
-from epd.encoders.prompt.contents import NO_PLACEHOLDERS, Placeholders, as_texts, roles_of_texts
-from epd.encoders.prompt.tool_history import (
-    RESPONSE,
-    calls_as_text,
-    definitions_as_text,
-    for_template,
-    knows_tools,
-)
 from epd.errors import RequestError
 from epd.types import MediaKind
+
+# What stands in a prompt for a medium, of each kind. {number}: counts the media of the kind.
+Placeholders = Mapping[MediaKind, str]
+NO_PLACEHOLDERS: Placeholders = {}
+
+_PROBE = "probe of a text"
+_PRINTED = re.compile(rf"""["']text["']\\?["']?\s*:\s*["']{_PROBE}""")
+_CALL = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {}}}
+_ASK = ("user", "x")
+# The messages before and after the one that is tried, by its role: (role, content).
+_AROUND: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
+    "system": ([], [_ASK]),
+    "user": ([], []),
+    "assistant": ([_ASK], [_ASK]),
+    "tool": ([_ASK, ("assistant", "")], []),
+}
+# What stands around a tool's response where it is a text.
+RESPONSE = ("<tool_response>\n", "\n</tool_response>")
+
+
+@lru_cache(maxsize=16)
+def roles_of_texts(template: str, special_tokens: tuple[tuple[str, Any], ...]) -> frozenset[str]:
+    """Returns the roles whose messages the template takes as texts. special_tokens: that it may name."""
+    return frozenset(role for role in _AROUND if _wants_text(template, dict(special_tokens), role))
+
+
+def _wants_text(template: str, special_tokens: Mapping[str, Any], role: str) -> bool:
+    """Reports whether a text of this role is shown, and a list of one is not."""
+    before, after = _AROUND[role]
+
+    def shows(form: Callable[[str], Any]) -> bool:
+        messages = [_message(each, text, form(text)) for each, text in [*before, (role, _PROBE), *after]]
+        try:
+            rendered, _ = render_jinja_template(
+                [messages], chat_template=template, add_generation_prompt=True, **special_tokens
+            )
+        except Exception:  # noqa: BLE001 # a template is a program of others
+            return False
+        return _PROBE in rendered[0] and not _PRINTED.search(rendered[0])
+
+    return shows(str) and not shows(lambda text: [{"type": "text", "text": text}])
+
+
+def _message(role: str, text: str, content: Any) -> dict[str, Any]:
+    """Returns a message; one of the assistant without a text calls the tool that answers next."""
+    calls = {"tool_calls": [_CALL]} if role == "assistant" and not text else {}
+    return {"role": role, "content": content, **calls}
+
+
+def as_texts(
+    messages: Sequence[dict[str, Any]], roles: frozenset[str], placeholders: Placeholders
+) -> list[dict[str, Any]]:
+    """Returns messages with the contents of these roles as texts: placeholders and words, in their order."""
+    numbers = {kind: count(1) for kind in placeholders}
+
+    def text_of(part: Mapping[str, Any]) -> str:
+        kind = part["type"]
+        if kind == "text":
+            return str(part["text"])
+        return placeholders[kind].replace("{number}", str(next(numbers[kind])))
+
+    return [
+        {**each, "content": "".join(map(text_of, each["content"]))} if each["role"] in roles else each
+        for each in messages
+    ]
 
 
 def render_chat(
@@ -162,3 +229,40 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
         shown["tool_calls"] = [for_template(call) for call in message.tool_calls]
     names = {"tool_call_id": message.tool_call_id, "name": message.name}
     return shown | {name: value for name, value in names.items() if value}
+
+
+def knows_tools(template: str) -> bool:
+    """Reports whether a chat template supports tool calls."""
+    return "tool_calls" in template
+
+
+def definitions_as_text(definitions: Sequence[str]) -> str:
+    """Writes which tools there are, and how one is called, as text. definitions: JSON of each."""
+    tools = "\n".join(definitions)
+    return (
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        f"Function signatures, one JSON object a line:\n<tools>\n{tools}\n</tools>\n\n"
+        "For each function call, write a JSON object with the function's name and its arguments:\n"
+        '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    )
+
+
+def for_template(call: ToolCall) -> dict[str, Any]:
+    """Converts a call to the form of transformers' templates: arguments as an object if they are one."""
+    function = {"name": call.name, "arguments": _parsed(call.arguments)}
+    return {"type": "function", "id": call.call_id, "function": function}
+
+
+def calls_as_text(calls: Sequence[ToolCall]) -> str:
+    """Writes the calls as text, a block of lines for each."""
+    return "\n".join(
+        f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
+        for call in calls
+    )
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments

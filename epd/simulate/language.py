@@ -22,8 +22,7 @@ from epd.profiles.profile import Profile
 from epd.simulate.clock import seconds_of, ticks_of
 from epd.simulate.drafting import DraftPlan, SimulatedDrafts
 from epd.simulate.requests import Job, RequestState
-from epd.simulate.stacked_blocks import StackedBlocks
-from epd.simulate.step_run import StepRun
+from epd.simulate.stacked_blocks import StackedBlocks, StepRun
 from epd.simulate.work_done import WorkDone
 from epd.topology import Stage
 from epd.types import ceil_div

@@ -10,7 +10,7 @@ import typer
 from epd import console
 from epd.errors import RequestError
 from epd.kv.drafting import DEFAULT_MAX_DRAFT
-from epd.kv.request_order import RequestOrder
+from epd.kv.scheduled_request import RequestOrder
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles import MediaRule
 from epd.profiles import Profile as LoadedProfile

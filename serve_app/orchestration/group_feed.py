@@ -38,7 +38,7 @@ from epd.serve_app.orchestration.requests import Attempt, Outcome, Shared
 from epd.serve_app.service import HeldItem
 from epd.serve_app.task_group import Tasks
 from epd.serve_app.worker.peer_losses import NamedPeer
-from epd.transfer.reception import Grant
+from epd.transfer.transfers import Grant
 
 _MIN_RUN, _MAX_RUN = 4, 16
 _RUNS_PER_READER = 2

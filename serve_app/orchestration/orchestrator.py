@@ -23,7 +23,6 @@ from typing import Any
 from epd.control.admission import AdmissionQueue, QueueSummary
 from epd.control.arrivals import Arrivals, RequestWork
 from epd.control.routing import Router
-from epd.encode.substituted_frames import SubstitutedFrames
 from epd.errors import UnavailableError
 from epd.serve_app.fleet import Fleet, has_all_roles, send_surely, worker_statuses
 from epd.serve_app.media.fleet_media import FleetMedia
@@ -35,7 +34,7 @@ from epd.serve_app.orchestration.evacuation import Evacuations
 from epd.serve_app.orchestration.event_reader import EventReader, Recovery
 from epd.serve_app.orchestration.group_feed import GroupFeed
 from epd.serve_app.orchestration.isolation import Isolation
-from epd.serve_app.orchestration.live_answer import AnswerPlan, LiveAnswer
+from epd.serve_app.orchestration.live_answer import AnswerPlan, LiveAnswer, SubstitutedFrames
 from epd.serve_app.orchestration.loss_counter import LossCounter
 from epd.serve_app.orchestration.placement import RequestPlacer
 from epd.serve_app.orchestration.prompts import Prompts

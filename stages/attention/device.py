@@ -7,7 +7,7 @@ Blocks that several decodes of a pass read are found, where one reading for all 
                    c | 3 | 6 |                               10 11
 
 A GPU reads blocks wherever they lie, so a block is named here by the place where it is first seen: what
-several tables have in common becomes a run, as `epd.stages.attention.runs` finds it for memory read in place.
+several tables have in common becomes a run, as `stages/attention/pieces.py` finds it for memory in place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from epd.encoders.device import arrays_to_device
 from epd.encoders.kernels.dispatch import uses_kernels
 from epd.stages import kernels
-from epd.stages.attention.runs import SharedRun, find_runs
+from epd.stages.attention.pieces import SharedRun, find_runs
 from epd.stages.kernels.paged_plain import attend_plain
 from epd.stages.kernels.tiles import AlikeSegments, PagedSegments, PagedWork
 from epd.stages.kernels.tiling import MOST_SHORT, Tiling, tiling

@@ -26,7 +26,7 @@ from torch import Tensor
 from epd.encoders.device import arrays_into, arrays_over, room_bytes
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan
 from epd.stages.attention.device import DecodeRoom, DecodeWork, DeviceHeads, DevicePlan, decode_work
-from epd.stages.attention.runs import SharedRun
+from epd.stages.attention.pieces import SharedRun
 from epd.stages.engine.graphs import GraphMaker
 from epd.stages.engine.packed_pass import PackedPass
 from epd.types import Int32Array, Int64Array

@@ -26,10 +26,9 @@ from epd.sampling_params import SamplingParams
 from epd.stages.attention import device as attention_device
 from epd.stages.connectors.in_process import InProcessHub
 from epd.stages.decode import DecodeStage
-from epd.stages.encode.embedding_receiver import EmbeddingReceiver
+from epd.stages.encode.embedding_receiver import EmbeddingReceiver, EmbeddingSplicer
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
 from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
-from epd.stages.encode.splicing import EmbeddingSplicer
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings, StepResult
 from epd.stages.engine.graphs import GraphMaker

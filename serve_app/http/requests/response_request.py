@@ -44,8 +44,7 @@ from epd.serve_app.http.requests.chat_request import (
     UserPart,
     Variables,
 )
-from epd.serve_app.http.requests.request_fields import NO_EFFECT, REFUSED, OtherFields
-from epd.serve_app.http.requests.sent_fields import Sent
+from epd.serve_app.http.requests.request_fields import NO_EFFECT, REFUSED, OtherFields, Sent
 
 _SHARED_NO_EFFECT = (
     "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",

@@ -19,7 +19,7 @@ from epd.serve_app.orchestration import worker_calls
 from epd.serve_app.orchestration.group_feed import GroupFeed
 from epd.serve_app.orchestration.requests import Attempt
 from epd.topology import Stage
-from epd.transfer.reception import Grant
+from epd.transfer.transfers import Grant
 from tests.serve_app.deployments import (
     Answered,
     Deployment,

@@ -11,7 +11,7 @@ from epd.encoders.adapter import PromptPlan
 from epd.encoders.groups import MediaGroup
 from epd.encoders.reduction import Reading, is_cut_at_encoder, kept_spec, reduce_prompt
 from epd.reduction import ReductionPolicy
-from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from epd.stages.visual_inputs import PlacedEmbeddings
 from tests.encoders.families import Clip, Family
 from tests.stages.encode.workers import SAMPLING, Workers, clip_of, plan_all

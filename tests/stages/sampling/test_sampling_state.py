@@ -14,9 +14,8 @@ from transformers import AutoTokenizer
 from epd.errors import RequestError
 from epd.models import embedded_model_path
 from epd.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, SamplingParams
-from epd.stages.sampling.bad_words import BadWords, with_bad_tokens
 from epd.stages.sampling.sampler import sample
-from epd.stages.sampling.sampling_state import SamplingRow, SamplingState
+from epd.stages.sampling.sampling_state import BadWords, SamplingRow, SamplingState, with_bad_tokens
 from tests.stages.sampling.test_allowed import Listed
 
 VOCAB = 12

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.encode.group_cut import cut_units, units_of
+from epd.encode.sharding import cut_units, units_of
 
 
 @pytest.mark.parametrize(
