@@ -32,7 +32,7 @@ from benchmarks.published.paper import (
 )
 from benchmarks.reporting import RESULTS, Row, Section, run_sections, setting
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult
-from epd.simulate.switching import Elasticity
+from epd.simulate.placement import Elasticity
 from epd.topology import parse_topology
 from epd.workload.metrics import SLO
 from epd.workload.requests import RequestShape

@@ -33,8 +33,8 @@ from epd.planning.space import Space, topologies
 from epd.planning.traffic import planner_for
 from epd.profiles.files import load_profile
 from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
+from epd.simulate.placement import Elasticity
 from epd.simulate.requests import Job
-from epd.simulate.switching import Elasticity
 from epd.topology import parse_topology
 from epd.workload.metrics import SLO
 from epd.workload.requests import Workload

@@ -26,11 +26,10 @@ from epd.simulate.language import LanguageSide, PassResult
 from epd.simulate.machine import Machine, OwnDevices, SharedCores
 from epd.simulate.media_flow import MediaFlow
 from epd.simulate.offloading import Offloading
-from epd.simulate.placement import SimulatedPlacer
+from epd.simulate.placement import Elasticity, RoleSwitching, SimulatedPlacer, sample_of
 from epd.simulate.records import RecordTable, SimulationResult, WorkSpan
 from epd.simulate.requests import Job, RequestState, identity_of
 from epd.simulate.retention import SimulatedRetention
-from epd.simulate.switching import Elasticity, RoleSwitching, sample_of
 from epd.simulate.worker import SimulatedWorker
 from epd.topology import Stage, role_letters
 

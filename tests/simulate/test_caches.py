@@ -12,7 +12,7 @@ from epd.encode.encoder_cache import EncoderCacheManager
 from epd.profiles import Profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult
 from epd.simulate.clock import Rank, ticks_of
-from epd.simulate.switching import Elasticity
+from epd.simulate.placement import Elasticity
 from epd.topology import parse_topology
 from epd.workload.requests import PlannedRequest, RequestShape, Resolution
 from tests.simulate.test_simulation import PROFILE, jobs, plain_profile

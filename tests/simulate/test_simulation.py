@@ -17,7 +17,7 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.profiles import Profile, StageCost, analytic_profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult, records
 from epd.simulate.clock import EventQueue, Rank, ticks_of
-from epd.simulate.switching import Elasticity
+from epd.simulate.placement import Elasticity
 from epd.topology import parse_topology
 from epd.workload.config import MixPart, WorkloadConfig
 from epd.workload.metrics import SLO

@@ -52,7 +52,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows as small as the groups of a deployment of tests."""
-    monkeypatch.setattr("epd.encoders.reduction.layout.WINDOW_TOKENS", 16)
+    monkeypatch.setattr("epd.encoders.reduction.reading.WINDOW_TOKENS", 16)
 
 
 @pytest.fixture

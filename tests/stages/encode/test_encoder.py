@@ -27,7 +27,7 @@ def reduced(
 ) -> tuple[PromptPlan, list[MediaGroup]]:
     """A prompt of one clip, and its groups of two units, each of which is a window or two."""
     num_tokens = 2 * family.plan(clip, SAMPLING).tokens_per_unit
-    monkeypatch.setattr("epd.encoders.reduction.layout.WINDOW_TOKENS", num_tokens)
+    monkeypatch.setattr("epd.encoders.reduction.reading.WINDOW_TOKENS", num_tokens)
     plans, groups = plan_all(family, [clip], num_tokens)
     return reduce_prompt(family.adapter.plan_prompt(plans, "What?"), ReductionPolicy(method, 0.3)), groups
 

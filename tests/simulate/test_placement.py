@@ -23,7 +23,7 @@ from epd.control.elasticity import ControllerConfig, EstimatorConfig, Switch
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.profile import Profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult
-from epd.simulate.switching import Elasticity
+from epd.simulate.placement import Elasticity
 from epd.topology import STAGES, Stage, parse_topology, role_letters
 from epd.workload.metrics import SLO
 from epd.workload.requests import RequestShape
