@@ -35,7 +35,7 @@ from epd.serve_app.app_args import AppArgs
 from epd.serve_app.composition import create_app
 from epd.serve_app.http.http_server import HttpServer
 from epd.serve_app.network.link import Address
-from epd.serve_app.network.members import Credentials, Member, Place, Purpose, View
+from epd.serve_app.network.members import Credentials, Member, ProcessAddress, Purpose, View
 from epd.serve_app.network.remote_fleet import RemoteFleet
 from epd.serve_app.worker_info import WorkerInfo
 
@@ -103,7 +103,7 @@ async def run_front(credentials: Credentials, addresses: dict[str, tuple[str, in
     logging.basicConfig(level=logging.INFO, filename="/dev/null")  # the line of each request is formatted
     args = AppArgs(model=MODEL, topology="1epd", max_requests=4096, max_waiting=4096)
     board = FixedBoard(credentials, members_at(addresses))
-    fleet = RemoteFleet(board, Place("127.0.0.1", "here"), Purpose(str(args.model_path)))
+    fleet = RemoteFleet(board, ProcessAddress("127.0.0.1", "here"), Purpose(str(args.model_path)))
     app = await create_app(args, fleet, fleet.owner)
     async with app.router.lifespan_context(app):
         with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:

@@ -30,7 +30,7 @@ from epd.encoders import load_adapter
 from epd.encoders.adapter import Embeddings, PromptPlan
 from epd.encoders.identity import prompt_identity
 from epd.encoders.reduction import reduce_prompt
-from epd.encoders.reduction.reading import Reading, is_cut_at_encoder
+from epd.encoders.reduction.reading import ItemReduction, is_cut_at_encoder
 from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
 from epd.reduction import METHODS, ReductionPolicy
@@ -150,7 +150,7 @@ def _sent(
     for group, embeddings in encoded.groups:
         if is_cut_at_encoder(plan, [each for each in whole if each.item == group.item]):
             name = f"item {group.item}"
-            readings.open(name, Reading.of(plan, whole, group.item), "r", "p")
+            readings.open(name, ItemReduction.of(plan, whole, group.item), "r", "p")
             kept, places = readings.read(name, group, embeddings)
             yield splicer.place(group, kept, places), kept
         else:

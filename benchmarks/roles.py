@@ -44,7 +44,7 @@ from epd.serve_app.app import build_app
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
 from epd.serve_app.media.media_worker import MediaSettings
-from epd.serve_app.network.members import Place, Purpose
+from epd.serve_app.network.members import ProcessAddress, Purpose
 from epd.serve_app.network.remote_fleet import RemoteFleet
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
@@ -156,7 +156,7 @@ async def _running_on_ray(topology: str) -> AsyncIterator[App]:
         allowed_media_path=Path(tempfile.gettempdir()),
     )
     await asyncio.to_thread(serve.run, build_app(args), name=APP_NAME)
-    place = Place(LOOPBACK, ray.get_runtime_context().get_node_id())
+    place = ProcessAddress(LOOPBACK, ray.get_runtime_context().get_node_id())
     board = RayBoard(APP_NAME)
     fleet = RemoteFleet(board, place, Purpose(str(args.model_path)))
     try:

@@ -7,7 +7,7 @@ In AVI, which has no presentation times, frame n in order of display begins at n
 from epd.types import FrameGroup, Frames, MediaFacts
 from epd.video.children.children import ChildLimits, MediaChildren
 from epd.video.children.stream import ChildStream
-from epd.video.containers.audio import AudioPart, load_audio
+from epd.video.containers.audio import AudioSlice, load_audio
 from epd.video.containers.images import load_image, media_kind
 from epd.video.containers.info import VideoInfo
 from epd.video.containers.limits import Limits
@@ -24,7 +24,7 @@ from epd.video.sources.policy import FetchPolicy, Sink
 from epd.video.sources.source import Media
 
 __all__ = [
-    "AudioPart",
+    "AudioSlice",
     "ChildLimits",
     "ChildStream",
     "Download",

@@ -1,7 +1,7 @@
 """Reduces visual tokens: lays out the shorter prompt, and selects the tokens that are kept."""
 
 from epd.encoders.reduction.reading import (
-    Reading,
+    ItemReduction,
     is_cut_at_encoder,
     kept_spec,
     reduce_prompt,
@@ -11,8 +11,8 @@ from epd.encoders.reduction.reading import (
 from epd.encoders.reduction.reducer import Kept, TokenReducer, kept_cells
 
 __all__ = [
+    "ItemReduction",
     "Kept",
-    "Reading",
     "TokenReducer",
     "is_cut_at_encoder",
     "kept_cells",

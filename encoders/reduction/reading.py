@@ -36,7 +36,7 @@ Join = Callable[[Embeddings, MediaPlan, int, int], Embeddings]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reading:
+class ItemReduction:
     """Says how the tokens of an item are chosen, and in how many groups they come."""
 
     policy: ReductionPolicy
@@ -44,17 +44,17 @@ class Reading:
     num_groups: int
 
     @classmethod
-    def of(cls, prompt: PromptPlan, groups: Sequence[MediaGroup], item: int) -> Reading:
+    def of(cls, prompt: PromptPlan, groups: Sequence[MediaGroup], item: int) -> ItemReduction:
         """Returns the reading of an item that `is_cut_at_encoder`. groups: of the whole prompt."""
         assert prompt.reduction is not None
         num_groups = sum(group.item == item for group in groups)
         return cls(prompt.reduction.policy, prompt.media[item], num_groups)
 
 
-class ItemReader:
+class ItemReducer:
     """Chooses what is kept of an item. Holds what the method remembers of the groups that were read."""
 
-    def __init__(self, join: Join, reading: Reading) -> None:
+    def __init__(self, join: Join, reading: ItemReduction) -> None:
         self.num_groups = reading.num_groups
         self.num_read = 0
         self._join = join

@@ -11,7 +11,7 @@ from epd.errors import RequestError
 from epd.profiles.cost import StageCost, StageTable, ValidRange
 from epd.profiles.media import MediaRule
 from epd.profiles.memory import MemoryNeeds
-from epd.profiles.parallel import ParallelStack, TensorParallel
+from epd.profiles.parallel import ParallelStack, ShardedModel
 from epd.profiles.profile import Profile
 
 _BYTES_PER_VALUE, _BYTES_PER_LOGIT = 2, 4
@@ -245,13 +245,13 @@ def analytic_profile(device: str, model: str, efficiency: Efficiency | None = No
     )
 
 
-def _parallel(on: Device, of: ModelShape, efficiency: Efficiency) -> TensorParallel:
+def _parallel(on: Device, of: ModelShape, efficiency: Efficiency) -> ShardedModel:
     vision, language = (
         ParallelStack(each.num_layers, each.hidden, each.num_heads, each.num_kv_heads)
         for each in (of.vision, of.language)
     )
     link_bytes_per_s = on.link_bytes_per_s * efficiency.link
-    return TensorParallel(vision, language, _BYTES_PER_VALUE, link_bytes_per_s, efficiency.reduce_s)
+    return ShardedModel(vision, language, _BYTES_PER_VALUE, link_bytes_per_s, efficiency.reduce_s)
 
 
 def _memory(on: Device, of: ModelShape) -> MemoryNeeds:

@@ -108,7 +108,7 @@ class ReplicaAdvisor:
         self._since_s = None
 
 
-class Elastic:
+class ElasticityLoop:
     """Drives `TrafficEstimator`, `RoleController` and `ReplicaAdvisor` with what the server knows.
 
     Nothing runs before `start`.

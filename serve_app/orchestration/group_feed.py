@@ -26,7 +26,7 @@ from typing import Any
 
 from epd.encode.sharding import wanted_encoder
 from epd.encoders.groups import MediaGroup
-from epd.encoders.reduction import Reading
+from epd.encoders.reduction import ItemReduction
 from epd.errors import EPDError, InternalError, UnavailableError
 from epd.serve_app.fleet import Bulk, WorkerLostError, send_surely
 from epd.serve_app.media.fleet_media import FleetMedia
@@ -51,7 +51,7 @@ _Reader = tuple[int, int]  # an item, and one of its readers
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class GroupRun:
     """Consecutive groups [start, stop) of a video, decoded by one reader."""
 
     start: int
@@ -62,18 +62,18 @@ class Run:
         return self.start <= group < self.stop
 
 
-def plan_runs(num_groups: int, num_readers: int) -> tuple[Run, ...]:
+def plan_runs(num_groups: int, num_readers: int) -> tuple[GroupRun, ...]:
     """Returns runs in order, without gaps, dealt to readers in turn; a short video is one run of reader 0.
 
     num_readers: workers that can read it now
     """
     if num_readers < 2 or num_groups < 2 * _MIN_RUN:
-        return (Run(0, num_groups, 0),)
+        return (GroupRun(0, num_groups, 0),)
     length = math.ceil(num_groups / (num_readers * _RUNS_PER_READER))
     length = min(max(length, _MIN_RUN), _MAX_RUN)
     starts = range(0, num_groups, length)
     return tuple(
-        Run(start, min(start + length, num_groups), number % num_readers)
+        GroupRun(start, min(start + length, num_groups), number % num_readers)
         for number, start in enumerate(starts)
     )
 
@@ -84,7 +84,7 @@ class _Stream:
 
     worker: str
     id: str
-    run: Run
+    run: GroupRun
 
 
 class _Lane:
@@ -108,7 +108,7 @@ class _Lane:
         self._stream: _Stream | None = None
         self._num_streams = 0
 
-    async def read(self, group: MediaGroup, run: Run, patience_s: float) -> tuple[int, Bulk]:
+    async def read(self, group: MediaGroup, run: GroupRun, patience_s: float) -> tuple[int, Bulk]:
         """See `ItemFrames.read`."""
         deadline = asyncio.get_running_loop().time() + patience_s
         num_reads, pause_s = 0, _READ_RETRY_S
@@ -139,7 +139,7 @@ class _Lane:
             self.wanted = None
         return await self._media.place(self._source)
 
-    async def _read(self, worker: str, held: HeldItem, group: MediaGroup, run: Run) -> tuple[int, Bulk]:
+    async def _read(self, worker: str, held: HeldItem, group: MediaGroup, run: GroupRun) -> tuple[int, Bulk]:
         if self._source.kind != "video":
             return await self._fleet.fetch("video", worker, ReadImage(held, group.start, group.stop))
         stream, order = self._stream, None
@@ -153,7 +153,7 @@ class _Lane:
         message = ReadFrames(stream.id, group.index - run.start, order)
         return await self._fleet.fetch("video", worker, message)
 
-    def _order(self, held: HeldItem, run: Run) -> DecodeOrder:
+    def _order(self, held: HeldItem, run: GroupRun) -> DecodeOrder:
         """Returns the order for the groups of a run."""
         plan = self._attempt.answer.plan
         whole = plan.media[self._item]
@@ -189,7 +189,7 @@ class ItemFrames:
         """Returns the number of the reader of a group."""
         return self._run_of(group).reader
 
-    def _run_of(self, group: MediaGroup) -> Run:
+    def _run_of(self, group: MediaGroup) -> GroupRun:
         return next(run for run in self._runs if group.index in run)
 
     async def read(self, group: MediaGroup, patience_s: float) -> tuple[int, Bulk]:
@@ -356,5 +356,5 @@ class GroupFeed:
         plan = self._attempt.answer.plan
         group, reading = plan.groups[granted.group], None
         if granted.ticket.key.reading and group.index == 0:
-            reading = Reading.of(plan.prompt, plan.groups, group.item)
+            reading = ItemReduction.of(plan.prompt, plan.groups, group.item)
         return EncodeGroup(self._attempt.id, granted.ticket, group, reading=reading)

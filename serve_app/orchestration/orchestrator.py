@@ -28,7 +28,7 @@ from epd.serve_app.fleet import Fleet, has_all_roles, send_surely, worker_status
 from epd.serve_app.media.fleet_media import FleetMedia
 from epd.serve_app.messages import Abort
 from epd.serve_app.orchestration.config import OrchestratorConfig
-from epd.serve_app.orchestration.elastic import Elastic
+from epd.serve_app.orchestration.elastic import ElasticityLoop
 from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from epd.serve_app.orchestration.evacuation import Evacuations
 from epd.serve_app.orchestration.event_reader import EventReader, Recovery
@@ -87,7 +87,7 @@ class Orchestrator:
         )
         self._evacuations = Evacuations(shared, self._placement.moves)
         self._replacement = Replacement(shared, self.switcher.switch, lambda: self.leads)
-        self.elastic = Elastic(
+        self.elastic = ElasticityLoop(
             shared, self.arrivals, config.elastic, self.switcher.switch, lambda: self.leads
         )
         self.retention = None if config.retention is None else LoadRetention(config.retention, shared)

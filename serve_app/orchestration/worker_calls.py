@@ -43,7 +43,7 @@ Allowed = Callable[[Attempt, Stage, Sequence[str]], list[str]]
 
 
 @dataclass(slots=True)
-class Asked:
+class RequestedRoom:
     """Room that a worker was asked for.
 
     start_s: when, on the caller's clock
@@ -64,7 +64,7 @@ class DecodeCapacity:
         self._loads = loads
         self._clock = clock
         self._seconds: dict[str, float] = {}  # until an answer, a moving mean
-        self._asked: dict[str, list[Asked]] = {}
+        self._asked: dict[str, list[RequestedRoom]] = {}
         self._refused_by: dict[str, WorkerLoad] = {}
 
     def is_slow(self, worker: str) -> bool:
@@ -85,14 +85,14 @@ class DecodeCapacity:
         has_tokens = used_tokens + num_tokens <= (1 - _SPARE_SHARE) * capacity
         return has_tokens and used_seqs + num_seqs <= load.max_num_seqs
 
-    def ask(self, worker: str, num_tokens: int, num_seqs: int) -> Asked:
+    def ask(self, worker: str, num_tokens: int, num_seqs: int) -> RequestedRoom:
         """Notes that a worker is asked for room."""
-        asked, load = Asked(num_tokens, num_seqs, self._clock()), self._loads.get(worker)
+        asked, load = RequestedRoom(num_tokens, num_seqs, self._clock()), self._loads.get(worker)
         open_ = self._asked.setdefault(worker, []) if load is None else self._unreported(worker, load)
         open_.append(asked)
         return asked
 
-    def answer(self, worker: str, asked: Asked, *, is_taken: bool) -> None:
+    def answer(self, worker: str, asked: RequestedRoom, *, is_taken: bool) -> None:
         """Notes the answer: room that was given counts until the next report, which will count it."""
         load, seconds = self._loads.get(worker), self._clock() - asked.start_s
         mean_s = self._seconds.get(worker, seconds)
@@ -104,7 +104,7 @@ class DecodeCapacity:
         if load is not None:
             self._refused_by[worker] = load
 
-    def _unreported(self, worker: str, load: WorkerLoad) -> list[Asked]:
+    def _unreported(self, worker: str, load: WorkerLoad) -> list[RequestedRoom]:
         asked = self._asked.get(worker, [])
         self._asked[worker] = [each for each in asked if each.answered_by is None or each.answered_by is load]
         return self._asked[worker]

@@ -92,7 +92,7 @@ def _consecutive(
 
 
 @dataclass(frozen=True, slots=True)
-class LooseBlocks:
+class GatheredBlocks:
     """Lists blocks of N segments that are gathered, side by side and padded to the longest.
 
     blocks: int64 [N, width]; padding repeats a segment's first block.
@@ -104,17 +104,17 @@ class LooseBlocks:
     positions: Int64Array
 
 
-def all_blocks(block_tables: NDArray[np.int32], num_blocks: Int64Array, block_size: int) -> LooseBlocks:
+def all_blocks(block_tables: NDArray[np.int32], num_blocks: Int64Array, block_size: int) -> GatheredBlocks:
     """Lists the first `num_blocks` [N] of each table."""
     width = int(num_blocks.max())
     is_held = np.arange(width) < num_blocks[:, None]
     blocks = np.where(is_held, block_tables[:, :width], block_tables[:, :1])
-    return LooseBlocks(blocks.astype(np.int64), np.arange(width * block_size)[None])
+    return GatheredBlocks(blocks.astype(np.int64), np.arange(width * block_size)[None])
 
 
 def loose_blocks(
     block_tables: NDArray[np.int32], num_blocks: Int64Array, in_runs: BoolArray, block_size: int
-) -> LooseBlocks:
+) -> GatheredBlocks:
     """Lists the first `num_blocks` [N] of each table but for those in runs, bool [N, max_blocks]."""
     is_loose = (np.arange(in_runs.shape[1]) < num_blocks[:, None]) & ~in_runs
     row, column = np.nonzero(is_loose)
@@ -124,7 +124,7 @@ def loose_blocks(
     starts = np.full(blocks.shape, _NEVER)
     blocks[row, place] = block_tables[row, column]
     starts[row, place] = column * block_size
-    return LooseBlocks(blocks, (starts[..., None] + np.arange(block_size)).reshape(len(blocks), -1))
+    return GatheredBlocks(blocks, (starts[..., None] + np.arange(block_size)).reshape(len(blocks), -1))
 
 
 _NEVER = np.int64(2**62)

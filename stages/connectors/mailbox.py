@@ -35,7 +35,7 @@ class Deferred:
     def __init__(self, device: torch.device) -> None:
         """Begins empty. device: that the work is queued on, in its current stream."""
         self._device = device
-        self._calls: deque[tuple[Completion, Callable[[], None]]] = deque()
+        self._calls: deque[tuple[QueuedWork, Callable[[], None]]] = deque()
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -51,7 +51,7 @@ class Deferred:
             self._calls.popleft()[1]()
 
 
-class Completion(Protocol):
+class QueuedWork(Protocol):
     """Stands for everything that was queued before it."""
 
     def is_done(self) -> bool:
@@ -77,10 +77,10 @@ class _EventCompletion:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
-DONE: Completion = _Done()
+DONE: QueuedWork = _Done()
 
 
-def recorded(device: torch.device) -> Completion:
+def recorded(device: torch.device) -> QueuedWork:
     """Returns the completion of everything queued so far on the device's current stream; of a CPU, `DONE`."""
     if device.type == "cpu":
         return DONE

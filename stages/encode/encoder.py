@@ -30,7 +30,7 @@ from epd.encode.encoder_cache import CachedGroup, EncoderCacheManager, GroupKey
 from epd.encoders.adapter import Embeddings, MediaPlan
 from epd.encoders.batch import BatchEncoder, FrameEncoder
 from epd.encoders.groups import MediaGroup
-from epd.encoders.reduction.reading import ItemReader, Join, Places, Reading
+from epd.encoders.reduction.reading import ItemReducer, ItemReduction, Join, Places
 from epd.errors import EPDError, InternalError
 from epd.reduction import TowerMerge
 from epd.stages.encode.beside import InTurn, Lane
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    reader: ItemReader
+    reader: ItemReducer
     request_id: str
     receiver: str
 
@@ -58,17 +58,17 @@ class Readings:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, name: str, reading: Reading, request_id: str, receiver: str) -> None:
+    def open(self, name: str, reading: ItemReduction, request_id: str, receiver: str) -> None:
         """Starts a reading, from its first group; the same one once more is ignored."""
         if name not in self._open:
-            self._open[name] = _Open(ItemReader(self._join, reading), request_id, receiver)
+            self._open[name] = _Open(ItemReducer(self._join, reading), request_id, receiver)
 
     def has_turn(self, name: str, group: MediaGroup) -> bool:
         """Returns whether no earlier group has to be read first. One that was read has its turn: it fails."""
         return name in self._open and group.index <= self._open[name].reader.num_read
 
     def read(self, name: str, group: MediaGroup, embeddings: Embeddings) -> tuple[Embeddings, Places]:
-        """Reads a group: see `ItemReader.read`. Raises ValueError for one that was read before."""
+        """Reads a group: see `ItemReducer.read`. Raises ValueError for one that was read before."""
         reader = self._open[name].reader
         kept = reader.read(group, embeddings)
         if reader.num_read == reader.num_groups:
@@ -100,7 +100,7 @@ class EncodeJob:
     frames: Callable[[], Tensor]
     request_id: str = ""
     group: MediaGroup | None = None
-    reading: Reading | None = None
+    reading: ItemReduction | None = None
 
     @property
     def num_patches(self) -> int:

@@ -27,7 +27,7 @@ from epd.stages.rank import RankGroup
 from epd.types import BoolArray, Int64Array, ceil_div
 
 
-class GuardedTokens:
+class KeySetTokens:
     """Holds the bits of one worker's blocks, and of requests in host memory."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -138,7 +138,7 @@ class BlockMoves:
         self._pools = pools
         self._moves = PoolMoves(pools)
         self._ranks = ranks
-        self.guarded = GuardedTokens(kv.spec.num_blocks[0], kv.block_size)
+        self.guarded = KeySetTokens(kv.spec.num_blocks[0], kv.block_size)
 
     @property
     def offloaded(self) -> frozenset[str]:

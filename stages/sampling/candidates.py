@@ -101,7 +101,7 @@ def _unpacked_by_shifts(bits: Tensor, num_tokens: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class TokenCandidates:
     """Holds what can be drawn from D rows.
 
     weights: int64 [D, K], a token's relative probability.
@@ -130,7 +130,7 @@ def token_weights(scores: Tensor, params: Sequence[SamplingParams]) -> tuple[Ten
 
 def candidates(
     scores: Tensor, params: Sequence[SamplingParams], values: Tensor, *, is_bounded: bool = False
-) -> Candidates:
+) -> TokenCandidates:
     """Weighs what can be drawn from scores, float32 [D, V].
 
     params: all of them restrict top_k or none does, and so for top_p. values: `knobs`, on the device.
@@ -156,7 +156,7 @@ def candidates(
         weights, ids = _top_p(weights, ids, top_p)
     if any(p.min_p for p in params):
         weights = weights.masked_fill(weights < (min_p * _FULL_WEIGHT).long(), 0)
-    return Candidates(weights, ids, is_exact)
+    return TokenCandidates(weights, ids, is_exact)
 
 
 def _weights(scores: Tensor, temperature: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from epd.types import UInt8Array
 from epd.video.containers.animated_files import (
     MAX_ANIMATION_FRAMES,
     Animation,
-    Piece,
+    StoredFrame,
     check_number,
     find_pieces,
     shown_for_s,
@@ -55,7 +55,7 @@ def find_avif(media: Media) -> Animation | None:
         return None
     check_number(media, num_frames)
     delays_s = _delays_s(media, num_frames)
-    pieces = [Piece((), 0, 0, *size, shown_for_s(delay_s), is_blended=False) for delay_s in delays_s]
+    pieces = [StoredFrame((), 0, 0, *size, shown_for_s(delay_s), is_blended=False) for delay_s in delays_s]
     return Animation(size[1], size[0], tuple(pieces)) if pieces else None
 
 
@@ -154,7 +154,7 @@ class Drawing:
         elif self._before is not None:
             self._canvas.paste(self._before, self._box(last))
 
-    def _draw(self, piece: Piece) -> None:
+    def _draw(self, piece: StoredFrame) -> None:
         picture = self._picture(piece)
         box = self._box(piece)
         self._before = self._canvas.crop(box) if piece.disposal == "restore" else None
@@ -166,13 +166,13 @@ class Drawing:
         else:
             self._canvas.paste(part, box)
 
-    def _box(self, piece: Piece) -> tuple[int, int, int, int]:
+    def _box(self, piece: StoredFrame) -> tuple[int, int, int, int]:
         """Returns (left, top, right, bottom) of a frame within the canvas."""
         width, height = self._animation.width, self._animation.height
         left, top = min(piece.x, width), min(piece.y, height)
         return left, top, min(width, piece.x + piece.width), min(height, piece.y + piece.height)
 
-    def _picture(self, piece: Piece) -> Image.Image:
+    def _picture(self, piece: StoredFrame) -> Image.Image:
         """Decodes a frame, as RGBA. Raises CorruptMediaError, MediaLimitError."""
         name = f"{self._media.name}, frame {self._num_drawn}"
         if piece.width * piece.height > MAX_PIECE_PIXELS:

@@ -27,7 +27,7 @@ from av.video.stream import VideoStream
 from epd.errors import CorruptMediaError
 from epd.video.containers.avi_times import timed
 from epd.video.containers.decoder_memory import check_memory
-from epd.video.containers.info import RAW_FORMATS, Part, Shown, VideoInfo
+from epd.video.containers.info import RAW_FORMATS, EditPart, Shown, VideoInfo
 from epd.video.containers.limits import DEFAULT_LIMITS, Limits, check_length, check_size
 from epd.video.containers.mp4_edits import open_as_shown, read_layout
 from epd.video.containers.orientation import display_matrix
@@ -228,7 +228,7 @@ class _Reading:
             return
 
 
-def _num_shown(part: Part, times: Sequence[int], time_base: Fraction) -> int:
+def _num_shown(part: EditPart, times: Sequence[int], time_base: Fraction) -> int:
     """Returns how many frames a part shows. times: of all, in order, ticks.
 
     Edits are rounded to ticks of the movie, so that a neighbour may be shown for less than one.

@@ -22,7 +22,7 @@ from epd.models import embedded_model_path
 from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.media.fleet_media import FleetMedia
 from epd.serve_app.media_messages import CloseStream, FetchMedia, PlanImages, ReadFrames, ReadImage
-from epd.serve_app.orchestration.group_feed import ItemFrames, Run, plan_runs
+from epd.serve_app.orchestration.group_feed import GroupRun, ItemFrames, plan_runs
 from epd.serve_app.orchestration.live_answer import AnswerPlan, LiveAnswer
 from epd.serve_app.orchestration.loss_counter import LossCounter
 from epd.serve_app.orchestration.request_planner import RequestPlanner
@@ -189,8 +189,8 @@ def test_runs_cover_all_groups_once_and_in_order(num_groups: int, num_readers: i
 
 
 def test_long_videos_use_every_reader_and_short_ones_one() -> None:
-    assert plan_runs(16, 2) == (Run(0, 4, 0), Run(4, 8, 1), Run(8, 12, 0), Run(12, 16, 1))
-    assert plan_runs(7, 2) == (Run(0, 7, 0),)
-    assert plan_runs(100, 1) == (Run(0, 100, 0),)
-    assert plan_runs(9, 3) == (Run(0, 4, 0), Run(4, 8, 1), Run(8, 9, 2))
+    assert plan_runs(16, 2) == (GroupRun(0, 4, 0), GroupRun(4, 8, 1), GroupRun(8, 12, 0), GroupRun(12, 16, 1))
+    assert plan_runs(7, 2) == (GroupRun(0, 7, 0),)
+    assert plan_runs(100, 1) == (GroupRun(0, 100, 0),)
+    assert plan_runs(9, 3) == (GroupRun(0, 4, 0), GroupRun(4, 8, 1), GroupRun(8, 9, 2))
     assert [run.stop - run.start for run in plan_runs(200, 2)[:2]] == [16, 16]

@@ -9,7 +9,7 @@ import torch
 
 from epd.encoders.adapter import PromptPlan
 from epd.encoders.groups import MediaGroup
-from epd.encoders.reduction import Reading, is_cut_at_encoder, kept_spec, reduce_prompt
+from epd.encoders.reduction import ItemReduction, is_cut_at_encoder, kept_spec, reduce_prompt
 from epd.reduction import ReductionPolicy
 from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from epd.stages.visual_inputs import PlacedEmbeddings
@@ -43,7 +43,7 @@ def read(
     tickets = {grant.group: grant.ticket for grant in receiver.grant()}
     splicer, placed = EmbeddingSplicer(workers.family.adapter, prompt), []
     for index in order:
-        reading = Reading.of(prompt, groups, 0) if index == 0 else None
+        reading = ItemReduction.of(prompt, groups, 0) if index == 0 else None
         job = workers.job([clip], groups[index], tickets[index])
         encoder.submit(replace(job, request_id="r", group=groups[index], reading=reading))
         while encoder.step():

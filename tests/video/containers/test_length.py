@@ -182,9 +182,9 @@ def test_a_part_of_the_sound_is_timed_as_the_picture_is(clip: Clip, tmp_path: Pa
     path = beside_sound(
         clip("h264_b.mp4"), tmp_path / f"late.{suffix}", picture_s=0.5, sound_s=1.5, seconds=3
     )
-    whole = video.load_audio(path, video.AudioPart(RATE, 60 * RATE))
+    whole = video.load_audio(path, video.AudioSlice(RATE, 60 * RATE))
     assert len(whole) / RATE == pytest.approx(3, abs=0.1)
-    part = video.load_audio(path, video.AudioPart(RATE, 60 * RATE, 2.0, 2.5))
+    part = video.load_audio(path, video.AudioSlice(RATE, 60 * RATE, 2.0, 2.5))
     assert len(part) == RATE // 2
     place = next(at for at in range(len(whole)) if np.array_equal(whole[at : at + 2000], part[:2000]))
     assert place / RATE == pytest.approx(1.0, abs=0.1)  # the sound begins a second after the picture
