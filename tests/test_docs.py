@@ -18,6 +18,8 @@ from tests.modules_page import PACKAGES, PAGE, page
 # Folders whose files a document may name; other words with a slash are not meant as paths.
 _FOLDERS = ("epd", "video", "encoders", "stages", "serve_app", "tests", "benchmarks", "docs", "training")
 _LOG = ("docs/log.md", "docs/log/")
+# These say what was, by the names of their day.
+_PAST = (*_LOG, "docs/decisions/", "CHANGELOG.md")
 
 
 def _documents() -> list[Path]:
@@ -222,8 +224,7 @@ def test_every_decision_says_when_it_was_made_and_what_took_its_place(texts: dic
 
 def _today(texts: dict[str, str]) -> list[tuple[str, str]]:
     """Documents that say what is, each in one line: not the log, decisions and changes."""
-    past = (*_LOG, "docs/decisions/", "CHANGELOG.md")
-    return [(doc, _joined(text)) for doc, text in texts.items() if not doc.startswith(past)]
+    return [(doc, _joined(text)) for doc, text in texts.items() if not doc.startswith(_PAST)]
 
 
 def _joined(text: str) -> str:
@@ -274,7 +275,12 @@ def test_flags_that_stand_alone_exist(texts: dict[str, str]) -> None:
         for option in command.params
         for flag in (*option.opts, *option.secondary_opts)
     }
-    scripts = [path.read_text() for name in ("benchmarks", "training") for path in (ROOT / name).glob("*.*")]
+    scripts = [
+        path.read_text()
+        for name in ("benchmarks", "training")
+        for path in (ROOT / name).rglob("*.*")
+        if path.suffix in (".py", ".sh")
+    ]
     others = {"--help", "--shm-size"}
     named = {
         (doc, flag)
@@ -292,7 +298,10 @@ def test_flags_that_stand_alone_exist(texts: dict[str, str]) -> None:
 
 def test_modules_that_are_run_exist(texts: dict[str, str]) -> None:
     modules = {
-        name for text in texts.values() for name in re.findall(r"python -m ([a-z_.]+)", _code_of(text))
+        name
+        for doc, text in texts.items()
+        if not doc.startswith(_PAST)
+        for name in re.findall(r"python -m ([a-z_.]+)", _code_of(text))
     }
     for module in modules:
         path = ROOT / module.replace(".", "/")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 from zlib import crc32
 
+from benchmarks.elasticity.pacing import Encode, paced_tower, wait_out
 from benchmarks.epd_pays.mixes import MODEL, VIDEO_FPS, Arrival, Mix
-from benchmarks.pacing import Encode, paced_tower, wait_out
 from epd.bench.media import draw_image
 from epd.control.elasticity.controller import ControllerConfig
 from epd.encoders import FrameSampling

@@ -56,7 +56,7 @@ class EmbeddingSplicer:
         return PlacedEmbeddings(rows, item.token_indices(self._start, stop))
 
     def place(self, group: MediaGroup, embeddings: Embeddings, places: tuple[int, ...]) -> PlacedEmbeddings:
-        """Returns what an encoder has kept of the next group: see `encoders.reduction.reading.ItemReader`."""
+        """Returns what an encoder has kept of the next group: see `ItemReducer`."""
         item = self._prompt.media[group.item]
         kept, start = [], 0
         indices, is_key = without_keys(places)

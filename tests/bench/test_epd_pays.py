@@ -68,7 +68,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    for module in ("benchmarks.epd_pays.live", "benchmarks.pacing"):
+    for module in ("benchmarks.epd_pays.live", "benchmarks.elasticity.pacing"):
         monkeypatch.setattr(f"{module}.time", found)
     return found
 

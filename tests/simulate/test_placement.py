@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.load_waves import LoadWave, day, requests_of, sine_wave, square_wave
+from benchmarks.elasticity.load_waves import LoadWave, day, requests_of, sine_wave, square_wave
 from benchmarks.published.paper import (
     FOUR_K,
     TABLE_6_ELASTICITY,
@@ -105,7 +105,7 @@ def test_workers_follow_a_load_that_changes_for_good() -> None:
 
 def test_a_day_is_served_better_than_by_the_best_layout_in_hindsight() -> None:
     """Pictures before noon, long answers after it, whose length nobody knows; eight devices. On these four
-    layouts the best of all 21 is among, see benchmarks/elasticity.py."""
+    layouts the best of all 21 is among, see benchmarks/elasticity/elasticity.py."""
     slo = SLO(ttft_s=6.0, tpot_s=0.08)
     work = jobs(day(PICTURES, TALK, 2.4, 900.0), 900.0)
     static = [
