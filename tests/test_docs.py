@@ -40,7 +40,10 @@ def texts() -> dict[str, str]:
 def test_paths_exist(texts: dict[str, str]) -> None:
     pattern = re.compile(rf"(?<![\w/.-])((?:{'|'.join(_FOLDERS)})/[\w./-]+)")
     named = {
-        (doc, path.rstrip(".")) for doc, text in texts.items() for path in pattern.findall(_code_of(text))
+        (doc, path.rstrip("."))
+        for doc, text in texts.items()
+        if not doc.startswith((*_LOG, "CHANGELOG.md"))  # history may name what was
+        for path in pattern.findall(_code_of(text))
     }
     assert len(named) > 5
     assert [entry for entry in sorted(named) if not (ROOT / entry[1]).exists()] == []
