@@ -10,7 +10,7 @@ import typer
 from epd import console
 from epd.errors import RequestError
 from epd.kv.drafting import DEFAULT_MAX_DRAFT
-from epd.kv.request_order import RequestOrder
+from epd.kv.scheduled_request import RequestOrder
 from epd.kv.scheduling import SchedulerConfig
 from epd.planning.asked import cut_by, draft_plan, num_cpu_threads, workload_config
 from epd.profiles import Profile as LoadedProfile
@@ -37,9 +37,8 @@ from epd.serve_app.cli.options import (
     Workload,
 )
 from epd.simulate import Deployment, JobMaker, Sharding, Simulation, SimulationResult
-from epd.simulate.chrome import chrome_trace as trace_of
-from epd.simulate.plots import plot_simulation
-from epd.simulate.report import print_result, result_record
+from epd.simulate.report import chrome_trace as trace_of
+from epd.simulate.report import plot_simulation, print_result, result_record
 from epd.topology import parse_topology
 from epd.workload.config import WorkloadConfig
 from epd.workload.metrics import SLO
