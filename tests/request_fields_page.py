@@ -113,13 +113,14 @@ class Route:
         return done | no_effect | refused
 
     def table(self) -> str:
-        """Fields that are alike in one row. Those that do what chat's do are not described again."""
+        """Fields that are alike in one row. Those without effect or refused as a chat's are left out."""
         chats = CHAT.here() if self is not CHAT else {}
         rows: dict[tuple[str, str, str], list[str]] = {}
         for name, here in self.here().items():
+            if here == chats.get(name) and name not in self.model.model_fields:
+                continue
             openai, vllm = ("yes" if name in fields else "" for fields in (self.openai, self.vllm))
-            same = "as a chat's" if name in self.model.model_fields else "as a chat's: no effect or refused"
-            words = same if here == chats.get(name) else here
+            words = "as a chat's" if here == chats.get(name) else here
             rows.setdefault((openai, vllm, words), []).append(f"`{name}`")
         return _HEAD + "".join(f"| {', '.join(names)} | {' | '.join(row)} |\n" for row, names in rows.items())
 
