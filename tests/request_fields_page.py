@@ -23,7 +23,7 @@ from epd.serve_app.http.requests.response_request import RESPONSE_FIELDS, RESPON
 from tests import ROOT
 
 PAGE = ROOT / "docs" / "api.md"
-_HEAD = "| fields | OpenAI | vLLM | here |\n|---|---|---|---|\n"
+_HEAD = "| fields | here |\n|---|---|\n"
 
 OPENAI = frozenset(ChatParams.__annotations__) | {"stream"}
 # Fields of vLLM's ChatCompletionRequest, as of November 2026.
@@ -84,7 +84,7 @@ TESTS = {
 class Route:
     """A table of the page. mark: its name there. honoured, others: what it shows.
 
-    openai, vllm: names of their fields
+    openai, vllm: names of their fields, all of which are known here.
     """
 
     mark: str
@@ -115,14 +115,13 @@ class Route:
     def table(self) -> str:
         """Fields that are alike in one row. Those without effect or refused as a chat's are left out."""
         chats = CHAT.here() if self is not CHAT else {}
-        rows: dict[tuple[str, str, str], list[str]] = {}
+        rows: dict[str, list[str]] = {}
         for name, here in self.here().items():
             if here == chats.get(name) and name not in self.model.model_fields:
                 continue
-            openai, vllm = ("yes" if name in fields else "" for fields in (self.openai, self.vllm))
             words = "as a chat's" if here == chats.get(name) else here
-            rows.setdefault((openai, vllm, words), []).append(f"`{name}`")
-        return _HEAD + "".join(f"| {', '.join(names)} | {' | '.join(row)} |\n" for row, names in rows.items())
+            rows.setdefault(words, []).append(f"`{name}`")
+        return _HEAD + "".join(f"| {', '.join(names)} | {words} |\n" for words, names in rows.items())
 
     def put_into(self, text: str) -> str:
         before, _, rest = text.partition(self.begin)
