@@ -80,7 +80,7 @@ def _num_bytes(model: torch.nn.Module) -> int:
 def table() -> str:
     head = (
         "| checkpoint | `model_type` | context | weights E, GB | P, D, GB | KV a token, B "
-        "| E to P a token, B | P, D on 80 GB, k tokens | 1epd |\n|---|---|---:|---:|---:|---:|---:|---:|---:|\n"
+        "| E to P a token, B | P, D on 80 GB, k tokens | 1epd |\n|---|---|" + "---:|" * 7 + "\n"
     )
     return head + "".join(f"| {' | '.join(_row(name))} |\n" for name in PUBLISHED)
 
