@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -105,11 +104,8 @@ class Route:
     def here(self) -> dict[str, str]:
         """Returns what each field does, in the order of a request, then those with no effect or refused."""
         done = {name: self.honoured.get(name) or HONOURED[name] for name in self.model.model_fields}
-        no_effect = {name: f"no effect: {reason}" for name, reason in self.others.no_effect.items()}
-        refused = {
-            name: _refused(values, self.others.advice.get(name, ""))
-            for name, values in self.others.refused.items()
-        }
+        no_effect = dict.fromkeys(self.others.no_effect, "no effect")
+        refused = {name: _refused(self.others.advice.get(name, "")) for name in self.others.refused}
         return done | no_effect | refused
 
     def table(self) -> str:
@@ -148,9 +144,8 @@ RESPONSES = Route(
 ROUTES = (CHAT, COMPLETIONS, RESPONSES)
 
 
-def _refused(values: tuple[object, ...], advice: str) -> str:
-    allowed = " or ".join(f"`{json.dumps(value)}`" for value in (None, *values))
-    return f"refused, except {allowed}" + (f": {advice}" if advice else "")
+def _refused(advice: str) -> str:
+    return "refused" + (f": {advice}" if advice else ", unless the value asks for nothing")
 
 
 def with_tables(text: str) -> str:
