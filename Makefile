@@ -90,7 +90,7 @@ bench: $(STAMP) ## run the benchmarks; results go to benchmarks/results
 	for b in serving.batch elasticity.elasticity encode.encode engine.engine front.hops planning.planner reduction.reduction reduction.retention serving.roles serving.serve video.video_decode; do $(BIN)/python -m benchmarks.$$b || exit 1; done
 
 score: $(STAMP) ## what the simulator predicts against live runs; nothing else may run meanwhile
-	$(BIN)/python -m benchmarks.planning.score
+	$(BIN)/python -m benchmarks.score
 
 # Not in the environment of the repository: with the torch, triton and transformers that the GPU machine has.
 gpu: ## check and measure on one GPU; needs neither PyAV nor Ray (how long: CONTRIBUTING.md)

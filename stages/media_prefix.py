@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from epd.chat import ChatMessage
 from epd.encoders import Adapter, MediaPlan
-from epd.encoders.identity import prompt_identity
+from epd.encoders.groups import prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams

@@ -54,7 +54,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "eval": ". shapes",
         "simulate": ". control encode kv profiles transfer workload",
         "client": ".",
-        "bench": ". client profiles shapes simulate workload",
+        "bench": ". client shapes workload",
         "batch": ". client transfer",
         "engine_config.py": ". encode kv",
         "planning": ". encode kv profiles simulate workload",

@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine.draft_prediction [--profile FILE]
 
-FILE: of `epd profile --app`, which else is measured first.
+FILE: of `python -m benchmarks.score.app_profile`, which else is measured first.
 
 Answers of 120 tokens, beyond where the model would end: greedy ones, which repeat themselves, and drawn ones
 with penalties, which do less. How often a drafted token holds is measured with other questions, of which each
@@ -23,11 +23,11 @@ from pathlib import Path
 
 from benchmarks.planning.planner import deployment_of, rate_of
 from benchmarks.reporting import Row, Section, run_sections, setting
+from benchmarks.score.app_costs import median
+from benchmarks.score.live_app import LiveApp, live_app
 from benchmarks.serving.caches import local_options, profile_asked_for
-from epd.bench.live_app import LiveApp, live_app
 from epd.bench.media import MediaLibrary
 from epd.profiles import Profile
-from epd.profiles.app_costs import median
 from epd.simulate import JobMaker, Simulation
 from epd.simulate.drafting import DraftPlan, acceptance_of
 from epd.video.demo_video import write_scene

@@ -34,7 +34,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from benchmarks.reporting import RESULTS, Row, Section, median_ratio, run_sections, setting
 from epd.encoders import load_adapter
 from epd.encoders.adapter import Adapter
-from epd.encoders.identity import prompt_identity
+from epd.encoders.groups import prompt_identity
 from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams

@@ -23,7 +23,7 @@ from epd.encode.encoder_cache import CachedGroup
 from epd.encoders import FrameSampling, VideoFacts
 from epd.encoders.adapter import MediaPlan
 from epd.encoders.batch import FrameEncoder
-from epd.encoders.identity import prompt_identity
+from epd.encoders.groups import prompt_identity
 from epd.engine_config import EngineConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams

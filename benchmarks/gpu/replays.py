@@ -16,7 +16,7 @@ from benchmarks.gpu.sections import OK
 from benchmarks.gpu.setup import Setup
 from benchmarks.reporting import Row
 from epd.encoders import Adapter, load_adapter
-from epd.encoders.identity import prompt_identity
+from epd.encoders.groups import prompt_identity
 from epd.engine_config import EngineConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from epd.encode.sharding import GROUP_TOKENS
 from epd.encoders.adapter import MediaPlan
-from epd.encoders.groups import MediaGroup, plan_groups
-from epd.encoders.identity import prompt_identity
+from epd.encoders.groups import MediaGroup, plan_groups, prompt_identity
 from epd.sampling_params import SamplingParams
 from epd.serve_app.worker.worker_stages import StageBuilder, WorkerSettings
 from epd.stages.connectors.in_process import InProcessHub

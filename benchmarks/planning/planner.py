@@ -3,7 +3,7 @@
     python -m benchmarks.planning.planner [--quick] [--rounds N] [--profile FILE] [--profiles FOLDER]
                                        [--load SHARE] [--topologies 1epd,1e1p1d] [--workloads text,image]
 
-First `epd profile --app` measures the stages of the embedded model, each alone, and what the application
+First `app_profile.py` measures the stages of the embedded model, each alone, and what the application
 costs beside them: questions at random times, of two layouts. Then for each layout and workload requests
 arrive at random times, at a rate that keeps SHARE of the cores busy (by the simulation), at `epd serve`; and
 in the simulator with that profile. Nothing is fitted to these runs. All of this is done in rounds, so that
@@ -30,14 +30,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.reporting import RESULTS, Row, Section, run_sections, setting
-from epd.bench.live_app import LiveApp, live_app
+from benchmarks.score.app_costs import Figures
+from benchmarks.score.calibrating import simulated_figures
+from benchmarks.score.live_app import LiveApp, live_app
 from epd.bench.media import MediaLibrary
 from epd.machine import usable_cpus
 from epd.profiles import Profile
-from epd.profiles.app_costs import Figures
 from epd.profiles.files import load_profile
 from epd.simulate import Deployment
-from epd.simulate.calibrating import simulated_figures
 from epd.topology import parse_topology
 from epd.video.demo_video import write_scene
 from epd.workload.config import load_workload
@@ -83,7 +83,9 @@ class Options:
         )
         parser.add_argument("--quick", action="store_true", help="two layouts, one round of few requests")
         parser.add_argument("--rounds", type=int, default=2, help="each with a profile and all pairs")
-        parser.add_argument("--profile", type=Path, help="of epd profile --app, instead of measuring them")
+        parser.add_argument(
+            "--profile", type=Path, help="of benchmarks.score.app_profile, instead of measuring them"
+        )
         parser.add_argument("--profiles", type=Path, help="a folder for the measured ones")
         parser.add_argument("--load", type=float, default=0.5, help="share of the cores that is kept busy")
         parser.add_argument("--topologies", type=_names, default=TOPOLOGIES, metavar="NAME,NAME")
@@ -269,7 +271,8 @@ def measured_profile(options: Options, number: int) -> Profile:
     options.profiles.mkdir(parents=True, exist_ok=True)
     path = options.profiles / f"planner-profile-{number + 1}.json"
     repeats = "3" if options.is_quick else "9"
-    subprocess.run([str(EPD), "profile", "--app", "--repeats", repeats, "--out", str(path)], check=True)
+    command = [sys.executable, "-m", "benchmarks.score.app_profile", "--repeats", repeats, "--out", str(path)]
+    subprocess.run(command, check=True)
     return load_profile(str(path))
 
 

@@ -41,7 +41,7 @@ from benchmarks.reduction.reduction_costs import (
 )
 from benchmarks.reporting import RESULTS, Row, Section, median_ratio, run_sections, setting
 from epd.encoders import FrameSampling, VideoFacts
-from epd.encoders.identity import prompt_identity
+from epd.encoders.groups import prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.engine_config import EngineConfig
 from epd.eval.items import FULL

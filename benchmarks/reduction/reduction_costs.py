@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.reporting import Row, Section, run_sections, setting
 from epd.encoders import load_adapter
 from epd.encoders.adapter import Embeddings, PromptPlan
-from epd.encoders.identity import prompt_identity
+from epd.encoders.groups import prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.encoders.reduction.reading import ItemReduction, is_cut_at_encoder
 from epd.engine_config import EngineConfig

@@ -1,6 +1,6 @@
 """What caches save where media come again: the simulator beside `epd serve --local`, the same requests.
 
-    python -m benchmarks.serving.caches [--profile FILE]    of epd profile --app, which else is measured first
+    python -m benchmarks.serving.caches [--profile FILE]    of app_profile, else measured first
 
 A workload is asked at a rate that keeps the cores about a third busy. Hits must be equal: groups of media
 that were encoded, and requests whose media were all in the prefix cache. Times are medians of requests with
@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.planning.planner import EPD, NUM_KV_TOKENS, deployment_of, rate_of
+from benchmarks.planning.planner import NUM_KV_TOKENS, deployment_of, rate_of
 from benchmarks.reporting import Row, Section, run_sections, setting
-from epd.bench.live_app import LiveApp, live_app
+from benchmarks.score.app_costs import median
+from benchmarks.score.live_app import LiveApp, live_app
 from epd.bench.media import MediaLibrary
 from epd.profiles import Profile
-from epd.profiles.app_costs import median
 from epd.profiles.files import load_profile
 from epd.simulate import Job, JobMaker, Simulation
 from epd.video.demo_video import write_scene
@@ -130,14 +130,15 @@ def profile_asked_for(description: str | None) -> Profile:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--profile", type=Path, help="of epd profile --app")
+    parser.add_argument("--profile", type=Path, help="of benchmarks.score.app_profile")
     path = parser.parse_args().profile
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if path is not None:
         return load_profile(str(path))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "profile.json"
-        subprocess.run([str(EPD), "profile", "--app", "--out", str(file)], check=True)
+        command = [sys.executable, "-m", "benchmarks.score.app_profile", "--out", str(file)]
+        subprocess.run(command, check=True)
         return load_profile(str(file))
 
 

@@ -23,9 +23,9 @@ import httpx
 from jsonschema import Draft202012Validator
 
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
+from benchmarks.score.live_app import counted_in
 from benchmarks.serving.drawn_schemas import Schema, drawn_schema
-from epd.bench.live_app import counted_in
-from epd.encoders.identity import prompt_identity
+from epd.encoders.groups import prompt_identity
 from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from epd.encoders.adapter import Grid, MediaItem, MediaPlan
 from epd.encoders.device import CPU
-from epd.encoders.families.grids import WindowGeometry, windowed_inputs
+from epd.encoders.families.qwen_tower import WindowGeometry, windowed_inputs
 from epd.encoders.families.qwen_vl import QwenVLAdapter
 from epd.encoders.prompt.mrope import VisualSpan
 from epd.encoders.prompt.prompt import Expansion

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
 from epd.encoders.adapter import Embeddings, Grid, MediaItem, MediaPlan
-from epd.encoders.families.grids import TableGeometry, tabled_inputs
+from epd.encoders.families.qwen_tower import TableGeometry, tabled_inputs
 from epd.encoders.families.qwen_vl import QwenVLAdapter
 from epd.encoders.prompt.mrope import VisualSpan
 from epd.encoders.prompt.prompt import Expansion

@@ -16,10 +16,15 @@ and up are one matrix. Its width, 3420 for Qwen2.5-VL, is padded with zeros to w
 of rows that do not begin at a multiple of 16 bytes are several times as slow.
 
 P patches, H heads, D channels of a head.
+
+What a tower takes of the grids in a batch, transformers computes anew in each call, and reads it back from
+the device in every layer. Here it is computed on the host, moved in one copy, and kept for the batches seen
+last. Run lengths stay on the host: the towers cut their queries and keys by them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MethodType
 from typing import Any, NamedTuple, Self
@@ -29,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import linear, pad, scaled_dot_product_attention, silu
+from transformers import vision_utils
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLRMSNorm,
     apply_rotary_pos_emb_vision,
@@ -36,14 +42,87 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from epd.encoders import kernels
-from epd.encoders.device import to_device
+from epd.encoders.adapter import Grid
+from epd.encoders.device import arrays_to_device, to_device
 from epd.encoders.kernels.dispatch import uses_kernels
 
+_MAX_GRIDS = 32
 _MAX_KEPT = 64
 # Patches that are rotated together: few enough for a CPU's caches.
 _ROTATED_TOGETHER = 512
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 _WIDTH_TILE = 128  # channels between norms of a gated layer on a GPU are a multiple
+
+
+@dataclass(frozen=True, slots=True)
+class WindowGeometry:
+    """Describes a tower with windows. merge: patches of a token's edge. window, patch: edges, pixels."""
+
+    merge: int
+    window: int
+    patch: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableGeometry:
+    """Describes a tower with a learned table of places. merge: as above. side: places along its edge."""
+
+    merge: int
+    side: int
+    mode: str = "bilinear"
+    align_corners: bool = True
+
+
+@lru_cache(_MAX_GRIDS)
+@torch.inference_mode(mode=False)
+def windowed_inputs(
+    grids: tuple[Grid, ...], geometry: WindowGeometry, device: torch.device
+) -> dict[str, Tensor]:
+    """Returns the arguments of Qwen2.5-VL's tower besides the patches. device: the tower's."""
+    grid_thw = _tensor(grids)
+    index, run_ends = vision_utils.get_vision_window_index(
+        grid_thw, geometry.merge, geometry.window, geometry.patch
+    )
+    moved = {"position_ids": vision_utils.get_vision_position_ids(grid_thw, geometry.merge)}
+    return {
+        "grid_thw": grid_thw,
+        "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid_thw),
+        "cu_window_seqlens": run_ends,
+        **_moved({**moved, "window_index": index}, device),
+    }
+
+
+@lru_cache(_MAX_GRIDS)
+@torch.inference_mode(mode=False)
+def tabled_inputs(
+    grids: tuple[Grid, ...], geometry: TableGeometry, device: torch.device
+) -> dict[str, Tensor]:
+    """Returns the arguments of Qwen3-VL's tower besides the patches. device: the tower's."""
+    grid_thw = _tensor(grids)
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        grid_thw,
+        geometry.side,
+        mode=geometry.mode,
+        align_corners=geometry.align_corners,
+        spatial_merge_size=geometry.merge,
+    )
+    positions = vision_utils.get_vision_position_ids(grid_thw, geometry.merge)
+    moved = {"position_ids": positions, "interp_indices": indices, "interp_weights": weights}
+    return {
+        "grid_thw": grid_thw,
+        "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid_thw),
+        **_moved(moved, device),
+    }
+
+
+def _tensor(grids: tuple[Grid, ...]) -> Tensor:
+    """Returns int64 [grids, 3]: time, height, width."""
+    return torch.tensor([[grid.t, grid.h, grid.w] for grid in grids])
+
+
+def _moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    moved = arrays_to_device([tensor.numpy() for tensor in tensors.values()], device)
+    return dict(zip(tensors, moved, strict=True))
 
 
 def prepare_tower(tower: nn.Module) -> nn.Module:

@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING
 from epd.encoders.kernels.dispatch import at_first_use
 
 if TYPE_CHECKING:
-    from epd.encoders.kernels.layer_fusions import add_rms_norm_fused, rotate_pairs_fused, silu_mul_fused
-    from epd.encoders.kernels.patchify import patchify_fused
+    from epd.encoders.kernels.layer_fusions import (
+        add_rms_norm_fused,
+        patchify_fused,
+        rotate_pairs_fused,
+        silu_mul_fused,
+    )
 
 __all__ = ["add_rms_norm_fused", "patchify_fused", "rotate_pairs_fused", "silu_mul_fused"]
 
 _MODULES = {
     "add_rms_norm_fused": "layer_fusions",
-    "patchify_fused": "patchify",
+    "patchify_fused": "layer_fusions",
     "rotate_pairs_fused": "layer_fusions",
     "silu_mul_fused": "layer_fusions",
 }

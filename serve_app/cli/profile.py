@@ -10,14 +10,12 @@ import typer
 from rich.table import Table
 
 from epd import console
-from epd.bench.app_profile import with_app
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.models import model_folder
 from epd.profiles import HostCosts, Profile
 from epd.profiles.files import dump_profile, load_profile
 from epd.serve_app.cli.options import IsJson, Out, with_fields_of
-from epd.video.demo_video import write_scene
 
 _Model = Annotated[
     str | None,
@@ -31,10 +29,6 @@ _Model = Annotated[
 PROFILED = ("device", "dtype", "num_threads")
 _Repeats = Annotated[int, typer.Option(metavar="N", help="Runs of each point.")]
 _Machine = Annotated[str, typer.Option(metavar="NAME", help="Name of this machine in the profile.")]
-_WithApp = Annotated[
-    bool,
-    typer.Option("--app", help="Also start epd serve and measure what it costs beside the model (minutes)."),
-]
 
 
 @with_fields_of(EngineConfig, only=PROFILED, defaults={"num_threads": 1})
@@ -43,7 +37,6 @@ def profile(
     out: Out = None,
     repeats: _Repeats = 5,
     machine: _Machine = "this-machine",
-    app: _WithApp = False,
     as_json: IsJson = False,
     **engine: Any,
 ) -> None:
@@ -54,7 +47,7 @@ def profile(
     """
     if repeats < 1:
         raise RequestError(f"repeats are {repeats}, there must be at least 1")
-    found = _profile_of(model, repeats, machine, EngineConfig.checked(engine), has_app=app)
+    found = _profile_of(model, repeats, machine, EngineConfig.checked(engine))
     if as_json:
         console.stream_text(dump_profile(found))
     else:
@@ -63,9 +56,7 @@ def profile(
         out.write_text(dump_profile(found), encoding="utf-8")
 
 
-def _profile_of(
-    model: str | None, repeats: int, machine: str, config: EngineConfig, *, has_app: bool
-) -> Profile:
+def _profile_of(model: str | None, repeats: int, machine: str, config: EngineConfig) -> Profile:
     if model is not None and "@" in model and not Path(model).exists():
         return load_profile(model)
     from epd.serve_app.cli.pipelines import Profiler, placement_of  # torch
@@ -75,11 +66,7 @@ def _profile_of(
     with console.loading_bar() as show:
         profiler = Profiler(path, config.num_threads or 1, placement, show)
     with console.progress_bar("stages") as show:
-        found = profiler.profile(path.name, machine, repeats, show)
-    if not has_app:
-        return found
-    with console.progress_bar("the application") as show:
-        return with_app(found, path, write_scene, show, config.device)
+        return profiler.profile(path.name, machine, repeats, show)
 
 
 def _print(found: Profile) -> None:

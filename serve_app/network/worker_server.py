@@ -36,8 +36,7 @@ from epd.serve_app.network.members import (
 )
 from epd.serve_app.network.membership import Membership
 from epd.serve_app.network.memory import PoolFiles
-from epd.serve_app.network.met_workers import KnownPeers
-from epd.serve_app.network.peer_links import Delivery, PeerLinks
+from epd.serve_app.network.peer_links import Delivery, KnownPeers, PeerLinks
 from epd.serve_app.network.routes import PeerPlace
 from epd.serve_app.network.wire import BulkPlace, TakeBulk, WorkerCall
 from epd.serve_app.role_messages import AskRemaining, Offload

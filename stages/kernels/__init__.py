@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from epd.encoders.kernels.dispatch import at_first_use
 
 if TYPE_CHECKING:
-    from epd.stages.kernels.kv_slots import copy_blocks_fused, write_slots
-    from epd.stages.kernels.norm_rotate_write import norm_rotate_write_fused
+    from epd.stages.kernels.kv_slots import copy_blocks_fused, norm_rotate_write_fused, write_slots
     from epd.stages.kernels.paged_attention import attend_tiles
     from epd.stages.kernels.quantized_products import fp8_product, int4_product
 
@@ -26,10 +25,10 @@ __all__ = [
 
 _MODULES = {
     "attend_tiles": "paged_attention",
-    "copy_blocks_fused": "block_copies",
+    "copy_blocks_fused": "kv_slots",
     "fp8_product": "quantized_products",
     "int4_product": "quantized_products",
-    "norm_rotate_write_fused": "norm_rotate_write",
+    "norm_rotate_write_fused": "kv_slots",
     "write_slots": "kv_slots",
 }
 

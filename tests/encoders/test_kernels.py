@@ -27,7 +27,7 @@ HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
 
 def compare(case: tuple[int, ...], device: str, dtype: torch.dtype = torch.float32) -> None:
     """The kernel's patches are the twin's, bit by bit, rounded to `dtype`."""
-    from epd.encoders.kernels.patchify import patchify_fused
+    from epd.encoders.kernels.layer_fusions import patchify_fused
 
     num_frames, height, width, side, merge, unit = case
     generator = torch.Generator().manual_seed(sum(case))

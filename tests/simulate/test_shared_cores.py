@@ -9,14 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.score.app_costs import KINDS, LAYOUTS, LONG_TEXT, SHORT_TEXT, Figures, prompt_rule, sequence_s
+from benchmarks.score.calibrating import Asked, _weights, calibrated, simulated_figures
 from epd.planning.goodput import Demand, goodput, rate_bound
 from epd.profiles import HostCosts, Overhead, Profile, PromptRule, analytic_profile
-from epd.profiles.app_costs import KINDS, LAYOUTS, LONG_TEXT, SHORT_TEXT, Figures, prompt_rule, sequence_s
 from epd.profiles.cost import StageCost
 from epd.profiles.files import dump_profile, parse_profile
 from epd.profiles.speed import SpeedSampler, core_speed
 from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
-from epd.simulate.calibrating import Asked, _weights, calibrated, simulated_figures
 from epd.simulate.clock import EventPriority, EventQueue, ticks_of
 from epd.simulate.machine import SharedCores
 from epd.topology import parse_topology

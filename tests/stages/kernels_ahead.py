@@ -35,14 +35,17 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from epd.encoders.device import constants
-from epd.encoders.kernels.layer_fusions import add_rms_norm_fused, rotate_pairs_fused, silu_mul_fused
-from epd.encoders.kernels.patchify import patchify_fused
+from epd.encoders.kernels.layer_fusions import (
+    add_rms_norm_fused,
+    patchify_fused,
+    rotate_pairs_fused,
+    silu_mul_fused,
+)
 from epd.machine import usable_cpus
 from epd.stages.attention.attention import AttentionBatch
 from epd.stages.attention.device import DeviceHeads, DevicePlan
 from epd.stages.engine.model_runner import warm_up
-from epd.stages.kernels.kv_slots import copy_blocks_fused, write_slots
-from epd.stages.kernels.norm_rotate_write import norm_rotate_write_fused
+from epd.stages.kernels.kv_slots import copy_blocks_fused, norm_rotate_write_fused, write_slots
 from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
 from epd.stages.kernels.quantized_products import fp8_product, int4_product
 

@@ -17,8 +17,7 @@ from epd.encode.encoder_cache import EncoderCacheManager
 from epd.encoders import FrameSampling
 from epd.encoders.adapter import Embeddings
 from epd.encoders.batch import FrameEncoder
-from epd.encoders.groups import plan_groups
-from epd.encoders.identity import prompt_identity
+from epd.encoders.groups import plan_groups, prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.kv.scheduling import SchedulerConfig
 from epd.reduction import KEEP_ALL, PREFILL_METHODS, QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy

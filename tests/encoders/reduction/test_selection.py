@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.encoders import Embeddings, Grid, MediaItem, MediaPlan
-from epd.encoders.identity import _units
+from epd.encoders.groups import _units
 from epd.encoders.reduction import Kept, TokenReducer
 from epd.encoders.reduction.method import ItemOutline
 from epd.encoders.reduction.selection import Balanced, Funnel, UniformPooling, new_method

@@ -91,9 +91,9 @@ def test_a_measured_profile_can_be_simulated_and_planned(
 
 
 def test_a_model_that_hears_is_measured_with_clips(audio_checkpoint: Path, tmp_path: Path) -> None:
+    from benchmarks.score.calibrating import simulated_figures
     from epd.encoders import load_adapter
     from epd.simulate import Deployment
-    from epd.simulate.calibrating import simulated_figures
     from epd.topology import parse_topology
     from epd.workload.config import load_workload
     from epd.workload.requests import AudioClip

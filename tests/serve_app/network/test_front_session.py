@@ -11,7 +11,7 @@ import pytest
 
 from epd.errors import EPDError, UnavailableError
 from epd.serve_app.network.link import Address
-from epd.serve_app.network.met_workers import KnownPeers
+from epd.serve_app.network.peer_links import KnownPeers
 from epd.serve_app.network.wire import BulkPlace, WorkerCall
 from epd.serve_app.network.worker_server import _FrontSession
 

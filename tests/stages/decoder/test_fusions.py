@@ -72,7 +72,7 @@ def compare_norm(width: int, dtype: torch.dtype, device: str) -> None:
 
 
 def compare_rotation(heads: tuple[int, int, int], has_norms: bool, dtype: torch.dtype, device: str) -> None:
-    from epd.stages.kernels.norm_rotate_write import norm_rotate_write_fused
+    from epd.stages.kernels.kv_slots import norm_rotate_write_fused
 
     num_heads, num_kv_heads, dim = heads
     qkv = drawn(5, (num_heads + 2 * num_kv_heads) * dim, dtype=dtype)
@@ -129,7 +129,7 @@ def test_rotations_of_three_rows_are_in_one_piece() -> None:
 def test_a_kernel_refuses_rows_that_lie_apart() -> None:
     pytest.importorskip("triton")
     from epd.encoders.kernels.layer_fusions import silu_mul_fused
-    from epd.stages.kernels.norm_rotate_write import norm_rotate_write_fused
+    from epd.stages.kernels.kv_slots import norm_rotate_write_fused
 
     heads, cos, caches = torch.zeros(3, 4, 8), torch.zeros(4, 3).t(), (torch.zeros(1, 4, 1, 8),) * 2
     with pytest.raises(ValueError, match="in one piece"):

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from epd.encoders.groups import plan_groups
-from epd.encoders.identity import prompt_identity
+from epd.encoders.groups import plan_groups, prompt_identity
 from epd.engine_config import EngineConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.encode.embedding_receiver import EmbeddingSplicer

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from epd.batch.lines import CHAT_URL, LineDefaults, parse_line
 from epd.encoders import Embeddings, PromptPlan, concatenated
-from epd.encoders.identity import prompt_identity
+from epd.encoders.groups import prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.errors import RequestError
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec

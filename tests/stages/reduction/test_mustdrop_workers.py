@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from epd.encoders import FrameSampling
-from epd.encoders.identity import prompt_identity
+from epd.encoders.groups import prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.kv.scheduling import SchedulerConfig
 from epd.models import embedded_model_path

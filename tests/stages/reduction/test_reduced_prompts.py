@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from epd.encoders import PromptPlan
-from epd.encoders.identity import prompt_identity
+from epd.encoders.groups import prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.models import embedded_model_path
 from epd.reduction import SELECTION_METHODS, ReductionPolicy

@@ -1,7 +1,7 @@
 """Defines the questions that measure the application, and figures that need no simulation.
 
 one by one         a short and a long text: tokens of a prompt; several answers at once: one more in a step
-at random times    texts, images, videos, of one worker and of three: see `epd/simulate/calibrating.py`
+at random times    texts, images, videos, of one worker and of three: see `benchmarks/score/calibrating.py`
 """
 
 from __future__ import annotations

@@ -1,7 +1,16 @@
-"""Measures the cost of the application on this machine beside the model: `epd profile --app`."""
+"""Measures the cost of the application on this machine beside the model, and adds it to a profile.
+
+    python -m benchmarks.score.app_profile [MODEL] [--repeats N] --out FILE
+
+Several workers on the shared cores of one machine are a test bench, where this cost decides. The simulator
+counts it where a profile has it.
+"""
 
 from __future__ import annotations
 
+import argparse
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,14 +19,18 @@ from itertools import count, product
 from pathlib import Path
 from statistics import fmean
 
-from epd.bench.live_app import LiveApp, TrafficResult, live_app
+from benchmarks.score import app_costs
+from benchmarks.score.app_costs import LAYOUTS, Figures, kinds_of
+from benchmarks.score.calibrating import Asked, calibrated
+from benchmarks.score.live_app import LiveApp, TrafficResult, live_app
 from epd.bench.media import MediaLibrary, WriteVideo
 from epd.errors import UnavailableError
 from epd.machine import usable_cpus
-from epd.profiles import HostCosts, MediaRule, Profile, app_costs
-from epd.profiles.app_costs import LAYOUTS, Figures, kinds_of
+from epd.models import model_folder
+from epd.profiles import HostCosts, MediaRule, Profile
+from epd.profiles.files import dump_profile, load_profile
 from epd.profiles.host import PromptRule
-from epd.simulate.calibrating import Asked, calibrated
+from epd.video.demo_video import write_scene
 from epd.workload.config import load_workload
 from epd.workload.requests import Workload
 
@@ -177,3 +190,24 @@ class _AppLoad:
 
 def _workload(part: Mapping[str, object], num_requests: int, **when: object) -> Workload:
     return load_workload(None, {"num_requests": num_requests, "mix": [part], **when}).resolve()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("model", nargs="?", help="folder or name, by default shapes-vl")
+    parser.add_argument("--repeats", default="5", help="runs of each point")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    model = model_folder(options.model)
+    command = [sys.executable, "-m", "epd", "profile", str(model), "--repeats", options.repeats]
+    subprocess.run([*command, "--out", str(options.out)], check=True)
+    found = with_app(load_profile(str(options.out)), model, write_scene, _show)
+    options.out.write_text(dump_profile(found), encoding="utf-8")
+
+
+def _show(done: int, num_steps: int) -> None:
+    print(f"the application: {done} of {num_steps}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,11 @@
 """The public score: what the simulator predicts against what the application does, pair by pair.
 
-    make score        python -m benchmarks.planning.score [--pairs 0:10] [--folder FOLDER] [--fresh]
+    make score        python -m benchmarks.score [--pairs 0:10] [--folder FOLDER] [--fresh]
 
 A pair is a layout, a workload and a share of visual tokens that is kept. Every pair gets the same requests
-live and in the simulator, as in `planner.py`; `score_measuring.py` says in which order
+live and in the simulator, as in `planner.py`; `measuring.py` says in which order
 they and the profile are measured. shapes-vl hears nothing, so clips of sound go to a second application, with
-a checkpoint of about its size (`benchmarks/planning/hearing_checkpoint.py`) and a profile of its own.
+a checkpoint of about its size (`benchmarks/score/hearing_checkpoint.py`) and a profile of its own.
 What is done is kept in FOLDER, so a run goes on where it was stopped, and --pairs does a part. When all pairs
 are there, results go to benchmarks/results/score.{json,md}, with one more entry in the history of dates. The
 machine must have nothing else to do.
@@ -26,7 +26,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.planning.planner import deployment_of, workload_at
-from benchmarks.planning.score_measuring import (
+from benchmarks.reporting import RESULTS, Row, setting, table
+from benchmarks.score.app_profile import fitted
+from benchmarks.score.calibrating import simulated_figures
+from benchmarks.score.measuring import (
     CASES,
     LOAD,
     NUM_REQUESTS,
@@ -37,10 +40,7 @@ from benchmarks.planning.score_measuring import (
     measure,
     sense_of,
 )
-from benchmarks.reporting import RESULTS, Row, setting, table
-from epd.bench.app_profile import fitted
 from epd.profiles import Profile
-from epd.simulate.calibrating import simulated_figures
 
 AIM_MEDIAN, AIM_P90 = 0.10, 0.25
 FIGURES = {"TTFT": "ttft_s", "TPOT": "tpot_s"}

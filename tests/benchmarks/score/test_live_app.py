@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from epd.bench.app_profile import _AppLoad
-from epd.bench.live_app import LiveApp, ServedRequest, TrafficResult, counted_in, live_app, served_in
+from benchmarks.score.app_profile import _AppLoad
+from benchmarks.score.live_app import LiveApp, ServedRequest, TrafficResult, counted_in, live_app, served_in
 from epd.bench.media import MediaLibrary
 from epd.errors import UnavailableError
 from epd.profiles import MediaRule

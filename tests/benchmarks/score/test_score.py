@@ -11,8 +11,8 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray's own, when it is imported
-    from benchmarks.planning import score_measuring
-    from benchmarks.planning.score import (
+    from benchmarks.score import measuring
+    from benchmarks.score.__main__ import (
         RESULTS,
         Found,
         found_of,
@@ -22,7 +22,9 @@ with warnings.catch_warnings():
         with_entry,
         written,
     )
-    from benchmarks.planning.score_measuring import (
+    from benchmarks.score.app_costs import Figures
+    from benchmarks.score.app_profile import AppRound, KindAsked
+    from benchmarks.score.measuring import (
         CASES,
         SENSES,
         SIGHT,
@@ -35,9 +37,7 @@ with warnings.catch_warnings():
         measure,
         sense_of,
     )
-    from epd.bench.app_profile import AppRound, KindAsked
     from epd.profiles import HostCosts, PromptRule
-    from epd.profiles.app_costs import Figures
 
 HERE = {"date": "2999-01-01 10:00 UTC", "cores": 2}
 
@@ -138,9 +138,9 @@ def steps_of(run: Run, cases: Sequence[Case], monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Run, "stages", lambda *_: None)
     monkeypatch.setattr(Run, "model", lambda _, sense: Path(sense.name))
-    monkeypatch.setattr(score_measuring, "fitted", lambda _stages, rounds: len(rounds))
-    monkeypatch.setattr(score_measuring, "measure_layout", layout)
-    monkeypatch.setattr(score_measuring, "app_round", asked)
+    monkeypatch.setattr(measuring, "fitted", lambda _stages, rounds: len(rounds))
+    monkeypatch.setattr(measuring, "measure_layout", layout)
+    monkeypatch.setattr(measuring, "app_round", asked)
     measure(run, cases)
     return steps
 
@@ -164,9 +164,9 @@ def test_each_model_has_a_profile_of_its_own(tmp_path: Path, monkeypatch: pytest
         run.add_round(sense, a_round())
         run.add_runs([live(next(sense.cases()))])
     monkeypatch.setattr(Run, "stages", lambda _, sense: sense.name)
-    monkeypatch.setattr("benchmarks.planning.score.fitted", lambda stages, rounds: (stages, len(rounds)))
+    monkeypatch.setattr("benchmarks.score.__main__.fitted", lambda stages, rounds: (stages, len(rounds)))
     monkeypatch.setattr(
-        "benchmarks.planning.score.compared", lambda profile, one: [given.append((profile, one.case))]
+        "benchmarks.score.__main__.compared", lambda profile, one: [given.append((profile, one.case))]
     )
     found_of(run)
     assert given == [(("sight", 1), CASES[0]), (("sound", 1), next(SOUND.cases()))]

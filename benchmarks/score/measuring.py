@@ -22,15 +22,15 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from benchmarks.planning.hearing_checkpoint import write_hearing_checkpoint
 from benchmarks.planning.planner import EPD, NUM_KV_TOKENS, SEED, TOPOLOGIES, WORKLOADS, rate_of, workload_at
 from benchmarks.reporting import Row
-from epd.bench.app_profile import AppRound, app_round, fitted
-from epd.bench.live_app import live_app
+from benchmarks.score.app_costs import Figures
+from benchmarks.score.app_profile import AppRound, app_round, fitted
+from benchmarks.score.hearing_checkpoint import write_hearing_checkpoint
+from benchmarks.score.live_app import live_app
 from epd.bench.media import MediaLibrary
 from epd.models import embedded_model_path
 from epd.profiles import Profile
-from epd.profiles.app_costs import Figures
 from epd.profiles.files import load_profile
 from epd.video.demo_video import write_scene
 

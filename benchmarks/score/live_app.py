@@ -19,11 +19,11 @@ from typing import Any
 
 import httpx
 
+from benchmarks.score.app_costs import Figures, median
 from epd.bench.bench import BenchPlan, run_bench
 from epd.bench.media import MediaLibrary
 from epd.client.endpoint import Endpoint, find_model
 from epd.errors import UnavailableError
-from epd.profiles.app_costs import Figures, median
 from epd.profiles.speed import SpeedSampler
 from epd.workload.access_log import MARK
 from epd.workload.metrics import ClientRecord

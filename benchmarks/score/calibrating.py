@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from epd.profiles.app_costs import Figures, median
+from benchmarks.score.app_costs import Figures, median
 from epd.profiles.cost import nonnegative_fit
 from epd.profiles.host import WAYS, HostCosts
 from epd.profiles.profile import Profile
