@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ from fastapi import FastAPI
 from epd.control.admission import QueueSummary
 from epd.control.elasticity import ControllerConfig
 from epd.errors import UnavailableError
+from epd.machine import steady_time_s
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.files.settings import FileSettings
 from epd.serve_app.fleet import Fleet
@@ -74,7 +74,7 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
         service.share(_waiting_at(fronts))
         service.losses.follow({each.epoch: each.losses for each in fronts} or None)
         service.isolation.share([each.claims for each in fronts] or None)
-        service.arrivals.follow(time.time(), {each.epoch: each.traffic for each in fronts})
+        service.arrivals.follow(steady_time_s(), {each.epoch: each.traffic for each in fronts})
         _follow_advice(service, view, fleet)
 
     def describe() -> Mapping[str, Any]:
@@ -83,7 +83,7 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
             "num_waiting": queue.num_waiting,
             "oldest_s": queue.oldest_s,
             "claims": service.isolation.claims,
-            "traffic": service.arrivals.published(time.time(), len(service.queue)),
+            "traffic": service.arrivals.published(steady_time_s(), len(service.queue)),
             "advice": service.elastic.advisor.advice if service.leads else {},
         }
 

@@ -6,7 +6,6 @@ Everything that changes an attempt is a method of `Attempt`.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from epd.control.admission import AdmissionQueue
 from epd.control.placement import Placement
 from epd.control.routing import Router
 from epd.errors import EPDError
+from epd.machine import steady_time_s
 from epd.serve_app.fleet import Fleet, WorkerLostError
 from epd.serve_app.messages import WorkerLoad, attempt_id
 from epd.serve_app.orchestration.config import OrchestratorConfig
@@ -234,10 +234,10 @@ class Requests:
     loads: the last report of each worker, by name
     redirecting: attempts that look for another decode worker
     switching: workers whose roles are being switched here
-    clock: Unix time, seconds
+    clock: Unix time that no step of the wall clock moves, seconds
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = steady_time_s) -> None:
         self.attempts: dict[str, Attempt] = {}
         self.loads: dict[str, WorkerLoad] = {}
         self.counters: Counter[str] = Counter()
