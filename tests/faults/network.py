@@ -1,4 +1,4 @@
-"""Connections between the processes of a simulation: bytes in order, after drawn times, one way cut at times."""
+"""Connects the processes of a simulation: bytes arrive in order, after drawn times; one way may be cut."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ class _Server:
 class Network:
     """Connects processes. A process has a host of its own name.
 
-    slowness: of everything that is sent. cut_until_s: when each direction between two processes is whole again
+    slowness: of everything that is sent
+    cut_until_s: when each direction between two processes is whole again
     """
 
     def __init__(self, loop: VirtualLoop, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""What happens in a simulation, drawn from its seed: questions, their clients, and faults that may be left out."""
+"""What happens in a simulation, drawn from its seed: questions, and faults that may be left out."""
 
 from __future__ import annotations
 
@@ -8,16 +8,35 @@ from random import Random
 from typing import Literal
 
 FaultKind = Literal[
-    "kill", "machine", "freeze", "cut", "switch", "drain", "clock", "board", "front", "leave", "poison"
+    "kill",
+    "strike",
+    "machine",
+    "freeze",
+    "cut",
+    "switch",
+    "drain",
+    "clock",
+    "board",
+    "front",
+    "leave",
+    "poison",
 ]
 # How often each kind is drawn, apart from clients that leave and poison, which are properties of questions.
 _WEIGHTS: dict[FaultKind, int] = {
-    "kill": 6, "machine": 3, "freeze": 3, "cut": 3, "switch": 4, "drain": 2, "clock": 1, "board": 1, "front": 1,
+    "kill": 4, "strike": 6, "machine": 3, "freeze": 3, "cut": 3, "switch": 4, "drain": 2, "clock": 1,
+    "board": 1, "front": 1,
 }  # fmt: skip
 _TOPOLOGIES = ("1e1p2d", "2e2p2d", "2e2p2d", "1e2p2d", "2epd", "1ep1p2d")
 _MAX_FAULTS = 7
-_SPAN_S = 3.0  # in which questions are asked and faults begin
+_ASKED_S = 1.8  # in which questions are asked
+_SPAN_S = 3.0  # in which faults begin
 POISONED_AT = ("Prefill", "Reserve", "EncodeGroup", "ReadFrames")
+# What a worker handles, or reports, when it or another one is struck.
+STRUCK_AT = (
+    "Prefill", "Reserve", "Redirect", "EncodeGroup", "PeerLost", "Move", "Abort", "SetRoles", "HandedOver", "HandedOver"
+)  # fmt: skip
+_MAX_NTH = 6
+_STRIKE_S = (0.0, 0.0, 0.005, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +45,8 @@ class Fault:
 
     target: draws whom it meets, of those that are there then, below 1
     other: draws a second one, or what comes of it, below 1
-    lasts_s: how long, where it passes
-    question: of a client that leaves, or of a poisoned request
+    lasts_s: how long, where it passes; of a strike, after its cause
+    question: of a client that leaves, or of a poisoned request; of a strike, which message of its kind
     """
 
     at_s: float
@@ -38,7 +57,12 @@ class Fault:
     question: int = 0
 
     def __str__(self) -> str:
-        return f"{self.at_s:.2f} s {self.kind} {self.target:.2f} {self.other:.2f} {self.lasts_s:.1f} s {self.question}"
+        drawn = f"{self.target:.2f} {self.other:.2f} {self.lasts_s:.3f} s {self.question}"
+        return f"{self.at_s:.2f} s {self.kind} {drawn}"
+
+    @property
+    def struck_at(self) -> str:
+        return STRUCK_AT[int(self.other * len(STRUCK_AT))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +113,7 @@ def drawn(seed: int, num_pool: int, num_asked: int = 10) -> FaultPlan:
     if rng.random() < 0.15:
         faults.append(replace(_fault(rng, "poison"), question=rng.randrange(num_asked)))
     asked = [
-        Asked(rng.uniform(0.0, 0.6 * _SPAN_S), rng.randrange(num_pool), rng.random()) for _ in range(num_asked)
+        Asked(rng.uniform(0.0, _ASKED_S), rng.randrange(num_pool), rng.random()) for _ in range(num_asked)
     ]
     return FaultPlan(
         seed,
@@ -104,4 +128,6 @@ def drawn(seed: int, num_pool: int, num_asked: int = 10) -> FaultPlan:
 
 def _fault(rng: Random, kind: FaultKind) -> Fault:
     lasts_s = rng.choice((rng.uniform(0.2, 3.0), rng.uniform(3.0, 14.0)))
+    if kind == "strike":
+        return Fault(0.0, kind, rng.random(), rng.random(), rng.choice(_STRIKE_S), rng.randint(1, _MAX_NTH))
     return Fault(rng.uniform(0.1, _SPAN_S), kind, rng.random(), rng.random(), lasts_s)

@@ -12,8 +12,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 from unittest import mock
@@ -24,12 +23,14 @@ from epd.serve_app.network import worker_server
 from epd.serve_app.network.media_server import MediaServer
 from epd.topology import Stage
 from tests.faults.plan import Fault, FaultPlan
-from tests.faults.virtual_time import Clock, NothingLeftError, Process, VirtualLoop, decided
+from tests.faults.pool import Pool, PoolQuestion
+from tests.faults.virtual_time import Clock, NothingLeftError, VirtualLoop, decided
 from tests.faults.world import Part, Trace, World, simulated_thread
 from tests.serve_app.deployments import Answered, Question, reference_to
 
 _MAX_ANSWER_S = 400.0  # virtual time of one request, whatever is lost
 _MAX_SETTLE_S = 120.0
+_OTHER_STRUCK = 0.4  # share of strikes that meet another worker
 _MAX_LOSSES = 4  # processes that a poisoned request may end
 _CLOCK_JUMPS_S = (-7200.0, -200.0, 200.0, 7200.0)
 _SWITCHED: tuple[frozenset[Stage], ...] = (
@@ -39,14 +40,6 @@ _SWITCHED: tuple[frozenset[Stage], ...] = (
     frozenset({"encode", "prefill"}),
     frozenset({"prefill", "decode"}),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class PoolQuestion:
-    """A question, and the tokens of its undisturbed answer."""
-
-    question: Question
-    tokens: tuple[int, ...]
 
 
 @dataclass
@@ -72,6 +65,7 @@ class _Run:
         self.plan, self.pool, self.world, self.result = plan, pool, world, result
         self.clients: dict[int, asyncio.Task[None]] = {}
         self._switches: list[asyncio.Task[Any]] = []
+        self._turns: Counter[str] = Counter()  # by kind
 
     def found(self, text: str) -> None:
         self.world.trace.note("FOUND", text[:120])
@@ -80,12 +74,12 @@ class _Run:
     async def run(self) -> None:
         world, plan = self.world, self.plan
         world.network.slowness = plan.slowness
-        world.is_deadly = self._is_deadly
+        world.is_deadly, world.on_turn = self._is_deadly, self._strike
         await world.start(plan.topology, plan.num_fronts, plan.num_media, max_waiting=1000, max_wait_s=1e6)
-        start_s = world.loop.time()
-        harm = [asyncio.create_task(self._harm(fault, start_s)) for fault in plan.faults]
+        faults = [fault for fault in plan.faults if fault.kind != "strike"]
+        harm = [asyncio.create_task(self._harm(fault)) for fault in faults]
         for index in range(len(plan.asked)):
-            self.clients[index] = asyncio.create_task(self._client(index, start_s))
+            self.clients[index] = asyncio.create_task(self._client(index))
         await asyncio.gather(*harm, *self.clients.values(), return_exceptions=True)
         for task in (*harm, *self.clients.values(), *self._switches):
             if task.done() and not task.cancelled() and task.exception() is not None:
@@ -110,14 +104,13 @@ class _Run:
             counters = part.front.requests.counters if part.front is not None else Counter[str]()
             wrong = {name: counters[name] for name in ("loop_failures", "event_failures") if counters[name]}
             self.result.counts["retries"] += counters["retries"]
-            self.result.counts["redirects"] += counters["redirects"]
             self.result.counts["stalls"] += counters["stalls"]
             if wrong:
                 self.found(f"{part.process.name} counts {wrong}")
 
     # Clients
 
-    async def _client(self, index: int, start_s: float) -> None:
+    async def _client(self, index: int) -> None:
         """Asks one question, and judges what comes of it."""
         world, asked = self.world, self.plan.asked[index]
         await asyncio.sleep(asked.at_s)
@@ -152,9 +145,8 @@ class _Run:
         assert front is not None
         references = tuple(map(reference_to, question.media))
         async with front.media.sources(f"m{index}", references) as sources:
-            request = question.request(sources)
-            named = mock.Mock  # noqa: F841
-            async with aclosing(front.answer(_named(request, index))) as answer:
+            request = replace(question.request(sources), request_id=f"ask{index}")
+            async with aclosing(front.answer(request)) as answer:
                 async for items in answer:
                     answered.take_all(items)
 
@@ -179,7 +171,7 @@ class _Run:
         if not isinstance(error, EPDError) or isinstance(error, InternalError | WorkerFaultError):
             self.found(f"request {index}: {''.join(traceback.format_exception(error))[-1500:]}")
 
-    def _is_deadly(self, process: Process, message: Message[Any]) -> bool:
+    def _is_deadly(self, message: Message[Any]) -> bool:
         """Returns whether a message is of a poisoned request, and of the kind that ends workers."""
         kind = type(message).__name__
         deadly = [index for index, at in self.plan.poisoned.items() if at == kind]
@@ -191,7 +183,7 @@ class _Run:
 
     # Faults
 
-    async def _harm(self, fault: Fault, start_s: float) -> None:
+    async def _harm(self, fault: Fault) -> None:
         world = self.world
         await asyncio.sleep(fault.at_s)
         world.trace.note("fault", fault)
@@ -209,6 +201,17 @@ class _Run:
             await self._harm_worker(fault, workers)
         elif fault.kind == "switch" and world.workers() and world.fronts:
             self._switch(fault)
+
+    def _strike(self, part: Part, kind: str) -> None:
+        """Ends the worker that has handled, or reported, what a strike is for; or another one."""
+        self._turns[kind] += 1
+        for fault in self.plan.faults:
+            if fault.kind == "strike" and fault.struck_at == kind and fault.question == self._turns[kind]:
+                others = [each for each in self.world.workers() if each is not part]
+                is_other = fault.target < _OTHER_STRUCK and others
+                struck = _chosen(others, fault.target / _OTHER_STRUCK) if is_other else part
+                self.result.counts["strike"] += 1
+                self.world.strike(struck, fault.lasts_s)
 
     async def _harm_worker(self, fault: Fault, workers: Sequence[Part]) -> None:
         world, part = self.world, _chosen(workers, fault.target)
@@ -258,12 +261,6 @@ class _Run:
         self._switches.append(part.process.spawn(switch()))
 
 
-def _named(request: Any, index: int) -> Any:
-    from dataclasses import replace
-
-    return replace(request, request_id=f"ask{index}")
-
-
 def _chosen(parts: Sequence[Part], drawn: float) -> Part:
     return parts[int(drawn * len(parts))]
 
@@ -274,8 +271,11 @@ class _Errors(logging.Handler):
     def __init__(self, result: Result, trace: Trace) -> None:
         super().__init__()
         self._result, self._trace = result, trace
+        self.is_over = False
 
     def emit(self, record: logging.LogRecord) -> None:
+        if self.is_over:
+            return
         text = record.getMessage()
         self._trace.note("log", text[:200])
         if record.levelno < logging.ERROR or record.name == "asyncio":
@@ -295,19 +295,18 @@ def _logged(handler: logging.Handler) -> Iterator[None]:
         root.handlers[:] = before
 
 
-def simulate(
-    plan: FaultPlan, model: Path, pool: Sequence[PoolQuestion], *, is_printed: bool = False
-) -> Result:
-    """Runs a plan. model: a folder for the checkpoint and what media workers spool. is_printed: its trace."""
+def simulate(plan: FaultPlan, pool: Pool, *, is_printed: bool = False) -> Result:
+    """Runs a plan. is_printed: whether its trace is printed. To be used within `read_once`."""
     clock, result = Clock(), Result(plan)
     trace = Trace(clock, is_printed=is_printed)
     rng = Random(f"{plan.seed} names")
-    with decided(clock, rng), _logged(_Errors(result, trace)):
+    errors = _Errors(result, trace)
+    with decided(clock, rng), _logged(errors):
         loop = VirtualLoop(clock, Random(f"{plan.seed} executor"))
         loop.set_exception_handler(lambda _loop, _context: None)  # of tasks of dead processes
         asyncio.set_event_loop(loop)
-        world = World(loop, clock, plan.seed, model, trace)
-        run = _Run(plan, pool, world, result)
+        world = World(loop, clock, plan.seed, pool.model, trace)
+        run = _Run(plan, pool.questions, world, result)
         try:
             with mock.patch.object(worker_server, "WorkerThread", simulated_thread(world)):
                 loop.run_until_complete(run.run())
@@ -317,6 +316,7 @@ def simulate(
         except Exception as error:  # noqa: BLE001 - a finding too
             run.found(f"the simulation: {''.join(traceback.format_exception(error))[-2000:]}")
         finally:
+            errors.is_over = True
             _end(loop, world)
     return result
 
@@ -327,7 +327,6 @@ def _end(loop: VirtualLoop, world: World) -> None:
         loop.run_until_complete(asyncio.wait_for(world.close(), 60.0))
     for part in world.parts:
         world._free(part)
-    for task in asyncio.all_tasks(loop):
-        task._log_destroy_pending = False  # type: ignore[attr-defined]  # of dead processes
+    with suppress(Exception):
+        loop.end()
     asyncio.set_event_loop(None)
-    loop.close()

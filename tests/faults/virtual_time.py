@@ -22,6 +22,7 @@ _PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("proce
 _START_S = 1000.0  # of the monotonic clock
 _UNIX_S = 1_700_000_000.0  # its Unix time
 _MAX_EXECUTOR_S = 0.02  # that work in a thread takes
+_NUM_ENDS = 20  # times that a task is cancelled, at most
 
 
 class NothingLeftError(Exception):
@@ -101,9 +102,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """Runs callbacks in virtual time. Work for threads is done at once, and its result comes later.
 
     network: opens connections and servers of asyncio
+    is_ending: whether dead processes are called too, to end what they had begun
     """
 
     network: Any
+    is_ending = False
 
     def __init__(self, clock: Clock, rng: Random) -> None:
         super().__init__(_Selector(clock))
@@ -114,10 +117,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual.now_s
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
-        return super().call_soon(_gated, callback, args, context=context)
+        return super().call_soon(self._gated, callback, args, context=context)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
-        return super().call_at(when, _gated, callback, args, context=context)
+        return super().call_at(when, self._gated, callback, args, context=context)
 
     def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:
         return self.call_soon(callback, *args, context=context)
@@ -149,14 +152,25 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def remove_reader(self, fd: Any) -> bool:  # noqa: ARG002 - no listening socket is real
         return False
 
+    def _gated(self, callback: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Calls back, as far as the process of the context can be called."""
+        process = _PROCESS.get()
+        if self.is_ending or process is None or not (process.is_dead or process.is_frozen):
+            callback(*arguments)
+        elif not process.is_dead:
+            process.miss(callback, arguments)
 
-def _gated(callback: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Calls back, as far as the process of the context can be called."""
-    process = _PROCESS.get()
-    if process is None or not (process.is_dead or process.is_frozen):
-        callback(*arguments)
-    elif not process.is_dead:
-        process.miss(callback, arguments)
+    def end(self) -> None:
+        """Ends all tasks, those of dead processes too, so that none of them ends in another simulation."""
+        self.is_ending = True
+        for _ in range(_NUM_ENDS):
+            tasks = asyncio.all_tasks(self)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+        self.run_until_complete(self.shutdown_asyncgens())
+        self.close()
 
 
 @contextmanager

@@ -10,14 +10,14 @@ from typing import Any
 from epd.errors import EPDError, UnavailableError
 from epd.serve_app.media.media_worker import MediaSettings, MediaWorker
 from epd.serve_app.media_messages import ReadFrames
-from epd.serve_app.messages import DropOwner, Message, WorkerLoad
+from epd.serve_app.messages import DropOwner, Message, WorkerLoad, WorkerReport
 from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_thread import Call, WorkerThread
 from epd.types import UInt8Array
 
 _LOAD_S = (0.05, 1.0)  # to load weights
 _STEP_S = (0.01, 0.03, 0.05, 0.1)
-_RARE_STEP_S = (0.1, 1.5)  # one in a hundred
+_RARE_STEP_S = (0.1, 1.0)  # three in a hundred
 _READ_S = (0.001, 0.05)
 _PATIENCE_S = 60.0  # real time that media threads get, in which virtual time stands still
 
@@ -26,7 +26,7 @@ IsDeadly = Callable[[Message[Any]], bool]
 
 
 class _Wake:
-    """Stands for the event that a worker's thread waits for. wait_s: for how long the last turn would wait."""
+    """Stands for the event that a worker's thread waits for. wait_s: how long the last turn would wait."""
 
     def __init__(self) -> None:
         self.wait_s: float | None = None
@@ -53,11 +53,13 @@ class _Wake:
 class SimulatedThread(WorkerThread):
     """Does what a worker's thread does, turn by turn, in the loop.
 
-    Of the class: rng draws the times that turns take, is_deadly says which messages end the worker.
+    Of the class: rng draws the times that turns take, is_deadly says which messages end the worker, on_turn
+    gets the kind of each message that was handled, and of each event that is reported.
     """
 
     rng = Random(0)
     is_deadly: IsDeadly = staticmethod(lambda _message: False)
+    on_turn: Callable[[str], None] = staticmethod(lambda _kind: None)
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -75,7 +77,7 @@ class SimulatedThread(WorkerThread):
         try:
             while not self.is_stopped:
                 self.turn(core)
-                rare = self.rng.random() < 0.01
+                rare = self.rng.random() < 0.03
                 if self._wake.wait_s is None:
                     await asyncio.sleep(self.rng.uniform(*_RARE_STEP_S) if rare else self.rng.choice(_STEP_S))
                 else:
@@ -92,6 +94,12 @@ class SimulatedThread(WorkerThread):
             self._is_killed = True
         if not self._is_killed:
             super()._answer(core, call)
+            type(self).on_turn(type(call.message).__name__)
+
+    def _report(self, report: WorkerReport | None) -> None:
+        super()._report(report)
+        for event in () if report is None else report.events:
+            type(self).on_turn(type(event).__name__)
 
 
 class SimulatedMedia:

@@ -1,4 +1,4 @@
-"""An application in virtual time: a board, media workers, stage workers and fronts, each a process of its own."""
+"""An application in virtual time: a board, media workers, stage workers and fronts, each a process."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ class World:
         self.rng = Random(f"{seed} world")
         self.loop, self.clock, self.model, self.trace = loop, clock, model, trace
         self.network = loop.network = Network(loop, seed)
-        self.is_deadly: Callable[[Process, Message[Any]], bool] = lambda _process, _message: False
+        self.is_deadly: Callable[[Message[Any]], bool] = lambda _message: False
+        self.on_turn: Callable[[Part, str], None] = lambda _part, _kind: None
         self.counts: Counter[str] = Counter()
         self.topology = "1epd"
         self.options: dict[str, Any] = {}
@@ -176,7 +177,7 @@ class World:
             part.server = WorkerServer(self._board, place, WorkerServerConfig(self._settings, purpose))
         else:
             rng = Random(f"{self.network.seed} {part.process.name}")
-            host = SimulatedMedia(self._media, rng, self._kills_process)
+            host = SimulatedMedia(self._media, rng, self.kills_process)
             part.server = MediaServer(self._board, place, host, purpose)
         part.server.membership.on_ended = lambda reason: self._end_soon(part, reason)
         await part.server.start()
@@ -192,17 +193,30 @@ class World:
         part.is_ready = True
 
     def kills_process(self, message: Message[Any]) -> bool:
-        return self._kills_process(message)
-
-    def _kills_process(self, message: Message[Any]) -> bool:
         """Ends the process that runs now if a message is deadly. Returns whether it is."""
         process = process_now()
-        if process is None or process.is_dead or not self.is_deadly(process, message):
+        if process is None or process.is_dead or not self.is_deadly(message):
             return False
-        part = next(each for each in self.parts if each.process is process)
+        part = self._part_now()
         self.counts["poisoned workers"] += 1
         self._end_soon(part, f"{type(message).__name__} is poison")
         return True
+
+    def _part_now(self) -> Part:
+        return next(each for each in self.parts if each.process is process_now())
+
+    def turned(self, kind: str) -> None:
+        """Notes a message that was handled, or an event that is reported, by the process that runs now."""
+        process = process_now()
+        if process is not None and not process.is_dead:
+            part = self._part_now()
+            self.trace.note(part.process.name, kind)
+            self.counts[f"{kind} messages"] += 1
+            self.on_turn(part, kind)
+
+    def strike(self, part: Part, after_s: float) -> None:
+        """Ends a process a little later, called from any."""
+        self.loop.call_later(after_s, self.kill, part, "struck", context=contextvars.Context())
 
     def _end_soon(self, part: Part, reason: str) -> None:
         """Ends a process that runs now, after its callback."""
@@ -318,5 +332,6 @@ def simulated_thread(world: World) -> type[SimulatedThread]:
     class Thread(SimulatedThread):
         rng = Random(f"{world.network.seed} threads")
         is_deadly = staticmethod(world.kills_process)
+        on_turn = staticmethod(world.turned)
 
     return Thread
