@@ -116,7 +116,7 @@ class Orchestrator:
     async def start(self) -> None:
         """Starts the fleet. Raises EPDError when a worker cannot start."""
         await self._shared.fleet.start()
-        watchdog, recovery = Watchdog(self._shared), Recovery(self._shared, self._placement.moves)
+        watchdog, recovery = Watchdog(self._shared), Recovery(self._shared, self._placement.moves, self.owner)
         reader = EventReader(
             self._shared,
             self.losses,

@@ -269,7 +269,8 @@ class Requests:
     def leave(self, attempt: Attempt) -> None:
         """Removes an attempt that has ended, and frees what it uses of its workers in the counts."""
         del self.attempts[attempt.id]
-        attempt.placement.release()
+        attempt.end(Outcome.LOST)  # unless it has: whoever still looks for workers stops
+        attempt.placement.close()
 
     def placed(self, ids: Iterable[str]) -> list[Attempt]:
         """Returns those of the attempts that workers have taken and that have not ended."""

@@ -163,14 +163,30 @@ class DecodeMoves:
         end_s = clock() + self._shared.config.unavailable_s
         while not attempt.has_ended and clock() < end_s:
             for worker in self._policy.decoders(partial(self._allowed, attempt)):
-                attempt.decode_at(worker)
-                seen = self._calls.seen(attempt)
-                ticket = await self._calls.reserve(attempt, worker)
-                if ticket is not None:
-                    message = Redirect(attempt.id, ticket, seen[1].incarnation)
-                    return await self._calls.give(attempt, message, seen)
+                if (is_given := await self._is_given(attempt, worker)) is not None:
+                    return is_given
             await changed(attempt.may_look)
         return False
+
+    async def _is_given(self, attempt: Attempt, worker: str) -> bool | None:
+        """Returns whether the prefill worker of an attempt sends it to a decode worker.
+
+        None: there is no room, or that worker is lost too. Another one may be asked then.
+        """
+        if attempt.has_ended:
+            return False
+        attempt.decode_at(worker)
+        seen = self._calls.seen(attempt)
+        ticket = await self._calls.reserve(attempt, worker)
+        if ticket is None:
+            return None
+        message = Redirect(attempt.id, ticket, seen[1].incarnation)
+        if not attempt.has_ended and await self._calls.give(attempt, message, seen):
+            return True
+        await self._calls.abort(attempt, worker)
+        prefill_worker, decode_worker = self._calls.seen(attempt)
+        is_lost_alone = decode_worker != seen[1] and prefill_worker == seen[0]
+        return None if is_lost_alone and not attempt.is_withdrawn else False
 
     async def redirect_once(self, attempt: Attempt) -> bool:
         """Has the prefill worker hand a request over to another decode worker.

@@ -7,6 +7,7 @@ request ends in time; a request that is not poisoned is not blamed; blocks are c
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import traceback
 from collections import Counter
@@ -93,6 +94,9 @@ class _Run:
         end_s = world.loop.time() + _MAX_SETTLE_S
         while (left := world.leftovers()) and world.loop.time() < end_s:
             await asyncio.sleep(0.1)
+        if left:
+            await world.collect()
+            left = world.leftovers()
         if left:
             self.found(f"left behind: {left}")
         for core in world.cores():
@@ -286,6 +290,17 @@ class _Errors(logging.Handler):
 
 
 @contextmanager
+def _collector_off() -> Iterator[None]:
+    """Keeps the collector from running at times that no seed decides, since it frees frames."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
 def _logged(handler: logging.Handler) -> Iterator[None]:
     root = logging.getLogger()
     before, root.handlers[:] = list(root.handlers), [handler]
@@ -301,7 +316,7 @@ def simulate(plan: FaultPlan, pool: Pool, *, is_printed: bool = False) -> Result
     trace = Trace(clock, is_printed=is_printed)
     rng = Random(f"{plan.seed} names")
     errors = _Errors(result, trace)
-    with decided(clock, rng), _logged(errors):
+    with decided(clock, rng), _logged(errors), _collector_off():
         loop = VirtualLoop(clock, Random(f"{plan.seed} executor"))
         loop.set_exception_handler(lambda _loop, _context: None)  # of tasks of dead processes
         asyncio.set_event_loop(loop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import hashlib
 from collections import Counter
 from collections.abc import Callable
@@ -182,6 +183,7 @@ class World:
         part.server.membership.on_ended = lambda reason: self._end_soon(part, reason)
         await part.server.start()
         part.is_ready = True
+        self.trace.note("ready", part.process.name, part.name)
 
     async def _run_front(self, part: Part, fleet: RemoteFleet) -> None:
         part.server = fleet
@@ -287,6 +289,11 @@ class World:
     def cores(self) -> list[WorkerCore]:
         found = [part.server._thread.core for part in self.workers()]
         return [core for core in found if core is not None]
+
+    async def collect(self) -> None:
+        """Frees what only the collector finds, as it does now and then, at a time that the seed decides."""
+        gc.collect()
+        await asyncio.sleep(0.1)
 
     def leftovers(self) -> list[str]:
         """Returns what is left of any request anywhere."""
