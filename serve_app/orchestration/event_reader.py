@@ -104,7 +104,7 @@ class Recovery:
         """Returns whether an attempt continues without the lost worker."""
         if attempt.placement.is_merged:
             return False
-        if attempt in self._shared.requests.redirecting:  # it detects the loss of the worker it asks
+        if attempt.id in self._shared.requests.redirecting:  # it detects the loss of the worker it asks
             return name != attempt.prefill_worker
         if name == attempt.prefill_worker:
             return await self._is_at_decode(attempt, replies)

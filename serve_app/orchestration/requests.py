@@ -232,7 +232,7 @@ class Requests:
 
     attempts: those that have not ended, by id
     loads: the last report of each worker, by name
-    redirecting: attempts that look for another decode worker
+    redirecting: attempts that look for another decode worker, by id
     switching: workers whose roles are being switched here
     clock: Unix time that no step of the wall clock moves, seconds
     """
@@ -243,7 +243,7 @@ class Requests:
         self.counters: Counter[str] = Counter()
         self.num_planning = 0
         self.num_lost: Counter[str] = Counter()  # losses of each worker
-        self.redirecting: set[Attempt] = set()
+        self.redirecting: dict[str, Attempt] = {}
         self.switching: set[str] = set()
         self.clock = clock
         self.tasks = Tasks()
@@ -293,7 +293,7 @@ class Shared:
         """Lets the first requests of the queue look for room again, and those that change decode workers."""
         for name in self.queue.first(NUM_FIRST):
             self.requests.attempts[name].may_look.set()
-        for attempt in self.requests.redirecting:
+        for attempt in self.requests.redirecting.values():
             attempt.may_look.set()
 
     @contextmanager

@@ -152,11 +152,13 @@ class DecodeMoves:
         Returns False if none has room: the request must be retried.
         """
         looking = self._shared.requests.redirecting
-        looking.add(attempt)
+        looking[attempt.id] = attempt
         try:
-            return await self._redirect(attempt)
+            is_redirected = await self._redirect(attempt)
         finally:
-            looking.discard(attempt)
+            del looking[attempt.id]
+        self._shared.requests.counters["redirects"] += is_redirected
+        return is_redirected
 
     async def _redirect(self, attempt: Attempt) -> bool:
         clock = self._shared.requests.clock

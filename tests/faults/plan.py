@@ -33,7 +33,8 @@ _SPAN_S = 3.0  # in which faults begin
 POISONED_AT = ("Prefill", "Reserve", "EncodeGroup", "ReadFrames")
 # What a worker handles, or reports, when it or another one is struck.
 STRUCK_AT = (
-    "Prefill", "Reserve", "Redirect", "EncodeGroup", "PeerLost", "Move", "Abort", "SetRoles", "HandedOver", "HandedOver"
+    "Prefill", "Reserve", "Redirect", "EncodeGroup", "PeerLost", "Move", "Abort", "SetRoles", "HandedOver",
+    "HandedOver",
 )  # fmt: skip
 _MAX_NTH = 6
 _STRIKE_S = (0.0, 0.0, 0.005, 0.05)

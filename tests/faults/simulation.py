@@ -108,6 +108,7 @@ class _Run:
             counters = part.front.requests.counters if part.front is not None else Counter[str]()
             wrong = {name: counters[name] for name in ("loop_failures", "event_failures") if counters[name]}
             self.result.counts["retries"] += counters["retries"]
+            self.result.counts["redirects"] += counters["redirects"]
             self.result.counts["stalls"] += counters["stalls"]
             if wrong:
                 self.found(f"{part.process.name} counts {wrong}")

@@ -183,6 +183,6 @@ def decided(clock: Clock, rng: Random) -> Iterator[None]:
         mock.patch.object(secrets, "token_hex", lambda num_bytes=32: rng.randbytes(num_bytes).hex()),
         mock.patch.object(secrets, "token_bytes", lambda num_bytes=32: rng.randbytes(num_bytes)),
         mock.patch.object(secrets, "randbelow", rng.randrange),
-        mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(bytes=rng.randbytes(16), version=4)),
+        mock.patch.object(uuid, "uuid4", side_effect=lambda: uuid.UUID(bytes=rng.randbytes(16), version=4)),
     ):
         yield
