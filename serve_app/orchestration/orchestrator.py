@@ -79,7 +79,7 @@ class Orchestrator:
         self._planner = planner
         self._shared = shared = _shared(fleet, config)
         self.losses = LossCounter(shared)
-        self.isolation = Isolation(shared)
+        self.isolation = Isolation(shared, owner)
         self._placement = RequestPlacer(shared, self.isolation)
         self.switcher = RoleSwitcher(shared, self._placement.moves)
         self.media = FleetMedia(

@@ -27,7 +27,8 @@ from tests.faults.plan import Fault, FaultPlan
 from tests.faults.pool import Pool, PoolQuestion
 from tests.faults.virtual_time import Clock, NothingLeftError, VirtualLoop, decided
 from tests.faults.world import Part, Trace, World, simulated_thread
-from tests.serve_app.deployments import Answered, Question, reference_to
+from tests.serve_app.deployments import Answered, Question
+from tests.serve_app.media_fleet import reference_to
 
 _MAX_ANSWER_S = 400.0  # virtual time of one request, whatever is lost
 _MAX_SETTLE_S = 120.0
@@ -231,10 +232,10 @@ class _Run:
             part.process.freeze()
             world.loop.call_later(fault.lasts_s, part.process.thaw)
         elif fault.kind == "cut":
-            others = [each.process.name for each in world.parts if each is not part] + ["board"]
-            other = others[int(fault.other * len(others))]
-            names = (part.process.name, other) if fault.other * 1000 % 2 < 1 else (other, part.process.name)
-            world.network.cut_until_s[names] = world.loop.time() + fault.lasts_s
+            names = [each.process.name for each in world.parts if each is not part] + ["board"]
+            other = names[int(fault.other * len(names))]
+            way = (part.process.name, other) if fault.other * 1000 % 2 < 1 else (other, part.process.name)
+            world.network.cut_until_s[way] = world.loop.time() + fault.lasts_s
         else:
             await self._drain(part)
 

@@ -115,8 +115,9 @@ class SimulatedMedia:
     ) -> tuple[Any, UInt8Array | None]:
         if isinstance(message, ReadFrames) and self._is_deadly(message):
             await asyncio.Event().wait()
+        reply = self.worker.submit(message, owner, bulk).result(_PATIENCE_S)
         await asyncio.sleep(self._rng.uniform(*_READ_S))
-        return self.worker.submit(message, owner, bulk).result(_PATIENCE_S)
+        return reply
 
     def drop_owner(self, owner: str) -> None:
         self.worker.submit(DropOwner(owner)).result(_PATIENCE_S)

@@ -34,7 +34,8 @@ from epd.topology import parse_topology
 from tests.faults.network import Network
 from tests.faults.virtual_time import Clock, Process, VirtualLoop, process_now
 from tests.faults.workers import SimulatedMedia, SimulatedThread
-from tests.serve_app.deployments import ANY_FILE, num_held
+from tests.serve_app.deployments import num_held
+from tests.serve_app.media_fleet import ANY_FILE
 
 HANG_S = 10.0  # silence after which the board declares a member lost
 _RESTART_S = (0.1, 4.0)

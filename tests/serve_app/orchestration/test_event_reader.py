@@ -15,6 +15,7 @@ from epd.serve_app.messages import Abort, PeerLost
 from epd.serve_app.orchestration.event_reader import Recovery
 from epd.serve_app.orchestration.requests import Outcome
 from epd.serve_app.worker_info import WorkerInfo
+from epd.topology import Stage
 from tests.serve_app.deployments import Question, deployed, until_decoding
 from tests.serve_app.orchestration.parts import shared_parts
 
@@ -50,7 +51,7 @@ class LossyFleet:
     """A prefill worker p0, which says what it loses with another one. sent: what else it was sent."""
 
     def __init__(self, lost_ids: tuple[str, ...]) -> None:
-        roles = {"p0": "prefill", "d0": "decode", "d1": "decode"}
+        roles: dict[str, Stage] = {"p0": "prefill", "d0": "decode", "d1": "decode"}
         self.workers = {name: WorkerInfo(name, frozenset({role})) for name, role in roles.items()}
         self.lost_ids = lost_ids
         self.sent: list[Any] = []
