@@ -17,7 +17,7 @@ from functools import partial
 from typing import NamedTuple
 
 from epd.control.placement import PlacementPolicy
-from epd.errors import EPDError
+from epd.errors import EPDError, UnavailableError
 from epd.kv.kv_identity import TokenIdentity
 from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.messages import Abort, Message, Prefill, Redirect, ReplyT, Reserve, endpoint
@@ -102,6 +102,22 @@ class WorkerCalls:
         finally:
             self._asking[worker] -= 1
 
+    async def is_there(self, attempt: Attempt, stage: Stage, worker: str) -> bool:
+        """Returns whether a worker answers, which is asked of those that get a request that was lost before.
+
+        One that was lost at the same time, with its machine, does not: its loss is not the request's.
+        """
+        if not attempt.answer.num_losses:
+            return True
+        self._asking[worker] += 1
+        try:
+            await self._shared.fleet.send(stage, worker, Abort(()))
+        except UnavailableError:
+            return False
+        finally:
+            self._asking[worker] -= 1
+        return True
+
     async def abort(self, attempt: Attempt, worker: str) -> None:
         try:
             await self._shared.fleet.send("decode", worker, Abort((attempt.id,)))
@@ -175,6 +191,8 @@ class DecodeMoves:
 
         None: there is no room, or that worker is lost too. Another one may be asked then.
         """
+        if not await self._calls.is_there(attempt, "decode", worker):
+            return None
         if attempt.has_ended:
             return False
         attempt.decode_at(worker)
