@@ -11,11 +11,21 @@ import atexit
 import gc
 import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _SYSTEM = Path("/")
+_BEGAN_S = time.time() - time.monotonic()
+
+
+def steady_time_s() -> float:
+    """Returns Unix time on a clock that was set when this process began.
+
+    Steps of the wall clock since then do not move it. Other processes' clocks may differ: give them ages.
+    """
+    return _BEGAN_S + time.monotonic()
 
 
 def usable_cpus(system: Path = _SYSTEM) -> int:

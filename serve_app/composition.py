@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ from fastapi import FastAPI
 from epd.control.admission import QueueSummary
 from epd.control.elasticity import ControllerConfig
 from epd.errors import UnavailableError
+from epd.machine import steady_time_s
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.files.settings import FileSettings
 from epd.serve_app.fleet import Fleet
@@ -68,22 +68,24 @@ async def create_app(args: AppArgs, fleet: Fleet, owner: str = "") -> FastAPI:
 def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
     """Lets one front at a time switch roles, whom the others ask to, and has all of them queue as one."""
 
+    ages = _Ages()
+
     def follow(view: View) -> None:
         fronts = _other_fronts(view, fleet)
         service.leads = view.leader == fleet.owner
-        service.share(_waiting_at(fronts))
+        service.share(_waiting_at(fronts, ages))
         service.losses.follow({each.epoch: each.losses for each in fronts} or None)
-        service.isolation.share([each.claims for each in fronts] or None)
-        service.arrivals.follow(time.time(), {each.epoch: each.traffic for each in fronts})
+        service.isolation.share({each.epoch: each.claims for each in fronts} or None)
+        service.arrivals.follow(steady_time_s(), {each.epoch: each.traffic for each in fronts})
         _follow_advice(service, view, fleet)
 
     def describe() -> Mapping[str, Any]:
         queue = service.queue.summary()
         return {
             "num_waiting": queue.num_waiting,
-            "oldest_s": queue.oldest_s,
+            "oldest_age_s": ages.given(queue.oldest_s),
             "claims": service.isolation.claims,
-            "traffic": service.arrivals.published(time.time(), len(service.queue)),
+            "traffic": service.arrivals.published(steady_time_s(), len(service.queue)),
             "advice": service.elastic.advisor.advice if service.leads else {},
         }
 
@@ -105,11 +107,31 @@ def _other_fronts(view: View, fleet: RemoteFleet) -> list[Member]:
     return [each for each in view.of_kind("front") if each.epoch != fleet.owner and each.model == model]
 
 
-def _waiting_at(fronts: Sequence[Member]) -> QueueSummary | None:
+class _Ages:
+    """Exchanges times between fronts, whose clocks differ: an age is of when it is first given, or heard."""
+
+    def __init__(self) -> None:
+        self._given: tuple[float | None, float | None] = None, None  # the time, and its age
+        self._heard: dict[str, tuple[float, float]] = {}  # by front, the age and the time
+
+    def given(self, at_s: float | None) -> float | None:
+        """Returns the age of a time; the same one for the same time, so that it makes no new view."""
+        if at_s != self._given[0]:
+            self._given = at_s, None if at_s is None else steady_time_s() - at_s
+        return self._given[1]
+
+    def heard(self, front: str, age_s: float) -> float:
+        """Returns the time here of an age that another front has given."""
+        if front not in self._heard or self._heard[front][0] != age_s:
+            self._heard[front] = age_s, steady_time_s() - age_s
+        return self._heard[front][1]
+
+
+def _waiting_at(fronts: Sequence[Member], ages: _Ages) -> QueueSummary | None:
     """Returns what waits at fronts; None without any."""
     if not fronts:
         return None
-    arrivals = [each.oldest_s for each in fronts if each.oldest_s is not None]
+    arrivals = [ages.heard(each.epoch, each.oldest_age_s) for each in fronts if each.oldest_age_s is not None]
     return QueueSummary(sum(each.num_waiting for each in fronts), min(arrivals, default=None))
 
 

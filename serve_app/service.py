@@ -96,8 +96,9 @@ class AnswerRequest:
     reduction: which visual tokens are kept.
     budget: what the visual tokens are held to, by fewer frames or a smaller share of them.
     retention_min: the least share of them that may be kept, None for any.
-    arrival_s, deadline_s: Unix time in seconds; a service that finds that the first token cannot meet the
-    deadline raises OverloadedError.
+    arrival_s: Unix time in seconds.
+    deadline_s: of the first token, on the clock of `steady_time_s`; a service that finds that it cannot be
+    met raises OverloadedError.
     wants_spans: whether the service yields a span for each stage.
     cache_salt: cached content is shared only with requests of the same salt; may be empty.
     """

@@ -10,7 +10,7 @@ requests look for room only while nothing more important waits, and take no plac
 Several queues may share the workers. Each then knows from the others how many wait there and since when: all
 of them count as waiting, and a request lets an older one go first, for a short time on each turn.
 
-Time is passed in, in seconds on any one clock; queues that share workers use clocks that agree.
+Time is passed in, in seconds on any one clock, also what is known of other queues.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ worker does so at the same place again, random kills do not. A request that was 
 Several fronts over the same workers give each other what they have recorded, and count all of it: a request
 is refused wherever its losses were, and is alone only if it was so at all fronts.
 
-Requests are known by a fingerprint of their content. Time is passed in, Unix time in seconds.
+Requests are known by a fingerprint of their content. Time is passed in, seconds on one clock: who passes a
+report to another front shifts its times.
 """
 
 from __future__ import annotations
@@ -65,6 +66,11 @@ class LossReport:
 
     losses: tuple[Loss, ...] = ()
     answered: tuple[tuple[str, float], ...] = ()
+
+    def shifted(self, by_s: float) -> LossReport:
+        """Returns it with times on another clock, which is ahead by so many seconds."""
+        losses = tuple(replace(each, at_s=each.at_s + by_s) for each in self.losses)
+        return LossReport(losses, tuple((key, at_s + by_s) for key, at_s in self.answered))
 
 
 @dataclass(frozen=True, slots=True)

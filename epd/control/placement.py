@@ -77,7 +77,7 @@ class Placement:
         self.touched: set[str] = set()
         self._router = router
         self._num_tokens = num_tokens
-        self._is_prefilling = self._is_decoding = False
+        self._is_prefilling = self._is_decoding = self._is_closed = False
 
     @property
     def is_merged(self) -> bool:
@@ -95,16 +95,18 @@ class Placement:
         self._take_prefill(worker)
 
     def _take_prefill(self, worker: str) -> None:
-        self.prefill_worker, self._is_prefilling = worker, True
+        self.prefill_worker, self._is_prefilling = worker, not self._is_closed
         self.touched.add(worker)
-        self._router.add(worker, num_prefills=1, prefill_tokens=self._num_tokens)
+        if self._is_prefilling:
+            self._router.add(worker, num_prefills=1, prefill_tokens=self._num_tokens)
 
     def move_decode(self, worker: str) -> None:
         """Moves decode to another worker."""
         self._end_decode()
-        self.decode_worker, self._is_decoding = worker, True
+        self.decode_worker, self._is_decoding = worker, not self._is_closed
         self.touched.add(worker)
-        self._router.add(worker, num_decodes=1)
+        if self._is_decoding:
+            self._router.add(worker, num_decodes=1)
 
     def end_prefill(self) -> bool:
         """Records that the prompt is computed. Returns whether that is new."""
@@ -123,6 +125,11 @@ class Placement:
         """Releases all counts: nothing of the request is left at any worker."""
         self.end_prefill()
         self._end_decode()
+
+    def close(self) -> None:
+        """Releases all counts for good: a move that ends later counts nothing."""
+        self._is_closed = True
+        self.release()
 
 
 # A step names the next question to the workers of the placement:

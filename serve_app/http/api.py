@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from epd import __version__
 from epd.errors import ModelNotFoundError
+from epd.machine import steady_time_s
 from epd.serve_app.files.batch_records import BatchRequest
 from epd.serve_app.files.batch_runner import BatchRunner
 from epd.serve_app.http.guard.host_check import HostCheck
@@ -216,7 +216,7 @@ async def status(request: Request) -> StatusReport:
 @_guarded.get("/epd/load")
 async def load(request: Request) -> LoadReport:
     """Returns the requests of the last ten minutes."""
-    now_s = time.time()
+    now_s = steady_time_s()
     recent = _server(request).service.recent_load()
     return LoadReport(
         requests=[LoadEntry(age_s=max(0.0, now_s - at_s), **asdict(work)) for at_s, work in recent]

@@ -16,6 +16,7 @@ from epd.chat import ChatMessage
 from epd.control.request_budget import RequestLimits, check_json_size
 from epd.errors import OverloadedError
 from epd.frame_sampling import FrameSampling
+from epd.machine import steady_time_s
 from epd.reduction import KEEP_ALL, ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
 from epd.serve_app.files.batch_store import BatchStore
@@ -305,7 +306,7 @@ class ServerState:
             budget=options.budget,
             retention_min=options.ours.retention or options.ours.retention_min,
             arrival_s=record.arrival_s,
-            deadline_s=None if patience_s is None else record.arrival_s + patience_s,
+            deadline_s=None if patience_s is None else steady_time_s() - record.total_s + patience_s,
             cache_salt=options.cache_salt,
             wants_spans=(bool(options.ours.events) and record.is_stream) or self.tracing.is_on,
             prompt=prompt,

@@ -162,8 +162,9 @@ class Board:
     def _register(self, member: Member, seen: int) -> None:
         entry = self._entries.get(member.epoch)
         if entry is None:
-            entry = self._admit(member)
+            entry = None if self._is_late(member, seen) else self._admit(member)
             if entry is None:
+                self._ended.append(member.epoch)
                 return
         member = replace(member, info=member.info or entry.member.info, is_known=entry.member.is_known)
         before, entry.member = entry.member, member
@@ -192,6 +193,13 @@ class Board:
             if entry.member.is_ready and silent_s > _REPLACED_S:
                 self._lose(epoch, "silent while another worker comes")
 
+    def _is_late(self, member: Member, seen: int) -> bool:
+        """Returns whether a member that a former board knew calls after all others were told that it is gone.
+
+        They have given its work to others, and refuse what names it.
+        """
+        return self._has_former and (seen >= 0 or member.is_ready) and time.monotonic() > self._regrouped_s
+
     def _admit(self, member: Member) -> _Entry | None:
         """Adds a new member. Returns None if its name is another one's by now."""
         if member.kind == "stage" and member.info is None:
@@ -199,7 +207,6 @@ class Board:
         if member.kind != "front":
             info = member.info or self._placed(member)
             if info.incarnation < self._incarnations.get(info.name, 0) or info.name in self._infos():
-                self._ended.append(member.epoch)
                 return None
             self._incarnations[info.name] = info.incarnation
             self._vacant.pop(info.name, None)

@@ -30,12 +30,13 @@ class Member:
     is_ready: whether it can be given work
     is_known: whether the other workers know its address, so that it may be given work; set by the board
     gpus: ids of the GPUs whose memory a stage worker can open
-    num_waiting, oldest_s: requests in a front's queue, and the arrival of the oldest, Unix time
+    num_waiting: requests in a front's queue
+    oldest_age_s: of the oldest of them, when it became that
     traffic: of a front; what changes in it is in the next view, but makes no new one
     bounds: the least and most replicas of a worker's deployment, if Serve scales it
     advice: by the leading front, for each deployment that Serve scales
-    losses: of a front: which of its requests were at workers that were lost
-    claims: of a front: workers that it keeps for suspects, and since when, Unix time
+    losses: of a front: which of its requests were at workers that were lost, with times before the report
+    claims: of a front: workers that it keeps for suspects
     """
 
     epoch: str
@@ -53,12 +54,12 @@ class Member:
     is_known: bool = False
     gpus: tuple[str, ...] = ()
     num_waiting: int = 0
-    oldest_s: float | None = None
+    oldest_age_s: float | None = None
     traffic: TrafficTotals = field(default_factory=TrafficTotals)
     bounds: tuple[int, int] | None = None
     advice: Mapping[str, ReplicaAdvice] = field(default_factory=dict)
     losses: LossReport = field(default_factory=LossReport)
-    claims: Mapping[str, float] = field(default_factory=dict)
+    claims: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,10 @@ class Membership:
     async def run(self) -> None:
         """Follows the board until this process has left, or must end."""
         while not self._has_left:
-            await self._follow_once()
+            try:
+                await self._follow_once()
+            except UnavailableError:  # it has left, and the board is being restarted
+                return
             if self.epoch not in self.view.members and not self._has_left:
                 self.on_ended("it was declared lost")
                 return

@@ -125,6 +125,7 @@ SERVICE_COUNTERS = {
     "generated_tokens": "Sampled tokens, including those discarded by retries.",
     "preemptions": "Requests preempted: their KV blocks were freed and computed again.",
     "prefix_cached_tokens": "Prompt tokens whose keys and values were in the prefix cache.",
+    "redirects": "Prompts sent to another decode worker after theirs was lost.",
     "refused": "Requests refused because workers had no capacity in time.",
     "retries": "Request attempts aborted because a worker was lost.",
     "units_skipped": "Video units not encoded because they equal the unit before.",

@@ -114,6 +114,8 @@ class Evacuations:
     def changed(self, worker: str) -> None:
         """Begins to evacuate a worker if it leaves stages now."""
         info = self._shared.fleet.workers.get(worker)
+        if info is not None and "video" in info.roles:
+            return  # it keeps what it has until that is read
         is_known = worker in self._shared.requests.switching or worker in self._running
         if info is not None and info.leaving and not is_known:
             self._running.add(worker)

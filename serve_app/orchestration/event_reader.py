@@ -21,6 +21,7 @@ from epd.serve_app.fleet import (
     send_surely,
 )
 from epd.serve_app.messages import (
+    Abort,
     Admitted,
     GroupFailed,
     GroupsArrived,
@@ -31,6 +32,7 @@ from epd.serve_app.messages import (
     WorkerEvent,
     WorkerLoad,
     WorkerReport,
+    owner_of,
 )
 from epd.serve_app.orchestration.evacuation import Evacuations
 from epd.serve_app.orchestration.loss_counter import LossCounter
@@ -55,8 +57,9 @@ _Replies = Mapping[str, "asyncio.Task[frozenset[str] | None]"]
 class Recovery:
     """Saves or ends the attempts of lost workers."""
 
-    def __init__(self, shared: Shared, moves: DecodeMoves) -> None:
-        """Starts without losses. moves: changes the decode workers of attempts."""
+    def __init__(self, shared: Shared, moves: DecodeMoves, owner: str) -> None:
+        """Starts without losses. moves: changes the decode workers of attempts. owner: of the attempts."""
+        self._owner = owner
         self._shared = shared
         self._moves = moves
 
@@ -80,7 +83,13 @@ class Recovery:
     async def _send_loss(self, worker: str, roles: frozenset[Stage], lost: PeerLost) -> frozenset[str] | None:
         stage = next(iter(sorted(roles)))
         lost_ids = await send_surely(self._shared.fleet, stage, worker, lost)
-        return None if lost_ids is None else frozenset(lost_ids)
+        if lost_ids is None:
+            return None
+        attempts = self._shared.requests.attempts
+        over = tuple(each for each in lost_ids if owner_of(each) == self._owner and each not in attempts)
+        if over:  # the lost worker had all of them, and its answers, before the receipts for them came
+            self._shared.requests.tasks.spawn(send_surely(self._shared.fleet, stage, worker, Abort(over)))
+        return frozenset(lost_ids)
 
     async def _recover(self, attempt: Attempt, name: str, replies: _Replies, outcome: Outcome) -> None:
         """Saves an attempt, or ends it so that it is retried."""
@@ -95,6 +104,8 @@ class Recovery:
         """Returns whether an attempt continues without the lost worker."""
         if attempt.placement.is_merged:
             return False
+        if attempt.id in self._shared.requests.redirecting:  # it detects the loss of the worker it asks
+            return name != attempt.prefill_worker
         if name == attempt.prefill_worker:
             return await self._is_at_decode(attempt, replies)
         return await self._is_redirected(attempt, replies)

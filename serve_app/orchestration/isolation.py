@@ -9,9 +9,8 @@ A suspect goes there once they know of it and what they had there is done, as fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from epd.serve_app.orchestration.requests import Attempt, Shared
 
@@ -35,32 +34,29 @@ class Isolation:
     on_claimed: called when the claims have changed
     """
 
-    def __init__(self, shared: Shared) -> None:
-        """Starts without claims and other fronts."""
+    def __init__(self, shared: Shared, owner: str = "") -> None:
+        """Starts without claims and other fronts. owner: the id of this front."""
+        self._owner = owner
         self.on_claimed: Callable[[], None] = lambda: None
         self._shared = shared
         self._attempts = shared.requests.attempts
         self._clock = shared.requests.clock
         self._claims: dict[str, _Claim] = {}
-        self._others: dict[str, float] = {}
+        self._others: dict[tuple[str, str], float] = {}  # by front and worker, since when it is known here
         self._is_shared = False
 
     @property
-    def claims(self) -> dict[str, float]:
-        """Returns the workers that are kept for suspects of this front, and since when each is."""
+    def claims(self) -> tuple[str, ...]:
+        """Returns the workers that are kept for suspects of this front."""
         now_s = self._clock()
-        return {
-            worker: claim.since_s
-            for worker, claim in self._claims.items()
-            if not self._is_over(worker, now_s)
-        }
+        return tuple(worker for worker in self._claims if not self._is_over(worker, now_s))
 
-    def share(self, claims: Sequence[Mapping[str, float]] | None) -> None:
-        """Takes the claims of each other front; None if there are none."""
+    def share(self, claims: Mapping[str, Collection[str]] | None) -> None:
+        """Takes the claims of the other fronts, by their ids; None if there are none."""
         self._is_shared = claims is not None
-        self._others = {}
-        for worker, since_s in chain.from_iterable(each.items() for each in claims or ()):
-            self._others[worker] = min(since_s, self._others.get(worker, since_s))
+        keys = [(front, worker) for front, workers in (claims or {}).items() for worker in workers]
+        now_s = self._clock()
+        self._others = {key: self._others.get(key, now_s) for key in keys}
 
     def allowed(self, attempt: Attempt, place: Hashable, workers: Sequence[str]) -> list[str]:
         """Returns the workers that an attempt may go to, in their order. place: see `loss_policy`."""
@@ -84,10 +80,17 @@ class Isolation:
         return alone
 
     def _is_kept_elsewhere(self, worker: str, now_s: float) -> bool:
-        """Returns whether another front keeps a worker for a suspect of its own, and was first."""
-        since_s = self._others.get(worker, now_s)
-        is_first = worker not in self._claims or since_s < self._claims[worker].since_s
-        return since_s > now_s - _MAX_CLAIM_S and worker in self._others and is_first
+        """Returns whether another front keeps a worker for a suspect of its own.
+
+        Two fronts claim the same worker only if neither knew of the other's claim: the lesser id has it. No
+        suspect is there before both know.
+        """
+        fronts = [
+            front
+            for (front, claimed), since_s in self._others.items()
+            if claimed == worker and since_s > now_s - _MAX_CLAIM_S
+        ]
+        return bool(fronts) and (worker not in self._claims or min(fronts) < self._owner)
 
     def _claimant(self, worker: str) -> Attempt | None:
         return self._claims[worker].attempt if worker in self._claims else None

@@ -42,6 +42,9 @@ class LossCounter:
         self._shared = shared
         self._requests = shared.requests
         self._timer: asyncio.TimerHandle | None = None
+        self._heard: dict[
+            str, tuple[LossReport, LossReport]
+        ] = {}  # of others, as sent and with times of here
 
     async def check(self, request: AnswerRequest) -> None:
         """Raises PoisonedRequestError for a request that is refused because of earlier lost workers.
@@ -68,8 +71,11 @@ class LossCounter:
     # Other fronts
 
     def report(self) -> LossReport:
-        """Returns what other fronts are to know of losses here."""
-        return self._ledger.report()
+        """Returns what other fronts are to know of losses here, with times from now on, all of them before.
+
+        The clocks of fronts differ.
+        """
+        return self._ledger.report().shifted(-self._requests.clock())
 
     def follow(self, reports: Mapping[str, LossReport] | None) -> None:
         """Takes the reports of other fronts, and ends what is to blame by now.
@@ -77,8 +83,15 @@ class LossCounter:
         reports: by front; None if there are none
         """
         self._ledger.is_shared = reports is not None
-        if reports and self._ledger.follow(reports, self._requests.clock()):
+        heard = {front: self._heard_at(front, report) for front, report in (reports or {}).items()}
+        if heard and self._ledger.follow(heard, self._requests.clock()):
             self._end_blamed()
+
+    def _heard_at(self, front: str, report: LossReport) -> LossReport:
+        """Returns a report with times of here: it was made when it was first heard, or a little before."""
+        if front not in self._heard or self._heard[front][0] != report:
+            self._heard[front] = report, report.shifted(self._requests.clock())
+        return self._heard[front][1]
 
     # Losses
 

@@ -79,7 +79,7 @@ class Orchestrator:
         self._planner = planner
         self._shared = shared = _shared(fleet, config)
         self.losses = LossCounter(shared)
-        self.isolation = Isolation(shared)
+        self.isolation = Isolation(shared, owner)
         self._placement = RequestPlacer(shared, self.isolation)
         self.switcher = RoleSwitcher(shared, self._placement.moves)
         self.media = FleetMedia(
@@ -116,7 +116,7 @@ class Orchestrator:
     async def start(self) -> None:
         """Starts the fleet. Raises EPDError when a worker cannot start."""
         await self._shared.fleet.start()
-        watchdog, recovery = Watchdog(self._shared), Recovery(self._shared, self._placement.moves)
+        watchdog, recovery = Watchdog(self._shared), Recovery(self._shared, self._placement.moves, self.owner)
         reader = EventReader(
             self._shared,
             self.losses,
@@ -156,15 +156,15 @@ class Orchestrator:
 
     async def answer(self, request: AnswerRequest) -> AsyncGenerator[Sequence[AnswerItem], None]:
         """See `AnswerService`."""
-        now_s = time.time()
+        now_s = self.requests.clock()
         deadline_s = request.deadline_s or now_s + self.config.max_wait_s
         if self._is_draining:
             raise UnavailableError("the server is shutting down; retry later or use another replica")
         self.queue.check(now_s, deadline_s, num_coming=self.requests.num_planning, priority=request.priority)
         await self.losses.check(request)
         plan = await self._plan(request)
-        answer = LiveAnswer(request, plan, self._planner.texts, time.time, self._substituted)
-        self.arrivals.arrived(time.time(), plan.work)
+        answer = LiveAnswer(request, plan, self._planner.texts, self.requests.clock, self._substituted)
+        self.arrivals.arrived(self.requests.clock(), plan.work)
         if self.retention is not None:
             self.retention.arrived(plan)
         running = self.requests.tasks.spawn(self._run(answer, deadline_s))
@@ -298,7 +298,7 @@ class Orchestrator:
 
     def recent_load(self) -> Sequence[tuple[float, RequestWork]]:
         """See `AnswerService`."""
-        return self.arrivals.recent(time.time())
+        return self.arrivals.recent(self.requests.clock())
 
     # Status
 

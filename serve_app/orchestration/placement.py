@@ -106,7 +106,7 @@ class RequestPlacer:
         return False
 
     async def _take_step(self, attempt: Attempt, step: Step, round_: _Round) -> bool:
-        if step != "release" and not self._is_allowed(attempt, step):
+        if step != "release" and not await self._may_ask(attempt, step):
             return False
         match step:
             case "reserve":
@@ -168,8 +168,9 @@ class RequestPlacer:
         await self.calls.abort(attempt, attempt.prefill_worker)
         return attempt.given(None)
 
-    def _is_allowed(self, attempt: Attempt, step: Step) -> bool:
+    async def _may_ask(self, attempt: Attempt, step: Step) -> bool:
         """Checks again what was checked when the worker was chosen: others were asked questions since."""
         stage: Stage = "decode" if step == "reserve" else "prefill"
         worker = attempt.decode_worker if step == "reserve" else attempt.prefill_worker
-        return bool(self._isolation.allowed(attempt, stage, [worker]))
+        is_there = await self.calls.is_there(attempt, stage, worker)
+        return is_there and bool(self._isolation.allowed(attempt, stage, [worker]))

@@ -6,7 +6,6 @@ Everything that changes an attempt is a method of `Attempt`.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from epd.control.admission import AdmissionQueue
 from epd.control.placement import Placement
 from epd.control.routing import Router
 from epd.errors import EPDError
+from epd.machine import steady_time_s
 from epd.serve_app.fleet import Fleet, WorkerLostError
 from epd.serve_app.messages import WorkerLoad, attempt_id
 from epd.serve_app.orchestration.config import OrchestratorConfig
@@ -232,18 +232,18 @@ class Requests:
 
     attempts: those that have not ended, by id
     loads: the last report of each worker, by name
-    redirecting: attempts that look for another decode worker
+    redirecting: attempts that look for another decode worker, by id
     switching: workers whose roles are being switched here
-    clock: Unix time, seconds
+    clock: Unix time that no step of the wall clock moves, seconds
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = steady_time_s) -> None:
         self.attempts: dict[str, Attempt] = {}
         self.loads: dict[str, WorkerLoad] = {}
         self.counters: Counter[str] = Counter()
         self.num_planning = 0
         self.num_lost: Counter[str] = Counter()  # losses of each worker
-        self.redirecting: set[Attempt] = set()
+        self.redirecting: dict[str, Attempt] = {}
         self.switching: set[str] = set()
         self.clock = clock
         self.tasks = Tasks()
@@ -269,7 +269,8 @@ class Requests:
     def leave(self, attempt: Attempt) -> None:
         """Removes an attempt that has ended, and frees what it uses of its workers in the counts."""
         del self.attempts[attempt.id]
-        attempt.placement.release()
+        attempt.end(Outcome.LOST)  # unless it has: whoever still looks for workers stops
+        attempt.placement.close()
 
     def placed(self, ids: Iterable[str]) -> list[Attempt]:
         """Returns those of the attempts that workers have taken and that have not ended."""
@@ -292,7 +293,7 @@ class Shared:
         """Lets the first requests of the queue look for room again, and those that change decode workers."""
         for name in self.queue.first(NUM_FIRST):
             self.requests.attempts[name].may_look.set()
-        for attempt in self.requests.redirecting:
+        for attempt in self.requests.redirecting.values():
             attempt.may_look.set()
 
     @contextmanager

@@ -173,7 +173,7 @@ class _SwitchRun:
     seconds: dict[Phase, float] = field(default_factory=dict, init=False)
     phase: Phase = field(default="offload", init=False)
     weights_s: float = field(default=0.0, init=False)
-    start_s: float = field(default_factory=time.monotonic, init=False)
+    start_s: float = field(default=0.0, init=False)
     evacuation: Evacuation = field(init=False)
 
     def __post_init__(self) -> None:
@@ -194,6 +194,7 @@ class _SwitchRun:
 
     async def carry_out(self) -> RoleSwitch:
         at_s, error = self.shared.requests.clock(), ""
+        self.start_s = time.monotonic()
         try:
             with self._timed("offload"):
                 await self._offload()

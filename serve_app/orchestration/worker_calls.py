@@ -24,7 +24,7 @@ from functools import partial
 from typing import NamedTuple
 
 from epd.control.placement import PlacementPolicy
-from epd.errors import EPDError
+from epd.errors import EPDError, UnavailableError
 from epd.kv.kv_identity import TokenIdentity
 from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.messages import Abort, Message, Prefill, Redirect, ReplyT, Reserve, WorkerLoad, endpoint
@@ -179,6 +179,22 @@ class WorkerCalls:
         finally:
             self._asking[worker] -= 1
 
+    async def is_there(self, attempt: Attempt, stage: Stage, worker: str) -> bool:
+        """Returns whether a worker answers, which is asked of those that get a request that was lost before.
+
+        One that was lost at the same time, with its machine, does not: its loss is not the request's.
+        """
+        if not attempt.answer.num_losses:
+            return True
+        self._asking[worker] += 1
+        try:
+            await self._shared.fleet.send(stage, worker, Abort(()))
+        except UnavailableError:
+            return False
+        finally:
+            self._asking[worker] -= 1
+        return True
+
     async def abort(self, attempt: Attempt, worker: str) -> None:
         try:
             await self._shared.fleet.send("decode", worker, Abort((attempt.id,)))
@@ -229,25 +245,45 @@ class DecodeMoves:
         Returns False if none has room: the request must be retried.
         """
         looking = self._shared.requests.redirecting
-        looking.add(attempt)
+        looking[attempt.id] = attempt
         try:
-            return await self._redirect(attempt)
+            is_redirected = await self._redirect(attempt)
         finally:
-            looking.discard(attempt)
+            del looking[attempt.id]
+        self._shared.requests.counters["redirects"] += is_redirected
+        return is_redirected
 
     async def _redirect(self, attempt: Attempt) -> bool:
         clock = self._shared.requests.clock
         end_s = clock() + self._shared.config.unavailable_s
         while not attempt.has_ended and clock() < end_s:
             for worker in self._policy.decoders(partial(self._allowed, attempt)):
-                attempt.decode_at(worker)
-                seen = self._calls.seen(attempt)
-                ticket = await self._calls.reserve(attempt, worker)
-                if ticket is not None:
-                    message = Redirect(attempt.id, ticket, seen[1].incarnation)
-                    return await self._calls.give(attempt, message, seen)
+                if (is_given := await self._is_given(attempt, worker)) is not None:
+                    return is_given
             await changed(attempt.may_look)
         return False
+
+    async def _is_given(self, attempt: Attempt, worker: str) -> bool | None:
+        """Returns whether the prefill worker of an attempt sends it to a decode worker.
+
+        None: there is no room, or that worker is lost too. Another one may be asked then.
+        """
+        if not await self._calls.is_there(attempt, "decode", worker):
+            return None
+        if attempt.has_ended:
+            return False
+        attempt.decode_at(worker)
+        seen = self._calls.seen(attempt)
+        ticket = await self._calls.reserve(attempt, worker)
+        if ticket is None:
+            return None
+        message = Redirect(attempt.id, ticket, seen[1].incarnation)
+        if not attempt.has_ended and await self._calls.give(attempt, message, seen):
+            return True
+        await self._calls.abort(attempt, worker)
+        prefill_worker, decode_worker = self._calls.seen(attempt)
+        is_lost_alone = decode_worker != seen[1] and prefill_worker == seen[0]
+        return None if is_lost_alone and not attempt.is_withdrawn else False
 
     async def redirect_once(self, attempt: Attempt) -> bool:
         """Has the prefill worker hand a request over to another decode worker.

@@ -19,6 +19,7 @@ from typing import Any
 
 from epd.control.elasticity import StageSample
 from epd.control.routing import InFlight
+from epd.machine import steady_time_s
 from epd.serve_app.messages import (
     Abort,
     CancelTickets,
@@ -71,7 +72,7 @@ class WorkerCore:
         settings: WorkerSettings,
         transport: Transport,
         *,
-        clock: Clock = time.time,
+        clock: Clock = steady_time_s,
         wake: Callable[[], None] | None = None,
         on_layer: Callable[[], None] | None = None,
         tell: Callable[[], None] = lambda: None,

@@ -157,6 +157,17 @@ def test_a_driver_that_stops_in_the_middle_leaves_nothing_counted() -> None:
     assert cluster.router.in_flight("d0") == cluster.router.in_flight("p0") == InFlight()
 
 
+def test_a_move_that_ends_after_the_request_counts_nothing() -> None:
+    """A client has left while its answer was moved, or its prompt sent to another decode worker."""
+    cluster = Cluster("1e1p2d")
+    placement = cluster.place()
+    placement.close()
+    placement.move_decode("d1")
+    placement.move_prefill("p0")
+    assert cluster.router.in_flight("d1") == cluster.router.in_flight("p0") == InFlight()
+    assert "d1" in placement.touched
+
+
 def test_questions_follow_the_media_that_a_worker_has() -> None:
     cluster = Cluster("1e2p1d")
     cluster.router.add("p0", prefill_tokens=1)

@@ -228,6 +228,18 @@ def test_a_sender_that_gives_up_tells_why_and_frees_later(story: Story) -> None:
     assert p.free_if_settled("a")
 
 
+def test_what_a_decode_worker_had_taken_before_its_loss_is_over(story: Story) -> None:
+    """Its receipts have come and were not read yet: nobody needs the prompt any more."""
+    story.start("a", PROMPT)
+    p, d = story.prefill["p0"], story.decode["d0"]
+    p.compute("a")
+    assert outcomes(d.poll()) == [("a", DELIVERED)]
+    story.hub.disconnect("d0")
+    assert p.outbox.drop_receiver("d0") == []
+    assert outcomes(p.outbox.poll()) == [("a", DELIVERED)]
+    assert p.free_if_settled("a")
+
+
 def test_after_a_decode_worker_is_lost_everything_goes_to_another(story: Story) -> None:
     story.start("a", PROMPT)
     p = story.prefill["p0"]

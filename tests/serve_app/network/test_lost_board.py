@@ -12,6 +12,7 @@ from epd.sampling_params import SamplingParams
 from epd.serve_app.network import board
 from epd.serve_app.network.board import Board
 from epd.serve_app.network.members import Credentials, Member
+from epd.serve_app.worker_info import WorkerInfo
 from tests.serve_app.deployments import Question, undisturbed
 from tests.serve_app.network.cluster import HOST, clustered
 from tests.serve_app.network.test_cluster import settled, until_all_see
@@ -80,6 +81,26 @@ def test_a_board_on_a_machine_whose_clock_is_behind_follows_what_members_have_se
         assert view.version > seen
         [info] = [each.info for each in view.of_kind("stage") if each.info]
         assert info.incarnation > seen
+        await restarted.close()
+
+    asyncio.run(run())
+
+
+def test_a_member_that_calls_when_others_know_it_as_lost_must_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped while the board was started again, and its work is done by others."""
+    monkeypatch.setattr(board, "_REGROUP_S", 0.1)
+    survivor = Member("s", "front", (HOST, 1), "here", pid=0, is_ready=True)
+    info = WorkerInfo("epd0", frozenset({"encode", "prefill", "decode"}))
+    stopped = Member("w", "stage", (HOST, 1), "here", pid=0, topology="1epd", info=info, is_ready=True)
+
+    async def run() -> None:
+        restarted, credentials = Board(is_restarted=True), Credentials(bytes(32), "fleet")
+        view = await restarted.follow(survivor, 5, credentials)
+        assert view is not None
+        assert set(view.members) == {"s"}
+        late = await restarted.follow(stopped, 5, credentials)
+        assert late is not None
+        assert set(late.members) == {"s"}
         await restarted.close()
 
     asyncio.run(run())

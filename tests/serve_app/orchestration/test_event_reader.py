@@ -1,14 +1,23 @@
-"""What the orchestrator learns from the tokens that workers report: a first one, once for each request."""
+"""What the orchestrator learns from what workers report: first tokens, and losses of other workers."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from epd.sampling_params import SamplingParams
+from epd.serve_app.fleet import WorkerLost
+from epd.serve_app.messages import Abort, PeerLost
+from epd.serve_app.orchestration.event_reader import Recovery
+from epd.serve_app.orchestration.requests import Outcome
+from epd.serve_app.worker_info import WorkerInfo
+from epd.topology import Stage
 from tests.serve_app.deployments import Question, deployed, until_decoding
+from tests.serve_app.orchestration.parts import shared_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -36,3 +45,82 @@ def test_a_first_token_is_recorded_once_and_frees_its_prefill_worker(
         assert all(0 < seconds < 120 for seconds in recorded)
 
     asyncio.run(asyncio.wait_for(run(), 120.0))
+
+
+class LossyFleet:
+    """A prefill worker p0, which says what it loses with another one. sent: what else it was sent."""
+
+    def __init__(self, lost_ids: tuple[str, ...]) -> None:
+        roles: dict[str, Stage] = {"p0": "prefill", "d0": "decode", "d1": "decode"}
+        self.workers = {name: WorkerInfo(name, frozenset({role})) for name, role in roles.items()}
+        self.lost_ids = lost_ids
+        self.sent: list[Any] = []
+
+    async def send(self, _stage: str, target: str, message: Any) -> Any:
+        if isinstance(message, PeerLost):
+            return self.lost_ids if target == "p0" else ()
+        self.sent.append((target, message))
+        return None
+
+
+class Moves:
+    """Counts redirects, none of which finds room."""
+
+    def __init__(self) -> None:
+        self.num_redirects = 0
+
+    async def redirect(self, _attempt: Any) -> bool:
+        self.num_redirects += 1
+        return False
+
+
+def attempt_at(prefill_worker: str, decode_worker: str) -> Any:
+    ended = list[Outcome]()
+    return SimpleNamespace(
+        id="me/known#1",
+        is_placed=True,
+        prefill_worker=prefill_worker,
+        decode_worker=decode_worker,
+        placement=SimpleNamespace(is_merged=False),
+        answer=SimpleNamespace(has_begun=True),
+        ended=ended,
+        end=ended.append,
+    )
+
+
+async def lose(recovery: Recovery, shared: Any, worker: str) -> None:
+    shared.fleet.workers[worker] = WorkerInfo(worker, frozenset({"decode"}), is_alive=False)
+    recovery.lose(WorkerLost(worker, "it was killed", 1))
+    await shared.requests.tasks.wait()
+
+
+def test_a_prompt_whose_answer_is_over_is_not_kept_for_a_lost_decode_worker() -> None:
+    """The worker answered before its receipts came: its prefill worker names a request that is over."""
+
+    async def run() -> None:
+        fleet = LossyFleet(("me/over#3", "other/over#4", "me/known#1"))
+        attempt = attempt_at("p0", "d0")
+        shared, moves = shared_parts(fleet, attempts={attempt.id: attempt}), Moves()
+        await lose(Recovery(shared, moves, "me"), shared, "d0")  # type: ignore[arg-type]
+        assert fleet.sent == [("p0", Abort(("me/over#3",)))]
+        assert moves.num_redirects == 1
+        assert attempt.ended == [Outcome.LOST]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("lost", "ended"), [("d1", []), ("p0", [Outcome.LOST])])
+def test_an_attempt_that_looks_for_a_decode_worker_is_not_redirected_again(
+    lost: str, ended: list[Outcome]
+) -> None:
+    """It detects the loss of the worker that it asks; without its prefill worker nothing is left to send."""
+
+    async def run() -> None:
+        attempt = attempt_at("p0", "d1")
+        shared, moves = shared_parts(LossyFleet((attempt.id,)), attempts={attempt.id: attempt}), Moves()
+        shared.requests.redirecting[attempt.id] = attempt
+        await lose(Recovery(shared, moves, "me"), shared, lost)  # type: ignore[arg-type]
+        assert moves.num_redirects == 0
+        assert attempt.ended == ended
+
+    asyncio.run(run())

@@ -16,13 +16,13 @@ WORKERS = ("p0", "p1")
 class Front:
     """An isolation over attempts that are placed by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str = "front") -> None:
         self.now_s = 1000.0
         dispatcher = SimpleNamespace(groups_at=lambda _worker: [])
         shared = shared_parts(dispatcher=dispatcher, clock=lambda: self.now_s)
         self.router = shared.router
         self.attempts: dict[str, Any] = shared.requests.attempts
-        self.isolation = Isolation(shared)
+        self.isolation = Isolation(shared, owner)
         self.num_published = 0
         self.isolation.on_claimed = self._publish
 
@@ -50,7 +50,7 @@ def test_a_suspect_gets_a_worker_of_its_own() -> None:
     assert front.allowed(other) == ["p1"]
     assert front.num_published == 1
     suspect.is_at_risk = False
-    assert front.isolation.claims == {}
+    assert front.isolation.claims == ()
     assert front.allowed(other) == ["p0", "p1"]
 
 
@@ -73,17 +73,18 @@ def test_nothing_is_placed_while_the_blame_is_undecided() -> None:
 
 def test_other_fronts_keep_off_a_claimed_worker_for_a_while() -> None:
     front, other = Front(), Front()
-    front.isolation.share([{}])
+    front.isolation.share({"other": ()})
     assert front.allowed(front.attempt("s", is_suspect=True)) == []  # nobody knows of the claim yet
-    other.isolation.share([front.isolation.claims])
+    other.isolation.share({"front": front.isolation.claims})
     assert other.allowed(other.attempt("o")) == ["p1"]
     other.now_s += 31.0  # its front is gone, or hangs
+    other.isolation.share({"front": front.isolation.claims})
     assert other.allowed(other.attempt("o")) == ["p0", "p1"]
 
 
 def test_a_suspect_waits_until_others_know_and_have_nothing_there() -> None:
     front = Front()
-    front.isolation.share([{}])
+    front.isolation.share({"other": ()})
     suspect = front.attempt("s", is_suspect=True)
     front.router.set_reported("p0", InFlight(num_prefills=1))
     assert front.allowed(suspect) == []
@@ -93,17 +94,18 @@ def test_a_suspect_waits_until_others_know_and_have_nothing_there() -> None:
     assert front.allowed(suspect) == ["p0"]
 
 
-def test_of_two_claims_the_first_holds() -> None:
-    first, second = Front(), Front()
-    for front in (first, second):
-        front.isolation.share([{}])
-    second.now_s += 0.5
+def test_of_two_claims_that_of_the_lesser_id_holds() -> None:
+    """Both were made before either front knew of the other's. Their clocks differ by an hour."""
+    first, second = Front("a"), Front("b")
+    second.now_s += 3600.0
+    first.isolation.share({"b": ()})
+    second.isolation.share({"a": ()})
     suspects = [front.attempt("s", is_suspect=True) for front in (first, second)]
     for front, suspect in zip((first, second), suspects, strict=True):
         assert front.isolation.allowed(suspect, PREFILL, ["p0"]) == []
     claims = [front.isolation.claims for front in (first, second)]
-    first.isolation.share([claims[1]])
-    second.isolation.share([claims[0]])
+    first.isolation.share({"b": claims[1]})
+    second.isolation.share({"a": claims[0]})
     for front in (first, second):
         front.now_s += 2.0
     assert first.isolation.allowed(suspects[0], PREFILL, ["p0"]) == ["p0"]

@@ -19,7 +19,7 @@ from epd.sampling_params import SamplingParams
 from epd.serve_app.media_messages import ReadFrames
 from epd.serve_app.messages import EncodeGroup, Message, Prefill, Reserve
 from epd.topology import Stage
-from tests.serve_app.deployments import Deployment, Question, deployed, undisturbed
+from tests.serve_app.deployments import Deployment, Question, deployed, undisturbed, until_decoding
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -106,6 +106,25 @@ def test_a_request_that_ends_its_workers_is_refused_after_two(
             await deployment.settle()
 
     asyncio.run(asyncio.wait_for(run(), 40.0))
+
+
+def test_a_request_is_not_blamed_for_two_workers_that_are_lost_at_once(
+    checkpoints: dict[str, Path], questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    """Their machine is. The second one has answered nothing since the first was lost."""
+
+    async def run() -> None:
+        fleet = {"hang_s": 1.0}
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d", fleet=fleet) as deployment:
+            asking = asyncio.create_task(deployment.ask(questions[0]))
+            await until_decoding(deployment, "d0", 1)
+            deployment.fleet.freeze("d1")
+            deployment.fleet.kill("d0")
+            assert (await asking).tokens == expected[0]
+            await deployment.settle()
+            assert await num_lost(deployment) == 2
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 @pytest.mark.parametrize("kind", [Prefill, EncodeGroup])

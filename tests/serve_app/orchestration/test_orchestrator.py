@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from epd.encoders import FrameSampling
 from epd.errors import InfeasibleError, MediaError, OverloadedError, RequestError, UnavailableError
 from epd.kv.scheduling import SchedulerConfig
+from epd.machine import steady_time_s
 from epd.sampling_params import SamplingParams
 from epd.serve_app.role_messages import SetRoles
 from epd.stages.colocated import ColocatedPipeline
@@ -247,7 +247,7 @@ def test_a_deadline_that_cannot_be_met_is_an_overload(
             while not deployment.service.router.in_flight("epd0").num_decodes:
                 await asyncio.sleep(0.01)
             with pytest.raises(OverloadedError):
-                await deployment.ask(Question(()), deadline_s=time.time() + 0.05)
+                await deployment.ask(Question(()), deadline_s=steady_time_s() + 0.05)
             first.cancel()
             await deployment.settle()
 

@@ -185,6 +185,7 @@ def test_a_prompt_whose_decode_worker_is_lost_goes_to_another_and_is_not_begun_a
             await deployment.settle()
             counters = (await deployment.service.status()).counters
             assert (counters["workers_lost"], counters.get("retries", 0)) == (1, 0)
+            assert counters["redirects"] == 1
 
     asyncio.run(asyncio.wait_for(run(), 60.0))
 

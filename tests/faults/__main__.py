@@ -1,0 +1,145 @@
+"""Runs many seeds, and says of each that fails how to repeat it with the faults that it needs.
+
+python -m tests.faults --seeds 1000 --start 1 --results benchmarks/results/faults.md
+python -m tests.faults --start 17 --seeds 1 --trace --only 0,3
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+
+from tests.faults.plan import FaultPlan, drawn
+from tests.faults.pool import Pool, build_pool, read_once
+from tests.faults.simulation import Result, simulate
+
+_PROGRESS_S = 30.0
+_MAX_SHOWN = 1500  # characters of a finding
+_LOSSES = ("kill", "strike", "machine", "freeze", "poisoned workers")
+_OTHERS = ("cut", "switch", "drain", "clock", "board", "front")
+
+
+@dataclass
+class Totals:
+    """Sums up seeds. failed: those with findings."""
+
+    num_seeds: int = 0
+    virtual_s: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+    failed: list[int] = field(default_factory=list)
+
+    def add(self, result: Result) -> None:
+        self.num_seeds += 1
+        self.virtual_s += result.virtual_s
+        self.counts += result.counts
+        if result.findings:
+            self.failed.append(result.plan.seed)
+
+    @property
+    def rows(self) -> Sequence[tuple[str, str]]:
+        counts = self.counts
+        errors = {name: num for name, num in sorted(counts.items()) if name.endswith("Error")}
+        return (
+            ("seeds", f"{self.num_seeds:,}"),
+            ("simulated hours", f"{self.virtual_s / 3600:.1f}"),
+            ("processes struck, frozen or lost with a machine", f"{sum(counts[name] for name in _LOSSES):,}"),
+            *((f"of other faults, {name}", f"{counts[name]:,}") for name in _OTHERS),
+            ("answers with the undisturbed tokens", f"{counts['answered'] - counts['wrong']:,}"),
+            ("answers with other tokens", f"{counts['wrong']:,}"),
+            ("prompts sent to another decode worker", f"{counts['redirects']:,}"),
+            ("attempts retried", f"{counts['retries']:,}"),
+            ("clients that left", f"{counts['left']:,}"),
+            ("cut off by a lost front", f"{counts['cut off by a lost front']:,}"),
+            *((f"stated errors, {name}", f"{num:,}") for name, num in errors.items()),
+            ("requests blamed that were not poisoned", f"{counts['blamed']:,}"),
+            ("requests that did not end", f"{counts['hung']:,}"),
+            ("seeds that left anything behind, or failed otherwise", f"{len(self.failed):,}"),
+        )
+
+    def table(self) -> str:
+        lines = [f"| {name} | {value} |" for name, value in self.rows]
+        return "\n".join(["| simulated faults | |", "|---|---:|", *lines])
+
+
+def needed(plan: FaultPlan, fails: Callable[[FaultPlan], bool]) -> FaultPlan:
+    """Leaves out every fault without which a plan still fails, one at a time."""
+    number = 0
+    while number < len(plan.faults):
+        smaller = plan.without(number)
+        if fails(smaller):
+            plan = smaller
+        else:
+            number += 1
+    return plan
+
+
+def _explain(result: Result, pool: Pool) -> None:
+    """Prints what was wrong, and how to repeat it with few faults."""
+    print(f"seed {result.plan.seed} failed:")
+    for finding in result.findings:
+        print("   ", finding[:_MAX_SHOWN].replace("\n", "\n    "))
+    plan = needed(result.plan, lambda smaller: bool(simulate(smaller, pool).findings))
+    kept = [number for number, fault in enumerate(result.plan.faults) if fault in plan.faults]
+    print("   ", "\n    ".join(plan.lines()))
+    only = ",".join(map(str, kept))
+    print(
+        f"    repeat it: python -m tests.faults --start {plan.seed} --seeds 1 --trace --only {only}",
+        flush=True,
+    )
+
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=100, help="how many seeds")
+    parser.add_argument("--start", type=int, default=0, help="the first seed")
+    parser.add_argument("--only", help="numbers of the faults that are kept, with commas, of one seed")
+    parser.add_argument("--trace", action="store_true", help="print all that happens")
+    parser.add_argument("--results", type=Path, help="file that gets the table")
+    return parser.parse_args()
+
+
+def _plan(seed: int, pool: Pool, only: str | None) -> FaultPlan:
+    plan = drawn(seed, len(pool.questions))
+    kept = None if only is None else {int(each) for each in only.split(",") if each}
+    for number in reversed(range(len(plan.faults))):
+        if kept is not None and number not in kept:
+            plan = plan.without(number)
+    return plan
+
+
+def main() -> int:
+    arguments, totals = _parsed(), Totals()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="epd-faults-") as folder, read_once():
+        pool, said_s = build_pool(Path(folder)), time.monotonic()
+        for seed in range(arguments.start, arguments.start + arguments.seeds):
+            result = simulate(_plan(seed, pool, arguments.only), pool, is_printed=arguments.trace)
+            totals.add(result)
+            if result.findings:
+                _explain(result, pool)
+            if time.monotonic() - said_s > _PROGRESS_S:
+                said_s = time.monotonic()
+                print(f"{totals.num_seeds} seeds, {len(totals.failed)} failed", flush=True)
+    print(totals.table())
+    if arguments.results is not None:
+        arguments.results.write_text(_page(totals, arguments))
+    return 1 if totals.failed else 0
+
+
+def _page(totals: Totals, arguments: argparse.Namespace) -> str:
+    command = f"python -m tests.faults --start {arguments.start} --seeds {arguments.seeds}"
+    return f"# Simulated faults\n\n{totals.table()}\n\nRepeat it with `{command}`.\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,84 @@
+"""The model and the questions that all seeds share: each is read, and answered undisturbed, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+from epd.encoders import Adapter, load_adapter
+from epd.sampling_params import SamplingParams
+from epd.serve_app.media import image_planner
+from epd.serve_app.orchestration import request_planner
+from epd.serve_app.worker import worker_stages
+from epd.stages.loading.weights import WholeModel
+from epd.stages.placement import Placement
+from tests.media import write_image, write_video
+from tests.serve_app.deployments import Question, clear_questions
+from tests.tiny_models import build_qwen2_5_vl
+
+_NUM_QUESTIONS = 40
+_NUM_SPARE = 12  # whose tokens rounding may turn
+_KINDS = ((), (), ("image",), ("video",), ("image", "video"))
+
+
+@dataclass(frozen=True, slots=True)
+class PoolQuestion:
+    """A question, and the tokens of its undisturbed answer."""
+
+    question: Question
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A folder with a checkpoint, and questions about media beside it."""
+
+    model: Path
+    questions: tuple[PoolQuestion, ...]
+
+
+def build_pool(folder: Path) -> Pool:
+    """Writes a checkpoint and media into a folder, and answers questions in one worker, undisturbed."""
+    model = build_qwen2_5_vl(folder / "model", num_hidden_layers=1)
+    media = {"image": write_image(folder / "image.png"), "video": write_video(folder / "video.mp4")}
+    rng = Random(1)
+    drawn = [_question(rng, media, number) for number in range(_NUM_QUESTIONS + _NUM_SPARE)]
+    questions, answers = clear_questions(model, drawn, _NUM_QUESTIONS, num_kv_tokens=8192)
+    pooled = zip(questions, answers, strict=True)
+    return Pool(model, tuple(PoolQuestion(question, answered.tokens) for question, answered in pooled))
+
+
+def _question(rng: Random, media: dict[str, Path], number: int) -> Question:
+    sampling = SamplingParams(
+        max_tokens=rng.choice((3, 10, 25, 40)),
+        ignore_eos=True,
+        seed=1000 + number,
+        temperature=rng.choice((0.0, 0.0, 1.0)),
+    )
+    text = f"what {number % 9} is it{' really' * rng.choice((0, 0, 3, 40))}?"
+    return Question(tuple(media[kind] for kind in rng.choice(_KINDS)), text, sampling)
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Lets all workers of this process share the model that the first one has read."""
+    adapters: dict[str, Adapter] = {}
+    models: dict[Path, WholeModel] = {}
+
+    def adapter(path: str | Path, **options: Any) -> Adapter:
+        key = f"{path} {options}"
+        return adapters.get(key) or adapters.setdefault(key, load_adapter(path, **options))
+
+    def whole(path: Path, placement: Placement, weights: Path) -> WholeModel:
+        return models.get(path) or models.setdefault(path, WholeModel(path, placement, weights))
+
+    with ExitStack() as stack:
+        for module in (worker_stages, request_planner, image_planner):
+            stack.enter_context(mock.patch.object(module, "load_adapter", adapter))
+        stack.enter_context(mock.patch.object(worker_stages, "WholeModel", whole))
+        yield

@@ -1,0 +1,79 @@
+"""Simulated faults: answers have the undisturbed tokens, nothing is left, and few innocents are blamed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.faults.__main__ import needed
+from tests.faults.plan import Fault, drawn
+from tests.faults.pool import Pool, build_pool, read_once
+from tests.faults.simulation import simulate
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array_wrap__ must accept:DeprecationWarning",
+    "ignore:coroutine .* was never awaited:RuntimeWarning",  # of processes that were killed
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+)
+
+NUM_SEEDS = 60
+MAX_BLAMED = 0.005  # of the requests that were not poisoned
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with read_once():
+        yield build_pool(tmp_path_factory.mktemp("faults"))
+
+
+def test_seeds_leave_nothing_and_change_no_token(pool: Pool) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        result = simulate(drawn(seed, len(pool.questions)), pool)
+        assert not result.findings, (seed, result.findings)
+        counts += result.counts
+    assert counts["answered"] > 7 * NUM_SEEDS
+    assert counts["wrong"] == counts["hung"] == 0
+    assert counts["blamed"] <= MAX_BLAMED * 10 * NUM_SEEDS
+    # What is to be survived has happened.
+    for fault in (
+        "kill",
+        "strike",
+        "machine",
+        "freeze",
+        "cut",
+        "switched",
+        "drain",
+        "board",
+        "front",
+        "left",
+    ):
+        assert counts[fault] > 0, fault
+    assert counts["redirects"] > 0
+    assert counts["retries"] > counts["redirects"] / 10
+
+
+def test_two_runs_of_a_seed_are_equal(pool: Pool) -> None:
+    """Whatever ran in this process before, and the other run too."""
+    for seed in (18, 23):
+        plan = drawn(seed, len(pool.questions))
+        assert len(plan.faults) > 3
+        assert simulate(plan, pool).digest == simulate(plan, pool).digest
+
+
+def test_a_poisoned_request_ends_after_few_processes(pool: Pool) -> None:
+    plan = drawn(3, len(pool.questions))
+    for place in (0.0, 0.3, 0.6):
+        poison = Fault(0.5, "poison", other=place, question=2)
+        result = simulate(replace(plan, topology="2e2p2d", faults=(poison,)), pool)
+        assert not result.findings
+        assert result.counts["poisoned workers"] <= 4
+
+
+def test_a_failing_plan_is_reduced_to_the_faults_that_it_needs() -> None:
+    plan = replace(drawn(0, 40), faults=tuple(Fault(float(number), "kill") for number in range(6)))
+    smallest = needed(plan, lambda each: {fault.at_s for fault in each.faults} >= {1.0, 4.0})
+    assert [fault.at_s for fault in smallest.faults] == [1.0, 4.0]

@@ -1,0 +1,345 @@
+"""An application in virtual time: a board, media workers, stage workers and fronts, each a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from epd.control.routing import InFlight
+from epd.engine_config import EngineConfig
+from epd.errors import UnavailableError
+from epd.kv.scheduling import SchedulerConfig
+from epd.serve_app.composition import share_lead
+from epd.serve_app.media.media_worker import MediaSettings
+from epd.serve_app.messages import Message
+from epd.serve_app.network.board import Board
+from epd.serve_app.network.media_server import MediaServer
+from epd.serve_app.network.members import Credentials, Member, Place, Purpose, View
+from epd.serve_app.network.remote_fleet import RemoteFleet
+from epd.serve_app.network.worker_server import WorkerServer, WorkerServerConfig
+from epd.serve_app.orchestration.config import OrchestratorConfig
+from epd.serve_app.orchestration.orchestrator import Orchestrator
+from epd.serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.worker.worker_core import WorkerCore
+from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.topology import parse_topology
+from tests.faults.network import Network
+from tests.faults.virtual_time import Clock, Process, VirtualLoop, process_now
+from tests.faults.workers import SimulatedMedia, SimulatedThread
+from tests.serve_app.deployments import num_held
+from tests.serve_app.media_fleet import ANY_FILE
+
+HANG_S = 10.0  # silence after which the board declares a member lost
+_RESTART_S = (0.1, 4.0)
+
+
+class Trace:
+    """Hashes what happens, and when: equal for two runs of a seed. is_printed: as it comes."""
+
+    def __init__(self, clock: Clock, *, is_printed: bool = False) -> None:
+        self._clock = clock
+        self._hash = hashlib.blake2b(digest_size=8)
+        self._is_printed = is_printed
+
+    def note(self, *words: object) -> None:
+        line = f"{self._clock.elapsed_s:.6f} " + " ".join(map(str, words))
+        self._hash.update(line.encode())
+        if self._is_printed:
+            print(line, flush=True)
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+
+class _Board:
+    """Reaches the board from any process. One that is killed fails the calls that wait, as an actor does."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._calls: dict[asyncio.Future[Any], None] = {}
+
+    def fail_calls(self) -> None:
+        for call in list(self._calls):
+            call.cancel()
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        world = self._world
+        process, board = world.board_process, world.board
+        if process.is_dead:
+            await asyncio.sleep(0.01)
+            raise UnavailableError("the board is gone")
+        call = asyncio.ensure_future(world.network.call(process, lambda: getattr(board, method)(*arguments)))
+        self._calls[call] = None
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            if call.cancelled():
+                raise UnavailableError("the board is gone") from None
+            raise
+        finally:
+            self._calls.pop(call, None)
+
+    async def credentials(self) -> Credentials:
+        return await self._call("credentials")  # type: ignore[no-any-return]
+
+    async def follow(self, member: Member, seen: int, credentials: Credentials) -> View | None:
+        return await self._call("follow", member, seen, credentials)  # type: ignore[no-any-return]
+
+    async def leave(self, epoch: str) -> None:
+        await self._call("leave", epoch)
+
+    async def accuse(self, epoch: str, reason: str) -> None:
+        await self._call("accuse", epoch, reason)
+
+
+@dataclass(eq=False)
+class Part:
+    """A process of the application. server: what runs in it. is_wanted: whether another one replaces it.
+
+    died: set once it is dead
+    """
+
+    process: Process
+    server: Any = None
+    front: Orchestrator | None = None
+    is_ready: bool = False
+    is_wanted: bool = True
+    died: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def name(self) -> str:
+        """Returns the name of a worker, or of the process."""
+        info = None if self.server is None else self.server.membership._member
+        return self.process.name if info is None or info.info is None else str(info.info.name)
+
+
+class World:
+    """Starts, kills and replaces the processes of one application."""
+
+    def __init__(self, loop: VirtualLoop, clock: Clock, seed: int, model: Path, trace: Trace) -> None:
+        self.rng = Random(f"{seed} world")
+        self.loop, self.clock, self.model, self.trace = loop, clock, model, trace
+        self.network = loop.network = Network(loop, seed)
+        self.is_deadly: Callable[[Message[Any]], bool] = lambda _message: False
+        self.on_turn: Callable[[Part, str], None] = lambda _part, _kind: None
+        self.counts: Counter[str] = Counter()
+        self.topology = "1epd"
+        self.options: dict[str, Any] = {}
+        self.parts: list[Part] = []
+        self._num_processes: Counter[str] = Counter()
+        self.board_process = Process(loop, "board", "m0")
+        self.board = self.board_process.context.copy().run(lambda: Board(hang_s=HANG_S))
+        self._board = _Board(self)
+        self._settings = WorkerSettings(
+            model,
+            EngineConfig(num_kv_tokens=4096, draft="none"),
+            num_embeddings=2048,
+            max_batch_patches=512,
+            scheduler=SchedulerConfig(max_chunk_tokens=64),
+        )
+        self._media = MediaSettings(model, ANY_FILE, spool_folder=model.parent, num_read_threads=1)
+        self._supervisors: list[asyncio.Task[None]] = []
+
+    # Processes
+
+    async def start(self, topology: str, num_fronts: int, num_media: int, **options: Any) -> None:
+        """Starts the application. options: of OrchestratorConfig."""
+        self.topology, self.options = topology, options
+        num_stages = parse_topology(topology).num_workers
+        kinds = ["stage"] * num_stages + ["media"] * num_media + ["front"] * num_fronts
+        for number, kind in enumerate(kinds):
+            self.add(kind, f"m{number % 3}")
+        while not self.is_whole:
+            await asyncio.sleep(0.05)
+
+    def add(self, kind: str, machine: str) -> Part:
+        """Starts one more process."""
+        self._num_processes[kind] += 1
+        part = Part(Process(self.loop, f"{kind}{self._num_processes[kind]}", machine))
+        self.parts.append(part)
+        part.process.spawn(self._run(kind, part))
+        return part
+
+    async def _run(self, kind: str, part: Part) -> None:
+        place = Place(part.process.name, part.process.machine)
+        purpose = Purpose(topology=self.topology, hang_s=HANG_S)
+        if kind == "front":
+            await self._run_front(part, RemoteFleet(self._board, place, purpose))
+            return
+        if kind == "stage":
+            part.server = WorkerServer(self._board, place, WorkerServerConfig(self._settings, purpose))
+        else:
+            rng = Random(f"{self.network.seed} {part.process.name}")
+            host = SimulatedMedia(self._media, rng, self.kills_process)
+            part.server = MediaServer(self._board, place, host, purpose)
+        part.server.membership.on_ended = lambda reason: self._end_soon(part, reason)
+        await part.server.start()
+        part.is_ready = True
+        self.trace.note("ready", part.process.name, part.name)
+
+    async def _run_front(self, part: Part, fleet: RemoteFleet) -> None:
+        part.server = fleet
+        fleet.membership.on_ended = lambda reason: self._end_soon(part, reason)
+        planner = RequestPlanner(self.model, "tiny", group_tokens=16)
+        part.front = Orchestrator(fleet, planner, OrchestratorConfig(**self.options), owner=fleet.owner)
+        await part.front.start()
+        share_lead(part.front, fleet)
+        part.is_ready = True
+
+    def kills_process(self, message: Message[Any]) -> bool:
+        """Ends the process that runs now if a message is deadly. Returns whether it is."""
+        process = process_now()
+        if process is None or process.is_dead or not self.is_deadly(message):
+            return False
+        part = self._part_now()
+        self.counts["poisoned workers"] += 1
+        self._end_soon(part, f"{type(message).__name__} is poison")
+        return True
+
+    def _part_now(self) -> Part:
+        return next(each for each in self.parts if each.process is process_now())
+
+    def turned(self, kind: str) -> None:
+        """Notes a message that was handled, or an event that is reported, by the process that runs now."""
+        process = process_now()
+        if process is not None and not process.is_dead:
+            part = self._part_now()
+            self.trace.note(part.process.name, kind)
+            self.counts[f"{kind} messages"] += 1
+            self.on_turn(part, kind)
+
+    def strike(self, part: Part, after_s: float) -> None:
+        """Ends a process a little later, called from any."""
+        self.loop.call_later(after_s, self.kill, part, "struck", context=contextvars.Context())
+
+    def _end_soon(self, part: Part, reason: str) -> None:
+        """Ends a process that runs now, after its callback."""
+        self.loop.call_soon(self.kill, part, reason, context=contextvars.Context())
+
+    def kill(self, part: Part, reason: str, *, with_machine: bool = False) -> None:
+        """Ends a process as SIGKILL does. with_machine: with its machine, which says nothing any more."""
+        if part.process.is_dead:
+            return
+        self.trace.note("end", part.process.name, part.name, reason)
+        part.process.is_dead = True
+        self.network.lose(part.process, with_machine=with_machine)
+        self.parts.remove(part)
+        self._free(part)
+        part.died.set()
+        if part.is_wanted:
+            kind = part.process.name.rstrip("0123456789")
+            self.loop.call_later(self.rng.uniform(*_RESTART_S), self.add, kind, part.process.machine)
+
+    def _free(self, part: Part) -> None:
+        """Frees what the kernel, or the end of the simulation, would free."""
+        if isinstance(part.server, WorkerServer):
+            if part.server._thread is not None and part.server._thread.core is not None:
+                part.server._thread.core.close()
+            if part.server._files is not None:
+                part.server._files.release()
+        elif isinstance(part.server, MediaServer):
+            part.server._host.close()
+
+    def kill_board(self) -> None:
+        """Ends the board; another one takes its place after a while."""
+        if self.board_process.is_dead:
+            return
+        self.trace.note("end board")
+        self.board_process.is_dead = True
+        self.network.lose(self.board_process, with_machine=False)
+        self._board.fail_calls()
+        self.loop.call_later(self.rng.uniform(0.5, 3.0), self._restart_board)
+
+    def _restart_board(self) -> None:
+        self.board_process = Process(self.loop, "board", "m0")
+        context = self.board_process.context.copy()
+        self.board = context.run(lambda: Board(hang_s=HANG_S, is_restarted=True))
+
+    # State
+
+    @property
+    def fronts(self) -> list[Part]:
+        return [part for part in self.parts if part.front is not None and part.is_ready]
+
+    def workers(self, kind: type[Any] = WorkerServer) -> list[Part]:
+        return [part for part in self.parts if isinstance(part.server, kind) and part.is_ready]
+
+    @property
+    def is_whole(self) -> bool:
+        """Returns whether every process is there and every front reaches every worker."""
+        fronts = self.fronts
+        if not all(part.is_ready and not part.process.is_frozen for part in self.parts):
+            return False
+        servers = [*self.workers(), *self.workers(MediaServer)]
+        names = {part.name: part.server.membership.info.incarnation for part in servers}
+        seen = [
+            {info.name: info.incarnation for info in part.server.workers.values() if info.is_alive}
+            for part in fronts
+        ]
+        return bool(fronts) and all(each == names for each in seen)
+
+    def cores(self) -> list[WorkerCore]:
+        found = [part.server._thread.core for part in self.workers()]
+        return [core for core in found if core is not None]
+
+    async def collect(self) -> None:
+        """Frees what only the collector finds, as it does now and then, at a time that the seed decides."""
+        gc.collect()
+        await asyncio.sleep(0.1)
+
+    def leftovers(self) -> list[str]:
+        """Returns what is left of any request anywhere."""
+        left = [] if self.is_whole else ["it is not whole"]
+        for core in self.cores():
+            left += [f"{core.name} has work"] if core.has_work() else []
+            left += [f"{core.name} uses keys and values"] if core.load().kv_usage else []
+            left += [f"{core.name} holds embeddings"] if num_held(core) else []
+        for part in self.workers(MediaServer):
+            worker = part.server._host.worker
+            held = (worker.num_holds, worker.num_streams, worker.num_pixel_bytes, len(part.server._kept))
+            left += [f"{part.name} has {held}"] if any(held) else []
+        for part in self.fronts:
+            left += self._left_at_front(part)
+        return left
+
+    def _left_at_front(self, part: Part) -> list[str]:
+        front, name = part.front, part.process.name
+        assert front is not None
+        left = [f"{name} has attempts"] if front.num_attempts else []
+        left += [f"{name} has tickets"] if front.num_tickets else []
+        left += [f"{name} has media"] if front.media.num_held else []
+        left += [f"{name} has readers"] if any(front.media.reading.values()) else []
+        left += [f"{name} looks for room"] if front.requests.redirecting else []
+        counts = {worker: front.router.in_flight(worker) for worker in part.server.workers}
+        return left + [
+            f"{name} counts {has} at {worker}" for worker, has in counts.items() if has != InFlight()
+        ]
+
+    async def close(self) -> None:
+        """Ends everything in order, so that nothing of it is left in this process."""
+        for part in self.parts:
+            part.is_wanted = False
+        for part in [*self.fronts, *self.workers(), *self.workers(MediaServer)]:
+            server = part.front or part.server
+            await part.process.spawn(server.close())
+        await self.board_process.spawn(self.board.close())
+
+
+def simulated_thread(world: World) -> type[SimulatedThread]:
+    """Returns the threads of a world's workers."""
+
+    class Thread(SimulatedThread):
+        rng = Random(f"{world.network.seed} threads")
+        is_deadly = staticmethod(world.kills_process)
+        on_turn = staticmethod(world.turned)
+
+    return Thread
