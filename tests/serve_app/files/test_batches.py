@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections import Counter
@@ -206,6 +207,22 @@ def test_batches_belong_to_the_key_that_made_them(run_front: RunFront, tmp_path:
     assert front.http.get("/v1/batches", headers=other).json()["data"] == []
     assert front.http.get("/v1/batches/..%2f..", headers=other).status_code == 404
     assert ended(front.openai, batch).status == "completed"
+
+
+def test_a_batch_for_which_the_disk_has_no_room_leaves_nothing(
+    run_front: RunFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = run_front(files=FileSettings(tmp_path / "kept"))
+
+    def fail(path: Path, _: object) -> None:
+        path.with_name(f".{path.name}.part").touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("epd.serve_app.files.batch_store.write_record", fail)
+    with pytest.raises(openai.InternalServerError, match="No space left on device") as refused:
+        asked(front.openai, [line("a")])
+    assert refused.value.status_code == 503
+    assert list((tmp_path / "kept" / "batches").iterdir()) == []
 
 
 def test_batches_that_ended_make_room_for_others(run_front: RunFront, tmp_path: Path) -> None:
