@@ -9,6 +9,7 @@ from epd.serve_app.network.media_server import MediaServer
 from epd.serve_app.network.remote_fleet import RemoteFleet
 from epd.serve_app.network.worker_server import WorkerServer, WorkerServerConfig
 from epd.serve_app.ray.memory_limit import limit_memory
+from epd.video.children.walls import hide_process
 
 __all__ = [
     "MediaProcesses",
@@ -18,6 +19,7 @@ __all__ = [
     "WorkerServer",
     "WorkerServerConfig",
     "create_app",
+    "hide_process",
     "limit_memory",
     "log_requests",
     "media_settings",
