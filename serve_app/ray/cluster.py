@@ -122,7 +122,7 @@ def _start(settings: RaySettings) -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # its owner may run code as this user
     try:
         with _without_keys():
-            started = ray.init(
+            ray.init(
                 address="local",
                 namespace=settings.namespace,
                 num_cpus=settings.num_cpus or max(_LEAST_CPUS, 2 * usable_cpus()),
@@ -132,7 +132,6 @@ def _start(settings: RaySettings) -> None:
                 logging_level=logging.ERROR,
                 _node_ip_address=LOOPBACK,
             )
-        os.chmod(started.address_info["session_dir"], 0o700)  # Ray lets everybody reach its sockets
     except Exception as error:  # Ray's own are of any class
         raise UnavailableError(f"Ray does not start: {reason_of(error)}; see the logs in /tmp/ray") from error
 
