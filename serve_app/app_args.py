@@ -63,6 +63,7 @@ MEDIA_FIELDS = (
     "allowed_media_path",
     "allowed_media_hosts",
     "image_background",
+    "require_media_sandbox",
     "hang_s",
     "drain_s",
     *PIXEL_FIELDS,
@@ -136,6 +137,11 @@ class AppArgs(EngineConfig):
     image_background: str = Field(
         default="#ffffff",
         description="Colour that transparent pixels of pictures show, as #rrggbb or R,G,B.",
+    )
+    require_media_sandbox: bool = Field(
+        default=False,
+        description="Refuse to start where the kernel gives the processes that read media no Landlock or no "
+        "seccomp.",
     )
     max_requests: int = Field(default=512, ge=1, description="Requests answered at once; others get 429.")
     max_waiting: int = Field(default=256, ge=0, description="Requests that wait for room at the workers.")

@@ -169,4 +169,5 @@ def _status(info: WorkerInfo, load: WorkerLoad, switching: Collection[str]) -> W
         is_switching=info.name in switching or bool(info.leaving),
         transports=load.transports,
         memory=load.memory,
+        walls=load.walls,
     )

@@ -252,6 +252,7 @@ class WorkerLoad:
     work: what it has of everybody, in the units in which a router counts; None if it does not say
     media: the same of a media worker
     memory: what it has on its device; None if it has no stage
+    walls: around its processes that read media, by `epd.video.children.walls`; None if it has none
     """
 
     num_waiting: int = 0
@@ -268,6 +269,7 @@ class WorkerLoad:
     work: InFlight | None = None
     media: MediaSample | None = None
     memory: MemoryUse | None = None
+    walls: tuple[str, ...] | None = None
     max_num_seqs: int = 0
 
 

@@ -257,6 +257,7 @@ class WorkerStatus:
     is_switching: whether it is giving up roles, and takes no work for them
     transports: the way that its embeddings, keys and values last took to other workers, by name
     memory: what it has on its device; None for a media worker
+    walls: around its processes that read media, by `epd.video.children.walls`; None if it has none
     """
 
     name: str
@@ -270,6 +271,7 @@ class WorkerStatus:
     is_switching: bool = False
     transports: Mapping[str, str] = field(default_factory=dict)
     memory: MemoryUse | None = None
+    walls: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

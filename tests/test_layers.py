@@ -104,12 +104,15 @@ ROOMS: dict[str, dict[str, str]] = {
         ".": "",
         "media": ".",
         "observability": ".",
-        "files": "",
+        "files": ".",
         "http": ".",
         "http/guard": "http media observability",
         "http/requests": ".",
         "http/answers": ". http http/guard observability",
-        "http/server_state.py": ". files http/answers http/guard http/requests observability",
+        "http/format_checks.py": ".",
+        "http/server_state.py": (
+            ". files http/answers http/format_checks.py http/guard http/requests observability"
+        ),
         "http/routes": ". files http/answers http/guard http/requests http/server_state.py observability",
         "http/http_server.py": "http http/guard",
         "http/api.py": (

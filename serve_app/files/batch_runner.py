@@ -1,10 +1,11 @@
-"""Drives the batches of a folder, one at a time, as long as the server runs."""
+"""Drives the batches of a folder: one of each owner at a time, and the lines of owners in turns."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from starlette.types import ASGIApp
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp
 from epd.batch.http_backend import HttpBackend
 from epd.client.endpoint import Endpoint
 from epd.errors import EPDError
-from epd.serve_app.files.app_transport import OWN_URL, AppTransport
+from epd.serve_app.files.app_transport import OWN_URL, AppTransport, OwnApp
 from epd.serve_app.files.batch_run import BatchRun
 from epd.serve_app.files.batch_store import BatchStore
 
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 _RETRY_S = 5.0
 _JOIN_S = 15.0
+# Owners whose batches one server drives at once; those of others wait, or other servers drive them.
+_MAX_LANES = 8
 
 
 class BatchRunner:
@@ -36,8 +39,8 @@ class BatchRunner:
 
     def start(self) -> None:
         """Starts to look. Called in the app's event loop."""
-        transport = AppTransport(self._app, asyncio.get_running_loop())
-        self._thread = threading.Thread(target=self._work, args=(transport,), name="batches", daemon=True)
+        app = OwnApp(self._app, asyncio.get_running_loop(), self._store.settings.num_in_flight)
+        self._thread = threading.Thread(target=self._work, args=(app,), name="batches", daemon=True)
         self._thread.start()
 
     async def close(self) -> None:
@@ -46,16 +49,38 @@ class BatchRunner:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, _JOIN_S)
 
-    def _work(self, transport: AppTransport) -> None:
+    def _work(self, app: OwnApp) -> None:
+        lanes: dict[str, threading.Thread] = {}
         while not self._stop.is_set():
-            pause_s = LOOK_S
-            for batch_id in self._store.unfinished():
-                try:
-                    self._drive(batch_id, transport)
-                except (EPDError, OSError) as error:
-                    logger.warning("batch_id=%s waits: %s", batch_id, error)
-                    pause_s = _RETRY_S
-            self._stop.wait(pause_s)
+            lanes = {owner: lane for owner, lane in lanes.items() if lane.is_alive()}
+            for owner, batch_ids in self._unfinished().items():
+                if owner not in lanes and len(lanes) < _MAX_LANES:
+                    lanes[owner] = lane = threading.Thread(
+                        target=self._drive_all, args=(owner, batch_ids, app), name="batches", daemon=True
+                    )
+                    lane.start()
+            self._stop.wait(LOOK_S)
+        for lane in lanes.values():
+            lane.join()
+
+    def _unfinished(self) -> Mapping[str, Sequence[str]]:
+        """Returns the ids of batches that have not ended by owner, the oldest first."""
+        found: dict[str, list[str]] = {}
+        for batch_id in self._store.unfinished():
+            if (stored := self._store.read(batch_id)) is not None:
+                found.setdefault(stored.owner, []).append(batch_id)
+        return found
+
+    def _drive_all(self, owner: str, batch_ids: Sequence[str], app: OwnApp) -> None:
+        """Drives an owner's batches one after another. Waits at the end if one is to be tried again."""
+        pause_s = 0.0
+        for batch_id in batch_ids:
+            try:
+                self._drive(batch_id, AppTransport(app, owner))
+            except (EPDError, OSError) as error:
+                logger.warning("batch_id=%s waits: %s", batch_id, error)
+                pause_s = _RETRY_S
+        self._stop.wait(pause_s)
 
     def _drive(self, batch_id: str, transport: AppTransport) -> None:
         def backend(path: str) -> HttpBackend:

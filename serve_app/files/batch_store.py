@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from epd.errors import OverloadedError, RequestError
+from epd.errors import OverloadedError, RequestError, StorageFullError
 from epd.serve_app.files.batch_records import WINDOW_S, BatchObject, BatchRequest, StoredBatch
 from epd.serve_app.files.file_store import FileStore
 from epd.serve_app.files.records import FINAL, read_record, write_record
@@ -35,7 +35,7 @@ class BatchStore:
         self._ended: set[str] = set()
 
     def create(self, owner: str, asked: BatchRequest) -> BatchObject:
-        """Keeps a new batch. Raises NotFoundError, RequestError, OverloadedError."""
+        """Keeps a new batch. Raises NotFoundError, RequestError, OverloadedError, StorageFullError."""
         file = self.files.get(owner, asked.input_file_id)
         if file.purpose != "batch":
             raise RequestError(f"received the file of purpose {file.purpose!r}; allowed: 'batch'; upload one")
@@ -48,8 +48,14 @@ class BatchStore:
             expires_at=now + WINDOW_S,
             **asked.model_dump(),
         )
-        self.folder_of(batch.id).mkdir(mode=0o700)
-        self.save(StoredBatch(owner=owner, batch=batch))
+        try:
+            self.folder_of(batch.id).mkdir(mode=0o700)
+            self.save(StoredBatch(owner=owner, batch=batch))
+        except OSError as error:
+            shutil.rmtree(self.folder_of(batch.id), ignore_errors=True)
+            raise StorageFullError(
+                f"the batch cannot be kept: {error.strerror}; send it again later"
+            ) from error
         return batch
 
     def _make_room(self) -> None:

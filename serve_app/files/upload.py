@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import BinaryIO
 
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError, MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from epd.errors import RequestError, RequestLimitError
@@ -46,18 +46,27 @@ class UploadForm:
         self.num_bytes = 0
         self.filename = ""
         self.has_file = self.is_complete = False
-        self._parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": self._begin,
-                "on_header_field": self._add_header,
-                "on_header_value": self._add_value,
-                "on_header_end": self._end_header,
-                "on_headers_finished": self._open,
-                "on_part_data": self._add_data,
-                "on_end": self._end,
-            },
-        )
+        self._parser = self._parser_of(boundary)
+
+    def _parser_of(self, boundary: bytes) -> MultipartParser:
+        try:
+            return MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._begin,
+                    "on_header_field": self._add_header,
+                    "on_header_value": self._add_value,
+                    "on_header_end": self._end_header,
+                    "on_headers_finished": self._open,
+                    "on_part_data": self._add_data,
+                    "on_end": self._end,
+                },
+            )
+        except FormParserError:
+            raise RequestError(
+                f"received a form with a boundary of {len(boundary)} bytes; allowed: 256 at most; set a "
+                "shorter one"
+            ) from None
 
     def write(self, data: bytes) -> None:
         """Takes the next bytes. Raises RequestError for what is no form, RequestLimitError, OSError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -83,7 +84,7 @@ def create_api(service: AnswerService, media: MediaService, settings: ApiSetting
     media: keeps the media of requests to the service
     """
     server = ServerState(service, media, settings or ApiSettings())
-    app = _App(title="epd", docs_url=None, redoc_url=None, lifespan=_lifespan)
+    app = _App(title="epd", openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.server = server
     hosts = HostCheck(server.settings.allowed_hosts, has_key=server.settings.api_key is not None)
     keys = KeyCheck(server.settings.api_key, server.settings.admin_api_key)
@@ -128,6 +129,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 class _App(FastAPI):
     """Adds the bodies that routes read themselves to the OpenAPI schema."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._openapi_json: dict[str, bytes] = {}
+
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
             schema = super().openapi()
@@ -137,6 +142,13 @@ class _App(FastAPI):
                 components |= body.pop("$defs", {}) | {kind.__name__: body}
             self.openapi_schema = schema
         return self.openapi_schema
+
+    def openapi_under(self, root_path: str) -> bytes:
+        """Returns the schema of the app below a path as JSON, which is written once for each path."""
+        if root_path not in self._openapi_json:
+            servers = {"servers": [{"url": root_path}]} if root_path else {}
+            self._openapi_json[root_path] = json.dumps(servers | self.openapi(), ensure_ascii=False).encode()
+        return self._openapi_json[root_path]
 
 
 _open = APIRouter()
@@ -269,6 +281,12 @@ async def server_load(request: Request) -> ServerLoad:
 @_open.get("/version")
 async def version() -> Version:
     return Version(version=__version__)
+
+
+@_open.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    schema = request.app.openapi_under(request.scope.get("root_path", "").rstrip("/"))
+    return Response(schema, media_type="application/json")
 
 
 @_open.get("/metrics", response_class=Response)

@@ -23,8 +23,9 @@ from epd.serve_app.files.batch_store import BatchStore
 from epd.serve_app.files.file_store import FileStore
 from epd.serve_app.files.settings import FileSettings
 from epd.serve_app.http.answers.several_answers import answer_all
+from epd.serve_app.http.format_checks import FormatChecks
 from epd.serve_app.http.guard.body_reader import BodyLimits, BodyReader
-from epd.serve_app.http.guard.http_guard import check_admin
+from epd.serve_app.http.guard.http_guard import check_admin, client_of
 from epd.serve_app.http.requests.answer_format import answer_format, no_turns
 from epd.serve_app.http.requests.chat_request import ChatRequest, EpdOptions
 from epd.serve_app.http.requests.named_media import NamedMedia, namespace_of
@@ -55,7 +56,6 @@ from epd.serve_app.service import (
     ModelCard,
     StageSpan,
 )
-from epd.stages.grammar.checker import GrammarChecker
 
 _RETRY_AFTER_S = 1.0
 _T = TypeVar("_T", bound=BaseModel)
@@ -121,6 +121,7 @@ class ParsedRequest:
 
     grammar: that the answer follows, empty for any answer
     namespace: of the names that the client gives to media
+    client: who shares with others as one
     """
 
     chat: ChatRequest
@@ -128,6 +129,7 @@ class ParsedRequest:
     references: tuple[MediaReference, ...]
     grammar: str = ""
     namespace: bytes = b""
+    client: str = ""
 
 
 class ServerState:
@@ -141,7 +143,7 @@ class ServerState:
         self.metrics = ServerMetrics(settings.front)
         self.tracing = tracing_of(settings.trace_dir, settings.max_traces, settings.otlp_endpoint)
         self.bodies = BodyReader(settings.bodies)
-        self.grammars = GrammarChecker()
+        self.formats = FormatChecks()
         self.files = None if settings.files is None else FileStore(settings.files)
         self.named_media = NamedMedia(settings.max_named_media, settings.max_named_bytes)
         self.batches = None if self.files is None else BatchStore(self.files)
@@ -165,7 +167,7 @@ class ServerState:
 
     def close(self) -> None:
         self.tracing.close()
-        self.grammars.close()
+        self.formats.close()
 
     async def read(self, request: Request) -> ParsedRequest:
         """Reads and checks the body of a chat request. Raises EPDError."""
@@ -194,7 +196,7 @@ class ServerState:
         )
         namespace = namespace_of(request.headers.get("authorization", ""), chat.cache_salt or "")
         found = self.named_media.found(namespace, references)
-        parsed = ParsedRequest(chat, messages, found, namespace=namespace)
+        parsed = ParsedRequest(chat, messages, found, namespace=namespace, client=client_of(request))
         if found != references:
             num_bytes += sum(
                 len(each.url) for each, sent in zip(found, references, strict=True) if not sent.url
@@ -223,7 +225,9 @@ class ServerState:
         record.model = model.name
         record.is_stream = bool(parsed.chat.stream)
         wanted = answer_format(parsed.chat)
-        return parsed if wanted is None else replace(parsed, grammar=await self.grammars.checked(wanted))
+        if wanted is None:
+            return parsed
+        return replace(parsed, grammar=await self.formats.checked(wanted, client_of(request)))
 
     async def items(
         self, parsed: ParsedRequest, record: RequestRecord
@@ -235,7 +239,7 @@ class ServerState:
         record.num_media = len(parsed.references)
         with self._admitted():
             async with self.media.sources(record.request_id, parsed.references) as media:
-                self.named_media.keep(parsed.namespace, parsed.references)
+                self.named_media.keep(parsed.namespace, parsed.references, parsed.client)
                 del parsed  # it holds whole media as text, and the answer may take minutes
                 self.bodies.release(record)
                 async with aclosing(self.service.answer(request(media))) as answer:
@@ -267,7 +271,7 @@ class ServerState:
         options = self._options(parsed)
         with self._admitted():
             async with self.media.sources(record.request_id, parsed.references) as media:
-                self.named_media.keep(parsed.namespace, parsed.references)
+                self.named_media.keep(parsed.namespace, parsed.references, parsed.client)
                 self.bodies.release(record)
                 request = self._request(record, parsed.messages, options, media)
                 return await self.service.prompts.estimate(request)

@@ -22,6 +22,7 @@ from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.http.http_server import HttpServer
 from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
 from epd.serve_app.media.media_processes import MediaProcesses
+from epd.video.children.walls import hide_process
 
 __all__ = ["log_requests", "served_locally"]
 
@@ -71,7 +72,11 @@ def _run(args: AppArgs, listener: socket.socket, prefix: str, started: Future[_S
 
 
 async def _serve(args: AppArgs, listener: socket.socket, prefix: str, started: Future[_Server]) -> None:
-    with closing(MediaProcesses(background=parse_colour(args.image_background))) as processes:
+    hide_process()  # it holds the keys, and its children read media
+    background = parse_colour(args.image_background)
+    with closing(
+        MediaProcesses(background=background, requires_walls=args.require_media_sandbox)
+    ) as processes:
         devices = _devices(args)
         config = LocalFleetConfig(
             args.workers,

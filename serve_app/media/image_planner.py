@@ -13,7 +13,7 @@ from epd import video
 from epd.encoders import load_adapter
 from epd.errors import MediaError
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
-from epd.serve_app.media.fair_threads import FairThreads
+from epd.serve_app.fair_threads import FairThreads
 from epd.serve_app.media.media_spool import FetchedFile
 from epd.serve_app.media.spool_files import ByteBudget
 from epd.stages.media import PlannedMedia, audio_part, plan_clip, plan_pixels

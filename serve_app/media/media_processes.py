@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import platform
 from dataclasses import replace
 
 from epd.colour import WHITE, Colour
+from epd.errors import InfeasibleError
 from epd.machine import memory_limit_bytes
 from epd.serve_app.media.frame_reader import Decoder, child_decoder
 from epd.video import ChildLimits, MediaChildren, MediaReader
+from epd.video.children.walls import REQUIRED_WALLS, WALLS
+
+logger = logging.getLogger(__name__)
 
 _MIN_CHILDREN, _MAX_CHILDREN = 4, 32
 
@@ -31,12 +37,15 @@ class MediaProcesses:
         decoders: MediaChildren | None = None,
         *,
         background: Colour = WHITE,
+        requires_walls: bool = False,
     ) -> None:
         """Starts nothing yet.
 
         readers: for looking and images; decoders: of videos; by default with the `background` that shows
         through the transparency of pictures
+        requires_walls: whether they may not start without `REQUIRED_WALLS`
         """
+        self._requires_walls = requires_walls
         self._readers = readers or MediaChildren(background=background)
         self._decoders = decoders or MediaChildren(
             video_child_limits(), decodes_video=True, background=background
@@ -51,9 +60,27 @@ class MediaProcesses:
         return child_decoder(self._decoders)
 
     def start(self) -> None:
-        """Starts the servers of both kinds, so that the first medium need not wait for them. Blocks."""
+        """Starts the servers of both kinds, so that the first medium need not wait for them. Blocks.
+
+        Raises UnavailableError, and InfeasibleError where walls that are required are missing.
+        """
         self._readers.server.start()
         self._decoders.server.start()
+        missing = [wall for wall in REQUIRED_WALLS if wall not in self.walls]
+        if missing and self._requires_walls:
+            raise InfeasibleError(
+                f"media processes get no {' and no '.join(missing)} from this kernel ({platform.release()}, "
+                f"{platform.machine()}); --require-media-sandbox allows none without; use Linux 5.13 or "
+                "later on x86_64 or aarch64, in a container that permits both, or leave the option out"
+            )
+        level = logging.WARNING if missing else logging.INFO
+        logger.log(level, "walls around media processes: %s", ", ".join(self.walls) or "none")
+
+    @property
+    def walls(self) -> tuple[str, ...]:
+        """Returns the walls around all of them; none before the first has started."""
+        both = self._readers.server.walls & self._decoders.server.walls
+        return tuple(wall for wall in WALLS if wall in both)
 
     def close(self) -> None:
         """Ends all children."""

@@ -25,8 +25,8 @@ from epd.errors import (
     RequestError,
     UnsupportedMediaError,
 )
+from epd.serve_app.fair_threads import FairThreads
 from epd.serve_app.held_folder import SPOOL_PREFIX, HeldFolder, remove_abandoned
-from epd.serve_app.media.fair_threads import FairThreads
 from epd.serve_app.media.spool_files import ByteBudget, RequestFolder, SpooledFile, refusing_when_full
 from epd.serve_app.service import MediaReference
 from epd.types import MediaKind, UInt8Array, content_hash

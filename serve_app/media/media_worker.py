@@ -101,6 +101,7 @@ class MediaWorker:
 
     def __init__(self, settings: MediaSettings, processes: MediaProcesses | None = None) -> None:
         """Starts without media. processes: read the media; by default this process does."""
+        self._processes = processes
         reader = processes.reader if processes else video.OwnReader()
         self._decoder = processes.decoder if processes else stream_here
         self._spool = MediaSpool(
@@ -205,6 +206,7 @@ class MediaWorker:
             num_running=self.num_streams,
             spooled_bytes=self._spool.budget.num_taken,
             num_downloads=self._spool.num_downloads,
+            walls=None if self._processes is None else self._processes.walls,
         )
 
     def file_of(self, item: HeldItem) -> FetchedFile:

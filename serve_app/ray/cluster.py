@@ -22,6 +22,7 @@ import ray
 
 from epd.errors import EPDError, UnavailableError
 from epd.machine import usable_cpus
+from epd.serve_app.app_args import KEY_VARIABLES
 from epd.serve_app.held_folder import CLUSTER_PREFIX, HeldFolder
 from epd.serve_app.ray.gcs_address import checked_gcs
 from epd.serve_app.ray.process_tree import end_with_error
@@ -120,18 +121,29 @@ def _start(settings: RaySettings) -> None:
     os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "10000")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # its owner may run code as this user
     try:
-        ray.init(
-            address="local",
-            namespace=settings.namespace,
-            num_cpus=settings.num_cpus or max(_LEAST_CPUS, 2 * usable_cpus()),
-            object_store_memory=settings.object_store_bytes,
-            include_dashboard=False,
-            log_to_driver=settings.shows_logs,
-            logging_level=logging.ERROR,
-            _node_ip_address=LOOPBACK,
-        )
+        with _without_keys():
+            ray.init(
+                address="local",
+                namespace=settings.namespace,
+                num_cpus=settings.num_cpus or max(_LEAST_CPUS, 2 * usable_cpus()),
+                object_store_memory=settings.object_store_bytes,
+                include_dashboard=False,
+                log_to_driver=settings.shows_logs,
+                logging_level=logging.ERROR,
+                _node_ip_address=LOOPBACK,
+            )
     except Exception as error:  # Ray's own are of any class
         raise UnavailableError(f"Ray does not start: {reason_of(error)}; see the logs in /tmp/ray") from error
+
+
+@contextmanager
+def _without_keys() -> Iterator[None]:
+    """Leaves the keys out of the environment that Ray's processes inherit; fronts have them as arguments."""
+    keys = {name: os.environ.pop(name) for name in KEY_VARIABLES.values() if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ |= keys
 
 
 def _connect(settings: RaySettings) -> None:

@@ -79,7 +79,10 @@ class Media(_Worker):
         parts = _replica_parts()
         _quiet()
         self._drain_s = args.drain_s
-        self._processes = parts.MediaProcesses(background=parse_colour(args.image_background))
+        parts.hide_process()  # from its own children, and all other processes of this user
+        self._processes = parts.MediaProcesses(
+            background=parse_colour(args.image_background), requires_walls=args.require_media_sandbox
+        )
         await asyncio.to_thread(self._processes.start)
         worker = parts.MediaWorker(parts.media_settings(args), self._processes)
         self._server = parts.MediaServer(_board(), _place(), worker, _purpose(args), args.num_video_threads)

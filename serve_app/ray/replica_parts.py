@@ -16,6 +16,7 @@ from epd.serve_app.network.media_server import MediaServer
 from epd.serve_app.network.remote_fleet import RemoteFleet
 from epd.serve_app.network.worker_server import WorkerServer, WorkerServerConfig
 from epd.serve_app.ray.gpus import assigned_gpus, largest_share
+from epd.video.children.walls import hide_process
 
 logger = logging.getLogger(__name__)
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "WorkerServer",
     "WorkerServerConfig",
     "create_app",
+    "hide_process",
     "limit_memory",
     "log_requests",
     "media_settings",

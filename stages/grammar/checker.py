@@ -6,7 +6,6 @@ no answer in time, or the child has died: it is ended, the format refused, the n
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import select
@@ -15,12 +14,10 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cached_property
 
-from epd.errors import OverloadedError, RequestError, UnavailableError
+from epd.errors import RequestError, UnavailableError
 from epd.stages.grammar.child import READY
 from epd.stages.grammar.formats import AnswerFormat
 from epd.stages.grammar.limits import MAX_BUILD_S, MAX_MEMORY_BYTES
@@ -31,39 +28,22 @@ _START_S = 60.0
 # Wall time of an answer: the child's limits are of CPU time, and it may have to wait for its turn.
 _ANSWER_S = 20 * MAX_BUILD_S
 _MAX_KEPT = 64
-_MAX_CHILDREN = 2
-_MAX_WAITING = 32
 _DEAD_S = 0.2
 _PART_BYTES = 1 << 16
 
 
 class GrammarChecker:
-    """Builds each format once in a bounded process. For one event loop, or for threads."""
+    """Builds each format once in a bounded process, of which there are as many as callers at once."""
 
     def __init__(self) -> None:
         """Starts nothing yet."""
         self._kept: OrderedDict[AnswerFormat, str | RequestError] = OrderedDict()
         self._idle: list[_Child] = []
-        self._num_waiting = 0
         self._is_closed = False
 
-    async def checked(self, wanted: AnswerFormat) -> str:
-        """Returns the grammar of a format, without blocking. Raises RequestError, OverloadedError."""
-        if wanted in self._kept:
-            return self.grammar_of(wanted)
-        if self._num_waiting >= _MAX_WAITING:
-            raise OverloadedError(
-                f"{self._num_waiting} formats are being checked; allowed: {_MAX_WAITING}; retry later"
-            )
-        self._num_waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self.grammar_of, wanted)
-        finally:
-            self._num_waiting -= 1
-
-    @cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(_MAX_CHILDREN, thread_name_prefix="formats")
+    def knows(self, wanted: AnswerFormat) -> bool:
+        """Returns whether `grammar_of` needs no process."""
+        return wanted in self._kept
 
     def grammar_of(self, wanted: AnswerFormat) -> str:
         """Returns the grammar of a format; blocks for seconds at most. Raises RequestError."""

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from epd.colour import Colour
 from epd.errors import EPDError
@@ -21,15 +22,18 @@ from epd.video.containers.audio import AudioSlice, load_audio
 from epd.video.containers.images import load_image
 from epd.video.containers.look import look
 from epd.video.decoding.pixels import exact_resize
+from epd.video.decoding.pool import num_decode_threads
 from epd.video.decoding.stream import GroupStream, stream
-from epd.video.sources.source import Media
+from epd.video.sources.source import FileDescriptor, Media
 
 # The memory that frames are left in for the parent, from the process's first group on.
 _pixels: list[UInt8Array] = []
 
 
 def prepare(*, decodes_video: bool) -> None:
-    """Imports what jobs need, before there are children."""
+    """Imports what jobs need, and looks up what they may not, before there are children."""
+    num_decode_threads()
+    Image.init()
     if decodes_video:
         exact_resize(np.zeros((8, 8, 3), np.uint8), (4, 4))
 
@@ -49,7 +53,7 @@ def serve(job: socket.socket) -> None:
 def _do(job: socket.socket, header: Header, descriptor: int) -> None:
     _allow_cpu(float(header["cpu_s"]))
     try:
-        media = Media(f"/proc/self/fd/{descriptor}", str(header["name"]))
+        media = Media(FileDescriptor(descriptor), str(header["name"]))
         _JOBS[header["job"]](job, media, header)
     except ChildGoneError:
         raise

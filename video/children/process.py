@@ -17,6 +17,7 @@ from epd.video.children.shared_pixels import SharedPixels
 
 START_S = 60.0
 _FORK_S = 10.0
+_MAX_READY_BYTES = 256
 _BOOT = (
     "import sys; sys.path[:] = {path!r}; "
     "from epd.video.children.server import main; main({memory}, decodes_video={video})"
@@ -75,7 +76,10 @@ class Child:
 
 
 class ChildServer:
-    """Starts `epd.video.children.server` when first needed, and again if it is gone. For any thread."""
+    """Starts `epd.video.children.server` when first needed, and again if it is gone. For any thread.
+
+    walls: around each child, see `epd.video.children.walls`; none before it has started
+    """
 
     def __init__(self, memory_bytes: int, *, decodes_video: bool) -> None:
         self._memory_bytes = memory_bytes
@@ -83,6 +87,7 @@ class ChildServer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self.walls: frozenset[str] = frozenset()
 
     def fork(self) -> Child:
         """Returns a new child. Raises UnavailableError."""
@@ -122,8 +127,10 @@ class ChildServer:
             )
         self._control = control
         control.settimeout(START_S)
-        if control.recv(1) != READY:
+        ready = control.recv(_MAX_READY_BYTES)
+        if not ready.startswith(READY):
             raise OSError("the media server has ended at its start")
+        self.walls = frozenset(filter(None, ready[len(READY) :].decode().split(",")))
         return control
 
     def kill(self, pid: int) -> None:

@@ -1,7 +1,7 @@
 """Forks media children: it imports what they need, and never reads media itself.
 
     parent  --control socket (stdin): F + job socket, K + pid-->  server  --fork-->  children
-            <--pid--                                              job sockets: parent <--> child, job by job
+            <--R + names of walls, then pids--                    job sockets: parent <--> child, job by job
 
 Forking takes milliseconds where starting Python takes seconds. The server ends, with all its children, when
 the parent closes the control socket.
@@ -9,7 +9,6 @@ the parent closes the control socket.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import resource
@@ -19,11 +18,11 @@ import struct
 from pathlib import Path
 
 from epd.video.children import jobs as child_jobs
+from epd.video.children.walls import Walls, libc
 
 FORK, KILL, READY = b"F", b"K", b"R"
 PID = struct.Struct("<i")
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+_PR_SET_PDEATHSIG = 1
 _MAX_OPEN_FILES = 64
 # Long enough for any command, which is a byte and a pid.
 _MAX_COMMAND_BYTES = 16
@@ -36,15 +35,31 @@ def main(memory_bytes: int, *, decodes_video: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=0)
     children: set[int] = set()
-    control.send(READY)
+    walls = Walls()
+    control.send(READY + _tried(walls))
     try:
-        _serve(control, children, memory_bytes)
+        _serve(control, children, walls, memory_bytes)
     finally:
         for pid in children:
             os.kill(pid, signal.SIGKILL)
 
 
-def _serve(control: socket.socket, children: set[int], memory_bytes: int) -> None:
+def _tried(walls: Walls) -> bytes:
+    """Returns the names of the walls that a child gets here, separated by commas."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(write, ",".join(walls.enter()).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(write)
+    with open(read, "rb") as names:
+        return names.read()
+
+
+def _serve(control: socket.socket, children: set[int], walls: Walls, memory_bytes: int) -> None:
     while True:
         command, descriptors, _, _ = socket.recv_fds(control, _MAX_COMMAND_BYTES, 1)
         if not command:
@@ -54,7 +69,7 @@ def _serve(control: socket.socket, children: set[int], memory_bytes: int) -> Non
             with socket.socket(fileno=descriptors[0]) as job:
                 pid = os.fork()
                 if pid == 0:
-                    _become_child(job, memory_bytes)
+                    _become_child(job, walls, memory_bytes)
             children.add(pid)
             control.send(PID.pack(pid))
         elif (pid := PID.unpack(command[1:])[0]) in children:  # not reaped, so nobody else has its number
@@ -68,11 +83,13 @@ def _reap(children: set[int]) -> None:
             children.discard(pid)
 
 
-def _become_child(job: socket.socket, memory_bytes: int) -> None:
+def _become_child(job: socket.socket, walls: Walls, memory_bytes: int) -> None:
     """Does jobs within limits, then ends the process. Never returns."""
     code = 1
     try:
         _limit(memory_bytes)
+        walls.enter()
+        libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # now: the walls take back what was asked
         child_jobs.serve(job)
         code = 0
     finally:
@@ -80,10 +97,6 @@ def _become_child(job: socket.socket, memory_bytes: int) -> None:
 
 
 def _limit(memory_bytes: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    _leave_network(libc)  # first, since it takes back what is asked for a parent's death
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.close(null)
@@ -95,14 +108,6 @@ def _limit(memory_bytes: int) -> None:
         (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES),
     ):
         resource.setrlimit(kind, (limit, limit))
-
-
-def _leave_network(libc: ctypes.CDLL) -> bool:
-    """Enters a network without any address; returns False where the kernel forbids it, as in some containers.
-
-    For a process with one thread. Its open sockets stay as they are.
-    """
-    return any(libc.unshare(flags) == 0 for flags in (_CLONE_NEWNET, _CLONE_NEWUSER | _CLONE_NEWNET))
 
 
 def _address_space_bytes() -> int:

@@ -12,6 +12,7 @@ import itertools
 import os
 import threading
 import time
+from functools import cache
 from typing import Literal, Protocol
 
 from epd.machine import usable_cpus
@@ -85,6 +86,12 @@ class DecodePool:
             return None if self._is_closed else heapq.heappop(self._queue)[2]
 
 
+@cache
+def num_decode_threads() -> int:
+    """Returns the CPUs that this process may use; a media child knows what its parent had looked up."""
+    return usable_cpus()
+
+
 _pool: DecodePool | None = None
 _pool_lock = threading.Lock()
 
@@ -94,7 +101,7 @@ def shared_pool() -> DecodePool:
     global _pool
     with _pool_lock:
         if _pool is None:
-            _pool = DecodePool(usable_cpus())
+            _pool = DecodePool(num_decode_threads())
         return _pool
 
 

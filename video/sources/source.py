@@ -9,8 +9,10 @@ from __future__ import annotations
 import io
 import os
 import threading
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -44,20 +46,26 @@ class Reader(SeekableFile, Protocol):
     def close(self) -> None: ...
 
 
-Source = str | Path | bytes | SeekableFile
+@dataclass(frozen=True, slots=True)
+class FileDescriptor:
+    """A file that is open for reading, where no path to it may be opened. Its code closes it."""
+
+    number: int
+
+
+Source = str | Path | bytes | SeekableFile | FileDescriptor
 VideoPacket: TypeAlias = "Packet[VideoStream]"  # generic in PyAV's stubs only
 
 
-class _SharedReader:
-    """One reader's own position in a file object that several readers share."""
+class _PositionedReader:
+    """One reader's own position in what several read; `close` does nothing, as others opened it."""
 
-    def __init__(self, file: SeekableFile, lock: threading.Lock, size_bytes: int) -> None:
-        self._file, self._lock, self._size_bytes, self._offset = file, lock, size_bytes, 0
+    def __init__(self, size_bytes: int, read_at: Callable[[int, int], bytes]) -> None:
+        """read_at: returns (size) bytes from (offset) on, fewer at the end."""
+        self._size_bytes, self._read_at, self._offset = size_bytes, read_at, 0
 
     def read(self, size: int = -1) -> bytes:
-        with self._lock:
-            self._file.seek(self._offset)
-            chunk = self._file.read(size)
+        chunk = self._read_at(self._size_bytes if size < 0 else size, self._offset)
         self._offset += len(chunk)
         return chunk
 
@@ -70,7 +78,7 @@ class _SharedReader:
         return self._offset
 
     def close(self) -> None:
-        """Does nothing: the file belongs to the code that opened it."""
+        """Does nothing."""
 
 
 class Media:
@@ -94,6 +102,8 @@ class Media:
             return _size_of_file(Path(self._source), self.name)
         if isinstance(self._source, bytes):
             return len(self._source)
+        if isinstance(self._source, FileDescriptor):
+            return os.fstat(self._source.number).st_size
         with self._lock:
             return self._source.seek(0, io.SEEK_END)
 
@@ -103,7 +113,14 @@ class Media:
             return open(self._source, "rb")
         if isinstance(self._source, bytes):
             return io.BytesIO(self._source)
-        return _SharedReader(self._source, self._lock, self.size_bytes)
+        if isinstance(self._source, FileDescriptor):
+            return _PositionedReader(self.size_bytes, partial(os.pread, self._source.number))
+        return _PositionedReader(self.size_bytes, partial(self._read_shared, self._source))
+
+    def _read_shared(self, file: SeekableFile, size: int, offset: int) -> bytes:
+        with self._lock:
+            file.seek(offset)
+            return file.read(size)
 
     def head(self, num_bytes: int) -> bytes:
         """Returns the first bytes of the media."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import math
@@ -129,6 +130,8 @@ class KeyCheck:
         """Checks the key of a request. Raises AuthenticationError."""
         sent = sent_key(request)
         request.state.is_admin = _is_key(sent, self._admin_api_key)
+        has_key = self._api_key is not None or request.state.is_admin  # else the header is anything
+        request.state.client = _client_name(request, (sent or b"") if has_key else b"")
         if self._api_key is None or request.state.is_admin:
             return
         if not _is_key(sent, self._api_key):
@@ -142,6 +145,18 @@ def sent_key(request: Request) -> bytes | None:
     """Returns the key that was sent, if any."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip().encode("latin-1") if scheme.lower() == "bearer" else None
+
+
+def client_of(request: Request) -> str:
+    """Returns a name for whoever shares with others as one, once `KeyCheck` has checked the request."""
+    client: str = request.state.client
+    return client
+
+
+def _client_name(request: Request, key: bytes) -> str:
+    """Names a key at an address, since many may use one key; empty for none."""
+    address = request.client.host if request.client is not None else ""
+    return hashlib.blake2b(address.encode() + b" " + key, digest_size=16).hexdigest()
 
 
 def _is_key(sent: bytes | None, key: str | None) -> bool:

@@ -1,16 +1,17 @@
-"""Limits connections to the HTTP proxy: headers by size and time, bodies by size and rate, and their number.
+"""Limits connections: headers by size and time, bodies and answers by size and rate, and their number.
 
 Uvicorn, which Serve's proxy uses, limits none of these. `install` is called in the proxy's process: Serve
 imports it from RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, which must be set when Ray is started.
 `epd serve` does that; `BodyReader` applies even if it is not set.
 
-    connected, or answered --first byte--> headers --> body --> answer
-    '---- waiting: closed when sockets run out ----'
+    connected, or answered --first byte--> headers --> body --> answer --client takes none--> stuck
+    '- waiting: closed when sockets run out -'                  '---- ended late, or when they run out'
 """
 
 from __future__ import annotations
 
 import resource
+import socket
 from asyncio import TimerHandle, Transport
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,11 +19,15 @@ from typing import Any, ClassVar
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from epd.serve_app.http.guard.connection_room import ConnectionRoom
+
 # Open files reserved for purposes other than client connections.
 _SPARE_FILES = 256
 _TOO_LARGE = b"431 Request Header Fields Too Large"
 _TOO_SLOW = b"408 Request Timeout"
 _TOO_MANY = b"503 Service Unavailable\r\nRetry-After: 1"
+# The last parts of paths that are answered when no connection is left: ours, and those of Serve's proxy.
+_PROBES = frozenset({b"health", b"ping", b"healthz"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,12 @@ class SocketLimits:
     header_s: for the headers, from the connection or the first byte after an answer
     max_body_bytes: of one body; slightly above the application's limit, which gives a clear message
     body_s, min_bytes_per_s: a body has `body_s`, plus a second for each `min_bytes_per_s` received
+    write_s, min_taken_per_s: to take an answer a client has `write_s`, and a second for each
+        `min_taken_per_s` bytes that it takes; then the connection is ended
+    stuck_s: after which a client that takes no answer makes room for another, where there is none
     max_connections: at most as many as the process may have open files
+    num_reserved: connections beyond these, for probes of the server's health
+    max_pipelined: requests that a connection may send before their turn; the rest is not read
     """
 
     max_header_bytes: int = 64 << 10
@@ -41,7 +51,12 @@ class SocketLimits:
     max_body_bytes: int = 129 << 20
     body_s: float = 15.0
     min_bytes_per_s: float = 100_000.0
+    write_s: float = 10.0
+    min_taken_per_s: float = 10_000.0
+    stuck_s: float = 1.0
     max_connections: int = 8192
+    num_reserved: int = 16
+    max_pipelined: int = 4
 
     @property
     def num_connections(self) -> int:
@@ -49,11 +64,40 @@ class SocketLimits:
         return max(16, min(self.max_connections, soft - _SPARE_FILES))
 
 
+class WriteClock:
+    """Gives a client time to take an answer, and more for what it takes.
+
+    patience_s: that it has left, at most what it begins with
+    """
+
+    def __init__(self, write_s: float, min_taken_per_s: float) -> None:
+        self._write_s = write_s
+        self._min_taken_per_s = min_taken_per_s
+        self._start_s, self._num_bytes = 0.0, 0
+        self.patience_s = write_s
+
+    def start(self, now_s: float, num_bytes: int) -> None:
+        """Runs from now on, while the client has `num_bytes` to take."""
+        self._start_s, self._num_bytes = now_s, num_bytes
+
+    def end_s(self, num_left: int) -> float:
+        """Returns when the client is late, with so many bytes that it has not taken."""
+        taken = self._num_bytes - num_left
+        return self._start_s + self.patience_s + taken / self._min_taken_per_s
+
+    def stop(self, now_s: float) -> None:
+        """Stops, since the client has taken all."""
+        self.patience_s = min(self._write_s, self.end_s(0) - now_s)
+
+    def refill(self) -> None:
+        self.patience_s = self._write_s
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """Closes a connection as soon as it is larger or slower than the limits."""
 
     limits: ClassVar[SocketLimits] = SocketLimits()
-    _waiting: ClassVar[dict[GuardedProtocol, None]] = {}  # for a request; the oldest first
+    room: ClassVar[ConnectionRoom[GuardedProtocol]] = ConnectionRoom()
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -61,26 +105,73 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._num_body_bytes = 0
         self._timer: TimerHandle | None = None
+        self._clock = WriteClock(self.limits.write_s, self.limits.min_taken_per_s)
+        self._write_timer: TimerHandle | None = None
+        self._is_last = False  # no request after the one that is read now
 
     # The connection
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        is_full = len(self.connections) >= self.limits.num_connections
         super().connection_made(transport)
-        if is_full and not self._waiting:
-            self._refuse(_TOO_MANY)
+        transport.set_write_buffer_limits(0)  # what the system does not take at once is waited for
+        _send_at_once(transport.get_extra_info("socket"))
+        self._find_room(self.room, self.loop.time())
+        self._expect_within(self.limits.stuck_s if self in self.room.reserved else self.limits.header_s)
+
+    def _find_room(self, room: ConnectionRoom[GuardedProtocol], now_s: float) -> None:
+        """Takes a place, that of another connection where there is none, or else one for a probe."""
+        limits = self.limits
+        if len(room.held) >= limits.num_connections:
+            _end_for_another(room.victim(now_s, limits.stuck_s))
+        if len(room.held) < limits.num_connections:
+            room.held.add(self)
+            room.waiting[self] = None
             return
-        if is_full:
-            next(iter(self._waiting)).transport.close()
-        self._waiting[self] = None
-        self._expect_within(self.limits.header_s)
+        if len(room.reserved) >= limits.num_reserved:
+            _end_for_another(next(iter(room.reserved)))
+        room.reserved[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._waiting.pop(self, None)
+        self.room.forget(self)
         self._expect_nothing()
+        self._stop_write_timer()
         super().connection_lost(exc)
 
+    def handle_websocket_upgrade(self) -> None:
+        """Hands the connection over: applications of others behind Serve's proxy may have WebSockets."""
+        self.room.forget(self)
+        self._expect_nothing()
+        super().handle_websocket_upgrade()
+
+    def end_for_another(self) -> None:
+        """Closes the connection, without what its client has not taken yet."""
+        if self.flow.write_paused:
+            self.transport.abort()
+        elif self in self.room.reserved:
+            self._refuse(_TOO_MANY)
+        else:
+            self.transport.close()
+        self.room.forget(self)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        now_s = self.loop.time()
+        self._clock.start(now_s, self.transport.get_write_buffer_size())
+        self._write_timer = self.loop.call_later(self._clock.patience_s, self._check_taken)
+        self.room.waiting.pop(self, None)
+        if self in self.room.held:
+            self.room.stuck_since_s[self] = now_s
+
+    def resume_writing(self) -> None:
+        self._clock.stop(self.loop.time())
+        self._stop_write_timer()
+        self.room.stuck_since_s.pop(self, None)
+        super().resume_writing()
+        self._wait_if_answered()
+
     def data_received(self, data: bytes) -> None:
+        if self._is_last:
+            return
         was_in_headers = self._is_in_headers
         super().data_received(data)
         if was_in_headers and self._is_in_headers:
@@ -90,6 +181,8 @@ class GuardedProtocol(HttpToolsProtocol):
     # The parser's callbacks
 
     def on_message_begin(self) -> None:
+        if self._is_last:
+            return
         self._is_in_headers = True
         self._num_header_bytes = self._num_body_bytes = 0
         if self._timer is None:
@@ -97,15 +190,22 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        if self._is_last:
+            return
         self._is_in_headers = False
-        self._waiting.pop(self, None)
+        self.room.waiting.pop(self, None)
         if self.transport.is_closing():
+            return
+        if self in self.room.reserved and not _is_probe(self.url):
+            self._refuse(_TOO_MANY)
             return
         if self._check_headers(len(self.url) + sum(len(name) + len(value) for name, value in self.headers)):
             self._expect_within(self.limits.body_s)
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        if self._is_last:
+            return
         self._num_body_bytes += len(body)
         if self._num_body_bytes > self.limits.max_body_bytes:
             self.transport.close()
@@ -113,14 +213,25 @@ class GuardedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._is_last:
+            return
         self._expect_nothing()
         if not self.transport.is_closing():
             super().on_message_complete()
+        if self in self.room.reserved or len(self.pipeline) >= self.limits.max_pipelined:
+            self._is_last, self.cycle.keep_alive = True, False
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self.pipeline and not self.transport.is_closing():
-            self._waiting[self] = None
+        self._wait_if_answered()
+
+    def _wait_if_answered(self) -> None:
+        """Waits for another request once all are answered, and the client has taken the answers."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if is_answered and not self.flow.write_paused and not self.transport.is_closing():
+            self._clock.refill()
+            if self in self.room.held:
+                self.room.waiting[self] = None
 
     # The limits
 
@@ -150,7 +261,21 @@ class GuardedProtocol(HttpToolsProtocol):
             self._timer = self.loop.call_at(end_s, self._check_rate, start_s, grace_s)
         else:
             self._timer = None
-            self._refuse(_TOO_SLOW)
+            self._refuse(_TOO_MANY if self in self.room.reserved else _TOO_SLOW)
+
+    def _check_taken(self) -> None:
+        """Ends the connection if its client has taken too little of what was written to it."""
+        now_s = self.loop.time()
+        end_s = self._clock.end_s(self.transport.get_write_buffer_size())
+        if now_s < end_s:
+            self._write_timer = self.loop.call_at(end_s, self._check_taken)
+        else:
+            self.transport.abort()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def _refuse(self, status: bytes) -> None:
         """Closes the connection, with a status unless an answer has begun."""
@@ -160,6 +285,24 @@ class GuardedProtocol(HttpToolsProtocol):
             end = b"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
             self.transport.write(b"HTTP/1.1 " + status + end)
         self.transport.close()
+
+
+def _end_for_another(connection: GuardedProtocol | None) -> None:
+    if connection is not None:
+        connection.end_for_another()
+
+
+def _send_at_once(sock: socket.socket) -> None:
+    """Sends small writes without waiting for the one before to be acknowledged, which can take 40 ms.
+
+    asyncio does so by itself only where the listening socket was made with the number of the protocol.
+    """
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _is_probe(url: bytes) -> bool:
+    return url.partition(b"?")[0].rpartition(b"/")[2] in _PROBES
 
 
 def install() -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,19 +30,24 @@ def namespace_of(authorization: str, cache_salt: str) -> bytes:
 
 
 class NamedMedia:
-    """Keeps URLs by name, those named last, up to a number and a size. Thread-safe."""
+    """Keeps URLs by name, up to a number and a size, those named last by each client. Thread-safe.
+
+    Where there is no room, the client that has most loses what it named first.
+    """
 
     def __init__(self, max_media: int, max_bytes: int) -> None:
         self._max_media = max_media
         self._max_bytes = max_bytes
-        self._urls: OrderedDict[_Key, str] = OrderedDict()
-        self._num_bytes = 0
+        self._urls: dict[_Key, str] = {}
+        self._clients: dict[_Key, str] = {}
+        self._names: dict[str, OrderedDict[_Key, None]] = {}  # of each client, the oldest first
+        self._client_bytes: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
         """Returns the bytes of the URLs and their names, at most."""
-        return self._num_bytes
+        return self._client_bytes.total()
 
     def __len__(self) -> int:
         return len(self._urls)
@@ -64,28 +69,38 @@ class NamedMedia:
                 name = reference.uuid[:_MAX_SHOWN_CHARS]
                 raise UnknownUuidError(
                     f"{reference.label}: received the uuid {name!r} without {reference.kind}_url; allowed: "
-                    "one sent before with its URL, by the same key and cache_salt, while this server keeps "
-                    "it; send it again with its URL"
+                    "one sent before with its URL, by the same key and cache_salt, while this front keeps "
+                    "it (each of several fronts keeps its own, so use one connection); send it again with "
+                    "its URL"
                 )
-            self._urls.move_to_end(key)
+            self._names[self._clients[key]].move_to_end(key)
         return replace(reference, url=url)
 
-    def keep(self, namespace: bytes, references: Sequence[MediaReference]) -> None:
-        """Keeps the media that have names; one too large for its share is not kept."""
+    def keep(self, namespace: bytes, references: Sequence[MediaReference], client: str = "") -> None:
+        """Keeps the media that have names; one too large for its share is not kept. client: has the share."""
         for each in references:
             if each.uuid and _num_bytes(each.uuid, each.url) <= self._max_bytes // _SHARE:
                 with self._lock:
-                    self._set((namespace, each.kind, each.uuid), each.url)
+                    self._set((namespace, each.kind, each.uuid), each.url, client)
 
-    def _set(self, key: _Key, url: str) -> None:
-        before = self._urls.pop(key, None)
-        if before is not None:
-            self._num_bytes -= _num_bytes(key[2], before)
-        self._urls[key] = url
-        self._num_bytes += _num_bytes(key[2], url)
-        while len(self._urls) > self._max_media or self._num_bytes > self._max_bytes:
-            (_, _, uuid), oldest = self._urls.popitem(last=False)
-            self._num_bytes -= _num_bytes(uuid, oldest)
+    def _set(self, key: _Key, url: str, client: str) -> None:
+        if key in self._urls:
+            self._forget(key)
+        self._urls[key], self._clients[key] = url, client
+        self._names.setdefault(client, OrderedDict())[key] = None
+        self._client_bytes[client] += _num_bytes(key[2], url)
+        while len(self._urls) > self._max_media:
+            largest = max(self._names, key=lambda client: len(self._names[client]))
+            self._forget(next(iter(self._names[largest])))
+        while self.num_bytes > self._max_bytes:
+            self._forget(next(iter(self._names[max(self._client_bytes, key=self._client_bytes.__getitem__)])))
+
+    def _forget(self, key: _Key) -> None:
+        url, client = self._urls.pop(key), self._clients.pop(key)
+        del self._names[client][key]
+        self._client_bytes[client] -= _num_bytes(key[2], url)
+        if not self._names[client]:
+            del self._names[client], self._client_bytes[client]
 
 
 def _num_bytes(uuid: str, url: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections import Counter
@@ -160,6 +161,23 @@ def test_a_batch_that_cannot_be_written_holds_up_no_other(run_front: RunFront, t
     assert front.openai.batches.retrieve(stuck.id).status not in FINAL
 
 
+def test_a_long_batch_holds_up_no_other_key(run_front: RunFront, tmp_path: Path) -> None:
+    """The lines of two keys take turns, and together no more are in flight than allowed."""
+    kept = FileSettings(tmp_path / "kept", num_in_flight=2)
+    front = run_front(FakeService(word_s=0.02), files=kept, api_key="none", admin_api_key="other")
+    client, other = front.openai, front.openai.with_options(api_key="other")
+    long = asked(client, [line(str(number)) for number in range(150)])
+    wait_until(lambda: client.batches.retrieve(long.id).request_counts.completed > 3)
+    short, most = asked(other, [line(f"short {number}") for number in range(4)]), 0
+    while (now := other.batches.retrieve(short.id)).status not in FINAL:
+        most = max(most, front.service.num_open - front.service.num_closed)
+    assert (now.status, most) == ("completed", 2)
+    assert client.batches.retrieve(long.id).status == "in_progress"
+    assert len(front.service.requests) < 100
+    client.batches.cancel(long.id)
+    assert ended(client, long).status == "cancelled"
+
+
 def test_no_more_lines_are_in_flight_than_allowed(run_front: RunFront, tmp_path: Path) -> None:
     front = run_front(FakeService(word_s=0.02), files=FileSettings(tmp_path / "kept", num_in_flight=3))
     batch = asked(front.openai, [line(str(number)) for number in range(24)])
@@ -206,6 +224,22 @@ def test_batches_belong_to_the_key_that_made_them(run_front: RunFront, tmp_path:
     assert front.http.get("/v1/batches", headers=other).json()["data"] == []
     assert front.http.get("/v1/batches/..%2f..", headers=other).status_code == 404
     assert ended(front.openai, batch).status == "completed"
+
+
+def test_a_batch_for_which_the_disk_has_no_room_leaves_nothing(
+    run_front: RunFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = run_front(files=FileSettings(tmp_path / "kept"))
+
+    def fail(path: Path, _: object) -> None:
+        path.with_name(f".{path.name}.part").touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("epd.serve_app.files.batch_store.write_record", fail)
+    with pytest.raises(openai.InternalServerError, match="No space left on device") as refused:
+        asked(front.openai, [line("a")])
+    assert refused.value.status_code == 503
+    assert list((tmp_path / "kept" / "batches").iterdir()) == []
 
 
 def test_batches_that_ended_make_room_for_others(run_front: RunFront, tmp_path: Path) -> None:

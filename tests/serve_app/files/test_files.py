@@ -112,6 +112,10 @@ def test_there_are_never_more_files_than_allowed(run_front: RunFront, folder: Pa
         ({"json": {"purpose": "batch"}}, "multipart/form-data"),
         ({"content": b"{}", "headers": {"content-type": "multipart/form-data; boundary=x"}}, "form"),
         (
+            {"content": b"", "headers": {"content-type": f"multipart/form-data; boundary={'x' * 300}"}},
+            "a boundary of 300 bytes",
+        ),
+        (
             {"content": b"--x\r\nbroken", "headers": {"content-type": "multipart/form-data; boundary=x"}},
             "form",
         ),

@@ -200,3 +200,16 @@ def test_the_one_that_was_asked_for_last_stays() -> None:
 def test_namespaces_do_not_run_into_each_other() -> None:
     spaces = {namespace_of(*each) for each in (("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc"), ("", ""))}
     assert len(spaces) == 5
+
+
+def test_a_client_with_many_names_loses_its_own() -> None:
+    store = NamedMedia(max_media=8, max_bytes=1000)
+    mine, theirs = namespace_of("", "mine"), namespace_of("", "theirs")
+    store.keep(mine, [reference("a", "x"), reference("b", "x" * 200)], "me")
+    for number in range(100):  # in spaces of its own, each with a name or two
+        store.keep(namespace_of("", f"salt {number % 50}"), [reference(f"{number}", "x" * 240)], "other")
+    assert [_has(store, mine, uuid) for uuid in "ab"] == [True, True]
+    for number in range(100):
+        store.keep(theirs, [reference(f"{number}", "")], "other")
+    assert [_has(store, mine, uuid) for uuid in "ab"] == [True, True]
+    assert store.num_bytes <= 1000

@@ -53,6 +53,13 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
         yield front
 
 
+def test_the_schema_is_written_once_for_each_prefix(offline: Front) -> None:
+    app = offline.server.app
+    written = app.openapi_under("/team")  # type: ignore[attr-defined]
+    assert app.openapi_under("/team") is written  # type: ignore[attr-defined]
+    assert json.loads(written) == {"servers": [{"url": "/team"}]} | app.openapi()
+
+
 @cache
 def operations(url: str) -> dict[str, schemathesis.APIOperation]:
     """Each operation of the server's schema, by its label."""

@@ -7,23 +7,27 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from time import monotonic
+from time import monotonic, sleep
 
 import httpx
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
-from uvicorn.config import HTTP_PROTOCOLS
+from uvicorn.config import HTTP_PROTOCOLS, LoopFactoryType
 
 from epd.serve_app.http.guard import socket_guard
-from epd.serve_app.http.guard.socket_guard import GuardedProtocol, SocketLimits
+from epd.serve_app.http.guard.connection_room import ConnectionRoom
+from epd.serve_app.http.guard.socket_guard import GuardedProtocol, SocketLimits, WriteClock
 from tests.serve_app.server import wait_until
 
 Run = Callable[[SocketLimits], str]
 
 
+LARGE = 32 << 20  # far more than the buffers of the system
+
+
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the length of the body, which it reads whole."""
+    """Answers with the length of the body, which it reads whole; at `/large` with many bytes."""
     num_bytes, has_more = 0, True
     while has_more:
         message = await receive()
@@ -31,17 +35,18 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
             return
         num_bytes += len(message.get("body", b""))
         has_more = message.get("more_body", False)
-    body = str(num_bytes).encode()
+    body = bytes(LARGE) if scope["path"] == "/large" else str(num_bytes).encode()
     headers = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 @contextmanager
-def guarded(limits: SocketLimits) -> Iterator[str]:
-    protocol = type("Protocol", (GuardedProtocol,), {"limits": limits, "_waiting": {}})
+def guarded(limits: SocketLimits, loop: LoopFactoryType = "auto") -> Iterator[str]:
+    protocol = type("Protocol", (GuardedProtocol,), {"limits": limits, "room": ConnectionRoom()})
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
-        server = uvicorn.Server(uvicorn.Config(echo, http=protocol, lifespan="off", log_level="error"))
+        config = uvicorn.Config(echo, http=protocol, lifespan="off", log_level="error", loop=loop)
+        server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         wait_until(lambda: server.started)
@@ -74,7 +79,10 @@ def rest(sock: socket.socket) -> bytes:
 
 
 def is_answered(address: str) -> bool:
-    return httpx.post(f"http://{address}/", content=b"abc", trust_env=False, timeout=10).text == "3"
+    try:
+        return httpx.post(f"http://{address}/", content=b"abc", trust_env=False, timeout=10).text == "3"
+    except httpx.TransportError:
+        return False
 
 
 def test_headers_that_do_not_end_are_refused_in_time(run: Run) -> None:
@@ -141,6 +149,96 @@ def test_where_all_connections_are_busy_one_more_is_refused(run: Run) -> None:
         assert busy[0].recv(4096).startswith(b"HTTP/1.1 200")
 
 
+def asked(address: str, path: str = "/large", count: int = 1) -> socket.socket:
+    """Returns a connection whose client has asked, and reads nothing."""
+    return connected(address, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * count)
+
+
+def is_ended(sock: socket.socket) -> bool:
+    """Whether the server has ended the connection before all of a large answer was taken."""
+    return len(rest(sock)) < LARGE
+
+
+def test_a_client_that_takes_no_answer_is_ended(run: Run) -> None:
+    address = run(SocketLimits(write_s=0.3, min_taken_per_s=1e7))
+    with asked(address) as silent, asked(address) as slow, asked(address) as steady:
+        read(slow, 1 << 20)  # far less than the buffers of the system hold
+        assert read(steady, LARGE) > LARGE
+        sleep(1)
+        assert is_ended(silent)
+        assert is_ended(slow)
+    assert is_answered(address)
+
+
+def read(sock: socket.socket, num_bytes: int) -> int:
+    """Returns how many bytes came, which are a few more than `num_bytes` if the server sends them."""
+    num_read = 0
+    while num_read <= num_bytes and (more := sock.recv(1 << 20)):
+        num_read += len(more)
+    return num_read
+
+
+def test_taken_bytes_buy_time() -> None:
+    clock = WriteClock(10.0, 1000.0)
+    clock.start(100.0, 8000)
+    assert (clock.end_s(8000), clock.end_s(5000), clock.end_s(0)) == (110.0, 113.0, 118.0)
+    clock.stop(116.0)
+    assert clock.patience_s == 2.0
+    clock.start(200.0, 1000)
+    assert clock.end_s(1000) == 202.0
+    clock.stop(200.1)
+    assert clock.patience_s == pytest.approx(2.9)
+    clock.refill()
+    clock.start(300.0, 90_000)
+    clock.stop(300.1)
+    assert clock.patience_s == 10.0  # and no more
+
+
+def test_clients_that_take_no_answer_make_room(run: Run) -> None:
+    """Two hundred of them hold sixteen connections for no longer than `stuck_s`."""
+    address = run(SocketLimits(max_connections=16, stuck_s=0.2))
+    with ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(asked(address))
+        sleep(0.5)
+        assert is_answered(address)
+
+
+def test_health_is_answered_where_all_connections_are_busy(run: Run) -> None:
+    address = run(SocketLimits(max_connections=16, num_reserved=3, stuck_s=30.0))
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+    with ExitStack() as stack:
+        busy = [stack.enter_context(connected(address, head)) for _ in range(16)]
+        silent = [stack.enter_context(connected(address)) for _ in range(5)]
+        for path, status in (("/health", 200), ("/team/health?x", 200), ("/v1/models", 503)):
+            answer = httpx.get(f"http://{address}{path}", trust_env=False, timeout=10)
+            assert (answer.status_code, answer.headers["connection"]) == (status, "close")
+        assert rest(silent[0]).startswith(b"HTTP/1.1 503")
+        busy[0].sendall(b"x" * 9)
+        assert busy[0].recv(4096).startswith(b"HTTP/1.1 200")
+        assert is_answered(address)
+
+
+def test_a_connection_has_few_requests_before_their_turn(run: Run) -> None:
+    address = run(SocketLimits(max_pipelined=3))
+    with asked(address, "/", count=500) as sock:
+        answers = rest(sock)
+    assert answers.count(b"HTTP/1.1 200") == 4  # the one being answered, and three
+    assert answers.count(b"connection: close") == 1
+    with asked(address, "/", count=4) as sock:
+        assert rest(sock).count(b"HTTP/1.1 200") == 4
+
+
+def test_an_answer_that_is_not_taken_keeps_no_closed_connection(run: Run) -> None:
+    """The server has closed it, and waits for what it wrote to be taken."""
+    address = run(SocketLimits(max_connections=16, write_s=0.3, stuck_s=60.0))
+    request = b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with ExitStack() as stack:
+        stuck = [stack.enter_context(connected(address, request)) for _ in range(16)]
+        wait_until(lambda: is_answered(address))
+        assert is_ended(stuck[0])
+
+
 def test_requests_on_one_connection_and_pipelined_ones_are_answered(run: Run) -> None:
     address = run(SocketLimits(header_s=0.5))
     one = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc"
@@ -148,6 +246,19 @@ def test_requests_on_one_connection_and_pipelined_ones_are_answered(run: Run) ->
         received = b""
         while received.count(b"HTTP/1.1 200") < 3:
             received += sock.recv(4096)
+
+
+def test_no_answer_waits_for_the_one_before_to_be_acknowledged() -> None:
+    with guarded(SocketLimits(), loop="asyncio") as address, connected(address) as sock:
+        seconds = []
+        for _ in range(40):
+            start = monotonic()
+            sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            received = b""
+            while not received.endswith(b"\r\n\r\n0"):
+                received += sock.recv(4096)
+            seconds.append(monotonic() - start)
+    assert min(seconds[20:]) < 0.03  # a system acknowledges after 40 ms what it need not answer
 
 
 def test_uvicorn_uses_it_once_installed(monkeypatch: pytest.MonkeyPatch) -> None:

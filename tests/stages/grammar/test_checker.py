@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
@@ -11,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from epd.errors import OverloadedError, RequestError
-from epd.stages.grammar import checker as checker_module
+from epd.errors import RequestError
 from epd.stages.grammar.checker import GrammarChecker
-from epd.stages.grammar.formats import AnswerFormat, Kind, format_of
+from epd.stages.grammar.formats import Kind, format_of
 from epd.stages.grammar.limits import MAX_CHOICES, MAX_DEPTH
 
 
@@ -117,22 +115,3 @@ def test_a_child_that_the_system_has_ended_costs_no_request() -> None:
     finally:
         checker.close()
     assert not checker._idle
-
-
-def test_a_flood_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    checker = GrammarChecker()
-    monkeypatch.setattr(checker_module, "_MAX_WAITING", 3)
-
-    def slowly(wanted: AnswerFormat) -> str:
-        time.sleep(0.1)
-        return wanted.text
-
-    monkeypatch.setattr(checker, "_verdict", slowly)
-
-    async def ask() -> list[str | BaseException]:
-        asked = [checker.checked(format_of("regex", f"a{i}")) for i in range(5)]
-        return await asyncio.gather(*asked, return_exceptions=True)
-
-    replies = asyncio.run(ask())
-    assert replies[:3] == ["a0", "a1", "a2"]
-    assert all(isinstance(each, OverloadedError) for each in replies[3:])

@@ -1,4 +1,4 @@
-"""Runs blocking work in threads that requests share fairly; it is cancelled when its request ends.
+"""Gives owners their turns, in one event loop: of anything, or of threads for blocking work.
 
 Each owner of slots has a limit, and the owner with the fewest is next, in turn:
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -79,32 +79,23 @@ class _Turn:
     begins: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class FairThreads:
-    """Runs work of each owner in at most `max_per_owner` threads. Used from one event loop."""
+class FairTurns:
+    """Lets owners do something at most so often at once, and each at most `max_per_owner` times."""
 
-    def __init__(self, name: str, num_threads: int, max_per_owner: int) -> None:
-        self._share: FairShare[object, _Turn] = FairShare(num_threads, max_per_owner)
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+    def __init__(self, num_slots: int, max_per_owner: int) -> None:
+        self._share: FairShare[object, _Turn] = FairShare(num_slots, max_per_owner)
 
-    async def run(
-        self, owner: object, work: Callable[[], ResultT], cancel: Callable[[], None] | None = None
-    ) -> ResultT:
-        """Runs `work` in a thread once it is the owner's turn. Returns its result, or raises what it raises.
-
-        cancel: makes the work end early, from another thread; called if the caller is cancelled. The thread
-        still counts as busy until the work has ended.
-        """
-        await self._turn(owner)
-        done = asyncio.wrap_future(self._threads.submit(work))
-        done.add_done_callback(lambda _: self._ended(owner, done))
+    @contextlib.asynccontextmanager
+    async def turn(self, owner: object) -> AsyncIterator[None]:
+        """Waits for a turn of the owner, which lasts while the block runs."""
+        await self.take(owner)
         try:
-            return await asyncio.shield(done)
-        except asyncio.CancelledError:
-            if cancel is not None:
-                cancel()
-            raise
+            yield
+        finally:
+            self.release(owner)
 
-    async def _turn(self, owner: object) -> None:
+    async def take(self, owner: object) -> None:
+        """Waits for a turn, which lasts until `release`."""
         turn = _Turn(owner)
         self._share.ask(owner, turn)
         self._admit()
@@ -115,15 +106,10 @@ class FairThreads:
                 with contextlib.suppress(ValueError):  # it was admitted meanwhile, and `_admit` has seen it
                     self._share.leave(owner, turn)
             else:
-                self._release(owner)
+                self.release(owner)
             raise
 
-    def _ended(self, owner: object, done: asyncio.Future[ResultT]) -> None:
-        if not done.cancelled():
-            done.exception()  # of work whose caller was cancelled, which is not read otherwise
-        self._release(owner)
-
-    def _release(self, owner: object) -> None:
+    def release(self, owner: object) -> None:
         self._share.release(owner)
         self._admit()
 
@@ -136,9 +122,44 @@ class FairThreads:
                     turn.begins.set_result(None)
 
     @property
+    def num_held(self) -> int:
+        return self._share.num_held
+
+
+class FairThreads:
+    """Runs work of each owner in at most `max_per_owner` threads. Used from one event loop."""
+
+    def __init__(self, name: str, num_threads: int, max_per_owner: int) -> None:
+        self._turns = FairTurns(num_threads, max_per_owner)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+
+    async def run(
+        self, owner: object, work: Callable[[], ResultT], cancel: Callable[[], None] | None = None
+    ) -> ResultT:
+        """Runs `work` in a thread once it is the owner's turn. Returns its result, or raises what it raises.
+
+        cancel: makes the work end early, from another thread; called if the caller is cancelled. The thread
+        still counts as busy until the work has ended.
+        """
+        await self._turns.take(owner)
+        done = asyncio.wrap_future(self._threads.submit(work))
+        done.add_done_callback(lambda _: self._ended(owner, done))
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            if cancel is not None:
+                cancel()
+            raise
+
+    def _ended(self, owner: object, done: asyncio.Future[ResultT]) -> None:
+        if not done.cancelled():
+            done.exception()  # of work whose caller was cancelled, which is not read otherwise
+        self._turns.release(owner)
+
+    @property
     def num_busy(self) -> int:
         """Returns the number of busy threads."""
-        return self._share.num_held
+        return self._turns.num_held
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

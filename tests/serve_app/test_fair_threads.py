@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.serve_app.media.fair_threads import FairShare
+from epd.serve_app.fair_threads import FairShare
 
 
 def test_one_owner_leaves_slots_to_others() -> None:
