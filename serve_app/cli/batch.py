@@ -22,6 +22,7 @@ from epd.batch.progress import batch_bar
 from epd.batch.summary import Summary
 from epd.batch.tasks import Backend
 from epd.batch.utilisation import Utilisation
+from epd.control.request_budget import RequestLimits
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.models import model_folder
@@ -40,6 +41,7 @@ from epd.serve_app.cli.options import (
     Reduction,
     Retention,
     Url,
+    check_numbers,
     reduction_policy,
     visual_budget,
     with_fields_of,
@@ -61,6 +63,8 @@ _Topology = Annotated[
         metavar="T", help="Start workers as epd serve does; by default one process does all the work."
     ),
 ]
+# In one process: media of a line, lines in flight, and how long one waits for room, since nobody does.
+_MAX_MEDIA, _MAX_REQUESTS, _MAX_WAIT_S = 1024, 56, 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ def batch(
     """
     config = EngineConfig.checked(engine)
     target = _Target(model_folder(model), topology, url, address, name, api_key, config)
-    _check_options(fps, frames, max_tokens)
+    check_numbers(fps, frames, max_tokens)
     reduction_policy(reduction, retention, compute_share)
     visual_budget(max_visual_tokens, retention)
     utilisation = Utilisation()
@@ -138,15 +142,6 @@ def batch(
             utilisation=utilisation,
         )
     _report(summary, utilisation, plot, as_json=as_json)
-
-
-def _check_options(fps: float | None, frames: int | None, max_tokens: int | None) -> None:
-    """Raises RequestError for options that would make every line fail."""
-    if fps is not None and frames is not None:
-        raise RequestError(f"received --fps {fps} and --frames {frames}; give one of the two")
-    for name, value in (("--fps", fps), ("--frames", frames), ("--max-tokens", max_tokens)):
-        if value is not None and not 0 < value < float("inf"):
-            raise RequestError(f"received {name} {value}; allowed: more than 0")
 
 
 @contextmanager
@@ -182,11 +177,11 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
         with opened as backend:
             yield backend
     else:
-        from epd.serve_app.local.batch import LocalBackend  # torch
+        from epd.serve_app.cli.own_model import OwnBackend, open_model  # torch
 
-        with console.loading_bar() as show:
-            loaded = LocalBackend.load(target.model, target.config, on_progress=show)
-        yield loaded
+        limits = RequestLimits(max_media=_MAX_MEDIA)
+        with open_model(target.model, target.config, limits=limits, max_wait_s=_MAX_WAIT_S) as service:
+            yield OwnBackend(service, max_requests=_MAX_REQUESTS)
 
 
 def _report(summary: Summary, utilisation: Utilisation, plot: Path | None, *, as_json: bool) -> None:

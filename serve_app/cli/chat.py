@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from epd import console
@@ -13,7 +11,7 @@ from epd.client.conversation import Conversation
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.serve_app.cli.ask import cost_line
-from epd.serve_app.cli.conversations import conversation_with
+from epd.serve_app.cli.conversations import open_conversation
 from epd.serve_app.cli.options import (
     ApiKey,
     ComputeShare,
@@ -28,11 +26,11 @@ from epd.serve_app.cli.options import (
     Retention,
     Start,
     Url,
+    check_numbers,
     reduction_policy,
     visual_budget,
     with_fields_of,
 )
-from epd.serve_app.request_options import kind_of, request_fields
 
 _QUIT = "/quit"
 
@@ -60,10 +58,11 @@ def chat(
     Later questions know the former ones, and find the media in the caches. Without --url a model is loaded
     into this process.
     """
+    check_numbers(fps, frames, max_tokens)
     reduction_policy(reduction, retention, compute_share)
     visual_budget(max_visual_tokens, retention)
     config = EngineConfig.checked(engine)
-    options = {
+    options: dict[str, Any] = {
         "fps": fps,
         "frames": frames,
         "start": start,
@@ -74,32 +73,9 @@ def chat(
         "max_visual_tokens": max_visual_tokens,
         "max_tokens": max_tokens,
     }
-    if url is not None:
-        config.check_at_server()
-    with _opened(paths, model, url, api_key, options, config) as conversation:
+    with open_conversation(paths, model, (url, api_key), config, **options) as conversation:
         for question in _questions(is_terminal=sys.stdin.isatty()):
             _answer(conversation, question, is_terminal=sys.stdin.isatty())
-
-
-@contextmanager
-def _opened(
-    paths: list[str],
-    model: Path | None,
-    url: str | None,
-    api_key: str | None,
-    options: dict[str, Any],
-    config: EngineConfig,
-) -> Iterator[Conversation]:
-    """Begins the dialogue at a server, or with a model that is loaded into this process."""
-    if url is not None:
-        yield conversation_with(url, api_key, model, paths, request_fields(**options))
-        return
-    from epd.serve_app.llm import LLM  # torch
-
-    for path in paths:
-        kind_of(path)  # what cannot be read is refused before a model is loaded
-    with LLM(model, **config.given) as llm:
-        yield llm.conversation(paths, **options)
 
 
 def _questions(*, is_terminal: bool) -> Iterator[str]:

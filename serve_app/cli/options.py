@@ -70,6 +70,15 @@ def reduction_policy(
     return ReductionPolicy(method or DEFAULT_METHOD, 1.0 if retention is None else retention, compute_share)
 
 
+def check_numbers(fps: float | None, frames: int | None, max_tokens: int | None) -> None:
+    """Raises RequestError for options that make every question fail."""
+    if fps is not None and frames is not None:
+        raise RequestError(f"received --fps {fps} and --frames {frames}; give one of the two")
+    for name, value in (("--fps", fps), ("--frames", frames), ("--max-tokens", max_tokens)):
+        if value is not None and not 0 < value < float("inf"):
+            raise RequestError(f"received {name} {value}; allowed: more than 0")
+
+
 def visual_budget(max_tokens: int | None, retention: float | None) -> VisualBudget:
     """Returns the budget of the two options. Raises RequestError."""
     return VisualBudget(max_tokens, retention is not None, retention or 0.0)

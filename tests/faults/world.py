@@ -22,7 +22,7 @@ from epd.serve_app.media.media_worker import MediaSettings
 from epd.serve_app.messages import Message
 from epd.serve_app.network.board import Board
 from epd.serve_app.network.media_server import MediaServer
-from epd.serve_app.network.members import Credentials, Member, Place, Purpose, View
+from epd.serve_app.network.members import Credentials, Member, ProcessAddress, Purpose, View
 from epd.serve_app.network.remote_fleet import RemoteFleet
 from epd.serve_app.network.worker_server import WorkerServer, WorkerServerConfig
 from epd.serve_app.orchestration.config import OrchestratorConfig
@@ -170,7 +170,7 @@ class World:
         return part
 
     async def _run(self, kind: str, part: Part) -> None:
-        place = Place(part.process.name, part.process.machine)
+        place = ProcessAddress(part.process.name, part.process.machine)
         purpose = Purpose(topology=self.topology, hang_s=HANG_S)
         if kind == "front":
             await self._run_front(part, RemoteFleet(self._board, place, purpose))

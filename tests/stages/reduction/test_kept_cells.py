@@ -12,8 +12,8 @@ import pytest
 from epd.encoders.reduction import reduce_prompt
 from epd.models import embedded_model_path
 from epd.reduction import KeptCells, ReductionPolicy
-from epd.stages.colocated import ColocatedPipeline, EncodedMedia
 from epd.stages.encode.embedding_receiver import EmbeddingSplicer
+from tests.colocated import ColocatedPipeline, EncodedMedia
 from tests.serve_app.deployments import Answered, Question, deployed
 
 Cell = tuple[int, int, int]  # unit, row, column
