@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-together test-timed test-compiled test-topologies explore soak structured clients witness kernels check lint types fix wheel bench score gpu gpu-dry clean
+.PHONY: help demo test test-together test-timed test-compiled test-topologies explore soak structured clients witness kernels modules check lint types fix wheel bench score gpu gpu-dry clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -65,6 +65,9 @@ witness: $(STAMP) ## read the time drawn into 10,000 frames of clips of every co
 
 kernels: $(STAMP) ## compile every GPU kernel for sm_80 and sm_90, here; fails where one spills or does not fit
 	$(BIN)/python -m tests.stages.kernels_ahead
+
+modules: $(STAMP) ## print every module of the product in one line
+	@$(BIN)/python -m tests.modules_page
 
 check: lint types ## lint and types only
 

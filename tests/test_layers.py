@@ -204,8 +204,8 @@ def room_imported(name: str) -> str:
 
 
 def arrow(found: Import) -> tuple[str, str] | None:
-    """The rooms that an import joins; None where it stays in its room or leaves its package."""
-    if found.package != found.file.parts[0]:
+    """The rooms that an import joins; None in the front, or where it stays in its room or package."""
+    if found.package != found.file.parts[0] or found.file.as_posix() in FRONT:
         return None
     rooms = room_of(found.file), room_imported(found.name)
     return rooms if rooms[0] != rooms[1] else None
