@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map
 from transformers import AutoModelForImageTextToText
 
 from epd.encoders.device import HostCopy, constants
-from epd.encoders.families import grids, qwen_tower
+from epd.encoders.families import qwen_tower
 from tests import ROOT
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ _READS = (
 _FAKES = FakeTensorMode(allow_non_fake_inputs=False)
 _new_tensor = torch.empty
 # What is kept of one device must not reach the tests of another.
-_KEPT = (grids.windowed_inputs, grids.tabled_inputs, qwen_tower.runs_by_length, constants)
+_KEPT = (qwen_tower.windowed_inputs, qwen_tower.tabled_inputs, qwen_tower.runs_by_length, constants)
 _INDEXED = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, aten._index_put_impl_)
 
 
