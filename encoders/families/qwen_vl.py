@@ -189,10 +189,10 @@ class QwenVLAdapter(BaseAdapter):
         )
 
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
-        layout = lay_out(self.checkpoint, media, messages, self.expand)
-        spans = [span for item in layout.media for span in self.spans(item)]
-        positions, next_position = mrope_positions(len(layout.token_ids), spans, self._positions)
-        return PromptPlan(layout.token_ids, positions, next_position, layout.media)
+        token_ids, items = lay_out(self.checkpoint, media, messages, self.expand)
+        spans = [span for item in items for span in self.spans(item)]
+        positions, next_position = mrope_positions(len(token_ids), spans, self._positions)
+        return PromptPlan(token_ids, positions, next_position, items)
 
     def resize(self, image: Tensor, plan: MediaPlan) -> Tensor:
         return resize_image(image, plan.size, self.image_spec)

@@ -26,21 +26,13 @@ class Expansion:
     units: tuple[PlaceholderRange, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Holds an expanded prompt: ids int64 [T] and the items placed in it."""
-
-    token_ids: Int64Array
-    media: tuple[MediaItem, ...]
-
-
 def lay_out(
     checkpoint: Checkpoint,
     media: Sequence[MediaPlan],
     messages: Sequence[ChatMessage],
     expand: Callable[[MediaPlan], Expansion],
-) -> Layout:
-    """Renders the messages, tokenises them and expands every pad token.
+) -> tuple[Int64Array, tuple[MediaItem, ...]]:
+    """Renders the messages, tokenises them and expands every pad token: returns ids [T], and items in them.
 
     media: of the places in the messages, in order; ValueError for others.
     Raises RequestError as `render_chat` does, and where the template moves or drops media.
@@ -61,7 +53,7 @@ def lay_out(
         )
         for plan, expansion, offset in zip(media, expansions, _offsets(pads, expansions), strict=True)
     )
-    return Layout(_expanded(token_ids, pads, expansions), items)
+    return _expanded(token_ids, pads, expansions), items
 
 
 def _pad_id(checkpoint: Checkpoint, kind: str) -> int:

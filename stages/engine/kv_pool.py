@@ -47,21 +47,15 @@ _FEW_RUNS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRun:
-    """Holds `num_blocks` whole blocks that follow each other in both pools, from these on."""
+class CopyRun:
+    """Holds `length` whole blocks, or tokens of one block, that follow each other in both pools.
+
+    source, target: numbers of blocks, or slots of tokens
+    """
 
     source: int
     target: int
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRun:
-    """Holds `num_tokens` that lie in one block of either pool. source, target: their first slots."""
-
-    source: int
-    target: int
-    num_tokens: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +67,17 @@ class SlotRuns:
     """
 
     whole: Int64Array
-    tokens: tuple[TokenRun, ...]
+    tokens: tuple[CopyRun, ...]
     slots: Int64Array
 
-    def blocks(self) -> list[BlockRun]:
+    def blocks(self) -> list[CopyRun]:
         """Lists the runs of whole blocks, of which these go to those."""
         sources, targets = self.whole
         is_cut = (np.diff(sources) != 1) | (np.diff(targets) != 1)
         starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(sources)), np.bool_), is_cut]))
         counts = np.diff(starts, append=len(sources))
         return [
-            BlockRun(int(sources[start]), int(targets[start]), int(count))
+            CopyRun(int(sources[start]), int(targets[start]), int(count))
             for start, count in zip(starts, counts, strict=True)
         ]
 
@@ -100,7 +94,7 @@ def slot_runs(sources: Int64Array, targets: Int64Array, source_size: int, target
     is_whole = (lengths == source_size) & (source_size == target_size)
     is_loose = np.repeat(~is_whole, lengths)
     tokens = [
-        TokenRun(int(sources[start]), int(targets[start]), int(length))
+        CopyRun(int(sources[start]), int(targets[start]), int(length))
         for start, length in zip(starts[~is_whole], lengths[~is_whole], strict=True)
     ]
     first = starts[is_whole]
@@ -228,14 +222,14 @@ class KVPool:
             kernels.copy_blocks_fused(theirs, ours, there, here)
             return
         for run in runs.blocks():
-            blocks = theirs[run.source : run.source + run.num_blocks]
-            ours[run.target : run.target + run.num_blocks].copy_(blocks, non_blocking=True)
+            blocks = theirs[run.source : run.source + run.length]
+            ours[run.target : run.target + run.length].copy_(blocks, non_blocking=True)
 
-    def _copy_tokens(self, source: KVPool, runs: Sequence[TokenRun]) -> None:
+    def _copy_tokens(self, source: KVPool, runs: Sequence[CopyRun]) -> None:
         """Copies tokens where several of a block go to one block: without a temporary."""
         for run in runs:
-            tokens = source._tokens(run.source, run.num_tokens)
-            self._tokens(run.target, run.num_tokens).copy_(tokens, non_blocking=True)
+            tokens = source._tokens(run.source, run.length)
+            self._tokens(run.target, run.length).copy_(tokens, non_blocking=True)
 
     def _tokens(self, slot: int, num_tokens: int) -> Tensor:
         """Returns a view of tokens of one block, from `slot` on: [num_layers, 2, num_tokens, Hkv, D]."""

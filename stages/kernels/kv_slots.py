@@ -6,7 +6,7 @@ norm_rotate_write    norms and rotates queries and keys before, one program for 
 copy_blocks          copies blocks in any order; the twin is `KVPool.copy`, block by block
 
 A copy for each run of blocks that follow each other is a launch for each: 2,048 blocks in no order took 24 ms
-on an H100, 12 us each, whatever their size. So one kernel copies all. Import this module only with Triton.
+on an H100, 12 us each, whatever their size. So one kernel copies all. Import this only where Triton is.
 """
 
 from __future__ import annotations

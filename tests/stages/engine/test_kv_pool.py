@@ -14,14 +14,13 @@ from torch import Tensor
 
 from epd.stages.attention.pieces import is_one_piece
 from epd.stages.engine.kv_pool import (
-    BlockRun,
+    CopyRun,
     KVGroupShape,
     KVLayout,
     KVPool,
     KVPools,
     KVPoolsShape,
     StorageOrder,
-    TokenRun,
     slot_runs,
     token_slots,
 )
@@ -208,13 +207,13 @@ def test_pieces_hold_each_token_once(
     pairs = []
     for block in runs.blocks():
         assert source_size == target_size
-        tokens = range(block.num_blocks * source_size)
+        tokens = range(block.length * source_size)
         pairs += [(block.source * source_size + i, block.target * source_size + i) for i in tokens]
     loose = []
     for run in runs.tokens:
-        assert run.source // source_size == (run.source + run.num_tokens - 1) // source_size
-        assert run.target // target_size == (run.target + run.num_tokens - 1) // target_size
-        loose += [(run.source + token, run.target + token) for token in range(run.num_tokens)]
+        assert run.source // source_size == (run.source + run.length - 1) // source_size
+        assert run.target // target_size == (run.target + run.length - 1) // target_size
+        loose += [(run.source + token, run.target + token) for token in range(run.length)]
     assert loose == list(map(tuple, runs.slots.T.tolist()))
     assert sorted(pairs + loose) == sorted(zip(sources.tolist(), targets.tolist(), strict=True))
 
@@ -223,8 +222,8 @@ def test_blocks_that_follow_each_other_are_one_piece() -> None:
     sources = token_slots([5, 6, 7, 1, 2], 2, 19, 4).numpy()
     targets = token_slots([0, 1, 2, 3, 9], 2, 19, 4).numpy()
     runs = slot_runs(sources, targets, 4, 4)
-    assert runs.blocks() == [BlockRun(6, 1, 2), BlockRun(1, 3, 1)]
-    assert runs.tokens == (TokenRun(22, 2, 2), TokenRun(8, 36, 3))
+    assert runs.blocks() == [CopyRun(6, 1, 2), CopyRun(1, 3, 1)]
+    assert runs.tokens == (CopyRun(22, 2, 2), CopyRun(8, 36, 3))
 
 
 def test_a_chunk_of_a_large_model_is_a_piece_for_each_block() -> None:
@@ -233,7 +232,7 @@ def test_a_chunk_of_a_large_model_is_a_piece_for_each_block() -> None:
     sources = token_slots(tables[:128].tolist(), 0, 2048, 16).numpy()
     targets = token_slots(tables[200:328].tolist(), 0, 2048, 16).numpy()
     runs = slot_runs(sources, targets, 16, 16)
-    assert sum(run.num_blocks for run in runs.blocks()) == 128
+    assert sum(run.length for run in runs.blocks()) == 128
     assert not runs.tokens
     layout = KVLayout(num_layers=28, num_kv_heads=4, head_dim=128, dtype=torch.bfloat16)
     block = KVPool(2, 16, layout).storage[1]
