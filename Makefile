@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-together test-timed test-compiled test-topologies explore soak structured clients witness kernels modules check lint types fix wheel bench score gpu gpu-dry clean
+.PHONY: help demo test test-together test-timed test-compiled test-topologies explore soak faults structured clients witness kernels modules check lint types fix wheel bench score gpu gpu-dry clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -53,6 +53,10 @@ explore: $(STAMP) ## property tests with examples that were never drawn before
 
 soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped; other processes killed; slow and hostile clients
 	EPD_SOAK=2e2p2d $(BIN)/python -m pytest tests/serve_app/ray/test_faults.py tests/serve_app/ray/test_deployments.py tests/serve_app/ray/test_lost_processes.py tests/serve_app/ray/test_lost_proxy.py tests/serve_app/http/test_slow_clients.py tests/serve_app/http/test_hostile.py tests/serve_app/http/test_openapi_real.py tests/serve_app/http/test_prompt_routes.py tests/test_any_length.py -o timeout=1800
+
+SEEDS ?= 1000
+faults: $(STAMP) ## SEEDS runs of an application in simulated time while processes are lost; figures in benchmarks/results/faults.md
+	nice $(BIN)/python -m tests.faults --seeds $(SEEDS) --results benchmarks/results/faults.md
 
 structured: $(STAMP) ## 1,000 drawn schemas at temperature 1.5 in 1e1p1d, every document validated; the cost of a step
 	$(BIN)/python -m benchmarks.serving.structured

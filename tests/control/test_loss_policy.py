@@ -234,6 +234,17 @@ def test_what_one_front_has_answered_all_forget() -> None:
     assert not blamed(ledgers[1], 10.0, "unlucky")
 
 
+def test_fronts_whose_clocks_differ_exchange_ages() -> None:
+    """One is an hour ahead: what it reports has happened just now here too."""
+    ahead, behind = fronts()
+    for number in range(2):
+        ahead.record(lost("poison"), 3600.0 + number, f"p0/{number}")
+    behind.follow({"ahead": ahead.report().shifted(-3601.5).shifted(1.5)}, 1.5)
+    assert behind.undecided_s("poison", 1.5) == pytest.approx(1.5)
+    assert blamed(behind, 3.5, "poison") == {"poison"}
+    assert not blamed(behind, 602.0, "poison")
+
+
 def test_losses_of_a_front_that_is_gone_are_remembered() -> None:
     gone, other = fronts()
     gone.record(lost("poison"), 0.0, "p0/1")

@@ -19,6 +19,7 @@ _LOAD_S = (0.05, 1.0)  # to load weights
 _STEP_S = (0.01, 0.03, 0.05, 0.1)
 _RARE_STEP_S = (0.1, 1.0)  # three in a hundred
 _READ_S = (0.001, 0.05)
+_LEAST_WAIT_S = 0.1  # every message wakes: looking more often only takes real time
 _PATIENCE_S = 60.0  # real time that media threads get, in which virtual time stands still
 
 # Gets a message that a worker is about to handle; returns whether that ends the worker.
@@ -40,7 +41,7 @@ class _Wake:
         self._event.clear()
 
     def wait(self, timeout_s: float) -> None:
-        self.wait_s = timeout_s
+        self.wait_s = max(timeout_s, _LEAST_WAIT_S)
 
     async def waited(self) -> None:
         try:

@@ -9,6 +9,7 @@ import pytest
 
 from epd.control.elasticity import ReplicaConfig
 from epd.sampling_params import SamplingParams
+from epd.serve_app import composition
 from epd.serve_app.orchestration.elastic import ReplicaAdvisor
 from tests.serve_app.deployments import Question, undisturbed
 from tests.serve_app.network.cluster import clustered
@@ -112,3 +113,18 @@ def test_a_lost_worker_is_waited_for(checkpoints: dict[str, Path]) -> None:
             assert topology_seen(front) == "2e1p"
 
     asyncio.run(run())
+
+
+def test_an_age_counts_from_when_it_was_first_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given once for each time, so that a request that waits makes no view after the other."""
+    now_s = [1000.0]
+    monkeypatch.setattr(composition, "steady_time_s", lambda: now_s[0])
+    here, there = composition._Ages(), composition._Ages()
+    age_s = here.given(990.0)
+    assert age_s == 10.0
+    now_s[0] = 5000.0  # of another machine
+    assert there.heard("here", age_s) == 4990.0
+    now_s[0] = 5007.0
+    assert there.heard("here", age_s) == 4990.0
+    assert here.given(990.0) == 10.0
+    assert here.given(None) is None

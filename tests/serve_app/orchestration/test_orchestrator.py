@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -252,6 +253,25 @@ def test_a_deadline_that_cannot_be_met_is_an_overload(
             await deployment.settle()
 
     asyncio.run(run())
+
+
+def test_a_step_of_the_wall_clock_refuses_nothing_that_waits(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a machine wakes up, or first learns the time."""
+    questions = [Question((), f"what {number}?") for number in range(6)]
+
+    async def run() -> None:
+        async with deployed(checkpoints["qwen2_5_vl"], "1epd", max_prefills=1, max_wait_s=60.0) as deployment:
+            asking = asyncio.create_task(deployment.ask_all(questions))
+            while not len(deployment.service.queue):
+                await asyncio.sleep(0.001)
+            unix_s = time.time()
+            monkeypatch.setattr(time, "time", lambda: unix_s + 7200.0)
+            assert all(answer.tokens for answer in await asking)
+            assert deployment.service.queue.num_refused == 0
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 def test_draining_refuses_what_is_new_and_closing_ends_what_runs(checkpoints: dict[str, Path]) -> None:
