@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -177,6 +176,7 @@ def _api_settings(args: AppArgs, planner: RequestPlanner) -> ApiSettings:
         trace_dir=args.trace_dir,
         max_traces=args.max_traces,
         otlp_endpoint=args.otlp_endpoint,
+        log_stats_s=None if args.disable_log_stats else args.log_stats_interval,
         files=_file_settings(args),
     )
 
@@ -193,13 +193,3 @@ def _file_settings(args: AppArgs) -> FileSettings | None:
         max_lines=args.max_batch_lines,
         num_in_flight=args.batch_concurrency,
     )
-
-
-def log_requests() -> None:
-    """Writes a line for each finished request to stderr."""
-    logger = logging.getLogger("epd.serve_app")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-        logger.addHandler(handler)
-    logger.setLevel(logging.INFO)

@@ -111,7 +111,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "http/answers": ". http http/guard observability",
         "http/server_state.py": ". files http/answers http/guard http/requests observability",
         "http/routes": ". files http/answers http/guard http/requests http/server_state.py observability",
-        "http/http_server.py": "http http/guard",
+        "http/http_server.py": "http http/guard observability",
         "http/api.py": (
             ". files http http/guard http/requests http/routes http/server_state.py observability"
         ),
@@ -122,12 +122,12 @@ ROOMS: dict[str, dict[str, str]] = {
             ". composition.py http http/answers http/http_server.py http/requests media observability worker"
         ),
         "network": ". worker",
-        "ray": ". composition.py http http/http_server.py media network",
+        "ray": ". composition.py http http/http_server.py media network observability",
         "app.py": ". http ray",
-        "ray/server.py": ". app.py http ray",
+        "ray/server.py": ". app.py http observability ray",
         "ray/batch_app.py": ". http ray ray/server.py",
         "llm.py": ". http local",
-        "cli": ". http http/guard llm.py local ray ray/batch_app.py ray/server.py",
+        "cli": ". http http/guard llm.py local observability ray ray/batch_app.py ray/server.py",
     },
 }
 # Arrows that go against the table until the module named in the reason has moved.

@@ -20,6 +20,7 @@ from epd.planning.space import Space
 from epd.planning.traffic import LEAST_REQUESTS, planner_for, recent_jobs
 from epd.profiles.files import load_profile
 from epd.serve_app.cli.options import ApiKey, IsJson, SloTpot, SloTtft
+from epd.serve_app.memory_use import MemoryUse
 from epd.workload.metrics import SLO
 
 _Url = Annotated[str, typer.Option(metavar="URL", help="Server of epd serve.")]
@@ -150,7 +151,7 @@ def _print_workers(now: dict[str, Any]) -> None:
     console.stdout_console().print(table)
     for worker in now["workers"]:
         if worker["memory"]:
-            print(f"{worker['name']} has {_memory(worker['memory'])}")
+            print(f"{worker['name']} has {MemoryUse(**worker['memory']).line()}")
         if worker["transports"]:
             print(f"{worker['name']} sends by {_ways(worker['transports'])}")
 
@@ -169,22 +170,6 @@ def _draft_lines(drafted: Mapping[str, float]) -> list[str]:
     tokens, accepted = drafted["draft_tokens"], drafted["accepted_tokens"]
     per_pass = f"{accepted / num_drafts:.2f} in each pass that checked a draft"
     return [f"drafts: {accepted:g} of {tokens:g} drafted tokens accepted, {per_pass}\n"]
-
-
-def _memory(memory: Mapping[str, Any]) -> str:
-    """Returns what a worker has on its device: "weights 15.2 GB, room for embeddings 1 GB (...), ..."."""
-    parts = [f"weights {_gb(memory['weight_bytes'])}"]
-    if memory["kv_bytes"]:
-        tokens = f"{memory['num_kv_tokens']:,} tokens"
-        parts.append(f"room for keys and values {_gb(memory['kv_bytes'])} ({tokens})")
-    if memory["embedding_bytes"]:
-        tokens = f"{memory['num_embeddings']:,} tokens"
-        parts.append(f"room for embeddings {_gb(memory['embedding_bytes'])} ({tokens})")
-    return f"{', '.join(parts)} of {_gb(memory['allowed_bytes'])} as {memory['device']}"
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.3g} GB"
 
 
 def _ways(transports: Mapping[str, str]) -> str:

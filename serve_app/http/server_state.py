@@ -79,6 +79,7 @@ class ApiSettings:
     allowed_hosts: names that clients may use for the server, see `HostCheck`
     trace_dir: folder for a Chrome trace of each request, of which the latest `max_traces` are kept
     otlp_endpoint: base URL of a collector that gets OpenTelemetry traces
+    log_stats_s: interval of the log's lines of figures; None writes none
     files: where files of clients and batches are kept; None keeps none
     front: the label of this server's metrics; empty where it is the only one at its address
     """
@@ -100,6 +101,7 @@ class ApiSettings:
     trace_dir: Path | None = None
     max_traces: int = 256
     otlp_endpoint: str | None = None
+    log_stats_s: float | None = None
     files: FileSettings | None = None
     front: str = ""
 
@@ -166,6 +168,10 @@ class ServerState:
     def close(self) -> None:
         self.tracing.close()
         self.grammars.close()
+
+    async def render_metrics(self) -> bytes:
+        """Returns the metrics as they are now, as Prometheus scrapes them."""
+        return self.metrics.render(await self.service.status())
 
     async def read(self, request: Request) -> ParsedRequest:
         """Reads and checks the body of a chat request. Raises EPDError."""

@@ -17,13 +17,12 @@ from fastapi import FastAPI
 from epd.colour import parse_colour
 from epd.errors import RequestError
 from epd.serve_app.app_args import AppArgs
-from epd.serve_app.composition import create_app, log_requests, media_settings, worker_settings
+from epd.serve_app.composition import create_app, media_settings, worker_settings
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.http.http_server import HttpServer
 from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
 from epd.serve_app.media.media_processes import MediaProcesses
-
-__all__ = ["log_requests", "served_locally"]
+from epd.serve_app.observability.logs import operation
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +42,7 @@ def served_locally(args: AppArgs, address: HttpAddress) -> Iterator[None]:
     _devices(args)  # what is refused is so before anything is started
     torch.set_num_threads(args.threads_per_worker)
     started: Future[_Server] = Future()
+    operation.info("loading the model into %d workers of this process", args.num_stage_workers)
     with address.listen() as listener:
         thread = threading.Thread(
             target=_run, args=(args, listener, address.prefix, started), name="http", daemon=True

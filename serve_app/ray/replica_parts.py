@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from epd.serve_app.composition import create_app, log_requests, media_settings, share_lead, worker_settings
+from epd.serve_app.composition import create_app, media_settings, share_lead, worker_settings
 from epd.serve_app.media.media_processes import MediaProcesses
 from epd.serve_app.media.media_worker import MediaWorker
 from epd.serve_app.network.media_server import MediaServer
 from epd.serve_app.network.remote_fleet import RemoteFleet
 from epd.serve_app.network.worker_server import WorkerServer, WorkerServerConfig
+from epd.serve_app.observability.logs import write_logs
 from epd.serve_app.ray.memory_limit import limit_memory
 
 __all__ = [
@@ -19,8 +20,8 @@ __all__ = [
     "WorkerServerConfig",
     "create_app",
     "limit_memory",
-    "log_requests",
     "media_settings",
     "share_lead",
     "worker_settings",
+    "write_logs",
 ]
