@@ -119,7 +119,8 @@ ROOMS: dict[str, dict[str, str]] = {
         "orchestration": ". media worker",
         "composition.py": ". files http/api.py media network orchestration worker",
         "local": (
-            ". composition.py http http/answers http/http_server.py http/requests media observability worker"
+            ". composition.py http http/answers http/http_server.py http/requests media observability "
+            "orchestration worker"
         ),
         "network": ". worker",
         "ray": ". composition.py http http/http_server.py media network observability",

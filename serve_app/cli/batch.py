@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from epd.batch.utilisation import Utilisation
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.models import model_folder
+from epd.profiles.files import load_profile
 from epd.serve_app.cli.options import (
     Address,
     ApiKey,
@@ -77,6 +78,13 @@ _AllowFailures = Annotated[
 _StatusFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="JSON file to keep up to date with how far the run is."),
+]
+_DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what the batch would take: media, tokens, time. Ask nothing.")
+]
+_Profile = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="With --dry-run: file of epd profile, or MODEL@DEVICE, for the time."),
 ]
 _SOME_FAILED = 1
 _OUT_SUFFIXES = (".jsonl", ".ndjson", TABLE_SUFFIX)
@@ -131,6 +139,8 @@ def batch(
     retry_failed: _RetryFailed = False,
     allow_failures: _AllowFailures = False,
     status_file: _StatusFile = None,
+    dry_run: _DryRun = False,
+    profile: _Profile = None,
     plot: Plot = None,
     as_json: IsJson = False,
     **engine: Any,
@@ -147,6 +157,7 @@ def batch(
     reduction_policy(reduction, retention, compute_share)
     visual_budget(max_visual_tokens, retention)
     utilisation, results = Utilisation(), _results_path(out)
+    _check_dry_run(target, profile, is_dry=dry_run)
     status = None if status_file is None else StatusFile(status_file)
     with ExitStack() as stack:
         lines = stack.enter_context(_lines_file(source, _asked(question, questions)))
@@ -162,6 +173,9 @@ def batch(
             compute_share,
             max_visual_tokens,
         )
+        if dry_run:
+            failed = _look(lines, defaults, target, profile, as_json=as_json)
+            raise typer.Exit(_SOME_FAILED if failed and not allow_failures else 0)
         summary = run_batch(
             BatchPlan(lines, results, defaults, retries_failed=retry_failed),
             lambda index: _backend(target, index),
@@ -250,6 +264,32 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
         with console.loading_bar() as show:
             loaded = LocalBackend.load(target.model, target.config, on_progress=show)
         yield loaded
+
+
+def _check_dry_run(target: _Target, profile: str | None, *, is_dry: bool) -> None:
+    if profile is not None and not is_dry:
+        raise RequestError("received --profile without --dry-run; allowed: with it; add --dry-run")
+    if is_dry and (target.url, target.address) != (None, None):
+        raise RequestError(
+            "received --dry-run and a running server; allowed: with the model's folder; give --model instead"
+        )
+
+
+def _look(lines: Path, defaults: LineDefaults, target: _Target, profile: str | None, *, as_json: bool) -> int:
+    """Says what the batch would take. Writes no results. Returns how many lines would fail."""
+    from epd.serve_app.local.dry_run import dry_run  # torch
+
+    costs = None if profile is None else load_profile(profile)
+    with closing(LineIndex(lines, defaults)) as index, console.progress_bar("looking at media") as show:
+        index.build()
+        found = dry_run(index, target.model, target.config.pixels, costs, show)
+    if as_json:
+        console.print_json(found.record())
+    else:
+        print(*found.lines(), sep="\n")
+    for kind, reason in found.reasons.items():
+        print(f"would fail: {reason.num_lines} {kind}, such as: {reason.example}", file=sys.stderr)
+    return found.num_failing
 
 
 def _report(summary: Summary, utilisation: Utilisation, plot: Path | None, *, as_json: bool) -> None:
