@@ -73,6 +73,7 @@ def serve_until_signal(
             server.stopping.set()
             if signals.next() == "signal":
                 end_process(_INTERRUPTED)
+            operation.info("drained and stopped")
     elif event == "signal":
         operation.info("stopped before it was ready")
         if is_alone:

@@ -91,7 +91,8 @@ class DryRun:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds / 60:.1f} min, {seconds / 3600:.2f} GPU hours, without the decoding of video"
+    shown = f"{seconds:.3g} s" if seconds < 60 else f"{seconds / 60:,.1f} min"
+    return f"{shown}, {seconds / 3600:.3g} GPU hours, without the decoding of video"
 
 
 def dry_run(
