@@ -25,6 +25,7 @@ from epd.pixel_settings import PixelSettings
 from epd.profiles.profile import Profile
 from epd.reduction import KEEP_ALL
 from epd.sampling_params import SamplingParams
+from epd.serve_app.http.requests.answer_format import no_turns
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.request_parsing import (
     conversation,
@@ -36,7 +37,6 @@ from epd.serve_app.http.requests.request_parsing import (
     video_sampling,
     visual_budget,
 )
-from epd.serve_app.http.requests.tools import no_turns
 from epd.serve_app.orchestration.live_answer import AnswerPlan
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.service import AnswerRequest, HeldItem, MediaReference, MediaSource
