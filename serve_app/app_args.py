@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, SecretStr, field_validator
 from pydantic_core import PydanticCustomError
@@ -197,6 +197,13 @@ class AppArgs(EngineConfig):
     otlp_endpoint: str | None = Field(
         default=None, description="Base URL of a collector of OpenTelemetry traces."
     )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="Lines of logs: text, or json with a key for each field."
+    )
+    log_stats_interval: float = Field(
+        default=10.0, gt=0, description="Seconds between lines of figures in the log, while busy."
+    )
+    disable_log_stats: bool = Field(default=False, description="Write no lines of figures.")
     files_dir: Path | None = Field(
         default=None,
         description="Folder for files of clients and batches (/v1/files, /v1/batches); none by default.",

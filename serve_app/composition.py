@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,7 +21,7 @@ from epd.serve_app.orchestration.role_switch import SwitchRequest
 from epd.serve_app.service import RoleSwitch
 from epd.serve_app.service_composition import create_service, media_settings, worker_settings
 
-__all__ = ["create_app", "log_requests", "media_settings", "share_lead", "worker_settings"]
+__all__ = ["create_app", "media_settings", "share_lead", "worker_settings"]
 
 # Deployments whose replicas are workers, by the kind of member.
 _SCALED: Mapping[Kind, str] = {"stage": "Stage", "media": "Media"}
@@ -134,13 +133,3 @@ def _follow_advice(service: Orchestrator, view: View, fleet: RemoteFleet) -> Non
     advisor.follow(bounds, fleet.membership.purpose.topology)
     if not service.leads:
         advisor.stop(view.advice)
-
-
-def log_requests() -> None:
-    """Writes a line for each finished request to stderr."""
-    logger = logging.getLogger("epd.serve_app")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-        logger.addHandler(handler)
-    logger.setLevel(logging.INFO)

@@ -23,3 +23,18 @@ class MemoryUse:
     kv_bytes: int = 0
     num_embeddings: int = 0
     num_kv_tokens: int = 0
+
+    def line(self) -> str:
+        """Returns it for people: "weights 15.2 GB, room for embeddings 1 GB (...), ..."."""
+        parts = [f"weights {_gb(self.weight_bytes)}"]
+        if self.kv_bytes:
+            tokens = f"{self.num_kv_tokens:,} tokens"
+            parts.append(f"room for keys and values {_gb(self.kv_bytes)} ({tokens})")
+        if self.embedding_bytes:
+            tokens = f"{self.num_embeddings:,} tokens"
+            parts.append(f"room for embeddings {_gb(self.embedding_bytes)} ({tokens})")
+        return f"{', '.join(parts)} of {_gb(self.allowed_bytes)} as {self.device}"
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3g} GB"

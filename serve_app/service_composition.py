@@ -85,6 +85,7 @@ def _api_settings(args: AppArgs, planner: RequestPlanner, front: str) -> ApiSett
         trace_dir=args.trace_dir,
         max_traces=args.max_traces,
         otlp_endpoint=args.otlp_endpoint,
+        log_stats_s=None if args.disable_log_stats else args.log_stats_interval,
         files=_file_settings(args),
         front=front,
     )

@@ -110,7 +110,7 @@ ROOMS: dict[str, dict[str, str]] = {
             ". files http/answers http/chat_answers.py http/guard http/requests observability"
         ),
         "http/routes": ". files http/answers http/guard http/requests http/server_state.py observability",
-        "http/http_server.py": "http http/guard",
+        "http/http_server.py": "http http/guard observability",
         "http/api.py": (
             ". files http http/guard http/requests http/routes http/server_state.py observability"
         ),
@@ -123,12 +123,12 @@ ROOMS: dict[str, dict[str, str]] = {
             "observability orchestration service_composition.py worker"
         ),
         "network": ". worker",
-        "ray": ". composition.py http http/http_server.py media network",
+        "ray": ". composition.py http http/http_server.py media network observability",
         "app.py": ". http ray",
-        "ray/server.py": ". app.py http ray",
+        "ray/server.py": ". app.py http observability ray",
         "ray/batch_app.py": ". http ray ray/server.py",
         "llm.py": ". http local",
-        "cli": ". http http/guard local ray ray/batch_app.py ray/server.py",
+        "cli": ". http http/guard llm.py local observability ray ray/batch_app.py ray/server.py",
     },
 }
 

@@ -8,7 +8,7 @@ Only lines in work are in memory. Everything written before a kill is left out o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,7 +17,7 @@ from pathlib import Path
 from epd.batch.line_index import LineGroup, LineIndex
 from epd.batch.lines import JSON, LineDefaults
 from epd.batch.order import CostModel, in_busy_order
-from epd.batch.progress import ShowBatch
+from epd.batch.progress import BatchProgress, ShowBatch
 from epd.batch.records import error_record, result_record
 from epd.batch.result_files import ResultFiles, errors_path
 from epd.batch.summary import Summary, peak_bytes
@@ -45,11 +45,15 @@ def no_batch_bar() -> AbstractContextManager[ShowBatch]:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Plans a run. source: the lines. out: the results. defaults: for fields that lines leave out."""
+    """Plans a run. source: the lines. out: the results. defaults: for fields that lines leave out.
+
+    retries_failed: whether lines that failed in earlier runs are asked again.
+    """
 
     source: Path
     out: Path
     defaults: LineDefaults
+    retries_failed: bool = False
 
     def check(self) -> None:
         """Raises RequestError when results would be written into the input."""
@@ -74,6 +78,8 @@ def run_batch(
     with closing(LineIndex(plan.source, plan.defaults)) as index, closing(ResultFiles(plan.out)) as files:
         with indexing_bar() as show_indexing:
             index.build(show_indexing)
+        if plan.retries_failed:
+            files.forget_failed()
         run = _BatchRun(index, files, utilisation or Utilisation())
         run.explain_refused()
         if index.has_questions:
@@ -141,8 +147,12 @@ class _BatchRun:
         self._sampled_s = now_s
         busy_s = backend.busy_s()
         self._utilisation.add(now_s, busy_s)
-        done = self._num_lines - self._num_left
-        show(done, self._num_lines, self._utilisation.recent(now_s, busy_s))
+        show(self._progress(now_s, self._utilisation.recent(now_s, busy_s)))
+
+    def _progress(self, now_s: float, shares: Mapping[str, float]) -> BatchProgress:
+        num_done = self._num_lines - self._num_left
+        rate = num_done / max(now_s - self._start_s, 1e-6)
+        return BatchProgress(num_done, self._num_lines, self._files.tally.num_failed, rate, shares)
 
     def summary(self, backend: Backend | None) -> Summary:
         now_s = time.monotonic()

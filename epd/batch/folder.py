@@ -1,39 +1,177 @@
-"""Turns a folder of videos and a file of questions into lines of our short form."""
+"""Turns a folder of videos, a list of media or a table into lines of our short form.
+
+    videos/      each video of the folder, with the questions that are given       id "clip.mp4#1"
+    media.txt    each path or URL, a line each, with the questions that are given  id "clip.mp4#1"
+    rows.csv     each row; its columns are the fields of a line                    its id, or its number
+
+A question may name columns in braces: {name}, {stem} and {path} of a medium, or any column of a table.
+"""
 
 from __future__ import annotations
 
+import csv
 import json
-from pathlib import Path
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+from urllib.parse import urlsplit
 
+from epd.batch.lines import SHORT_KEYS, URL_PREFIXES, LineId
 from epd.errors import RequestError
 
 # Containers that are read; beside videos lie files of other kinds.
 _NAMES = "mp4 m4v mov mkv webm avi ts mts m2ts mpg mpeg flv wmv asf ogv 3gp nut mxf"
 VIDEO_SUFFIXES = frozenset(map(".{}".format, _NAMES.split()))
+IMAGE_SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"}
+)
+TABLE_SUFFIX, LIST_SUFFIX = ".csv", ".txt"
+_COLUMN = re.compile(r"\{([^{}]+)\}")
+_TEXT_KEYS = ("id", "video", "images", "question", "answer", "reduction")
+_BEYOND = "cells beyond the columns"  # no field of a line: the line is refused by it
+_MAX_CELL = 128 << 20
 
 
-def write_lines(out: Path, folder: Path, questions: Path) -> int:
-    """Writes one line for each video and question, named as in "clip.mp4#2"; returns how many.
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """What is asked about. fields: of its line. columns: that questions may name."""
 
-    Videos are the files of the folder with a video suffix, in order of their names. Raises RequestError
-    when there are no videos or no questions.
+    line_id: LineId
+    fields: Mapping[str, Any]
+    columns: Mapping[str, str]
+    is_row: bool = False
+
+    def records(self, asked: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yields a line for each question; a row's own as it is. Raises RequestError for no such column."""
+        if not asked:
+            yield {"id": self.line_id, **self.fields}
+        for number, question in enumerate(asked, start=1):
+            line_id = self.line_id if self.is_row and len(asked) == 1 else f"{self.line_id}#{number}"
+            yield {"id": line_id, **self.fields, "question": _COLUMN.sub(self._cell, question)}
+
+    def _cell(self, found: re.Match[str]) -> str:
+        if found[1] not in self.columns:
+            raise RequestError(
+                f"received a question with {{{found[1]}}}; allowed: {', '.join(self.columns)}; name one of "
+                "these"
+            )
+        return self.columns[found[1]]
+
+
+def is_lines(source: Path, *, has_questions: bool) -> bool:
+    """Returns whether a source has lines already. A .txt is a list of media where questions are given."""
+    suffix = source.suffix.lower()
+    return not source.is_dir() and suffix != TABLE_SUFFIX and not (has_questions and suffix == LIST_SUFFIX)
+
+
+def read_questions(path: Path) -> list[str]:
+    """Returns the questions of a file, one a line. Raises RequestError where there is none."""
+    asked = _lines(path, "a text file, a question a line")
+    if not asked:
+        raise RequestError(f"'{path}' holds no question; write one a line")
+    return asked
+
+
+def write_lines(out: Path, source: Path, asked: Sequence[str]) -> int:
+    """Writes one line for each item and question; returns how many. asked: questions; none for a table's own.
+
+    Raises RequestError where there is nothing to ask about or no question.
     """
-    asked = _questions(questions)
-    videos = sorted(path for path in folder.iterdir() if path.suffix.lower() in VIDEO_SUFFIXES)
-    if not videos:
-        raise RequestError(
-            f"'{folder}' holds no videos; allowed: files that end in {', '.join(sorted(VIDEO_SUFFIXES))}"
-        )
+    is_table = source.suffix.lower() == TABLE_SUFFIX and not source.is_dir()
+    items = _rows(source, has_questions=bool(asked)) if is_table else _media(source)
+    num_lines = 0
     with out.open("w", encoding="utf-8") as file:
-        for path in videos:
-            for number, question in enumerate(asked, start=1):
-                name = f"{path.name}#{number}"
-                record = {"id": _readable(name), "video": _video(path.absolute()), "question": question}
+        for item in items:
+            for record in item.records(asked):
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
-    return len(videos) * len(asked)
+                num_lines += 1
+    return num_lines
 
 
-def _video(path: Path) -> str:
+def _media(source: Path) -> Iterator[_Item]:
+    """Yields the media of a folder in order of their names, or those of a list."""
+    found = _of_folder(source) if source.is_dir() else _of_list(source)
+    if not found:
+        allowed = f"files that end in {', '.join(sorted(VIDEO_SUFFIXES))}"
+        raise RequestError(f"'{source}' holds no videos; allowed: {allowed}")
+    for path, place in found:
+        name, stem = _readable(path.name), _readable(path.stem)
+        media = {"images": [place]} if path.suffix.lower() in IMAGE_SUFFIXES else {"video": place}
+        yield _Item(name, media, {"name": name, "stem": stem, "path": place})
+
+
+def _of_folder(folder: Path) -> list[tuple[PurePath, str]]:
+    """Returns the videos of a folder: their paths, and as lines name them."""
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in VIDEO_SUFFIXES)
+    return [(path, _named(path.absolute())) for path in paths]
+
+
+def _of_list(source: Path) -> list[tuple[PurePath, str]]:
+    folder = source.absolute().parent
+    lines = _lines(source, "a text file, a path or URL a line")
+    return [
+        (PurePath(urlsplit(each).path if _is_url(each) else each), _place(each, folder)) for each in lines
+    ]
+
+
+def _rows(source: Path, *, has_questions: bool) -> Iterator[_Item]:
+    """Yields the rows of a table with a head of columns. Raises RequestError."""
+    csv.field_size_limit(_MAX_CELL)
+    try:
+        with source.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, restkey=_BEYOND, strict=True)
+            _check_columns(source, reader.fieldnames or (), has_questions=has_questions)
+            for number, row in enumerate(reader, start=1):
+                yield _row(number, row, source.absolute().parent)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise RequestError(f"cannot read '{source}': {error}; give a table in UTF-8 with commas") from error
+
+
+def _check_columns(source: Path, columns: Sequence[str], *, has_questions: bool) -> None:
+    if not has_questions and "question" not in columns:
+        raise RequestError(
+            f"'{source}' has no column question; allowed: with it, or --question; give one of the two"
+        )
+    if not {"video", "images"} & set(columns):
+        raise RequestError(
+            f"'{source}' has the columns {', '.join(columns)[:200] or 'none'}; allowed: with video or "
+            f"images, and any of {', '.join(SHORT_KEYS)}; name the column of the media so"
+        )
+
+
+def _row(number: int, row: Mapping[str, Any], folder: Path) -> _Item:
+    """Returns the item of a row. Cells of other columns are for questions alone. Empty ones say nothing."""
+    cells = {name: cell for name, cell in row.items() if isinstance(cell, str)}
+    fields = {name: _value(name, cells[name], folder) for name in SHORT_KEYS if cells.get(name)}
+    if _BEYOND in row:
+        fields[_BEYOND] = row[_BEYOND]
+    return _Item(fields.pop("id", number), fields, cells, is_row=True)
+
+
+def _value(name: str, cell: str, folder: Path) -> Any:
+    """Returns the value of a cell; a number that is none stays text, which its line is refused for."""
+    if name == "video":
+        return _place(cell, folder)
+    if name == "images":
+        return [_place(each.strip(), folder) for each in cell.split(";") if each.strip()]
+    if name not in _TEXT_KEYS:
+        with suppress(ValueError):
+            return json.loads(cell)
+    return cell
+
+
+def _place(named: str, folder: Path) -> str:
+    return named if _is_url(named) else str(folder / named)
+
+
+def _is_url(named: str) -> bool:
+    return named.startswith(URL_PREFIXES)
+
+
+def _named(path: Path) -> str:
     """Returns a file as a line names it: by its path, or as a URI where that is no text."""
     return str(path) if _readable(str(path)) == str(path) else path.as_uri()
 
@@ -43,12 +181,9 @@ def _readable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _questions(path: Path) -> list[str]:
+def _lines(path: Path, allowed: str) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read '{path}': {error}; give a text file, a question a line") from error
-    asked = [line.strip() for line in lines if line.strip()]
-    if not asked:
-        raise RequestError(f"'{path}' holds no question; write one a line")
-    return asked
+        raise RequestError(f"cannot read '{path}': {error}; give {allowed}") from error
+    return [line.strip() for line in lines if line.strip()]

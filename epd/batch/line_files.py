@@ -78,7 +78,7 @@ def _other(head: bytes) -> str:
         return f"holds JSON over several lines; {_ADVICE}; `jq -c .` writes it so"
     if _HEADER.fullmatch(lines[0].strip()):
         shown = lines[0][:60].decode("utf-8", "replace")
-        return f"is a table with the header {shown!r}; {_ADVICE}; convert it"
+        return f"is a table with the header {shown!r}; {_ADVICE}, or a .csv with commas; rename or convert it"
     return ""
 
 

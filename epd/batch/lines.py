@@ -30,12 +30,12 @@ Form = Literal["short", "openai"]
 LineId = str | int
 
 CHAT_URL = "/v1/chat/completions"
-_SHORT_KEYS = (
+SHORT_KEYS = (
     "id", "video", "images", "question", "answer", "fps", "num_frames", "start_s", "end_s", "max_tokens",
     "retention", "reduction", "compute_share", "max_visual_tokens",
 )  # fmt: skip
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
-_URL_PREFIXES = ("http://", "https://", "data:", "file:")
+URL_PREFIXES = ("http://", "https://", "data:", "file:")
 # Where parts have their media, whatever their type is called.
 _MEDIA_PLACES = ("image_url", "video_url", "audio_url", "input_audio")
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
@@ -226,7 +226,7 @@ def _first_id(text: bytes) -> LineId | None:
 def _parse_short(record: JSON, number: int, defaults: LineDefaults) -> BatchLine:
     line_id = _checked_id(record.get("id"), "id", "short")
     try:
-        _check_keys(record, _SHORT_KEYS)
+        _check_keys(record, SHORT_KEYS)
         expected = record.get("answer")
         if expected is not None and not isinstance(expected, str):
             raise RequestError(f"answer is {reprlib.repr(expected)}; allowed: a text; put it in quotes")
@@ -273,7 +273,7 @@ def _part(kind: str, url: str) -> JSON:
 
 def media_url(source: str, folder: Path) -> str:
     """Returns a URL as it is, a path as a file: URL; a relative path begins at `folder`."""
-    if source.startswith(_URL_PREFIXES):
+    if source.startswith(URL_PREFIXES):
         return source
     try:
         return (folder / source).absolute().as_uri()

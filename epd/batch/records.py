@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from epd.batch.line_index import RefusedLine
-from epd.batch.lines import JSON, Form, LineId, id_key
+from epd.batch.lines import JSON, BatchLine, Form, LineId, id_key, shared_prefix
+from epd.batch.media_names import local_path
 from epd.batch.tasks import Answered, Failed
 
 _REFUSED_STATUS = 400
@@ -34,10 +35,28 @@ def result_record(outcome: Answered) -> JSON:
         return _openai(line.line_id, response, None)
     answer = answer_text(completion)
     choice = completion["choices"][0]
-    record: JSON = {"id": line.line_id, "answer": answer, "finish_reason": choice["finish_reason"]}
+    record: JSON = {
+        "id": line.line_id,
+        **_asked(line),
+        "answer": answer,
+        "finish_reason": choice["finish_reason"],
+    }
     if line.expected is not None:
         record |= {"expected": line.expected, "is_right": is_same_answer(answer, line.expected)}
     return record | {"usage": completion.get("usage")} | _unseen(completion.get("epd"))
+
+
+def _asked(line: BatchLine) -> JSON:
+    """Returns the media and the question of a line in the short form; of media that it holds, their type."""
+    question = line.body["messages"][0]["content"][-1]["text"]
+    return {"media": [_named(url) for url in shared_prefix(line.body).urls], "question": question}
+
+
+def _named(url: str) -> str:
+    if url.startswith("data:"):
+        return url.partition(",")[0]
+    path = local_path(url)
+    return url if path is None else str(path)
 
 
 def _unseen(report: object) -> JSON:
@@ -55,7 +74,8 @@ def error_record(outcome: Failed | RefusedLine) -> JSON:
     """Returns one line beside the results. A line without an id is named by its number."""
     if isinstance(outcome, Failed):
         line = outcome.line
-        return _error(line.line_id, line.number, line.form, outcome.kind, outcome.message, outcome.status)
+        record = _error(line.line_id, line.number, line.form, outcome.kind, outcome.message, outcome.status)
+        return {**record, **_asked(line)} if line.form == "short" else record
     refused = (outcome.line_id, outcome.number, outcome.form)
     return _error(*refused, "RequestError", outcome.message, _REFUSED_STATUS)
 
@@ -72,6 +92,13 @@ def _openai(line_id: LineId | None, response: JSON, error: JSON | None, number: 
     name = hashlib.blake2b(repr(line_id or number).encode(), digest_size=12).hexdigest()
     record: JSON = {"id": f"batch_req_{name}", "custom_id": line_id, "response": response, "error": error}
     return record if line_id is not None else {**record, "line": number}
+
+
+def reason_of(record: JSON) -> tuple[str, str]:
+    """Returns the name and the message of the error of a written record."""
+    error = record.get("error")
+    found = error if isinstance(error, dict) else {}
+    return str(found.get("type") or found.get("code")), str(found.get("message"))
 
 
 def key_of(record: JSON) -> str | None:

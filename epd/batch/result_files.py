@@ -12,12 +12,12 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from epd.batch.lines import JSON
-from epd.batch.records import key_of
+from epd.batch.records import key_of, reason_of
 from epd.errors import RequestError
 
 # Bounds the loss when a machine crashes; a process that is killed loses nothing.
@@ -28,6 +28,14 @@ _BEGINNING = b'{"id": '
 
 
 @dataclass(slots=True)
+class Reason:
+    """Counts the lines that failed with the same error. example: what the first of them says."""
+
+    example: str
+    num_lines: int = 0
+
+
+@dataclass(slots=True)
 class Tally:
     """Counts the contents of the files. num_checked: answers whose line includes the right one."""
 
@@ -35,8 +43,12 @@ class Tally:
     num_failed: int = 0
     num_checked: int = 0
     num_right: int = 0
+    reasons: dict[str, Reason] = field(default_factory=dict)  # by the name of the error
 
     def count(self, record: JSON, *, is_error: bool) -> None:
+        if is_error:
+            kind, message = reason_of(record)
+            self.reasons.setdefault(kind, Reason(message)).num_lines += 1
         self.num_failed += is_error
         self.num_answered += not is_error
         if "is_right" in record:
@@ -74,6 +86,10 @@ class ResultFiles:
         self._sync()
         self._errors.close()
         self._results.close()
+
+    def forget_failed(self) -> None:
+        """Drops all failures, so that their lines are asked again."""
+        self._errors.truncate(0)
 
     def done(self) -> Iterator[str]:
         """Yields the keys of the lines that are answered or explained already; counts them."""

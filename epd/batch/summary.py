@@ -6,10 +6,14 @@ import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from epd.batch.result_files import Tally
+from epd.batch.result_files import Reason, Tally
 from epd.batch.tasks import BackendCounts
+
+_NUM_REASONS = 3
+_MAX_EXAMPLE = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,22 @@ class Summary:
     def accuracy(self) -> float | None:
         """Returns the share of right answers, where lines include the right one."""
         return self.tally.num_right / self.tally.num_checked if self.tally.num_checked else None
+
+    @property
+    def main_reasons(self) -> list[tuple[str, Reason]]:
+        """Returns the reasons that most lines failed for, the most frequent first."""
+        return sorted(self.tally.reasons.items(), key=lambda each: -each[1].num_lines)[:_NUM_REASONS]
+
+    def failure_lines(self, errors: Path) -> list[str]:
+        """Returns what failed and why, for people; nothing if no line failed. errors: where they are."""
+        if not self.tally.num_failed:
+            return []
+        reasons = [
+            f"  {reason.num_lines} {kind}, such as: {reason.example[:_MAX_EXAMPLE]}"
+            for kind, reason in self.main_reasons
+        ]
+        first = f"{self.tally.num_failed} lines failed, see '{errors}'; --retry-failed asks them again"
+        return [first, *reasons]
 
     def record(self) -> dict[str, Any]:
         """Returns the summary for `--json`."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,19 +15,22 @@ import typer
 
 from epd import console
 from epd.batch.driver import BatchPlan, run_batch
-from epd.batch.folder import write_lines
+from epd.batch.folder import TABLE_SUFFIX, is_lines, read_questions, write_lines
 from epd.batch.http_backend import HttpBackend
 from epd.batch.line_index import LineIndex
 from epd.batch.lines import LineDefaults
 from epd.batch.plot import plot_utilisation
-from epd.batch.progress import batch_bar
+from epd.batch.progress import StatusFile, batch_bar
+from epd.batch.result_files import errors_path
 from epd.batch.summary import Summary
+from epd.batch.table import write_table
 from epd.batch.tasks import Backend
 from epd.batch.utilisation import Utilisation
 from epd.control.request_budget import RequestLimits
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.models import model_folder
+from epd.profiles.files import load_profile
 from epd.serve_app.cli.options import (
     Address,
     ApiKey,
@@ -48,15 +53,43 @@ from epd.serve_app.cli.options import (
 )
 
 _Source = Annotated[
-    Path, typer.Argument(metavar="IN", help="JSON lines, or a folder of videos with --questions.")
+    Path,
+    typer.Argument(
+        metavar="IN", help="JSON lines, a .csv, or a folder of videos or a .txt of media with --question(s)."
+    ),
 ]
 _Out = Annotated[
-    Path, typer.Argument(metavar="OUT.jsonl", help="Results; failures go to OUT.errors.jsonl beside it.")
+    Path,
+    typer.Argument(metavar="OUT", help="Results: OUT.jsonl or OUT.csv; failures go to OUT.errors.jsonl."),
 ]
 _Questions = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="One question per line, asked about every video in the folder IN."),
+    typer.Option(metavar="FILE", help="One question per line, asked about every medium or row of IN."),
 ]
+_Question = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="Question about every medium or row of IN; {name}, {stem}, {path} or a {COLUMN} are filled in.",
+    ),
+]
+_RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Ask lines again that have failed.")]
+_AllowFailures = Annotated[
+    bool, typer.Option("--allow-failures", help="Exit with 0 even when lines failed, instead of 1.")
+]
+_StatusFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="JSON file to keep up to date with how far the run is."),
+]
+_DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what the batch would take: media, tokens, time. Ask nothing.")
+]
+_Profile = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="With --dry-run: file of epd profile, or MODEL@DEVICE, for the time."),
+]
+_SOME_FAILED = 1
+_OUT_SUFFIXES = (".jsonl", ".ndjson", TABLE_SUFFIX)
 _Topology = Annotated[
     str | None,
     typer.Option(
@@ -92,6 +125,7 @@ class _Target:
 def batch(
     source: _Source,
     out: _Out,
+    question: _Question = None,
     questions: _Questions = None,
     model: Model = None,
     fps: Fps = None,
@@ -106,6 +140,11 @@ def batch(
     address: Address = None,
     name: AppName = "epd",
     api_key: ApiKey = None,
+    retry_failed: _RetryFailed = False,
+    allow_failures: _AllowFailures = False,
+    status_file: _StatusFile = None,
+    dry_run: _DryRun = False,
+    profile: _Profile = None,
     plot: Plot = None,
     as_json: IsJson = False,
     **engine: Any,
@@ -114,16 +153,20 @@ def batch(
 
     Questions about the same video share its decoding, encoding and prefill. Values in a line take precedence
     over the options. Run the same command again to resume a stopped batch. With --address, uses the
-    application on that cluster.
+    application on that cluster. Exits with 1 when a line failed.
     """
     config = EngineConfig.checked(engine)
     target = _Target(model_folder(model), topology, url, address, name, api_key, config)
     check_numbers(fps, frames, max_tokens)
     reduction_policy(reduction, retention, compute_share)
     visual_budget(max_visual_tokens, retention)
-    utilisation = Utilisation()
+    utilisation, results = Utilisation(), _results_path(out)
+    _check_dry_run(target, profile, is_dry=dry_run)
+    status = None if status_file is None else StatusFile(status_file)
     with ExitStack() as stack:
-        lines = stack.enter_context(_lines_file(source, questions))
+        lines = stack.enter_context(_lines_file(source, _asked(question, questions)))
+        if status is not None:
+            stack.enter_context(status.of_run())
         defaults = LineDefaults(
             lines.parent.absolute(),
             fps,
@@ -134,31 +177,65 @@ def batch(
             compute_share,
             max_visual_tokens,
         )
+        if dry_run:
+            failed = _look(lines, defaults, target, profile, as_json=as_json)
+            raise typer.Exit(_SOME_FAILED if failed and not allow_failures else 0)
         summary = run_batch(
-            BatchPlan(lines, out, defaults),
+            BatchPlan(lines, results, defaults, retries_failed=retry_failed),
             lambda index: _backend(target, index),
             indexing_bar=lambda: console.progress_bar("reading lines"),
-            bar=batch_bar,
+            bar=batch_bar if status is None else partial(status.told, batch_bar),
             utilisation=utilisation,
         )
+    if results != out:
+        write_table(out, results)
+    if status is not None:
+        status.write("done", **summary.record())
     _report(summary, utilisation, plot, as_json=as_json)
+    for line in summary.failure_lines(errors_path(results)):
+        print(line, file=sys.stderr)
+    if summary.tally.num_failed and not allow_failures:
+        raise typer.Exit(_SOME_FAILED)
 
 
 @contextmanager
-def _lines_file(source: Path, questions: Path | None) -> Iterator[Path]:
-    """The input itself, or a file of lines made of a folder and its questions."""
-    if (questions is not None) != source.is_dir():
-        raise RequestError(
-            f"received {'a folder' if source.is_dir() else 'no folder'}, '{source}', and --questions "
-            f"{questions}; allowed: a folder with --questions, or a file without"
-        )
-    if questions is None:
+def _lines_file(source: Path, asked: list[str]) -> Iterator[Path]:
+    """The input itself, or a file of lines made of a folder, a list or a table, and the questions asked."""
+    if is_lines(source, has_questions=bool(asked)):
+        if asked:
+            raise RequestError(
+                f"received no folder, list or table, '{source}', and questions; allowed: --question or "
+                "--questions with a folder, a .txt of media or a .csv, or a file of lines without"
+            )
         yield source
         return
+    if not asked and source.suffix.lower() != TABLE_SUFFIX:
+        raise RequestError(
+            f"received a folder, '{source}', and no question; allowed: with --question or --questions; give "
+            "one of them"
+        )
     with tempfile.TemporaryDirectory(prefix="epd-batch-") as folder:
         lines = Path(folder) / "lines.jsonl"
-        write_lines(lines, source, questions)
+        write_lines(lines, source, asked)
         yield lines
+
+
+def _asked(question: str | None, questions: Path | None) -> list[str]:
+    if question is not None and questions is not None:
+        raise RequestError("received --question and --questions; allowed: one of them; leave one out")
+    if question is not None:
+        return [question]
+    return [] if questions is None else read_questions(questions)
+
+
+def _results_path(out: Path) -> Path:
+    """Returns the file of results: of a table that beside it. Raises RequestError for another format."""
+    if out.suffix.lower() not in _OUT_SUFFIXES:
+        raise RequestError(
+            f"received '{out}' for the results; allowed: a name that ends in {' or '.join(_OUT_SUFFIXES)}; "
+            "rename it"
+        )
+    return out.with_suffix(".jsonl") if out.suffix.lower() == TABLE_SUFFIX else out
 
 
 @contextmanager
@@ -182,6 +259,32 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
         limits = RequestLimits(max_media=_MAX_MEDIA)
         with open_model(target.model, target.config, limits=limits, max_wait_s=_MAX_WAIT_S) as service:
             yield OwnBackend(service, max_requests=_MAX_REQUESTS)
+
+
+def _check_dry_run(target: _Target, profile: str | None, *, is_dry: bool) -> None:
+    if profile is not None and not is_dry:
+        raise RequestError("received --profile without --dry-run; allowed: with it; add --dry-run")
+    if is_dry and (target.url, target.address) != (None, None):
+        raise RequestError(
+            "received --dry-run and a running server; allowed: with the model's folder; give --model instead"
+        )
+
+
+def _look(lines: Path, defaults: LineDefaults, target: _Target, profile: str | None, *, as_json: bool) -> int:
+    """Says what the batch would take. Writes no results. Returns how many lines would fail."""
+    from epd.serve_app.local.dry_run import dry_run  # torch
+
+    costs = None if profile is None else load_profile(profile)
+    with closing(LineIndex(lines, defaults)) as index, console.progress_bar("looking at media") as show:
+        index.build()
+        found = dry_run(index, target.model, target.config.pixels, costs, show)
+    if as_json:
+        console.print_json(found.record())
+    else:
+        print(*found.lines(), sep="\n")
+    for kind, reason in found.reasons.items():
+        print(f"would fail: {reason.num_lines} {kind}, such as: {reason.example}", file=sys.stderr)
+    return found.num_failing
 
 
 def _report(summary: Summary, utilisation: Utilisation, plot: Path | None, *, as_json: bool) -> None:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,9 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from epd.errors import RequestError
+from epd import __version__
+from epd.client.endpoint import Endpoint, get
+from epd.errors import EPDError, RequestError
 from epd.models import model_folder
 from epd.planning.files import load_plan
 from epd.serve_app.app_args import ENVIRONMENT, AppArgs
@@ -26,7 +28,9 @@ from epd.serve_app.cli.serving import Signals, serve_until_signal
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.http.guard.host_check import names_for
 from epd.serve_app.http.prefix import ROOT, checked_prefix
+from epd.serve_app.memory_use import MemoryUse
 from epd.serve_app.model_facts import limits_of, model_type_of
+from epd.serve_app.observability.logs import operation, with_fields, write_logs
 from epd.serve_app.ray.process_tree import adopt_orphans, end_process
 
 _Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines.")]
@@ -78,18 +82,51 @@ def serve(
         target = _Target.of(context, address, name, is_local=local)
         args = _app_args(options | (_planned(plan, options, context) if plan else {}), host)
         where = HttpAddress(host, port, checked_prefix(route_prefix))
+        if target.address is None:
+            where.listen().close()  # a port that is taken is told before anything else
+        write_logs(args.log_format, shows_requests=verbose)
+        _say_start(args, where)
         served = partial(_served_locally if local else _served_on_ray, args, where, target, verbose)
 
         def say_ready() -> None:
             model = args.model_name or args.model_path.name
-            print(
-                f"limits of one request: {limits_of(args).line()}; epd config show has all", file=sys.stderr
-            )
-            print(args.pixels.line(model_type_of(args.model_path)), file=sys.stderr)
+            operation.info("limits of one request: %s; epd config show has all", limits_of(args).line())
+            operation.info(args.pixels.line(model_type_of(args.model_path)))
+            _say_room(args, where)
             seconds = time.monotonic() - start_s
             print(f"ready in {seconds:.1f} s: {where.url}/v1 serves {model} on {args.topology}", flush=True)
 
         serve_until_signal(served, signals, say_ready, end_process, is_alone=target.address is None)
+
+
+def _say_start(args: AppArgs, where: HttpAddress) -> None:
+    """Says what is starting, before anything slow is done."""
+    fields = {
+        "version": __version__,
+        "model": args.model_name or args.model_path.name,
+        "model_type": model_type_of(args.model_path),
+        "dtype": args.dtype,
+        "device": args.device,
+        "topology": args.topology,
+        "url": where.url,
+    }
+    operation.info(
+        "epd {version} starts: model {model} ({model_type}), dtype {dtype}, device {device}, topology "
+        "{topology}, at {url}".format(**fields),
+        extra=with_fields("start", fields),
+    )
+
+
+def _say_room(args: AppArgs, where: HttpAddress) -> None:
+    """Says what each worker has room for; nothing where the server does not tell."""
+    key = args.api_key.get_secret_value() if args.api_key else None
+    with suppress(EPDError):
+        status = get(Endpoint("server", where.own_url, api_key=key), "/v1/epd/status", "").json()
+        for worker in status["workers"]:
+            if (memory := worker["memory"]) is not None:
+                name, room = worker["name"], MemoryUse(**memory).line()
+                fields = with_fields("worker", {"worker": name, "roles": worker["roles"], **memory})
+                operation.info("%s has %s", name, room, extra=fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +189,8 @@ def _served_on_ray(
         checked_gcs(target.address)  # before Ray is imported, so that a wrong address is told at once
     # Ray would print a stack trace at each signal. Its processes, which start later, are to keep theirs.
     os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] = "1"
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray would write codes of colours into a file
     from epd.serve_app.ray import cluster, server  # Ray
 
     del os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"]
@@ -161,12 +200,10 @@ def _served_on_ray(
 
 
 def _served_locally(
-    args: AppArgs, where: HttpAddress, _target: _Target, verbose: bool, _stopping: threading.Event
+    args: AppArgs, where: HttpAddress, _target: _Target, _verbose: bool, _stopping: threading.Event
 ) -> AbstractContextManager[None]:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave the cores to others
     from epd.serve_app.local import server  # torch
 
     adopt_orphans()
-    if verbose:
-        server.log_requests()
     return server.served_locally(args, where)

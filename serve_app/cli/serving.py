@@ -7,7 +7,6 @@ other thread    the server: starts, serves until it is to stop, and ends
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from types import FrameType
 from typing import Literal, Self
 
 from epd.errors import CancelledError
+from epd.serve_app.observability.logs import operation
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _INTERRUPTED = 130
@@ -69,12 +69,13 @@ def serve_until_signal(
     if event == "ready":
         on_ready()
         if signals.next() == "signal":
-            print("draining; press Ctrl-C again to stop immediately", file=sys.stderr, flush=True)
+            operation.info("draining; press Ctrl-C again to stop immediately")
             server.stopping.set()
             if signals.next() == "signal":
                 end_process(_INTERRUPTED)
+            operation.info("drained and stopped")
     elif event == "signal":
-        print("stopped before it was ready", file=sys.stderr, flush=True)
+        operation.info("stopped before it was ready")
         if is_alone:
             end_process(0)
         server.stopping.set()

@@ -6,6 +6,8 @@ import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -20,6 +22,8 @@ from epd.planning.space import Space
 from epd.planning.traffic import LEAST_REQUESTS, planner_for, recent_jobs
 from epd.profiles.files import load_profile
 from epd.serve_app.cli.options import ApiKey, IsJson, SloTpot, SloTtft
+from epd.serve_app.memory_use import MemoryUse
+from epd.serve_app.observability.figures import Figures, Scrape
 from epd.workload.metrics import SLO
 
 _Url = Annotated[str, typer.Option(metavar="URL", help="Server of epd serve.")]
@@ -32,7 +36,13 @@ _Profile = Annotated[
 ]
 _PlanSeconds = Annotated[float, typer.Option(metavar="S", help="Time limit for the plan search, in seconds.")]
 
+_Watch = Annotated[
+    bool,
+    typer.Option("--watch", help="Show workers, rates and latencies every 2 s, until Ctrl-C."),
+]
+
 _NUM_SHOWN = 5
+_WATCH_S = 2.0
 _ADVICE = "start epd serve there, or change --url or --api-key"
 
 
@@ -43,6 +53,7 @@ def status(
     slo_ttft_s: SloTtft = None,
     slo_tpot_s: SloTpot = None,
     plan_seconds: _PlanSeconds = 60.0,
+    watch: _Watch = False,
     as_json: IsJson = False,
 ) -> None:
     """Show the workers, queues and traffic of a server.
@@ -54,6 +65,10 @@ def status(
     if profile is not None and slo == SLO():
         raise RequestError("received a profile and no objective; add --slo-ttft-s or --slo-tpot-s")
     (endpoint,) = parse_endpoints([url], api_key=api_key)
+    if watch:
+        with suppress(KeyboardInterrupt):
+            _watch(endpoint, as_json=as_json)
+        return
     now = _get(endpoint, "/v1/epd/status")
     recent = _get(endpoint, "/v1/epd/load")["requests"]
     drafted = _drafted(get(endpoint, "/metrics", _ADVICE, bad_answer=RequestError).text)
@@ -73,6 +88,24 @@ def status(
     _print_changes(now)
     print(_traffic_line(summary))
     print(f"plan: run {found.topology}; {found.verdict}" if found else f"plan: {reason}")
+
+
+def _watch(endpoint: Endpoint, *, as_json: bool) -> None:
+    """Shows workers, rates and latencies again and again: each front's between two answers of its own."""
+    before: dict[str, Scrape] = {}
+    while True:
+        now = _get(endpoint, "/v1/epd/status")
+        scrape = Scrape(get(endpoint, "/metrics", _ADVICE, bad_answer=RequestError).text)
+        last = before.get(scrape.front)
+        figures = None if last is None else Figures.between(last, scrape)
+        before[scrape.front] = scrape
+        if as_json:
+            console.print_json({"status": now, "figures": figures and asdict(figures)})
+        else:
+            console.stdout_console().clear()  # on a terminal
+            _print_workers(now, is_brief=True)
+            print(figures.line() if figures else f"rates and latencies follow in {_WATCH_S:g} s", flush=True)
+        time.sleep(_WATCH_S)
 
 
 def _get(endpoint: Endpoint, path: str) -> dict[str, Any]:
@@ -129,7 +162,8 @@ def _traffic_line(summary: Mapping[str, float]) -> str:
     )
 
 
-def _print_workers(now: dict[str, Any]) -> None:
+def _print_workers(now: dict[str, Any], *, is_brief: bool = False) -> None:
+    """Prints a table of workers. is_brief: without what each has room for and how it sends."""
     ready = "ready" if now["is_ready"] else "not ready: a role lacks workers"
     print(f"{now['topology']}, {ready}; {now['num_requests']} requests, {now['num_waiting']} waiting")
     table = Table("worker", "roles", box=None, pad_edge=False)
@@ -148,9 +182,9 @@ def _print_workers(now: dict[str, Any]) -> None:
             str(worker["num_role_switches"]),
         )
     console.stdout_console().print(table)
-    for worker in now["workers"]:
+    for worker in () if is_brief else now["workers"]:
         if worker["memory"]:
-            print(f"{worker['name']} has {_memory(worker['memory'])}")
+            print(f"{worker['name']} has {MemoryUse(**worker['memory']).line()}")
         if worker["transports"]:
             print(f"{worker['name']} sends by {_ways(worker['transports'])}")
 
@@ -169,22 +203,6 @@ def _draft_lines(drafted: Mapping[str, float]) -> list[str]:
     tokens, accepted = drafted["draft_tokens"], drafted["accepted_tokens"]
     per_pass = f"{accepted / num_drafts:.2f} in each pass that checked a draft"
     return [f"drafts: {accepted:g} of {tokens:g} drafted tokens accepted, {per_pass}\n"]
-
-
-def _memory(memory: Mapping[str, Any]) -> str:
-    """Returns what a worker has on its device: "weights 15.2 GB, room for embeddings 1 GB (...), ..."."""
-    parts = [f"weights {_gb(memory['weight_bytes'])}"]
-    if memory["kv_bytes"]:
-        tokens = f"{memory['num_kv_tokens']:,} tokens"
-        parts.append(f"room for keys and values {_gb(memory['kv_bytes'])} ({tokens})")
-    if memory["embedding_bytes"]:
-        tokens = f"{memory['num_embeddings']:,} tokens"
-        parts.append(f"room for embeddings {_gb(memory['embedding_bytes'])} ({tokens})")
-    return f"{', '.join(parts)} of {_gb(memory['allowed_bytes'])} as {memory['device']}"
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.3g} GB"
 
 
 def _ways(transports: Mapping[str, str]) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from epd.errors import RequestError
 from epd.serve_app.http.prefix import ROOT, checked_prefix
 
 _BACKLOG = 2048
+# The address for requests to a server that listens on every interface.
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _HOST, _PORT, _MAX_PORT = "127.0.0.1", 8000, 65535
 
 
@@ -47,6 +49,11 @@ class HttpAddress:
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}{self.prefix.rstrip(ROOT)}"
+
+    @property
+    def own_url(self) -> str:
+        """Returns the URL for requests from this machine."""
+        return replace(self, host=_LOOPBACK.get(self.host, self.host)).url
 
     @property
     def _family(self) -> socket.AddressFamily:

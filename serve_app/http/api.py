@@ -60,8 +60,10 @@ from epd.serve_app.http.routes.prompt_routes import prompt_routes
 from epd.serve_app.http.routes.response_routes import response_routes, responses
 from epd.serve_app.http.server_state import ApiSettings, ServerState
 from epd.serve_app.observability import metrics
+from epd.serve_app.observability.figures import log_figures
 from epd.serve_app.observability.record import record_of
 from epd.serve_app.service import AnswerService, MediaService, RoleSwitch
+from epd.serve_app.task_group import Tasks
 
 __all__ = ["ApiSettings", "create_api"]
 
@@ -116,11 +118,15 @@ def create_api(service: AnswerService, media: MediaService, settings: ApiSetting
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     server = app.state.server
     runner = None if server.batches is None else BatchRunner(server.batches, app, server.settings.api_key)
+    tasks = Tasks()
     try:
+        if server.settings.log_stats_s is not None:
+            tasks.spawn(log_figures(server.render_metrics, server.settings.log_stats_s))
         if runner is not None:
             runner.start()
         yield
     finally:
+        tasks.cancel()
         if runner is not None:
             await runner.close()
         server.close()
@@ -292,8 +298,7 @@ async def openapi(request: Request) -> Response:
 @_open.get("/metrics", response_class=Response)
 async def prometheus(request: Request) -> Response:
     """Returns Prometheus metrics."""
-    server = _server(request)
-    return Response(server.metrics.render(await server.service.status()), media_type=metrics.CONTENT_TYPE)
+    return Response(await _server(request).render_metrics(), media_type=metrics.CONTENT_TYPE)
 
 
 def chat_route(app: FastAPI, keys: KeyCheck, endpoint: Callable[[Request], Awaitable[Response]]) -> ASGIApp:

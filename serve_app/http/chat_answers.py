@@ -69,6 +69,7 @@ class ApiSettings:
     allowed_hosts: names that clients may use for the server, see `HostCheck`
     trace_dir: folder for a Chrome trace of each request, of which the latest `max_traces` are kept
     otlp_endpoint: base URL of a collector that gets OpenTelemetry traces
+    log_stats_s: interval of the log's lines of figures; None writes none
     files: where files of clients and batches are kept; None keeps none
     front: the label of this server's metrics; empty where it is the only one at its address
     """
@@ -90,6 +91,7 @@ class ApiSettings:
     trace_dir: Path | None = None
     max_traces: int = 256
     otlp_endpoint: str | None = None
+    log_stats_s: float | None = None
     files: FileSettings | None = None
     front: str = ""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +15,18 @@ from fastapi import FastAPI
 
 from epd.serve_app.http.guard.socket_guard import GuardedProtocol
 from epd.serve_app.http.prefix import ROOT, under_prefix
+from epd.serve_app.observability.logs import operation, with_fields
+
+_SAY_EVERY_S = 5.0  # how many requests are left
+
+
+def _is_no_cut(record: logging.LogRecord) -> bool:
+    """Leaves out what uvicorn says of requests that a drain cuts off, a traceback for each."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, asyncio.CancelledError) or str(record.msg).startswith("Cancel %s running"))
+
+
+logging.getLogger("uvicorn.error").addFilter(_is_no_cut)
 
 
 class HttpServer(uvicorn.Server):
@@ -39,7 +53,39 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         self.listening.set()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drains: says how many requests are left when it begins, at intervals, and when it has ended."""
+        start_s, num_begun = time.monotonic(), self._num_left
+        if num_begun:
+            limit_s = self.config.timeout_graceful_shutdown
+            _say(f"draining: {num_begun} requests in flight, up to {limit_s} s for them", "drain", num_begun)
+        saying = asyncio.create_task(self._say_what_is_left())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            saying.cancel()
+        num_left = self._num_left  # uvicorn has cancelled these
+        seconds = time.monotonic() - start_s
+        _say(
+            f"drained in {seconds:.1f} s: {num_begun - num_left} requests answered, {num_left} cut off",
+            "drained",
+            num_left,
+        )
+
+    @property
+    def _num_left(self) -> int:
+        return len(self.server_state.tasks)
+
+    async def _say_what_is_left(self) -> None:
+        while True:
+            await asyncio.sleep(_SAY_EVERY_S)
+            _say(f"draining: {self._num_left} requests left", "draining", self._num_left)
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Does nothing: whoever runs the process handles them."""
         yield
+
+
+def _say(line: str, event: str, num_left: int) -> None:
+    operation.info(line, extra=with_fields(event, {"num_requests": num_left}))

@@ -71,6 +71,10 @@ class ServerState(ChatAnswers):
         super().close()
         self.tracing.close()
 
+    async def render_metrics(self) -> bytes:
+        """Returns the metrics as they are now, as Prometheus scrapes them."""
+        return self.metrics.render(await self.service.status())
+
     async def read(self, request: Request) -> ParsedRequest:
         """Reads and checks the body of a chat request. Raises EPDError."""
         chat, num_bytes = await self.read_json(request, ChatRequest)

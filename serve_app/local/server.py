@@ -15,14 +15,13 @@ from fastapi import FastAPI
 
 from epd.colour import parse_colour
 from epd.serve_app.app_args import AppArgs
-from epd.serve_app.composition import create_app, log_requests, media_settings
+from epd.serve_app.composition import create_app, media_settings
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.http.http_server import HttpServer
 from epd.serve_app.local.own_service import create_fleet, devices_of
 from epd.serve_app.media.media_processes import MediaProcesses
+from epd.serve_app.observability.logs import operation
 from epd.video.children.walls import hide_process
-
-__all__ = ["log_requests", "served_locally"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +39,7 @@ def served_locally(args: AppArgs, address: HttpAddress) -> Iterator[None]:
     devices_of(args)  # what is refused is so before anything is started
     torch.set_num_threads(args.threads_per_worker)
     started: Future[_Server] = Future()
+    operation.info("loading the model into %d workers of this process", args.num_stage_workers)
     with address.listen() as listener:
         thread = threading.Thread(
             target=_run, args=(args, listener, address.prefix, started), name="http", daemon=True

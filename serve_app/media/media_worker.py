@@ -13,6 +13,7 @@ A hold belongs to the front, its owner, that asked for it, and ends with it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -26,7 +27,7 @@ import numpy as np
 
 from epd import video
 from epd.encoders import MediaPlan
-from epd.errors import CancelledError
+from epd.errors import CancelledError, EPDError
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
 from epd.serve_app.media.image_planner import ImagePlanner
@@ -50,6 +51,8 @@ from epd.serve_app.service import HeldItem, MediaReference
 from epd.stages.media import PlannedMedia
 from epd.types import UInt8Array
 from epd.video import FetchPolicy
+
+logger = logging.getLogger(__name__)
 
 # Names of released holds are kept for fetches that come after their release.
 _MAX_RELEASED = 4096
@@ -163,7 +166,12 @@ class MediaWorker:
 
     async def answer(self, message: Message[Any], owner: str = "", bulk: UInt8Array | None = None) -> Answer:
         """Handles a message, completely even if the caller is cancelled. Raises as `submit`'s future does."""
-        return await asyncio.shield(asyncio.wrap_future(self.submit(message, owner, bulk)))
+        answered = asyncio.wrap_future(self.submit(message, owner, bulk))
+        try:
+            return await asyncio.shield(answered)
+        except asyncio.CancelledError:
+            answered.add_done_callback(_unheard)
+            raise
 
     def drop_owner(self, owner: str) -> None:
         """Drops all holds of a front that is lost. Does not wait for it."""
@@ -381,6 +389,13 @@ class MediaWorker:
             raise NotHeldError("the image has not been planned here; plan it first")
         pixels: UInt8Array = image.image[message.start : message.stop].numpy()
         return pixels
+
+
+def _unheard(answered: asyncio.Future[Answer]) -> None:
+    """Takes the answer to a caller that has left. Only a bug is worth a line: asyncio would log any error."""
+    error = None if answered.cancelled() else answered.exception()
+    if error is not None and not isinstance(error, EPDError):
+        logger.error("a message whose sender has left failed", exc_info=error)
 
 
 async def _answered(work: Coroutine[Any, Any, Any]) -> Answer:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from time import perf_counter, time
 from typing import TYPE_CHECKING
 
+from epd.serve_app.observability.logs import with_fields
 from epd.serve_app.service import AnswerEnd, AnswerItem, StageSpan, TokenDelta
 from epd.types import StageTimings
 
@@ -214,6 +215,8 @@ class RequestRecord:
 
     def log(self) -> None:
         """Logs one line for a finished request: no prompt, no media, no URL, no key."""
+        if not logger.isEnabledFor(logging.INFO):
+            return
         fields: dict[str, object] = {
             "request_id": self.request_id,
             "status": self.status,
@@ -222,15 +225,14 @@ class RequestRecord:
             "stream": self.is_stream,
             "media": self.num_media,
             **{each.name: self.end and each.value(self.end) for each in AMOUNTS if each.is_logged},
-            "ttft_s": _rounded(self.ttft_s),
-            "tpot_s": _rounded(self.tpot_s),
-            "total_s": _rounded(self.total_s),
-            "stages_s": _shown_seconds(self.end.timings) if self.end else None,
-            "queued_s": _shown_seconds(self.end.queued) if self.end else None,
+            "ttft_s": self.ttft_s,
+            "tpot_s": self.tpot_s,
+            "total_s": self.total_s,
+            "stages_s": self.end and _seconds_taken(self.end.timings),
+            "queued_s": self.end and _seconds_taken(self.end.queued),
         }
-        logger.info(
-            "%s", " ".join(f"{name}={'-' if value is None else value}" for name, value in fields.items())
-        )
+        line = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
+        logger.info("%s", line, extra=with_fields("request", fields))
 
 
 def record_of(request: Request) -> RequestRecord:
@@ -239,14 +241,18 @@ def record_of(request: Request) -> RequestRecord:
     return record
 
 
-def _rounded(seconds: float | None) -> str | None:
-    return None if seconds is None else f"{seconds:.4f}"
+def _shown(value: object) -> str:
+    """Formats a field of the log line; seconds of stages as in probe:0.010,encode:0.300."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}:{seconds:.3f}" for name, seconds in value.items()) or "-"
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return "-" if value is None else str(value)
 
 
-def _shown_seconds(timings: StageTimings) -> str | None:
-    """Formats the stages that took time, as in probe:0.010,encode:0.300."""
-    parts = [f"{name}:{seconds:.3f}" for name, seconds in seconds_by_stage(timings).items() if seconds > 0]
-    return ",".join(parts) or None
+def _seconds_taken(timings: StageTimings) -> dict[str, float]:
+    """Returns the seconds of the stages that took time."""
+    return {stage: seconds for stage, seconds in seconds_by_stage(timings).items() if seconds > 0}
 
 
 def seconds_by_stage(timings: StageTimings) -> dict[str, float]:

@@ -98,7 +98,8 @@ async def create_front(args: AppArgs) -> FastAPI:
     """Creates the HTTP app of a front. Raises EPDError."""
     parts = _replica_parts()
     _quiet()
-    parts.log_requests()  # Ray keeps stderr in a file, and shows it on request
+    # Ray keeps stderr in a file, and shows it on request.
+    parts.write_logs(args.log_format, shows_requests=True)
     fleet = parts.RemoteFleet(_board(), _place(), _purpose(args))
     fleet.membership.on_ended = _end
     app: FastAPI = await parts.create_app(args, fleet, fleet.owner)

@@ -9,12 +9,13 @@ import logging
 
 import torch
 
-from epd.serve_app.composition import create_app, log_requests, media_settings, share_lead, worker_settings
+from epd.serve_app.composition import create_app, media_settings, share_lead, worker_settings
 from epd.serve_app.media.media_processes import MediaProcesses
 from epd.serve_app.media.media_worker import MediaWorker
 from epd.serve_app.network.media_server import MediaServer
 from epd.serve_app.network.remote_fleet import RemoteFleet
 from epd.serve_app.network.worker_server import WorkerServer, WorkerServerConfig
+from epd.serve_app.observability.logs import write_logs
 from epd.serve_app.ray.gpus import assigned_gpus, largest_share
 from epd.video.children.walls import hide_process
 
@@ -29,10 +30,10 @@ __all__ = [
     "create_app",
     "hide_process",
     "limit_memory",
-    "log_requests",
     "media_settings",
     "share_lead",
     "worker_settings",
+    "write_logs",
 ]
 
 

@@ -24,6 +24,7 @@ from epd.errors import CancelledError, EPDError, InfeasibleError, UnavailableErr
 from epd.serve_app.app import application
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.address import HttpAddress
+from epd.serve_app.observability.logs import operation
 from epd.serve_app.ray.cluster import RaySettings, ray_cluster, reason_of
 from epd.serve_app.ray.gpus import with_gpus
 from epd.serve_app.ray.supervisor import ends_once, supervised
@@ -45,8 +46,6 @@ _FIND_S = 10.0
 _LOOK_EVERY_S = 0.2
 # For replicas to end, after their requests. Those that still start are ended by Serve, who waits for them.
 _END_S, _TAKE_BACK_S = 30.0, 15.0
-# The address for requests to a server that listens on every interface.
-_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _RAISED = re.compile(r"^epd\.errors\.(\w+): (.+)", re.MULTILINE)
 # What Serve says of a replica for which no machine has room, after half a minute.
 _NO_ROOM = re.compile(
@@ -89,6 +88,7 @@ def served_app(args: AppArgs, settings: ServeSettings, cluster: RaySettings) -> 
     if is_own:
         _check_device(args.resolved())  # all workers are on this machine
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    operation.info("starting Ray" if is_own else f"joining the Ray cluster at {cluster.address}")
     watch = supervised(owns_cluster=is_own) if settings.ends_with_cluster else nullcontext()
     with http.reserved() if is_own else nullcontext(), ray_cluster(cluster), watch:
         settings.check_going_on()
@@ -96,7 +96,9 @@ def served_app(args: AppArgs, settings: ServeSettings, cluster: RaySettings) -> 
         try:
             with nullcontext() if is_own else turn_to_deploy():
                 _deploy(args, settings, owner, is_own=is_own)
+            operation.info("Ray runs; workers start and load the model")
             _wait_until_running(settings)
+            operation.info("workers run; waiting for the first answer of %s/health", http.url)
             _check_answers(settings)
             with _held(settings, owner) if settings.ends_with_cluster and not is_own else nullcontext():
                 yield
@@ -227,15 +229,12 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 def _check_answers(settings: ServeSettings) -> None:
     """Waits until the application can answer. Raises UnavailableError if nothing answers there."""
-    http = settings.http
-    host = _LOOPBACK.get(http.host, http.host)
-    url = HttpAddress(host, http.port, http.prefix).url
     advice = "Serve runs on that cluster with other options; use its port, or shut it down"
     end_s = time.monotonic() + _FIND_S
     while True:
         settings.check_going_on()
         try:
-            get(Endpoint("app", url), "/health", advice)
+            get(Endpoint("app", settings.http.own_url), "/health", advice)
         except UnavailableError:
             if time.monotonic() > end_s:
                 raise

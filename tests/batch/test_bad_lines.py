@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from epd.batch.folder import write_lines
+from epd.batch.folder import read_questions, write_lines
 from epd.batch.line_index import LineIndex
 from epd.batch.lines import CHAT_URL, LineDefaults, LineError, parse_line
 from epd.batch.media_names import local_path
@@ -139,7 +139,7 @@ def test_videos_of_any_name_are_found_in_a_folder(tmp_path: Path) -> None:
     except OSError:
         pytest.skip("this file system takes text alone")
     (tmp_path / "q.txt").write_bytes("\ufeffWhat?\r\n\r\nWho\u2028?\n".encode())
-    assert write_lines(tmp_path / "in.jsonl", folder, tmp_path / "q.txt") == 2
+    assert write_lines(tmp_path / "in.jsonl", folder, read_questions(tmp_path / "q.txt")) == 2
     lines = (tmp_path / "in.jsonl").read_bytes().split(b"\n")[:-1]
     records = [parse_line(line, 1, LineDefaults(tmp_path)) for line in lines]
     parts = [record.body["messages"][0]["content"] for record in records]

@@ -57,12 +57,12 @@ def write_input(folder: Path, num_lines: int = NUM_LINES) -> Path:
     return path
 
 
-def run(folder: Path, backend: FakeBackend, **options: Any) -> Summary:
+def run(folder: Path, backend: FakeBackend, *, retries_failed: bool = False, **options: Any) -> Summary:
     @contextmanager
     def opened(_: LineIndex) -> Iterator[Backend]:
         yield backend
 
-    plan = BatchPlan(folder / "in.jsonl", folder / "out.jsonl", LineDefaults(folder))
+    plan = BatchPlan(folder / "in.jsonl", folder / "out.jsonl", LineDefaults(folder), retries_failed)
     return run_batch(plan, opened, **options)
 
 
@@ -91,7 +91,7 @@ def test_a_run_answers_group_by_group_and_sums_up(tmp_path: Path) -> None:
         tmp_path,
         backend,
         utilisation=utilisation,
-        bar=lambda: nullcontext(lambda done, every, _: shown.append((done, every))),
+        bar=lambda: nullcontext(lambda progress: shown.append((progress.num_done, progress.num_all))),
     )
     assert_complete(tmp_path)
     tally = summary.tally
@@ -104,6 +104,35 @@ def test_a_run_answers_group_by_group_and_sums_up(tmp_path: Path) -> None:
     assert all(every == NUM_LINES for _, every in shown)
     assert summary.record()["accuracy"] == pytest.approx(180 / 380)
     assert "380 of 400 lines answered, 20 failed" in summary.lines()[0]
+
+
+def test_lines_that_failed_are_asked_again_on_request(tmp_path: Path) -> None:
+    """A medium that was missing is there now; a line that is broken fails again."""
+    good = {"id": 1, "video": "a.mp4", "question": "q"}
+    lost = {"id": 2, "video": "missing.mp4", "question": "q"}
+    (tmp_path / "in.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(lost)}\n{{broken\n")
+    first = run(tmp_path, FakeBackend())
+    assert (first.tally.num_answered, first.tally.num_failed) == (1, 2)
+    [(kind, reason), (other, _)] = first.main_reasons
+    assert {kind, other} == {"MediaNotFoundError", "RequestError"}
+    assert reason.num_lines == 1
+    assert run(tmp_path, FakeBackend()).num_now == 0
+
+    backend = FakeBackend()
+    again = run(tmp_path, backend, retries_failed=True)
+    assert (again.num_now, again.num_done_before, again.tally.num_failed) == (2, 1, 2)
+    assert backend.asked == [2]
+    assert sorted(record["line"] for record in records(tmp_path / "out.errors.jsonl")) == [2, 3]
+
+
+def test_the_reasons_are_the_most_frequent_ones_and_the_file_is_named(tmp_path: Path) -> None:
+    write_input(tmp_path)
+    summary = run(tmp_path, FakeBackend())
+    first, *reasons = summary.failure_lines(tmp_path / "out.errors.jsonl")
+    assert first.startswith(f"20 lines failed, see '{tmp_path / 'out.errors.jsonl'}'; --retry-failed")
+    assert [line.split()[:2] for line in reasons] == [["15", "RequestError,"], ["5", "MediaNotFoundError,"]]
+    assert "no file at" in reasons[1]
+    assert summary.record()["reasons"]["MediaNotFoundError"]["num_lines"] == 5
 
 
 def test_a_run_that_breaks_off_is_gone_on_with(tmp_path: Path) -> None:

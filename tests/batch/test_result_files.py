@@ -24,13 +24,19 @@ COMPLETION: dict[str, Any] = {
 
 
 def line(line_id: str | int = "a", form: Any = "short", expected: str | None = None) -> BatchLine:
-    return BatchLine(4, line_id, form, {}, expected)
+    parts = [
+        {"type": "video_url", "video_url": {"url": "file:///a%20b.mp4"}},
+        {"type": "text", "text": "Why?"},
+    ]
+    return BatchLine(4, line_id, form, {"messages": [{"role": "user", "content": parts}]}, expected)
 
 
 def test_a_short_line_gets_its_answer_and_whether_it_is_right() -> None:
     record = result_record(Answered(line(expected="blue"), COMPLETION))
     assert record == {
         "id": "a",
+        "media": ["/a b.mp4"],
+        "question": "Why?",
         "answer": " Blue. ",
         "finish_reason": "stop",
         "expected": "blue",
@@ -60,7 +66,8 @@ def test_an_openai_line_gets_openais_batch_output() -> None:
 def test_failures_name_their_line_type_and_message() -> None:
     failed = Failed.of(line(), MediaNotFoundError("no file\nhere"))
     error = {"type": "MediaNotFoundError", "message": "no file here"}
-    assert error_record(failed) == {"id": "a", "line": 4, "error": error}
+    asked = {"media": ["/a b.mp4"], "question": "Why?"}
+    assert error_record(failed) == {"id": "a", "line": 4, "error": error, **asked}
     record = error_record(Failed(line(form="openai"), "X", "why", 404))
     assert record["response"]["status_code"] == 404
     assert record["response"]["body"]["error"] == {"message": "why", "type": "X", "param": None, "code": None}

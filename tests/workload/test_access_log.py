@@ -11,7 +11,7 @@ import pytest
 
 from epd.errors import RequestError
 from epd.serve_app.cli.program import app
-from epd.serve_app.composition import log_requests
+from epd.serve_app.observability.logs import write_logs
 from epd.serve_app.observability.record import RequestRecord
 from epd.serve_app.service import AnswerEnd
 from epd.types import StageTimings, Usage
@@ -36,10 +36,10 @@ def lines(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
         (10.4, 0.4, 499, 1, None),
         (10.5, 0.25, 200, 1, end(Usage(20, 150, 180, 1))),
     ]
-    logger = logging.getLogger("epd.serve_app")
+    logger = logging.getLogger("epd")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", False)
-    log_requests()
+    write_logs(shows_requests=True)
     for ended_s, took_s, status, media, ended in ends:
         monkeypatch.setattr(logging.time, "time", lambda ended_s=ended_s: 1_750_000_000 + ended_s)
         monkeypatch.setattr(logging.time, "time_ns", lambda ended_s=ended_s: round((1.75e9 + ended_s) * 1e9))

@@ -1,4 +1,4 @@
-"""Contains the page at `/`: six files, served as they are, with no build step and nothing external."""
+"""Contains the page at `/` and that of the API at `/docs`, without a build step or anything external."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from fastapi.responses import FileResponse
 _FOLDER = Path(__file__).parent
 _FILES = {
     "/": "index.html",
+    "/docs": "docs.html",
+    "/page/docs.js": "docs.js",
     "/page/style.css": "style.css",
     "/page/app.js": "app.js",
     "/page/dialogue.js": "dialogue.js",

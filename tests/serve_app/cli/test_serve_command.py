@@ -91,9 +91,12 @@ def test_it_serves_from_one_process_without_ray(tmp_path: Path) -> None:
         assert process.wait(END_S) == 0
     assert status["topology"] == "1e1p1d"
     output = (tmp_path / "output").read_text()
-    assert "limits of one request: " in output
+    told = f"starts: model shapes-vl (qwen2_5_vl), dtype auto, device auto, topology 1e1p1d, at {url}"
+    steps = [told, "loading the model", "limits of one request: ", "d0 has weights", "ready in", "draining"]
+    places = [output.index(step) for step in (*steps, "drained in", "drained and stopped")]
+    assert places == sorted(places)
+    assert "\x1b" not in output
     assert "status=200 " in output
-    assert "draining" in output
     assert list(spool.iterdir()) == []
     wait_until(lambda: processes_with(mark) == [])
     asked = CliRunner().invoke(app, ["ask", str(clip), question, "--json"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from epd.control.arrivals import RequestWork
 from epd.serve_app.cli.program import app
 from tests.serve_app.conftest import Front
 from tests.serve_app.fakes import FakeService
+from tests.serve_app.server import wait_until
 
 PROFILE = ("--profile", "qwen2.5-vl-7b@a100-80gb")
 
@@ -46,6 +48,31 @@ def test_a_table_of_workers_and_what_was_decided(front: Front) -> None:
         in shown.stdout
     )
     assert "plan: give --profile and an objective" in shown.stdout
+
+
+def test_it_watches_rates_and_latencies_until_it_is_stopped(
+    run_front: Callable[..., Front], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = run_front()
+
+    def ask_or_stop(_seconds: float) -> None:
+        if front.service.requests:
+            raise KeyboardInterrupt
+        front.ask()
+        wait_until(lambda: "epd_time_to_first_token_seconds_count 1.0" in front.http.get("/metrics").text)
+
+    monkeypatch.setattr(time, "sleep", ask_or_stop)
+    shown = status(front, "--watch")
+    assert shown.exit_code == 0, shown.output
+    first, second = shown.stdout.split("2e1p1d, ready; ")[1:]
+    assert first.endswith("rates and latencies follow in 2 s\n")
+    assert "0 requests running, 0 waiting, " in second
+    assert "TTFT p50 0.005 s, p99 0.0099 s;" in second  # of one answer in the bucket from 0 to 0.01 s
+    assert "has weights" not in shown.stdout
+    front.service.requests.clear()
+    last = json.loads(status(front, "--watch", "--json").stdout.splitlines()[-1])
+    assert last["status"]["topology"] == "2e1p1d"
+    assert last["figures"]["requests_per_s"] > 0
 
 
 def test_what_was_drafted(run_front: Callable[..., Front]) -> None:

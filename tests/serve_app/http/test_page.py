@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import shutil
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -520,11 +521,23 @@ def test_text_of_an_answer_is_text(
     expect(page.locator("#answer img, #asked img")).to_have_count(0)
 
 
-def test_the_page_comes_with_its_rules(front: Front) -> None:
-    response = front.http.get("/")
+def test_the_api_is_described_from_its_own_schema(front: Front, open_page: Callable[[Front], Page]) -> None:
+    page = open_page(front)
+    page.get_by_role("link", name="API").click()
+    chat = page.locator("section").filter(has=page.get_by_role("heading", name="POST /v1/chat/completions"))
+    expect(chat.get_by_role("row", name="messages (required)")).to_be_visible()
+    expect(page.get_by_role("heading", name="GET /health")).to_be_visible()
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_the_page_comes_with_its_rules(front: Front, path: str) -> None:
+    response = front.http.get(path)
+    assert set(re.findall(r'(?:src|href)="([^"]+)"', response.text)) <= {
+        "data:,", "page/style.css", "page/app.js", "page/docs.js", "docs", "openapi.json", "."
+    }  # fmt: skip
     assert response.headers["content-type"].startswith("text/html")
     assert "default-src 'self'" in response.headers["content-security-policy"]
-    for asset in ("style.css", "app.js", "dialogue.js", "timeline.js", "frames.js"):
+    for asset in ("style.css", "app.js", "docs.js", "dialogue.js", "timeline.js", "frames.js"):
         assert front.http.get(f"/page/{asset}").status_code == 200
         assert "//" not in front.http.get(f"/page/{asset}").text.replace("// ", "").replace(
             "http://www.w3.org", ""

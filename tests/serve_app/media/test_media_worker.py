@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -141,6 +142,28 @@ def test_a_release_that_comes_first_cancels_the_fetch(worker: MediaWorker, media
     worker.handle(ReleaseMedia("h"))
     with pytest.raises(CancelledError):
         worker.handle(fetch("h", media["video"]))
+    assert_empty(worker)
+
+
+def test_the_error_of_a_caller_that_left_is_not_reported(worker: MediaWorker, media: dict[str, Path]) -> None:
+    """Asyncio reports an error that nobody reads, with a traceback for each client that leaves."""
+    reported: list[dict[str, Any]] = []
+
+    async def leave() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: reported.append(context))
+        asked = loop.create_task(worker.answer(fetch("h", media["video"])))
+        await asyncio.sleep(0)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await worker.answer(ReleaseMedia("h"))
+        with pytest.raises(NotHeldError):  # comes after the end of the fetch
+            await worker.answer(PlanImages("h", (0,)))
+        gc.collect()
+
+    asyncio.run(leave())
+    assert reported == []
     assert_empty(worker)
 
 

@@ -1,0 +1,54 @@
+"""How far a run is: a line each minute where there is no terminal, and a file of JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from epd.batch.progress import BatchProgress, StatusFile, batch_bar
+from epd.errors import UnavailableError
+
+HALF = BatchProgress(50, 100, 3, 0.5, {"decode": 0.25})
+
+
+def test_a_line_a_minute_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    with batch_bar() as show:
+        for _ in range(1300):  # 130 s
+            show(HALF)
+            now_s += 0.1
+    line = "50 of 100 lines, 3 failed; 0.50 a second, time left 2 min; busy: decode  25%\n"
+    assert capsys.readouterr().err == 2 * line
+
+
+def test_nothing_is_known_before_the_first_line() -> None:
+    assert BatchProgress(0, 100, 0, 0.0, {}).left_s is None
+    assert HALF.left_s == 100.0
+
+
+def test_the_file_says_how_far_the_run_is_and_why_it_ended(tmp_path: Path) -> None:
+    path, shown = tmp_path / "status.json", list[BatchProgress]()
+    status = StatusFile(path)
+    assert json.loads(path.read_text())["state"] == "starting"
+    status._written_s = 0.0
+    with status.told(lambda: nullcontext(shown.append)) as show:
+        show(HALF)
+    told = json.loads(path.read_text())
+    assert (told["state"], told["num_done"], told["num_failed"], told["left_s"]) == ("running", 50, 3, 100.0)
+    assert shown == [HALF]
+    with pytest.raises(UnavailableError), status.of_run():
+        raise UnavailableError("the server is gone")
+    told = json.loads(path.read_text())
+    assert (told["state"], told["error"], told["message"]) == (
+        "failed",
+        "UnavailableError",
+        "the server is gone",
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["status.json"]
