@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from epd.sampling_params import SamplingParams
 from epd.serve_app.files.batch_store import BatchStore
 from epd.serve_app.files.file_store import FileStore
 from epd.serve_app.files.settings import FileSettings
+from epd.serve_app.files.upload_store import UploadStore
 from epd.serve_app.http.answers.several_answers import answer_all
 from epd.serve_app.http.guard.body_reader import BodyLimits, BodyReader
 from epd.serve_app.http.guard.http_guard import check_admin
@@ -41,6 +43,7 @@ from epd.serve_app.http.requests.request_parsing import (
     visual_budget,
 )
 from epd.serve_app.http.requests.tools import no_turns
+from epd.serve_app.http.requests.uploaded_media import names_file, owner_of, with_files
 from epd.serve_app.observability.metrics import ServerMetrics
 from epd.serve_app.observability.record import RequestRecord, record_of
 from epd.serve_app.observability.tracing import tracing_of
@@ -145,6 +148,7 @@ class ServerState:
         self.files = None if settings.files is None else FileStore(settings.files)
         self.named_media = NamedMedia(settings.max_named_media, settings.max_named_bytes)
         self.batches = None if self.files is None else BatchStore(self.files)
+        self.uploads = None if self.files is None else UploadStore(self.files)
         self.num_requests = 0
         watch = self.metrics.watch
         watch(
@@ -194,6 +198,7 @@ class ServerState:
         )
         namespace = namespace_of(request.headers.get("authorization", ""), chat.cache_salt or "")
         found = self.named_media.found(namespace, references)
+        found = await self._with_files(request, found)
         parsed = ParsedRequest(chat, messages, found, namespace=namespace)
         if found != references:
             num_bytes += sum(
@@ -209,6 +214,14 @@ class ServerState:
         )
         cost.check(self.settings.limits)
         return await self.accepted(request, parsed, model)
+
+    async def _with_files(
+        self, request: Request, references: tuple[MediaReference, ...]
+    ) -> tuple[MediaReference, ...]:
+        """Returns the media with the files among them checked, which reads the disk. Raises EPDError."""
+        if not any(map(names_file, references)):
+            return references
+        return await asyncio.to_thread(with_files, self.files, owner_of(request), references)
 
     def check_options(self, request: Request, chat: ChatRequest) -> ModelCard:
         """Checks everything but the amounts of a request. Returns its model. Raises EPDError."""
