@@ -78,7 +78,7 @@ class UploadStore:
         return self._folder / f"{new_id('part')}.part"
 
     def keep_part(self, owner: str, upload_id: str, path: Path) -> PartObject:
-        """Takes a part that was written. Raises as `new_part`, RequestLimitError beyond the announced size."""
+        """Takes a part that was written. Raises as `new_part`, RequestLimitError beyond what was said."""
         upload = self._pending(owner, upload_id).upload
         num_bytes = sum(part.bytes for part in self._parts(upload_id)) + path.stat().st_size
         # One part may be there twice: its client did not learn that it had arrived.

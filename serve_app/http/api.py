@@ -192,6 +192,7 @@ def _entries(server: ServerState) -> list[ModelEntry]:
             root=card.name,
             max_model_len=card.max_model_len,
             limits=limits,
+            defaults=server.settings.defaults(),
         )
         for card in server.service.models
     ]

@@ -106,6 +106,16 @@ class ApiSettings:
     files: FileSettings | None = None
     front: str = ""
 
+    def defaults(self) -> dict[str, str | float | int | None]:
+        """Returns what holds for requests that do not say it, by the name of the option."""
+        params, reduction = self.default_params, self.default_reduction
+        return {
+            "temperature": params.temperature,
+            "max_tokens": params.max_tokens,
+            "retention": reduction.retention,
+            "reduction": reduction.method,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class _Options:
