@@ -43,7 +43,7 @@ from epd.serve_app.http.requests.request_parsing import (
     visual_budget,
 )
 from epd.serve_app.http.requests.tools import no_turns
-from epd.serve_app.http.requests.uploaded_media import names_file, owner_of, with_files
+from epd.serve_app.http.uploaded_media import names_file, owner_of, with_files
 from epd.serve_app.observability.metrics import ServerMetrics
 from epd.serve_app.observability.record import RequestRecord, record_of
 from epd.serve_app.observability.tracing import tracing_of

@@ -164,6 +164,7 @@ function end() {
   running = null;
   timeline.stop();
   shown.end();
+  shown.item.scrollIntoView({ block: "nearest" });
   $("ask").disabled = false;
   $("stop").hidden = true;
   showState();

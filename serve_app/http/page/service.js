@@ -58,7 +58,7 @@ function meter(name, share) {
   return element("div", { className: "meter" }, name, bar, `${Math.round(share * 100)} %`);
 }
 
-// onLimits: gets the limits of requests, once the server has told them.
+// onLimits: gets the limits of requests, as soon as the server names them.
 export async function watchService(onLimits) {
   $("model").addEventListener("change", showModel);
   for (;;) {

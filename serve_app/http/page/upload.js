@@ -1,7 +1,7 @@
 // Sends a large file in parts (/v1/uploads). A part that is cut is sent again alone; so is one after a reload.
 import { headers, getJson, postJson } from "./server.js";
 
-const PART_BYTES = 8 << 20, MOST_TRIES = 5, FIRST_PAUSE_MS = 500;
+const PART_BYTES = 8 << 20, MOST_ATTEMPTS = 5, FIRST_PAUSE_MS = 500;
 const KEPT_S = 24 * 3600;
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
@@ -39,7 +39,7 @@ export class Upload {
     this.onChange();
   }
 
-  // {id, parts}: an upload of this file that goes on, or a new one. parts: ids by their place.
+  // {id, parts}: an unfinished upload of this file, or a new one. parts: ids by their place.
   async begun() {
     const before = JSON.parse(localStorage.getItem(this.key) ?? "null");
     if (before && before.partBytes === this.partBytes) {
@@ -87,7 +87,7 @@ export class Upload {
 
   async sendPart(place) {
     const start = place * this.partBytes;
-    for (let tries = 1; ; tries += 1) {
+    for (let attempt = 1; ; attempt += 1) {
       const form = new FormData();
       form.append("data", this.file.slice(start, start + this.partBytes));
       try {
@@ -98,11 +98,11 @@ export class Upload {
         if (reply.status === 200) return JSON.parse(reply.responseText).id;
         const { message, code } = JSON.parse(reply.responseText).error;
         if (reply.status < 500) throw Object.assign(new Error(message), { code });
-        if (tries === MOST_TRIES) throw new Error(message);
+        if (attempt === MOST_ATTEMPTS) throw new Error(message);
       } catch (error) {
-        if (!(error instanceof TypeError) || tries === MOST_TRIES) throw error;
+        if (!(error instanceof TypeError) || attempt === MOST_ATTEMPTS) throw error;
       }
-      await pause(FIRST_PAUSE_MS * 2 ** (tries - 1));
+      await pause(FIRST_PAUSE_MS * 2 ** (attempt - 1));
       if (this.state !== "sending") throw new DOMException("", "AbortError");
     }
   }

@@ -12,8 +12,8 @@ from epd.serve_app.files.file_store import FileStore
 from epd.serve_app.files.records import UPLOAD_PURPOSES, FileDeleted, FileList, FileObject
 from epd.serve_app.files.settings import MAX_LISTED, page_of
 from epd.serve_app.files.upload import kept_upload
-from epd.serve_app.http.requests.uploaded_media import owner_of
 from epd.serve_app.http.routes.prompt_routes import server_of
+from epd.serve_app.http.uploaded_media import owner_of
 
 file_routes = APIRouter()
 # Of a form, beside the bytes of its file: its fields and their headers.
