@@ -62,6 +62,7 @@ MEDIA_FIELDS = (
     "num_video_threads",
     "allowed_media_path",
     "allowed_media_hosts",
+    "files_dir",
     "image_background",
     "require_media_sandbox",
     "hang_s",
@@ -206,13 +207,17 @@ class AppArgs(EngineConfig):
     disable_log_stats: bool = Field(default=False, description="Write no lines of figures.")
     files_dir: Path | None = Field(
         default=None,
-        description="Folder for files of clients and batches (/v1/files, /v1/batches); none by default.",
+        description="Folder for files of clients and batches (/v1/files, /v1/uploads, /v1/batches); by "
+        "default none, with --local one that ends with the server.",
     )
     max_file_bytes: int = Field(
         default=MAX_UPLOAD_BYTES,
         ge=1,
         le=MAX_UPLOAD_BYTES,
-        description="Bytes of one file in files_dir that a client uploads.",
+        description="Bytes of one file in files_dir that a client uploads in one request.",
+    )
+    max_upload_bytes: int = Field(
+        default=8 << 30, ge=1, description="Bytes of a medium in files_dir that a client uploads in parts."
     )
     max_files_bytes: int = Field(
         default=16 << 30, ge=1, description="Bytes of all files in files_dir; more uploads get 413."

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Prefixes of the folders that hold media of requests, and of those that clusters are started in.
-SPOOL_PREFIX, CLUSTER_PREFIX = "epd-media-", "epd-ray-"
+# Prefixes of the folders that hold media of requests, files of clients, and what clusters are started in.
+SPOOL_PREFIX, FILES_PREFIX, CLUSTER_PREFIX = "epd-media-", "epd-files-", "epd-ray-"
 _LOCK = ".held"
 _own: list[HeldFolder] = []
 

@@ -42,6 +42,7 @@ class MediaReference:
     pixels: what it is resized within
     start_s, end_s: the part of a clip of sound that is heard, seconds, None for its end
     uuid: the client's name for it, empty for none
+    is_upload: whether the URL is the id of a file that the client has uploaded, and that it may read
     """
 
     kind: MediaKind
@@ -51,6 +52,7 @@ class MediaReference:
     uuid: str = field(default="", repr=False)
     start_s: float = 0.0
     end_s: float | None = None
+    is_upload: bool = False
 
 
 @dataclass(frozen=True, slots=True)

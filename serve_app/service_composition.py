@@ -51,8 +51,12 @@ def worker_settings(args: AppArgs) -> WorkerSettings:
 
 def media_settings(args: AppArgs) -> MediaSettings:
     default = MediaSettings(args.model_path)
+    files = args.files_dir and FileSettings(args.files_dir)
     fetch = replace(
-        default.fetch, allowed_hosts=args.allowed_media_hosts, media_folder=args.allowed_media_path
+        default.fetch,
+        allowed_hosts=args.allowed_media_hosts,
+        media_folder=args.allowed_media_path,
+        uploads_folder=files.files_folder if files else None,
     )
     return replace(default, fetch=fetch, num_read_threads=args.num_video_threads, pixels=args.pixels)
 
@@ -97,6 +101,7 @@ def _file_settings(args: AppArgs) -> FileSettings | None:
     return FileSettings(
         args.files_dir,
         max_file_bytes=args.max_file_bytes,
+        max_upload_bytes=args.max_upload_bytes,
         max_folder_bytes=args.max_files_bytes,
         max_files=args.max_files,
         max_batches=args.max_batches,

@@ -6,8 +6,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -199,11 +199,13 @@ def _served_on_ray(
     return server.served_app(args, settings, cluster.RaySettings(address=target.address, shows_logs=verbose))
 
 
+@contextmanager
 def _served_locally(
     args: AppArgs, where: HttpAddress, _target: _Target, _verbose: bool, _stopping: threading.Event
-) -> AbstractContextManager[None]:
+) -> Iterator[None]:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave the cores to others
     from epd.serve_app.local import server  # torch
 
     adopt_orphans()
-    return server.served_locally(args, where)
+    with server.with_files(args) as with_files, server.served_locally(with_files, where):
+        yield

@@ -3,6 +3,8 @@
 files/ID.data      the bytes
 files/ID.json      whose it is, its name, its size; without it there is no file
 files/ID.part      an upload that is under way, or was when its server ended
+
+`upload_store.py` keeps uploads in parts beside them.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ class FileStore:
     def __init__(self, settings: FileSettings) -> None:
         """Raises RequestError for a folder that cannot be written."""
         self.settings = settings
-        self._folder = settings.folder / "files"
+        self.folder = settings.files_folder
         try:
             settings.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise RequestError(
                 f"cannot write '{settings.folder}': {error.strerror}; allowed: a folder of this user's; "
@@ -38,40 +40,54 @@ class FileStore:
 
     def owned_by(self, owner: str, purpose: str | None = None) -> list[FileObject]:
         """Returns an owner's files, in any order."""
-        found = (read_record(path, StoredFile) for path in self._folder.glob("file-*.json"))
-        mine = [each.file for each in found if each is not None and each.owner == owner]
+        found = (read_record(path, StoredFile) for path in self.folder.glob("file-*.json"))
+        mine = [each.file for each in found if each is not None and each.owner == owner and _is_kept(each)]
         return [file for file in mine if purpose is None or file.purpose == purpose]
 
     def get(self, owner: str, file_id: str) -> FileObject:
         """Returns a file. Raises NotFoundError for one of another owner too."""
-        stored = read_record(self._folder / f"{check_id('file', file_id)}.json", StoredFile)
-        if stored is None or stored.owner != owner:
+        stored = read_record(self.folder / f"{check_id('file', file_id)}.json", StoredFile)
+        if stored is None or stored.owner != owner or not _is_kept(stored):
             raise not_found("file", file_id)
         return stored.file
 
     def path_of(self, file_id: str) -> Path:
         """Returns where a file's bytes are."""
-        return self._folder / f"{file_id}.data"
+        return self.folder / f"{file_id}.data"
 
     def delete(self, owner: str, file_id: str) -> None:
         """Deletes a file. Raises NotFoundError."""
         self.get(owner, file_id)
-        (self._folder / f"{file_id}.json").unlink(missing_ok=True)
+        self._remove(file_id)
+
+    def remove_expired(self) -> None:
+        """Removes files whose time is over. Their room is counted until then."""
+        for path in self.folder.glob("file-*.json"):
+            stored = read_record(path, StoredFile)
+            if stored is not None and not _is_kept(stored):
+                self._remove(stored.file.id)
+
+    def _remove(self, file_id: str) -> None:
+        (self.folder / f"{file_id}.json").unlink(missing_ok=True)
         self.path_of(file_id).unlink(missing_ok=True)
 
     def new_part(self) -> Path:
         """Returns where to write an upload. Raises OverloadedError if there is no room for one more file."""
-        num_files = sum(1 for _ in self._folder.glob("file-*.json"))
+        self.check_number()
+        return self.folder / f"{new_id('file')}.part"
+
+    def check_number(self) -> None:
+        """Raises OverloadedError if there are as many files as allowed."""
+        num_files = sum(1 for _ in self.folder.glob("file-*.json"))
         if num_files >= self.settings.max_files:
             raise OverloadedError(
                 f"the server keeps {num_files} files; allowed: {self.settings.max_files}; delete some"
             )
-        return self._folder / f"{new_id('file')}.part"
 
     def check_room(self) -> None:
         """Raises RequestLimitError if the folder holds more than it may."""
         num_bytes = 0
-        for path in self._folder.iterdir():
+        for path in self.folder.iterdir():
             with suppress(OSError):
                 num_bytes += path.stat().st_size
         if num_bytes > self.settings.max_folder_bytes:
@@ -80,24 +96,43 @@ class FileStore:
                 "delete some, or start the server with a larger --max-files-bytes"
             )
 
-    def keep(self, part: Path, owner: str, name: str) -> FileObject:
+    def keep(self, part: Path, owner: str, name: str, purpose: Purpose) -> FileObject:
         """Makes an upload a file. Raises RequestLimitError if the folder holds more than it may."""
         self.check_room()
-        return self.adopt(part, owner, part.stem, name, "batch")
+        return self.adopt(part, owner, part.stem, name, purpose)
 
-    def adopt(self, path: Path, owner: str, file_id: str, name: str, purpose: Purpose) -> FileObject:
+    def adopt(
+        self,
+        path: Path,
+        owner: str,
+        file_id: str,
+        name: str,
+        purpose: Purpose,
+        expires_at: int | None = None,
+    ) -> FileObject:
         """Moves a file of this file system here, under an id. Done again, it changes nothing more."""
         data = self.path_of(file_id)
         if path.exists():
             path.replace(data)
         size = data.stat().st_size
-        file = FileObject(id=file_id, bytes=size, created_at=int(time.time()), filename=name, purpose=purpose)
-        write_record(self._folder / f"{file_id}.json", StoredFile(owner=owner, file=file))
+        file = FileObject(
+            id=file_id,
+            bytes=size,
+            created_at=int(time.time()),
+            filename=name,
+            purpose=purpose,
+            expires_at=expires_at,
+        )
+        write_record(self.folder / f"{file_id}.json", StoredFile(owner=owner, file=file))
         return file
 
     def _remove_abandoned(self) -> None:
         """Removes uploads that ended with their servers."""
-        for path in self._folder.glob("*.part"):
+        for path in self.folder.glob("*.part"):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > _ABANDONED_S:
                     os.unlink(path)
+
+
+def _is_kept(stored: StoredFile) -> bool:
+    return stored.file.expires_at is None or time.time() < stored.file.expires_at

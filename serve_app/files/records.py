@@ -8,7 +8,9 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-Purpose = Literal["batch", "batch_output"]
+Purpose = Literal["batch", "batch_output", "user_data", "vision"]
+MEDIA_PURPOSES: tuple[Purpose, ...] = ("user_data", "vision")
+UPLOAD_PURPOSES: tuple[Purpose, ...] = ("batch", *MEDIA_PURPOSES)
 BatchStatus = Literal[
     "validating", "in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled", "expired"
 ]
@@ -16,6 +18,8 @@ FINAL: frozenset[BatchStatus] = frozenset({"completed", "failed", "cancelled", "
 
 
 class FileObject(BaseModel):
+    """A file. expires_at: seconds of the epoch, null for one that stays until it is deleted."""
+
     id: str
     object: Literal["file"] = "file"
     bytes: int
@@ -23,6 +27,7 @@ class FileObject(BaseModel):
     filename: str
     purpose: Purpose
     status: Literal["processed"] = "processed"
+    expires_at: int | None = None
 
 
 class FileList(BaseModel):

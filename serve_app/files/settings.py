@@ -13,9 +13,9 @@ from pydantic import BaseModel
 
 from epd.errors import NotFoundError, RequestError
 
-Kind = Literal["file", "batch"]
-_PREFIXES: dict[Kind, str] = {"file": "file-", "batch": "batch_"}
-_ID = re.compile(r"(file-|batch_)[0-9a-f]{24}")
+Kind = Literal["file", "batch", "upload", "part"]
+_PREFIXES: dict[Kind, str] = {"file": "file-", "batch": "batch_", "upload": "upload_", "part": "part_"}
+_ID = re.compile(r"(file-|batch_|upload_|part_)[0-9a-f]{24}")
 _ID_BYTES = 12
 MAX_LISTED = 100
 
@@ -25,7 +25,9 @@ class FileSettings:
     """Says where files and batches are kept, and how many.
 
     folder: created if needed; all servers that use it share its files and batches
-    max_file_bytes: of one upload
+    max_file_bytes: of a file that comes in one request, and of the input of a batch
+    max_upload_bytes, max_part_bytes: of a medium that comes in parts, and of one of these
+    max_uploads: that are not complete
     max_folder_bytes: of everything in the folder; results of batches are written beyond it
     max_files, max_batches: kept at once
     max_lines, max_line_bytes: of the input of one batch, and of one of its lines
@@ -34,12 +36,25 @@ class FileSettings:
 
     folder: Path
     max_file_bytes: int = 128 << 20
+    max_upload_bytes: int = 8 << 30
+    max_part_bytes: int = 64 << 20
+    max_uploads: int = 256
     max_folder_bytes: int = 16 << 30
     max_files: int = 10_000
     max_batches: int = 1000
     max_lines: int = 50_000
     max_line_bytes: int = 16 << 20
     num_in_flight: int = 4
+
+    @property
+    def files_folder(self) -> Path:
+        """Returns where the bytes of files are, each as ID.data."""
+        return self.folder / "files"
+
+    def limits(self) -> dict[str, int | None]:
+        """Returns the bytes that a client may send, by name."""
+        names = ("max_file_bytes", "max_upload_bytes", "max_part_bytes")
+        return {name: getattr(self, name) for name in names}
 
 
 def new_id(kind: Kind) -> str:

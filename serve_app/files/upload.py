@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,9 +13,8 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from epd.errors import RequestError, RequestLimitError
 from epd.serve_app.files.file_store import FileStore
-from epd.serve_app.files.records import FileObject
+from epd.serve_app.files.records import UPLOAD_PURPOSES, FileObject, Purpose
 
-PURPOSES = ("batch",)
 _PIECE_BYTES = 1 << 20
 _ROOM_BYTES = 16 << 20
 _MAX_FIELD_BYTES = 4096
@@ -24,20 +24,25 @@ _MAX_NAME = 200
 
 
 class UploadForm:
-    """Takes a form's bytes in any pieces, and writes its `file` to a path. Fields are kept in memory."""
+    """Takes a form's bytes in any pieces, and writes a file of it to a path. Fields are kept in memory."""
 
-    def __init__(self, content_type: str, path: Path, max_bytes: int) -> None:
-        """Takes the Content-Type header. max_bytes: of the file. Raises RequestError for another type."""
+    def __init__(self, content_type: str, path: Path, max_bytes: int, field: str = "file") -> None:
+        """Takes the Content-Type header. Raises RequestError for another type.
+
+        max_bytes: of the file
+        field: its name in the form
+        """
         kind, options = parse_options_header(content_type.encode("latin-1"))
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary:
             raise RequestError(
                 f"received the content type {content_type[:50]!r}; allowed: multipart/form-data with a "
-                "boundary; send the fields file and purpose as a form"
+                "boundary; send the file as a field of a form"
             )
         self._max_bytes = max_bytes
+        self._field = field
         self._file: BinaryIO | None = None
-        self._path = path
+        self.path = path
         self._fields: dict[str, bytearray] = {}
         self._header, self._value = bytearray(), bytearray()
         self._disposition = b""
@@ -85,18 +90,29 @@ class UploadForm:
         """Checks a form that has ended. Raises RequestError."""
         if not self.is_complete:
             raise RequestError("received a form without its end; allowed: a whole one; send it again")
-        purpose = self._fields.get("purpose", bytearray()).decode("utf-8", "replace")
-        if purpose not in PURPOSES:
-            raise RequestError(f"received the purpose {purpose[:50]!r}; allowed: 'batch'; set purpose to it")
         if not self.has_file:
-            raise RequestError("received a form without a file; allowed: one field 'file'; send one")
+            raise RequestError(
+                f"received a form without a file; allowed: one field '{self._field}'; send one"
+            )
         if not self.num_bytes:
-            raise RequestError("received an empty file; allowed: a request on each line; send lines")
+            raise RequestError("received an empty file; allowed: 1 byte or more; send its bytes")
+
+    @property
+    def purpose(self) -> Purpose:
+        """Returns what the file is for. Raises RequestError."""
+        named = self._fields.get("purpose", bytearray()).decode("utf-8", "replace")
+        for purpose in UPLOAD_PURPOSES:
+            if named == purpose:
+                return purpose
+        allowed = ", ".join(map(repr, UPLOAD_PURPOSES))
+        raise RequestError(f"received the purpose {named[:50]!r}; allowed: {allowed}; set purpose to one")
 
     def _begin(self) -> None:
         self._num_parts += 1
         if self._num_parts > _MAX_PARTS:
-            raise RequestLimitError(f"the form has more than {_MAX_PARTS} fields; send file and purpose")
+            raise RequestLimitError(
+                f"the form has more than {_MAX_PARTS} fields; send the file, and its purpose"
+            )
         self._disposition, self._part = b"", ""
         self._header.clear()
         self._value.clear()
@@ -116,24 +132,24 @@ class UploadForm:
     def _open(self) -> None:
         _, options = parse_options_header(self._disposition)
         self._part = options.get(b"name", b"").decode("utf-8", "replace")
-        if self._part != "file":
+        if self._part != self._field:
             self._fields.setdefault(self._part, bytearray())
             return
         if self.has_file:
             raise RequestError("received several files; allowed: one; upload each by itself")
-        name = options.get(b"filename", b"file.jsonl").decode("utf-8", "replace")
+        name = options.get(b"filename", b"file").decode("utf-8", "replace")
         self.filename, self.has_file = name[:_MAX_NAME], True
-        self._file = self._path.open("xb")
+        self._file = self.path.open("xb")
 
     def _add_data(self, data: bytes, start: int, stop: int) -> None:
-        if self._part != "file" or self._file is None:
+        if self._part != self._field or self._file is None:
             self._add_to(self._fields[self._part], data[start:stop], _MAX_FIELD_BYTES)
             return
         self.num_bytes += stop - start
         if self.num_bytes > self._max_bytes:
             raise RequestLimitError(
-                f"the file has more than {self._max_bytes} bytes; allowed that many; split it, or start the "
-                "server with a larger --max-file-bytes"
+                f"the file has more than {self._max_bytes} bytes; allowed that many in one request; send it "
+                "in parts to /v1/uploads, or start the server with a larger --max-file-bytes"
             )
         self._file.write(data[start:stop])
 
@@ -156,13 +172,20 @@ async def kept_upload(
     """
     part = await asyncio.to_thread(store.new_part)
     form = UploadForm(content_type, part, store.settings.max_file_bytes)
+    async with written(store, form, chunks):
+        return await asyncio.to_thread(store.keep, part, owner, form.filename, form.purpose)
+
+
+@asynccontextmanager
+async def written(store: FileStore, form: UploadForm, chunks: AsyncIterator[bytes]) -> AsyncIterator[None]:
+    """Writes the file of a form; it is removed at the end unless it was moved. Raises EPDError, OSError."""
     try:
         await _write_all(store, form, chunks)
         form.check()
-        return await asyncio.to_thread(store.keep, part, owner, form.filename)
+        yield
     finally:
         form.close()
-        part.unlink(missing_ok=True)
+        form.path.unlink(missing_ok=True)
 
 
 async def _write_all(store: FileStore, form: UploadForm, chunks: AsyncIterator[bytes]) -> None:

@@ -20,6 +20,7 @@ from epd.errors import ModelNotFoundError
 from epd.machine import steady_time_s
 from epd.serve_app.files.batch_records import BatchRequest
 from epd.serve_app.files.batch_runner import BatchRunner
+from epd.serve_app.files.upload_records import CompleteRequest, UploadRequest
 from epd.serve_app.http.guard.host_check import HostCheck
 from epd.serve_app.http.guard.http_guard import (
     KeyCheck,
@@ -58,6 +59,7 @@ from epd.serve_app.http.routes.completion_routes import (
 from epd.serve_app.http.routes.file_routes import file_routes
 from epd.serve_app.http.routes.prompt_routes import prompt_routes
 from epd.serve_app.http.routes.response_routes import response_routes, responses
+from epd.serve_app.http.routes.upload_routes import upload_routes
 from epd.serve_app.http.server_state import ApiSettings, ServerState
 from epd.serve_app.observability import metrics
 from epd.serve_app.observability.figures import log_figures
@@ -76,6 +78,8 @@ _BODIES = (
     TokenizeRequest,
     DetokenizeRequest,
     BatchRequest,
+    UploadRequest,
+    CompleteRequest,
 )
 _SCHEMA_REF = "#/components/schemas/{model}"
 
@@ -107,6 +111,7 @@ def create_api(service: AnswerService, media: MediaService, settings: ApiSetting
         response_routes,
         invocation_routes,
         file_routes,
+        upload_routes,
         batch_routes,
     ):
         app.include_router(routes, responses=_ERRORS, dependencies=[Depends(keys)])
@@ -201,6 +206,8 @@ async def get_model(request: Request, name: str) -> ModelEntry:
 
 def _entries(server: ServerState) -> list[ModelEntry]:
     limits = server.settings.limits.record() | {"max_body_bytes": server.settings.max_body_bytes}
+    if server.settings.files is not None:
+        limits |= server.settings.files.limits()
     return [
         ModelEntry(
             id=card.name,
@@ -208,6 +215,7 @@ def _entries(server: ServerState) -> list[ModelEntry]:
             root=card.name,
             max_model_len=card.max_model_len,
             limits=limits,
+            defaults=server.settings.defaults(),
         )
         for card in server.service.models
     ]

@@ -95,6 +95,16 @@ class ApiSettings:
     files: FileSettings | None = None
     front: str = ""
 
+    def defaults(self) -> dict[str, str | float | int | None]:
+        """Returns what holds for requests that do not say it, by the name of the option."""
+        params, reduction = self.default_params, self.default_reduction
+        return {
+            "temperature": params.temperature,
+            "max_tokens": params.max_tokens,
+            "retention": reduction.retention,
+            "reduction": reduction.method,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
@@ -110,20 +120,34 @@ class RequestOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """Says who asks.
+
+    client: who shares with others as one
+    owner: of files, empty where all have the same
+    namespace: of the names that the client gives to media
+    """
+
+    client: str = ""
+    owner: str = ""
+    namespace: bytes = b""
+
+
+THIS_PROCESS = Caller()
+
+
+@dataclass(frozen=True, slots=True)
 class ParsedRequest:
     """A checked chat request: its JSON, its conversation, and the media that the messages refer to.
 
     grammar: that the answer follows, empty for any answer
-    namespace: of the names that the client gives to media
-    client: who shares with others as one
     """
 
     chat: ChatRequest
     messages: tuple[ChatMessage, ...]
     references: tuple[MediaReference, ...]
     grammar: str = ""
-    namespace: bytes = b""
-    client: str = ""
+    caller: Caller = THIS_PROCESS
 
 
 class ChatAnswers:
@@ -154,26 +178,26 @@ class ChatAnswers:
         self,
         chat: ChatRequest,
         record: RequestRecord,
-        namespace: bytes = b"",
+        caller: Caller = THIS_PROCESS,
         num_bytes: int = 0,
-        client: str = "",
     ) -> ParsedRequest:
-        """Checks a chat request. Raises EPDError.
-
-        namespace: of names of media
-        num_bytes: of its body
-        client: who shares with others as one
-        """
+        """Checks a chat request. num_bytes: of its body. Raises EPDError."""
         model = self.check_chat(chat)
         messages, sent = conversation(chat.messages, no_turns(chat), pixel_limits(chat), heard_part(chat))
-        found = self.named_media.found(namespace, sent)
-        parsed = ParsedRequest(chat, messages, found, namespace=namespace, client=client)
+        found = await self.with_files(self.named_media.found(caller.namespace, sent), caller)
+        parsed = ParsedRequest(chat, messages, found, caller=caller)
         num_bytes += sum(len(each.url) for each, old in zip(found, sent, strict=True) if not old.url)
         if found != sent:
             self.hold(record, num_bytes)
         cost = budget_of(chat, messages, found, num_bytes=num_bytes, context_tokens=model.max_model_len)
         cost.check(self.settings.limits)
         return await self.accepted(parsed, record, model)
+
+    async def with_files(
+        self, references: tuple[MediaReference, ...], _caller: Caller
+    ) -> tuple[MediaReference, ...]:
+        """Returns the media with the uploaded files among them checked. Raises EPDError."""
+        return references
 
     def hold(self, record: RequestRecord, num_bytes: int) -> None:
         """Notes that a request holds that many bytes, with those of media that it names. Raises EPDError."""
@@ -190,7 +214,7 @@ class ChatAnswers:
         wanted = answer_format(parsed.chat)
         if wanted is None:
             return parsed
-        return replace(parsed, grammar=await self.formats.checked(wanted, parsed.client))
+        return replace(parsed, grammar=await self.formats.checked(wanted, parsed.caller.client))
 
     async def items(
         self, parsed: ParsedRequest, record: RequestRecord
@@ -202,7 +226,7 @@ class ChatAnswers:
         record.num_media = len(parsed.references)
         with self.admitted():
             async with self.media.sources(record.request_id, parsed.references) as media:
-                self.named_media.keep(parsed.namespace, parsed.references, parsed.client)
+                self.named_media.keep(parsed.caller.namespace, parsed.references, parsed.caller.client)
                 del parsed  # it holds whole media as text, and the answer may take minutes
                 self.begun(record)
                 async with aclosing(self.service.answer(request(media))) as answer:

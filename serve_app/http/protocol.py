@@ -190,7 +190,7 @@ class ChatChunk(BaseModel):
 
 
 class ModelEntry(BaseModel):
-    """A model. limits: the ceilings of one request, see docs/api.md."""
+    """A model. limits: the ceilings of one request. defaults: of its options. See docs/api.md."""
 
     id: str
     object: Literal["model"] = "model"
@@ -200,6 +200,7 @@ class ModelEntry(BaseModel):
     parent: None = None
     max_model_len: int | None = None
     limits: dict[str, int | None]
+    defaults: dict[str, str | float | int | None]
 
 
 class ModelList(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -13,8 +14,9 @@ from pydantic import BaseModel, ValidationError
 from epd.control.request_budget import check_json_size
 from epd.serve_app.files.batch_store import BatchStore
 from epd.serve_app.files.file_store import FileStore
+from epd.serve_app.files.upload_store import UploadStore
 from epd.serve_app.http.answers.several_answers import answer_all
-from epd.serve_app.http.chat_answers import ApiSettings, ChatAnswers, ParsedRequest, without_spans
+from epd.serve_app.http.chat_answers import ApiSettings, Caller, ChatAnswers, ParsedRequest, without_spans
 from epd.serve_app.http.guard.body_reader import BodyReader
 from epd.serve_app.http.guard.http_guard import check_admin, client_of
 from epd.serve_app.http.requests.chat_request import ChatRequest
@@ -22,6 +24,7 @@ from epd.serve_app.http.requests.named_media import namespace_of
 from epd.serve_app.http.requests.request_parsing import (
     describe,
 )
+from epd.serve_app.http.uploaded_media import names_file, owner_of, with_files
 from epd.serve_app.observability.metrics import ServerMetrics
 from epd.serve_app.observability.record import RequestRecord, record_of
 from epd.serve_app.observability.tracing import tracing_of
@@ -29,6 +32,7 @@ from epd.serve_app.service import (
     AnswerItem,
     AnswerService,
     Estimate,
+    MediaReference,
     MediaService,
     ModelCard,
 )
@@ -49,6 +53,7 @@ class ServerState(ChatAnswers):
         self.bodies = BodyReader(settings.bodies)
         self.files = None if settings.files is None else FileStore(settings.files)
         self.batches = None if self.files is None else BatchStore(self.files)
+        self.uploads = None if self.files is None else UploadStore(self.files)
         self.is_traced = self.tracing.is_on
         watch = self.metrics.watch
         watch(
@@ -98,7 +103,15 @@ class ServerState(ChatAnswers):
         """Checks a chat request that was read. num_bytes: of its body. Raises EPDError."""
         self.check_options(request, chat)
         namespace = namespace_of(request.headers.get("authorization", ""), chat.cache_salt or "")
-        return await self.checked_chat(chat, record_of(request), namespace, num_bytes, client_of(request))
+        caller = Caller(client_of(request), owner_of(request), namespace)
+        return await self.checked_chat(chat, record_of(request), caller, num_bytes)
+
+    async def with_files(
+        self, references: tuple[MediaReference, ...], caller: Caller
+    ) -> tuple[MediaReference, ...]:
+        if not any(map(names_file, references)):
+            return references
+        return await asyncio.to_thread(with_files, self.files, caller.owner, references)
 
     def check_options(self, request: Request, chat: ChatRequest) -> ModelCard:
         """Checks everything but the amounts of a request. Returns its model. Raises EPDError."""
@@ -144,7 +157,7 @@ class ServerState(ChatAnswers):
         options = self.options_of(parsed)
         with self.admitted():
             async with self.media.sources(record.request_id, parsed.references) as media:
-                self.named_media.keep(parsed.namespace, parsed.references, parsed.client)
+                self.named_media.keep(parsed.caller.namespace, parsed.references, parsed.caller.client)
                 self.bodies.release(record)
                 request = self.request_of(record, parsed.messages, options, media)
                 return await self.service.prompts.estimate(request)

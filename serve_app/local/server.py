@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 
 import torch
 from fastapi import FastAPI
@@ -16,6 +19,7 @@ from fastapi import FastAPI
 from epd.colour import parse_colour
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.composition import create_app, media_settings
+from epd.serve_app.held_folder import FILES_PREFIX, HeldFolder, remove_abandoned
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.http.http_server import HttpServer
 from epd.serve_app.local.own_service import create_fleet, devices_of
@@ -26,6 +30,21 @@ from epd.video.children.walls import hide_process
 logger = logging.getLogger(__name__)
 
 _CLOSE_S, _ABORT_S = 30.0, 5.0  # for the workers to end: after the requests, or during them
+
+
+@contextmanager
+def with_files(args: AppArgs) -> Iterator[AppArgs]:
+    """Yields the arguments with a folder for files of clients; one that they did not name ends here."""
+    if args.files_dir is not None:
+        yield args
+        return
+    parent = Path(tempfile.gettempdir())
+    remove_abandoned(parent, FILES_PREFIX)
+    folder = HeldFolder(parent / f"{FILES_PREFIX}{secrets.token_hex(8)}")
+    try:
+        yield args.model_copy(update={"files_dir": folder.path})
+    finally:
+        folder.remove()
 
 
 @contextmanager

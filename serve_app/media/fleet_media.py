@@ -358,7 +358,7 @@ class FleetMedia:
 
 
 def _is_file(reference: MediaReference) -> bool:
-    return reference.url[: len(_FILE)].lower() == _FILE
+    return reference.is_upload or reference.url[: len(_FILE)].lower() == _FILE
 
 
 def _is_data(reference: MediaReference) -> bool:

@@ -1,6 +1,6 @@
 """Makes media of requests local files: fetched within limits, hashed, and deleted when the request ends.
 
-    file:       in separate threads, read in place               \
+    file:, ID   in separate threads, read in place               \
     data:       in separate threads, decoded into the spool       |  each request has a share of each kind
     http(s):    in separate threads, downloaded into the spool   /
 """
@@ -23,6 +23,7 @@ from epd.errors import (
     MediaError,
     MediaLimitError,
     RequestError,
+    UnavailableError,
     UnsupportedMediaError,
 )
 from epd.serve_app.fair_threads import FairThreads
@@ -220,6 +221,8 @@ class MediaSpool:
                 task.cancel()
 
     async def _source(self, reference: MediaReference, folder: RequestFolder) -> FetchedFile:
+        if reference.is_upload:
+            return await self._local.run(folder, partial(self._from_upload, reference))
         scheme = _scheme(reference.url)
         if scheme == "file":  # used in place, without a copy
             return await self._local.run(folder, partial(self._from_file, reference))
@@ -240,6 +243,15 @@ class MediaSpool:
             raise _labelled(error, reference) from error
         with file:
             return self._seen(reference, file, file.path)
+
+    def _from_upload(self, reference: MediaReference) -> FetchedFile:
+        folder = self._policy.uploads_folder
+        if folder is None:
+            raise UnavailableError(
+                f"{reference.label}: the media worker has no folder of uploaded files; allowed: with the "
+                "server's --files-dir; start it with one"
+            )
+        return self._from_path(reference, folder / f"{reference.url}.data")
 
     def _from_data(self, reference: MediaReference, folder: RequestFolder) -> FetchedFile:
         return self._spooled(

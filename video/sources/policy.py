@@ -16,12 +16,14 @@ class FetchPolicy:
     allowed_hosts: None allows every host with public addresses; a set allows only its hosts, which may have
         private addresses. A name that begins with a dot stands for every host below it.
     media_folder: the only folder that local files are read from; None reads no local file.
+    uploads_folder: where the files are that clients have uploaded; a request cannot name a path in it.
     max_s: time limit of one download.
     grace_s, min_bytes_per_s: after t seconds a download must have (t - grace_s) times that many bytes.
     """
 
     allowed_hosts: frozenset[str] | None = None
     media_folder: Path | None = None
+    uploads_folder: Path | None = None
     max_bytes: int = 2 << 30
     max_s: float = 120.0
     grace_s: float = 10.0

@@ -1,26 +1,8 @@
-// Keeps the turns of a dialogue. A medium is sent once, with a name, and by that name alone from then on.
-function dataUrl(file) {
-  return new Promise((resolve, reject) => {
-    const reader = new FileReader();
-    reader.onload = () => resolve(reader.result);
-    reader.onerror = () => reject(reader.error);
-    reader.readAsDataURL(file);
-  });
-}
-
-// Not crypto.randomUUID: it is for pages from this machine or over TLS.
-export function newName() {
-  return Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
-}
-
-async function part({ file, kind, uuid, isKept }) {
-  const type = `${kind}_url`;
-  return isKept ? { type, uuid } : { type, uuid, [type]: { url: await dataUrl(file) } };
-}
+// Keeps the turns of a dialogue, and makes of them the messages of a request.
 
 // Media first: every further question about them finds their part of the prompt computed.
-async function message({ media, question }) {
-  return { role: "user", content: [...(await Promise.all(media.map(part))), { type: "text", text: question }] };
+async function message({ media, question }, inline) {
+  return { role: "user", content: [...(await Promise.all(media.map((one) => one.part(inline)))), { type: "text", text: question }] };
 }
 
 export class Dialogue {
@@ -38,14 +20,18 @@ export class Dialogue {
     return { media: media.filter((entry) => !earlier.includes(entry)), question };
   }
 
-  async messages(turn) {
-    const messages = [];
-    for (const each of this.turns) messages.push(await message(each), { role: "assistant", content: each.answer });
-    return [...messages, await message(turn)];
+  // system: a prompt before all, or empty. inline: see `Medium.part`.
+  async messages(turn, system, inline) {
+    const messages = system ? [{ role: "system", content: system }] : [];
+    for (const each of this.turns) {
+      if (each === turn) break;
+      messages.push(await message(each, inline), { role: "assistant", content: each.answer });
+    }
+    return [...messages, await message(turn, inline)];
   }
 
-  add(turn, answer) {
-    this.turns.push({ ...turn, answer });
+  add(turn) {
+    this.turns.push(turn);
   }
 
   clear() {

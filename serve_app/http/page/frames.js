@@ -1,5 +1,7 @@
 // Shows which frames of the user's own videos were looked at, and which of their tokens the model was given.
 // The server names the frames' times, and the page seeks them in the file that it has.
+import { button, clock, element } from "./dom.js";
+
 const MOST = 48; // frames that are drawn
 const HEIGHT = 72, SEEK_MS = 10_000;
 
@@ -44,9 +46,20 @@ function shade(canvas, { rows, columns, kept }) {
   });
 }
 
+// Arrows go from frame to frame: the strip is one stop of Tab.
+function moveFocus(event, list) {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  const rows = [...list.querySelectorAll("button")], to = rows[rows.indexOf(document.activeElement) + step];
+  if (!to) return;
+  event.preventDefault();
+  for (const row of rows) row.tabIndex = row === to ? 0 : -1;
+  to.focus();
+}
+
 export class Frames {
-  constructor(place) {
-    this.place = place;
+  // player: a video that a click on a frame seeks
+  constructor(place, player) {
+    Object.assign(this, { place, player });
     this.turn = 0; // of the question; what is still being drawn for an earlier one ends
     this.strips = new Map(); // by the number of the medium: {windows, shades, title}; a shade for each frame drawn
   }
@@ -55,6 +68,8 @@ export class Frames {
     this.turn += 1;
     this.strips.clear();
     this.place.replaceChildren();
+    this.player.hidden = true;
+    this.player.removeAttribute("src");
   }
 
   // times: middle of each frame's time on screen, seconds. url: of the video.
@@ -65,6 +80,7 @@ export class Frames {
     const many = shown.length < times.length ? `${shown.length} of ${times.length} frames` : `${times.length} frames`;
     const list = document.createElement("ol");
     list.setAttribute("aria-label", `frames of ${name}`);
+    list.addEventListener("keydown", (event) => moveFocus(event, list));
     Object.assign(strip.title, { textContent: `${name}: ${many}`, className: "hint" });
     this.place.append(strip.title, list);
     const video = Object.assign(document.createElement("video"), { src: url, muted: true, preload: "auto" });
@@ -86,17 +102,25 @@ export class Frames {
       const dropped = picture.cloneNode();
       dropped.className = "dropped";
       dropped.hidden = true;
-      const label = `frame at ${times[frame].toFixed(2)} s`;
+      const time = clock(times[frame], times.length > 1.5 * times.at(-1)), label = `frame at ${time}`;
       picture.role = "img";
       picture.ariaLabel = label;
       const both = document.createElement("div");
       both.append(picture, dropped);
-      const row = document.createElement("li");
-      row.append(both, `${times[frame].toFixed(2)} s`);
-      list.append(row);
+      const row = button("", () => this.play(url, times[frame]), { title: `play from ${time}`, tabIndex: list.children.length ? -1 : 0 });
+      row.append(both, time);
+      list.append(element("li", {}, row));
       strip.shades.set(frame, { picture, dropped, name: label });
       this.shadeFrame(strip, frame);
     }
+  }
+
+  play(url, seconds) {
+    const { player } = this;
+    if (player.src !== url) player.src = url;
+    player.hidden = false;
+    player.currentTime = seconds;
+    player.scrollIntoView({ block: "nearest" });
   }
 
   // windows: runs of units of a medium, as the server reports them.

@@ -1,6 +1,7 @@
 // Draws what stages did for one request: a lane for each stage of each worker, a box for each group.
 const SVG = "http://www.w3.org/2000/svg";
-const LANE = 26, HEAD = 22, LEFT = 150, MIN_BOX = 2;
+const LANE = 26, HEAD = 22, MIN_BOX = 2;
+const MOST_LEFT = 150, LEFT_SHARE = 0.3, TICK = 60; // room for names, at most that share, and for a label
 const STEPS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300];
 const ORDER = ["probe", "decode_video", "preprocess", "encode", "transfer", "prefill", "decode"];
 
@@ -63,12 +64,13 @@ export class Timeline {
 
   draw() {
     const lanes = this.lanes();
-    const width = Math.max(this.place.clientWidth, LEFT + 100);
+    const width = Math.max(this.place.clientWidth, 280);
+    const left = Math.min(MOST_LEFT, width * LEFT_SHARE);
     const height = HEAD + LANE * (lanes.length + 1);
     const end = Math.max(0.05, this.now, ...this.spans.map((span) => span.stop_s), ...this.tokens);
-    const x = (seconds) => LEFT + (Math.max(0, seconds) / end) * (width - LEFT - 12);
+    const x = (seconds) => left + (Math.max(0, seconds) / end) * (width - left - 2);
     const drawing = svg("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "timeline" });
-    this.drawAxis(drawing, x, end, height, Math.max(2, Math.floor((width - LEFT) / 75)));
+    this.drawAxis(drawing, x, end, height, Math.max(2, Math.floor((width - left) / TICK)));
     lanes.forEach(([name, spans], row) => this.drawLane(drawing, x, HEAD + row * LANE, name, spans));
     this.drawTokens(drawing, x, HEAD + lanes.length * LANE);
     this.place.replaceChildren(drawing);
@@ -90,6 +92,7 @@ export class Timeline {
     const step = STEPS.find((one) => end / one <= maxTicks) ?? 600;
     for (let at = 0; at <= end; at += step) {
       drawing.append(svg("line", { x1: x(at), x2: x(at), y1: 16, y2: height, class: "grid" }));
+      if (x(end) - x(at) < TICK / 2) continue; // it would be cut
       drawing.append(svg("text", { x: x(at) + 3, y: 12 }, `${Number(at.toFixed(2))} s`));
     }
   }

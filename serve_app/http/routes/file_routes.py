@@ -1,27 +1,40 @@
-"""Answers `/v1/files`: inputs that clients upload for batches, and the results of these."""
+"""Answers `/v1/files`: media and inputs of batches that clients upload, and the results of batches."""
 
 from __future__ import annotations
 
-import hashlib
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
 
-from epd.errors import NotFoundError, StorageFullError
+from epd.errors import NotFoundError, RequestError, RequestLimitError, StorageFullError
 from epd.serve_app.files.file_store import FileStore
-from epd.serve_app.files.records import FileDeleted, FileList, FileObject
+from epd.serve_app.files.records import UPLOAD_PURPOSES, FileDeleted, FileList, FileObject
 from epd.serve_app.files.settings import MAX_LISTED, page_of
 from epd.serve_app.files.upload import kept_upload
-from epd.serve_app.http.guard.http_guard import sent_key
 from epd.serve_app.http.routes.prompt_routes import server_of
+from epd.serve_app.http.uploaded_media import owner_of
 
 file_routes = APIRouter()
-_FORM = {
-    "type": "object",
-    "required": ["file", "purpose"],
-    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}},
-}
-_UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
+# Of a form, beside the bytes of its file: its fields and their headers.
+_MAX_FORM_BYTES = 64 << 10
+
+
+def form_of(field: str, **others: object) -> dict[str, object]:
+    """Returns what the schema says of a form with a file. others: of its fields."""
+    properties = {field: {"type": "string", "format": "binary"}, **others}
+    form = {"type": "object", "required": [*properties], "properties": properties}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}}}
+
+
+def check_announced(request: Request, max_bytes: int) -> None:
+    """Raises RequestLimitError for a form whose header says that its file is too large, before it is read."""
+    announced = request.headers.get("content-length", "")[:20]
+    if announced.isdecimal() and int(announced) > max_bytes + _MAX_FORM_BYTES:
+        raise RequestLimitError(
+            f"received a form of {announced} bytes; allowed: a file of {max_bytes} in one request; send it "
+            "in parts to /v1/uploads"
+        )
 
 
 def store_of(request: Request) -> FileStore:
@@ -35,18 +48,22 @@ def store_of(request: Request) -> FileStore:
     return files
 
 
-def owner_of(request: Request) -> str:
-    """Returns a name of the key that a request came with; empty where the server has none."""
-    settings = server_of(request).settings
-    if settings.api_key is None and not request.state.is_admin:
-        return ""
-    return hashlib.blake2b(sent_key(request) or b"", digest_size=16, person=b"epd files").hexdigest()
+def _check_site(request: Request) -> None:
+    """Raises RequestError for a form from a page of another site, which a browser sends without asking."""
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        raise RequestError(
+            f"received a form from a page of {origin[:100]!r}; allowed: from pages of this server; use "
+            "/v1/uploads"
+        )
 
 
-@file_routes.post("/v1/files", openapi_extra=_UPLOAD)
+@file_routes.post("/v1/files", openapi_extra=form_of("file", purpose={"enum": [*UPLOAD_PURPOSES]}))
 async def upload_file(request: Request) -> FileObject:
-    """Keeps a file of lines for batches. It is written to disk as it arrives."""
+    """Keeps a medium, or lines for a batch. It is written to disk as it arrives."""
     store, chunks = store_of(request), server_of(request).bodies.chunks(request)
+    _check_site(request)
+    check_announced(request, store.settings.max_file_bytes)
     content_type = request.headers.get("content-type", "")
     try:
         return await kept_upload(store, owner_of(request), content_type, chunks)

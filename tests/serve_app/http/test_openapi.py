@@ -34,6 +34,8 @@ OPERATIONS = {
     "POST /v1/files", "GET /v1/files", "GET /v1/files/{file_id}", "GET /v1/files/{file_id}/content",
     "DELETE /v1/files/{file_id}", "POST /v1/batches", "GET /v1/batches", "GET /v1/batches/{batch_id}",
     "POST /v1/batches/{batch_id}/cancel",
+    "POST /v1/uploads", "GET /v1/uploads/{upload_id}", "POST /v1/uploads/{upload_id}/parts",
+    "POST /v1/uploads/{upload_id}/complete", "POST /v1/uploads/{upload_id}/cancel",
     "POST /tokenize", "POST /detokenize", "POST /invocations",
     "GET /health", "GET /load", "GET /metrics", "GET /ping", "POST /ping", "GET /version",
 }  # fmt: skip

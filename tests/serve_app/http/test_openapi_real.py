@@ -46,7 +46,10 @@ HANG_S = 60.0
 MEDIA_ROUTES = ("/v1/chat/completions", "/v1/responses", "/invocations", "/v1/epd/estimate", "/tokenize")
 BATCH_ROUTES = ("/v1/chat/completions", "/v1/completions")
 WITH_BODIES = [
-    *(f"POST {route}" for route in (*MEDIA_ROUTES, "/v1/completions", "/detokenize", "/v1/batches"))
+    *(
+        f"POST {route}"
+        for route in (*MEDIA_ROUTES, "/v1/completions", "/detokenize", "/v1/batches", "/v1/uploads")
+    )
 ]
 DRAWN_OF = [
     *((label, GenerationMode.POSITIVE) for label in sorted(OPERATIONS)),
@@ -71,7 +74,7 @@ def app(checkpoints: dict[str, Path], folder: Path) -> Iterator[RealApp]:
     api = ApiSettings(
         limits=RequestLimits(max_answer_tokens=128),
         default_params=SamplingParams(max_tokens=8),
-        files=FileSettings(folder / "kept", max_batches=10_000),
+        files=FileSettings(folder / "kept", max_batches=10_000, max_uploads=10_000),
     )
     media = replace(media_settings(policy, folder / "spool"), model=path)
     with real_app(path, "1e1p1d", api, media) as app:
@@ -109,6 +112,19 @@ def begun(app: RealApp, lines: list[bytes], endpoint: str) -> str:
     return str(reply.json()["id"])
 
 
+def upload_begun(app: RealApp) -> str:
+    asked = {"filename": "a.mp4", "bytes": 1000, "purpose": "user_data", "mime_type": "video/mp4"}
+    reply = app.http.post("/v1/uploads", json=asked)
+    assert reply.status_code == 200, reply.text
+    return str(reply.json()["id"])
+
+
+def whole_part(app: RealApp, upload_id: str) -> str:
+    reply = app.http.post(f"/v1/uploads/{upload_id}/parts", files={"data": ("blob", b"x" * 1000)})
+    assert reply.status_code == 200, reply.text
+    return str(reply.json()["id"])
+
+
 def line(number: int, endpoint: str, body: Any) -> bytes:
     return json.dumps({"custom_id": str(number), "method": "POST", "url": endpoint, "body": body}).encode()
 
@@ -117,6 +133,7 @@ def live(app: RealApp, names: set[str]) -> dict[str, str]:
     """What exists, for the parameters of a path: a file, a batch that has just begun, the model."""
     makers = {
         "file_id": lambda: uploaded(app, [line(0, BATCH_ROUTES[0], QUESTION)]),
+        "upload_id": lambda: upload_begun(app),
         "batch_id": lambda: begun(app, [line(0, BATCH_ROUTES[0], QUESTION)], BATCH_ROUTES[0]),
         "name": lambda: str(app.http.get("/v1/models").json()["data"][0]["id"]),
     }
@@ -135,6 +152,8 @@ def test_no_request_costs_a_worker(app: RealApp, folder: Path, label: str, mode:
             case.path_parameters = {**case.path_parameters, **live(app, set(case.path_parameters))}
         if is_live and isinstance(case.body, dict) and "input_file_id" in case.body:
             case.body = {**case.body, "input_file_id": live(app, {"file_id"})["file_id"]}
+        if is_live and label.endswith("complete"):
+            case.body = {"part_ids": [whole_part(app, case.path_parameters["upload_id"])]}
         response = case.call(timeout=HANG_S)
         case.validate_response(response, checks=CHECKS)
         seen[response.status_code] += 1

@@ -21,7 +21,7 @@ from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.local.fleet import LocalFleet
 from epd.serve_app.local.own_service import devices_of
-from epd.serve_app.local.server import served_locally
+from epd.serve_app.local.server import served_locally, with_files
 from epd.stages.placement import Placement
 from epd.stages.ranks.group import ProcessRanks
 from tests.serve_app.conftest import JSON, data_url, image_part
@@ -74,6 +74,28 @@ def test_it_has_the_api_of_the_application_on_ray(address: HttpAddress) -> None:
             "sockets are guarded"
         )
     assert not [thread.name for thread in threading.enumerate() if thread.name in {"e0", "e1", "pd0", "http"}]
+
+
+def test_files_of_clients_are_media_and_end_with_the_server(
+    address: HttpAddress, media: dict[str, Path]
+) -> None:
+    with with_files(AppArgs(topology="1epd")) as args:
+        folder = args.files_dir
+        assert folder is not None
+        with served_locally(args, address), client_of(address) as client:
+            form = {"files": {"file": ("a.png", media["image"].read_bytes())}, "data": {"purpose": "vision"}}
+            file_id = client.post("/v1/files", **form).json()["id"]
+            answers = [
+                client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [part]}]})
+                for part in (image_part(file_id), image_part(data_url(media["image"], "image/png")))
+            ]
+            assert [each.status_code for each in answers] == [200, 200], answers[0].text
+            assert answers[0].json()["choices"][0]["message"] == answers[1].json()["choices"][0]["message"]
+            assert list(folder.rglob("*.data"))
+    assert not folder.exists()
+    with with_files(AppArgs(files_dir=folder.parent)) as args:
+        assert args.files_dir == folder.parent
+    assert folder.parent.exists()
 
 
 def test_a_request_in_flight_is_answered_before_it_ends(address: HttpAddress) -> None:

@@ -1,0 +1,382 @@
+"""The page as a tool, in Chromium: samples, what is kept, code, parts of videos, options, uploads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, Route, expect
+
+from epd.encoders import FrameSampling
+from epd.errors import OverloadedError
+from epd.serve_app.files.settings import FileSettings
+from epd.video import FetchPolicy
+from tests.serve_app.conftest import Front
+from tests.serve_app.fakes import FakeService
+from tests.serve_app.http.page_use import (
+    ANSWER,
+    ERROR,
+    TEXT,
+    LookingService,
+    ask,
+    asked,
+    drop,
+    open_fold,
+    vp9_video,
+)
+
+OpenPage = Callable[[Front], Page]
+MB = 1 << 20
+
+
+def test_the_first_screen_has_a_sample_and_questions(front: Front, open_page: OpenPage) -> None:
+    page = open_page(front)
+    expect(page.locator(".example")).to_have_count(3)
+    page.get_by_role("button", name="Which shape appears first?").click()
+    expect(page.locator(ANSWER)).to_have_text(TEXT)
+    expect(page.locator("#first")).to_be_hidden()
+    request = front.service.requests[0]
+    assert [source.kind for source in request.media] == ["video"]
+    assert front.service.files_seen[0] == [front.http.get("/page/sample.mp4").content]
+    assert request.messages[0].parts[-1].text == "Which shape appears first?"
+
+
+def test_the_page_says_what_the_model_knows(front: Front, open_page: OpenPage) -> None:
+    def with_card(route: Route) -> None:
+        models = route.fetch().json()
+        models["data"][0]["knows"] = "drawn shapes, and nothing else"
+        route.fulfill(json=models)
+
+    page = open_page(front)
+    expect(page.locator("#service")).to_contain_text("ready")
+    expect(page.locator("#knows")).to_be_hidden()
+    page.route("**/v1/models", with_card)
+    page.reload()
+    expect(page.locator("#knows")).to_contain_text("shapes-vl: drawn shapes, and nothing else.")
+    expect(page.locator("#knows")).to_contain_text("--model")
+    expect(page.locator("#knows")).to_be_visible()
+    page.get_by_label("Model").select_option("other/vl")
+    expect(page.locator("#knows")).to_be_hidden()
+
+
+def test_a_conversation_outlives_a_reload(front: Front, open_page: OpenPage, media: dict[str, Path]) -> None:
+    page = open_page(front)
+    drop(page, media["video"], "video/mp4")
+    asked(page, "First?")
+    page.reload()
+    expect(page.locator(ANSWER)).to_have_text(TEXT)
+    expect(page.locator(".facts")).to_contain_text("48 → 24")
+    expect(page.locator("#media li")).to_have_count(1)
+    asked(page, "Second?")
+    messages = front.service.requests[1].messages
+    texts = [[part.text or part.kind for part in each.parts] for each in messages]
+    assert texts == [["video", "First?"], [TEXT], ["Second?"]]
+    page.get_by_role("button", name="Start over").click()
+    page.reload()
+    expect(page.locator("#service")).to_contain_text("ready")
+    expect(page.locator(".turn")).to_have_count(0)
+    expect(page.locator("#first")).to_be_visible()
+
+
+MARKDOWN = """# Title
+
+Some *words*, **strong `code`** and 2 * 3 * 4.
+- one <b>
+- [a link](https://docs.example/a)
+
+1. first
+
+| a | b |
+|---|---|
+| c | d |
+
+[none](javascript://x%0aalert)
+```python
+x = "<i>" * 2
+```
+"""
+
+
+def test_markdown_is_shown_and_can_be_copied(run_front: Callable[..., Front], open_page: OpenPage) -> None:
+    page = open_page(run_front(FakeService(words=tuple(MARKDOWN))))
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    ask(page, "What?")
+    expect(page.get_by_role("button", name="Copy", exact=True).first).to_be_visible()
+    answer = page.locator(ANSWER)
+    expect(answer.locator("h3")).to_have_text("Title")
+    expect(answer.locator("em")).to_have_text("words")
+    expect(answer.locator("strong code")).to_have_text("code")
+    expect(answer.locator("ul li")).to_have_text(["one <b>", "a link"])
+    expect(answer.locator("ol li")).to_have_text("first")
+    expect(answer.locator("td")).to_have_text(["c", "d"])
+    expect(answer.locator("pre")).to_have_text('x = "<i>" * 2')
+    expect(answer.locator("a")).to_have_count(1)
+    expect(answer.locator("a")).to_have_attribute("href", "https://docs.example/a")
+    expect(answer).to_contain_text("2 * 3 * 4.")
+    expect(answer).to_contain_text("[none](javascript://x%0aalert)")
+    page.get_by_role("button", name="Copy", exact=True).first.click()
+    assert page.evaluate("navigator.clipboard.readText()") == MARKDOWN
+
+
+QUESTION = 'What\'s "in" `it` for $5 \\n?'
+
+
+@pytest.mark.parametrize("kind", ["curl", "Python"])
+def test_the_same_request_from_a_program(
+    kind: str, front: Front, open_page: OpenPage, media: dict[str, Path], tmp_path: Path
+) -> None:
+    """What the page shows runs, beside the file, and asks the same."""
+    page = open_page(front)
+    name = "it's a $clip.mp4"
+    (tmp_path / name).write_bytes(media["video"].read_bytes())
+    drop(page, tmp_path / name, "video/mp4")
+    open_fold(page, "Options")
+    page.get_by_label("Temperature").fill("0.5")
+    page.get_by_label("Seed").fill("7")
+    page.get_by_label("Frames per second").fill("2")
+    asked(page, "First?")
+    asked(page, QUESTION)
+    page.locator(".turn").last.get_by_role("button", name="As curl or Python").click()
+    page.locator("#code").get_by_role("button", name=kind).click()
+    code = page.locator("#code-text").text_content() or ""
+    command = ["bash", "-c", code] if kind == "curl" else [sys.executable, "-c", code]
+    environment = {**os.environ, "EPD_API_KEY": "none", "NO_PROXY": "127.0.0.1"}
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (
+        json.loads(ran.stdout)["choices"][0]["message"]["content"] if kind == "curl" else ran.stdout.strip()
+    ) == TEXT
+    by_page, by_program = front.service.requests[1:]
+    assert by_program.messages == by_page.messages
+    assert by_program.sampling == by_page.sampling
+    assert by_program.frame_sampling == by_page.frame_sampling == FrameSampling(fps=2)
+    assert front.service.files_seen[2] == front.service.files_seen[1]
+
+
+def test_a_part_of_a_video_is_asked_about(front: Front, open_page: OpenPage, tmp_path: Path) -> None:
+    page = open_page(front)
+    expect(page.locator("#part")).to_be_hidden()
+    drop(page, vp9_video(tmp_path / "clip.webm"), "video/webm")
+    expect(page.locator("#part-shown")).to_have_text("all of it, 0:00 to 0:04")
+    asked(page, "All?")
+    page.get_by_role("slider", name="from").fill("1")
+    page.get_by_role("slider", name="to").fill("2.5")
+    expect(page.locator("#part-shown")).to_have_text("0:01 to 0:03")
+    asked(page, "A part?")
+    page.get_by_role("slider", name="from").fill("3.5")  # no handle passes the other
+    asked(page, "And now?")
+    found = [(each.frame_sampling.start_s, each.frame_sampling.end_s) for each in front.service.requests]
+    assert found == [(0.0, None), (1.0, 2.5), (2.4, 2.5)]
+
+
+def test_frames_are_one_row_that_seeks_a_player(
+    run_front: Callable[..., Front], open_page: OpenPage, tmp_path: Path
+) -> None:
+    service = LookingService()
+    service.times_s = tuple(number / 8 for number in range(30))
+    page = open_page(run_front(service))
+    page.set_viewport_size({"width": 700, "height": 800})
+    drop(page, vp9_video(tmp_path / "clip.webm"), "video/webm")
+    ask(page, "What?")
+    frames = page.locator("#looked-at li button")
+    expect(frames).to_have_count(30)
+    tops = frames.evaluate_all("all => all.map((one) => one.getBoundingClientRect().top)")
+    assert len(set(tops)) == 1
+    assert page.evaluate("document.documentElement.scrollWidth") <= 700
+    expect(page.locator("#player")).to_be_hidden()
+    frames.nth(16).click()
+    expect(page.locator("#player")).to_have_js_property("currentTime", 2)
+    frames.first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    expect(page.locator("#player")).to_have_js_property("currentTime", 0.125)
+    assert frames.evaluate_all("all => all.filter((one) => one.tabIndex === 0).length") == 1
+    page.set_viewport_size({"width": 1200, "height": 900})
+
+
+def test_sound_is_a_medium(front: Front, open_page: OpenPage, tmp_path: Path) -> None:
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(8000)
+        file.writeframes(bytes(16000))
+    page = open_page(front)
+    drop(page, tmp_path / "a.wav", "audio/wav")
+    asked(page, "What is heard?")
+    assert [source.kind for source in front.service.requests[0].media] == ["audio"]
+
+
+def test_more_options_and_the_values_that_hold_without(front: Front, open_page: OpenPage) -> None:
+    page = open_page(front)
+    open_fold(page, "Options")
+    expect(page.get_by_label("Temperature")).to_have_attribute("placeholder", "0")
+    expect(page.get_by_label("Share of visual tokens kept")).to_have_attribute("placeholder", "1")
+    expect(page.get_by_label("chosen by").locator("option").first).to_have_text("balanced, the server's")
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Seed").fill("11")
+    page.get_by_label("chosen by").select_option("uniform")
+    page.get_by_label("JSON schema of the answer").fill("{")
+    ask(page, "What?")
+    expect(page.locator(ERROR)).to_contain_text("The schema in Options is no JSON")
+    assert front.service.requests == []
+    page.get_by_label("JSON schema of the answer").fill('{"type": "object"}')
+    page.get_by_role("button", name="Ask").click()  # the question is still there
+    expect(page.locator(ANSWER)).to_have_text(TEXT)
+    request = front.service.requests[0]
+    assert (request.messages[0].role, request.messages[0].parts[0].text) == ("system", "Be brief.")
+    assert (request.sampling.seed, request.reduction.method) == (11, "uniform")
+    assert "object" in request.sampling.grammar or request.sampling.grammar
+
+
+def test_an_error_stands_beside_what_caused_it(
+    run_front: Callable[..., Front], open_page: OpenPage, tmp_path: Path
+) -> None:
+    front = run_front(FakeService(error=OverloadedError("busy, retry later")))
+    page = open_page(front)
+    (tmp_path / "notes.txt").write_text("x")
+    drop(page, tmp_path / "notes.txt", "text/plain")
+    expect(page.locator("#refused li")).to_have_count(1)
+    ask(page, "First?")
+    expect(page.locator(ERROR)).to_have_text("busy, retry later")
+    expect(page.locator("#refused li")).to_have_count(0)
+    expect(page.locator("#question")).to_have_value("First?")
+    front.service.error = None
+    asked(page, "Second?")
+    expect(page.locator(ERROR)).to_have_count(0)
+    expect(page.locator(".turn").first).to_contain_text("busy, retry later")
+
+
+def test_details_are_folded_until_they_are_wanted(front: Front, open_page: OpenPage) -> None:
+    page = open_page(front)
+    expect(page.locator("#workers")).to_be_hidden()
+    open_fold(page, "Details")
+    expect(page.locator(".worker").first).to_be_visible()
+    page.reload()
+    expect(page.locator(".worker").first).to_be_visible()
+    ask(page, "What?")
+    expect(page.locator("#timeline rect")).to_have_count(9)
+    expect(page.get_by_role("button", name="Ask")).to_be_enabled()
+    page.wait_for_timeout(200)
+    right = page.locator("#timeline").evaluate("one => one.getBoundingClientRect().right")
+    ends = page.locator("#timeline text").evaluate_all(
+        "all => all.map((one) => one.getBoundingClientRect().right)"
+    )
+    assert max(ends) <= right, "no label is cut"
+    expect(page.locator(".legend .stage")).to_have_count(5)
+
+
+# ---- Large files
+
+
+def padded(source: Path, path: Path, num_bytes: int) -> Path:
+    """A video with a free box of zeros behind it, which no reader minds."""
+    head = source.read_bytes()
+    rest = num_bytes - len(head)
+    path.write_bytes(head + rest.to_bytes(4, "big") + b"free" + bytes(rest - 8))
+    return path
+
+
+@pytest.fixture
+def keeping(run_front: Callable[..., Front], tmp_path: Path) -> Front:
+    """A front that takes files in parts of a mebibyte, up to 32."""
+    files = FileSettings(tmp_path / "kept", max_part_bytes=MB, max_upload_bytes=32 * MB)
+    return run_front(files=files, fetch=FetchPolicy(uploads_folder=files.files_folder))
+
+
+def slowly(route: Route) -> None:
+    """So that a test can press a button meanwhile."""
+    route.request.frame.page.wait_for_timeout(150)
+    route.continue_()
+
+
+def test_a_large_file_is_sent_in_parts_that_can_pause(
+    keeping: Front, open_page: OpenPage, media: dict[str, Path], tmp_path: Path
+) -> None:
+    page = open_page(keeping)
+    expect(page.locator("#service")).to_contain_text("ready")
+    sent: list[Any] = []
+    page.on("request", lambda request: sent.append(request.url) if request.url.endswith("/parts") else None)
+    page.route("**/parts", slowly)
+    large = padded(media["video"], tmp_path / "large.mp4", 10 * MB)
+    page.locator("#files").set_input_files(large)
+    page.get_by_role("button", name="Pause").click()
+    expect(page.get_by_role("button", name="Resume")).to_be_visible()
+    page.wait_for_timeout(400)
+    num_sent = len(sent)
+    page.wait_for_timeout(600)
+    assert len(sent) == num_sent < 10, "nothing is sent meanwhile"
+    ask(page, "What is it?")  # waits for the rest
+    page.get_by_role("button", name="Resume").click()
+    expect(page.locator(ANSWER)).to_have_text(TEXT, timeout=20_000)
+    expect(page.locator(".upload small")).to_have_text("sent")
+    assert keeping.service.files_seen[0] == [large.read_bytes()]
+    page.get_by_title("remove large.mp4").click()
+    expect(page.locator("#media li")).to_have_count(0)
+    page.wait_for_timeout(300)
+    assert keeping.http.get("/v1/files").json()["data"] == []
+
+
+def test_a_cut_upload_goes_on_from_its_last_part(
+    keeping: Front, open_page: OpenPage, media: dict[str, Path], tmp_path: Path
+) -> None:
+    page = open_page(keeping)
+    expect(page.locator("#service")).to_contain_text("ready")
+    sent: list[str] = []
+
+    def cut_from_sixth(route: Route) -> None:
+        sent.append(route.request.url)
+        if len(sent) == 6:
+            route.abort("connectionreset")
+        else:
+            route.continue_()
+
+    page.route("**/parts", cut_from_sixth)
+    large = padded(media["video"], tmp_path / "large.mp4", 10 * MB)
+    page.locator("#files").set_input_files(large)
+    expect(page.locator(".upload small")).to_have_text("sent", timeout=20_000)
+    assert len(sent) == 11, "the part that was cut, once more"
+    page.unroute("**/parts")
+    page.get_by_title("remove large.mp4").click()
+
+    sent.clear()
+    page.route("**/parts", slowly)
+    page.on("request", lambda request: sent.append(request.url) if request.url.endswith("/parts") else None)
+    page.locator("#files").set_input_files(large)
+    page.wait_for_timeout(1200)
+    page.get_by_role("button", name="Pause").click()
+    before = len(sent)
+    assert 2 < before < 10
+    page.reload()  # the page has forgotten the file; it is chosen again
+    expect(page.locator("#service")).to_contain_text("ready")
+    page.locator("#files").set_input_files(large)
+    expect(page.locator(".upload small")).to_have_text("sent", timeout=20_000)
+    assert len(sent) <= 11, "the parts that had arrived are not sent again"
+
+
+def test_what_is_too_large_is_refused_before_it_is_sent(
+    keeping: Front, open_page: OpenPage, media: dict[str, Path], tmp_path: Path
+) -> None:
+    page = open_page(keeping)
+    expect(page.locator("#service")).to_contain_text("ready")
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)
+    page.locator("#files").set_input_files(padded(media["video"], tmp_path / "huge.mp4", 33 * MB))
+    expect(page.locator("#refused")).to_have_text("huge.mp4 has 35 MB; this server takes 34 MB.")
+    expect(page.locator("#media li")).to_have_count(0)
+    assert sent == []
+    page.route("**/parts", slowly)
+    page.locator("#files").set_input_files(padded(media["video"], tmp_path / "large.mp4", 10 * MB))
+    expect(page.locator("#refused li")).to_have_count(0)
+    expect(page.locator(".upload progress")).to_be_visible()
+    page.get_by_title("remove large.mp4").click()
+    page.wait_for_timeout(500)
+    kept = [path.suffix for path in keeping.server.front.files.folder.iterdir()]  # type: ignore[union-attr]
+    assert not [each for each in kept if each.startswith(".part")], "a cancelled upload leaves nothing"
