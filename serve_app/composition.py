@@ -39,7 +39,7 @@ async def create_app(args: AppArgs, fleet: Fleet, owner: str = "") -> FastAPI:
     """
     planner = RequestPlanner(
         args.model_path,
-        args.model_name,
+        args.served_name,
         group_tokens=args.group_tokens,
         limits=args.limits,
         pixels=args.pixels,

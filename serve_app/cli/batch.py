@@ -67,7 +67,7 @@ _Topology = Annotated[
 class _Target:
     """What answers: a pipeline in this process unless topology, url or address says otherwise."""
 
-    model: Path
+    model: Path | None
     topology: str | None
     url: str | None
     address: str | None
@@ -113,7 +113,7 @@ def batch(
     application on that cluster.
     """
     config = EngineConfig.checked(engine)
-    target = _Target(model_folder(model), topology, url, address, name, api_key, config)
+    target = _Target(model, topology, url, address, name, api_key, config)
     _check_options(fps, frames, max_tokens)
     reduction_policy(reduction, retention, compute_share)
     visual_budget(max_visual_tokens, retention)
@@ -184,8 +184,9 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
     else:
         from epd.serve_app.local.batch import LocalBackend  # torch
 
+        model = model_folder(target.model, target.config.revision)
         with console.loading_bar() as show:
-            loaded = LocalBackend.load(target.model, target.config, on_progress=show)
+            loaded = LocalBackend.load(model, target.config, on_progress=show)
         yield loaded
 
 

@@ -11,6 +11,7 @@ import typer
 
 from epd.errors import RequestError, check_file
 from epd.kv.drafting import MOST_DRAFTS
+from epd.models import MODEL_HELP
 from epd.reduction import (
     DEFAULT_METHOD,
     METHODS,
@@ -80,8 +81,7 @@ Model = Annotated[
     Path | None,
     typer.Option(
         "--model",
-        help="Folder of a model in Hugging Face layout, or the name of an embedded one; by default "
-        "shapes-vl.",
+        help=MODEL_HELP,
     ),
 ]
 Fps = Annotated[

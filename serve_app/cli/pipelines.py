@@ -28,12 +28,12 @@ def open_pipeline(
     return load_pipeline(model, config)
 
 
-def placement_of(config: EngineConfig, model: Path | None) -> Placement:
+def placement_of(config: EngineConfig, model: Path | str | None) -> Placement:
     """Returns where a model runs: see `Placement.resolve`. Raises RequestError."""
-    return Placement.resolve(config.device, config.dtype, model_folder(model))
+    return Placement.resolve(config.device, config.dtype, model_folder(model, config.revision))
 
 
 def load_pipeline(model: Path | None, config: EngineConfig) -> ColocatedPipeline:
     """Loads a model. Raises EPDError."""
     with console.loading_bar() as show:
-        return ColocatedPipeline.load(model_folder(model), config, on_progress=show)
+        return ColocatedPipeline.load(model_folder(model, config.revision), config, on_progress=show)

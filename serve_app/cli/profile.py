@@ -13,7 +13,7 @@ from epd import console
 from epd.bench.app_profile import with_app
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
-from epd.models import model_folder
+from epd.models import MODEL_HELP, model_folder, served_name
 from epd.profiles import HostCosts, Profile
 from epd.profiles.files import dump_profile, load_profile
 from epd.serve_app.cli.options import IsJson, Out, with_fields_of
@@ -23,12 +23,11 @@ _Model = Annotated[
     str | None,
     typer.Argument(
         metavar="[MODEL]",
-        help="Folder in Hugging Face layout, or the name of an embedded model, by default shapes-vl; "
-        "MODEL@DEVICE computes costs.",
+        help=f"{MODEL_HELP} MODEL@DEVICE computes costs.",
     ),
 ]
 # A profile has costs of passes without drafts, merges or a budget of memory: other options change nothing.
-PROFILED = ("device", "dtype", "num_threads")
+PROFILED = ("device", "dtype", "num_threads", "revision")
 _Repeats = Annotated[int, typer.Option(metavar="N", help="Runs of each point.")]
 _Machine = Annotated[str, typer.Option(metavar="NAME", help="Name of this machine in the profile.")]
 _WithApp = Annotated[
@@ -70,12 +69,11 @@ def _profile_of(
         return load_profile(model)
     from epd.serve_app.cli.pipelines import Profiler, placement_of  # torch
 
-    path = model_folder(model)
-    placement = placement_of(config, path)
+    path, placement = model_folder(model, config.revision), placement_of(config, model)
     with console.loading_bar() as show:
         profiler = Profiler(path, config.num_threads or 1, placement, show)
     with console.progress_bar("stages") as show:
-        found = profiler.profile(path.name, machine, repeats, show)
+        found = profiler.profile(served_name(model), machine, repeats, show)
     if not has_app:
         return found
     with console.progress_bar("the application") as show:

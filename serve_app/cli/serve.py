@@ -17,7 +17,7 @@ import typer
 from pydantic import ValidationError
 
 from epd.errors import RequestError
-from epd.models import model_folder
+from epd.models import served_name
 from epd.planning.files import load_plan
 from epd.serve_app.app_args import ENVIRONMENT, AppArgs
 from epd.serve_app.cli.config import parse_values
@@ -81,13 +81,15 @@ def serve(
         served = partial(_served_locally if local else _served_on_ray, args, where, target, verbose)
 
         def say_ready() -> None:
-            model = args.model_name or args.model_path.name
             print(
                 f"limits of one request: {limits_of(args).line()}; epd config show has all", file=sys.stderr
             )
             print(args.pixels.line(model_type_of(args.model_path)), file=sys.stderr)
             seconds = time.monotonic() - start_s
-            print(f"ready in {seconds:.1f} s: {where.url}/v1 serves {model} on {args.topology}", flush=True)
+            print(
+                f"ready in {seconds:.1f} s: {where.url}/v1 serves {args.served_name} on {args.topology}",
+                flush=True,
+            )
 
         serve_until_signal(served, signals, say_ready, end_process, is_alone=target.address is None)
 
@@ -121,7 +123,7 @@ class _Target:
 def _planned(path: Path, options: Mapping[str, Any], context: typer.Context) -> dict[str, Any]:
     """The options that a plan decides and the user does not. Raises RequestError."""
     plan = load_plan(path)
-    plan.check_model(options["model_name"] or model_folder(options["model"]).resolve().name)
+    plan.check_model(options["model_name"] or served_name(options["model"]).rpartition("/")[2])
     sources = {name: context.get_parameter_source(name) for name in plan.app_options()}
     return {
         name: value
