@@ -48,6 +48,11 @@ def stream_text(piece: str) -> None:
     sys.stdout.flush()
 
 
+def note(text: str) -> None:
+    """Prints a line on stderr that a user should know and that is no error."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
 def print_json(record: object) -> None:
     """Prints one JSON object on stdout."""
     print(json.dumps(record, ensure_ascii=False))

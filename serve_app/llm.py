@@ -44,7 +44,7 @@ class LLM:
         """Loads a model; see `epd serve --help` for the options, under the names of its flags.
 
         model: a folder in Hugging Face layout, a name at its hub, or that of an embedded model, by default
-            shapes-vl
+            shapes-vl-2
         options: `device`, `dtype`, `topology` and all others of `epd serve`; the topology is 1epd by default
         Raises EPDError: RequestError for a wrong option, UnsupportedModelError, InfeasibleError and others.
         """

@@ -6,13 +6,14 @@ from epd.errors import ModelNotFoundError, RequestError
 from epd.models.folder import check_folder
 from epd.models.hub import HubModel, hub_model
 
-DEFAULT_MODEL = "shapes-vl"
+DEFAULT_MODEL = "shapes-vl-2"
 # Of the hub, small, for who looks for a model that knows real pictures.
 EXAMPLE_MODEL = "Qwen/Qwen3-VL-2B-Instruct"
 MODEL_HELP = (
     "Folder of a model in Hugging Face layout, its name at the Hugging Face Hub, or the name of an embedded "
     f"one; by default {DEFAULT_MODEL}."
 )
+_KNOWS = "knows: "
 _FOLDER = Path(__file__).parent
 
 
@@ -21,8 +22,11 @@ def embedded_models() -> list[str]:
     return sorted(config.parent.name for config in _FOLDER.glob("*/config.json"))
 
 
-def embedded_model_path(name: str = DEFAULT_MODEL) -> Path:
-    """Returns an embedded model's folder: weights, tokenizer, chat template and processor configuration."""
+def embedded_model_path(name: str = "shapes-vl") -> Path:
+    """Returns an embedded model's folder: weights, tokenizer, chat template and processor configuration.
+
+    name: by default that of the model which most figures are of
+    """
     return _FOLDER / name
 
 
@@ -57,6 +61,20 @@ def model_folder(model: Path | str | None, revision: str | None = None) -> Path:
         names = ", ".join(embedded_models())
         raise ModelNotFoundError(f"{error}, or a name: {names}, or of the hub as {EXAMPLE_MODEL}") from error
     return path
+
+
+def knowledge_of(folder: Path) -> str | None:
+    """Returns what a model knows, where that is little: the field `knows` of its MODEL_CARD.md."""
+    card = folder / "MODEL_CARD.md"
+    if not card.is_file():
+        return None
+    fields = card.read_text(encoding="utf-8").partition("\n---")[0].splitlines()
+    return next((line.removeprefix(_KNOWS) for line in fields if line.startswith(_KNOWS)), None)
+
+
+def knowledge_line(name: str, knows: str) -> str:
+    """Returns what a user should be told of a model that knows little."""
+    return f"{name} knows {knows}; for real pictures: --model {EXAMPLE_MODEL}"
 
 
 def served_name(model: Path | str | None) -> str:

@@ -13,6 +13,7 @@ from epd import console
 from epd.engine_config import EngineConfig
 from epd.errors import check_question
 from epd.serve_app.cli.conversations import conversation_with
+from epd.serve_app.cli.early_checks import say_knowledge
 from epd.serve_app.cli.options import (
     ApiKey,
     AsAudio,
@@ -108,6 +109,7 @@ def ask(
             on_plans=_show_plans if verbose else None,
         )
     show_answer(answer, None if config.skip_static is None else pipeline.num_units_skipped, as_json=as_json)
+    say_knowledge(model)
 
 
 def show_answer(answer: Answer, num_units_skipped: int | None = None, *, as_json: bool = False) -> None:

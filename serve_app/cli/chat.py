@@ -14,6 +14,7 @@ from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.serve_app.cli.ask import cost_line
 from epd.serve_app.cli.conversations import conversation_with
+from epd.serve_app.cli.early_checks import say_knowledge
 from epd.serve_app.cli.options import (
     ApiKey,
     ComputeShare,
@@ -94,12 +95,14 @@ def _opened(
     if url is not None:
         yield conversation_with(url, api_key, model, paths, request_fields(**options))
         return
-    from epd.serve_app.llm import LLM  # torch
-
     for path in paths:
         kind_of(path)  # what cannot be read is refused before a model is loaded
+    from epd.serve_app.llm import LLM  # torch
+
     with LLM(model, **config.given) as llm:
-        yield llm.conversation(paths, **options)
+        conversation = llm.conversation(paths, **options)
+        say_knowledge(model)
+        yield conversation
 
 
 def _questions(*, is_terminal: bool) -> Iterator[str]:

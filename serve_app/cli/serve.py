@@ -21,6 +21,7 @@ from epd.models import served_name
 from epd.planning.files import load_plan
 from epd.serve_app.app_args import ENVIRONMENT, AppArgs
 from epd.serve_app.cli.config import parse_values
+from epd.serve_app.cli.early_checks import say_knowledge
 from epd.serve_app.cli.options import AppName, with_fields_of
 from epd.serve_app.cli.serving import Signals, serve_until_signal
 from epd.serve_app.http.address import HttpAddress
@@ -85,6 +86,7 @@ def serve(
                 f"limits of one request: {limits_of(args).line()}; epd config show has all", file=sys.stderr
             )
             print(args.pixels.line(model_type_of(args.model_path)), file=sys.stderr)
+            say_knowledge(args.model)
             seconds = time.monotonic() - start_s
             print(
                 f"ready in {seconds:.1f} s: {where.url}/v1 serves {args.served_name} on {args.topology}",

@@ -184,7 +184,7 @@ class ChatChunk(BaseModel):
 
 
 class ModelEntry(BaseModel):
-    """A model. limits: the ceilings of one request, see docs/api.md."""
+    """A model. limits: the ceilings of one request, see docs/api.md. knows: where that is little."""
 
     id: str
     object: Literal["model"] = "model"
@@ -193,6 +193,7 @@ class ModelEntry(BaseModel):
     root: str
     parent: None = None
     max_model_len: int | None = None
+    knows: str | None = None
     limits: dict[str, int | None]
 
 

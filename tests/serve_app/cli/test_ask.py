@@ -395,3 +395,10 @@ def test_the_last_line_says_what_was_not_seen_of_animated_pictures() -> None:
     )
     assert "; 23 more frames of animated pictures were not looked at: send them as videos" in cost_line(some)
     assert "animated" not in cost_line(seen)
+
+
+def test_the_embedded_model_says_what_it_knows_after_its_answer(media: dict[str, Path]) -> None:
+    note = "note: shapes-vl-2 knows drawn shapes and nothing else; for real pictures: --model Qwen/"
+    shown = run("ask", media["image"], QUESTION)
+    assert (shown.exit_code, shown.stderr.splitlines()[-1].startswith(note)) == (0, True)
+    assert "note" not in shown.stdout
