@@ -53,6 +53,11 @@ def note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr, flush=True)
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number and what it counts, in the plural unless it is one."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def print_json(record: object) -> None:
     """Prints one JSON object on stdout."""
     print(json.dumps(record, ensure_ascii=False))
@@ -84,6 +89,20 @@ def progress_bar(description: str) -> Iterator[ShowProgress]:
                 progress.stop()
 
         yield show
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Says on a terminal, at once, that the block takes a while; takes the line back when it ends."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    sys.stderr.write("loading ...\r")
+    sys.stderr.flush()
+    try:
+        yield
+    finally:
+        sys.stderr.write("\x1b[2K\r")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from epd.engine_config import ENGINE_FIELDS, EngineConfig
 from epd.errors import RequestError
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
-from epd.models import MODEL_HELP, find_model, model_folder, served_name
+from epd.models import MODEL_HELP, as_given, find_model, model_folder, served_name
 from epd.models.folder import weight_files
 from epd.pixel_settings import PIXEL_FIELDS
 from epd.reduction import (
@@ -243,6 +243,11 @@ class AppArgs(EngineConfig):
         default_factory=RequestLimits,
         description="Limits of one request, such as max_frames=4096; epd config show lists all.",
     )
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _kept_path(cls, model: object) -> object:
+        return as_given(model) if isinstance(model, str) else model
 
     @field_validator("image_background")
     @classmethod

@@ -30,6 +30,12 @@ def embedded_model_path(name: str = "shapes-vl") -> Path:
     return _FOLDER / name
 
 
+def as_given(model: str | Path) -> Path:
+    """Returns a path or name as it is kept: ./a/b is made absolute, since a/b would be a name of the hub."""
+    text = str(model)
+    return Path(text).expanduser().absolute() if text.startswith(("./", "../", "~")) else Path(text)
+
+
 def find_model(model: Path | str | None, revision: str | None = None) -> Path | HubModel:
     """Returns what a user means by a path or name, without a look into it: a folder, else a model of the hub.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -12,9 +13,18 @@ import typer
 from epd import console
 from epd.engine_config import EngineConfig
 from epd.errors import check_question
+from epd.models import model_folder
 from epd.serve_app.cli.conversations import conversation_with
-from epd.serve_app.cli.early_checks import say_knowledge
+from epd.serve_app.cli.early_checks import (
+    as_path,
+    check_media,
+    media_and_question,
+    media_at_hand,
+    output_to,
+    say_knowledge,
+)
 from epd.serve_app.cli.options import (
+    AnswerFile,
     ApiKey,
     AsAudio,
     ComputeShare,
@@ -25,12 +35,12 @@ from epd.serve_app.cli.options import (
     MaxTokens,
     MaxVisualTokens,
     Model,
-    Paths,
     Reduction,
     Retention,
     Start,
     Url,
     Verbose,
+    check_numbers,
     reduction_policy,
     visual_budget,
     with_fields_of,
@@ -38,13 +48,19 @@ from epd.serve_app.cli.options import (
 from epd.serve_app.request_options import request_fields
 from epd.types import Answer, Usage
 
-_Question = Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask, in quotes.")]
+_Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="PATH... QUESTION",
+        help="Videos, images and audio, in the order the model gets them, and what to ask, in quotes. A path "
+        "is a file, a URL, or - for stdin.",
+    ),
+]
 
 
 @with_fields_of(EngineConfig)
 def ask(
-    paths: Paths,
-    question: _Question,
+    words: _Words = None,
     model: Model = None,
     fps: Fps = None,
     frames: Frames = None,
@@ -58,67 +74,94 @@ def ask(
     max_tokens: MaxTokens = None,
     url: Url = None,
     api_key: ApiKey = None,
+    out: AnswerFile = None,
     as_json: IsJson = False,
     verbose: Verbose = False,
     **options: Any,
 ) -> None:
     """Answer a question about videos, images and audio.
 
-    Streams the answer to stdout, then prints to stderr what each stage took. With --json, prints one object
-    with answer, ttft_s, timings and usage. With --url, a running server answers: files are sent to it, and
-    it fetches URLs itself.
+    Streams the answer to stdout. With --verbose, prints to stderr what each stage took. With --json, prints
+    one object with answer, ttft_s, timings and usage. With --url, a running server answers: files are sent to
+    it, and it fetches URLs itself.
+
+    \b
+    Examples:
+      epd ask clip.mp4 "What happens?"
+      epd ask before.png after.png "What has changed?"
+      epd ask talk.mp4 "What does the slide say?" --start 1:30 --end 2:00
+      epd ask clip.mp4 "What happens?" --model Qwen/Qwen3-VL-2B-Instruct
     """
+    paths, question = media_and_question(words or ())
+    check_numbers(fps, frames, max_tokens)
     policy = reduction_policy(reduction, retention, compute_share)
     budget = visual_budget(max_visual_tokens, retention)
     config = EngineConfig.checked(options)
     if url is not None:
         config.check_at_server()
-        check_question(question)
-        fields = request_fields(
-            fps=fps,
-            frames=frames,
-            start=start,
-            end=end,
-            retention=retention,
-            reduction=reduction,
-            compute_share=compute_share,
-            max_visual_tokens=max_visual_tokens,
-            max_tokens=max_tokens,
-        )
-        conversation = conversation_with(url, api_key, model, paths, fields, as_audio=audio)
-        show_answer(conversation.ask(question, None if as_json else console.stream_text), as_json=as_json)
-        return
-    from epd.serve_app.cli.pipelines import open_pipeline  # torch
+    check_question(question)
+    with ExitStack() as stack:
+        paths = stack.enter_context(media_at_hand(paths))
+        if url is None:
+            paths = [as_path(path) for path in paths]
+        check_media(paths)
+        stack.enter_context(output_to(out))
+        if url is not None:
+            fields = request_fields(
+                fps=fps,
+                frames=frames,
+                start=start,
+                end=end,
+                retention=retention,
+                reduction=reduction,
+                compute_share=compute_share,
+                max_visual_tokens=max_visual_tokens,
+                max_tokens=max_tokens,
+            )
+            conversation = conversation_with(url, api_key, model, paths, fields, as_audio=audio)
+            answer = conversation.ask(question, None if as_json else console.stream_text)
+            show_answer(answer, as_json=as_json, verbose=verbose)
+            return
+        model_folder(model, config.revision)
+        with console.loading():
+            from epd.serve_app.cli.pipelines import open_pipeline  # torch
 
-    pipeline = open_pipeline(paths, question, model, config)
-    with console.progress_bar("frames") as show:
-        answer = pipeline.ask(
-            paths,
-            question,
-            fps=fps,
-            num_frames=frames,
-            start_s=start,
-            end_s=end,
-            as_audio=audio,
-            reduction=policy,
-            budget=budget,
-            max_tokens=max_tokens,
-            on_text=None if as_json else console.stream_text,
-            progress=show,
-            on_choice=_show_choice,
-            on_plans=_show_plans if verbose else None,
-        )
-    show_answer(answer, None if config.skip_static is None else pipeline.num_units_skipped, as_json=as_json)
-    say_knowledge(model)
+        pipeline = open_pipeline(paths, question, model, config)
+        with console.progress_bar("frames") as show:
+            answer = pipeline.ask(
+                paths,
+                question,
+                fps=fps,
+                num_frames=frames,
+                start_s=start,
+                end_s=end,
+                as_audio=audio,
+                reduction=policy,
+                budget=budget,
+                max_tokens=max_tokens,
+                on_text=None if as_json else console.stream_text,
+                progress=show,
+                on_choice=_show_choice,
+                on_plans=_show_plans if verbose else None,
+            )
+        num_skipped = None if config.skip_static is None else pipeline.num_units_skipped
+        show_answer(answer, num_skipped, as_json=as_json, verbose=verbose)
+        say_knowledge(model)
 
 
-def show_answer(answer: Answer, num_units_skipped: int | None = None, *, as_json: bool = False) -> None:
-    """Prints what an answer cost, after its text; or with it, as JSON."""
+def show_answer(
+    answer: Answer, num_units_skipped: int | None = None, *, as_json: bool = False, verbose: bool = False
+) -> None:
+    """Ends the line of an answer, then prints what it cost if verbose, else what is amiss; or all as JSON."""
     if as_json:
         skipped = {} if num_units_skipped is None else {"num_units_skipped": num_units_skipped}
         console.print_json(_record(answer) | skipped)
         return
     console.stream_text("\n")
+    if not verbose:
+        if amiss := (_substituted(answer.usage) + _unseen(answer.usage)).removeprefix("; "):
+            console.note(amiss)
+        return
     console.stderr_console().print(console.stage_table({"seconds": answer.timings}))
     print(cost_line(answer, num_units_skipped or 0), file=sys.stderr)
 
@@ -150,9 +193,14 @@ def cost_line(answer: Answer, num_units_skipped: int = 0) -> str:
     )
     return (
         f"first token after {answer.ttft_s:.3f} s; "
-        f"{usage.num_frames} frames, {visual} visual tokens, "
-        f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} completion tokens"
-        + (f"; {num_units_skipped} units of frames did not change" if num_units_skipped else "")
+        f"{console.counted(usage.num_frames, 'frame')}, {visual} visual tokens, "
+        f"{console.counted(usage.prompt_tokens, 'prompt token')}, "
+        f"{console.counted(usage.completion_tokens, 'completion token')}"
+        + (
+            f"; {console.counted(num_units_skipped, 'unit')} of frames did not change"
+            if num_units_skipped
+            else ""
+        )
         + _substituted(usage)
         + _unseen(usage)
     )
@@ -168,4 +216,5 @@ def _substituted(usage: Usage) -> str:
 def _unseen(usage: Usage) -> str:
     """The end of the line where animated pictures were taken as images, else nothing."""
     num = usage.num_unseen_frames
-    return f"; {num} more frames of animated pictures were not looked at: send them as videos" if num else ""
+    were = f"more frame{'s were' if num > 1 else ' was'} not looked at: send animated pictures as videos"
+    return f"; {num} {were}" if num else ""

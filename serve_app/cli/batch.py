@@ -40,6 +40,7 @@ from epd.serve_app.cli.options import (
     Reduction,
     Retention,
     Url,
+    check_numbers,
     reduction_policy,
     visual_budget,
     with_fields_of,
@@ -114,7 +115,7 @@ def batch(
     """
     config = EngineConfig.checked(engine)
     target = _Target(model, topology, url, address, name, api_key, config)
-    _check_options(fps, frames, max_tokens)
+    check_numbers(fps, frames, max_tokens)
     reduction_policy(reduction, retention, compute_share)
     visual_budget(max_visual_tokens, retention)
     utilisation = Utilisation()
@@ -138,15 +139,6 @@ def batch(
             utilisation=utilisation,
         )
     _report(summary, utilisation, plot, as_json=as_json)
-
-
-def _check_options(fps: float | None, frames: int | None, max_tokens: int | None) -> None:
-    """Raises RequestError for options that would make every line fail."""
-    if fps is not None and frames is not None:
-        raise RequestError(f"received --fps {fps} and --frames {frames}; give one of the two")
-    for name, value in (("--fps", fps), ("--frames", frames), ("--max-tokens", max_tokens)):
-        if value is not None and not 0 < value < float("inf"):
-            raise RequestError(f"received {name} {value}; allowed: more than 0")
 
 
 @contextmanager

@@ -12,9 +12,10 @@ from epd import console
 from epd.client.conversation import Conversation
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
+from epd.models import model_folder
 from epd.serve_app.cli.ask import cost_line
 from epd.serve_app.cli.conversations import conversation_with
-from epd.serve_app.cli.early_checks import say_knowledge
+from epd.serve_app.cli.early_checks import check_media, say_knowledge
 from epd.serve_app.cli.options import (
     ApiKey,
     ComputeShare,
@@ -29,11 +30,12 @@ from epd.serve_app.cli.options import (
     Retention,
     Start,
     Url,
+    check_numbers,
     reduction_policy,
     visual_budget,
     with_fields_of,
 )
-from epd.serve_app.request_options import kind_of, request_fields
+from epd.serve_app.request_options import request_fields
 
 _QUIT = "/quit"
 
@@ -61,6 +63,7 @@ def chat(
     Later questions know the former ones, and find the media in the caches. Without --url a model is loaded
     into this process.
     """
+    check_numbers(fps, frames, max_tokens)
     reduction_policy(reduction, retention, compute_share)
     visual_budget(max_visual_tokens, retention)
     config = EngineConfig.checked(engine)
@@ -77,6 +80,7 @@ def chat(
     }
     if url is not None:
         config.check_at_server()
+    check_media(paths)
     with _opened(paths, model, url, api_key, options, config) as conversation:
         for question in _questions(is_terminal=sys.stdin.isatty()):
             _answer(conversation, question, is_terminal=sys.stdin.isatty())
@@ -95,8 +99,7 @@ def _opened(
     if url is not None:
         yield conversation_with(url, api_key, model, paths, request_fields(**options))
         return
-    for path in paths:
-        kind_of(path)  # what cannot be read is refused before a model is loaded
+    model_folder(model, config.revision)
     from epd.serve_app.llm import LLM  # torch
 
     with LLM(model, **config.given) as llm:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from inspect import Parameter, Signature, signature
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
+from epd.engine_config import ENGINE_FIELDS
 from epd.errors import RequestError, check_file
 from epd.kv.drafting import MOST_DRAFTS
-from epd.models import MODEL_HELP
+from epd.models import MODEL_HELP, as_given
+from epd.pixel_settings import PIXEL_FIELDS
 from epd.reduction import (
     DEFAULT_METHOD,
     METHODS,
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 _NONE: Mapping[str, Any] = {}
+_FEWER = "Fewer visual tokens"
 _PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -58,6 +62,27 @@ def _folder(path: Path | None) -> Path | None:
     return path
 
 
+def seconds_of(text: str | float) -> float:
+    """Returns a time from seconds, MM:SS or HH:MM:SS. Raises RequestError."""
+    parts = str(text).split(":")
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        numbers = []
+    if not 1 <= len(numbers) <= 3 or not all(map(isfinite, numbers)) or any(each < 0 for each in numbers[1:]):
+        raise RequestError(f"received the time {text!r}; allowed: seconds, or 1:30 for a minute and a half")
+    return sum(number * float(60**power) for power, number in enumerate(reversed(numbers)))
+
+
+def check_numbers(fps: float | None, frames: int | None, max_tokens: int | None) -> None:
+    """Raises RequestError for options that make every question fail."""
+    if fps is not None and frames is not None:
+        raise RequestError(f"received --fps {fps} and --frames {frames}; give one of the two")
+    for name, value in (("--fps", fps), ("--frames", frames), ("--max-tokens", max_tokens)):
+        if value is not None and not 0 < value < float("inf"):
+            raise RequestError(f"received {name} {value}; allowed: more than 0")
+
+
 def _at_least_one(value: int | None) -> int | None:
     if value is not None and value < 1:
         raise RequestError(f"received {value} threads; allowed: at least 1")
@@ -81,6 +106,8 @@ Model = Annotated[
     Path | None,
     typer.Option(
         "--model",
+        metavar="MODEL",
+        parser=as_given,
         help=MODEL_HELP,
     ),
 ]
@@ -102,24 +129,42 @@ AsAudio = Annotated[
     bool, typer.Option("--audio", help="Hear the sound of each file, also of a video; for models that hear.")
 ]
 Start = Annotated[
-    float, typer.Option("--start", metavar="S", help="Start of the part of each video and audio, seconds.")
+    float,
+    typer.Option(
+        "--start",
+        metavar="TIME",
+        parser=seconds_of,
+        help="Start of the part of each video and audio: seconds, or 1:30.",
+    ),
 ]
 End = Annotated[
-    float | None, typer.Option("--end", metavar="S", help="End of that part; by default the end.")
+    float | None,
+    typer.Option("--end", metavar="TIME", parser=seconds_of, help="End of that part; by default the end."),
 ]
 Retention = Annotated[
     float | None,
-    typer.Option("--retention", metavar="R", help="Share of visual tokens kept, 0.05 to 1; by default 1."),
+    typer.Option(
+        "--retention",
+        metavar="R",
+        rich_help_panel=_FEWER,
+        help="Share of visual tokens kept, 0.05 to 1; by default 1.",
+    ),
 ]
 Reduction = Annotated[
     str | None,
-    typer.Option("--reduction", metavar="METHOD", help=f"How they are chosen: {', '.join(METHODS)}."),
+    typer.Option(
+        "--reduction",
+        metavar="METHOD",
+        rich_help_panel=_FEWER,
+        help=f"How they are chosen: {', '.join(METHODS)}.",
+    ),
 ]
 ComputeShare = Annotated[
     float | None,
     typer.Option(
         "--compute-share",
         metavar="SHARE",
+        rich_help_panel=_FEWER,
         help="Share of visual tokens that later layers of the language model compute, with --reduction "
         "fastkv; each keeps some of these. By default the retention.",
     ),
@@ -129,6 +174,7 @@ MaxVisualTokens = Annotated[
     typer.Option(
         "--max-visual-tokens",
         metavar="N",
+        rich_help_panel=_FEWER,
         help="Visual tokens at most; frames and retention are chosen for it. By default what the context has "
         "room for.",
     ),
@@ -145,7 +191,12 @@ MaxDraft = Annotated[
 ]
 Url = Annotated[
     str | None,
-    typer.Option("--url", metavar="URL", help="Use a running server of the OpenAI chat API; without /v1."),
+    typer.Option(
+        "--url",
+        envvar="EPD_URL",
+        metavar="URL",
+        help="Use a running server of the OpenAI chat API; without /v1.",
+    ),
 ]
 ApiKey = Annotated[
     str | None,
@@ -266,7 +317,10 @@ DraftAcceptance = Annotated[
 Verbose = Annotated[
     bool,
     typer.Option(
-        "--verbose", "-v", help="Show what the video is held to, and frames, size and tokens of each medium."
+        "--verbose",
+        "-v",
+        help="Show frames, size and tokens of each medium, what the video is held to, and the time of each "
+        "stage.",
     ),
 ]
 # Output
@@ -274,6 +328,10 @@ IsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 Plot = Annotated[
     Path | None,
     typer.Option("--plot", metavar="FILE", callback=_plot, help="Draw a plot: png, svg or pdf."),
+]
+AnswerFile = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", metavar="FILE", callback=_output, help="File for the answer, not stdout."),
 ]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", callback=_output, help="File to write.")]
 ChromeTrace = Annotated[
@@ -294,6 +352,14 @@ JsonFile = Annotated[
 
 
 # Options from the fields of a model
+
+# Titles above options in the help of a command, where they are not of everyday use.
+_RESEARCH = "Research: less work for a picture"
+_PANELS: Mapping[str, Collection[str]] = {
+    _RESEARCH: ("skip_static", "tower_share", "tower_merge_layer"),
+    "Size of pictures": PIXEL_FIELDS,
+    "How the model runs": [name for name in ENGINE_FIELDS if name != "revision"],
+}
 
 
 def with_fields_of(
@@ -345,9 +411,12 @@ def _parameter(name: str, field: FieldInfo, argument: str | None, variable: str 
     flag = f"--{name.replace('_', '-')}"
     if kind is bool and default is not False:
         flag += flag.replace("--", "/--no-", 1)
-    info: Any = typer.Option(flag, metavar=metavar, help=field.description, envvar=variable)
+    panel = next((title for title, names in _PANELS.items() if name in names), None)
+    info: Any = typer.Option(
+        flag, metavar=metavar, help=field.description, envvar=variable, rich_help_panel=panel
+    )
     if argument is not None:
-        info = typer.Argument(metavar=argument, help=field.description)
+        kind, info = str, typer.Argument(metavar=argument, help=field.description)
     kind = kind if kind is bool and default is not None else kind | None
     return Parameter(
         name,

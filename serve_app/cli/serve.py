@@ -21,7 +21,7 @@ from epd.models import served_name
 from epd.planning.files import load_plan
 from epd.serve_app.app_args import ENVIRONMENT, AppArgs
 from epd.serve_app.cli.config import parse_values
-from epd.serve_app.cli.early_checks import say_knowledge
+from epd.serve_app.cli.early_checks import check_port, say_knowledge
 from epd.serve_app.cli.options import AppName, with_fields_of
 from epd.serve_app.cli.serving import Signals, serve_until_signal
 from epd.serve_app.http.address import HttpAddress
@@ -79,6 +79,8 @@ def serve(
         target = _Target.of(context, address, name, is_local=local)
         args = _app_args(options | (_planned(plan, options, context) if plan else {}), host)
         where = HttpAddress(host, port, checked_prefix(route_prefix))
+        if target.address is None:
+            check_port(host, port)  # before a model is loaded
         served = partial(_served_locally if local else _served_on_ray, args, where, target, verbose)
 
         def say_ready() -> None:
