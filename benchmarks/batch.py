@@ -43,8 +43,8 @@ from epd.batch.lines import LineDefaults, parse_line
 from epd.batch.result_files import errors_path
 from epd.models import embedded_model_path
 from epd.shapes import Question, make_questions, make_scene
-from epd.stages.colocated import ColocatedPipeline
 from epd.video.demo_video import write_demo_video
+from tests.colocated import ColocatedPipeline
 
 EPD = Path(sys.executable).with_name("epd")
 CACHE = Path(tempfile.gettempdir()) / "epd-bench-batch"
@@ -165,9 +165,7 @@ def _work(batch: BatchRun) -> Row:
     shares = summary["utilisation"]
     return {
         "wall_without_start_s": summary["wall_s"],
-        "decoded": summary["num_decoded"],
         "encoded": summary["num_encoded"],
-        "prefilled": summary["num_prefilled"],
         "right": summary["num_right"],
         "busy": ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
         "cpu_s": round(batch.cpu_s, 1),

@@ -39,9 +39,9 @@ from epd.kv.drafting import DEFAULT_MAX_DRAFT, DRAFT_METHODS, DraftConfig, Draft
 from epd.models import DEFAULT_MODEL, model_folder
 from epd.sampling_params import SamplingParams
 from epd.shapes import SceneRenderer, make_questions, make_scene
-from epd.stages.colocated import ColocatedPipeline, MediaContext
 from epd.stages.grammar.formats import format_of, grammar_text
 from epd.video.demo_video import write_demo_video
+from tests.colocated import ColocatedPipeline, MediaContext
 
 _COUNTS = (1, 8, 32)
 _DOCUMENT_TOKENS = 160

@@ -33,11 +33,11 @@ from epd.encoders import FrameSampling
 from epd.engine_config import EngineConfig
 from epd.host_memory import resident_bytes
 from epd.shapes import make_scene
-from epd.stages.colocated import ColocatedPipeline
 from epd.stages.loading.weight_files import num_weight_bytes
 from epd.stages.loading.weights import load_role
 from epd.stages.placement import DTYPES, Placement
 from epd.video.demo_video import write_demo_video
+from tests.colocated import ColocatedPipeline
 from tests.positions import trained_positions_in
 from tests.reference import processor_inputs
 from tests.tiny_models import load_reference

@@ -47,9 +47,9 @@ from epd.reduction import METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.shapes.questions import ONE_WORD_KINDS
 from epd.shapes.stories import TOLD_KINDS
-from epd.stages.colocated import ColocatedPipeline, EncodedMedia
 from epd.stages.encode.splicing import EmbeddingSplicer
 from epd.stages.engine.generation import GenerateRequest
+from tests.colocated import ColocatedPipeline, EncodedMedia
 
 RETENTIONS = (1.0, 0.5, 0.25, 0.2, 0.15, 0.1, 0.078)
 FRAMES = (32, 128, 512)

@@ -36,7 +36,6 @@ from epd.models import embedded_model_path
 from epd.reduction import METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.shapes import make_scene
-from epd.stages.colocated import ColocatedPipeline, EncodedMedia
 from epd.stages.connectors.in_process import InProcessHub
 from epd.stages.decode import DecodeStage
 from epd.stages.encode.readings import Readings
@@ -51,6 +50,7 @@ from epd.stages.prefill import PrefillStage
 from epd.stages.visual_inputs import PlacedEmbeddings
 from epd.transfer.connectors import KVChunk, KVTicket
 from epd.video.demo_video import write_demo_video
+from tests.colocated import ColocatedPipeline, EncodedMedia
 
 RETENTIONS = (0.5, 0.25, 0.2, 0.15, 0.1, 0.078)
 # Of FastKV's two rates: what is kept, and what later layers compute; 10 % of 20 % is published.

@@ -33,8 +33,8 @@ import httpx
 from benchmarks.reporting import Row, Section, run_sections, setting
 from epd.encoders import FrameSampling, load_adapter
 from epd.models import embedded_model_path
-from epd.stages.media import decode_groups, plan_media
 from epd.types import StageTimings
+from tests.colocated import decode_groups, plan_media
 
 EPD = Path(sys.executable).with_name("epd")
 PORT = 8731

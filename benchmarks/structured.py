@@ -32,9 +32,9 @@ from epd.sampling_params import SamplingParams
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.local.server import served_locally
-from epd.stages.colocated import ColocatedPipeline
 from epd.stages.engine.generation import GenerateRequest
 from epd.stages.grammar.formats import format_of, grammar_text
+from tests.colocated import ColocatedPipeline
 
 _TEMPERATURE = 1.5
 _MAX_TOKENS = 3900

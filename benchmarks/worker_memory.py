@@ -43,7 +43,7 @@ from epd.stages.engine.generation import generation_settings
 from epd.stages.engine.setup import BLOCK_SIZE
 from epd.stages.loading.weights import load_role
 from epd.stages.memory_sizing import run_encode, run_prefill
-from epd.stages.pipeline import use_threads
+from epd.stages.placement import use_threads
 from epd.stages.profiling import Profiler
 from epd.topology import Stage
 from tests.models.published import PUBLISHED

@@ -1,4 +1,4 @@
-"""Builds the application from its arguments and a fleet, both on Ray and in one process."""
+"""Builds the application with its HTTP API from its arguments and a fleet, both on Ray and in one process."""
 
 from __future__ import annotations
 
@@ -6,27 +6,23 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
 
 from epd.control.admission import QueueSummary
-from epd.control.elasticity import ControllerConfig
 from epd.errors import UnavailableError
 from epd.serve_app.app_args import AppArgs
-from epd.serve_app.files.settings import FileSettings
 from epd.serve_app.fleet import Fleet
-from epd.serve_app.http.api import ApiSettings, create_api
-from epd.serve_app.media.media_worker import MediaSettings
+from epd.serve_app.http.api import create_api
 from epd.serve_app.network.members import Kind, Member, View
 from epd.serve_app.network.remote_fleet import RemoteFleet
-from epd.serve_app.orchestration.config import OrchestratorConfig
 from epd.serve_app.orchestration.orchestrator import Orchestrator
-from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.orchestration.role_switch import SwitchRequest
 from epd.serve_app.service import RoleSwitch
-from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.service_composition import create_service, media_settings, worker_settings
+
+__all__ = ["create_app", "log_requests", "media_settings", "share_lead", "worker_settings"]
 
 # Deployments whose replicas are workers, by the kind of member.
 _SCALED: Mapping[Kind, str] = {"stage": "Stage", "media": "Media"}
@@ -37,15 +33,8 @@ async def create_app(args: AppArgs, fleet: Fleet, owner: str = "") -> FastAPI:
 
     owner: by which the fleet's workers know the requests of this app
     """
-    planner = RequestPlanner(
-        args.model_path,
-        args.served_name,
-        group_tokens=args.group_tokens,
-        limits=args.limits,
-        pixels=args.pixels,
-    )
-    service = Orchestrator(fleet, planner, _orchestrator_config(args), owner=owner)
-    app = create_api(service, service.media, replace(_api_settings(args, planner), front=owner))
+    service, settings = create_service(args, fleet, owner)
+    app = create_api(service, service.media, settings)
     api_lifespan = app.router.lifespan_context
 
     @asynccontextmanager
@@ -123,76 +112,6 @@ def _follow_advice(service: Orchestrator, view: View, fleet: RemoteFleet) -> Non
     advisor.follow(bounds, fleet.membership.purpose.topology)
     if not service.leads:
         advisor.stop(view.advice)
-
-
-def worker_settings(args: AppArgs) -> WorkerSettings:
-    return WorkerSettings(
-        args.model_path,
-        args.engine,
-        num_embeddings=args.num_embeddings,
-        num_kv_pools=args.num_kv_pools,
-        tensor_parallel=args.tensor_parallel,
-        encode_beside=args.encode_beside,
-        is_alone=args.num_stage_workers == 1,
-        scheduler=args.scheduler(is_decode=False),
-        max_batch_patches=args.max_batch_patches,
-        max_resize_pixels=args.limits.max_resize_pixels,
-        decode_scheduler=args.scheduler(is_decode=True),
-    )
-
-
-def media_settings(args: AppArgs) -> MediaSettings:
-    default = MediaSettings(args.model_path)
-    fetch = replace(
-        default.fetch, allowed_hosts=args.allowed_media_hosts, media_folder=args.allowed_media_path
-    )
-    return replace(default, fetch=fetch, num_read_threads=args.num_video_threads, pixels=args.pixels)
-
-
-def _orchestrator_config(args: AppArgs) -> OrchestratorConfig:
-    return OrchestratorConfig(
-        max_waiting=args.max_waiting,
-        max_wait_s=args.max_wait_s,
-        sharding=args.sharding,
-        elastic=ControllerConfig() if args.elastic else None,
-        retention=args.load_retention,
-    )
-
-
-def _api_settings(args: AppArgs, planner: RequestPlanner) -> ApiSettings:
-    """Returns the settings of the HTTP server.
-
-    planner: supplies the checkpoint's own sampling and the model's limits
-    """
-    return ApiSettings(
-        api_key=args.api_key.get_secret_value() if args.api_key else None,
-        admin_api_key=args.admin_api_key.get_secret_value() if args.admin_api_key else None,
-        max_requests=args.max_requests,
-        limits=planner.limits,
-        default_params=planner.settings.sampling,
-        default_deadline_s=args.slo_ttft_s,
-        default_reduction=args.reduction_policy,
-        max_visual_tokens=args.max_visual_tokens,
-        allowed_hosts=args.allowed_hosts,
-        trace_dir=args.trace_dir,
-        max_traces=args.max_traces,
-        otlp_endpoint=args.otlp_endpoint,
-        files=_file_settings(args),
-    )
-
-
-def _file_settings(args: AppArgs) -> FileSettings | None:
-    if args.files_dir is None:
-        return None
-    return FileSettings(
-        args.files_dir,
-        max_file_bytes=args.max_file_bytes,
-        max_folder_bytes=args.max_files_bytes,
-        max_files=args.max_files,
-        max_batches=args.max_batches,
-        max_lines=args.max_batch_lines,
-        num_in_flight=args.batch_concurrency,
-    )
 
 
 def log_requests() -> None:

@@ -23,13 +23,13 @@ from typing import Any, Self
 
 from pydantic import SecretStr, ValidationError
 
-from epd.client.conversation import Conversation, Medium, completion
+from epd.client.conversation import Conversation, completion
 from epd.client.endpoint import Endpoint, served_model
 from epd.errors import RequestError
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.local.server import served_locally
-from epd.serve_app.request_options import kind_of, request_fields
+from epd.serve_app.request_options import medium_of, request_fields
 from epd.types import Answer
 
 Media = str | Path | Sequence[str | Path]
@@ -83,7 +83,9 @@ class LLM:
 
         audio: whether the sound of the media alone is heard
         """
-        named = [_medium(each, audio) for each in ([media] if isinstance(media, str | Path) else media)]
+        named = [
+            medium_of(each, is_audio=audio) for each in ([media] if isinstance(media, str | Path) else media)
+        ]
         return Conversation(self._endpoint, self._endpoint.model, named, request_fields(**options))
 
     async def ask_async(self, media: Media, question: str, **options: Any) -> Answer:
@@ -136,9 +138,3 @@ def _served(model: str | Path | None, options: Mapping[str, Any]) -> Iterator[En
     with served_locally(args, address):
         endpoint = Endpoint("here", address.url, api_key=key)
         yield replace(endpoint, model=served_model(endpoint).name)
-
-
-def _medium(name: str | Path, is_audio: bool) -> Medium:
-    """Returns a medium by its URL: a file is read where it is. Raises MediaError."""
-    medium = Medium("audio" if is_audio else kind_of(str(name)), str(name))
-    return medium if medium.is_url else replace(medium, name=Path(name).resolve().as_uri())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import mimetypes
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from epd import video
+from epd.client.conversation import Medium
 from epd.types import MediaKind
 
 # Options of `epd ask` that are fields of our own in a request, and their names there.
@@ -37,3 +40,9 @@ def kind_of(name: str) -> MediaKind:
     guessed, _ = mimetypes.guess_type(name.partition("?")[0])
     kinds: dict[str, MediaKind] = {"image": "image", "audio": "audio"}
     return kinds.get((guessed or "").partition("/")[0], "video")
+
+
+def medium_of(name: str | Path, *, is_audio: bool = False) -> Medium:
+    """Returns a medium by its URL: a file is read where it is. Raises MediaError."""
+    medium = Medium("audio" if is_audio else kind_of(str(name)), str(name))
+    return medium if medium.is_url else replace(medium, name=Path(name).resolve().as_uri())

@@ -173,6 +173,9 @@ class StageSpan:
     start_s, stop_s: Unix time in seconds
     frame_times_s: of a video that was planned: middle of each frame's time on screen, seconds
     kept: tokens of a reduced video that were chosen since the item's last span
+    num_frames: of an encoded group; of all media where stage `probe` has no item
+    notes: of stage `probe` without an item, for people: what media are held to, and the plan of each
+    choice: of the same: what was chosen where not all frames and tokens have room, else empty
     """
 
     stage: StageName
@@ -183,6 +186,9 @@ class StageSpan:
     group: int | None = None
     frame_times_s: tuple[float, ...] = ()
     kept: tuple[KeptCells, ...] = ()
+    num_frames: int = 0
+    notes: tuple[str, ...] = ()
+    choice: str = ""
 
 
 @dataclass(frozen=True, slots=True)

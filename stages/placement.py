@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -11,6 +12,7 @@ import torch
 
 from epd.devices import DTYPE_NAMES, check_device, check_dtype
 from epd.errors import RequestError
+from epd.machine import usable_cpus
 
 # By their names in torch, which are also the choices of `--dtype`.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
@@ -116,3 +118,12 @@ def _checkpoint_dtype(model_path: Path | None) -> torch.dtype:
     ]
     first = next((DTYPES[each] for each in named if each in DTYPES), torch.bfloat16)
     return torch.bfloat16 if first == torch.float32 else first
+
+
+def use_threads(num_threads: int | None, num_processes: int = 1) -> None:
+    """Sets torch's number of threads; by default OMP_NUM_THREADS, else the cores we may use.
+
+    num_processes: that share these threads.
+    """
+    num = num_threads or int(os.environ.get("OMP_NUM_THREADS") or usable_cpus())
+    torch.set_num_threads(max(1, num // num_processes))

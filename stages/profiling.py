@@ -27,8 +27,7 @@ from epd.stages.engine.setup import build_engine, default_kv_tokens
 from epd.stages.loading.weights import OnBytes, load_role, part_bytes
 from epd.stages.memory_sizing import text_request
 from epd.stages.peak_memory import peak_bytes
-from epd.stages.pipeline import use_threads
-from epd.stages.placement import CPU_FLOAT32, Placement
+from epd.stages.placement import CPU_FLOAT32, Placement, use_threads
 from epd.stages.profiled_media import Points, Reading, Sample, media_of
 
 _PROMPT_TOKENS, _CHUNKS = 1024, (32, 128, 512)

@@ -128,7 +128,7 @@ def subject(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Sub
     """Each checkpoint in turn, loaded by us and by transformers."""
     from transformers import AutoProcessor
 
-    from epd.stages.colocated import ColocatedPipeline
+    from tests.colocated import ColocatedPipeline
     from tests.reference import Subject
     from tests.tiny_models import load_reference
 

@@ -12,7 +12,7 @@ from transformers.video_utils import VideoMetadata
 
 from epd import video
 from epd.encoders import FrameSampling
-from epd.stages.colocated import ColocatedPipeline
+from tests.colocated import ColocatedPipeline
 from tests.positions import has_authors_layout, skip_where_seconds_are_cut, trained_positions_in
 
 MAX_TOKENS = 24

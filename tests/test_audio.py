@@ -15,7 +15,7 @@ from epd.encoders.adapter import PatchRun
 from epd.encoders.prompt.chat import ChatMessage, ContentPart
 from epd.errors import MediaLimitError, RequestError, UnsupportedMediaError
 from epd.serve_app.cli.program import app
-from epd.stages.colocated import ColocatedPipeline
+from tests.colocated import ColocatedPipeline
 from tests.reference import MAX_TOKENS
 from tests.tiny_audio import WINDOW_S, Reference, heard, tones, with_sound, write_audio
 

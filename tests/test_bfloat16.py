@@ -11,8 +11,8 @@ from transformers import AutoProcessor
 
 from epd.engine_config import EngineConfig
 from epd.reduction import METHODS, ReductionPolicy
-from epd.stages.colocated import ColocatedPipeline
 from epd.stages.placement import Placement
+from tests.colocated import ColocatedPipeline
 from tests.positions import trained_positions_in
 from tests.reference import processor_inputs
 from tests.serve_app.deployments import Question

@@ -9,8 +9,9 @@ import torch
 
 from epd import video
 from epd.encoders import FrameSampling, PromptPlan
-from epd.stages.media import PlannedMedia, decode_groups, plan_media
+from epd.stages.media import PlannedMedia
 from epd.types import StageTimings
+from tests.colocated import decode_groups, plan_media
 from tests.positions import adapter_like_transformers, expected_positions, positions_in_transformers
 from tests.reference import Subject, processor_inputs
 

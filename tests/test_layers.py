@@ -93,12 +93,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "decode.py": "engine sampling",
         "memory_sizing.py": ". engine",
         "ranks": ". connectors decoder engine loading",
-        "pipeline.py": ". engine loading memory_sizing.py ranks",
-        "media_prefix.py": ". encode engine",
-        "batch": ". engine media_prefix.py pipeline.py",
-        "colocated.py": ". engine media_prefix.py pipeline.py sampling",
-        "profiling.py": ". encode engine loading memory_sizing.py pipeline.py",
-        "evaluation.py": "colocated.py",
+        "profiling.py": ". encode engine loading memory_sizing.py",
     },
     "serve_app": {
         ".": "",
@@ -109,7 +104,10 @@ ROOMS: dict[str, dict[str, str]] = {
         "http/guard": "http media observability",
         "http/requests": ".",
         "http/answers": ". http http/guard observability",
-        "http/server_state.py": ". files http/answers http/guard http/requests observability",
+        "http/chat_answers.py": ". files http/guard http/requests observability",
+        "http/server_state.py": (
+            ". files http/answers http/chat_answers.py http/guard http/requests observability"
+        ),
         "http/routes": ". files http/answers http/guard http/requests http/server_state.py observability",
         "http/http_server.py": "http http/guard",
         "http/api.py": (
@@ -117,9 +115,11 @@ ROOMS: dict[str, dict[str, str]] = {
         ),
         "worker": ".",
         "orchestration": ". media worker",
-        "composition.py": ". files http/api.py media network orchestration worker",
+        "service_composition.py": ". files http/chat_answers.py media orchestration worker",
+        "composition.py": ". http/api.py network orchestration service_composition.py",
         "local": (
-            ". composition.py http http/answers http/http_server.py http/requests media observability worker"
+            ". composition.py http http/answers http/chat_answers.py http/http_server.py http/requests media "
+            "observability orchestration service_composition.py worker"
         ),
         "network": ". worker",
         "ray": ". composition.py http http/http_server.py media network",
@@ -127,7 +127,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "ray/server.py": ". app.py http ray",
         "ray/batch_app.py": ". http ray ray/server.py",
         "llm.py": ". http local",
-        "cli": ". http http/guard llm.py local ray ray/batch_app.py ray/server.py",
+        "cli": ". http http/guard local ray ray/batch_app.py ray/server.py",
     },
 }
 # Arrows that go against the table until the module named in the reason has moved.
@@ -299,7 +299,7 @@ def test_every_package_is_looked_at() -> None:
     ("file", "source", "is_violation"),
     [
         ("epd/types.py", "from epd import video", True),
-        ("epd/types.py", "def f():\n    from epd.stages.colocated import x", True),
+        ("epd/types.py", "def f():\n    from epd.stages.prefill import x", True),
         ("epd/types.py", "import numpy", False),
         ("epd/__main__.py", "from epd.serve_app.cli.program import x", False),
         ("epd/__init__.py", "if TYPE_CHECKING:\n    from epd import stages", False),
@@ -311,8 +311,8 @@ def test_every_package_is_looked_at() -> None:
         ("encoders/kernels/patches.py", "import triton", False),
         ("epd/policy.py", "import triton.language as tl", True),
         ("stages/media.py", "import av", True),
-        ("stages/colocated.py", "def f():\n    import ray", True),
-        ("stages/colocated.py", "from epd import video, encoders, types", False),
+        ("stages/prefill.py", "def f():\n    import ray", True),
+        ("stages/prefill.py", "from epd import video, encoders, types", False),
         ("serve_app/app.py", "import ray\nfrom epd import stages", False),
     ],
 )
@@ -333,7 +333,7 @@ def test_the_rule_itself(file: str, source: str, is_violation: bool) -> None:
         ("serve_app/http/protocol.py", "from epd.serve_app.orchestration.requests import x",
          ("serve_app/http", "serve_app/orchestration")),
         ("encoders/names.py", "from epd.encoders import Adapter", ("encoders", "encoders/__init__.py")),
-        ("stages/colocated.py", "from epd.errors import EPDError", None),
+        ("stages/prefill.py", "from epd.errors import EPDError", None),
     ],
 )  # fmt: skip
 def test_the_rooms_of_an_import(file: str, source: str, rooms: tuple[str, str] | None) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from epd.encoders import Adapter, FrameSampling, PixelLimits
 from epd.errors import RequestError
-from epd.stages.media import PlannedMedia, decode_groups, plan_media
+from epd.stages.media import PlannedMedia
 from epd.types import MediaKind, StageTimings
+from tests.colocated import decode_groups, plan_media
 from tests.encoders.families import Family
 from tests.encoders.tiny_tiles import BUILDERS
 from tests.reference import Subject, processor_inputs

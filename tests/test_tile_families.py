@@ -10,7 +10,7 @@ import torch
 from epd import video
 from epd.encoders import FrameSampling
 from epd.engine_config import EngineConfig
-from epd.stages.colocated import ColocatedPipeline
+from tests.colocated import ColocatedPipeline
 from tests.encoders.families import QUESTION, Clip, Family, Media, Picture
 from tests.encoders.tiny_tiles import BUILDERS
 from tests.reference import MAX_TOKENS, generated

@@ -19,9 +19,9 @@ from epd.encoders import FrameSampling, MediaPlan, load_adapter
 from epd.engine_config import EngineConfig
 from epd.errors import InfeasibleError, RequestError
 from epd.sampling_params import SamplingParams
-from epd.stages.colocated import ColocatedPipeline
 from epd.stages.engine.generation import GenerationSettings
 from epd.stages.engine.setup import BLOCK_SIZE
+from tests.colocated import ColocatedPipeline
 from tests.positions import (
     adapter_like_transformers,
     authors_positions,

@@ -12,7 +12,6 @@ sys.modules["ray"] = None  # any import of it now raises ImportError
 
 from epd import video
 from epd import encoders
-import epd.stages.colocated
 from epd.serve_app.cli.program import main
 
 sys.argv = ["epd", "ask", *sys.argv[1:]]

@@ -22,8 +22,8 @@ from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
 from epd.shapes import Question, make_questions, make_scene
 from epd.shapes.questions import ONE_WORD_KINDS
-from epd.stages.colocated import ColocatedPipeline
 from epd.video.demo_video import write_demo_video
+from tests.colocated import ColocatedPipeline
 from training.clips import HELD_OUT_SEED
 
 LENGTHS = (8, 32, 128, 512)

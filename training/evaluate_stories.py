@@ -34,8 +34,8 @@ from epd.shapes.stories import (
     compare,
     make_stories,
 )
-from epd.stages.colocated import ColocatedPipeline
 from epd.video.demo_video import write_demo_video
+from tests.colocated import ColocatedPipeline
 from training.clips import HELD_OUT_SEED
 from training.evaluate import LENGTHS, write_into_card
 

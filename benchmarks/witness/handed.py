@@ -24,10 +24,10 @@ from epd.encoders.batch import FrameEncoder
 from epd.encoders.device import CPU
 from epd.encoders.groups import MediaGroup, plan_groups
 from epd.encoders.registry import load_adapter
-from epd.stages.group_driver import FailedJob, GroupDriver, MediaJob
 from epd.stages.media import plan_video
-from epd.types import UInt8Array
+from epd.types import StageTimings, UInt8Array
 from epd.video import ChildStream, MediaChildren, open_file
+from tests.colocated import decode_groups, encode_group, plan_media
 from tests.encoders.tiny_tiles import BUILDERS
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava_onevision", "internvl", "smolvlm")
@@ -126,15 +126,14 @@ def handed_by_ask(model: Model, path: Path, sampling: FrameSampling, pixels: Pix
     """Runs the stages before the language model in this process. Raises what they have failed with."""
     recorder = _Recorder(model.adapter)
     encoder = FrameEncoder(recorder, nn.Linear(1, 1))
-    driver = GroupDriver[MediaJob](model.adapter, encoder, _GROUP_TOKENS)
-    job = MediaJob(sources=[path], frame_sampling=sampling, pixels=[pixels], kinds=["video"])
-    with closing(driver.run([job])) as items:
-        for item in items:
-            if isinstance(item, FailedJob):
-                raise item.error
-    (plan,) = job.plans
-    frames = model.frames_of(recorder.runs, plan.num_frames)
-    return Handed(plan, frames, model.stamps_of(plan), job.num_substituted_frames)
+    planned = plan_media(model.adapter, path, sampling, pixels)
+    num_substituted, timings = 0, StageTimings()
+    with closing(decode_groups([planned], _GROUP_TOKENS, timings)) as groups:
+        for group in groups:
+            num_substituted += group.num_substituted
+            encode_group(encoder, group, timings)
+    frames = model.frames_of(recorder.runs, planned.plan.num_frames)
+    return Handed(planned.plan, frames, model.stamps_of(planned.plan), num_substituted)
 
 
 def handed_by_children(

@@ -11,6 +11,7 @@ answered counts as a failure of its line.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import threading
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,7 @@ _CONNECT_S = 30.0
 _TIMEOUT_S = 3600.0
 _FIRST_PAUSE_S = 0.5
 _JOIN_S = 10.0
+_SEED_BYTES = 4
 _AGAIN = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)
 # Stages that our server reports.
 _STAGES = {
@@ -56,9 +58,17 @@ class HttpBackend:
         path: str = CHAT_URL,
         transport: httpx.AsyncBaseTransport | None = None,
         max_requests: int = MAX_REQUESTS,
+        has_seeds: bool = False,
     ) -> None:
-        """Takes the server. path: that is asked. transport: if not TCP. max_requests: in flight."""
+        """Takes the server.
+
+        path: that is asked.
+        transport: if not TCP.
+        max_requests: in flight.
+        has_seeds: whether lines without a seed get one that is the same whenever they are repeated.
+        """
         self._endpoint = endpoint
+        self._has_seeds = has_seeds
         self.path = path
         self.transport = transport
         self.max_requests = max_requests
@@ -67,11 +77,11 @@ class HttpBackend:
 
     @classmethod
     @contextmanager
-    def open(cls, url: str, api_key: str | None) -> Iterator[HttpBackend]:
+    def open(cls, url: str, api_key: str | None, **options: Any) -> Iterator[HttpBackend]:
         """Raises RequestError for an invalid URL, UnavailableError when no server answers."""
         (endpoint,) = parse_endpoints([url], api_key=api_key)
         get(endpoint, "/v1/models", "start the server, or give its --api-key")
-        yield cls(endpoint)
+        yield cls(endpoint, **options)
 
     @contextmanager
     def run(self, tasks: Iterator[MediaTask]) -> Iterator[Iterator[Outcome | None]]:
@@ -102,12 +112,22 @@ class HttpBackend:
     def endpoint(self) -> Endpoint:
         return self._endpoint
 
+    def body_of(self, line: BatchLine) -> JSON:
+        """Returns what is sent for a line."""
+        is_complete = not self._has_seeds or line.body.get("seed") is not None
+        return line.body if is_complete else {**line.body, "seed": _seed(line.key)}
+
     def busy_s(self) -> Mapping[str, float]:
         return dict(self._busy_s)
 
     def counts(self) -> BackendCounts:
-        """Counts requests for which something was encoded; the server does not report media."""
-        return BackendCounts(num_encoded=self._num_cold)
+        """Counts lines for which something was encoded; the server does not report media."""
+        return BackendCounts(self._num_cold)
+
+
+def _seed(key: str) -> int:
+    """Returns a seed that is the same whenever the line is repeated."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=_SEED_BYTES).digest()) >> 1
 
 
 def _worked(
@@ -200,7 +220,7 @@ class _HttpRun:
         pause_s, num_answered, status = _FIRST_PAUSE_S, self._num_answered, 0
         for _ in range(NUM_TRIES):
             try:
-                answer = await self._http.post(self._url, json=line.body)
+                answer = await self._http.post(self._url, json=self._backend.body_of(line))
             except httpx.HTTPError as error:
                 status, reason = 0, type(error).__name__
             else:

@@ -74,11 +74,8 @@ class Summary:
         ]
         if self.accuracy is not None:
             lines.append(f"{tally.num_right} of {tally.num_checked} answers right ({self.accuracy:.1%})")
-        if counts.num_decoded is not None:
-            lines.append(
-                f"media decoded {counts.num_decoded}, encoded {counts.num_encoded}, "
-                f"prefilled {counts.num_prefilled} times"
-            )
+        if counts.num_encoded:
+            lines.append(f"media were encoded for {counts.num_encoded} lines, the others found them encoded")
         if counts.num_units_skipped:
             lines.append(
                 f"units of videos that did not change and were not encoded: {counts.num_units_skipped}"

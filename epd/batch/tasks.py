@@ -46,14 +46,13 @@ Outcome = Answered | Failed
 
 @dataclass(frozen=True, slots=True)
 class BackendCounts:
-    """Counts work, where known: media decoded, encoded, prefilled.
+    """Counts work, where known.
 
+    num_encoded: lines for which something was encoded; the others found their media in the caches.
     num_units_skipped: units of videos that were not encoded, since they did not change.
     """
 
-    num_decoded: int | None = None
     num_encoded: int | None = None
-    num_prefilled: int | None = None
     num_units_skipped: int | None = None
 
 

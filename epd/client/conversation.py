@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import httpx
 
-from epd.client.body import Body, MediaPart, body_of, media_part
+from epd.client.body import MediaPart, body_of, media_part
 from epd.client.endpoint import Endpoint
 from epd.client.events import SSEParser
 from epd.errors import RequestError, UnavailableError
@@ -69,34 +69,56 @@ class Conversation:
         self._media = [_url_part(each) if each.is_url else media_part(next(files)) for each in media]
         self._turns: list[JSON] = []
 
-    def ask(self, question: str, on_text: Callable[[str], None] | None = None) -> Answer:
+    def counters(self) -> Mapping[str, float]:
+        """Returns what the workers have counted; of a model of this process alone."""
+        return {}
+
+    def ask(
+        self,
+        question: str,
+        on_text: Callable[[str], None] | None = None,
+        on_span: Callable[[JSON], None] | None = None,
+    ) -> Answer:
         """Asks the next question; turns that were answered are kept for later ones.
 
         on_text: gets pieces of the answer as they come
+        on_span: gets what the stages have done, as it is done; of our servers alone
         Raises RequestError for what the server refuses, UnavailableError where it does not answer to the end.
         """
-        content: str | list[JSON] = question
-        if not self._turns and self._media:
-            content = [*self._media, {"type": "text", "text": question}]
-        asked: JSON = {"role": "user", "content": content}
-        body = body_of(self._fixed | {"messages": [*self._turns, asked]}, self._files)
-        reply = _Reply(time.perf_counter(), on_text or (lambda _: None))
-        for event in self._events(body):
+        asked = self._asked(question)
+        fixed = self._fixed
+        if on_span:
+            fixed = fixed | {"epd": fixed.get("epd", {}) | {"events": True}}
+        reply = _Reply(time.perf_counter(), on_text or (lambda _: None), on_span or (lambda _: None))
+        for event in self._events(fixed | {"messages": [*self._turns, asked]}):
             reply.take(event)
         if not reply.finish_reason:
             raise UnavailableError(f"{self._endpoint.shown_url} ended before the answer did; ask again")
         self._turns += [asked, {"role": "assistant", "content": reply.text}]
         return reply.answer()
 
-    def _events(self, body: Body) -> Iterator[JSON]:
-        shown = self._endpoint.shown_url
-        headers = {**self._endpoint.headers, **_HEADERS, "Content-Length": str(body.num_bytes)}
+    def remember(self, turns: Sequence[tuple[str, str]]) -> None:
+        """Goes on after questions and answers that were given before."""
+        for question, answer in turns:
+            self._turns += [self._asked(question), {"role": "assistant", "content": answer}]
+
+    def _asked(self, question: str) -> JSON:
+        """Returns the message of the next question."""
+        content: str | list[JSON] = question
+        if not self._turns and self._media:
+            content = [*self._media, {"type": "text", "text": question}]
+        return {"role": "user", "content": content}
+
+    def _events(self, body: JSON) -> Iterator[JSON]:
+        """Asks the server; yields the events of the answer."""
+        shown, whole = self._endpoint.shown_url, body_of(body, self._files)
+        headers = {**self._endpoint.headers, **_HEADERS, "Content-Length": str(whole.num_bytes)}
         timeout = httpx.Timeout(_READ_S, connect=_CONNECT_S)
         try:
             with httpx.stream(
                 "POST",
                 f"{self._endpoint.url}/v1/chat/completions",
-                content=iter(body.pieces),
+                content=iter(whole.pieces),
                 headers=headers,
                 timeout=timeout,
                 trust_env=False,
@@ -121,6 +143,7 @@ class _Reply:
 
     sent_s: float
     on_text: Callable[[str], None]
+    on_span: Callable[[JSON], None]
     text: str = ""
     ttft_s: float = 0.0
     finish_reason: str = ""
@@ -129,7 +152,11 @@ class _Reply:
 
     def take(self, event: JSON) -> None:
         self.usage = event.get("usage") or self.usage
-        self.report = event.get("epd") or self.report
+        report = event.get("epd") or {}
+        for span in report.get("events") or ():
+            self.on_span(span)
+        if "events" not in report:
+            self.report = report or self.report
         for choice in event.get("choices") or ():
             if piece := (choice.get("delta") or {}).get("content"):
                 self.ttft_s = self.ttft_s or time.perf_counter() - self.sent_s
@@ -141,7 +168,7 @@ class _Reply:
         """Returns the answer; what only our own server reports is 0 from others."""
         report, usage = self.report, self.usage
         seconds = {f"{name}_s": value for name, value in (report.get("stages_s") or {}).items()}
-        seconds["total_s"] = report.get("total_s") or time.perf_counter() - self.sent_s
+        seconds["total_s"] = time.perf_counter() - self.sent_s
         known = {each.name for each in fields(StageTimings)}
         reason: Literal["stop", "length"] = "length" if self.finish_reason == "length" else "stop"
         return Answer(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Generic, TypeVar
@@ -75,24 +74,3 @@ class BoundedQueue(Generic[T]):
             self._items.clear()
             self._weight = 0
             self._changed.notify_all()
-
-
-class BusyClock:
-    """Counts seconds that one thread has worked, unfinished work included. Read by any thread."""
-
-    def __init__(self) -> None:
-        self._total_s = 0.0
-        self._since_s: float | None = None
-
-    def start(self) -> None:
-        self._since_s = time.monotonic()
-
-    def stop(self) -> None:
-        since_s, self._since_s = self._since_s, None
-        if since_s is not None:
-            self._total_s += time.monotonic() - since_s
-
-    @property
-    def total_s(self) -> float:
-        since_s = self._since_s
-        return self._total_s + (0.0 if since_s is None else time.monotonic() - since_s)

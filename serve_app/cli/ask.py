@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
 
 from epd import console
+from epd.client.conversation import JSON, Conversation
 from epd.engine_config import EngineConfig
 from epd.errors import check_question
-from epd.models import model_folder
-from epd.serve_app.cli.conversations import conversation_with
-from epd.serve_app.cli.early_checks import (
-    as_path,
-    check_media,
-    media_and_question,
-    media_at_hand,
-    output_to,
-    say_knowledge,
-)
+from epd.serve_app.cli.conversations import FrameProgress, open_conversation
+from epd.serve_app.cli.early_checks import media_and_question, media_at_hand, output_to, say_knowledge
 from epd.serve_app.cli.options import (
     AnswerFile,
     ApiKey,
@@ -45,7 +37,6 @@ from epd.serve_app.cli.options import (
     visual_budget,
     with_fields_of,
 )
-from epd.serve_app.request_options import request_fields
 from epd.types import Answer, Usage
 
 _Words = Annotated[
@@ -94,59 +85,66 @@ def ask(
     """
     paths, question = media_and_question(words or ())
     check_numbers(fps, frames, max_tokens)
-    policy = reduction_policy(reduction, retention, compute_share)
-    budget = visual_budget(max_visual_tokens, retention)
+    reduction_policy(reduction, retention, compute_share)
+    visual_budget(max_visual_tokens, retention)
     config = EngineConfig.checked(options)
-    if url is not None:
-        config.check_at_server()
     check_question(question)
+    fields: dict[str, Any] = {
+        "fps": fps,
+        "frames": frames,
+        "start": start,
+        "end": end,
+        "retention": retention,
+        "reduction": reduction,
+        "compute_share": compute_share,
+        "max_visual_tokens": max_visual_tokens,
+        "max_tokens": max_tokens,
+    }
     with ExitStack() as stack:
         paths = stack.enter_context(media_at_hand(paths))
-        if url is None:
-            paths = [as_path(path) for path in paths]
-        check_media(paths)
         stack.enter_context(output_to(out))
+        conversation = stack.enter_context(
+            open_conversation(paths, model, (url, api_key), config, as_audio=audio, is_greedy=True, **fields)
+        )
         if url is not None:
-            fields = request_fields(
-                fps=fps,
-                frames=frames,
-                start=start,
-                end=end,
-                retention=retention,
-                reduction=reduction,
-                compute_share=compute_share,
-                max_visual_tokens=max_visual_tokens,
-                max_tokens=max_tokens,
-            )
-            conversation = conversation_with(url, api_key, model, paths, fields, as_audio=audio)
             answer = conversation.ask(question, None if as_json else console.stream_text)
             show_answer(answer, as_json=as_json, verbose=verbose)
             return
-        model_folder(model, config.revision)
-        with console.loading():
-            from epd.serve_app.cli.pipelines import open_pipeline  # torch
-
-        pipeline = open_pipeline(paths, question, model, config)
         with console.progress_bar("frames") as show:
-            answer = pipeline.ask(
-                paths,
-                question,
-                fps=fps,
-                num_frames=frames,
-                start_s=start,
-                end_s=end,
-                as_audio=audio,
-                reduction=policy,
-                budget=budget,
-                max_tokens=max_tokens,
-                on_text=None if as_json else console.stream_text,
-                progress=show,
-                on_choice=_show_choice,
-                on_plans=_show_plans if verbose else None,
-            )
-        num_skipped = None if config.skip_static is None else pipeline.num_units_skipped
+            shown = _Shown(FrameProgress(show), shows_text=not as_json, is_verbose=verbose)
+            answer = conversation.ask(question, shown.text, shown.span)
+        num_skipped = _num_units_skipped(conversation, config)
         show_answer(answer, num_skipped, as_json=as_json, verbose=verbose)
         say_knowledge(model)
+
+
+def _num_units_skipped(conversation: Conversation, config: EngineConfig) -> int | None:
+    """Returns the units that a fresh model has not encoded; None where all are encoded."""
+    if config.skip_static is None:
+        return None
+    return int(conversation.counters().get("units_skipped", 0))
+
+
+@dataclass(slots=True)
+class _Shown:
+    """Shows an answer as it comes, and before it what was planned and how many frames are encoded."""
+
+    frames: FrameProgress
+    shows_text: bool
+    is_verbose: bool
+
+    def text(self, piece: str) -> None:
+        self.frames.finish()
+        if self.shows_text:
+            console.stream_text(piece)
+
+    def span(self, span: JSON) -> None:
+        """Takes what a stage has done, as `SpanReport` has it."""
+        for line in (span.get("notes") or []) if self.is_verbose else []:
+            print(line, file=sys.stderr)
+        if choice := span.get("choice"):
+            print(f"chose {choice}", file=sys.stderr)
+        self.frames.take(span)
 
 
 def show_answer(
@@ -164,14 +162,6 @@ def show_answer(
         return
     console.stderr_console().print(console.stage_table({"seconds": answer.timings}))
     print(cost_line(answer, num_units_skipped or 0), file=sys.stderr)
-
-
-def _show_choice(line: str) -> None:
-    print(f"chose {line}", file=sys.stderr)
-
-
-def _show_plans(lines: Sequence[str]) -> None:
-    print(*lines, sep="\n", file=sys.stderr)
 
 
 def _record(answer: Answer) -> dict[str, object]:

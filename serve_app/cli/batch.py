@@ -22,9 +22,9 @@ from epd.batch.progress import batch_bar
 from epd.batch.summary import Summary
 from epd.batch.tasks import Backend
 from epd.batch.utilisation import Utilisation
+from epd.control.request_budget import RequestLimits
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
-from epd.models import model_folder
 from epd.serve_app.cli.options import (
     Address,
     ApiKey,
@@ -62,6 +62,8 @@ _Topology = Annotated[
         metavar="T", help="Start workers as epd serve does; by default one process does all the work."
     ),
 ]
+# In one process: media of a line, lines in flight, and how long one waits for room, since nobody does.
+_MAX_MEDIA, _MAX_REQUESTS, _MAX_WAIT_S = 1024, 56, 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +176,11 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
         with opened as backend:
             yield backend
     else:
-        from epd.serve_app.local.batch import LocalBackend  # torch
+        from epd.serve_app.cli.own_model import OwnBackend, open_model  # torch
 
-        model = model_folder(target.model, target.config.revision)
-        with console.loading_bar() as show:
-            loaded = LocalBackend.load(model, target.config, on_progress=show)
-        yield loaded
+        limits = RequestLimits(max_media=_MAX_MEDIA)
+        with open_model(target.model, target.config, limits=limits, max_wait_s=_MAX_WAIT_S) as service:
+            yield OwnBackend(service, max_requests=_MAX_REQUESTS)
 
 
 def _report(summary: Summary, utilisation: Utilisation, plot: Path | None, *, as_json: bool) -> None:

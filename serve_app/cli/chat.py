@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from epd import console
 from epd.client.conversation import Conversation
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
-from epd.models import model_folder
 from epd.serve_app.cli.ask import cost_line
-from epd.serve_app.cli.conversations import conversation_with
-from epd.serve_app.cli.early_checks import check_media, say_knowledge
+from epd.serve_app.cli.conversations import open_conversation
+from epd.serve_app.cli.early_checks import say_knowledge
 from epd.serve_app.cli.options import (
     ApiKey,
     ComputeShare,
@@ -35,7 +32,6 @@ from epd.serve_app.cli.options import (
     visual_budget,
     with_fields_of,
 )
-from epd.serve_app.request_options import request_fields
 
 _QUIT = "/quit"
 
@@ -67,7 +63,7 @@ def chat(
     reduction_policy(reduction, retention, compute_share)
     visual_budget(max_visual_tokens, retention)
     config = EngineConfig.checked(engine)
-    options = {
+    options: dict[str, Any] = {
         "fps": fps,
         "frames": frames,
         "start": start,
@@ -78,34 +74,11 @@ def chat(
         "max_visual_tokens": max_visual_tokens,
         "max_tokens": max_tokens,
     }
-    if url is not None:
-        config.check_at_server()
-    check_media(paths)
-    with _opened(paths, model, url, api_key, options, config) as conversation:
+    with open_conversation(paths, model, (url, api_key), config, **options) as conversation:
+        if url is None:
+            say_knowledge(model)
         for question in _questions(is_terminal=sys.stdin.isatty()):
             _answer(conversation, question, is_terminal=sys.stdin.isatty())
-
-
-@contextmanager
-def _opened(
-    paths: list[str],
-    model: Path | None,
-    url: str | None,
-    api_key: str | None,
-    options: dict[str, Any],
-    config: EngineConfig,
-) -> Iterator[Conversation]:
-    """Begins the dialogue at a server, or with a model that is loaded into this process."""
-    if url is not None:
-        yield conversation_with(url, api_key, model, paths, request_fields(**options))
-        return
-    model_folder(model, config.revision)
-    from epd.serve_app.llm import LLM  # torch
-
-    with LLM(model, **config.given) as llm:
-        conversation = llm.conversation(paths, **options)
-        say_knowledge(model)
-        yield conversation
 
 
 def _questions(*, is_terminal: bool) -> Iterator[str]:

@@ -2,14 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epd.client.conversation import Conversation, Medium
+from epd import console
+from epd.client.conversation import JSON, Conversation, Medium
 from epd.client.endpoint import Endpoint, ServedModel, parse_endpoints, served_model
+from epd.console import ShowProgress
+from epd.engine_config import EngineConfig
 from epd.errors import RequestError
-from epd.serve_app.request_options import kind_of
+from epd.models import model_folder
+from epd.serve_app.cli.early_checks import as_path, check_media
+from epd.serve_app.request_options import kind_of, request_fields
+
+
+@contextmanager
+def open_conversation(
+    paths: Sequence[str],
+    model: Path | None,
+    server: tuple[str | None, str | None],
+    config: EngineConfig,
+    *,
+    as_audio: bool = False,
+    is_greedy: bool = False,
+    **options: Any,
+) -> Iterator[Conversation]:
+    """Begins a conversation with a server, or with a model that is loaded into this process.
+
+    server: its URL, None for this process, and its key
+    is_greedy: whether answers of a model of this process are, instead of as the checkpoint has it
+    options: of questions, see `request_fields`
+    Raises EPDError.
+    """
+    url, api_key = server
+    if url is not None:
+        config.check_at_server()
+        check_media(paths)
+        yield conversation_with(url, api_key, model, paths, request_fields(**options), as_audio=as_audio)
+        return
+    paths = [as_path(path) for path in paths]
+    check_media(paths)
+    model_folder(model, config.revision)
+    with console.loading():
+        from epd.serve_app.cli.own_model import OwnConversation, open_model  # torch
+
+    with open_model(model, config, is_greedy=is_greedy) as service:
+        yield OwnConversation(service, paths, audio=as_audio, **options)
+
+
+@dataclass(slots=True)
+class FrameProgress:
+    """Shows how many of the frames of a question are encoded."""
+
+    show: ShowProgress
+    num_frames: int = 0
+    num_done: int = 0
+
+    def take(self, span: JSON) -> None:
+        """Takes what a stage has done, as `SpanReport` has it."""
+        if span["stage"] == "probe":
+            self.num_frames += span.get("frames") or 0
+        elif span["stage"] == "encode":
+            self.num_done += span.get("frames") or 0
+            self.show(self.num_done, self.num_frames)
+
+    def finish(self) -> None:
+        """Shows that no frame is left: those that were found encoded have no span."""
+        if self.num_frames:
+            self.show(self.num_frames, self.num_frames)
 
 
 def conversation_with(

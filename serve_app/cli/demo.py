@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from epd import console
+from epd.client.conversation import Conversation
+from epd.engine_config import DEFAULT_ENGINE
+from epd.serve_app.cli.conversations import FrameProgress
 from epd.serve_app.cli.options import Background, FootageLevel, Seed
 from epd.shapes import Question, QuestionKind, make_scene
 from epd.types import Answer
 from epd.video.demo_video import PLAIN, Filming, parse_size, write_demo_video
-
-if TYPE_CHECKING:
-    from epd.stages.colocated import ColocatedPipeline, MediaContext
 
 _Out = Annotated[Path, typer.Option(metavar="FILE", help="Where to write the video.")]
 _OutFile = Annotated[
@@ -50,15 +50,18 @@ def demo(out: _Out = Path("demo-out/demo.mp4"), seed: Seed = 7) -> None:
 
     Asks the embedded model five questions about a drawn video of 60 seconds and compares with the truth.
     """
-    from epd.serve_app.cli.pipelines import open_pipeline  # torch
+    from epd.serve_app.cli.own_model import OwnConversation, open_model  # torch
 
     out.parent.mkdir(parents=True, exist_ok=True)
     questions = _questions(_write_video(out, 60.0, 24, "640x360", seed))
-    pipeline = open_pipeline([str(out)], questions[0].text, None)
-    with console.progress_bar("frames") as show:
-        context = pipeline.prefill_media([str(out)], progress=show)
-    print(f"{out}: 60 s of H.264, {context.num_frames} frames sampled\n")
-    _print_cost(context, [_answer_aloud(pipeline, context, question) for question in questions])
+    with open_model(None, DEFAULT_ENGINE) as service:
+        with console.progress_bar("frames") as show:
+            frames = FrameProgress(show)
+            seen = OwnConversation(service, [out]).ask(questions[0].text, on_span=frames.take)
+        print(f"{out}: 60 s of H.264, {seen.usage.num_frames} frames sampled\n")
+        _print_cost(
+            seen, [_answer_aloud(OwnConversation(service, [out]), question) for question in questions]
+        )
 
 
 def _questions(truth: Path) -> list[Question]:
@@ -70,20 +73,20 @@ def _questions(truth: Path) -> list[Question]:
     return questions[-5:]
 
 
-def _answer_aloud(pipeline: ColocatedPipeline, context: MediaContext, question: Question) -> Answer:
+def _answer_aloud(conversation: Conversation, question: Question) -> Answer:
     """Streams the answer, then prints the truth and whether they agree."""
     console.stream_text(f"{question.text:<45} ")
-    answer = pipeline.answer(context, question.text, on_text=console.stream_text)
+    answer = conversation.ask(question.text, console.stream_text)
     tick = "✓" if question.is_answered_by(answer.text) else "✗"
     space = " " * max(1, 12 - len(answer.text))
     print(f"{space}truth: {question.answer:<12} {tick}")
     return answer
 
 
-def _print_cost(context: MediaContext, answers: list[Answer]) -> None:
-    """Prints how long each stage took: for the video once, and for all questions."""
+def _print_cost(seen: Answer, answers: list[Answer]) -> None:
+    """Prints how long each stage took: for the video with its first answer, and for all questions after."""
     asked = sum((answer.timings for answer in answers[1:]), answers[0].timings)
-    columns = {"video, once: s": context.timings, f"{len(answers)} questions: s": asked}
+    columns = {"video, once: s": seen.timings, f"{len(answers)} questions: s": asked}
     print()
     console.stdout_console().print(console.stage_table(columns))
     usage, ttft_s = answers[0].usage, median(answer.ttft_s for answer in answers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -30,9 +30,6 @@ from epd.serve_app.cli.options import (
     Seed,
     with_fields_of,
 )
-
-if TYPE_CHECKING:
-    pass
 
 _DEFAULT_FRAMES = [32]
 _WORD_TOKENS, _STORY_TOKENS = 16, 384
@@ -165,7 +162,7 @@ def evaluate(
         _show(log, RowSelection.of(log, against), part, plot, as_json)
         return
     asked = _asked(method, retention or _DEFAULT_RETENTIONS, frames or _DEFAULT_FRAMES, against)
-    from epd.serve_app.cli.pipelines import Filming, load_pipeline, placement_of, run_evaluation  # torch
+    from epd.serve_app.cli.evaluation import Filming, placement_of, run_evaluation  # torch
 
     placement, filming = placement_of(config, model), Filming.of(footage, background)
     if max_tokens is None:
@@ -177,9 +174,7 @@ def evaluate(
     cases = _cases(run, demo, asked.num_frames, video_dir)
     plan = EvalPlan(tuple(cases), asked.settings, max_tokens, ttft_videos)
     log = VerdictLog(run, out)
-    pipeline = load_pipeline(model, config)
-    with console.progress_bar("settings x videos") as show:
-        run_evaluation(pipeline, plan, log, show, filming)
+    run_evaluation(model, config, plan, log, filming)
     _show(log, asked, part, plot, as_json)
 
 

@@ -74,15 +74,6 @@ def seconds_of(text: str | float) -> float:
     return sum(number * float(60**power) for power, number in enumerate(reversed(numbers)))
 
 
-def check_numbers(fps: float | None, frames: int | None, max_tokens: int | None) -> None:
-    """Raises RequestError for options that make every question fail."""
-    if fps is not None and frames is not None:
-        raise RequestError(f"received --fps {fps} and --frames {frames}; give one of the two")
-    for name, value in (("--fps", fps), ("--frames", frames), ("--max-tokens", max_tokens)):
-        if value is not None and not 0 < value < float("inf"):
-            raise RequestError(f"received {name} {value}; allowed: more than 0")
-
-
 def _at_least_one(value: int | None) -> int | None:
     if value is not None and value < 1:
         raise RequestError(f"received {value} threads; allowed: at least 1")
@@ -94,6 +85,15 @@ def reduction_policy(
 ) -> ReductionPolicy:
     """Returns the policy of the options, which keeps all tokens by default. Raises RequestError."""
     return ReductionPolicy(method or DEFAULT_METHOD, 1.0 if retention is None else retention, compute_share)
+
+
+def check_numbers(fps: float | None, frames: int | None, max_tokens: int | None) -> None:
+    """Raises RequestError for options that make every question fail."""
+    if fps is not None and frames is not None:
+        raise RequestError(f"received --fps {fps} and --frames {frames}; give one of the two")
+    for name, value in (("--fps", fps), ("--frames", frames), ("--max-tokens", max_tokens)):
+        if value is not None and not 0 < value < float("inf"):
+            raise RequestError(f"received {name} {value}; allowed: more than 0")
 
 
 def visual_budget(max_tokens: int | None, retention: float | None) -> VisualBudget:

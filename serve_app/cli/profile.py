@@ -67,9 +67,11 @@ def _profile_of(
 ) -> Profile:
     if model is not None and "@" in model and not Path(model).exists():
         return load_profile(model)
-    from epd.serve_app.cli.pipelines import Profiler, placement_of  # torch
+    from epd.stages.placement import Placement  # torch
+    from epd.stages.profiling import Profiler
 
-    path, placement = model_folder(model, config.revision), placement_of(config, model)
+    path = model_folder(model, config.revision)
+    placement = Placement.resolve(config.device, config.dtype, path)
     with console.loading_bar() as show:
         profiler = Profiler(path, config.num_threads or 1, placement, show)
     with console.progress_bar("stages") as show:

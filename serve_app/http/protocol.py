@@ -61,6 +61,9 @@ class SpanReport(BaseModel):
 
     frame_times_s: of a video that was planned, stage `probe`: the time in it of each frame that is looked at
     kept: of a video of which fewer tokens are kept, stage `prefill`: what was chosen before the model
+    frames: of an encoded group; of all media where stage `probe` has no item
+    notes: of stage `probe` without an item, for people: what media are held to, and the plan of each
+    choice: of the same: what was chosen where not all frames and tokens have room
     """
 
     stage: str
@@ -71,6 +74,9 @@ class SpanReport(BaseModel):
     group: int | None = None
     frame_times_s: list[float] | None = None
     kept: list[KeptReport] | None = None
+    frames: int | None = None
+    notes: list[str] | None = None
+    choice: str | None = None
 
 
 class EpdReport(BaseModel):

@@ -9,26 +9,22 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
 
 import torch
 from fastapi import FastAPI
 
 from epd.colour import parse_colour
-from epd.errors import RequestError
 from epd.serve_app.app_args import AppArgs
-from epd.serve_app.composition import create_app, log_requests, media_settings, worker_settings
+from epd.serve_app.composition import create_app, log_requests, media_settings
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.http.http_server import HttpServer
-from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
+from epd.serve_app.local.own_service import create_fleet, devices_of
 from epd.serve_app.media.media_processes import MediaProcesses
 
 __all__ = ["log_requests", "served_locally"]
 
 logger = logging.getLogger(__name__)
 
-# The steps of a thread are its only heartbeat, and one step of a large model can take long.
-_MAX_STEP_S = 120.0
 _CLOSE_S, _ABORT_S = 30.0, 5.0  # for the workers to end: after the requests, or during them
 
 
@@ -40,7 +36,7 @@ def served_locally(args: AppArgs, address: HttpAddress) -> Iterator[None]:
     Raises EPDError for arguments that cannot be served.
     """
     args = args.resolved()
-    _devices(args)  # what is refused is so before anything is started
+    devices_of(args)  # what is refused is so before anything is started
     torch.set_num_threads(args.threads_per_worker)
     started: Future[_Server] = Future()
     with address.listen() as listener:
@@ -72,43 +68,9 @@ def _run(args: AppArgs, listener: socket.socket, prefix: str, started: Future[_S
 
 async def _serve(args: AppArgs, listener: socket.socket, prefix: str, started: Future[_Server]) -> None:
     with closing(MediaProcesses(background=parse_colour(args.image_background))) as processes:
-        devices = _devices(args)
-        config = LocalFleetConfig(
-            args.workers,
-            hang_s=max(args.hang_s, _MAX_STEP_S),
-            devices=devices,
-            media=media_settings(args),
-            processes=processes,
-        )
-        num_sharing = 1 if devices else args.num_stage_workers
-        settings = replace(worker_settings(args), num_sharing=num_sharing, samples_load=args.elastic)
-        app = await create_app(args, LocalFleet(config, settings))
+        app = await create_app(args, create_fleet(args, media_settings(args), processes))
         async with app.router.lifespan_context(app):
             await _Server(app, args.drain_s, prefix, started).serve([listener])
-
-
-def _devices(args: AppArgs) -> dict[str, str]:
-    """Returns the first GPU of each worker where language models are shared: then no two have one GPU.
-
-    Raises RequestError for more than there are.
-    """
-    placement = worker_settings(args).placement()
-    if args.max_ranks == 1 or not placement.is_cuda:
-        return {}
-    devices: dict[str, str] = {}
-    first = index = placement.device.index or 0
-    for name, roles in args.workers.items():
-        if "video" not in roles:
-            devices[name] = f"cuda:{index}"
-            index += args.num_ranks(roles)
-    num_gpus = torch.cuda.device_count() - first
-    if index - first > num_gpus:
-        raise RequestError(
-            f"received the topology {args.topology} with up to {args.max_ranks} processes for a language "
-            f"model, which needs {index - first} GPUs; allowed: {num_gpus}, those from cuda:{first} on that "
-            "this process sees; set a smaller tensor_parallel_size or topology"
-        )
-    return devices
 
 
 class _Server(HttpServer):

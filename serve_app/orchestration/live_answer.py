@@ -43,6 +43,7 @@ class AnswerPlan:
     groups: of all items, in order
     plan_s: seconds that planning took
     expected_tokens: of all answers, to plan for
+    notes, choice: as of `StageSpan`
     """
 
     prompt: PromptPlan
@@ -55,6 +56,8 @@ class AnswerPlan:
     plan_s: float
     expected_tokens: int
     priority: int = 0
+    notes: tuple[str, ...] = ()
+    choice: str = ""
 
     def generate_request(self, request_id: str) -> GenerateRequest:
         return GenerateRequest(
@@ -78,6 +81,10 @@ class AnswerPlan:
 
     def usage(self, num_completion_tokens: int) -> Usage:
         return self.prompt.usage(num_completion_tokens)
+
+    def frames_of(self, item: int | None, group: int | None) -> int:
+        """Returns the number of frames of a group."""
+        return sum(each.num_frames for each in self.groups if (each.item, each.index) == (item, group))
 
     @property
     def retention(self) -> float:
@@ -126,7 +133,7 @@ class LiveAnswer:
         self._items: list[AnswerItem] = []  # not yet consumed
         self._error: Exception | None = None
         self._consumer: asyncio.Future[None] | None = None  # while it waits
-        self._report_frames()
+        self._report_plan()
 
     async def items(self) -> AsyncIterator[Sequence[AnswerItem]]:
         """Yields everything in order, up to AnswerEnd: what has come since, together.
@@ -214,14 +221,16 @@ class LiveAnswer:
 
     def note(self, done: SpanDone) -> None:
         """Records a piece of work that a worker has reported."""
-        stage = done.span.stage
+        span, stage = done.span, done.span.stage
         if stage == "encode":
+            if self.request.wants_spans:
+                span = replace(span, num_frames=self.plan.frames_of(span.item, span.group))
             self.timings.encode_s += done.service_s
             self.queued.encode_s = max(self.queued.encode_s, done.queued_s)
         elif stage == "prefill":
             self.timings.prefill_s += done.service_s
             self.queued.prefill_s += done.queued_s
-        self._report(done.span)
+        self._report(span)
 
     def note_span(
         self, stage: StageName, worker: str, start_s: float, item: int | None = None, group: int | None = None
@@ -229,11 +238,14 @@ class LiveAnswer:
         """Records a piece of work that ends now."""
         self._report(StageSpan(stage, worker, start_s, self._clock(), item, group))
 
-    def _report_frames(self) -> None:
-        """Says which frames of each video the plan looks at, to whom asks for spans."""
-        if not self.request.wants_spans:
+    def _report_plan(self) -> None:
+        """Says what is planned, and which frames of each video are looked at, to whom asks for spans."""
+        if not (self.request.wants_spans and self.plan.media):
             return
-        planned_s = self._start_s - self.plan.plan_s
+        planned_s, plan = self._start_s - self.plan.plan_s, self.plan
+        num_frames = sum(media.num_frames for media in plan.media)
+        whole = StageSpan("probe", "media", planned_s, self._start_s, num_frames=num_frames)
+        self._report(replace(whole, notes=plan.notes, choice=plan.choice))
         for item, media in enumerate(self.plan.media):
             if media.times_s:
                 times_s = media.times_s

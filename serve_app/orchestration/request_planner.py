@@ -29,7 +29,7 @@ from epd.serve_app.orchestration.live_answer import AnswerPlan
 from epd.serve_app.service import AnswerRequest, MediaSource, ModelCard
 from epd.serve_app.token_text import TokenTexts
 from epd.stages.engine.generation import generation_settings
-from epd.stages.frame_budget import PromptRoom, plan_within
+from epd.stages.frame_budget import BudgetedMedia, PromptRoom, plan_within
 from epd.stages.loading.weight_files import weights_revision
 from epd.stages.media import plan_video
 
@@ -156,7 +156,8 @@ class RequestPlanner:
         self.check_images(request)
         self._check_ids(request.prompt or (), len(adapter.tokenizer))
         self._check_options(request.sampling, len(adapter.tokenizer))
-        plans, prompt = self._within_budget(adapter, request, images)
+        made = self._within_budget(adapter, request, images)
+        plans, prompt = made.plans, made.prompt
         sampling = self.settings.completed(request.sampling, len(prompt), adapter.tokenizer)
         hashes = tuple(salted(source.mm_hash, request.cache_salt) for source in request.media)
         groups = plan_groups(plans, hashes, model=self._revision, group_tokens=self._group_tokens)
@@ -172,6 +173,8 @@ class RequestPlanner:
             seed=secrets.randbelow(_MAX_SEED) if seed is None else seed,
             plan_s=time.perf_counter() - start,
             priority=request.priority,
+            notes=(self.adapter.limits_line, *(plan.line for plan in plans)) if request.wants_spans else (),
+            choice=made.line,
         )
 
     def tokens_of(self, text: str, with_special: bool) -> tuple[int, ...]:
@@ -215,12 +218,12 @@ class RequestPlanner:
 
     def _within_budget(
         self, adapter: Adapter, request: AnswerRequest, images: Mapping[int, MediaPlan]
-    ) -> tuple[tuple[MediaPlan, ...], PromptPlan]:
+    ) -> BudgetedMedia:
         """Plans the media and the prompt. What can never fit is refused before it is listed or laid out."""
         most = (
             self.settings.max_tokens if request.sampling.max_tokens is None else request.sampling.max_tokens
         )
-        made = plan_within(
+        return plan_within(
             [
                 images[place] if source.kind != "video" else partial(self._video_plan, source)
                 for place, source in enumerate(request.media)
@@ -231,7 +234,6 @@ class RequestPlanner:
             PromptRoom(self.card.max_model_len, min(most or TYPICAL_TOKENS, TYPICAL_TOKENS)),
             lambda plans: _laid_out(adapter, plans, request),
         )
-        return made.plans, made.prompt
 
     def _video_plan(self, source: MediaSource, frame_sampling: FrameSampling) -> MediaPlan:
         """Plans a video. Raises MediaError, RequestError."""

@@ -40,7 +40,7 @@ def started_backend(
     http = HttpAddress("127.0.0.1", _free_port())
     with (
         served_app(args.resolved(), ServeSettings(http), RaySettings()),
-        HttpBackend.open(http.url, key) as backend,
+        HttpBackend.open(http.url, key, has_seeds=True) as backend,
     ):
         yield backend
 

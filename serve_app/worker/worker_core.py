@@ -230,7 +230,7 @@ class WorkerCore:
         with self._builder.building():
             self._builder.size(roles, missing)
             for stage in sorted(missing):
-                self.hosted[stage] = self._build(stage)
+                self.hosted[stage] = self._build(stage, roles)
         self._choose_lane()
 
     def _choose_lane(self) -> None:
@@ -271,7 +271,7 @@ class WorkerCore:
             running=tuple(name for each in left for name in each.running),
         )
 
-    def _build(self, stage: Stage) -> Role:
+    def _build(self, stage: Stage, roles: frozenset[Stage]) -> Role:
         name = endpoint(self.name, stage)
         if stage == "encode":
             return EncodeRole(self.name, self._builder.encode(name), self._clock)
@@ -279,7 +279,7 @@ class WorkerCore:
             decode = self._builder.decode(name)
             self._interrupt(decode.engine)
             return DecodeRole(decode, self._clock)
-        prefill = self._builder.prefill(name)
+        prefill = self._builder.prefill(name, decodes="decode" in roles)
         self._interrupt(prefill.engine)
         feeds = MediaFeeds(self._builder.adapter, prefill, self._builder.receiver(name))
         return PrefillRole(self.name, prefill, feeds, self._clock, self._tell)

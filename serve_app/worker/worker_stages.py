@@ -190,7 +190,7 @@ class StageBuilder:
             return
         num_missing = len(missing & {"encode", "prefill"})
         language = self._language_model()
-        captures = "decode" in missing and not settings.engine.enforce_eager
+        captures = "decode" in roles and not settings.engine.enforce_eager
         self._kv_tokens = measured_kv_tokens(
             language,
             None if encoder is None else self.adapter.vision_tower(encoder),
@@ -270,9 +270,11 @@ class StageBuilder:
         cache, pool, connector = self._embeddings(name, self._language_model().config)
         return EmbeddingReceiver(cache, pool, connector)
 
-    def prefill(self, name: str) -> PrefillStage:
-        eager = self.settings.engine.model_copy(update={"enforce_eager": True})
-        engine, connector = self._engine(name, self.settings.scheduler, eager)
+    def prefill(self, name: str, *, decodes: bool = False) -> PrefillStage:
+        """Returns the stage. decodes: whether it completes answers; only then its passes are captured."""
+        options = self.settings.engine
+        options = options if decodes else options.model_copy(update={"enforce_eager": True})
+        engine, connector = self._engine(name, self.settings.scheduler, options)
         return PrefillStage(engine, connector)
 
     def decode(self, name: str) -> DecodeStage:

@@ -61,4 +61,4 @@ class FakeBackend:
         return {"decode": 0.0, "language": 0.001 * len(self.asked)}
 
     def counts(self) -> BackendCounts:
-        return BackendCounts(self.num_tasks, self.num_tasks, self.num_tasks)
+        return BackendCounts(self.num_tasks)

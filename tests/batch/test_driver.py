@@ -97,7 +97,7 @@ def test_a_run_answers_group_by_group_and_sums_up(tmp_path: Path) -> None:
     tally = summary.tally
     assert (tally.num_answered, tally.num_failed) == (380, 20)
     assert (tally.num_checked, tally.num_right) == (380, sum(number % 2 for number in range(NUM_LINES)) - 20)
-    assert summary.num_groups == summary.counts.num_decoded == backend.num_tasks == 15
+    assert summary.num_groups == summary.counts.num_encoded == backend.num_tasks == 15
     assert summary.num_now == NUM_LINES
     assert summary.utilisation.keys() == {"decode", "language"}
     assert shown

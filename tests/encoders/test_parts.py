@@ -13,8 +13,8 @@ from epd.encoders import FrameSampling
 from epd.encoders.families.qwen3_vl import Qwen3VLAdapter
 from epd.encoders.groups import plan_groups
 from epd.errors import RequestError
-from epd.stages.media import decode_groups, plan_media
 from epd.types import StageTimings
+from tests.colocated import decode_groups, plan_media
 from tests.encoders.families import QUESTION, Clip, Family
 from tests.media import write_video
 from tests.stages.encode.workers import noise

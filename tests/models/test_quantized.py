@@ -16,12 +16,12 @@ from epd.engine_config import EngineConfig
 from epd.errors import ModelError, UnsupportedModelError
 from epd.sampling_params import SamplingParams
 from epd.serve_app.local.fleet import LocalTransport
-from epd.stages.colocated import ColocatedPipeline
 from epd.stages.loading.quantized_linear import QuantizedLinear
 from epd.stages.loading.weight_files import num_weight_bytes, write_weights
 from epd.stages.loading.weights import WholeModel, load_role
 from epd.stages.placement import CPU_FLOAT32
 from epd.stages.ranks.loading import load_with_ranks
+from tests.colocated import ColocatedPipeline
 from tests.models.quantized import LAYOUTS, Pair, build, edit_config
 from tests.reference import MAX_TOKENS, generated, processor_inputs
 from tests.serve_app.deployments import Question

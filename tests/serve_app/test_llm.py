@@ -17,7 +17,8 @@ import pytest
 import epd
 from epd import LLM
 from epd.errors import MediaError, RequestError
-from epd.serve_app.cli.pipelines import open_pipeline
+from epd.models import model_folder
+from tests.colocated import ColocatedPipeline
 from tests.media import write_image, write_video
 
 QUESTION = "What is shown?"
@@ -43,7 +44,7 @@ def encoded_groups(llm: LLM) -> float:
 
 def test_it_answers_as_the_pipeline_does(llm: LLM, clip: Path, tmp_path: Path) -> None:
     image = write_image(tmp_path / "image.png")
-    pipeline = open_pipeline([], QUESTION, None)
+    pipeline = ColocatedPipeline.load(model_folder(None))
     for media, frames in (([clip], 4), ([image, clip], None), ([], None)):
         expected = pipeline.ask([str(each) for each in media], QUESTION, num_frames=frames)
         found = llm.ask(media, QUESTION, frames=frames)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from epd.models import embedded_model_path
-from epd.stages.colocated import ColocatedPipeline
+from tests.colocated import ColocatedPipeline
 from training.clips import HELD_OUT_SEED
 from training.evaluate import accuracy, evaluate
 

@@ -18,9 +18,9 @@ from epd.sampling_params import SamplingParams
 from epd.stages.encode.splicing import EmbeddingSplicer
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, TokenOutput
-from epd.stages.media import decode_groups, encode_group, plan_media
 from epd.stages.visual_inputs import PlacedEmbeddings
 from epd.types import StageTimings, content_hash
+from tests.colocated import decode_groups, encode_group, plan_media
 
 MAX_TOKENS = 12
 QUESTIONS = ("What is shown?", "how many", "Which colour is the shape? Ä 漢 🙂")

@@ -11,8 +11,8 @@ from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.models import embedded_model_path
 from epd.shapes import make_scene
-from epd.stages.colocated import ColocatedPipeline
 from epd.video.demo_video import write_demo_video
+from tests.colocated import ColocatedPipeline
 
 QUESTIONS = ["How many shapes are there?", "Which shape appears first?", "What colour is the star?"]
 

@@ -258,7 +258,7 @@ def test_two_frames_are_three_tokens_whatever_the_length(num_frames: int) -> Non
 def test_both_steps_run_resume_and_leave_a_checkpoint_that_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from epd.stages.colocated import ColocatedPipeline
+    from tests.colocated import ColocatedPipeline
 
     clips.write_shard(tmp_path, 0, 4, shard_frames=32, size=(32, 96))
     monkeypatch.setattr(lane_language, "VALIDATED", ((4, 1),))

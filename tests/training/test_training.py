@@ -186,7 +186,7 @@ def _count_updates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_both_steps_run_resume_and_leave_a_checkpoint_that_loads(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from epd.stages.colocated import ColocatedPipeline
+    from tests.colocated import ColocatedPipeline
 
     monkeypatch.setattr(vision, "_WHITENING_PAIRS", 64)
     tower, state = tmp_path / "tower.pt", tmp_path / "state.pt"

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from epd.transfer.bounded_queue import BoundedQueue, BusyClock, QueueClosed
+from epd.transfer.bounded_queue import BoundedQueue, QueueClosed
 
 
 def test_a_queue_holds_so_much_and_then_its_producer_waits() -> None:
@@ -46,15 +46,3 @@ def test_closing_wakes_who_waits_to_put_and_drops_the_rest() -> None:
         queue.put(2, 1)
     assert list(queue) == []
     closer.join()
-
-
-def test_a_clock_counts_what_is_under_way() -> None:
-    clock = BusyClock()
-    assert clock.total_s == 0
-    clock.start()
-    time.sleep(0.02)
-    assert clock.total_s >= 0.02
-    clock.stop()
-    stopped_s = clock.total_s
-    time.sleep(0.02)
-    assert clock.total_s == stopped_s

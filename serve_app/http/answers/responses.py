@@ -298,6 +298,9 @@ def span_report(span: StageSpan, record: RequestRecord) -> SpanReport:
         group=span.group,
         frame_times_s=list(span.frame_times_s) or None,
         kept=[_kept_report(each) for each in span.kept] or None,
+        frames=span.num_frames or None,
+        notes=list(span.notes) or None,
+        choice=span.choice or None,
     )
 
 

@@ -11,12 +11,14 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-from fastapi import Request
+from typing import TYPE_CHECKING
 
 from epd.errors import RequestError, RequestLimitError, RequestTimeoutError
 from epd.serve_app.media.spool_files import ByteBudget
 from epd.serve_app.observability.record import RequestRecord, record_of
+
+if TYPE_CHECKING:
+    from fastapi import Request  # its limits are read without a web server
 
 _JSON_TYPES = ("", "application/json")
 

@@ -12,6 +12,7 @@ from epd.errors import RequestError
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.completion_request import COMPLETION_FIELDS, CompletionRequest
 from epd.serve_app.http.server_state import ParsedRequest, ServerState
+from epd.serve_app.observability.record import record_of
 from epd.serve_app.service import ModelCard, PromptService
 
 
@@ -44,7 +45,7 @@ async def checked_completion(
     model = server.check_options(request, options)
     received = wanted.prompts()
     _budget_of(options, received, num_bytes, model).check(server.settings.limits)
-    parsed = await server.accepted(request, ParsedRequest(options, (), ()), model)
+    parsed = await server.accepted(ParsedRequest(options, (), ()), record_of(request), model)
     prompts, echoed = [], []
     for number, prompt in enumerate(received):
         place = f"prompt[{number}]" if len(received) > 1 else "prompt"

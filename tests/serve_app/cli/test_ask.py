@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ from typer.testing import CliRunner, Result
 
 from epd.encoders import ADAPTERS
 from epd.engine_config import EngineConfig
-from epd.errors import RequestError
 from epd.serve_app.cli.ask import cost_line
 from epd.serve_app.cli.program import app
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.setup import build_engine
 from epd.types import Answer, StageTimings, Usage
 from tests.media import write_audio_only, write_image, write_video
 
@@ -131,9 +133,12 @@ def test_a_folder_without_a_model_gives_one_line(media: dict[str, Path], tmp_pat
     assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", tmp_path), "config.json")
 
 
-def test_a_broken_model_config_gives_one_line(media: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", tmp_path), "config.json")
+def test_a_broken_model_config_gives_one_line(
+    media: dict[str, Path], tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    model = shutil.copytree(checkpoints["qwen2_5_vl"], tmp_path / "model")
+    (model / "config.json").write_text("{", encoding="utf-8")
+    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", model), "config.json")
 
 
 def test_a_model_without_weights_gives_one_line(
@@ -169,17 +174,24 @@ def test_weights_that_lack_a_tensor_give_one_line(
 def test_passes_are_captured_unless_it_is_told_not_to(
     media: dict[str, Path], monkeypatch: pytest.MonkeyPatch, is_eager: bool
 ) -> None:
-    def told(*_: object, options: EngineConfig, **__: object) -> None:
-        raise RequestError(f"eager: {options.enforce_eager}")
+    told: list[bool] = []
 
-    monkeypatch.setattr("epd.stages.pipeline.build_engine", told)
+    def build(*args: Any, options: EngineConfig, **more: Any) -> LanguageEngine:
+        told.append(options.enforce_eager)
+        return build_engine(*args, options=options, **more)
+
+    monkeypatch.setattr("epd.serve_app.worker.worker_stages.build_engine", build)
     options = ["--enforce-eager"] if is_eager else []
-    assert_one_clear_line(run("ask", media["image"], QUESTION, *options), f"eager: {is_eager}")
+    assert run("ask", media["image"], QUESTION, *options).exit_code == 0
+    assert told == [is_eager]
 
 
-def test_an_unsupported_model_type_lists_the_supported(media: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
-    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", tmp_path), "'bert'", *ADAPTERS)
+def test_an_unsupported_model_type_lists_the_supported(
+    media: dict[str, Path], tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    model = shutil.copytree(checkpoints["qwen2_5_vl"], tmp_path / "model")
+    (model / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
+    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", model), "'bert'", *ADAPTERS)
 
 
 @pytest.mark.parametrize(

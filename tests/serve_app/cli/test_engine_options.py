@@ -81,12 +81,12 @@ def test_a_command_has_the_flag_of_each_field_with_its_help(command: str) -> Non
 def test_no_command_names_a_field_as_its_parameter() -> None:
     """Nor does anything on the way from the command to the engine's builder."""
     ways = [
-        *(ROOT / "serve_app/cli" / f"{module}.py" for module in (*COMMANDS, "pipelines")),
+        *(ROOT / "serve_app/cli" / f"{module}.py" for module in (*COMMANDS, "own_model", "conversations")),
         *(
             ROOT / name
-            for name in ("serve_app/llm.py", "serve_app/local/batch.py", "serve_app/ray/batch_app.py")
+            for name in ("serve_app/llm.py", "serve_app/local/own_service.py", "serve_app/ray/batch_app.py")
         ),
-        *(ROOT / "stages" / name for name in ("pipeline.py", "engine/setup.py", "batch/batch.py")),
+        ROOT / "stages/engine/setup.py",
     ]
     assert {path: named for path in ways if (named := _parameters(path) & _ENGINE_ALONE)} == {}
 

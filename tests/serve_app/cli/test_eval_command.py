@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import pytest
 
 from epd.eval.demo import demo_cases
 from epd.eval.verdicts import Verdict, VerdictLog
+from epd.serve_app.cli import own_model
+from epd.serve_app.cli.own_model import open_model
 from epd.serve_app.cli.program import app
+from epd.serve_app.local.own_service import OwnService
 from epd.shapes import LEVELS, Scene
-from epd.stages.colocated import ColocatedPipeline
-from epd.stages.pipeline import Pipeline
 from epd.video.demo_video import write_demo_video
 from tests.media import write_video
 
@@ -49,18 +52,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of what the pipeline was asked to do, in order."""
-    names: list[str] = []
-    for name in ("encode_media", "prefill_encoded", "prefill_media"):
-        method = getattr(ColocatedPipeline, name)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many groups of frames the model of each command has encoded, in the end."""
+    encoded: list[int] = []
 
-        def counted(self: Any, *args: Any, _name: str = name, _method: Any = method, **options: Any) -> Any:
-            names.append(_name)
-            return _method(self, *args, **options)
+    @contextmanager
+    def counted(*args: Any, **options: Any) -> Iterator[OwnService]:
+        with open_model(*args, **options) as service:
+            yield service
+            encoded.append(int(service.counters()["encoded_groups"]))
 
-        monkeypatch.setattr(ColocatedPipeline, name, counted)
-    return names
+    monkeypatch.setattr("epd.serve_app.cli.evaluation.open_model", counted)
+    return encoded
 
 
 def test_every_question_is_judged_with_every_setting(finished: Path) -> None:
@@ -98,7 +101,7 @@ def test_what_is_kept_falls_as_planned(finished: Path) -> None:
 
 
 def test_rows_are_printed_for_machines_as_asked_for(
-    finished: Path, calls: list[str], capsys: pytest.CaptureFixture[str]
+    finished: Path, calls: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = (
         "--retention",
@@ -120,11 +123,11 @@ def test_rows_are_printed_for_machines_as_asked_for(
     ]
     assert rows[0]["accuracy"] == 1.0
     assert all(row["ttft_s"] > 0 for row in rows)
-    assert calls == []
+    assert calls == [0]
 
 
 def test_a_killed_evaluation_does_only_what_is_missing(
-    finished: Path, tmp_path: Path, calls: list[str]
+    finished: Path, tmp_path: Path, calls: list[int]
 ) -> None:
     """Killed in the middle of the line that came after the first setting's verdicts."""
     out = tmp_path / "verdicts.jsonl"
@@ -132,7 +135,9 @@ def test_a_killed_evaluation_does_only_what_is_missing(
     out.write_bytes(b"".join(lines[:6]) + lines[6][:40])
     options = (*ONE_VIDEO, "--method", "random", "--method", "uniform", "--retention", "0.25", "--out", out)
     assert run(*options, "--ttft-videos", "0") == 0
-    assert calls == ["encode_media", "prefill_encoded", "prefill_encoded"]
+    assert run(*ONE_VIDEO, "--retention", "1.0", "--ttft-videos", "0") == 0
+    two_settings, one_setting = calls
+    assert two_settings == one_setting > 0, "the video is encoded once"
     assert _answers(out) == _answers(finished)
 
 
@@ -170,7 +175,7 @@ def test_demo_videos_are_filmed_as_asked_and_verdicts_of_other_footage_are_apart
         shown.append(options["filming"])
         return write_demo_video(*args, **options)
 
-    monkeypatch.setattr("epd.stages.evaluation.write_demo_video", write)
+    monkeypatch.setattr("epd.serve_app.cli.evaluation.write_demo_video", write)
     (tmp_path / "clips").mkdir()
     behind = write_video(tmp_path / "clips" / "behind.mp4").parent
     filmed = ("--footage", "busy", "--background", behind)
@@ -266,7 +271,7 @@ def test_what_makes_no_sense_is_refused_in_one_line_before_a_model_is_loaded(
     options: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "--model" not in options:
-        monkeypatch.delattr(Pipeline, "load")
+        monkeypatch.delattr(own_model, "own_service")
     assert run(*options) == 2
     error = capsys.readouterr().err
     assert words in error

@@ -17,10 +17,10 @@ from epd.encoders import FrameSampling, VideoFacts, load_adapter
 from epd.engine_config import EngineConfig
 from epd.pixel_settings import AUTHORS_LIMITS, BARE_PROCESSOR, PIXEL_FIELDS, PixelSettings
 from epd.serve_app.app_args import MEDIA_FIELDS, STAGE_FIELDS, AppArgs
+from epd.serve_app.cli.own_model import OwnBackend, open_model
 from epd.serve_app.cli.program import app
 from epd.serve_app.composition import media_settings, worker_settings
 from epd.serve_app.http.address import HttpAddress
-from epd.serve_app.local.batch import LocalBackend
 from epd.serve_app.local.server import served_locally
 from tests.encoders.tiny_tiles import BUILDERS
 from tests.media import write_video
@@ -148,9 +148,9 @@ def test_estimate_answer_and_batch_agree(
     assert answer["usage"]["prompt_tokens"] == estimate["prompt_tokens"]
     assert math.prod((smaller["media"][0]["height"], smaller["media"][0]["width"])) <= 50_000
 
-    backend = LocalBackend.load(model, EngineConfig(num_kv_tokens=8192, **pixels.given))
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body_of(clip)}
-    run(tmp_path, backend, [line])
+    with open_model(model, EngineConfig(num_kv_tokens=8192, **pixels.given)) as service:
+        run(tmp_path, OwnBackend(service, max_requests=4), [line])
     usage = read(tmp_path / "out.jsonl")["a"]["response"]["body"]["usage"]
     assert usage["prompt_tokens"] == estimate["prompt_tokens"]
 

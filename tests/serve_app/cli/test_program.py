@@ -81,7 +81,7 @@ main()
 @pytest.mark.parametrize(
     ("package", "words", "advice"),
     [
-        ("fastapi", "chat clip.mp4", "install epd-vlm with [serve], or with [local] where Ray is not needed"),
+        ("fastapi", "serve --local", "install epd-vlm with [serve], or with [local] where Ray is not needed"),
         ("ray", "serve --topology 1epd", "install epd-vlm with [serve]"),
     ],
 )

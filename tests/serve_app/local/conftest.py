@@ -1,21 +1,23 @@
-"""A pipeline for batches and the colocated pipeline it must equal, of one tiny checkpoint."""
+"""A model of this process that answers batches, and the plain loop that it must equal."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from epd.engine_config import EngineConfig
-from epd.serve_app.local.batch import LocalBackend
-from epd.serve_app.service import ModelCard
-from epd.stages.batch.batch import BatchPipeline
-from epd.stages.colocated import ColocatedPipeline
+from epd.serve_app.cli.own_model import OwnBackend, open_model
+from epd.serve_app.local.own_service import OwnService
+from tests.colocated import ColocatedPipeline
 
 
-@pytest.fixture(scope="session")
-def batch_pipeline(checkpoints: dict[str, Path]) -> BatchPipeline:
-    return BatchPipeline.load(checkpoints["qwen2_5_vl"], EngineConfig(num_threads=1, num_kv_tokens=8192))
+@pytest.fixture(scope="package")
+def service(checkpoints: dict[str, Path]) -> Iterator[OwnService]:
+    config = EngineConfig(num_threads=1, num_kv_tokens=8192)
+    with open_model(checkpoints["qwen2_5_vl"], config, model_name="tiny") as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")
@@ -24,5 +26,5 @@ def colocated(checkpoints: dict[str, Path]) -> ColocatedPipeline:
 
 
 @pytest.fixture
-def backend(batch_pipeline: BatchPipeline) -> LocalBackend:
-    return LocalBackend(batch_pipeline, ModelCard("tiny", 0))
+def backend(service: OwnService) -> OwnBackend:
+    return OwnBackend(service, max_requests=56)

@@ -16,8 +16,8 @@ from epd.batch.http_backend import HttpBackend
 from epd.batch.line_index import LineIndex
 from epd.batch.lines import LineDefaults
 from epd.batch.tasks import Backend
+from epd.serve_app.cli.own_model import OwnBackend
 from epd.serve_app.files.settings import FileSettings
-from epd.serve_app.local.batch import LocalBackend
 from tests.batch.bad_lines import DRAWN_LINES, bad_lines
 from tests.serve_app.conftest import Front
 from tests.serve_app.files.test_batches import CHAT, FINAL
@@ -73,7 +73,7 @@ def of_server(front: Front) -> Answer:
 def answer(
     request: pytest.FixtureRequest,
     tmp_path: Path,
-    backend: LocalBackend,
+    backend: OwnBackend,
     run_front: Callable[..., Front],
 ) -> Answer:
     if request.param == "one process":

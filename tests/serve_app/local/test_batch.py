@@ -1,4 +1,4 @@
-"""The pipeline of threads: answers equal those of the colocated pipeline, media are worked on once."""
+"""Batches in one process: answers equal those of the plain loop, media are worked on once."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from epd.batch.line_index import LineIndex
 from epd.batch.lines import LineDefaults
 from epd.batch.summary import Summary
 from epd.batch.tasks import Backend, MediaTask
+from epd.encoders import MediaPlan
+from epd.encoders.batch import FrameEncoder
 from epd.engine_config import EngineConfig
 from epd.reduction import ReductionPolicy
-from epd.serve_app.local.batch import LocalBackend
-from epd.serve_app.service import ModelCard
-from epd.stages import group_driver
-from epd.stages.batch.batch import BatchPipeline
-from epd.stages.colocated import ColocatedPipeline
+from epd.serve_app.cli.own_model import OwnBackend, open_model
+from epd.serve_app.local.own_service import OwnService
 from epd.stages.engine.sequence import TokenSequence
-from epd.stages.group_driver import GroupDriver, MediaJob
-from tests.media import write_video
+from tests.colocated import ColocatedPipeline
+from tests.media import write_image, write_video
+from tests.serve_app.server import wait_until
 
 QUESTIONS = ("What is shown?", "Which colour?", "How many squares are there, and where do they go?")
 MAX_TOKENS = 6
 
 
-def run(folder: Path, backend: LocalBackend, records: list[dict[str, Any]], **defaults: Any) -> Summary:
+def run(folder: Path, backend: OwnBackend, records: list[dict[str, Any]], **defaults: Any) -> Summary:
     (folder / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
     @contextmanager
@@ -51,8 +51,8 @@ def read(path: Path) -> dict[Any, dict[str, Any]]:
 def test_answers_equal_those_of_one_by_one_and_media_are_worked_on_once(
     tmp_path: Path,
     media: dict[str, Path],
-    backend: LocalBackend,
-    batch_pipeline: BatchPipeline,
+    backend: OwnBackend,
+    service: OwnService,
     colocated: ColocatedPipeline,
 ) -> None:
     names = (["video"], ["tall_video"], ["image", "wide_image"], ["image"])
@@ -66,46 +66,47 @@ def test_answers_equal_those_of_one_by_one_and_media_are_worked_on_once(
             )
             lines.append({"id": line_id, "question": question, **about})
     summary = run(tmp_path, backend, lines, num_frames=6, max_tokens=MAX_TOKENS)
-    answers = {line_id: record["answer"] for line_id, record in read(tmp_path / "out.jsonl").items()}
+    out = tmp_path / "out.jsonl"
+    answers = {line_id: record["answer"] for line_id, record in read(out).items()}
     assert answers == {
         line_id: colocated.ask(paths, question, num_frames=6, max_tokens=MAX_TOKENS).text
         for line_id, (paths, question) in asked.items()
     }
     assert len(set(answers.values())) > 6
-    counts = summary.counts
     assert summary.num_groups == 4
-    assert counts.num_decoded == counts.num_encoded == counts.num_prefilled == 5
-    assert batch_pipeline.engine.counts.num_cached_tokens > 0
-    assert_nothing_left(batch_pipeline)
+    assert 3 <= (summary.counts.num_encoded or 0) <= 4  # the image of the last group may be encoded by then
+    cached = [record["usage"]["prompt_tokens_details"]["cached_tokens"] for record in read(out).values()]
+    assert sum(num > 0 for num in cached) >= len(cached) - summary.num_groups
+    assert_nothing_left(service)
 
 
-def assert_nothing_left(pipeline: BatchPipeline) -> None:
-    engine = pipeline.engine
-    assert not engine.has_work()
-    assert engine.kv.num_free_blocks(0) == engine.kv.spec.num_blocks[0]
-    engine.check_integrity()
+def assert_nothing_left(service: OwnService) -> None:
+    """Once the workers have reported that requests have ended."""
+
+    def is_idle() -> bool:
+        workers = service.status.workers
+        return all((each.num_waiting, each.num_running, each.kv_usage or 0) == (0, 0, 0) for each in workers)
+
+    wait_until(is_idle)
 
 
 def test_what_is_wrong_with_one_medium_or_line_stays_there(
     tmp_path: Path,
     media: dict[str, Path],
-    backend: LocalBackend,
-    batch_pipeline: BatchPipeline,
+    backend: OwnBackend,
+    service: OwnService,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "text.mp4").write_text("no video\n" * 99)
-    broken = write_video(tmp_path / "broken.mp4", seed=9)
-    encode, encode_group = GroupDriver._encode, group_driver.encode_group
+    broken = write_video(tmp_path / "broken.mp4", seed=9, width=320)
+    patches = FrameEncoder.patches
 
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("no memory")
+    def break_one(encoder: FrameEncoder, frames: Any, plan: MediaPlan) -> Any:
+        if plan.resized[1] > 3 * plan.resized[0]:
+            raise RuntimeError("no memory")
+        return patches(encoder, frames, plan)
 
-    def break_one(driver: GroupDriver[MediaJob], job: MediaJob, decoded: Any) -> Any:
-        is_broken = "broken" in str(job.sources[0])
-        monkeypatch.setattr(group_driver, "encode_group", fail if is_broken else encode_group)
-        return encode(driver, job, decoded)
-
-    monkeypatch.setattr(GroupDriver, "_encode", break_one)
+    monkeypatch.setattr(FrameEncoder, "patches", break_one)
     push = TokenSequence.push
 
     def break_one_answer(choice: TokenSequence, token: Any) -> Any:
@@ -142,16 +143,16 @@ def test_what_is_wrong_with_one_medium_or_line_stays_there(
         "a bug in its pass": "InternalError",
         "no number": "RequestError",
         "fps and frames": "RequestError",
-        "not encoded": "EPDError",
-        "not encoded too": "EPDError",
+        "not encoded": "EncodeError",
+        "not encoded too": "EncodeError",
     }
     assert read(tmp_path / "out.jsonl").keys() == {"good", "fine"}
     assert summary.tally.num_failed == 11
-    assert_nothing_left(batch_pipeline)
+    assert_nothing_left(service)
 
 
 def test_frames_that_could_not_be_decoded_are_in_the_result(
-    tmp_path: Path, media: dict[str, Path], damaged_video: Path, backend: LocalBackend
+    tmp_path: Path, media: dict[str, Path], damaged_video: Path, backend: OwnBackend
 ) -> None:
     parts = [
         {"type": "video_url", "video_url": {"url": damaged_video.as_uri()}},
@@ -172,9 +173,10 @@ def test_frames_that_could_not_be_decoded_are_in_the_result(
 
 
 def test_openai_lines_give_openais_completions(
-    tmp_path: Path, media: dict[str, Path], backend: LocalBackend, colocated: ColocatedPipeline
+    tmp_path: Path, media: dict[str, Path], backend: OwnBackend, colocated: ColocatedPipeline
 ) -> None:
-    data = base64.b64encode(media["image"].read_bytes()).decode()
+    image = write_image(tmp_path / "own.png", height=96, width=200)  # which no cache has yet
+    data = base64.b64encode(image.read_bytes()).decode()
     picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     text = {"type": "text", "text": QUESTIONS[0]}
 
@@ -193,7 +195,7 @@ def test_openai_lines_give_openais_completions(
     summary = run(tmp_path, backend, lines)
     answered, failed = read(tmp_path / "out.jsonl"), read(tmp_path / "out.errors.jsonl")
     bodies = {name: record["response"]["body"] for name, record in answered.items()}
-    expected = colocated.ask([media["image"]], QUESTIONS[0], max_tokens=MAX_TOKENS)
+    expected = colocated.ask([image], QUESTIONS[0], max_tokens=MAX_TOKENS)
     assert bodies["plain"]["choices"][0]["message"]["content"] == expected.text
     assert bodies["plain"]["usage"]["completion_tokens"] == len(expected.token_ids)
     assert bodies["plain"]["usage"]["prompt_tokens"] == expected.usage.prompt_tokens
@@ -201,14 +203,13 @@ def test_openai_lines_give_openais_completions(
     assert len(logprobs) == len(expected.token_ids)
     assert len(logprobs[0]["top_logprobs"]) == 2
     assert [choice["index"] for choice in bodies["two"]["choices"]] == [0, 1]
-    assert bodies["words alone"]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert failed["other model"]["response"]["status_code"] == 404
     assert failed["tools"]["error"]["code"] == "RequestError"
-    assert summary.counts.num_decoded == 1
+    assert summary.counts.num_encoded == 1
 
 
 def test_the_media_are_prefilled_once_though_the_first_questions_cannot_be_asked(
-    tmp_path: Path, media: dict[str, Path], backend: LocalBackend, batch_pipeline: BatchPipeline
+    tmp_path: Path, media: dict[str, Path], backend: OwnBackend, service: OwnService
 ) -> None:
     """Whatever is asked about them: what stands before the media belongs to them, not to a question."""
     picture = {"type": "image_url", "image_url": {"url": media["image"].as_uri()}}
@@ -230,13 +231,14 @@ def test_the_media_are_prefilled_once_though_the_first_questions_cannot_be_asked
 
     good = [line(question, question) for question in QUESTIONS]
     bad = [line("reserved", "What is <|video_pad|>?"), line("too long", "What? " * 2000)]
+    num_encoded = service.counters()["encoded_groups"]
     found = answers([*bad, *good], "all")
-    assert batch_pipeline.num_prefilled == 1
+    assert service.counters()["encoded_groups"] <= num_encoded + 1
     assert found == {
         name: answer for each in good for name, answer in answers([each], each["custom_id"]).items()
     }
     assert answers([line("system", "What?", "Say <|image_pad|>."), *good], "refused") == found
-    assert_nothing_left(batch_pipeline)
+    assert_nothing_left(service)
 
 
 def test_media_wait_for_room_in_a_small_cache(
@@ -245,42 +247,38 @@ def test_media_wait_for_room_in_a_small_cache(
     """Room for about one video and an answer: they come one after the other, and none is given up."""
     context = colocated.prefill_media([media["video"]], num_frames=6)
     num_tokens = len(context.prefix_ids) + 100
-    pipeline = BatchPipeline.load(
-        checkpoints["qwen2_5_vl"], EngineConfig(num_threads=1, num_kv_tokens=num_tokens)
-    )
+    config = EngineConfig(num_threads=1, num_kv_tokens=num_tokens)
     videos = [write_video(tmp_path / f"{number}.mp4", seed=number) for number in range(3)]
     lines = [
         {"id": f"{path.name} {question}", "video": str(path), "question": question}
         for question in QUESTIONS
         for path in videos
     ]
-    backend = LocalBackend(pipeline, ModelCard("tiny", 0))
-    summary = run(tmp_path, backend, lines, num_frames=6, max_tokens=40)
-    assert (summary.tally.num_answered, summary.tally.num_failed) == (9, 0)
-    assert pipeline.num_prefilled == 3
-    assert_nothing_left(pipeline)
     run_again = tmp_path / "again"
     run_again.mkdir()
-    summary = run(run_again, backend, [{**lines[0], "num_frames": 40}, lines[1]], max_tokens=40)
+    with open_model(checkpoints["qwen2_5_vl"], config) as service:
+        backend = OwnBackend(service, max_requests=56)
+        summary = run(tmp_path, backend, lines, num_frames=6, max_tokens=40)
+        assert (summary.tally.num_answered, summary.tally.num_failed) == (9, 0)
+        assert_nothing_left(service)
+        summary = run(run_again, backend, [{**lines[0], "num_frames": 40}, lines[1]], max_tokens=40)
     assert (summary.tally.num_answered, summary.tally.num_failed) == (1, 1)
-    assert "does not fit" in (run_again / "out.errors.jsonl").read_text()
+    assert "fit" in (run_again / "out.errors.jsonl").read_text()
 
 
 def test_what_stands_still_is_encoded_once(
-    tmp_path: Path, checkpoints: dict[str, Path], still_video: Path, backend: LocalBackend
+    tmp_path: Path, checkpoints: dict[str, Path], still_video: Path, backend: OwnBackend
 ) -> None:
     """The answers are those of a pipeline that encodes every unit, and the summary tells what was skipped."""
-    pipeline = BatchPipeline.load(
-        checkpoints["qwen2_5_vl"], EngineConfig(num_threads=1, num_kv_tokens=8192, skip_static=0.0)
-    )
-    skipping = LocalBackend(pipeline, ModelCard("tiny", 0))
+    config = EngineConfig(num_threads=1, num_kv_tokens=8192, skip_static=0.0)
     lines = [{"id": text, "video": str(still_video), "question": text} for text in QUESTIONS]
     answers, summaries = [], []
-    for name, each in (("plain", backend), ("skipping", skipping)):
-        folder = tmp_path / name
-        folder.mkdir()
-        summaries.append(run(folder, each, lines, num_frames=20, max_tokens=MAX_TOKENS))
-        answers.append({key: record["answer"] for key, record in read(folder / "out.jsonl").items()})
+    with open_model(checkpoints["qwen2_5_vl"], config) as skipping:
+        for name, each in (("plain", backend), ("skipping", OwnBackend(skipping, max_requests=56))):
+            folder = tmp_path / name
+            folder.mkdir()
+            summaries.append(run(folder, each, lines, num_frames=20, max_tokens=MAX_TOKENS))
+            answers.append({key: record["answer"] for key, record in read(folder / "out.jsonl").items()})
     assert answers[0] == answers[1]
     assert len(set(answers[0].values())) > 1
     assert [each.counts.num_units_skipped for each in summaries] == [0, 6]
@@ -288,7 +286,7 @@ def test_what_stands_still_is_encoded_once(
 
 
 def test_parts_of_a_video_are_answered_as_if_they_were_all_of_it(
-    tmp_path: Path, media: dict[str, Path], backend: LocalBackend, colocated: ColocatedPipeline
+    tmp_path: Path, media: dict[str, Path], backend: OwnBackend, colocated: ColocatedPipeline
 ) -> None:
     parts: list[dict[str, float]] = [{}, {"start_s": 1.0, "end_s": 3.0}, {"start_s": 2.5}]
     about = {"video": str(media["video"]), "question": QUESTIONS[0]}
@@ -305,7 +303,7 @@ def test_parts_of_a_video_are_answered_as_if_they_were_all_of_it(
 
 
 def test_leaving_early_leaves_nothing_behind(
-    media: dict[str, Path], backend: LocalBackend, batch_pipeline: BatchPipeline, tmp_path: Path
+    media: dict[str, Path], backend: OwnBackend, service: OwnService, tmp_path: Path
 ) -> None:
     lines = [
         {"id": number, "video": str(media["video"]), "question": f"What is {number}?"}
@@ -318,24 +316,31 @@ def test_leaving_early_leaves_nothing_behind(
     tasks = (MediaTask(group.first, index.lines(group)) for group in index.groups())
     with backend.run(tasks) as outcomes:
         assert next(outcome for outcome in outcomes if outcome is not None)
-    assert_nothing_left(batch_pipeline)
+    assert_nothing_left(service)
     index.close()
 
 
-def test_what_breaks_a_thread_ends_the_run(
-    tmp_path: Path, media: dict[str, Path], backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+def test_a_repeated_line_has_the_same_draws(
+    tmp_path: Path, media: dict[str, Path], backend: OwnBackend
 ) -> None:
-    def broken(*_: Any) -> Any:
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr(group_driver, "encode_group", broken)
-    with pytest.raises(ZeroDivisionError, match="a bug"):
-        run(tmp_path, backend, [{"id": 1, "video": str(media["video"]), "question": "What?"}])
-    assert (tmp_path / "out.jsonl").read_bytes() == b""
+    picture = {"type": "image_url", "image_url": {"url": media["image"].as_uri()}}
+    parts = [picture, {"type": "text", "text": "What?"}]
+    body = {"messages": [{"role": "user", "content": parts}], "temperature": 2, "max_tokens": 12}
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body} for name in "abc"
+    ]
+    runs = []
+    for name in ("once", "again"):
+        (tmp_path / name).mkdir()
+        run(tmp_path / name, backend, lines)
+        records = read(tmp_path / name / "out.jsonl")
+        runs.append({key: each["response"]["body"]["choices"][0]["message"] for key, each in records.items()})
+    assert runs[0] == runs[1]
+    assert len({message["content"] for message in runs[0].values()}) == 3
 
 
 def test_reduced_media_give_the_answers_of_the_colocated_pipeline(
-    tmp_path: Path, media: dict[str, Path], backend: LocalBackend, colocated: ColocatedPipeline
+    tmp_path: Path, media: dict[str, Path], backend: OwnBackend, colocated: ColocatedPipeline
 ) -> None:
     """The same video whole and reduced: two groups, of which each has its own tokens."""
     video = {"type": "video_url", "video_url": {"url": media["video"].as_uri()}}

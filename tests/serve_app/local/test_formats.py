@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from epd.serve_app.local.batch import LocalBackend
+from epd.serve_app.cli.own_model import OwnBackend
 from tests.serve_app.local.test_batch import read, run
 
 
 def test_lines_get_answers_in_their_formats(
-    tmp_path: Path, media: dict[str, Path], backend: LocalBackend
+    tmp_path: Path, media: dict[str, Path], backend: OwnBackend
 ) -> None:
     def line(name: str, **more: Any) -> dict[str, Any]:
         parts = [

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoProcessor
 
 from epd.encoders import FrameSampling
-from epd.serve_app.local.batch import LocalBackend
+from epd.serve_app.cli.own_model import OwnBackend
 from tests.reference import MAX_TOKENS, generated, processor_inputs
 from tests.serve_app.local.test_batch import read, run
 from tests.tiny_models import load_reference
@@ -21,7 +21,7 @@ SAMPLINGS = {"image": FrameSampling(), "video": FrameSampling(num_frames=4)}
 @pytest.mark.filterwarnings("ignore:Passing `min_pixels` and `max_pixels`:FutureWarning")
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_lines_get_media_of_their_size(
-    tmp_path: Path, media: dict[str, Path], checkpoints: dict[str, Path], backend: LocalBackend, kind: str
+    tmp_path: Path, media: dict[str, Path], checkpoints: dict[str, Path], backend: OwnBackend, kind: str
 ) -> None:
     sizes: dict[str, dict[str, Any]] = {
         "own": {},
@@ -56,7 +56,7 @@ def test_lines_get_media_of_their_size(
 
 
 def test_a_line_names_no_medium_that_another_sent(
-    tmp_path: Path, media: dict[str, Path], backend: LocalBackend
+    tmp_path: Path, media: dict[str, Path], backend: OwnBackend
 ) -> None:
     def line(name: str, **part: Any) -> dict[str, Any]:
         parts = [{"type": "image_url", "uuid": "a", **part}, {"type": "text", "text": TEXT}]
@@ -66,4 +66,4 @@ def test_a_line_names_no_medium_that_another_sent(
     run(tmp_path, backend, [line("sent", image_url={"url": media["image"].as_uri()}), line("named")])
     assert read(tmp_path / "out.jsonl").keys() == {"sent"}
     (refused,) = read(tmp_path / "out.errors.jsonl").values()
-    assert "received a uuid without a URL; allowed in a batch: with it" in str(refused)
+    assert "send it again with its URL" in str(refused)

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from epd.batch import http_backend
 from epd.batch.driver import BatchPlan, run_batch
 from epd.batch.lines import LineDefaults
+from epd.serve_app.cli.own_model import OwnBackend
 from epd.serve_app.cli.program import app
-from epd.serve_app.local.batch import LocalBackend
 from epd.serve_app.messages import Prefill
 from epd.stages.engine.engine import LanguageEngine
 from tests.serve_app.deployments import Deployment
@@ -50,7 +50,7 @@ def failures(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def test_lines_that_meet_a_bug_of_this_process_are_explained(
-    tmp_path: Path, backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, backend: OwnBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add = LanguageEngine.add
 
@@ -65,7 +65,7 @@ def test_lines_that_meet_a_bug_of_this_process_are_explained(
     assert (summary.tally.num_answered, summary.tally.num_failed) == (NUM_LINES - 3, 3)
     told = failures(tmp_path)
     assert told.keys() == POISONED
-    assert {each["code"] for each in told.values()} == {"InternalError"}
+    assert {each["code"] for each in told.values()} == {"WorkerFaultError"}
     assert all("ZeroDivisionError" in each["message"] for each in told.values())
 
 

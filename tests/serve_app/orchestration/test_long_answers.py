@@ -23,9 +23,9 @@ from epd.sampling_params import SamplingParams
 from epd.serve_app.observability.record import RequestRecord
 from epd.shapes import make_scene
 from epd.shapes.stories import TOLD_KINDS, facts_told, make_stories
-from epd.stages.colocated import ColocatedPipeline
 from epd.video.demo_video import write_demo_video
 from tests import reference
+from tests.colocated import ColocatedPipeline
 from tests.serve_app.deployments import LETTERS, Question, deployed, undisturbed, until_decoding
 from tests.tiny_models import load_reference
 from training.clips import HELD_OUT_SEED

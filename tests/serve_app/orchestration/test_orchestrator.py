@@ -15,7 +15,7 @@ from epd.errors import InfeasibleError, MediaError, OverloadedError, RequestErro
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.serve_app.role_messages import SetRoles
-from epd.stages.colocated import ColocatedPipeline
+from tests.colocated import ColocatedPipeline
 from tests.serve_app.deployments import MAX_TOKENS, NUM_FRAMES, Answered, Question, deployed
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from epd.stages.colocated import ColocatedPipeline
 from epd.types import Answer
+from tests.colocated import ColocatedPipeline
 from tests.serve_app.conftest import JSON, data_url, image_part, video_part
 from tests.serve_app.ray.conftest import KEY, SHARED_TOPOLOGY
 from tests.serve_app.ray.declared_app import DeclaredApp

@@ -21,13 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import epd.stages.ranks.group
 from epd.engine_config import EngineConfig
 from epd.errors import InfeasibleError, RankLostError, RequestError, UnsupportedModelError
-from epd.stages.colocated import ColocatedPipeline
 from epd.stages.placement import CPU_FLOAT32
 from epd.stages.rank import Rank
 from epd.stages.ranks import follower
 from epd.stages.ranks.communicator import Communicator
 from epd.stages.ranks.group import ProcessRanks
 from epd.stages.ranks.loading import load_with_ranks
+from tests.colocated import ColocatedPipeline
 from tests.stages.ranks.thread_ranks import recorded
 
 LATE_S = 1.0

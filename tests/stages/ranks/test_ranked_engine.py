@@ -17,7 +17,6 @@ from epd.errors import RequestError
 from epd.kv.scheduling import SchedulerConfig
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
-from epd.stages.colocated import ColocatedPipeline
 from epd.stages.decoder.rank_cut import cut_model
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerationSettings
@@ -25,6 +24,7 @@ from epd.stages.engine.setup import build_engine
 from epd.stages.loading.weights import load_role
 from epd.stages.placement import CPU_FLOAT32
 from epd.stages.rank import Rank
+from tests.colocated import ColocatedPipeline
 from tests.engine_options import parted
 from tests.stages.prompts import MAX_TOKENS, QUESTIONS, Drive, Prompt, prompt_of
 from tests.stages.ranks.thread_ranks import ThreadRanks, recorded

@@ -11,9 +11,9 @@ import pytest
 from epd.encoders import load_adapter
 from epd.models import embedded_model_path
 from epd.shapes import make_questions, make_scene
-from epd.stages.colocated import ColocatedPipeline, EncodedMedia
 from epd.stages.engine.generation import GenerationSettings
 from epd.video.demo_video import write_demo_video
+from tests.colocated import ColocatedPipeline, EncodedMedia
 from tests.stages.reduction.prompts import Engines
 from tests.tiny_models import load_reference
 

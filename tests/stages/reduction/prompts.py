@@ -10,12 +10,12 @@ from epd.encoders import PromptPlan
 from epd.encoders.reduction import reduce_prompt
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
-from epd.stages.colocated import ColocatedPipeline, EncodedMedia
 from epd.stages.encode.splicing import EmbeddingSplicer
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerationSettings
 from epd.stages.engine.setup import build_engine
 from epd.stages.visual_inputs import PlacedEmbeddings
+from tests.colocated import ColocatedPipeline, EncodedMedia
 from tests.engine_options import parted
 from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
 

@@ -32,10 +32,10 @@ from epd.serve_app.app_args import AppArgs
 from epd.serve_app.cli.program import app
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.request_parsing import reduction_policy
-from epd.stages.colocated import ColocatedPipeline, EncodedMedia, MediaContext
 from epd.stages.decoder.decoder import FusedDecoder
 from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.packed_pass import Segment
+from tests.colocated import ColocatedPipeline, EncodedMedia, MediaContext
 from tests.encoders.families import Family
 from tests.serve_app.deployments import NUM_FRAMES as APP_FRAMES
 from tests.serve_app.deployments import Question, deployed

@@ -12,8 +12,8 @@ import pytest
 from epd.encoders.reduction import KeptCells, reduce_prompt
 from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy
-from epd.stages.colocated import ColocatedPipeline, EncodedMedia
 from epd.stages.encode.splicing import EmbeddingSplicer
+from tests.colocated import ColocatedPipeline, EncodedMedia
 from tests.serve_app.deployments import Answered, Question, deployed
 
 Cell = tuple[int, int, int]  # unit, row, column

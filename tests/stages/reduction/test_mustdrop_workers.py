@@ -17,10 +17,9 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
-from epd.stages.colocated import ColocatedPipeline, EncodedMedia
 from epd.stages.engine.engine import LanguageEngine
-from epd.stages.media import plan_media
 from epd.types import ceil_div
+from tests.colocated import ColocatedPipeline, EncodedMedia, plan_media
 from tests.serve_app.deployments import LETTERS, NUM_FRAMES, Deployment, Question, deployed, until_decoding
 from tests.serve_app.server import served, wait_until
 from tests.stages import test_split_stages

@@ -26,10 +26,10 @@ from epd.kv.scheduler_output import SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig
 from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy, layer_counts
-from epd.stages.colocated import ColocatedPipeline, EncodedMedia
 from epd.stages.engine.generation import GenerationSettings
 from epd.stages.reduction.pruning import smallest_keys
 from epd.stages.reduction.question_views import QuestionView
+from tests.colocated import ColocatedPipeline, EncodedMedia
 from tests.kv.test_scheduler_machine import VOCABULARY, SchedulerMachine
 from tests.stages.kv_values import tokens_at
 from tests.stages.prompts import Prompt

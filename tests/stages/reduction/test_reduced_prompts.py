@@ -16,8 +16,8 @@ from epd.encoders.identity import prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.models import embedded_model_path
 from epd.reduction import SELECTION_METHODS, ReductionPolicy
-from epd.stages.colocated import ColocatedPipeline, EncodedMedia
 from epd.stages.encode.splicing import EmbeddingSplicer
+from tests.colocated import ColocatedPipeline, EncodedMedia
 from tests.encoders.families import QUESTION, Family
 from tests.serve_app.deployments import Question, deployed
 from tests.stages.encode.workers import SAMPLING, clip_of

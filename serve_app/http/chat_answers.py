@@ -1,0 +1,257 @@
+"""Answers chat requests that are JSON already: checks them, holds their media, asks the service.
+
+The HTTP server does this for its routes; commands ask the service in their own process so, without HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from epd.control.request_budget import RequestLimits
+from epd.encoders import FrameSampling
+from epd.encoders.prompt.chat import ChatMessage
+from epd.errors import OverloadedError
+from epd.reduction import KEEP_ALL, ReductionPolicy, VisualBudget
+from epd.sampling_params import SamplingParams
+from epd.serve_app.files.settings import FileSettings
+from epd.serve_app.http.guard.body_reader import BodyLimits
+from epd.serve_app.http.requests.answer_format import answer_format
+from epd.serve_app.http.requests.chat_request import ChatRequest, EpdOptions
+from epd.serve_app.http.requests.named_media import NamedMedia
+from epd.serve_app.http.requests.request_cost import budget_of
+from epd.serve_app.http.requests.request_parsing import (
+    check_supported,
+    conversation,
+    heard_part,
+    model_named,
+    pixel_limits,
+    reduction_policy,
+    sampling_params,
+    video_sampling,
+    visual_budget,
+)
+from epd.serve_app.http.requests.tools import no_turns
+from epd.serve_app.observability.record import RequestRecord
+from epd.serve_app.service import (
+    AnswerItem,
+    AnswerRequest,
+    AnswerService,
+    MediaReference,
+    MediaService,
+    MediaSource,
+    ModelCard,
+    StageSpan,
+)
+from epd.stages.grammar.checker import GrammarChecker
+
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """Limits and policy of the HTTP server.
+
+    api_key: None allows every client
+    admin_api_key: required to change roles and to come before others; None allows no client
+    max_body_bytes: of one body
+    bodies: limits of all bodies being read
+    max_requests: requests answered at once
+    limits: of what one request may ask for
+    default_params, default_reduction: for requests without their own
+    max_visual_tokens: of each request, None for what the model's context has room for
+    default_deadline_s: of the first token, from arrival
+    max_named_media, max_named_bytes: media with a uuid that are kept to be asked about again
+    keep_alive_s: seconds of silence in a stream before a comment is sent
+    allowed_hosts: names that clients may use for the server, see `HostCheck`
+    trace_dir: folder for a Chrome trace of each request, of which the latest `max_traces` are kept
+    otlp_endpoint: base URL of a collector that gets OpenTelemetry traces
+    files: where files of clients and batches are kept; None keeps none
+    front: the label of this server's metrics; empty where it is the only one at its address
+    """
+
+    api_key: str | None = field(default=None, repr=False)
+    admin_api_key: str | None = field(default=None, repr=False)
+    max_body_bytes: int = 128 << 20
+    bodies: BodyLimits = field(default_factory=BodyLimits)
+    max_requests: int = 512
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    default_params: SamplingParams = field(default_factory=SamplingParams)
+    default_deadline_s: float | None = None
+    default_reduction: ReductionPolicy = KEEP_ALL
+    max_visual_tokens: int | None = None
+    max_named_media: int = 4096
+    max_named_bytes: int = 256 << 20
+    keep_alive_s: float = 15.0
+    allowed_hosts: frozenset[str] | None = None
+    trace_dir: Path | None = None
+    max_traces: int = 256
+    otlp_endpoint: str | None = None
+    files: FileSettings | None = None
+    front: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """The options of one request, as the service takes them."""
+
+    priority: int
+    sampling: SamplingParams
+    frame_sampling: FrameSampling
+    reduction: ReductionPolicy
+    budget: VisualBudget
+    ours: EpdOptions
+    cache_salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """A checked chat request: its JSON, its conversation, and the media that the messages refer to.
+
+    grammar: that the answer follows, empty for any answer
+    namespace: of the names that the client gives to media
+    """
+
+    chat: ChatRequest
+    messages: tuple[ChatMessage, ...]
+    references: tuple[MediaReference, ...]
+    grammar: str = ""
+    namespace: bytes = b""
+
+
+class ChatAnswers:
+    """Answers chat requests with a service.
+
+    is_traced: whether spans are wanted though no client asks for them
+    num_requests: that are being answered
+    """
+
+    is_traced = False
+
+    def __init__(self, service: AnswerService, media: MediaService, settings: ApiSettings) -> None:
+        """Starts without requests. media: keeps the media of requests to the service."""
+        self.service = service
+        self.media = media
+        self.settings = settings
+        self.grammars = GrammarChecker()
+        self.named_media = NamedMedia(settings.max_named_media, settings.max_named_bytes)
+        self.num_requests = 0
+
+    def close(self) -> None:
+        self.grammars.close()
+
+    def begun(self, record: RequestRecord) -> None:
+        """Notes that the body of a request is not needed any more."""
+
+    async def checked_chat(
+        self, chat: ChatRequest, record: RequestRecord, namespace: bytes = b"", num_bytes: int = 0
+    ) -> ParsedRequest:
+        """Checks a chat request. namespace: of names of media. num_bytes: of its body. Raises EPDError."""
+        model = self.check_chat(chat)
+        messages, sent = conversation(chat.messages, no_turns(chat), pixel_limits(chat), heard_part(chat))
+        found = self.named_media.found(namespace, sent)
+        parsed = ParsedRequest(chat, messages, found, namespace=namespace)
+        num_bytes += sum(len(each.url) for each, old in zip(found, sent, strict=True) if not old.url)
+        if found != sent:
+            self.hold(record, num_bytes)
+        cost = budget_of(chat, messages, found, num_bytes=num_bytes, context_tokens=model.max_model_len)
+        cost.check(self.settings.limits)
+        return await self.accepted(parsed, record, model)
+
+    def hold(self, record: RequestRecord, num_bytes: int) -> None:
+        """Notes that a request holds that many bytes, with those of media that it names. Raises EPDError."""
+
+    def check_chat(self, chat: ChatRequest) -> ModelCard:
+        """Checks everything but the amounts of a request. Returns its model. Raises EPDError."""
+        check_supported(chat)
+        return model_named(chat.model, self.service.models)
+
+    async def accepted(self, parsed: ParsedRequest, record: RequestRecord, model: ModelCard) -> ParsedRequest:
+        """Returns a checked request with the grammar of its format, and notes it. Raises RequestError."""
+        record.model = model.name
+        record.is_stream = bool(parsed.chat.stream)
+        wanted = answer_format(parsed.chat)
+        return parsed if wanted is None else replace(parsed, grammar=await self.grammars.checked(wanted))
+
+    async def items(
+        self, parsed: ParsedRequest, record: RequestRecord
+    ) -> AsyncGenerator[Sequence[AnswerItem], None]:
+        """Yields the answer; ending or closing it frees all resources of the request. Raises EPDError."""
+        options = self.options_of(parsed)
+        shows_spans = record.is_stream and bool(options.ours.events)
+        request = partial(self.request_of, record, parsed.messages, options)
+        record.num_media = len(parsed.references)
+        with self.admitted():
+            async with self.media.sources(record.request_id, parsed.references) as media:
+                self.named_media.keep(parsed.namespace, parsed.references)
+                del parsed  # it holds whole media as text, and the answer may take minutes
+                self.begun(record)
+                async with aclosing(self.service.answer(request(media))) as answer:
+                    async for items in answer:
+                        for item in items:
+                            record.note(item)
+                        yield items if shows_spans else without_spans(items)
+
+    def options_of(self, parsed: ParsedRequest) -> RequestOptions:
+        """Returns the options of a request. Raises RequestError for inconsistent ones."""
+        chat = parsed.chat
+        return RequestOptions(
+            chat.priority or 0,
+            replace(sampling_params(chat, self.settings.default_params), grammar=parsed.grammar),
+            video_sampling(chat, parsed.references),
+            reduction_policy(chat, self.settings.default_reduction),
+            visual_budget(chat, self.settings.max_visual_tokens),
+            chat.epd or EpdOptions(),
+            chat.cache_salt or "",
+        )
+
+    def request_of(
+        self,
+        record: RequestRecord,
+        messages: tuple[ChatMessage, ...],
+        options: RequestOptions,
+        media: tuple[MediaSource, ...],
+        prompt: tuple[int, ...] | None = None,
+    ) -> AnswerRequest:
+        """Returns what the service is asked."""
+        patience_s = options.ours.deadline_s or self.settings.default_deadline_s
+        return AnswerRequest(
+            request_id=record.request_id,
+            model=record.model,
+            messages=messages,
+            media=media,
+            priority=options.priority,
+            sampling=options.sampling,
+            frame_sampling=options.frame_sampling,
+            reduction=options.reduction,
+            budget=options.budget,
+            retention_min=options.ours.retention or options.ours.retention_min,
+            arrival_s=record.arrival_s,
+            deadline_s=None if patience_s is None else record.arrival_s + patience_s,
+            cache_salt=options.cache_salt,
+            wants_spans=(bool(options.ours.events) and record.is_stream) or self.is_traced,
+            prompt=prompt,
+        )
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Counts a request while open. Raises OverloadedError for one too many."""
+        if self.num_requests >= self.settings.max_requests:
+            raise OverloadedError(
+                f"{self.num_requests} requests are in flight; allowed {self.settings.max_requests}; "
+                "retry later",
+                _RETRY_AFTER_S,
+            )
+        self.num_requests += 1
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+
+
+def without_spans(items: Sequence[AnswerItem]) -> Sequence[AnswerItem]:
+    """Returns items without those that are only for traces; most answers have none."""
+    return [item for item in items if not isinstance(item, StageSpan)]

@@ -1,0 +1,221 @@
+"""Runs the service in this process for callers in it, without HTTP: workers as threads.
+
+caller's thread   body of a chat request ──> events, or a completion
+thread "service"  event loop: checks, orchestrator ──> workers, each a thread
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import threading
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from pydantic import ValidationError
+
+from epd.batch.media_names import local_path
+from epd.errors import InternalError, RequestError
+from epd.sampling_params import SamplingParams
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.http.answers.responses import ChunkBuilder, CompletionBuilder
+from epd.serve_app.http.chat_answers import ApiSettings, ChatAnswers, ParsedRequest
+from epd.serve_app.http.requests.chat_request import ChatRequest
+from epd.serve_app.http.requests.request_parsing import describe
+from epd.serve_app.http.requests.tools import offers_tools
+from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
+from epd.serve_app.media.media_processes import MediaProcesses
+from epd.serve_app.media.media_worker import MediaSettings
+from epd.serve_app.observability.record import RequestRecord
+from epd.serve_app.orchestration.orchestrator import Orchestrator
+from epd.serve_app.service import MediaReference, ServiceStatus
+from epd.serve_app.service_composition import create_service, media_settings, worker_settings
+
+JSON = dict[str, Any]
+_T = TypeVar("_T")
+
+# The steps of a thread are its only heartbeat, and one step of a large model can take long.
+_MAX_STEP_S = 120.0
+_ANY_BYTES = 1 << 62  # of a medium of the caller's
+_JOIN_S = 30.0
+
+
+class OwnService:
+    """Answers chat requests in this process. May be used from any thread while it is open."""
+
+    def __init__(self, answers: ChatAnswers, loop: asyncio.AbstractEventLoop) -> None:
+        """Takes what answers, and the event loop that it runs in."""
+        self._answers = answers
+        self._loop = loop
+
+    @property
+    def model(self) -> str:
+        return self._answers.service.models[0].name
+
+    @property
+    def status(self) -> ServiceStatus:
+        return asyncio.run_coroutine_threadsafe(self._answers.service.status(), self._loop).result()
+
+    def counters(self) -> Mapping[str, float]:
+        """Returns what the workers have counted, see `SERVICE_COUNTERS`."""
+        return self.status.counters
+
+    async def completion(self, body: JSON) -> JSON:
+        """Returns the completion of a chat request, from any event loop. Raises EPDError."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._complete(body), self._loop))
+
+    def events(self, body: JSON) -> Iterator[JSON]:
+        """Yields the chunks of a chat request's answer; closing it ends the request. Raises EPDError."""
+        chunks: queue.SimpleQueue[JSON | BaseException | None] = queue.SimpleQueue()
+        work = asyncio.run_coroutine_threadsafe(self._stream(body, chunks), self._loop)
+        try:
+            while (chunk := chunks.get()) is not None:
+                if isinstance(chunk, BaseException):
+                    raise chunk
+                yield chunk
+        finally:
+            work.cancel()
+
+    async def _complete(self, body: JSON) -> JSON:
+        record = RequestRecord(is_answer=True)
+        parsed = await self._parsed(body, record)
+        builder = CompletionBuilder(record, parsed.chat.n or 1, **_form(parsed))
+        async with aclosing(self._answers.items(parsed, record)) as answer:
+            async for items in answer:
+                for item in items:
+                    builder.add(item)
+        return builder.build().model_dump(mode="json")
+
+    async def _stream(self, body: JSON, chunks: queue.SimpleQueue[JSON | BaseException | None]) -> None:
+        """Puts all chunks, and None or an error in the end."""
+        try:
+            record = RequestRecord(is_answer=True)
+            parsed = await self._parsed(body, record)
+            builder = ChunkBuilder(record, parsed.chat.n or 1, includes_usage=True, **_form(parsed))
+            async with aclosing(self._answers.items(parsed, record)) as answer:
+                async for items in answer:
+                    for item in items:
+                        for chunk in builder.chunks(item):
+                            chunks.put(chunk.model_dump(mode="json", exclude_unset=True))
+            for chunk in builder.last_chunks():
+                chunks.put(chunk.model_dump(mode="json", exclude_unset=True))
+            chunks.put(None)
+        except Exception as error:  # noqa: BLE001 - raised where the chunks are read
+            chunks.put(InternalError.of(error))
+
+    async def _parsed(self, body: JSON, record: RequestRecord) -> ParsedRequest:
+        try:
+            chat = ChatRequest.model_validate_json(json.dumps(body))
+        except ValidationError as error:
+            raise describe(error) from None
+        parsed = await self._answers.checked_chat(chat, record)
+        return replace(parsed, references=tuple(map(_named, parsed.references)))
+
+
+def _named(reference: MediaReference) -> MediaReference:
+    """Returns a medium that errors name by its file, if it is one."""
+    path = local_path(reference.url)
+    return reference if path is None else replace(reference, label=f"'{path}'")
+
+
+def _form(parsed: ParsedRequest) -> dict[str, bool]:
+    return {"has_logprobs": bool(parsed.chat.logprobs), "reads_tools": offers_tools(parsed.chat)}
+
+
+@contextmanager
+def own_service(args: AppArgs, *, is_greedy: bool) -> Iterator[OwnService]:
+    """Answers requests of this process while open; at the end, those in flight are ended.
+
+    is_greedy: whether requests without a temperature are, instead of as the checkpoint has it
+    Media may be of any size, and threads of this process read them.
+    Raises EPDError for arguments that cannot be served.
+    """
+    args = args.resolved()
+    torch.set_num_threads(args.threads_per_worker)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="service", daemon=True)
+    thread.start()
+    try:
+        service, settings = _wait(_started(args), loop)
+        if is_greedy:
+            penalty = settings.default_params.repetition_penalty
+            settings = replace(settings, default_params=SamplingParams(repetition_penalty=penalty))
+        settings = replace(settings, max_named_media=0)  # nothing is kept from one request to another
+        answers = ChatAnswers(service, service.media, settings)
+        try:
+            yield OwnService(answers, loop)
+        finally:
+            answers.close()
+            _wait(_closed(service), loop)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_JOIN_S)
+        loop.close()
+
+
+def _wait(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop) -> _T:
+    return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+
+async def _started(args: AppArgs) -> tuple[Orchestrator, ApiSettings]:
+    media = media_settings(args)
+    media = replace(media, fetch=replace(media.fetch, max_bytes=_ANY_BYTES))
+    service, settings = create_service(args, create_fleet(args, media))
+    try:
+        await service.start()
+    except BaseException:
+        await service.close()
+        raise
+    return service, settings
+
+
+async def _closed(service: Orchestrator) -> None:
+    """Ends the service, and whatever still runs in its loop."""
+    await service.close()
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+def create_fleet(args: AppArgs, media: MediaSettings, processes: MediaProcesses | None = None) -> LocalFleet:
+    """Returns the workers of a topology as threads. processes: that read media, None for threads as well."""
+    devices = devices_of(args)
+    config = LocalFleetConfig(
+        args.workers,
+        hang_s=max(args.hang_s, _MAX_STEP_S),
+        devices=devices,
+        media=media,
+        processes=processes,
+    )
+    num_sharing = 1 if devices else args.num_stage_workers
+    settings = replace(worker_settings(args), num_sharing=num_sharing, samples_load=args.elastic)
+    return LocalFleet(config, settings)
+
+
+def devices_of(args: AppArgs) -> dict[str, str]:
+    """Returns the first GPU of each worker where language models are shared: then no two have one GPU.
+
+    Raises RequestError for more than there are.
+    """
+    placement = worker_settings(args).placement()
+    if args.max_ranks == 1 or not placement.is_cuda:
+        return {}
+    devices: dict[str, str] = {}
+    first = index = placement.device.index or 0
+    for name, roles in args.workers.items():
+        if "video" not in roles:
+            devices[name] = f"cuda:{index}"
+            index += args.num_ranks(roles)
+    num_gpus = torch.cuda.device_count() - first
+    if index - first > num_gpus:
+        raise RequestError(
+            f"received the topology {args.topology} with up to {args.max_ranks} processes for a language "
+            f"model, which needs {index - first} GPUs; allowed: {num_gpus}, those from cuda:{first} on that "
+            "this process sees; set a smaller tensor_parallel_size or topology"
+        )
+    return devices

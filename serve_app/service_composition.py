@@ -1,0 +1,104 @@
+"""Builds the service from the application's arguments and a fleet, without HTTP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from epd.control.elasticity import ControllerConfig
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.files.settings import FileSettings
+from epd.serve_app.fleet import Fleet
+from epd.serve_app.http.chat_answers import ApiSettings
+from epd.serve_app.media.media_worker import MediaSettings
+from epd.serve_app.orchestration.config import OrchestratorConfig
+from epd.serve_app.orchestration.orchestrator import Orchestrator
+from epd.serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.worker.worker_stages import WorkerSettings
+
+
+def create_service(args: AppArgs, fleet: Fleet, owner: str = "") -> tuple[Orchestrator, ApiSettings]:
+    """Returns the service, which is not started, and the settings of who answers requests with it.
+
+    owner: by which the fleet's workers know its requests
+    Raises EPDError.
+    """
+    planner = RequestPlanner(
+        args.model_path,
+        args.served_name,
+        group_tokens=args.group_tokens,
+        limits=args.limits,
+        pixels=args.pixels,
+    )
+    service = Orchestrator(fleet, planner, _orchestrator_config(args), owner=owner)
+    return service, _api_settings(args, planner, owner)
+
+
+def worker_settings(args: AppArgs) -> WorkerSettings:
+    return WorkerSettings(
+        args.model_path,
+        args.engine,
+        num_embeddings=args.num_embeddings,
+        num_kv_pools=args.num_kv_pools,
+        tensor_parallel=args.tensor_parallel,
+        encode_beside=args.encode_beside,
+        is_alone=args.num_stage_workers == 1,
+        scheduler=args.scheduler(is_decode=False),
+        max_batch_patches=args.max_batch_patches,
+        max_resize_pixels=args.limits.max_resize_pixels,
+        decode_scheduler=args.scheduler(is_decode=True),
+    )
+
+
+def media_settings(args: AppArgs) -> MediaSettings:
+    default = MediaSettings(args.model_path)
+    fetch = replace(
+        default.fetch, allowed_hosts=args.allowed_media_hosts, media_folder=args.allowed_media_path
+    )
+    return replace(default, fetch=fetch, num_read_threads=args.num_video_threads, pixels=args.pixels)
+
+
+def _orchestrator_config(args: AppArgs) -> OrchestratorConfig:
+    return OrchestratorConfig(
+        max_waiting=args.max_waiting,
+        max_wait_s=args.max_wait_s,
+        sharding=args.sharding,
+        elastic=ControllerConfig() if args.elastic else None,
+        retention=args.load_retention,
+    )
+
+
+def _api_settings(args: AppArgs, planner: RequestPlanner, front: str) -> ApiSettings:
+    """Returns the settings of who answers requests.
+
+    planner: supplies the checkpoint's own sampling and the model's limits
+    """
+    return ApiSettings(
+        api_key=args.api_key.get_secret_value() if args.api_key else None,
+        admin_api_key=args.admin_api_key.get_secret_value() if args.admin_api_key else None,
+        max_requests=args.max_requests,
+        limits=planner.limits,
+        default_params=planner.settings.sampling,
+        default_deadline_s=args.slo_ttft_s,
+        default_reduction=args.reduction_policy,
+        max_visual_tokens=args.max_visual_tokens,
+        allowed_hosts=args.allowed_hosts,
+        trace_dir=args.trace_dir,
+        max_traces=args.max_traces,
+        otlp_endpoint=args.otlp_endpoint,
+        files=_file_settings(args),
+        front=front,
+    )
+
+
+def _file_settings(args: AppArgs) -> FileSettings | None:
+    if args.files_dir is None:
+        return None
+    return FileSettings(
+        args.files_dir,
+        max_file_bytes=args.max_file_bytes,
+        max_folder_bytes=args.max_files_bytes,
+        max_files=args.max_files,
+        max_batches=args.max_batches,
+        max_lines=args.max_batch_lines,
+        num_in_flight=args.batch_concurrency,
+    )

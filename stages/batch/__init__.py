@@ -1,1 +1,0 @@
-"""Runs batch jobs in one process: a thread each for decoding, encoding and the language model."""
