@@ -17,6 +17,7 @@ from epd.serve_app.cli.conversations import FrameProgress, open_conversation
 from epd.serve_app.cli.early_checks import media_and_question, media_at_hand, output_to, say_knowledge
 from epd.serve_app.cli.options import (
     AnswerFile,
+    AnswerSeed,
     ApiKey,
     AsAudio,
     ComputeShare,
@@ -29,11 +30,15 @@ from epd.serve_app.cli.options import (
     Model,
     Reduction,
     Retention,
+    Schema,
     Start,
+    System,
+    Temperature,
     Url,
     Verbose,
     check_numbers,
     reduction_policy,
+    response_format,
     visual_budget,
     with_fields_of,
 )
@@ -63,6 +68,10 @@ def ask(
     compute_share: ComputeShare = None,
     max_visual_tokens: MaxVisualTokens = None,
     max_tokens: MaxTokens = None,
+    system: System = None,
+    temperature: Temperature = None,
+    seed: AnswerSeed = None,
+    schema: Schema = None,
     url: Url = None,
     api_key: ApiKey = None,
     out: AnswerFile = None,
@@ -99,6 +108,9 @@ def ask(
         "compute_share": compute_share,
         "max_visual_tokens": max_visual_tokens,
         "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "response_format": response_format(schema),
     }
     with ExitStack() as stack:
         paths = stack.enter_context(media_at_hand(paths))
@@ -106,6 +118,8 @@ def ask(
         conversation = stack.enter_context(
             open_conversation(paths, model, (url, api_key), config, as_audio=audio, is_greedy=True, **fields)
         )
+        if system is not None:
+            conversation.instruct(system)
         if url is not None:
             answer = conversation.ask(question, None if as_json else console.stream_text)
             show_answer(answer, as_json=as_json, verbose=verbose)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from inspect import Parameter, Signature, signature
 from math import isfinite
@@ -96,6 +97,20 @@ def check_numbers(fps: float | None, frames: int | None, max_tokens: int | None)
             raise RequestError(f"received {name} {value}; allowed: more than 0")
 
 
+def response_format(schema: Path | None) -> dict[str, Any] | None:
+    """Returns the field of a request that holds answers to a schema's file. Raises RequestError."""
+    if schema is None:
+        return None
+    try:
+        found = json.loads(schema.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise RequestError(f"cannot read '{schema}': {reason}; give a file with a JSON schema") from None
+    if not isinstance(found, dict):
+        raise RequestError(f"'{schema}' holds a {type(found).__name__}; allowed: a JSON schema, an object")
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": found}}
+
+
 def visual_budget(max_tokens: int | None, retention: float | None) -> VisualBudget:
     """Returns the budget of the two options. Raises RequestError."""
     return VisualBudget(max_tokens, retention is not None, retention or 0.0)
@@ -184,6 +199,27 @@ MaxTokens = Annotated[
     typer.Option(
         "--max-tokens", metavar="N", help="Longest answer, in tokens; by default the model's limit."
     ),
+]
+System = Annotated[
+    str | None,
+    typer.Option("--system", metavar="TEXT", help="What the model is to keep to, before the first question."),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        metavar="T",
+        min=0,
+        max=2,
+        help="How freely words are chosen; 0 takes the likeliest, as ask does by default without --url.",
+    ),
+]
+AnswerSeed = Annotated[
+    int | None, typer.Option("--seed", metavar="N", help="The same seed gives the same answer.")
+]
+Schema = Annotated[
+    Path | None,
+    typer.Option("--schema", metavar="FILE", help="JSON schema for the answer to follow."),
 ]
 MaxDraft = Annotated[
     int,

@@ -43,6 +43,9 @@ _ELSEWHERE: Mapping[str, str | None] = {
     "--key": "--api-key",
     "--gpu": "--device",
     "--precision": "--dtype",
+    "--system-prompt": "--system",
+    "--json-schema": "--schema",
+    "--guided-json": "--schema",
     "--begin": "--start",
     "--from": "--start",
     "--to": "--end",
@@ -94,7 +97,8 @@ def _meant(name: str, context: Any) -> str:
             return "; write the media and then the question, without names"
         if meant in own:
             return f"; did you mean {meant}?"
-    return nearest(plain, own)
+    begun = {each for each in own if each.startswith(plain)}
+    return f"; did you mean {begun.pop()}?" if len(begun) == 1 else nearest(plain, own)
 
 
 class GroupedCommand(TyperCommand):

@@ -8,12 +8,16 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from epd import __version__
+from epd.client.conversation import Conversation, Medium
+from epd.client.endpoint import Endpoint
 from epd.serve_app.cli.options import seconds_of
 from epd.serve_app.cli.program import _COMMANDS, app
 
@@ -129,6 +133,13 @@ ROWS: tuple[tuple[str, str], ...] = (
         "ask clip.mp4 What --gpu-memory-utilization 2",
         "received --gpu-memory-utilization 2.0; allowed: at most 1",
     ),
+    ("ask clip.mp4 What --temperature 3", "invalid value for '--temperature': "),
+    ("ask clip.mp4 What --temperature warm", "invalid value for '--temperature': "),
+    ("ask clip.mp4 What --seed x", "invalid value for '--seed': "),
+    ("ask clip.mp4 What --schema nothing.json", "cannot read 'nothing.json': "),
+    ("ask clip.mp4 What --schema notes.txt", "cannot read 'notes.txt': "),
+    ("ask clip.mp4 What --schema list.json", "'list.json' holds a list; allowed: a JSON schema, an object"),
+    meant("ask", "--temp", "--temperature"),
     # files to write
     (
         "ask clip.mp4 What -o no/such/answer.txt",
@@ -288,6 +299,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_video(folder / CLIP)
     (folder / FOLDER).mkdir()
     (folder / "empty.mp4").touch()
+    (folder / "list.json").write_text("[]")
     (folder / "notes.txt").write_text("the minutes of the meeting\n" * 9)
     return folder
 
@@ -385,6 +397,41 @@ def test_epd_url_names_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch)
         2,
         True,
     )
+
+
+def test_an_answer_follows_a_schema_and_keeps_to_its_options(folder: Path) -> None:
+    from tests.media import write_image
+
+    schema = folder / "schema.json"
+    schema.write_text(json.dumps({"type": "string", "enum": ["a red one", "a blue one"]}))
+    words = ["ask", str(write_image(folder / "one.png")), "What is shown?", "--schema", str(schema)]
+    shown = CliRunner().invoke(app, [*words, "--system", "Be brief.", "--temperature", "1", "--seed", "3"])
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.stdout) in ("a red one", "a blue one")
+
+
+class Noted(Conversation):
+    """Notes the bodies of requests."""
+
+    def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self.body = body
+        yield {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}
+
+
+def test_the_system_message_stands_before_the_media_and_all_turns() -> None:
+    medium = Medium("video", "https://a.org/clip.mp4")
+    talk = Noted(Endpoint("here", "http://127.0.0.1:9"), "m", [medium], {"seed": 3})
+    talk.instruct("Be brief.")
+    talk.ask("What?")
+    talk.ask("And then?")
+    parts = [{"type": "video_url", "video_url": {"url": medium.name}}, {"type": "text", "text": "What?"}]
+    assert talk.body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "And then?"},
+    ]
+    assert talk.body["seed"] == 3
 
 
 @pytest.mark.parametrize("typed", ["ask nothing.mp4 What", "aks", "--version", "ask clip.mp4 What --frmes 1"])
