@@ -48,6 +48,16 @@ def stream_text(piece: str) -> None:
     sys.stdout.flush()
 
 
+def note(text: str) -> None:
+    """Prints a line on stderr that a user should know and that is no error."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number and what it counts, in the plural unless it is one."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def print_json(record: object) -> None:
     """Prints one JSON object on stdout."""
     print(json.dumps(record, ensure_ascii=False))
@@ -79,6 +89,20 @@ def progress_bar(description: str) -> Iterator[ShowProgress]:
                 progress.stop()
 
         yield show
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Says on a terminal, at once, that the block takes a while; takes the line back when it ends."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    sys.stderr.write("loading ...\r")
+    sys.stderr.flush()
+    try:
+        yield
+    finally:
+        sys.stderr.write("\x1b[2K\r")
 
 
 @contextmanager

@@ -104,6 +104,11 @@ class EngineConfig(PixelSettings):
         description="Layers of the tower before neighbours are merged; by default a quarter. Only with "
         "tower_share.",
     )
+    revision: str | None = Field(
+        default=None,
+        description="Branch, tag or commit of a model that is named as at the Hugging Face Hub; by default "
+        "main.",
+    )
     draft: DraftMethod = Field(
         default=DEFAULT_DRAFT,
         description="What proposes the next tokens, for one pass to check: none, prompt-lookup (repetition), "

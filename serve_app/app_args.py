@@ -15,11 +15,11 @@ from epd.control.retention import RetentionConfig, levels_down_to
 from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encode.sharding import Sharding
 from epd.engine_config import ENGINE_FIELDS, EngineConfig
-from epd.errors import ModelNotFoundError, RequestError
+from epd.errors import RequestError
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
-from epd.models import embedded_models, model_folder
-from epd.models.folder import check_folder, weight_files
+from epd.models import MODEL_HELP, as_given, find_model, model_folder, served_name
+from epd.models.folder import weight_files
 from epd.pixel_settings import PIXEL_FIELDS
 from epd.reduction import (
     DEFAULT_METHOD,
@@ -59,6 +59,7 @@ STAGE_FIELDS = (
     *(name for name in ENGINE_FIELDS if name != "group_tokens"),  # groups are cut before
 )
 MEDIA_FIELDS = (
+    "revision",
     "num_video_threads",
     "allowed_media_path",
     "allowed_media_hosts",
@@ -79,11 +80,10 @@ class AppArgs(EngineConfig):
 
     model: Path | None = Field(
         default=None,
-        description="Folder of a model in Hugging Face layout, or the name of an embedded one; by default "
-        "shapes-vl.",
+        description=MODEL_HELP,
     )
     model_name: str | None = Field(
-        default=None, description="Name of the model in requests; by default the name of its folder."
+        default=None, description="Name of the model in requests; by default its own."
     )
     topology: str = Field(
         default="1e1p1d",
@@ -262,6 +262,11 @@ class AppArgs(EngineConfig):
         description="Limits of one request, such as max_frames=4096; epd config show lists all.",
     )
 
+    @field_validator("model", mode="before")
+    @classmethod
+    def _kept_path(cls, model: object) -> object:
+        return as_given(model) if isinstance(model, str) else model
+
     @field_validator("image_background")
     @classmethod
     def _checked_colour(cls, name: str) -> str:
@@ -273,13 +278,13 @@ class AppArgs(EngineConfig):
 
     @property
     def model_path(self) -> Path:
-        """Returns the model's folder. Raises ModelError as `check_folder` does."""
-        path = model_folder(self.model)
-        try:
-            check_folder(path)
-        except ModelNotFoundError as error:
-            raise ModelNotFoundError(f"{error}, or name {' or '.join(embedded_models())}") from error
-        return path
+        """Returns the model's folder on this machine. Raises EPDError as `model_folder` does."""
+        return model_folder(self.model, self.revision)
+
+    @property
+    def served_name(self) -> str:
+        """Returns the model's name in requests."""
+        return self.model_name or served_name(self.model)
 
     @property
     def reduction_policy(self) -> ReductionPolicy:
@@ -349,7 +354,10 @@ class AppArgs(EngineConfig):
         return self.model_copy(update=missing)
 
     def resolved(self) -> Self:
-        """Returns a checked copy with absolute paths. Raises EPDError for a bad model, topology or key."""
+        """Returns a checked copy with absolute paths, and the commit of a model of the hub.
+
+        Raises EPDError for a bad model, topology or key.
+        """
         parse_topology(self.topology)
         if self.api_key and self.api_key == self.admin_api_key:
             raise RequestError(
@@ -357,10 +365,14 @@ class AppArgs(EngineConfig):
             )
         _ = self.reduction_policy, self.load_retention, self.tower_merge
         self._check_ranks()
-        weight_files(self.model_path)
+        path = self.model_path
+        weight_files(path)
         names = ("allowed_media_path", "trace_dir", "files_dir")
         paths = {name: (folder := getattr(self, name)) and folder.resolve() for name in names}
-        return self.model_copy(update={"model": self.model_path.resolve(), **paths})
+        is_folder = isinstance(find_model(self.model), Path)
+        # A model of the hub keeps its name, and gets the commit: each machine has a cache of its own.
+        model = {"model": path.resolve()} if is_folder else {"revision": path.name}
+        return self.model_copy(update={**model, **paths})
 
     def _check_ranks(self) -> None:
         """Raises RequestError for what workers of several processes cannot do."""

@@ -43,7 +43,8 @@ class LLM:
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         """Loads a model; see `epd serve --help` for the options, under the names of its flags.
 
-        model: a folder in Hugging Face layout, or the name of an embedded model; by default shapes-vl
+        model: a folder in Hugging Face layout, a name at its hub, or that of an embedded model, by default
+            shapes-vl-2
         options: `device`, `dtype`, `topology` and all others of `epd serve`; the topology is 1epd by default
         Raises EPDError: RequestError for a wrong option, UnsupportedModelError, InfeasibleError and others.
         """

@@ -247,11 +247,15 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """A model that can be named in a request. created_s: Unix time in seconds. max_model_len: tokens."""
+    """A model that can be named in a request. created_s: Unix time in seconds. max_model_len: tokens.
+
+    knows: what it knows, where its card says that this is little
+    """
 
     name: str
     created_s: int
     max_model_len: int | None = None
+    knows: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ def create_service(args: AppArgs, fleet: Fleet, owner: str = "") -> tuple[Orches
     """
     planner = RequestPlanner(
         args.model_path,
-        args.model_name,
+        args.served_name,
         group_tokens=args.group_tokens,
         limits=args.limits,
         pixels=args.pixels,

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from epd.errors import ModelNotFoundError
-from epd.models import embedded_model_path, embedded_models, model_folder
+from epd.models import (
+    DEFAULT_MODEL,
+    embedded_model_path,
+    embedded_models,
+    find_model,
+    knowledge_of,
+    model_folder,
+)
 from epd.serve_app.app_args import AppArgs
 
 
@@ -27,11 +34,27 @@ def test_a_folder_of_that_name_comes_first_but_not_before_the_default(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shapes-vl").mkdir()
-    assert model_folder("shapes-vl") == Path("shapes-vl")
-    assert model_folder(None) == embedded_model_path() == embedded_model_path("shapes-vl")
+    (tmp_path / DEFAULT_MODEL).mkdir()
+    assert find_model("shapes-vl") == Path("shapes-vl")
+    assert model_folder(None) == embedded_model_path(DEFAULT_MODEL)
 
 
 def test_any_other_name_is_a_folder() -> None:
-    assert model_folder("./shapes-vl/../nowhere") == Path("shapes-vl/../nowhere")
-    with pytest.raises(ModelNotFoundError, match=r"'nowhere'.*; give .* or shapes-vl"):
+    assert find_model("./shapes-vl/../nowhere") == Path("shapes-vl/../nowhere")
+    with pytest.raises(
+        ModelNotFoundError, match=r"'nowhere'.*; give .*, or a name: shapes-vl, shapes-vl-2, or o"
+    ):
         _ = AppArgs(model="nowhere").model_path
+
+
+def test_an_embedded_model_says_what_it_knows(tmp_path: Path) -> None:
+    """Its card does, and so does the card of a copy. Published models have no such field."""
+    assert [knowledge_of(embedded_model_path(name)) for name in embedded_models()] == [
+        "drawn shapes and nothing else"
+    ] * len(embedded_models())
+    card = tmp_path / "MODEL_CARD.md"
+    assert knowledge_of(tmp_path) is None
+    card.write_text("---\nlicense: other\n---\n\nknows: a lot\n")
+    assert knowledge_of(tmp_path) is None
+    card.write_text("---\nknows: letters\n---\n")
+    assert knowledge_of(tmp_path) == "letters"

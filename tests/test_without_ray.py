@@ -40,7 +40,7 @@ def run(program: str, *arguments: str, timeout_s: float = 120) -> subprocess.Com
 
 
 def test_a_question_is_answered_without_ray_and_web_server(media: dict[str, Path]) -> None:
-    done = run(_PROGRAM, str(media["video"]), str(media["image"]), "What?", "--max-tokens", "3")
+    done = run(_PROGRAM, str(media["video"]), str(media["image"]), "What?", "--max-tokens", "3", "-v")
     assert done.returncode == 0, done.stderr
     assert "first token after" in done.stderr
     assert done.stdout.endswith("\n")

@@ -69,6 +69,10 @@ class Conversation:
         self._media = [_url_part(each) if each.is_url else media_part(next(files)) for each in media]
         self._turns: list[JSON] = []
 
+    def instruct(self, text: str) -> None:
+        """Puts a system message before all turns."""
+        self._turns.insert(0, {"role": "system", "content": text})
+
     def counters(self) -> Mapping[str, float]:
         """Returns what the workers have counted; of a model of this process alone."""
         return {}
@@ -105,7 +109,8 @@ class Conversation:
     def _asked(self, question: str) -> JSON:
         """Returns the message of the next question."""
         content: str | list[JSON] = question
-        if not self._turns and self._media:
+        is_first = all(turn["role"] == "system" for turn in self._turns)
+        if is_first and self._media:
             content = [*self._media, {"type": "text", "text": question}]
         return {"role": "user", "content": content}
 

@@ -2,7 +2,18 @@
 
 from pathlib import Path
 
-DEFAULT_MODEL = "shapes-vl"
+from epd.errors import ModelNotFoundError, RequestError
+from epd.models.folder import check_folder
+from epd.models.hub import HubModel, hub_model
+
+DEFAULT_MODEL = "shapes-vl-2"
+# Of the hub, small, for who looks for a model that knows real pictures.
+EXAMPLE_MODEL = "Qwen/Qwen3-VL-2B-Instruct"
+MODEL_HELP = (
+    "Folder of a model in Hugging Face layout, its name at the Hugging Face Hub, or the name of an embedded "
+    f"one; by default {DEFAULT_MODEL}."
+)
+_KNOWS = "knows: "
 _FOLDER = Path(__file__).parent
 
 
@@ -11,17 +22,68 @@ def embedded_models() -> list[str]:
     return sorted(config.parent.name for config in _FOLDER.glob("*/config.json"))
 
 
-def embedded_model_path(name: str = DEFAULT_MODEL) -> Path:
-    """Returns an embedded model's folder: weights, tokenizer, chat template and processor configuration."""
+def embedded_model_path(name: str = "shapes-vl") -> Path:
+    """Returns an embedded model's folder: weights, tokenizer, chat template and processor configuration.
+
+    name: by default that of the model which most figures are of
+    """
     return _FOLDER / name
 
 
-def model_folder(model: Path | str | None) -> Path:
-    """Returns the folder that a user means by a path or by the name of an embedded model.
+def as_given(model: str | Path) -> Path:
+    """Returns a path or name as it is kept: ./a/b is made absolute, since a/b would be a name of the hub."""
+    text = str(model)
+    return Path(text).expanduser().absolute() if text.startswith(("./", "../", "~")) else Path(text)
 
-    A folder of that name comes first. None is shapes-vl. What does not exist is returned as it is, for the
-    reader to refuse.
+
+def find_model(model: Path | str | None, revision: str | None = None) -> Path | HubModel:
+    """Returns what a user means by a path or name, without a look into it: a folder, else a model of the hub.
+
+    A folder of that name comes first, then an embedded model. None is the default model.
+    Raises RequestError for a revision of a folder.
     """
-    path = Path(DEFAULT_MODEL if model is None else model)
-    is_embedded = str(path) in embedded_models() and (model is None or not path.exists())
-    return embedded_model_path(str(path)) if is_embedded else path
+    text = DEFAULT_MODEL if model is None else str(model)
+    is_there = model is not None and Path(text).exists()
+    named = None if is_there or text in embedded_models() else hub_model(text, revision)
+    if named is not None:
+        return named
+    if revision is not None:
+        raise RequestError(
+            f"received the revision {revision!r} of '{text}', which is no model of the hub; leave it out"
+        )
+    return Path(text) if is_there or text not in embedded_models() else embedded_model_path(text)
+
+
+def model_folder(model: Path | str | None, revision: str | None = None) -> Path:
+    """Returns the folder of the model that a user means, after a download if it has to come from the hub.
+
+    Raises EPDError as `check_folder` and `HubModel.fetched`.
+    """
+    found = find_model(model, revision)
+    path = found if isinstance(found, Path) else found.fetched()
+    try:
+        check_folder(path)
+    except ModelNotFoundError as error:
+        names = ", ".join(embedded_models())
+        raise ModelNotFoundError(f"{error}, or a name: {names}, or of the hub as {EXAMPLE_MODEL}") from error
+    return path
+
+
+def knowledge_of(folder: Path) -> str | None:
+    """Returns what a model knows, where that is little: the field `knows` of its MODEL_CARD.md."""
+    card = folder / "MODEL_CARD.md"
+    if not card.is_file():
+        return None
+    fields = card.read_text(encoding="utf-8").partition("\n---")[0].splitlines()
+    return next((line.removeprefix(_KNOWS) for line in fields if line.startswith(_KNOWS)), None)
+
+
+def knowledge_line(name: str, knows: str) -> str:
+    """Returns what a user should be told of a model that knows little."""
+    return f"{name} knows {knows}; for real pictures: --model {EXAMPLE_MODEL}"
+
+
+def served_name(model: Path | str | None) -> str:
+    """Returns how requests call a model unless told otherwise: its name at the hub, or its folder's."""
+    found = find_model(model)
+    return found.resolve().name if isinstance(found, Path) else found.name

@@ -10,6 +10,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import filter as matching
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +74,7 @@ def check_folder(path: Path) -> None:
         _check_small_files(path)
         return
     _check_links(path)
-    found = _format_of(path)
+    found = format_of(_names(path))
     if found:
         raise UnsupportedModelError(f"'{path}' holds no config.json: it is {found}")
     inside = _folders_inside(path)
@@ -104,7 +105,7 @@ def weight_files(path: Path) -> tuple[Path, ...]:
 def _chosen(path: Path) -> Sequence[str]:
     """Returns the names of the weight files, of which all are there."""
     there = {each.name: each.stat().st_mtime_ns for each in path.iterdir() if each.is_file()}
-    indexed = _indexed(path) if INDEX in there else ()
+    indexed = indexed_files(path) if INDEX in there else ()
     series = _series(there)
     shards = {name for names in series.values() for name in names} | (set(indexed) & there.keys())
     if SINGLE in there:
@@ -132,7 +133,7 @@ def _check_newest(path: Path, there: dict[str, int], chosen: set[str], others: s
         )
 
 
-def _indexed(path: Path) -> tuple[str, ...]:
+def indexed_files(path: Path) -> tuple[str, ...]:
     """Returns the files that the index names. Raises ModelError for one that cannot be read."""
     _check_pointer(path / INDEX)
     try:
@@ -156,7 +157,7 @@ def _series(names: Iterable[str]) -> dict[tuple[str, int], set[str]]:
     found: dict[tuple[str, int], set[str]] = defaultdict(set)
     for name in names:
         match = _SHARD.fullmatch(name)
-        if match and ".safetensors" in name:
+        if match and is_shard(name):
             found[match["stem"], int(match["total"])].add(name)
     return found
 
@@ -180,7 +181,7 @@ def _only_series(path: Path, series: dict[tuple[str, int], set[str]]) -> Sequenc
 
 def _no_weights(path: Path) -> ModelError:
     _check_links(path)
-    found = _format_of(path)
+    found = format_of(_names(path))
     if found:
         return UnsupportedModelError(f"'{path}' has no {SINGLE}: it holds {found}")
     others = sorted(each.name for each in path.glob("*.safetensors"))
@@ -221,9 +222,19 @@ def _not_a_folder(path: Path) -> str:
     return f"'{path}' is a file; give {_LAYOUT}"
 
 
-def _format_of(path: Path) -> str:
+def format_of(names: Iterable[str]) -> str:
     """Says what a folder without other weights is by the names of its files; empty if nothing known."""
-    return next((what for pattern, what in _FORMATS if any(path.glob(pattern))), "")
+    there = list(names)
+    return next((what for pattern, what in _FORMATS if matching(there, pattern)), "")
+
+
+def is_shard(name: str) -> bool:
+    """Returns whether a file is one of several with weights, by its name."""
+    return ".safetensors" in name and _SHARD.fullmatch(name) is not None
+
+
+def _names(path: Path) -> list[str]:
+    return [each.name for each in path.iterdir()]
 
 
 def _folders_inside(path: Path) -> list[Path]:

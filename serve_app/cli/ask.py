@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -13,7 +14,10 @@ from epd.client.conversation import JSON, Conversation
 from epd.engine_config import EngineConfig
 from epd.errors import check_question
 from epd.serve_app.cli.conversations import FrameProgress, open_conversation
+from epd.serve_app.cli.early_checks import media_and_question, media_at_hand, output_to, say_knowledge
 from epd.serve_app.cli.options import (
+    AnswerFile,
+    AnswerSeed,
     ApiKey,
     AsAudio,
     ComputeShare,
@@ -24,26 +28,35 @@ from epd.serve_app.cli.options import (
     MaxTokens,
     MaxVisualTokens,
     Model,
-    Paths,
     Reduction,
     Retention,
+    Schema,
     Start,
+    System,
+    Temperature,
     Url,
     Verbose,
     check_numbers,
     reduction_policy,
+    response_format,
     visual_budget,
     with_fields_of,
 )
 from epd.types import Answer, Usage
 
-_Question = Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask, in quotes.")]
+_Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="PATH... QUESTION",
+        help="Videos, images and audio, in the order the model gets them, and what to ask, in quotes. A path "
+        "is a file, a URL, or - for stdin.",
+    ),
+]
 
 
 @with_fields_of(EngineConfig)
 def ask(
-    paths: Paths,
-    question: _Question,
+    words: _Words = None,
     model: Model = None,
     fps: Fps = None,
     frames: Frames = None,
@@ -55,18 +68,31 @@ def ask(
     compute_share: ComputeShare = None,
     max_visual_tokens: MaxVisualTokens = None,
     max_tokens: MaxTokens = None,
+    system: System = None,
+    temperature: Temperature = None,
+    seed: AnswerSeed = None,
+    schema: Schema = None,
     url: Url = None,
     api_key: ApiKey = None,
+    out: AnswerFile = None,
     as_json: IsJson = False,
     verbose: Verbose = False,
     **options: Any,
 ) -> None:
     """Answer a question about videos, images and audio.
 
-    Streams the answer to stdout, then prints to stderr what each stage took. With --json, prints one object
-    with answer, ttft_s, timings and usage. With --url, a running server answers: files are sent to it, and
-    it fetches URLs itself.
+    Streams the answer to stdout. With --verbose, prints to stderr what each stage took. With --json, prints
+    one object with answer, ttft_s, timings and usage. With --url, a running server answers: files are sent to
+    it, and it fetches URLs itself.
+
+    \b
+    Examples:
+      epd ask clip.mp4 "What happens?"
+      epd ask before.png after.png "What has changed?"
+      epd ask talk.mp4 "What does the slide say?" --start 1:30 --end 2:00
+      epd ask clip.mp4 "What happens?" --model Qwen/Qwen3-VL-2B-Instruct
     """
+    paths, question = media_and_question(words or ())
     check_numbers(fps, frames, max_tokens)
     reduction_policy(reduction, retention, compute_share)
     visual_budget(max_visual_tokens, retention)
@@ -82,18 +108,28 @@ def ask(
         "compute_share": compute_share,
         "max_visual_tokens": max_visual_tokens,
         "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "response_format": response_format(schema),
     }
-    server = (url, api_key)
-    with open_conversation(
-        paths, model, server, config, as_audio=audio, is_greedy=True, **fields
-    ) as conversation:
+    with ExitStack() as stack:
+        paths = stack.enter_context(media_at_hand(paths))
+        stack.enter_context(output_to(out))
+        conversation = stack.enter_context(
+            open_conversation(paths, model, (url, api_key), config, as_audio=audio, is_greedy=True, **fields)
+        )
+        if system is not None:
+            conversation.instruct(system)
         if url is not None:
-            show_answer(conversation.ask(question, None if as_json else console.stream_text), as_json=as_json)
+            answer = conversation.ask(question, None if as_json else console.stream_text)
+            show_answer(answer, as_json=as_json, verbose=verbose)
             return
         with console.progress_bar("frames") as show:
             shown = _Shown(FrameProgress(show), shows_text=not as_json, is_verbose=verbose)
             answer = conversation.ask(question, shown.text, shown.span)
-        show_answer(answer, _num_units_skipped(conversation, config), as_json=as_json)
+        num_skipped = _num_units_skipped(conversation, config)
+        show_answer(answer, num_skipped, as_json=as_json, verbose=verbose)
+        say_knowledge(model)
 
 
 def _num_units_skipped(conversation: Conversation, config: EngineConfig) -> int | None:
@@ -125,13 +161,19 @@ class _Shown:
         self.frames.take(span)
 
 
-def show_answer(answer: Answer, num_units_skipped: int | None = None, *, as_json: bool = False) -> None:
-    """Prints what an answer cost, after its text; or with it, as JSON."""
+def show_answer(
+    answer: Answer, num_units_skipped: int | None = None, *, as_json: bool = False, verbose: bool = False
+) -> None:
+    """Ends the line of an answer, then prints what it cost if verbose, else what is amiss; or all as JSON."""
     if as_json:
         skipped = {} if num_units_skipped is None else {"num_units_skipped": num_units_skipped}
         console.print_json(_record(answer) | skipped)
         return
     console.stream_text("\n")
+    if not verbose:
+        if amiss := (_substituted(answer.usage) + _unseen(answer.usage)).removeprefix("; "):
+            console.note(amiss)
+        return
     console.stderr_console().print(console.stage_table({"seconds": answer.timings}))
     print(cost_line(answer, num_units_skipped or 0), file=sys.stderr)
 
@@ -155,9 +197,14 @@ def cost_line(answer: Answer, num_units_skipped: int = 0) -> str:
     )
     return (
         f"first token after {answer.ttft_s:.3f} s; "
-        f"{usage.num_frames} frames, {visual} visual tokens, "
-        f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} completion tokens"
-        + (f"; {num_units_skipped} units of frames did not change" if num_units_skipped else "")
+        f"{console.counted(usage.num_frames, 'frame')}, {visual} visual tokens, "
+        f"{console.counted(usage.prompt_tokens, 'prompt token')}, "
+        f"{console.counted(usage.completion_tokens, 'completion token')}"
+        + (
+            f"; {console.counted(num_units_skipped, 'unit')} of frames did not change"
+            if num_units_skipped
+            else ""
+        )
         + _substituted(usage)
         + _unseen(usage)
     )
@@ -173,4 +220,5 @@ def _substituted(usage: Usage) -> str:
 def _unseen(usage: Usage) -> str:
     """The end of the line where animated pictures were taken as images, else nothing."""
     num = usage.num_unseen_frames
-    return f"; {num} more frames of animated pictures were not looked at: send them as videos" if num else ""
+    were = f"more frame{'s were' if num > 1 else ' was'} not looked at: send animated pictures as videos"
+    return f"; {num} {were}" if num else ""

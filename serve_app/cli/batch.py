@@ -104,7 +104,7 @@ _MAX_MEDIA, _MAX_REQUESTS, _MAX_WAIT_S = 1024, 56, 7 * 24 * 3600.0
 class _Target:
     """What answers: a pipeline in this process unless topology, url or address says otherwise."""
 
-    model: Path
+    model: Path | None
     topology: str | None
     url: str | None
     address: str | None
@@ -156,7 +156,7 @@ def batch(
     application on that cluster. Exits with 1 when a line failed.
     """
     config = EngineConfig.checked(engine)
-    target = _Target(model_folder(model), topology, url, address, name, api_key, config)
+    target = _Target(model, topology, url, address, name, api_key, config)
     check_numbers(fps, frames, max_tokens)
     reduction_policy(reduction, retention, compute_share)
     visual_budget(max_visual_tokens, retention)
@@ -275,9 +275,10 @@ def _look(lines: Path, defaults: LineDefaults, target: _Target, profile: str | N
     from epd.serve_app.local.dry_run import dry_run  # torch
 
     costs = None if profile is None else load_profile(profile)
+    model = model_folder(target.model, target.config.revision)
     with closing(LineIndex(lines, defaults)) as index, console.progress_bar("looking at media") as show:
         index.build()
-        found = dry_run(index, target.model, target.config.pixels, costs, show)
+        found = dry_run(index, model, target.config.pixels, costs, show)
     if as_json:
         console.print_json(found.record())
     else:

@@ -12,7 +12,9 @@ from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.serve_app.cli.ask import cost_line
 from epd.serve_app.cli.conversations import open_conversation
+from epd.serve_app.cli.early_checks import say_knowledge
 from epd.serve_app.cli.options import (
+    AnswerSeed,
     ApiKey,
     ComputeShare,
     End,
@@ -24,10 +26,14 @@ from epd.serve_app.cli.options import (
     Paths,
     Reduction,
     Retention,
+    Schema,
     Start,
+    System,
+    Temperature,
     Url,
     check_numbers,
     reduction_policy,
+    response_format,
     visual_budget,
     with_fields_of,
 )
@@ -48,6 +54,10 @@ def chat(
     compute_share: ComputeShare = None,
     max_visual_tokens: MaxVisualTokens = None,
     max_tokens: MaxTokens = None,
+    system: System = None,
+    temperature: Temperature = None,
+    seed: AnswerSeed = None,
+    schema: Schema = None,
     url: Url = None,
     api_key: ApiKey = None,
     **engine: Any,
@@ -72,8 +82,15 @@ def chat(
         "compute_share": compute_share,
         "max_visual_tokens": max_visual_tokens,
         "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "response_format": response_format(schema),
     }
     with open_conversation(paths, model, (url, api_key), config, **options) as conversation:
+        if system is not None:
+            conversation.instruct(system)
+        if url is None:
+            say_knowledge(model)
         for question in _questions(is_terminal=sys.stdin.isatty()):
             _answer(conversation, question, is_terminal=sys.stdin.isatty())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,9 +13,11 @@ import yaml  # type: ignore[import-untyped]  # its stubs are another package
 from pydantic import ValidationError
 
 from epd import console
+from epd.control.request_budget import RequestLimits
 from epd.errors import RequestError
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.cli.options import IsJson
+from epd.serve_app.cli.usage import nearest
 from epd.serve_app.model_facts import limits_of
 
 config = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -66,7 +69,11 @@ def _checked(values: Mapping[str, Any]) -> AppArgs:
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])[:100]
-        raise RequestError(f"{place}: {first['msg']}; epd config show has all names") from None
+        if first["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
+            raise RequestError(f"{place}: {first['msg']}; epd config show has all names") from None
+        known = [*AppArgs.model_fields, *(f"limits.{each.name}" for each in fields(RequestLimits))]
+        meant = nearest(place.replace("-", "_"), known) or "; epd config show has all names"
+        raise RequestError(f"there is no argument {place}{meant}") from None
 
 
 def parse_values(values: Iterable[str]) -> dict[str, Any]:

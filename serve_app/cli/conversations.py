@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from epd import console
 from epd.client.conversation import JSON, Conversation, Medium
 from epd.client.endpoint import Endpoint, ServedModel, parse_endpoints, served_model
 from epd.console import ShowProgress
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
+from epd.models import model_folder
+from epd.serve_app.cli.early_checks import as_path, check_media
 from epd.serve_app.request_options import kind_of, request_fields
 
 
@@ -37,11 +40,14 @@ def open_conversation(
     url, api_key = server
     if url is not None:
         config.check_at_server()
+        check_media(paths)
         yield conversation_with(url, api_key, model, paths, request_fields(**options), as_audio=as_audio)
         return
-    for path in paths:
-        kind_of(path)  # what cannot be read is refused before a model is loaded
-    from epd.serve_app.cli.own_model import OwnConversation, open_model  # torch
+    paths = [as_path(path) for path in paths]
+    check_media(paths)
+    model_folder(model, config.revision)
+    with console.loading():
+        from epd.serve_app.cli.own_model import OwnConversation, open_model  # torch
 
     with open_model(model, config, is_greedy=is_greedy) as service:
         yield OwnConversation(service, paths, audio=as_audio, **options)

@@ -18,6 +18,7 @@ from epd.eval.plan import EvalPlan
 from epd.eval.report import Part, as_part, plot_rows, print_rows
 from epd.eval.rows import RowSelection, eval_rows, table_rows
 from epd.eval.verdicts import DEMO, RunInfo, VerdictLog
+from epd.models import DEFAULT_MODEL
 from epd.reduction import METHODS, ReductionPolicy
 from epd.serve_app.cli.options import (
     Background,
@@ -221,7 +222,7 @@ def _run_info(
     per_kind: int,
     placement: str,
 ) -> RunInfo:
-    name = "shapes-vl" if model is None else str(model)
+    name = DEFAULT_MODEL if model is None else str(model)
     if data is not None:
         return RunInfo(str(data), name, max_tokens, placement=placement)
     return RunInfo(DEMO, name, max_tokens, seed, seconds or 0.0, per_kind, placement)

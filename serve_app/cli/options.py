@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from inspect import Parameter, Signature, signature
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
+from epd.engine_config import ENGINE_FIELDS
 from epd.errors import RequestError, check_file
 from epd.kv.drafting import MOST_DRAFTS
+from epd.models import MODEL_HELP, as_given
+from epd.pixel_settings import PIXEL_FIELDS
 from epd.reduction import (
     DEFAULT_METHOD,
     METHODS,
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 _NONE: Mapping[str, Any] = {}
+_FEWER = "Fewer visual tokens"
 _PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -57,6 +63,18 @@ def _folder(path: Path | None) -> Path | None:
     return path
 
 
+def seconds_of(text: str | float) -> float:
+    """Returns a time from seconds, MM:SS or HH:MM:SS. Raises RequestError."""
+    parts = str(text).split(":")
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        numbers = []
+    if not 1 <= len(numbers) <= 3 or not all(map(isfinite, numbers)) or any(each < 0 for each in numbers[1:]):
+        raise RequestError(f"received the time {text!r}; allowed: seconds, or 1:30 for a minute and a half")
+    return sum(number * float(60**power) for power, number in enumerate(reversed(numbers)))
+
+
 def _at_least_one(value: int | None) -> int | None:
     if value is not None and value < 1:
         raise RequestError(f"received {value} threads; allowed: at least 1")
@@ -79,6 +97,20 @@ def check_numbers(fps: float | None, frames: int | None, max_tokens: int | None)
             raise RequestError(f"received {name} {value}; allowed: more than 0")
 
 
+def response_format(schema: Path | None) -> dict[str, Any] | None:
+    """Returns the field of a request that holds answers to a schema's file. Raises RequestError."""
+    if schema is None:
+        return None
+    try:
+        found = json.loads(schema.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise RequestError(f"cannot read '{schema}': {reason}; give a file with a JSON schema") from None
+    if not isinstance(found, dict):
+        raise RequestError(f"'{schema}' holds a {type(found).__name__}; allowed: a JSON schema, an object")
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": found}}
+
+
 def visual_budget(max_tokens: int | None, retention: float | None) -> VisualBudget:
     """Returns the budget of the two options. Raises RequestError."""
     return VisualBudget(max_tokens, retention is not None, retention or 0.0)
@@ -89,8 +121,9 @@ Model = Annotated[
     Path | None,
     typer.Option(
         "--model",
-        help="Folder of a model in Hugging Face layout, or the name of an embedded one; by default "
-        "shapes-vl.",
+        metavar="MODEL",
+        parser=as_given,
+        help=MODEL_HELP,
     ),
 ]
 Fps = Annotated[
@@ -111,24 +144,42 @@ AsAudio = Annotated[
     bool, typer.Option("--audio", help="Hear the sound of each file, also of a video; for models that hear.")
 ]
 Start = Annotated[
-    float, typer.Option("--start", metavar="S", help="Start of the part of each video and audio, seconds.")
+    float,
+    typer.Option(
+        "--start",
+        metavar="TIME",
+        parser=seconds_of,
+        help="Start of the part of each video and audio: seconds, or 1:30.",
+    ),
 ]
 End = Annotated[
-    float | None, typer.Option("--end", metavar="S", help="End of that part; by default the end.")
+    float | None,
+    typer.Option("--end", metavar="TIME", parser=seconds_of, help="End of that part; by default the end."),
 ]
 Retention = Annotated[
     float | None,
-    typer.Option("--retention", metavar="R", help="Share of visual tokens kept, 0.05 to 1; by default 1."),
+    typer.Option(
+        "--retention",
+        metavar="R",
+        rich_help_panel=_FEWER,
+        help="Share of visual tokens kept, 0.05 to 1; by default 1.",
+    ),
 ]
 Reduction = Annotated[
     str | None,
-    typer.Option("--reduction", metavar="METHOD", help=f"How they are chosen: {', '.join(METHODS)}."),
+    typer.Option(
+        "--reduction",
+        metavar="METHOD",
+        rich_help_panel=_FEWER,
+        help=f"How they are chosen: {', '.join(METHODS)}.",
+    ),
 ]
 ComputeShare = Annotated[
     float | None,
     typer.Option(
         "--compute-share",
         metavar="SHARE",
+        rich_help_panel=_FEWER,
         help="Share of visual tokens that later layers of the language model compute, with --reduction "
         "fastkv; each keeps some of these. By default the retention.",
     ),
@@ -138,6 +189,7 @@ MaxVisualTokens = Annotated[
     typer.Option(
         "--max-visual-tokens",
         metavar="N",
+        rich_help_panel=_FEWER,
         help="Visual tokens at most; frames and retention are chosen for it. By default what the context has "
         "room for.",
     ),
@@ -148,13 +200,39 @@ MaxTokens = Annotated[
         "--max-tokens", metavar="N", help="Longest answer, in tokens; by default the model's limit."
     ),
 ]
+System = Annotated[
+    str | None,
+    typer.Option("--system", metavar="TEXT", help="What the model is to keep to, before the first question."),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        metavar="T",
+        min=0,
+        max=2,
+        help="How freely words are chosen; 0 takes the likeliest, as ask does by default without --url.",
+    ),
+]
+AnswerSeed = Annotated[
+    int | None, typer.Option("--seed", metavar="N", help="The same seed gives the same answer.")
+]
+Schema = Annotated[
+    Path | None,
+    typer.Option("--schema", metavar="FILE", help="JSON schema for the answer to follow."),
+]
 MaxDraft = Annotated[
     int,
     typer.Option("--max-draft", metavar="N", help=f"Tokens drafted at most in one pass, 1 to {MOST_DRAFTS}."),
 ]
 Url = Annotated[
     str | None,
-    typer.Option("--url", metavar="URL", help="Use a running server of the OpenAI chat API; without /v1."),
+    typer.Option(
+        "--url",
+        envvar="EPD_URL",
+        metavar="URL",
+        help="Use a running server of the OpenAI chat API; without /v1.",
+    ),
 ]
 ApiKey = Annotated[
     str | None,
@@ -275,7 +353,10 @@ DraftAcceptance = Annotated[
 Verbose = Annotated[
     bool,
     typer.Option(
-        "--verbose", "-v", help="Show what the video is held to, and frames, size and tokens of each medium."
+        "--verbose",
+        "-v",
+        help="Show frames, size and tokens of each medium, what the video is held to, and the time of each "
+        "stage.",
     ),
 ]
 # Output
@@ -283,6 +364,10 @@ IsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 Plot = Annotated[
     Path | None,
     typer.Option("--plot", metavar="FILE", callback=_plot, help="Draw a plot: png, svg or pdf."),
+]
+AnswerFile = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", metavar="FILE", callback=_output, help="File for the answer, not stdout."),
 ]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", callback=_output, help="File to write.")]
 ChromeTrace = Annotated[
@@ -303,6 +388,14 @@ JsonFile = Annotated[
 
 
 # Options from the fields of a model
+
+# Titles above options in the help of a command, where they are not of everyday use.
+_RESEARCH = "Research: less work for a picture"
+_PANELS: Mapping[str, Collection[str]] = {
+    _RESEARCH: ("skip_static", "tower_share", "tower_merge_layer"),
+    "Size of pictures": PIXEL_FIELDS,
+    "How the model runs": [name for name in ENGINE_FIELDS if name != "revision"],
+}
 
 
 def with_fields_of(
@@ -354,9 +447,12 @@ def _parameter(name: str, field: FieldInfo, argument: str | None, variable: str 
     flag = f"--{name.replace('_', '-')}"
     if kind is bool and default is not False:
         flag += flag.replace("--", "/--no-", 1)
-    info: Any = typer.Option(flag, metavar=metavar, help=field.description, envvar=variable)
+    panel = next((title for title, names in _PANELS.items() if name in names), None)
+    info: Any = typer.Option(
+        flag, metavar=metavar, help=field.description, envvar=variable, rich_help_panel=panel
+    )
     if argument is not None:
-        info = typer.Argument(metavar=argument, help=field.description)
+        kind, info = str, typer.Argument(metavar=argument, help=field.description)
     kind = kind if kind is bool and default is not None else kind | None
     return Parameter(
         name,

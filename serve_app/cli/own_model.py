@@ -33,7 +33,7 @@ def open_model(
     Raises EPDError.
     """
     given = {"num_threads": _num_threads(config), **config.given, **options}
-    args = AppArgs(model=model_folder(model), topology="1epd", allowed_media_path=Path("/"), **given)
+    args = AppArgs(model=model, topology="1epd", allowed_media_path=Path("/"), **given)
     with ExitStack() as stack:
         with console.status("loading the model"):
             service = stack.enter_context(own_service(args, is_greedy=is_greedy))
@@ -42,7 +42,7 @@ def open_model(
 
 def placement_of(config: EngineConfig, model: Path | None) -> Placement:
     """Returns where a model runs: see `Placement.resolve`. Raises RequestError."""
-    return Placement.resolve(config.device, config.dtype, model_folder(model))
+    return Placement.resolve(config.device, config.dtype, model_folder(model, config.revision))
 
 
 def _num_threads(config: EngineConfig) -> int:

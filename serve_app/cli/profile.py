@@ -12,7 +12,7 @@ from rich.table import Table
 from epd import console
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
-from epd.models import model_folder
+from epd.models import MODEL_HELP, model_folder, served_name
 from epd.profiles import HostCosts, Profile
 from epd.profiles.files import dump_profile, load_profile
 from epd.serve_app.cli.options import IsJson, Out, with_fields_of
@@ -21,12 +21,11 @@ _Model = Annotated[
     str | None,
     typer.Argument(
         metavar="[MODEL]",
-        help="Folder in Hugging Face layout, or the name of an embedded model, by default shapes-vl; "
-        "MODEL@DEVICE computes costs.",
+        help=f"{MODEL_HELP} MODEL@DEVICE computes costs.",
     ),
 ]
 # A profile has costs of passes without drafts, merges or a budget of memory: other options change nothing.
-PROFILED = ("device", "dtype", "num_threads")
+PROFILED = ("device", "dtype", "num_threads", "revision")
 _Repeats = Annotated[int, typer.Option(metavar="N", help="Runs of each point.")]
 _Machine = Annotated[str, typer.Option(metavar="NAME", help="Name of this machine in the profile.")]
 
@@ -62,12 +61,12 @@ def _profile_of(model: str | None, repeats: int, machine: str, config: EngineCon
     from epd.stages.placement import Placement  # torch
     from epd.stages.profiling import Profiler
 
-    path = model_folder(model)
+    path = model_folder(model, config.revision)
     placement = Placement.resolve(config.device, config.dtype, path)
     with console.loading_bar() as show:
         profiler = Profiler(path, config.num_threads or 1, placement, show)
     with console.progress_bar("stages") as show:
-        return profiler.profile(path.name, machine, repeats, show)
+        return profiler.profile(served_name(model), machine, repeats, show)
 
 
 def _print(found: Profile) -> None:

@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from epd import __version__
 from epd.errors import EPDError, RequestError, exit_code
+from epd.serve_app.cli.usage import GroupedCommand, usage_in_one_line
 
 _ABOUT = "Answers questions about images and long videos with vision-language models."
 # Group: command: (module of this folder and object, the first line of its help).
@@ -58,7 +60,9 @@ _EXTRAS = {
     "prometheus_client": _LOCAL,
     "ray": "[serve]",
 }
+_HELP_OPTIONS = {"help_option_names": ["--help", "-h"]}
 _STYLE: dict[str, Any] = {
+    "context_settings": _HELP_OPTIONS,
     "no_args_is_help": True,
     "add_completion": False,
     "rich_markup_mode": None,
@@ -85,7 +89,7 @@ def _load(name: str) -> Any:
     found = getattr(import_module(f"epd.serve_app.cli.{module}"), attribute)
     if not isinstance(found, typer.Typer):
         function, found = found, typer.Typer(**_STYLE)
-        found.command(name)(function)
+        found.command(name, cls=GroupedCommand, context_settings=_HELP_OPTIONS)(function)
     return typer.main.get_command(found)
 
 
@@ -104,13 +108,30 @@ class _Program(TyperGroup):
             with formatter.section(title):
                 formatter.write_dl([(name, line) for name, (_, line) in group.items()], col_max=12)
 
+    def make_context(self, info_name: str | None, *args: Any, **extra: Any) -> Any:
+        name = "epd" if info_name is None or "python" in info_name else info_name
+        return super().make_context(name, *args, **extra)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
+        with _told():
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
-            with _extras_named():
-                return super().invoke(ctx)
-        except EPDError as error:
-            print("error:", " ".join(str(error).split()), file=sys.stderr)
-            raise typer.Exit(exit_code(error)) from error
+        with _told(), _extras_named():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Ends the command where the block raises an EPDError, or has words that the command does not know."""
+    try:
+        with usage_in_one_line():
+            yield
+    except EPDError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        raise typer.Exit(exit_code(error)) from error
 
 
 @contextmanager
@@ -131,8 +152,19 @@ def _extras_named() -> Iterator[None]:
 app = typer.Typer(cls=_Program, name="epd", help=_ABOUT, **{**_STYLE, "add_completion": True})
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"epd {__version__}")
+        raise typer.Exit
+
+
+_Version = Annotated[
+    bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+]
+
+
 @app.callback(help=_ABOUT)
-def _program() -> None:
+def _program(version: _Version = False) -> None:  # noqa: ARG001 - its callback has acted
     # Threads of torch that wait by spinning would take the cores from those that decode video.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

@@ -19,10 +19,11 @@ from pydantic import ValidationError
 from epd import __version__
 from epd.client.endpoint import Endpoint, get
 from epd.errors import EPDError, RequestError
-from epd.models import model_folder
+from epd.models import served_name
 from epd.planning.files import load_plan
 from epd.serve_app.app_args import ENVIRONMENT, AppArgs
 from epd.serve_app.cli.config import parse_values
+from epd.serve_app.cli.early_checks import check_port, say_knowledge
 from epd.serve_app.cli.options import AppName, with_fields_of
 from epd.serve_app.cli.serving import Signals, serve_until_signal
 from epd.serve_app.http.address import HttpAddress
@@ -83,18 +84,21 @@ def serve(
         args = _app_args(options | (_planned(plan, options, context) if plan else {}), host)
         where = HttpAddress(host, port, checked_prefix(route_prefix))
         if target.address is None:
-            where.listen().close()  # a port that is taken is told before anything else
+            check_port(host, port)  # before a model is loaded
         write_logs(args.log_format, shows_requests=verbose)
         _say_start(args, where)
         served = partial(_served_locally if local else _served_on_ray, args, where, target, verbose)
 
         def say_ready() -> None:
-            model = args.model_name or args.model_path.name
             operation.info("limits of one request: %s; epd config show has all", limits_of(args).line())
             operation.info(args.pixels.line(model_type_of(args.model_path)))
             _say_room(args, where)
+            say_knowledge(args.model)
             seconds = time.monotonic() - start_s
-            print(f"ready in {seconds:.1f} s: {where.url}/v1 serves {model} on {args.topology}", flush=True)
+            print(
+                f"ready in {seconds:.1f} s: {where.url}/v1 serves {args.served_name} on {args.topology}",
+                flush=True,
+            )
 
         serve_until_signal(served, signals, say_ready, end_process, is_alone=target.address is None)
 
@@ -103,7 +107,7 @@ def _say_start(args: AppArgs, where: HttpAddress) -> None:
     """Says what is starting, before anything slow is done."""
     fields = {
         "version": __version__,
-        "model": args.model_name or args.model_path.name,
+        "model": args.served_name,
         "model_type": model_type_of(args.model_path),
         "dtype": args.dtype,
         "device": args.device,
@@ -158,7 +162,7 @@ class _Target:
 def _planned(path: Path, options: Mapping[str, Any], context: typer.Context) -> dict[str, Any]:
     """The options that a plan decides and the user does not. Raises RequestError."""
     plan = load_plan(path)
-    plan.check_model(options["model_name"] or model_folder(options["model"]).resolve().name)
+    plan.check_model(options["model_name"] or served_name(options["model"]).rpartition("/")[2])
     sources = {name: context.get_parameter_source(name) for name in plan.app_options()}
     return {
         name: value

@@ -214,6 +214,7 @@ def _entries(server: ServerState) -> list[ModelEntry]:
             created=card.created_s,
             root=card.name,
             max_model_len=card.max_model_len,
+            knows=card.knows,
             limits=limits,
             defaults=server.settings.defaults(),
         )

@@ -190,7 +190,7 @@ class ChatChunk(BaseModel):
 
 
 class ModelEntry(BaseModel):
-    """A model. limits: the ceilings of one request. defaults: of its options. See docs/api.md."""
+    """A model. limits: the ceilings of one request. defaults: of its options. knows: where that is little."""
 
     id: str
     object: Literal["model"] = "model"
@@ -199,6 +199,7 @@ class ModelEntry(BaseModel):
     root: str
     parent: None = None
     max_model_len: int | None = None
+    knows: str | None = None
     limits: dict[str, int | None]
     defaults: dict[str, str | float | int | None]
 

@@ -21,6 +21,7 @@ from epd.encoders.groups import plan_groups, prompt_identity, salted
 from epd.encoders.prompt.raw_prompt import plan_tokens
 from epd.errors import MediaError, RequestError
 from epd.kv.answer_length import TYPICAL_TOKENS
+from epd.models import knowledge_of
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.sampling_params import SamplingParams
 from epd.serve_app.orchestration.live_answer import AnswerPlan
@@ -103,7 +104,12 @@ class RequestPlanner:
         self._plans: Recent[_PlanKey, MediaPlan] = Recent(_MAX_KNOWN_PLANS)
         self._group_tokens = group_tokens
         self._revision = weights_revision(model_path)
-        self.card = ModelCard(name or model_path.name, int(time.time()), self.settings.context_tokens)
+        self.card = ModelCard(
+            name or model_path.name,
+            int(time.time()),
+            self.settings.context_tokens,
+            knowledge_of(model_path),
+        )
         # Ceilings of one request, lowered to what can fit the model's context.
         self.limits = _limits_of(self.card.max_model_len, self.adapter.tokenizer, limits or RequestLimits())
 

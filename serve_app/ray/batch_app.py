@@ -22,7 +22,7 @@ from epd.serve_app.ray.tenancy import APP_NAME, cluster_now, url_at
 
 @contextmanager
 def started_backend(
-    model: Path, topology: str, media_folder: Path | None, config: EngineConfig = DEFAULT_ENGINE
+    model: Path | None, topology: str, media_folder: Path | None, config: EngineConfig = DEFAULT_ENGINE
 ) -> Iterator[HttpBackend]:
     """Starts a private application on this machine, protected by a key, with its own workers.
 

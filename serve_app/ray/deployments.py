@@ -160,7 +160,7 @@ def _place() -> ProcessAddress:
 
 def _purpose(args: AppArgs) -> Purpose:
     release = hashlib.blake2b(args.model_dump_json().encode(), digest_size=8).hexdigest()
-    return Purpose(str(args.model_path), args.topology, release, args.hang_s)
+    return Purpose(str(args.model), args.topology, release, args.hang_s)
 
 
 def _quiet() -> None:

@@ -61,7 +61,7 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan")
     text = dump_profile(analytic_profile("a100-80gb", "qwen2.5-vl-7b"))
     profile = folder / "profile.json"
-    profile.write_text(text.replace('"model": "qwen2.5-vl-7b"', '"model": "shapes-vl"'))
+    profile.write_text(text.replace('"model": "qwen2.5-vl-7b"', '"model": "shapes-vl-2"'))
     path = folder / "plan.yaml"
     options = ["--gpus", "2", "--workload", "images", "--slo-ttft-s", "2.5", "--slo-tpot-s", "0.05"]
     with pytest.MonkeyPatch.context() as patched:
@@ -157,7 +157,7 @@ def test_without_a_plan_nothing_changes(served: Served) -> None:
         ({"settings": {"max_num_seqs": 0}}, "settings.max_num_seqs: Input should be greater"),
         ({"format": "epd plan, version 9"}, "format: Input should be"),
         ({"topology": "2e1p"}, "no worker does decode"),
-        ({"model": "qwen2.5-vl-7b"}, "the plan is for 'qwen2.5-vl-7b', the model to serve is 'shapes-vl'"),
+        ({"model": "qwen2.5-vl-7b"}, "the plan is for 'qwen2.5-vl-7b', the model to serve is 'shapes-vl-2'"),
         ({"settings": {"retention": 0.01}}, "--retention: Input should be greater than or equal to 0.05"),
     ],
 )

@@ -86,7 +86,7 @@ def test_options_reach_the_server(server: Server) -> None:
 
 
 def test_the_answer_is_streamed_and_its_cost_follows(server: Server) -> None:
-    result = run("ask", server.clip, QUESTION, *server.options)
+    result = run("ask", server.clip, QUESTION, *server.options, "-v")
     assert result.exit_code == 0
     assert result.stdout.strip() == asked(server, server.clip, QUESTION)["answer"]
     assert "first token after" in result.stderr

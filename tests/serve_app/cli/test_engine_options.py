@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from epd.engine_config import DEFAULT_ENGINE, ENGINE_FIELDS, EngineConfig
 from epd.errors import RequestError
+from epd.models import embedded_model_path
+from epd.models.hub import HubModel
 from epd.serve_app.app_args import STAGE_FIELDS, AppArgs
 from epd.serve_app.cli.profile import PROFILED
 from epd.serve_app.cli.program import app
@@ -38,6 +40,7 @@ GIVEN: dict[str, Any] = {
     "skip_static": 0.5,
     "tower_share": 0.5,
     "tower_merge_layer": 2,
+    "revision": "v1",
     "draft": "auto",
     "max_draft": 4,
 }
@@ -119,8 +122,9 @@ def test_a_running_server_takes_no_option_of_an_engine(command: str, name: str, 
     )
 
 
-def test_workers_get_every_field_of_a_server() -> None:
-    args = AppArgs(**GIVEN)
+def test_workers_get_every_field_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HubModel, "fetched", lambda _model: embedded_model_path())
+    args = AppArgs(model="tiny/shapes", **GIVEN)
     assert args.engine == EngineConfig(**GIVEN)
     sent = worker_settings(args.for_workers(*STAGE_FIELDS)).engine
     assert sent == args.engine.model_copy(update={"group_tokens": DEFAULT_ENGINE.group_tokens})

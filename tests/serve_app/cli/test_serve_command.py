@@ -85,7 +85,7 @@ def test_it_serves_from_one_process_without_ray(tmp_path: Path) -> None:
             client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)
             video: Any = {"type": "video_url", "video_url": {"url": clip.as_uri()}}
             message: Any = {"role": "user", "content": [video, {"type": "text", "text": question}]}
-            reply = client.chat.completions.create(model="shapes-vl", messages=[message], logprobs=True)
+            reply = client.chat.completions.create(model="shapes-vl-2", messages=[message], logprobs=True)
             status = http.get(f"{url}/v1/epd/status").json()
         process.send_signal(signal.SIGINT)
         assert process.wait(END_S) == 0
@@ -208,7 +208,9 @@ def running(
         )
     try:
         wait_until(lambda: b"ready in" in output.read_bytes() or process.poll() is not None, READY_S)
-        found = re.search(r"ready in \d+\.\d s: (http://\S+)/v1 serves shapes-vl on \S+", output.read_text())
+        found = re.search(
+            r"ready in \d+\.\d s: (http://\S+)/v1 serves shapes-vl-2 on \S+", output.read_text()
+        )
         assert found, output.read_text()
         yield process, found[1]
     finally:

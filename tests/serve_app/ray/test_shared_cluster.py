@@ -111,12 +111,12 @@ def test_two_applications_are_served_side_by_side(
     with starting(tmp_path, port, "--name", "mine", "--route-prefix", "/mine") as (process, output):
         wait_until(lambda: b"ready in" in output.read_bytes() or process.poll() is not None, READY_S)
         url = f"http://127.0.0.1:{port}/mine"
-        assert f"{url}/v1 serves shapes-vl on 1epd" in output.read_text()
+        assert f"{url}/v1 serves shapes-vl-2 on 1epd" in output.read_text()
         assert "Serve has its proxy at" in output.read_text()
         assert url_at(cluster_now(), "mine", "127.0.0.1") == url
         for each in (url, f"{ray_session.url}/mine"):
             models = httpx.get(f"{each}/v1/models", trust_env=False, timeout=60).json()["data"]
-            assert [model["id"] for model in models] == ["shapes-vl"]
+            assert [model["id"] for model in models] == ["shapes-vl-2"]
         asked = [sys.executable, "-c", START, "status", "--json", "--url", url]
         status = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
         assert json.loads(status.stdout)["status"]["is_ready"]
