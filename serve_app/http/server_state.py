@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,9 +24,10 @@ from epd.serve_app.files.batch_store import BatchStore
 from epd.serve_app.files.file_store import FileStore
 from epd.serve_app.files.settings import FileSettings
 from epd.serve_app.files.upload_store import UploadStore
+from epd.serve_app.files.uploaded_media import check_media, names_file
 from epd.serve_app.http.answers.several_answers import answer_all
 from epd.serve_app.http.guard.body_reader import BodyLimits, BodyReader
-from epd.serve_app.http.guard.http_guard import check_admin
+from epd.serve_app.http.guard.http_guard import check_admin, sent_key
 from epd.serve_app.http.requests.answer_format import answer_format
 from epd.serve_app.http.requests.chat_request import ChatRequest, EpdOptions
 from epd.serve_app.http.requests.named_media import NamedMedia, namespace_of
@@ -43,7 +45,6 @@ from epd.serve_app.http.requests.request_parsing import (
     visual_budget,
 )
 from epd.serve_app.http.requests.tools import no_turns
-from epd.serve_app.http.uploaded_media import names_file, owner_of, with_files
 from epd.serve_app.observability.metrics import ServerMetrics
 from epd.serve_app.observability.record import RequestRecord, record_of
 from epd.serve_app.observability.tracing import tracing_of
@@ -225,13 +226,21 @@ class ServerState:
         cost.check(self.settings.limits)
         return await self.accepted(request, parsed, model)
 
+    def owner_of(self, request: Request) -> str:
+        """Returns a name of the key that a request came with; empty where the server has none."""
+        if self.settings.api_key is None and not request.state.is_admin:
+            return ""
+        return hashlib.blake2b(sent_key(request) or b"", digest_size=16, person=b"epd files").hexdigest()
+
     async def _with_files(
         self, request: Request, references: tuple[MediaReference, ...]
     ) -> tuple[MediaReference, ...]:
         """Returns the media with the files among them checked, which reads the disk. Raises EPDError."""
-        if not any(map(names_file, references)):
+        names = [each.url for each in references if names_file(each.url)]
+        if not names:
             return references
-        return await asyncio.to_thread(with_files, self.files, owner_of(request), references)
+        await asyncio.to_thread(check_media, self.files, self.owner_of(request), names)
+        return tuple(replace(each, is_upload=names_file(each.url)) for each in references)
 
     def check_options(self, request: Request, chat: ChatRequest) -> ModelCard:
         """Checks everything but the amounts of a request. Returns its model. Raises EPDError."""
