@@ -90,8 +90,14 @@ class UploadStore:
             )
         self.files.check_room()
         kept = path.rename(self._folder / f"{upload_id}.{path.stem}")
+        try:
+            part = _part(kept)
+            self._pending(owner, upload_id)  # who ends it removes the parts that are there by then
+        except BaseException:
+            kept.unlink(missing_ok=True)
+            raise
         os.utime(self._record(upload_id))
-        return _part(kept)
+        return part
 
     def complete(self, owner: str, upload_id: str, asked: CompleteRequest) -> UploadObject:
         """Makes the parts a file. Done again, it changes nothing more. Raises EPDError."""

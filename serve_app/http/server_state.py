@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -15,16 +16,16 @@ from epd.control.request_budget import check_json_size
 from epd.serve_app.files.batch_store import BatchStore
 from epd.serve_app.files.file_store import FileStore
 from epd.serve_app.files.upload_store import UploadStore
+from epd.serve_app.files.uploaded_media import check_media, names_file
 from epd.serve_app.http.answers.several_answers import answer_all
 from epd.serve_app.http.chat_answers import ApiSettings, Caller, ChatAnswers, ParsedRequest, without_spans
 from epd.serve_app.http.guard.body_reader import BodyReader
-from epd.serve_app.http.guard.http_guard import check_admin, client_of
+from epd.serve_app.http.guard.http_guard import check_admin, client_of, sent_key
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.named_media import namespace_of
 from epd.serve_app.http.requests.request_parsing import (
     describe,
 )
-from epd.serve_app.http.uploaded_media import names_file, owner_of, with_files
 from epd.serve_app.observability.metrics import ServerMetrics
 from epd.serve_app.observability.record import RequestRecord, record_of
 from epd.serve_app.observability.tracing import tracing_of
@@ -103,15 +104,23 @@ class ServerState(ChatAnswers):
         """Checks a chat request that was read. num_bytes: of its body. Raises EPDError."""
         self.check_options(request, chat)
         namespace = namespace_of(request.headers.get("authorization", ""), chat.cache_salt or "")
-        caller = Caller(client_of(request), owner_of(request), namespace)
+        caller = Caller(client_of(request), self.owner_of(request), namespace)
         return await self.checked_chat(chat, record_of(request), caller, num_bytes)
+
+    def owner_of(self, request: Request) -> str:
+        """Returns a name of the key that a request came with; empty where the server has none."""
+        if self.settings.api_key is None and not request.state.is_admin:
+            return ""
+        return hashlib.blake2b(sent_key(request) or b"", digest_size=16, person=b"epd files").hexdigest()
 
     async def with_files(
         self, references: tuple[MediaReference, ...], caller: Caller
     ) -> tuple[MediaReference, ...]:
-        if not any(map(names_file, references)):
+        names = [each.url for each in references if names_file(each.url)]
+        if not names:
             return references
-        return await asyncio.to_thread(with_files, self.files, caller.owner, references)
+        await asyncio.to_thread(check_media, self.files, caller.owner, names)
+        return tuple(replace(each, is_upload=names_file(each.url)) for each in references)
 
     def check_options(self, request: Request, chat: ChatRequest) -> ModelCard:
         """Checks everything but the amounts of a request. Returns its model. Raises EPDError."""

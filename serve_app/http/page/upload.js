@@ -58,43 +58,46 @@ export class Upload {
   async start() {
     if (this.state !== "paused") return;
     this.aborter = new AbortController();
+    const { signal } = this.aborter;
     this.set("sending");
     try {
       this.kept ??= await this.begun();
-      await this.sendParts();
+      await this.sendParts(signal);
       const { file } = await postJson(`v1/uploads/${this.kept.id}/complete`, { part_ids: this.kept.parts });
       localStorage.removeItem(this.key);
       this.set("done");
       this.resolve(file.id);
     } catch (error) {
-      if (this.state !== "sending") return; // paused or cancelled meanwhile
+      if (signal.aborted && this.state === "cancelled") this.discard();
+      if (signal.aborted) return; // paused or cancelled meanwhile
       if (error.code === "not_found") this.forget();
       this.set("paused", error.message);
       if (error.code === "request_limit") this.reject(error);
     }
   }
 
-  async sendParts() {
+  async sendParts(signal) {
     const { parts } = this.kept;
     for (const [place, id] of parts.entries()) {
       this.sent = place * this.partBytes;
       this.onChange();
-      parts[place] = id ?? (await this.sendPart(place));
+      parts[place] = id ?? (await this.sendPart(place, signal));
       localStorage.setItem(this.key, JSON.stringify(this.kept));
     }
     this.sent = this.file.size;
   }
 
-  async sendPart(place) {
+  async sendPart(place, signal) {
     const start = place * this.partBytes;
     for (let attempt = 1; ; attempt += 1) {
+      signal.throwIfAborted();
       const form = new FormData();
       form.append("data", this.file.slice(start, start + this.partBytes));
       try {
         const reply = await post(`v1/uploads/${this.kept.id}/parts`, form, (sent) => {
           this.sent = Math.min(start + sent, this.file.size);
           this.onChange();
-        }, this.aborter.signal);
+        }, signal);
         if (reply.status === 200) return JSON.parse(reply.responseText).id;
         const { message, code } = JSON.parse(reply.responseText).error;
         if (reply.status < 500) throw Object.assign(new Error(message), { code });
@@ -103,7 +106,6 @@ export class Upload {
         if (!(error instanceof TypeError) || attempt === MOST_ATTEMPTS) throw error;
       }
       await pause(FIRST_PAUSE_MS * 2 ** (attempt - 1));
-      if (this.state !== "sending") throw new DOMException("", "AbortError");
     }
   }
 
@@ -121,9 +123,13 @@ export class Upload {
   cancel() {
     if (this.state === "done" || this.state === "cancelled") return;
     this.set("cancelled");
-    this.aborter?.abort();
+    if (this.aborter && !this.aborter.signal.aborted) this.aborter.abort(); // and then it is discarded
+    else this.discard();
+    this.reject(new Error("the upload was cancelled"));
+  }
+
+  discard() {
     if (this.kept) postJson(`v1/uploads/${this.kept.id}/cancel`, {}).catch(() => {});
     this.forget();
-    this.reject(new Error("the upload was cancelled"));
   }
 }

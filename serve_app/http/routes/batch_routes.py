@@ -11,9 +11,8 @@ from epd.serve_app.files.batch_records import BatchList, BatchObject, BatchReque
 from epd.serve_app.files.batch_store import BatchStore
 from epd.serve_app.files.settings import page_of
 from epd.serve_app.http.requests.request_parsing import describe
-from epd.serve_app.http.routes.file_routes import store_of
+from epd.serve_app.http.routes.file_routes import owner_of, store_of
 from epd.serve_app.http.routes.prompt_routes import body_of, server_of
-from epd.serve_app.http.uploaded_media import owner_of
 from epd.serve_app.observability.record import record_of
 
 batch_routes = APIRouter()

@@ -13,7 +13,6 @@ from epd.serve_app.files.records import UPLOAD_PURPOSES, FileDeleted, FileList, 
 from epd.serve_app.files.settings import MAX_LISTED, page_of
 from epd.serve_app.files.upload import kept_upload
 from epd.serve_app.http.routes.prompt_routes import server_of
-from epd.serve_app.http.uploaded_media import owner_of
 
 file_routes = APIRouter()
 # Of a form, beside the bytes of its file: its fields and their headers.
@@ -46,6 +45,10 @@ def store_of(request: Request) -> FileStore:
             "the server with --files-dir FOLDER"
         )
     return files
+
+
+def owner_of(request: Request) -> str:
+    return server_of(request).owner_of(request)
 
 
 def _check_site(request: Request) -> None:

@@ -19,9 +19,8 @@ from epd.serve_app.files.upload_records import (
 )
 from epd.serve_app.files.upload_store import UploadStore
 from epd.serve_app.http.requests.request_parsing import describe
-from epd.serve_app.http.routes.file_routes import check_announced, form_of, store_of
+from epd.serve_app.http.routes.file_routes import check_announced, form_of, owner_of, store_of
 from epd.serve_app.http.routes.prompt_routes import body_of, server_of
-from epd.serve_app.http.uploaded_media import owner_of
 from epd.serve_app.observability.record import record_of
 
 upload_routes = APIRouter()

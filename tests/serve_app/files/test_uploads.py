@@ -286,3 +286,21 @@ def test_the_official_client_learns_of_a_lost_upload(run_front: RunFront, folder
     client = run_front(files=FileSettings(folder)).openai
     with pytest.raises(openai.NotFoundError, match="upload"):
         client.uploads.parts.create("upload_" + "0" * 24, data=b"x")
+
+
+def test_a_part_that_arrives_while_its_upload_ends_leaves_nothing(
+    run_front: RunFront, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = run_front(files=FileSettings(folder))
+    upload = begun(front).json()["id"]
+    store = front.server.front.uploads
+    assert store is not None
+    check_room = store.files.check_room
+
+    def cancel_meanwhile() -> None:
+        check_room()
+        store.cancel("", upload)
+
+    monkeypatch.setattr(store.files, "check_room", cancel_meanwhile)
+    assert part(front, upload, b"x").status_code == 400
+    assert left_in(folder) == [".json", ".lock"]
