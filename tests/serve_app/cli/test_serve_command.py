@@ -70,7 +70,7 @@ def test_a_port_that_is_taken_is_told_at_once() -> None:
             command("--port", port), capture_output=True, text=True, timeout=60, check=False
         )
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: cannot listen on 127.0.0.1 port {port}: ")
+    assert done.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port}: ")
 
 
 def test_it_serves_from_one_process_without_ray(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_it_serves_from_one_process_without_ray(tmp_path: Path) -> None:
         assert process.wait(END_S) == 0
     assert status["topology"] == "1e1p1d"
     output = (tmp_path / "output").read_text()
-    told = f"starts: model shapes-vl (qwen2_5_vl), dtype auto, device auto, topology 1e1p1d, at {url}"
+    told = f"starts: model shapes-vl-2 (qwen3_vl), dtype auto, device auto, topology 1e1p1d, at {url}"
     steps = [told, "loading the model", "limits of one request: ", "d0 has weights", "ready in", "draining"]
     places = [output.index(step) for step in (*steps, "drained in", "drained and stopped")]
     assert places == sorted(places)
