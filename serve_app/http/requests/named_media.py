@@ -90,7 +90,7 @@ class NamedMedia:
         self._names.setdefault(client, OrderedDict())[key] = None
         self._client_bytes[client] += _num_bytes(key[2], url)
         while len(self._urls) > self._max_media:
-            self._forget(next(iter(max(self._names.values(), key=len))))
+            self._forget(next(iter(self._names[max(self._names, key=lambda each: len(self._names[each]))])))
         while self.num_bytes > self._max_bytes:
             self._forget(next(iter(self._names[max(self._client_bytes, key=self._client_bytes.__getitem__)])))
 
