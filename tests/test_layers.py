@@ -101,7 +101,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "observability": ".",
         "files": ".",
         "http": ".",
-        "http/guard": "http media observability",
+        "http/guard": ". http media observability",
         "http/requests": ".",
         "http/answers": ". http http/guard observability",
         "http/format_checks.py": ".",

@@ -10,19 +10,24 @@ imports it from RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, which must be set whe
 
 from __future__ import annotations
 
+import logging
 import resource
 import socket
 from asyncio import TimerHandle, Transport
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from uvicorn.config import HTTP_PROTOCOLS
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from epd.serve_app.fair_threads import FairTurns
 from epd.serve_app.http.guard.connection_room import ConnectionRoom
 
 # Open files reserved for purposes other than client connections.
 _SPARE_FILES = 256
+_SILENT = logging.getLogger(f"{__name__}.silent")
+_SILENT.disabled = True
 _TOO_LARGE = b"431 Request Header Fields Too Large"
 _TOO_SLOW = b"408 Request Timeout"
 _TOO_MANY = b"503 Service Unavailable\r\nRetry-After: 1"
@@ -44,6 +49,7 @@ class SocketLimits:
     max_connections: at most as many as the process may have open files
     num_reserved: connections beyond these, for probes of the server's health
     max_pipelined: requests that a connection may send before their turn; the rest is not read
+    num_pages: answers of open pages that are made at once, addresses in turns; questions wait for none
     """
 
     max_header_bytes: int = 64 << 10
@@ -56,7 +62,8 @@ class SocketLimits:
     stuck_s: float = 1.0
     max_connections: int = 8192
     num_reserved: int = 16
-    max_pipelined: int = 4
+    max_pipelined: int = 2
+    num_pages: int = 16
 
     @property
     def num_connections(self) -> int:
@@ -98,6 +105,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     limits: ClassVar[SocketLimits] = SocketLimits()
     room: ClassVar[ConnectionRoom[GuardedProtocol]] = ConnectionRoom()
+    pages: ClassVar[FairTurns] = FairTurns(limits.num_pages, limits.num_pages)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -178,11 +186,16 @@ class GuardedProtocol(HttpToolsProtocol):
             self._num_header_bytes += len(data)
             self._check_headers(self._num_header_bytes)
 
+    def send_400_response(self, msg: str) -> None:
+        if not self._is_last:
+            super().send_400_response(msg)
+
     # The parser's callbacks
 
     def on_message_begin(self) -> None:
         if self._is_last:
-            return
+            self.logger = _SILENT
+            raise ConnectionError("no request is read any more")  # which ends the parser
         self._is_in_headers = True
         self._num_header_bytes = self._num_body_bytes = 0
         if self._timer is None:
@@ -190,8 +203,6 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        if self._is_last:
-            return
         self._is_in_headers = False
         self.room.waiting.pop(self, None)
         if self.transport.is_closing():
@@ -204,8 +215,6 @@ class GuardedProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        if self._is_last:
-            return
         self._num_body_bytes += len(body)
         if self._num_body_bytes > self.limits.max_body_bytes:
             self.transport.close()
@@ -213,8 +222,6 @@ class GuardedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._is_last:
-            return
         self._expect_nothing()
         if not self.transport.is_closing():
             super().on_message_complete()
@@ -232,6 +239,16 @@ class GuardedProtocol(HttpToolsProtocol):
             self._clock.refill()
             if self in self.room.held:
                 self.room.waiting[self] = None
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        is_page = cycle.scope["method"] == "GET" and "/v1/" not in cycle.scope["path"]
+        is_urgent = not is_page or _is_probe(cycle.scope["raw_path"])
+        super()._start_asgi_task(cycle, app if is_urgent else partial(self._answer_in_turn, app))
+
+    async def _answer_in_turn(self, app: Any, scope: Any, receive: Any, send: Any) -> None:
+        await self.flow.drain()  # a client that takes nothing has no turn
+        async with self.pages.turn(self.client and self.client[0]):
+            await app(scope, receive, send)
 
     # The limits
 

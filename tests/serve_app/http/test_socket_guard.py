@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from time import monotonic, sleep
+from typing import Any
 
 import httpx
 import pytest
@@ -15,6 +18,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS, LoopFactoryType
 
+from epd.serve_app.fair_threads import FairTurns
 from epd.serve_app.http.guard import socket_guard
 from epd.serve_app.http.guard.connection_room import ConnectionRoom
 from epd.serve_app.http.guard.socket_guard import GuardedProtocol, SocketLimits, WriteClock
@@ -41,11 +45,29 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+PAGES: list[str] = []
+
+
+async def held_pages(release: threading.Event, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers as `echo` does; at `/page` it notes the request, and waits for the release."""
+    if scope["path"] == "/page":
+        PAGES.append(scope["path"])
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+    await echo(scope, receive, send)
+
+
 @contextmanager
-def guarded(limits: SocketLimits, loop: LoopFactoryType = "auto") -> Iterator[str]:
-    protocol = type("Protocol", (GuardedProtocol,), {"limits": limits, "room": ConnectionRoom()})
+def guarded(
+    limits: SocketLimits, loop: LoopFactoryType = "auto", app: Any = echo, **own: Any
+) -> Iterator[str]:
+    """own: attributes of the protocol"""
+    mine = {"limits": limits, "room": ConnectionRoom(), **own}
+    protocol = type("Protocol", (GuardedProtocol,), mine)
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
-        config = uvicorn.Config(echo, http=protocol, lifespan="off", log_level="error", loop=loop)
+        config = uvicorn.Config(
+            app, http=protocol, lifespan="off", log_level="error", loop=loop, interface="asgi3"
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
@@ -227,6 +249,24 @@ def test_a_connection_has_few_requests_before_their_turn(run: Run) -> None:
     assert answers.count(b"connection: close") == 1
     with asked(address, "/", count=4) as sock:
         assert rest(sock).count(b"HTTP/1.1 200") == 4
+
+
+def test_pages_are_made_a_few_at_a_time_and_questions_do_not_wait_for_them() -> None:
+    """Two pages are being made, for ever: a third waits, a question and a probe do not."""
+    limits, release = SocketLimits(), threading.Event()
+    with (
+        guarded(limits, app=partial(held_pages, release), pages=FairTurns(2, 2)) as address,
+        ExitStack() as stack,
+    ):
+        pages = [stack.enter_context(asked(address, "/page")) for _ in range(3)]
+        wait_until(lambda: len(PAGES) == 2)
+        assert is_answered(address)
+        assert httpx.get(f"http://{address}/health", trust_env=False).status_code == 200
+        assert httpx.get(f"http://{address}/v1/models", trust_env=False).status_code == 200
+        assert len(PAGES) == 2
+        release.set()
+        assert all(page.recv(4096).startswith(b"HTTP/1.1 200") for page in pages)
+        assert len(PAGES) == 3
 
 
 def test_an_answer_that_is_not_taken_keeps_no_closed_connection(run: Run) -> None:

@@ -99,3 +99,30 @@ def returned(program: list[tuple[int, int, int, int]], call: int, arch: int, arg
         else:
             holds = {0x15: value == operand, 0x35: value >= operand, 0x45: bool(value & operand)}[code]
             at += if_true if holds else if_not
+
+
+HIDDEN = """
+import ctypes, os, sys
+from epd.video.children.walls import hide_process
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
+if sys.argv[1] == "hidden":
+    hide_process()
+parent = os.getpid()
+if os.fork() == 0:
+    try:
+        print(len(open(f"/proc/{parent}/environ", "rb").read()) > 0, flush=True)
+    except PermissionError:
+        print("refused", flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(("mode", "outcome"), [("hidden", "refused"), ("as it is", "True")])
+def test_a_hidden_process_keeps_its_environment_from_its_user(mode: str, outcome: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HIDDEN, mode], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == outcome
