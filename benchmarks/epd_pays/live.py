@@ -143,8 +143,8 @@ def paced_workers(pace: Pace, *, is_overlapped: bool = True) -> Iterator[None]:
     """Paces all workers that are built meanwhile."""
     build, onload, num_ready = WorkerCore._build, WorkerCore._onload, VisualInputs.num_ready
 
-    def build_paced(core: WorkerCore, stage: Stage) -> Any:
-        role: Any = build(core, stage)
+    def build_paced(core: WorkerCore, stage: Stage, roles: frozenset[Stage]) -> Any:
+        role: Any = build(core, stage, roles)
         if stage == "encode":
             role.stage._encoder.encode = pace.encoder(role.stage._encoder.encode)
         else:
