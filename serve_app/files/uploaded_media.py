@@ -20,8 +20,8 @@ def check_media(files: FileStore | None, owner: str, names: Sequence[str]) -> No
     """
     if files is None:
         raise NotFoundError(
-            f"received the file {names[0][:100]!r} as a medium; allowed: on servers that keep files; start the "
-            "server with --files-dir FOLDER"
+            f"received the file {names[0][:100]!r} as a medium; allowed: on servers that keep files; start "
+            "the server with --files-dir FOLDER"
         )
     for name in names:
         purpose = files.get(owner, name).purpose
