@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 import torch
 
+from epd.chat import ChatMessage, one_turn
 from epd.encoders import FrameSampling, MediaPlan
-from epd.encoders.prompt.chat import ChatMessage, one_turn
 from epd.errors import InfeasibleError, check_question
 from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.reduction import KEEP_ALL, NO_BUDGET, ReductionPolicy, VisualBudget

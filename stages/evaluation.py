@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from epd.encoders.prompt.chat import dialogue
+from epd.chat import dialogue
 from epd.eval.items import FULL, EvalCase, EvalSetting, EvalVideo
 from epd.eval.plan import EvalPlan, Todo, todos
 from epd.eval.verdicts import TTFTSample, Verdict, VerdictLog

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from epd import video
+from epd.chat import ChatMessage, one_turn
 from epd.encoders import OWN_LIMITS, Adapter, FrameSampling, MediaPlan, PixelLimits
 from epd.encoders.adapter import PromptPlan
 from epd.encoders.batch import FrameEncoder
-from epd.encoders.prompt.chat import ChatMessage, one_turn
 from epd.errors import EPDError, RequestError, UnsupportedMediaError
 from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.reduction import KEEP_ALL, ReductionPolicy, VisualBudget

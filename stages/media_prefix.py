@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from epd.chat import ChatMessage
 from epd.encoders import Adapter, MediaPlan
 from epd.encoders.identity import prompt_identity
-from epd.encoders.prompt.chat import ChatMessage
 from epd.encoders.reduction import reduce_prompt
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
-from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import Extent, GenerateRequest, GenerationSettings
 from epd.stages.media import EncodedGroup

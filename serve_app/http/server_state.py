@@ -14,10 +14,10 @@ from typing import TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from epd.chat import ChatMessage
 from epd.control.request_budget import RequestLimits, check_json_size
-from epd.encoders import FrameSampling
-from epd.encoders.prompt.chat import ChatMessage
 from epd.errors import OverloadedError
+from epd.frame_sampling import FrameSampling
 from epd.reduction import KEEP_ALL, ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
 from epd.serve_app.files.batch_store import BatchStore
@@ -28,7 +28,7 @@ from epd.serve_app.files.uploaded_media import check_media, names_file
 from epd.serve_app.http.answers.several_answers import answer_all
 from epd.serve_app.http.guard.body_reader import BodyLimits, BodyReader
 from epd.serve_app.http.guard.http_guard import check_admin, sent_key
-from epd.serve_app.http.requests.answer_format import answer_format
+from epd.serve_app.http.requests.answer_format import answer_format, no_turns
 from epd.serve_app.http.requests.chat_request import ChatRequest, EpdOptions
 from epd.serve_app.http.requests.named_media import NamedMedia, namespace_of
 from epd.serve_app.http.requests.request_cost import budget_of
@@ -44,7 +44,6 @@ from epd.serve_app.http.requests.request_parsing import (
     video_sampling,
     visual_budget,
 )
-from epd.serve_app.http.requests.tools import no_turns
 from epd.serve_app.observability.metrics import ServerMetrics
 from epd.serve_app.observability.record import RequestRecord, record_of
 from epd.serve_app.observability.tracing import tracing_of

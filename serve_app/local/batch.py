@@ -19,13 +19,13 @@ from epd import video
 from epd.batch.lines import BatchLine
 from epd.batch.media_names import local_path
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
+from epd.chat import ChatMessage
 from epd.control.request_budget import RequestLimits
-from epd.encoders.prompt.chat import ChatMessage
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import EPDError, InternalError, RequestError
 from epd.reduction import KEEP_ALL
 from epd.serve_app.http.answers.responses import CompletionBuilder
-from epd.serve_app.http.requests.answer_format import answer_format
+from epd.serve_app.http.requests.answer_format import answer_format, no_turns, offers_tools
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.request_cost import budget_of
 from epd.serve_app.http.requests.request_parsing import (
@@ -40,7 +40,6 @@ from epd.serve_app.http.requests.request_parsing import (
     video_sampling,
     visual_budget,
 )
-from epd.serve_app.http.requests.tools import no_turns, offers_tools
 from epd.serve_app.observability.record import RequestRecord
 from epd.serve_app.service import AnswerEnd, MediaReference, ModelCard, TokenDelta
 from epd.serve_app.token_text import TokenTexts

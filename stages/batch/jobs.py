@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from epd.encoders.prompt.chat import ChatMessage
+from epd.chat import ChatMessage
 from epd.errors import EPDError
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.generation import TokenOutput

@@ -10,8 +10,8 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from epd.encoders import FrameSampling
-from epd.encoders.reduction import KeptCells
 from epd.errors import OverloadedError
+from epd.reduction import KeptCells
 from epd.serve_app.http import page as page_module
 from epd.serve_app.service import AnswerItem, AnswerRequest, StageSpan
 from tests.serve_app.conftest import Front

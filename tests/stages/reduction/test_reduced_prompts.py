@@ -17,7 +17,7 @@ from epd.encoders.reduction import reduce_prompt
 from epd.models import embedded_model_path
 from epd.reduction import SELECTION_METHODS, ReductionPolicy
 from epd.stages.colocated import ColocatedPipeline, EncodedMedia
-from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from tests.encoders.families import QUESTION, Family
 from tests.serve_app.deployments import Question, deployed
 from tests.stages.encode.workers import SAMPLING, clip_of
