@@ -23,12 +23,12 @@ FaultKind = Literal[
 ]
 # How often each kind is drawn, apart from clients that leave and poison, which are properties of questions.
 _WEIGHTS: dict[FaultKind, int] = {
-    "kill": 4, "strike": 6, "machine": 3, "freeze": 3, "cut": 3, "switch": 4, "drain": 2, "clock": 1,
+    "kill": 4, "strike": 8, "machine": 3, "freeze": 3, "cut": 3, "switch": 4, "drain": 2, "clock": 1,
     "board": 1, "front": 1,
 }  # fmt: skip
 _TOPOLOGIES = ("1e1p2d", "2e2p2d", "2e2p2d", "1e2p2d", "2epd", "1ep1p2d")
 _MAX_FAULTS = 7
-_ASKED_S = 1.8  # in which questions are asked
+_ASKED_S = 1.5  # in which questions are asked
 _SPAN_S = 3.0  # in which faults begin
 POISONED_AT = ("Prefill", "Reserve", "EncodeGroup", "ReadFrames")
 # What a worker handles, or reports, when it or another one is struck.
@@ -36,8 +36,8 @@ STRUCK_AT = (
     "Prefill", "Reserve", "Redirect", "EncodeGroup", "PeerLost", "Move", "Abort", "SetRoles", "HandedOver",
     "HandedOver",
 )  # fmt: skip
-_MAX_NTH = 6
-_STRIKE_S = (0.0, 0.0, 0.005, 0.05)
+_MAX_NTH = 4
+_STRIKE_S = (0.0, 0.005, 0.05, 0.2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +107,9 @@ def drawn(seed: int, num_pool: int, num_asked: int = 10) -> FaultPlan:
     kinds = list(_WEIGHTS)
     faults = [
         _fault(rng, rng.choices(kinds, list(_WEIGHTS.values()))[0])
-        for _ in range(rng.randint(0, _MAX_FAULTS))
+        for _ in range(rng.randint(2, _MAX_FAULTS))
     ]
-    leaving = rng.sample(range(num_asked), rng.choice((0, 1, 2, 3)))
+    leaving = rng.sample(range(num_asked), rng.choice((0, 0, 1, 2)))
     faults += [replace(_fault(rng, "leave"), question=number) for number in leaving]
     if rng.random() < 0.15:
         faults.append(replace(_fault(rng, "poison"), question=rng.randrange(num_asked)))

@@ -55,7 +55,7 @@ def build_pool(folder: Path) -> Pool:
 
 def _question(rng: Random, media: dict[str, Path], number: int) -> Question:
     sampling = SamplingParams(
-        max_tokens=rng.choice((3, 10, 25, 40)),
+        max_tokens=rng.choice((2, 4, 10, 25, 40)),
         ignore_eos=True,
         seed=1000 + number,
         temperature=rng.choice((0.0, 0.0, 1.0)),

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning",
 )
 
-NUM_SEEDS = 60
+NUM_SEEDS = 40
 MAX_BLAMED = 0.005  # of the requests that were not poisoned
 
 

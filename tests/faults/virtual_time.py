@@ -22,7 +22,7 @@ _PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("proce
 _START_S = 1000.0  # of the monotonic clock
 _UNIX_S = 1_700_000_000.0  # its Unix time
 _MAX_EXECUTOR_S = 0.02  # that work in a thread takes
-_NUM_ENDS = 20  # times that a task is cancelled, at most
+_NUM_ENDS = 10  # times that a task is cancelled, at most
 
 
 class NothingLeftError(Exception):

@@ -17,6 +17,7 @@ from epd.types import UInt8Array
 
 _LOAD_S = (0.05, 1.0)  # to load weights
 _STEP_S = (0.01, 0.03, 0.05, 0.1)
+_SLOWNESS = (0.3, 1.0, 1.0, 6.0)  # of a worker
 _RARE_STEP_S = (0.1, 1.0)  # three in a hundred
 _READ_S = (0.001, 0.05)
 _LEAST_WAIT_S = 0.1  # every message wakes: looking more often only takes real time
@@ -66,6 +67,7 @@ class SimulatedThread(WorkerThread):
         super().__init__(*arguments)
         self._wake: Any = _Wake()
         self._is_killed = False
+        self._slowness = self.rng.choice(_SLOWNESS)
 
     async def start(self) -> None:
         await asyncio.sleep(self.rng.uniform(*_LOAD_S))
@@ -80,7 +82,8 @@ class SimulatedThread(WorkerThread):
                 self.turn(core)
                 rare = self.rng.random() < 0.03
                 if self._wake.wait_s is None:
-                    await asyncio.sleep(self.rng.uniform(*_RARE_STEP_S) if rare else self.rng.choice(_STEP_S))
+                    step_s = self.rng.uniform(*_RARE_STEP_S) if rare else self.rng.choice(_STEP_S)
+                    await asyncio.sleep(step_s * self._slowness)
                 else:
                     await self._wake.waited()
         except Exception as error:
