@@ -454,7 +454,9 @@ class ColocatedPipeline:
                 with busy(timings, stage):
                     result = self._step()
                 if not (result.num_tokens or result.admissions):
-                    raise InfeasibleError("no question fits beside the contexts that are held")
+                    raise InfeasibleError(
+                        "no question fits beside the contexts that are held; let go of some"
+                    )
                 if result.outputs:
                     stage = "decode_s"
                 num_open -= sum(output.finish_reason is not None for output in result.outputs)
@@ -469,7 +471,8 @@ class ColocatedPipeline:
             self.engine.release(self._dropped.pop())
         if request.parent is None and not self.engine.can_admit(request):
             raise InfeasibleError(
-                f"{request.num_prompt_tokens} prompt tokens do not fit beside the contexts that are held"
+                f"{request.num_prompt_tokens} prompt tokens do not fit beside the contexts that are held; "
+                "let go of some"
             )
         self.engine.add(request)
 

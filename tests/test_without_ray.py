@@ -1,4 +1,4 @@
-"""`epd ask`, `epd serve --local` and what they need import where Ray is not installed."""
+"""`epd ask` imports where neither Ray nor a web server is installed, `epd serve --local` where Ray is not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 _PROGRAM = """
 import sys
-sys.modules["ray"] = None  # any import of it now raises ImportError
+for name in ("ray", "fastapi", "starlette", "uvicorn", "prometheus_client"):
+    sys.modules[name] = None  # any import of it now raises ImportError
 
 from epd import video
 from epd import encoders
@@ -38,7 +39,7 @@ def run(program: str, *arguments: str, timeout_s: float = 120) -> subprocess.Com
     )
 
 
-def test_a_question_is_answered_without_ray(media: dict[str, Path]) -> None:
+def test_a_question_is_answered_without_ray_and_web_server(media: dict[str, Path]) -> None:
     done = run(_PROGRAM, str(media["video"]), str(media["image"]), "What?", "--max-tokens", "3", "-v")
     assert done.returncode == 0, done.stderr
     assert "first token after" in done.stderr

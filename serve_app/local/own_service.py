@@ -19,7 +19,7 @@ import torch
 from pydantic import ValidationError
 
 from epd.batch.media_names import local_path
-from epd.errors import InternalError, RequestError
+from epd.errors import CancelledError, InternalError, RequestError
 from epd.sampling_params import SamplingParams
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.answers.responses import ChunkBuilder, CompletionBuilder
@@ -137,6 +137,7 @@ def own_service(args: AppArgs, *, is_greedy: bool) -> Iterator[OwnService]:
     args = args.resolved()
     torch.set_num_threads(args.threads_per_worker)
     loop = asyncio.new_event_loop()
+    loop.set_exception_handler(_report)
     thread = threading.Thread(target=loop.run_forever, name="service", daemon=True)
     thread.start()
     try:
@@ -163,7 +164,7 @@ def _wait(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop) -> _T:
 
 async def _started(args: AppArgs) -> tuple[Orchestrator, ApiSettings]:
     media = media_settings(args)
-    media = replace(media, fetch=replace(media.fetch, max_bytes=_ANY_BYTES))
+    media = replace(media, fetch=replace(media.fetch, max_bytes=_ANY_BYTES), opens_early=False)
     service, settings = create_service(args, create_fleet(args, media))
     try:
         await service.start()
@@ -173,6 +174,12 @@ async def _started(args: AppArgs) -> tuple[Orchestrator, ApiSettings]:
     return service, settings
 
 
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Reports errors that nobody awaits, but for those of work that was stopped."""
+    if not isinstance(context.get("exception"), CancelledError):
+        loop.default_exception_handler(context)
+
+
 async def _closed(service: Orchestrator) -> None:
     """Ends the service, and whatever still runs in its loop."""
     await service.close()
@@ -180,6 +187,7 @@ async def _closed(service: Orchestrator) -> None:
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_default_executor()
 
 
 def create_fleet(args: AppArgs, media: MediaSettings, processes: MediaProcesses | None = None) -> LocalFleet:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from epd import video
-from epd.encoders import load_adapter
+from epd.encoders import Adapter, load_adapter
 from epd.errors import MediaError
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.serve_app.media.fair_threads import FairThreads
@@ -32,14 +32,26 @@ class ImagePlanner:
         reader: video.MediaReader,
         num_threads: int,
         pixels: PixelSettings = AUTHORS_LIMITS,
+        *,
+        opens_early: bool = True,
     ) -> None:
-        """Opens the model's folder in the background; an error is raised when the first image is planned."""
+        """Opens the model's folder in the background; an error is raised when the first image is planned.
+
+        opens_early: whether now, instead of with the first image
+        """
         self._reader = reader
         self._threads = FairThreads("image", num_threads, 1)
         self.budget = ByteBudget(_MAX_PIXEL_BYTES, "images")
+        self._load = partial(load_adapter, model, pixels=pixels)
+        if opens_early:
+            _ = self._adapter
+
+    @cached_property
+    def _adapter(self) -> Future[Adapter]:
         opening = ThreadPoolExecutor(1, thread_name_prefix="adapter")
-        self._adapter = opening.submit(load_adapter, model, pixels=pixels)
+        adapter = opening.submit(self._load)
         opening.shutdown(wait=False)
+        return adapter
 
     async def planned(self, owner: object, files: Sequence[FetchedFile]) -> list[PlannedMedia]:
         """Returns images with pixels, and clips with samples, which the caller gives back by `give_back`.

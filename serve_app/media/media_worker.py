@@ -68,6 +68,7 @@ class MediaSettings:
     num_image_threads: images decoded at once
     num_read_threads: groups of frames read at once
     pixels: of images and frames
+    opens_early: whether the model's folder is opened before the first image comes
     """
 
     model: Path
@@ -77,6 +78,7 @@ class MediaSettings:
     num_image_threads: int = 2
     num_read_threads: int = 4
     pixels: PixelSettings = AUTHORS_LIMITS
+    opens_early: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +108,13 @@ class MediaWorker:
         self._spool = MediaSpool(
             settings.fetch, parent=settings.spool_folder, limits=settings.limits, reader=reader
         )
-        self._images = ImagePlanner(settings.model, reader, settings.num_image_threads, settings.pixels)
+        self._images = ImagePlanner(
+            settings.model,
+            reader,
+            settings.num_image_threads,
+            settings.pixels,
+            opens_early=settings.opens_early,
+        )
         self._frames = FrameReader(self._open)
         self._holds: dict[str, _Hold] = {}
         self._released: OrderedDict[str, None] = OrderedDict()

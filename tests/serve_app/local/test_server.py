@@ -20,7 +20,8 @@ from epd.errors import ModelError, RequestError
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.local.fleet import LocalFleet
-from epd.serve_app.local.server import _devices, served_locally
+from epd.serve_app.local.own_service import devices_of
+from epd.serve_app.local.server import served_locally
 from epd.stages.placement import Placement
 from epd.stages.ranks.group import ProcessRanks
 from tests.serve_app.conftest import JSON, data_url, image_part
@@ -118,11 +119,11 @@ def test_each_group_of_processes_has_gpus_of_its_own(monkeypatch: pytest.MonkeyP
     placement = Placement(torch.device("cuda", 1), torch.float32)
     monkeypatch.setattr(Placement, "resolve", lambda *_: placement)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
-    assert _devices(args) == {"e0": "cuda:1", "p0": "cuda:2", "d0": "cuda:4"}
-    assert _devices(args.model_copy(update={"tensor_parallel_size": 1})) == {}
+    assert devices_of(args) == {"e0": "cuda:1", "p0": "cuda:2", "d0": "cuda:4"}
+    assert devices_of(args.model_copy(update={"tensor_parallel_size": 1})) == {}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     with pytest.raises(RequestError, match="which needs 5 GPUs; allowed: 4, those from cuda:1 on"):
-        _devices(args)
+        devices_of(args)
 
 
 def test_workers_of_two_processes_answer_as_one_does_when_one_is_lost_too(

@@ -99,7 +99,7 @@ def test_a_switch_that_fails_gives_the_old_pool_back(core: WorkerCore, sizes: Si
 
 
 def test_pools_without_room_are_refused(core: WorkerCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: str) -> None:
+    def fail(_: str, **_options: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 20 GB")
 
     monkeypatch.setattr(core._builder, "prefill", fail)
