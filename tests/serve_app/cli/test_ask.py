@@ -281,8 +281,8 @@ def test_only_a_part_is_looked_at(media: dict[str, Path], checkpoints: dict[str,
 
 def test_units_that_do_not_change_are_told(still_video: Path, checkpoints: dict[str, Path]) -> None:
     options = ("--model", checkpoints["qwen2_5_vl"], "--frames", "20", "--max-tokens", "6")
-    plain = run("ask", still_video, QUESTION, *options)
-    result = run("ask", still_video, QUESTION, *options, "--skip-static", "0")
+    plain = run("ask", still_video, QUESTION, *options, "-v")
+    result = run("ask", still_video, QUESTION, *options, "--skip-static", "0", "-v")
     record = json.loads(run("ask", still_video, QUESTION, *options, "--skip-static", "0", "--json").stdout)
     assert result.stdout == plain.stdout == record["answer"] + "\n"
     assert record["num_units_skipped"] == 6
