@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from epd import video
 from epd.client.conversation import Medium
 from epd.types import MediaKind
 
@@ -35,9 +36,7 @@ def request_fields(**options: Any) -> dict[str, Any]:
 def kind_of(name: str) -> MediaKind:
     """Returns what a file is, or what the ending of a URL says; a video where it says nothing."""
     if "://" not in name and not name.startswith("data:"):
-        from epd.video import media_kind  # PyAV, which who asks about no file does not wait for
-
-        return media_kind(name)
+        return video.media_kind(name)
     guessed, _ = mimetypes.guess_type(name.partition("?")[0])
     kinds: dict[str, MediaKind] = {"image": "image", "audio": "audio"}
     return kinds.get((guessed or "").partition("/")[0], "video")

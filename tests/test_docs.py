@@ -284,7 +284,7 @@ def test_flags_that_stand_alone_exist(texts: dict[str, str]) -> None:
     }
     scripts = [
         path.read_text()
-        for name in ("benchmarks", "training")
+        for name in ("benchmarks", "training", "tests/faults")
         for path in (ROOT / name).rglob("*.*")
         if path.suffix in (".py", ".sh")
     ]

@@ -109,7 +109,10 @@ ROOMS: dict[str, dict[str, str]] = {
         "http/server_state.py": (
             ". files http/answers http/chat_answers.py http/guard http/requests observability"
         ),
-        "http/routes": ". files http/answers http/guard http/requests http/server_state.py observability",
+        "http/routes": (
+            ". files http/answers http/chat_answers.py http/guard http/requests http/server_state.py "
+            "observability"
+        ),
         "http/http_server.py": "http http/guard observability",
         "http/api.py": (
             ". files http http/guard http/requests http/routes http/server_state.py observability"
@@ -128,7 +131,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "ray/server.py": ". app.py http observability ray",
         "ray/batch_app.py": ". http ray ray/server.py",
         "llm.py": ". http local",
-        "cli": ". http http/guard llm.py local observability ray ray/batch_app.py ray/server.py",
+        "cli": ". http http/guard local observability ray ray/batch_app.py ray/server.py",
     },
 }
 

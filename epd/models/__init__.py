@@ -78,9 +78,11 @@ def knowledge_of(folder: Path) -> str | None:
     return next((line.removeprefix(_KNOWS) for line in fields if line.startswith(_KNOWS)), None)
 
 
-def knowledge_line(name: str, knows: str) -> str:
-    """Returns what a user should be told of a model that knows little."""
-    return f"{name} knows {knows}; for real pictures: --model {EXAMPLE_MODEL}"
+def knowledge_line(model: Path | str | None) -> str | None:
+    """Returns what a user should be told of a model that knows little; None of any other."""
+    found = find_model(model)
+    knows = knowledge_of(found) if isinstance(found, Path) else None
+    return knows and f"{served_name(model)} knows {knows}; for real pictures: --model {EXAMPLE_MODEL}"
 
 
 def served_name(model: Path | str | None) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -15,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from epd import console
 from epd.errors import MediaNotFoundError, RequestError
-from epd.models import find_model, knowledge_line, knowledge_of, served_name
+from epd.models import knowledge_line
 from epd.serve_app.request_options import kind_of
 
 _EXAMPLE = 'epd ask clip.mp4 "What happens?"'
@@ -92,22 +90,8 @@ def as_path(name: str) -> str:
 
 def say_knowledge(model: Path | str | None) -> None:
     """Says on stderr what the model knows, where its card says that this is little."""
-    found = find_model(model)
-    knows = knowledge_of(found) if isinstance(found, Path) else None
-    if knows is not None:
-        console.note(knowledge_line(served_name(model), knows))
-
-
-def check_port(host: str, port: int) -> None:
-    """Raises RequestError for an address that another program listens on, or that is not of this machine."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        socket.create_server(address[:2], family=family).close()
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise RequestError(
-            f"cannot listen on {host}:{port}: {reason}; give another --port, or end the program there"
-        ) from None
+    if (line := knowledge_line(model)) is not None:
+        console.note(line)
 
 
 @contextmanager

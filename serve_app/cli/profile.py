@@ -58,13 +58,12 @@ def profile(
 def _profile_of(model: str | None, repeats: int, machine: str, config: EngineConfig) -> Profile:
     if model is not None and "@" in model and not Path(model).exists():
         return load_profile(model)
-    from epd.stages.placement import Placement  # torch
-    from epd.stages.profiling import Profiler
+    from epd.stages import placement, profiling  # torch
 
     path = model_folder(model, config.revision)
-    placement = Placement.resolve(config.device, config.dtype, path)
+    where = placement.Placement.resolve(config.device, config.dtype, path)
     with console.loading_bar() as show:
-        profiler = Profiler(path, config.num_threads or 1, placement, show)
+        profiler = profiling.Profiler(path, config.num_threads or 1, where, show)
     with console.progress_bar("stages") as show:
         return profiler.profile(served_name(model), machine, repeats, show)
 

@@ -19,11 +19,10 @@ from pydantic import ValidationError
 from epd import __version__
 from epd.client.endpoint import Endpoint, get
 from epd.errors import EPDError, RequestError
-from epd.models import served_name
+from epd.models import knowledge_line, served_name
 from epd.planning.files import load_plan
 from epd.serve_app.app_args import ENVIRONMENT, AppArgs
 from epd.serve_app.cli.config import parse_values
-from epd.serve_app.cli.early_checks import check_port, say_knowledge
 from epd.serve_app.cli.options import AppName, with_fields_of
 from epd.serve_app.cli.serving import Signals, serve_until_signal
 from epd.serve_app.http.address import HttpAddress
@@ -84,7 +83,7 @@ def serve(
         args = _app_args(options | (_planned(plan, options, context) if plan else {}), host)
         where = HttpAddress(host, port, checked_prefix(route_prefix))
         if target.address is None:
-            check_port(host, port)  # before a model is loaded
+            where.listen().close()  # a port that is taken is told before a model is loaded
         write_logs(args.log_format, shows_requests=verbose)
         _say_start(args, where)
         served = partial(_served_locally if local else _served_on_ray, args, where, target, verbose)
@@ -93,7 +92,8 @@ def serve(
             operation.info("limits of one request: %s; epd config show has all", limits_of(args).line())
             operation.info(args.pixels.line(model_type_of(args.model_path)))
             _say_room(args, where)
-            say_knowledge(args.model)
+            if (line := knowledge_line(args.model)) is not None:
+                operation.info(line)
             seconds = time.monotonic() - start_s
             print(
                 f"ready in {seconds:.1f} s: {where.url}/v1 serves {args.served_name} on {args.topology}",

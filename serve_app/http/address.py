@@ -86,5 +86,6 @@ class HttpAddress:
 
     def _refusal(self, error: OSError) -> RequestError:
         return RequestError(
-            f"cannot listen on {self.host} port {self.port}: {error.strerror}; give another --port"
+            f"cannot listen on {self.host}:{self.port}: {error.strerror}; give another --port, or end the "
+            "program there"
         )
