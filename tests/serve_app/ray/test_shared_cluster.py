@@ -96,9 +96,10 @@ def test_what_the_neighbour_has_is_refused(
     before = said_at(neighbour)
     with starting(tmp_path, ray_session.port, *options) as (process, output):
         assert process.wait(READY_S) == 3
-    (line,) = output.read_text().splitlines()
+    *steps, line = output.read_text().splitlines()
     assert line.startswith("error: ")
     assert words in line
+    assert all(" INFO epd.serve_app." in step for step in steps)
     assert said_at(neighbour) == before
     assert "mine" not in names()
 
