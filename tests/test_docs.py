@@ -274,7 +274,8 @@ def test_flags_that_stand_alone_exist(texts: dict[str, str]) -> None:
         for option in command.params
         for flag in (*option.opts, *option.secondary_opts)
     }
-    scripts = [path.read_text() for name in ("benchmarks", "training") for path in (ROOT / name).glob("*.*")]
+    folders = ("benchmarks", "training", "tests/faults")
+    scripts = [path.read_text() for name in folders for path in (ROOT / name).glob("*.*")]
     others = {"--help", "--shm-size"}
     named = {
         (doc, flag)

@@ -263,7 +263,7 @@ def test_http_and_orchestration_do_not_know_each_other() -> None:
 
 def test_tests_lie_in_rooms_of_the_same_name() -> None:
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
-    for folder in folders - {Path(), Path("deploy"), Path("training")}:
+    for folder in folders - {Path(), Path("deploy"), Path("faults"), Path("training")}:
         is_room = (ROOT / folder).is_dir() or (ROOT / "epd" / folder).is_dir()
         assert is_room, f"tests/{folder} is named like no room of epd and no folder of a package"
 
