@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-together test-timed test-compiled test-topologies explore soak structured clients witness kernels check lint types fix wheel bench score gpu gpu-dry clean
+.PHONY: help demo test test-together test-timed test-compiled test-topologies explore soak structured clients witness kernels modules check lint types fix wheel bench score gpu gpu-dry clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -55,7 +55,7 @@ soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped
 	EPD_SOAK=2e2p2d $(BIN)/python -m pytest tests/serve_app/ray/test_faults.py tests/serve_app/ray/test_deployments.py tests/serve_app/ray/test_lost_processes.py tests/serve_app/ray/test_lost_proxy.py tests/serve_app/http/test_slow_clients.py tests/serve_app/http/test_hostile.py tests/serve_app/http/test_openapi_real.py tests/serve_app/http/test_prompt_routes.py tests/test_any_length.py -o timeout=1800
 
 structured: $(STAMP) ## 1,000 drawn schemas at temperature 1.5 in 1e1p1d, every document validated; the cost of a step
-	$(BIN)/python -m benchmarks.structured
+	$(BIN)/python -m benchmarks.serving.structured
 
 clients: $(STAMP) ## 1,000 requests by each of 9 clients and load generators of others, in environments of their own (CLIENTS="--requests 20 --local")
 	$(BIN)/python -m benchmarks.clients $(CLIENTS)
@@ -65,6 +65,9 @@ witness: $(STAMP) ## read the time drawn into 10,000 frames of clips of every co
 
 kernels: $(STAMP) ## compile every GPU kernel for sm_80 and sm_90, here; fails where one spills or does not fit
 	$(BIN)/python -m tests.stages.kernels_ahead
+
+modules: $(STAMP) ## print every module of the product in one line
+	@$(BIN)/python -m tests.modules_page
 
 check: lint types ## lint and types only
 
@@ -84,10 +87,10 @@ wheel: $(STAMP) ## build dist/epd_vlm-VERSION-py3-none-any.whl
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 
 bench: $(STAMP) ## run the benchmarks; results go to benchmarks/results
-	for b in batch elasticity encode engine hops planner reduction retention roles serve video_decode; do $(BIN)/python -m benchmarks.$$b || exit 1; done
+	for b in serving.batch elasticity.elasticity encode.encode engine.engine front.hops planning.planner reduction.reduction reduction.retention serving.roles serving.serve video.video_decode; do $(BIN)/python -m benchmarks.$$b || exit 1; done
 
 score: $(STAMP) ## what the simulator predicts against live runs; nothing else may run meanwhile
-	$(BIN)/python -m benchmarks.score
+	$(BIN)/python -m benchmarks.planning.score
 
 # Not in the environment of the repository: with the torch, triton and transformers that the GPU machine has.
 gpu: ## check and measure on one GPU; needs neither PyAV nor Ray (how long: CONTRIBUTING.md)

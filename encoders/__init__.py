@@ -6,12 +6,11 @@ from epd.machine import collector_paused
 prefer_large_pages()  # torch takes its first memory below
 
 with collector_paused():  # torch and transformers
+    from epd.chat import ChatMessage, ContentPart
     from epd.encoders.adapter import (
         Adapter,
         Embeddings,
-        FrameSampling,
         Grid,
-        ListedTimes,
         MediaItem,
         MediaPlan,
         PromptPlan,
@@ -19,10 +18,10 @@ with collector_paused():  # torch and transformers
         concatenated,
         place,
     )
-    from epd.encoders.pixels import OWN_LIMITS, PixelLimits
-    from epd.encoders.prompt.chat import ChatMessage, ContentPart
     from epd.encoders.prompt.mrope import PositionLayout
     from epd.encoders.registry import ADAPTERS, load_adapter
+    from epd.frame_sampling import FrameSampling, ListedTimes
+    from epd.pixel_limits import OWN_LIMITS, PixelLimits
 
 __all__ = [
     "ADAPTERS",

@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from epd.chat import ChatMessage
 from epd.encoders.device import CPU
-from epd.encoders.pixels import OWN_LIMITS, PixelLimits
-from epd.encoders.prompt.chat import ChatMessage
 from epd.errors import ModelError
+from epd.frame_sampling import FrameSampling
+from epd.pixel_limits import OWN_LIMITS, PixelLimits
 from epd.reduction import ReductionPolicy, TowerMerge, Window, num_survivors
 from epd.types import Int64Array, MediaKind, PlaceholderRange, Usage
 
@@ -74,44 +75,6 @@ class VideoFacts:
     height: int
     width: int
     is_frame_list: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ListedTimes:
-    """Says when the frames of a list were on screen, as `transformers` and vLLM describe a sampled video.
-
-    fps: of the video that the frames come from, per second
-    frames_indices: of each frame in that video; None if they are all its frames, in order
-    total_num_frames: of that video; None if there are no more than those listed
-    duration_s: of that video, None for its frames at its rate
-    """
-
-    fps: float = 1.0
-    frames_indices: tuple[int, ...] | None = None
-    total_num_frames: int | None = None
-    duration_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FrameSampling:
-    """Selects frames of a video; with neither rate nor number, those that the processor would take.
-
-    start_s, end_s: only of the part [start_s, end_s) of the video, None for its end.
-    max_frames: a video of which more are wanted is refused before they are listed; None for any number.
-    takes_all: every frame of the part, whatever the processor would take
-    listed: of lists of frames, of which `num_frames` are the first ones and no other field counts.
-    sized_among: frames have the size that they would have among so many, where limits are of all together;
-        None for those that are taken
-    """
-
-    fps: float | None = None
-    num_frames: int | None = None
-    start_s: float = 0.0
-    end_s: float | None = None
-    max_frames: int | None = None
-    takes_all: bool = False
-    listed: ListedTimes | None = None
-    sized_among: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 
 import transformers
 
-from epd.encoders.prompt.tool_history import knows_definitions
 from epd.encoders.quantization import read_quantization
 from epd.errors import ModelError
 from epd.models.folder import check_folder
@@ -141,3 +141,8 @@ def _processor_parts(path: Path) -> ProcessorParts:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+def knows_definitions(template: str) -> bool:
+    """Reports whether a chat template lists the tools that may be called."""
+    return re.search(r"\btools\b", template) is not None

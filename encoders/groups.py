@@ -1,4 +1,4 @@
-"""Cuts an item into groups, and names each for the encoder cache; `epd.encode.group_cut` has the policy."""
+"""Cuts an item into groups, and names each for the encoder cache; `epd.encode.sharding` has the policy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from epd.encode.encoder_cache import GroupKey, GroupSpec
-from epd.encode.group_cut import FIRST_GROUP_TOKENS, cut_units, units_of
+from epd.encode.sharding import FIRST_GROUP_TOKENS, cut_units, units_of
 from epd.encoders.adapter import MediaPlan
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import transformers
 
 from epd.control.request_budget import check_num_frames
-from epd.encoders.adapter import FrameSampling, ListedTimes, VideoFacts
+from epd.encoders.adapter import VideoFacts
 from epd.errors import RequestError
+from epd.frame_sampling import FrameSampling, ListedTimes, check_sampling
 
 # For checkpoints whose processor names no rate: what the Qwen-VL model cards sample at.
 DEFAULT_FPS = 2.0
@@ -153,25 +154,6 @@ def sample_indices(processor: Any, video: VideoFacts, frame_sampling: FrameSampl
     check_wanted(frame_sampling, _num_wanted(processor, video, arguments))
     indices = processor.sample_frames(source_metadata(video), **arguments)
     return tuple(int(index) for index in indices)
-
-
-def check_sampling(frame_sampling: FrameSampling) -> None:
-    """Raises RequestError for a rate or number that is not positive, for both at once, and an empty part."""
-    if frame_sampling.fps is not None and frame_sampling.num_frames is not None:
-        raise RequestError(
-            f"got fps={frame_sampling.fps} and num_frames={frame_sampling.num_frames}; give one of the two"
-        )
-    if frame_sampling.fps is not None and not 0 < frame_sampling.fps < float("inf"):
-        raise RequestError(f"fps must be a positive number of frames per second, got {frame_sampling.fps}")
-    if frame_sampling.num_frames is not None and frame_sampling.num_frames < 1:
-        raise RequestError(f"num_frames must be at least 1, got {frame_sampling.num_frames}")
-    start_s, end_s = frame_sampling.start_s, frame_sampling.end_s
-    if not 0 <= start_s < (math.inf if end_s is None else end_s):
-        end = "its end" if end_s is None else f"{end_s:g} s"
-        raise RequestError(
-            f"received the part from {start_s:g} to {end} of a video; allowed: 0 <= start_s < end_s, in "
-            "seconds from its start; change start_s or end_s"
-        )
 
 
 def _arguments(

@@ -9,14 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from epd.planning.asked import plan
     from epd.serve_app.llm import LLM
 
-__all__ = ["LLM", "__version__"]
+__all__ = ["LLM", "__version__", "plan"]
 __version__ = "0.1.0"
+_HEAVY = {"LLM": "epd.serve_app.llm", "plan": "epd.planning.asked"}
 
 
 def __getattr__(name: str) -> object:
     """Imports what is heavy when it is asked for."""
-    if name == "LLM":
-        return import_module("epd.serve_app.llm").LLM
+    if name in _HEAVY:
+        return getattr(import_module(_HEAVY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

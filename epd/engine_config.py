@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Self
 
 from epd.devices import DTYPE_NAMES, check_device, check_dtype
-from epd.encode.group_cut import FIRST_GROUP_TOKENS, GROUP_TOKENS
+from epd.encode.sharding import FIRST_GROUP_TOKENS, GROUP_TOKENS
 from epd.errors import RequestError
 from epd.kv.drafting import (
     DEFAULT_DRAFT,

@@ -279,3 +279,19 @@ def check_tolerance(tolerance: float | None) -> None:
             f"received a skip_static of {tolerance:g}; allowed: 0 or more, in preprocessed values, where one "
             "grey level is about 0.015; give 0 to skip only what is exactly equal"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCells:
+    """Says which tokens of a medium's units are kept.
+
+    units: [start, stop).
+    frames_per_unit: the last unit may have fewer.
+    grid: tokens of a unit, (height, width).
+    bits: one for each token, by unit, row and column, from the high end of each byte; 1 is kept.
+    """
+
+    units: tuple[int, int]
+    frames_per_unit: int
+    grid: tuple[int, int]
+    bits: bytes

@@ -86,7 +86,7 @@ class SamplingParams:
     logit_bias: token ids, each once, and what is added to their logits before all else.
     grammar: that the answer follows, as `epd.stages.grammar` writes it; empty for any answer.
     bad_words: that the answer does not contain, as the tokenizer writes them, with or without a space.
-    bad_token_ids: the tokens of these words, see `epd.stages.sampling.bad_words`; None where not known yet.
+    bad_token_ids: the tokens of these words, see `stages/sampling/sampling_state.py`; None where not known.
     """
 
     max_tokens: int | None = None

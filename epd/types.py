@@ -9,7 +9,7 @@ A *group* is a run of consecutive sampled frames that is decoded, encoded and pr
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -174,3 +174,35 @@ def content_hash(path: str | Path | int) -> str:
     """
     with open(path, "rb", closefd=not isinstance(path, int)) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class MediaFacts:
+    """An image, video or clip of sound before it is decoded.
+
+    height, width: pixels; of a video upright, of an image as stored; 0 of sound.
+    num_frames, fps: best known; 0 for an image. Of sound its samples and their rate as stored.
+    is_frame_list: whether the frames were sampled by the client, so that the request says when they were.
+    num_pictures: frames of an animated picture, which is a video and can be taken as an image, too; else 0.
+    """
+
+    kind: MediaKind
+    height: int
+    width: int
+    num_frames: int = 0
+    fps: float = 0.0
+    is_frame_list: bool = False
+    num_pictures: int = 0
+
+    def taken_as(self, kind: MediaKind | None) -> MediaFacts:
+        """Returns the facts of an animated picture as an image, of which only the first frame is seen.
+
+        kind: as what it is taken; any other medium, and any other kind, changes nothing.
+        """
+        is_still = kind == "image" and self.num_pictures > 0
+        return replace(self, kind="image", num_frames=0, fps=0.0) if is_still else self
+
+    @property
+    def num_unseen(self) -> int:
+        """Returns how many frames are not seen of an animated picture that is taken as an image."""
+        return self.num_pictures - 1 if self.kind == "image" and self.num_pictures else 0

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from epd.control.elasticity import MediaSample, StageSample
 from epd.control.routing import InFlight
 from epd.encoders.groups import MediaGroup
-from epd.encoders.reduction import Reading
+from epd.encoders.reduction import ItemReduction
 from epd.errors import EPDError
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
@@ -26,7 +26,7 @@ from epd.serve_app.service import StageSpan
 from epd.stages.engine.generation import GenerateRequest, TokenOutput
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, Ticket
-from epd.transfer.reception import Grant
+from epd.transfer.transfers import Grant
 
 ReplyT = TypeVar("ReplyT")
 
@@ -74,7 +74,7 @@ class EncodeGroup(Message[bool]):
     ticket: Ticket
     group: MediaGroup
     incarnation: int = 0
-    reading: Reading | None = None
+    reading: ItemReduction | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,18 +17,17 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+from epd.chat import ChatMessage, media_kinds
 from epd.control.arrivals import RequestWork
 from epd.control.elasticity import Decision, ReplicaAdvice
 from epd.control.retention import LevelChange
-from epd.encoders import OWN_LIMITS, FrameSampling, PixelLimits
-from epd.encoders.prompt.chat import ChatMessage, media_kinds
-from epd.encoders.reduction import KeptCells
-from epd.reduction import KEEP_ALL, NO_BUDGET, ReductionPolicy, VisualBudget
+from epd.frame_sampling import FrameSampling
+from epd.pixel_limits import OWN_LIMITS, PixelLimits
+from epd.reduction import KEEP_ALL, NO_BUDGET, KeptCells, ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
 from epd.serve_app.memory_use import MemoryUse
 from epd.topology import Stage
-from epd.types import MediaKind, StageTimings, Usage
-from epd.video import MediaFacts
+from epd.types import MediaFacts, MediaKind, StageTimings, Usage
 
 FinishReason = Literal["stop", "length"]
 # The steps of a request that are timed. A worker with several roles performs several of them.

@@ -52,10 +52,10 @@ def plan_pixels(
     return PlannedMedia(source, plan, adapter.resize(torch.from_numpy(image), plan))
 
 
-def audio_part(adapter: Adapter, start_s: float, end_s: float | None) -> video.AudioPart:
+def audio_part(adapter: Adapter, start_s: float, end_s: float | None) -> video.AudioSlice:
     """Returns which samples of a medium the model hears. Raises UnsupportedMediaError if it hears nothing."""
     spec = adapter.audio
-    return video.AudioPart(spec.rate, spec.max_samples, start_s, end_s)
+    return video.AudioSlice(spec.rate, spec.max_samples, start_s, end_s)
 
 
 def plan_clip(adapter: Adapter, source: str | Path, samples: Float32Array, start_s: float) -> PlannedMedia:

@@ -160,7 +160,7 @@ class _Sound:
         yield Reading("audio", "seconds", "clips", self._clips(folder))
 
     def _clips(self, folder: Path) -> Points:
-        part = video.AudioPart(self._spec.rate, self._spec.max_samples)
+        part = video.AudioSlice(self._spec.rate, self._spec.max_samples)
         for share in _CLIP_SHARES:
             clip = AudioClip(share * self._spec.max_samples / self._spec.rate)
             path = folder / f"{share}.wav"

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from epd.stages.engine import chunk_sampling
+from epd.stages.engine import sequence
 from epd.stages.sampling import sampler
 from epd.stages.sampling.sampling_state import SamplingRow
 
@@ -99,7 +99,7 @@ def close_draws() -> Iterator[dict[int, float]]:
         return choice(rows, asked, scores, groups, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_sampling, "sample", noted_sample)
+        patch.setattr(sequence, "sample", noted_sample)
         patch.setattr(sampler, "_sample_chunk", noted_chunk)
         patch.setattr(sampler, "_look_up", measured_look_up)
         patch.setattr(sampler, "_argmax", measured_argmax)

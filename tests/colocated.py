@@ -26,19 +26,19 @@ import torch
 from torch import Tensor
 
 from epd import video
+from epd.chat import ChatMessage, one_turn
 from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encoders import OWN_LIMITS, Adapter, Embeddings, FrameSampling, MediaPlan, PixelLimits, load_adapter
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.device import device_of
 from epd.encoders.groups import MediaGroup, plan_groups
 from epd.encoders.identity import prompt_identity
-from epd.encoders.prompt.chat import ChatMessage, one_turn
 from epd.encoders.reduction import reduce_prompt
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import InfeasibleError, MediaLimitError, UnsupportedMediaError, check_question
 from epd.kv.scheduling import SchedulerConfig
 from epd.reduction import KEEP_ALL, ReductionPolicy
-from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from epd.stages.engine.generation import (
     Extent,
     GenerateRequest,

@@ -47,9 +47,9 @@ WAITS: dict[tuple[str, str], str] = {
     ("stages/sampling/sampler.py", "_on_host"): "the same, with logprobs and whether the draw was exact",
     ("stages/sampling/candidates.py", "_top_k"): "rows with more equals of the last than are looked at",
     ("encoders/reduction/selection.py", "choose"): "kept tokens are placed in the prompt, by their positions",
-    ("encoders/reduction/balanced.py", "_in_turns"): "the same, of the default method",
+    ("encoders/reduction/selection.py", "_in_turns"): "the same, of the default method",
     ("encoders/reduction/merging.py", "choose"): "the same, of MustDrop's first stage",
-    ("encoders/reduction/static_units.py", "static_units"): "how many units the tower is called with",
+    ("encoders/batch.py", "static_units"): "how many units the tower is called with",
 }
 
 _READS = (

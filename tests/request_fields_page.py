@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from epd.serve_app.http.requests.response_request import RESPONSE_FIELDS, RESPON
 from tests import ROOT
 
 PAGE = ROOT / "docs" / "api.md"
-_HEAD = "| fields | OpenAI | vLLM | here |\n|---|---|---|---|\n"
+_HEAD = "| fields | here |\n|---|---|\n"
 
 OPENAI = frozenset(ChatParams.__annotations__) | {"stream"}
 # Fields of vLLM's ChatCompletionRequest, as of November 2026.
@@ -84,7 +83,7 @@ TESTS = {
 class Route:
     """A table of the page. mark: its name there. honoured, others: what it shows.
 
-    openai, vllm: names of their fields
+    openai, vllm: names of their fields, all of which are known here.
     """
 
     mark: str
@@ -105,23 +104,20 @@ class Route:
     def here(self) -> dict[str, str]:
         """Returns what each field does, in the order of a request, then those with no effect or refused."""
         done = {name: self.honoured.get(name) or HONOURED[name] for name in self.model.model_fields}
-        no_effect = {name: f"no effect: {reason}" for name, reason in self.others.no_effect.items()}
-        refused = {
-            name: _refused(values, self.others.advice.get(name, ""))
-            for name, values in self.others.refused.items()
-        }
+        no_effect = dict.fromkeys(self.others.no_effect, "no effect")
+        refused = {name: _refused(self.others.advice.get(name, "")) for name in self.others.refused}
         return done | no_effect | refused
 
     def table(self) -> str:
-        """Fields that are alike in one row. Those that do what chat's do are not described again."""
+        """Fields that are alike in one row. Those without effect or refused as a chat's are left out."""
         chats = CHAT.here() if self is not CHAT else {}
-        rows: dict[tuple[str, str, str], list[str]] = {}
+        rows: dict[str, list[str]] = {}
         for name, here in self.here().items():
-            openai, vllm = ("yes" if name in fields else "" for fields in (self.openai, self.vllm))
-            same = "as a chat's" if name in self.model.model_fields else "as a chat's: no effect or refused"
-            words = same if here == chats.get(name) else here
-            rows.setdefault((openai, vllm, words), []).append(f"`{name}`")
-        return _HEAD + "".join(f"| {', '.join(names)} | {' | '.join(row)} |\n" for row, names in rows.items())
+            if here == chats.get(name) and name not in self.model.model_fields:
+                continue
+            words = "as a chat's" if here == chats.get(name) else here
+            rows.setdefault(words, []).append(f"`{name}`")
+        return _HEAD + "".join(f"| {', '.join(names)} | {words} |\n" for words, names in rows.items())
 
     def put_into(self, text: str) -> str:
         before, _, rest = text.partition(self.begin)
@@ -148,9 +144,8 @@ RESPONSES = Route(
 ROUTES = (CHAT, COMPLETIONS, RESPONSES)
 
 
-def _refused(values: tuple[object, ...], advice: str) -> str:
-    allowed = " or ".join(f"`{json.dumps(value)}`" for value in (None, *values))
-    return f"refused, except {allowed}" + (f": {advice}" if advice else "")
+def _refused(advice: str) -> str:
+    return "refused" + (f": {advice}" if advice else ", unless the value asks for nothing")
 
 
 def with_tables(text: str) -> str:

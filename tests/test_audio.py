@@ -10,9 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from epd.chat import ChatMessage, ContentPart
 from epd.encoders import load_adapter
 from epd.encoders.adapter import PatchRun
-from epd.encoders.prompt.chat import ChatMessage, ContentPart
 from epd.errors import MediaLimitError, RequestError, UnsupportedMediaError
 from epd.serve_app.cli.program import app
 from tests.colocated import ColocatedPipeline

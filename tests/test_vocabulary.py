@@ -64,10 +64,10 @@ def found_in(path: Path) -> list[str]:
 
 
 def read_by_users() -> list[Path]:
-    """Returns the product's code, its page, and every document that is not a history or a list of modules."""
+    """Returns the product's code, its page, and every document that is not a history."""
     code = [path for package in _PACKAGES for path in (ROOT / package).rglob("*.py")]
     page = [path for path in (ROOT / "serve_app/http/page").iterdir() if path.suffix in (".html", ".js")]
-    exempt = {ROOT / name for name in ("CHANGELOG.md", "docs/log.md", "docs/modules.md")}
+    exempt = {ROOT / name for name in ("CHANGELOG.md", "docs/log.md")}
     exempt.update((ROOT / "docs" / "log").iterdir())
     return sorted({*code, *page, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - exempt)
 

@@ -110,7 +110,7 @@ class Reference:
 
 def heard(path: Path, start_s: float = 0.0, end_s: float | None = None) -> Float32Array:
     """The samples of a file, decoded as a whole."""
-    whole = video.load_audio(path, video.AudioPart(RATE, 1 << 24))
+    whole = video.load_audio(path, video.AudioSlice(RATE, 1 << 24))
     return whole[round(start_s * RATE) : None if end_s is None else round(end_s * RATE)]
 
 

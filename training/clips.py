@@ -34,8 +34,7 @@ from epd.shapes import Scene, SceneObject, footage_level, make_scene
 from epd.shapes.footage import resized
 from epd.shapes.world import max_objects
 from epd.types import UInt8Array
-from epd.video.backgrounds import BackgroundClips
-from epd.video.demo_video import PLAIN, Filming, encode_h264
+from epd.video.demo_video import PLAIN, BackgroundClips, Filming, encode_h264
 
 HELD_OUT_SEED = 2_000_000_000
 MODEL_HEIGHT, MODEL_WIDTH = 84, 140

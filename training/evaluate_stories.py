@@ -20,7 +20,7 @@ from pathlib import Path
 
 import jsonschema
 
-from epd.encoders.prompt.chat import dialogue
+from epd.chat import dialogue
 from epd.engine_config import EngineConfig
 from epd.eval.statistics import wilson_interval
 from epd.models import embedded_model_path, model_folder

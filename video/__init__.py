@@ -4,28 +4,27 @@ The frame at time t is the one on screen then: the last with pts <= t, or the fi
 In AVI, which has no presentation times, frame n in order of display begins at n / rate, counted from 0.
 """
 
-from epd.types import FrameGroup, Frames
+from epd.types import FrameGroup, Frames, MediaFacts
 from epd.video.children.children import ChildLimits, MediaChildren
 from epd.video.children.stream import ChildStream
-from epd.video.containers.audio import AudioPart, load_audio
+from epd.video.containers.audio import AudioSlice, load_audio
 from epd.video.containers.images import load_image, media_kind
 from epd.video.containers.info import VideoInfo
 from epd.video.containers.limits import Limits
-from epd.video.containers.look import MediaFacts, look
+from epd.video.containers.look import look
 from epd.video.containers.probe import probe
 from epd.video.decoding.stream import GroupStream, decode, stream
 from epd.video.reading import MediaReader, OwnReader
 from epd.video.reference import reference_decode
 from epd.video.sampling import sample_times
-from epd.video.sources.data_uri import num_listed_frames, read_data_uri
-from epd.video.sources.download import Download
-from epd.video.sources.fetch import fetch
+from epd.video.sources.data_uri import read_data_uri
+from epd.video.sources.download import Download, fetch
 from epd.video.sources.local_files import FileIdentity, OpenFile, allowed_file, open_allowed, open_file
 from epd.video.sources.policy import FetchPolicy, Sink
 from epd.video.sources.source import Media
 
 __all__ = [
-    "AudioPart",
+    "AudioSlice",
     "ChildLimits",
     "ChildStream",
     "Download",
@@ -50,7 +49,6 @@ __all__ = [
     "load_image",
     "look",
     "media_kind",
-    "num_listed_frames",
     "open_allowed",
     "open_file",
     "probe",

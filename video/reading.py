@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from epd.types import Float32Array, UInt8Array
-from epd.video.containers.audio import AudioPart, load_audio
+from epd.types import Float32Array, MediaFacts, UInt8Array
+from epd.video.containers.audio import AudioSlice, load_audio
 from epd.video.containers.images import load_image
-from epd.video.containers.look import MediaFacts, look
+from epd.video.containers.look import look
 from epd.video.sources.local_files import OpenFile
 from epd.video.sources.source import Media
 
@@ -23,7 +23,7 @@ class MediaReader(Protocol):
         """Does what `video.load_image` does. Raises as `look`."""
         ...
 
-    def load_audio(self, file: OpenFile, name: str, part: AudioPart) -> Float32Array:
+    def load_audio(self, file: OpenFile, name: str, part: AudioSlice) -> Float32Array:
         """Does what `video.load_audio` does. Raises as `look`, and RequestError."""
         ...
 
@@ -37,5 +37,5 @@ class OwnReader:
     def load_image(self, file: OpenFile, name: str) -> UInt8Array:
         return load_image(Media(file.source, name))
 
-    def load_audio(self, file: OpenFile, name: str, part: AudioPart) -> Float32Array:
+    def load_audio(self, file: OpenFile, name: str, part: AudioSlice) -> Float32Array:
         return load_audio(Media(file.source, name), part)

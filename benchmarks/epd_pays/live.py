@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 from zlib import crc32
 
+from benchmarks.elasticity.pacing import Encode, paced_tower, wait_out
 from benchmarks.epd_pays.mixes import MODEL, VIDEO_FPS, Arrival, Mix
-from benchmarks.pacing import Encode, paced_tower, wait_out
 from epd.bench.media import draw_image
 from epd.control.elasticity.controller import ControllerConfig
 from epd.encoders import FrameSampling
@@ -32,7 +32,7 @@ from epd.serve_app.service import AnswerRequest, MediaReference, TokenDelta
 from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.simulate.clock import seconds_of
-from epd.simulate.language import PassCost
+from epd.simulate.language import PassTicks
 from epd.stages.visual_inputs import VisualInputs
 from epd.topology import Stage, parse_topology
 from epd.video import FetchPolicy
@@ -86,7 +86,7 @@ class Pace:
 
     def __init__(self, profile: Profile, dilate: float) -> None:
         self.num_passes = self.num_late = 0
-        self._encode, self._pass = profile.encode.cost, PassCost(profile)
+        self._encode, self._pass = profile.encode.cost, PassTicks(profile)
         self._switch_s = profile.switch_s
         self._dilate = dilate
         self._lock = threading.Lock()

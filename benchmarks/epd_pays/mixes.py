@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from benchmarks.published.paper import paper_profile
-from epd.encode.group_cut import GROUP_TOKENS
+from epd.chat import ChatMessage, ContentPart
+from epd.encode.sharding import GROUP_TOKENS
 from epd.encoders import FrameSampling, VideoFacts, load_adapter
 from epd.encoders.adapter import MediaPlan
 from epd.encoders.groups import plan_groups
-from epd.encoders.prompt.chat import ChatMessage, ContentPart
 from epd.models import embedded_model_path
 from epd.profiles.files import load_profile
 from epd.profiles.media import MediaWork

@@ -13,8 +13,8 @@ from epd.planning.space import Space
 from epd.planning.traffic import planner_for
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.deployment import Deployment
+from epd.simulate.placement import Elasticity
 from epd.simulate.simulation import Simulation
-from epd.simulate.switching import Elasticity
 from epd.topology import Topology, parse_topology
 from epd.workload.metrics import SLO
 

@@ -20,16 +20,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from epd.encode.group_cut import GROUP_TOKENS
+from epd.encode.sharding import GROUP_TOKENS
 from epd.encoders.adapter import MediaPlan
 from epd.encoders.groups import MediaGroup, plan_groups
 from epd.encoders.identity import prompt_identity
 from epd.sampling_params import SamplingParams
 from epd.serve_app.worker.worker_stages import StageBuilder, WorkerSettings
 from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from epd.stages.encode.encoder import EncodeJob
 from epd.stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
-from epd.stages.encode.splicing import EmbeddingSplicer
 from epd.stages.engine.generation import GenerateRequest, StepResult
 from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
 from epd.stages.placement import Placement

@@ -107,7 +107,7 @@ def code_counts(root: Path) -> dict[str, int]:
 
 def documents(root: Path) -> list[Path]:
     """Returns the documents that say what is: no log, no decisions, no list of changes."""
-    past = {"log.md", "modules.md", "CHANGELOG.md"}
+    past = {"log.md", "CHANGELOG.md"}
     found = [*root.glob("*.md"), *(root / "docs").glob("*.md"), *(root / "docs" / "how-to").glob("*.md")]
     return sorted(path for path in found if path.name not in past)
 

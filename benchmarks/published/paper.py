@@ -21,10 +21,10 @@ from epd.profiles.analytic import analytic_profile
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
 from epd.simulate.deployment import Deployment
+from epd.simulate.placement import Elasticity
 from epd.simulate.records import SimulationResult
 from epd.simulate.requests import Job, JobMaker
 from epd.simulate.simulation import Simulation
-from epd.simulate.switching import Elasticity
 from epd.topology import parse_topology
 from epd.workload.arrivals import poisson_arrivals
 from epd.workload.requests import RequestShape, Resolution, TraceShapes, VideoSpec, Workload

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.witness.timecode import HEIGHT, WIDTH
-from epd.encode.runs import plan_runs
 from epd.encoders import FrameSampling, MediaPlan, PixelLimits
 from epd.encoders.adapter import Adapter, Embeddings, PatchRun
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.device import CPU
 from epd.encoders.groups import MediaGroup, plan_groups
 from epd.encoders.registry import load_adapter
+from epd.serve_app.orchestration.group_feed import plan_runs
 from epd.stages.media import plan_video
 from epd.types import StageTimings, UInt8Array
 from epd.video import ChildStream, MediaChildren, open_file

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from epd.chat import ChatMessage, one_turn, opening
 from epd.encoders.adapter import AudioSpec, Embeddings, MediaPlan, PromptPlan
 from epd.encoders.checkpoint import Checkpoint
-from epd.encoders.prompt.chat import ChatMessage, one_turn, opening
 from epd.errors import UnsupportedMediaError
 
 

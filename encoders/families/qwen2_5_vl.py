@@ -13,9 +13,9 @@ from epd.encoders.adapter import Grid, MediaItem, MediaPlan
 from epd.encoders.device import CPU
 from epd.encoders.families.grids import WindowGeometry, windowed_inputs
 from epd.encoders.families.qwen_vl import QwenVLAdapter
-from epd.encoders.pixels import LEAST_SHARE, NO_CAPS, FrameCaps
 from epd.encoders.prompt.mrope import VisualSpan
 from epd.encoders.prompt.prompt import Expansion
+from epd.pixel_limits import LEAST_SHARE, NO_CAPS, FrameCaps
 from epd.types import PlaceholderRange
 
 # Of releases of transformers whose processor has no cap: what a later one's holds a video to.

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from epd.chat import ChatMessage
 from epd.encoders.adapter import (
     AudioSpec,
     Embeddings,
-    FrameSampling,
     Grid,
     MediaPlan,
     PatchRun,
@@ -32,10 +32,10 @@ from epd.encoders.adapter import (
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU, to_device
 from epd.encoders.families.base import BaseAdapter
-from epd.encoders.pixels import OWN_LIMITS, PixelLimits, refuse
-from epd.encoders.prompt.chat import ChatMessage
 from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
 from epd.errors import MediaLimitError, UnsupportedMediaError, UnsupportedModelError
+from epd.frame_sampling import FrameSampling
+from epd.pixel_limits import OWN_LIMITS, PixelLimits, refuse
 from epd.reduction import TowerMerge
 from epd.types import MediaKind, ceil_div
 

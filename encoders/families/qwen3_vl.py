@@ -16,9 +16,9 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 from epd.encoders.adapter import Embeddings, Grid, MediaItem, MediaPlan
 from epd.encoders.families.grids import TableGeometry, tabled_inputs
 from epd.encoders.families.qwen_vl import QwenVLAdapter
-from epd.encoders.pixels import LEAST_SHARE, NO_CAPS, FrameCaps
 from epd.encoders.prompt.mrope import VisualSpan
 from epd.encoders.prompt.prompt import Expansion
+from epd.pixel_limits import LEAST_SHARE, NO_CAPS, FrameCaps
 from epd.types import Int64Array, PlaceholderRange
 
 # Of releases of transformers whose processor has no cap: what a later one's holds a frame to.

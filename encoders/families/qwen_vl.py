@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+from epd.chat import ChatMessage
 from epd.encoders.adapter import (
     Embeddings,
-    FrameSampling,
     Grid,
     MediaItem,
     MediaPlan,
@@ -27,21 +27,13 @@ from epd.encoders.device import CPU, to_device
 from epd.encoders.families.base import BaseAdapter
 from epd.encoders.families.qwen_tower import prepare_tower
 from epd.encoders.patches import patch_spec, patchify, resize_image
-from epd.encoders.pixels import (
-    CAP_FIELD,
-    NO_CAPS,
-    OWN_LIMITS,
-    FrameCaps,
-    PixelLimits,
-    check_ceiling,
-    refuse,
-)
-from epd.encoders.prompt.chat import ChatMessage
 from epd.encoders.prompt.mrope import LAYOUTS, PositionLayout, VisualSpan, mrope_positions
 from epd.encoders.prompt.prompt import Expansion, lay_out
 from epd.encoders.reduction.tower_merging import RunMerger
 from epd.encoders.sampling import sample_indices, select_frames
 from epd.errors import MediaLimitError, ModelError
+from epd.frame_sampling import FrameSampling
+from epd.pixel_limits import CAP_FIELD, NO_CAPS, OWN_LIMITS, FrameCaps, PixelLimits, check_ceiling, refuse
 from epd.pixel_settings import AUTHORS
 from epd.reduction import TowerMerge
 from epd.types import MediaKind

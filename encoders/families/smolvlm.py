@@ -16,16 +16,53 @@ from transformers.models.smolvlm.processing_smolvlm import (
     FRAME_TIMESTAMP_MESSAGE,
 )
 
-from epd.encoders.adapter import FrameSampling, MediaPlan, VideoFacts
+from epd.encoders.adapter import MediaPlan, VideoFacts
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU
 from epd.encoders.families.tiles import TileAdapter, TilePlan, cut_tiles, tile_spec
 from epd.encoders.prompt.text_layout import ItemText, Markers
-from epd.encoders.prompt.words import number_in_words
 from epd.encoders.sampling import DEFAULT_FPS, MAX_FPS, check_wanted, source_metadata
+from epd.frame_sampling import FrameSampling
 from epd.types import MediaKind
 
+_SMALL = [
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
+    *("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
+    "nineteen",
+]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _MAX_SIDE = 4096  # pixels; the processors resize to no more
+
+
+def number_in_words(number: int) -> str:
+    """Spells 0 to 999,999: `one hundred and two`, `one thousand and one`, `two thousand, one hundred`.
+
+    Raises ValueError beyond.
+    """
+    if not 0 <= number < 1_000_000:
+        raise ValueError(f"only 0 to 999999 can be spelled, got {number}")
+    if number < 1000:
+        return _below_thousand(number)
+    thousands, rest = divmod(number, 1000)
+    words = f"{_below_thousand(thousands)} thousand"
+    if rest == 0:
+        return words
+    return f"{words}{' and ' if rest < 100 else ', '}{_below_thousand(rest)}"
+
+
+def _below_thousand(number: int) -> str:
+    hundreds, rest = divmod(number, 100)
+    if hundreds == 0:
+        return _below_hundred(rest)
+    words = f"{_SMALL[hundreds]} hundred"
+    return f"{words} and {_below_hundred(rest)}" if rest else words
+
+
+def _below_hundred(number: int) -> str:
+    if number < 20:
+        return _SMALL[number]
+    tens, ones = divmod(number, 10)
+    return f"{_TENS[tens - 2]}-{_SMALL[ones]}" if ones else _TENS[tens - 2]
 
 
 class SmolVLMAdapter(TileAdapter):

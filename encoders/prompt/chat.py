@@ -1,168 +1,92 @@
-"""Represents a conversation as chat templates take it: messages of parts, media where they were sent.
+"""Renders a conversation by a chat template, with and without support for tools.
 
-Parts keep their order. Media before the text of the first user message give the canonical order
-[system][media][question], in which every further question about the same media finds its prefix computed.
+Where a template has no words for tools and calls, they are texts as the Hermes and Qwen models have them.
+Contents are lists of parts or one text. Both are tried, for each role: a template that fails on parts, leaves
+out their text or prints them as Python or JSON does, and shows a text, wants texts. Media are then the words
+that the family's own template writes.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, cycle, groupby, islice
-from typing import Any, Literal
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import chain, count, groupby, islice
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from epd.encoders.checkpoint import Checkpoint
-from epd.encoders.prompt.contents import NO_PLACEHOLDERS, Placeholders, as_texts, roles_of_texts
-from epd.encoders.prompt.tool_history import (
-    RESPONSE,
-    ToolCall,
-    calls_as_text,
-    definitions_as_text,
-    for_template,
-    knows_definitions,
-    knows_tools,
-)
-from epd.errors import RequestError, check_question
+from epd.chat import NO_TURNS, ChatMessage, ContentPart, ToolCall, check_chat, media_kinds, text_message
+from epd.encoders.checkpoint import Checkpoint, knows_definitions
+from epd.errors import RequestError
 from epd.types import MediaKind
 
-_ANY_QUESTION = "?"
+# What stands in a prompt for a medium, of each kind. {number}: counts the media of the kind.
+Placeholders = Mapping[MediaKind, str]
+NO_PLACEHOLDERS: Placeholders = {}
 
-# Messages of these roles are no turns. "tools": each text defines, as JSON, a tool to be called.
-# "template": each text is a JSON object of variables for the chat template.
-Role = Literal["tools", "template", "system", "user", "assistant", "tool"]
-_NO_TURNS = ("tools", "template")
-# What may not be among variables for a template: what is decided here, or read as an option of rendering.
-_RESERVED_VARIABLES = frozenset(
-    {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
-) - {"self", "kwargs"}
-
-
-@dataclass(frozen=True, slots=True)
-class ContentPart:
-    """Holds a text, or the place of one image, video or clip of sound. text: empty for media."""
-
-    kind: Literal["text"] | MediaKind
-    text: str = ""
-
-    def __post_init__(self) -> None:
-        if self.kind != "text" and self.text:
-            raise ValueError(f"only a text has text, got {self}")
+_PROBE = "probe of a text"
+_PRINTED = re.compile(rf"""["']text["']\\?["']?\s*:\s*["']{_PROBE}""")
+_CALL = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {}}}
+_ASK = ("user", "x")
+# The messages before and after the one that is tried, by its role: (role, content).
+_AROUND: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
+    "system": ([], [_ASK]),
+    "user": ([], []),
+    "assistant": ([_ASK], [_ASK]),
+    "tool": ([_ASK, ("assistant", "")], []),
+}
+# What stands around a tool's response where it is a text.
+RESPONSE = ("<tool_response>\n", "\n</tool_response>")
 
 
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """Holds one message. Raises RequestError for an empty one, and for media of the system or the assistant.
+@lru_cache(maxsize=16)
+def roles_of_texts(template: str, special_tokens: tuple[tuple[str, Any], ...]) -> frozenset[str]:
+    """Returns the roles whose messages the template takes as texts. special_tokens: that it may name."""
+    return frozenset(role for role in _AROUND if _wants_text(template, dict(special_tokens), role))
 
-    tool_calls: of the assistant.
-    tool_call_id: of the call that a tool answers.
-    name: of the speaker.
-    """
 
-    role: Role
-    parts: tuple[ContentPart, ...]
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str = ""
-    name: str = ""
+def _wants_text(template: str, special_tokens: Mapping[str, Any], role: str) -> bool:
+    """Reports whether a text of this role is shown, and a list of one is not."""
+    before, after = _AROUND[role]
 
-    def __post_init__(self) -> None:
-        if not self.parts:
-            raise RequestError(f"a message of the {self.role} has no content; give it a text")
-        if self.role not in ("user", "tool") and self.media_kinds:
-            kind = self.media_kinds[0]
-            raise RequestError(
-                f"a message of the {self.role} contains {'audio' if kind == 'audio' else f'{kind}s'}; "
-                "allowed: text; put media into a message of the user, or of a tool"
+    def shows(form: Callable[[str], Any]) -> bool:
+        messages = [_message(each, text, form(text)) for each, text in [*before, (role, _PROBE), *after]]
+        try:
+            rendered, _ = render_jinja_template(
+                [messages], chat_template=template, add_generation_prompt=True, **special_tokens
             )
+        except Exception:  # noqa: BLE001 # a template is a program of others
+            return False
+        return _PROBE in rendered[0] and not _PRINTED.search(rendered[0])
 
-    @property
-    def media_kinds(self) -> tuple[MediaKind, ...]:
-        """Lists the kinds of the message's media, in order."""
-        return tuple(part.kind for part in self.parts if part.kind != "text")
-
-    @property
-    def text(self) -> str:
-        """Concatenates all of its texts."""
-        return "".join(part.text for part in self.parts)
-
-    @property
-    def is_blank(self) -> bool:
-        """Reports whether the message has neither a medium nor a visible character."""
-        return not self.media_kinds and not self.text.strip()
+    return shows(str) and not shows(lambda text: [{"type": "text", "text": text}])
 
 
-def text_message(role: Role, text: str) -> ChatMessage:
-    """Creates a message of one text."""
-    return ChatMessage(role, (ContentPart("text", text),))
+def _message(role: str, text: str, content: Any) -> dict[str, Any]:
+    """Returns a message; one of the assistant without a text calls the tool that answers next."""
+    calls = {"tool_calls": [_CALL]} if role == "assistant" and not text else {}
+    return {"role": role, "content": content, **calls}
 
 
-def one_turn(kinds: Sequence[MediaKind], question: str) -> tuple[ChatMessage, ...]:
-    """Creates the conversation of one question after its media. Raises RequestError if it is empty."""
-    check_question(question)
-    return (ChatMessage("user", (*(ContentPart(kind) for kind in kinds), ContentPart("text", question))),)
+def as_texts(
+    messages: Sequence[dict[str, Any]], roles: frozenset[str], placeholders: Placeholders
+) -> list[dict[str, Any]]:
+    """Returns messages with the contents of these roles as texts: placeholders and words, in their order."""
+    numbers = {kind: count(1) for kind in placeholders}
 
+    def text_of(part: Mapping[str, Any]) -> str:
+        kind = part["type"]
+        if kind == "text":
+            return str(part["text"])
+        return placeholders[kind].replace("{number}", str(next(numbers[kind])))
 
-def dialogue(
-    kinds: Sequence[MediaKind], question: str, earlier: Sequence[tuple[str, str]] = ()
-) -> tuple[ChatMessage, ...]:
-    """Creates the conversation of media, questions with their answers, and one more question.
-
-    Raises RequestError if a text is empty.
-    """
-    first, *others = texts = [*chain.from_iterable(earlier), question]
-    for text in texts:
-        check_question(text)
-    roles: Iterator[Role] = cycle(("assistant", "user"))
-    return (*one_turn(kinds, first), *map(text_message, roles, others))
-
-
-def opening(kinds: Sequence[MediaKind], messages: Sequence[ChatMessage] = ()) -> tuple[ChatMessage, ...]:
-    """Creates the conversation that has any question behind the last medium of `messages`.
-
-    Without messages, or without media in them, it has one turn with media of these kinds.
-    """
-    with_media = [place for place, message in enumerate(messages) if message.media_kinds]
-    if not with_media:
-        return one_turn(kinds, _ANY_QUESTION)
-    last = messages[with_media[-1]]
-    stop = 1 + max(place for place, part in enumerate(last.parts) if part.kind != "text")
-    parts = (*last.parts[:stop], ContentPart("text", _ANY_QUESTION))
-    return (*messages[: with_media[-1]], replace(last, parts=parts))
-
-
-def media_kinds(messages: Sequence[ChatMessage]) -> tuple[MediaKind, ...]:
-    """Lists the kinds of all media in a conversation, in order."""
-    return tuple(kind for message in messages for kind in message.media_kinds)
-
-
-def check_chat(messages: Sequence[ChatMessage]) -> None:
-    """Raises RequestError for a conversation without anything to answer."""
-    if not any(message.role == "user" for message in messages):
-        raise RequestError(f"{len(messages)} messages, none of the user; ask something in a user message")
-    last = messages[-1]
-    if last.role == "assistant":
-        raise RequestError(
-            "the last message is the assistant's; allowed: user, system or tool; end with a question"
-        )
-    if last.is_blank and last.role != "tool":
-        raise RequestError("the question is empty; ask something about the media in the last message")
-
-
-def template_options(variables: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
-    """Returns the message with variables for the chat template, none without any.
-
-    Raises RequestError for names that are no variables of templates.
-    """
-    reserved = sorted(variables.keys() & _RESERVED_VARIABLES)
-    if reserved:
-        raise RequestError(
-            f"received {reserved[0]} in chat_template_kwargs; allowed: variables of the model's chat "
-            "template, such as add_vision_id; leave it out"
-        )
-    return (text_message("template", json.dumps(variables, ensure_ascii=False)),) if variables else ()
+    return [
+        {**each, "content": "".join(map(text_of, each["content"]))} if each["role"] in roles else each
+        for each in messages
+    ]
 
 
 def render_chat(
@@ -190,7 +114,7 @@ def render_chat(
         _check_unreserved(message, reserved)
     tokenizer = checkpoint.tokenizer
     roles = roles_of_texts(template, tuple(tokenizer.special_tokens_map.items()))
-    turns = [_for_template(message) for message in messages if message.role not in _NO_TURNS]
+    turns = [_for_template(message) for message in messages if message.role not in NO_TURNS]
     try:
         text: str = tokenizer.apply_chat_template(
             as_texts(turns, roles, placeholders),
@@ -224,7 +148,7 @@ def _with_tools_as_text(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage
     if not definitions:
         return messages
     others = [message for message in messages if message.role == "template"]
-    turns = [message for message in messages if message.role not in _NO_TURNS]
+    turns = [message for message in messages if message.role not in NO_TURNS]
     text = definitions_as_text(definitions)
     if turns[0].role != "system":
         return *others, text_message("system", text), *turns
@@ -305,3 +229,40 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
         shown["tool_calls"] = [for_template(call) for call in message.tool_calls]
     names = {"tool_call_id": message.tool_call_id, "name": message.name}
     return shown | {name: value for name, value in names.items() if value}
+
+
+def knows_tools(template: str) -> bool:
+    """Reports whether a chat template supports tool calls."""
+    return "tool_calls" in template
+
+
+def definitions_as_text(definitions: Sequence[str]) -> str:
+    """Writes which tools there are, and how one is called, as text. definitions: JSON of each."""
+    tools = "\n".join(definitions)
+    return (
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        f"Function signatures, one JSON object a line:\n<tools>\n{tools}\n</tools>\n\n"
+        "For each function call, write a JSON object with the function's name and its arguments:\n"
+        '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    )
+
+
+def for_template(call: ToolCall) -> dict[str, Any]:
+    """Converts a call to the form of transformers' templates: arguments as an object if they are one."""
+    function = {"name": call.name, "arguments": _parsed(call.arguments)}
+    return {"type": "function", "id": call.call_id, "function": function}
+
+
+def calls_as_text(calls: Sequence[ToolCall]) -> str:
+    """Writes the calls as text, a block of lines for each."""
+    return "\n".join(
+        f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
+        for call in calls
+    )
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from epd.chat import ChatMessage
 from epd.encoders.adapter import MediaItem, MediaPlan
 from epd.encoders.checkpoint import Checkpoint
-from epd.encoders.prompt.chat import ChatMessage, check_media, moved_media, render_chat
-from epd.encoders.prompt.contents import Placeholders
+from epd.encoders.prompt.chat import Placeholders, check_media, moved_media, render_chat
 from epd.types import Int64Array, PlaceholderRange
 
 

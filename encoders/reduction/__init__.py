@@ -1,13 +1,18 @@
 """Reduces visual tokens: lays out the shorter prompt, and selects the tokens that are kept."""
 
-from epd.encoders.reduction.layout import reduce_prompt
-from epd.encoders.reduction.reading import Reading, is_cut_at_encoder, kept_spec, windows_of, without_keys
-from epd.encoders.reduction.reducer import Kept, KeptCells, TokenReducer, kept_cells
+from epd.encoders.reduction.reading import (
+    ItemReduction,
+    is_cut_at_encoder,
+    kept_spec,
+    reduce_prompt,
+    windows_of,
+    without_keys,
+)
+from epd.encoders.reduction.reducer import Kept, TokenReducer, kept_cells
 
 __all__ = [
+    "ItemReduction",
     "Kept",
-    "KeptCells",
-    "Reading",
     "TokenReducer",
     "is_cut_at_encoder",
     "kept_cells",

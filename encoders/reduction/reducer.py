@@ -13,7 +13,7 @@ from epd.encoders.adapter import Embeddings, MediaItem, concatenated
 from epd.encoders.device import to_device
 from epd.encoders.reduction.method import ItemOutline, Method
 from epd.encoders.reduction.selection import new_method
-from epd.reduction import ReductionPolicy, Window
+from epd.reduction import KeptCells, ReductionPolicy, Window
 from epd.types import BoolArray, Int64Array
 
 
@@ -29,22 +29,6 @@ class Kept:
     embeddings: Embeddings
     indices: Int64Array
     is_key: BoolArray
-
-
-@dataclass(frozen=True, slots=True)
-class KeptCells:
-    """Says which tokens of a medium's units are kept.
-
-    units: [start, stop).
-    frames_per_unit: the last unit may have fewer.
-    grid: tokens of a unit, (height, width).
-    bits: one for each token, by unit, row and column, from the high end of each byte; 1 is kept.
-    """
-
-    units: tuple[int, int]
-    frames_per_unit: int
-    grid: tuple[int, int]
-    bits: bytes
 
 
 def kept_cells(item: MediaItem, kept: Sequence[Kept]) -> KeptCells:

@@ -8,22 +8,146 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from epd.encoders.device import all_to_host, to_device, to_host
+from epd.encoders.device import all_to_host, arrays_to_device, to_device, to_host
 from epd.encoders.reduction.at_once import complementary_at_once
-from epd.encoders.reduction.balanced import Balanced, Funnel
 from epd.encoders.reduction.merging import MergedNeighbours, means
 from epd.encoders.reduction.method import Dropping, ItemOutline, Method
 from epd.reduction import QUESTION_METHODS, SELECTION_METHODS
+from epd.types import Int64Array
 
+_LEAST_VALUE = 0.2
+_CHANGE, _MOST_CHANGE = 0.5, 1.0
+_REPETITION, _TURN_UNITS = 0.7, 8.0
+_SHARPNESS = 16
 _MOST_DISSIMILAR = 2.0  # 1 - the least cosine
 _TINY = 1e-6
 _FRAME_TEMPERATURE = 0.1
 _MEMORY_UNITS = 8
 _LEAST_WEIGHT = 0.25
+
+
+class Balanced(Dropping):
+    """Keeps about as many tokens of every unit: those that differ from the background, in turns.
+
+    A token is scored by how unlike it is to the usual token at its place - the mean over the window,
+    averaged with those of earlier windows - and, half as much, to the last one there; every token scores a
+    little. It counts for less if it looks like the one that was kept last at its place, and the less the
+    shorter ago that was. So what is kept takes turns, and what does not move is repeated from time to time,
+    although it has become background. If the window is the whole item, the background is what most of its
+    units show; in a part of a longer item that may be what is asked for.
+    """
+
+    def __init__(self, *, sees_all: bool = False) -> None:
+        """Takes whether the next window is the whole item."""
+        self._sees_all = sees_all
+        self._background: Tensor | None = None  # [S, C]
+        self._last: Tensor | None = None  # [S, C]
+        self._kept: Tensor | None = None  # [S, C], at each place, zeros before anything is
+        self._kept_at = np.empty(0)  # [S], units before the next window, negative
+
+    def choose(self, units: Tensor, num_kept: int) -> Tensor:
+        ranks, _ = self._ranked(units, num_kept)
+        return torch.from_numpy((ranks < ranks.shape[1]).ravel().nonzero()[0])
+
+    def _ranked(self, units: Tensor, num_kept: int) -> tuple[Int64Array, Tensor]:
+        """Returns what `_in_turns` does, and the values [U, S] by which it chose, on the host."""
+        tokens = normalize(units.float(), dim=-1)
+        before = torch.cat([-tokens[:1] if self._last is None else self._last[None], tokens[:-1]])
+        change = (1 - (tokens * before).sum(-1)).clamp(max=_MOST_CHANGE)
+        standing_out = 1 - (tokens * self._update_background(tokens)).sum(-1)
+        self._last = tokens[-1]
+        values = _LEAST_VALUE + standing_out + _CHANGE * change
+        return self._in_turns(tokens, values, num_kept)
+
+    def _in_turns(self, tokens: Tensor, values: Tensor, num_kept: int) -> tuple[Int64Array, Tensor]:
+        """Ranks about as many of each unit, of the highest values [U, S]: int64 [U, S], S for all others.
+
+        Returns the values, too, on the host.
+        """
+        num_units, num_tokens = values.shape
+        if self._kept is None:
+            self._kept, self._kept_at = torch.zeros_like(tokens[0]), np.full(num_tokens, -np.inf)
+        line = torch.cat([self._kept[None], tokens])  # what may have been kept last at a place
+        alike, values = all_to_host([torch.einsum("usc,lsc->uls", tokens, line).clamp_min(0), values])
+        likeness, budgets = alike.numpy(), _even_budgets(values, num_kept)
+        at, last, places = self._kept_at, np.zeros(num_tokens, dtype=np.int64), np.arange(num_tokens)
+        ranks = np.full((num_units, num_tokens), num_tokens)
+        for unit, (value, budget) in enumerate(zip(values.numpy(), budgets.tolist(), strict=True)):
+            repetition = likeness[unit, last, places] * np.exp((at - unit) / _TURN_UNITS)
+            chosen = np.argsort(value * (_REPETITION * repetition - 1), kind="stable")[:budget]
+            ranks[unit, chosen] = np.arange(budget)
+            at[chosen], last[chosen] = unit, unit + 1
+        self._kept = line[tuple(arrays_to_device([last, places], line.device))]
+        self._kept_at = at - num_units
+        return ranks, values
+
+    def _update_background(self, tokens: Tensor) -> Tensor:
+        """Returns the usual token at each place, [S, C]; of a single unit, at all of its places."""
+        if len(tokens) == 1:
+            usual = tokens.mean(1).expand(tokens.shape[1], -1)
+        else:
+            usual = _mode(tokens) if self._sees_all else tokens.mean(0)
+        usual = normalize(usual, dim=-1)
+        mixed = usual if self._background is None else normalize(usual + self._background, dim=-1)
+        self._background = mixed
+        return mixed
+
+
+class Funnel(Balanced):
+    """Keeps for questions what `Balanced` does, and marks the best of it: no question may drop those.
+
+    So a question's first layers read several times the tokens that its answer does, its later ones fewer and
+    fewer, and which ones are left in the end depends on the video alone.
+    """
+
+    def __init__(self, surviving_share: float, *, sees_all: bool = False) -> None:
+        """Takes the share of the chosen tokens that is left in the end."""
+        super().__init__(sees_all=sees_all)
+        self._share = surviving_share
+        self._num_chosen = self._num_keys = 0
+        self._is_key = torch.empty(0, dtype=torch.bool)
+
+    def choose(self, units: Tensor, num_kept: int) -> Tensor:
+        ranks, values = self._ranked(units, num_kept)
+        budgets = _even_budgets(values, self._next_keys(num_kept)).numpy()
+        self._is_key = torch.from_numpy((ranks < budgets[:, None]).ravel())
+        return torch.from_numpy((ranks < ranks.shape[1]).ravel().nonzero()[0])
+
+    def is_key(self, chosen: Tensor) -> Tensor:
+        return self._is_key[chosen]
+
+    def _next_keys(self, num_kept: int) -> int:
+        """Counts the keys of the next window; what rounding takes from one, the next gets."""
+        self._num_chosen += num_kept
+        here = round(self._share * self._num_chosen) - self._num_keys
+        self._num_keys += here
+        return here
+
+
+def _even_budgets(scores: Tensor, num_kept: int) -> Tensor:
+    """Shares the budget evenly, int64 [U]; the rest goes to units whose next best token scores highest."""
+    num_units, num_tokens = scores.shape
+    each, rest = divmod(num_kept, num_units)
+    budgets = torch.full((num_units,), each)
+    if rest:
+        following = scores.sort(1, descending=True).values[:, min(each, num_tokens - 1)]
+        budgets[following.topk(rest).indices] += 1
+    return budgets
+
+
+def _mode(tokens: Tensor) -> Tensor:
+    """Returns about what most units [U, S, C] show at each place, [S, C].
+
+    It is a mean in which a unit counts for the less, the less it is like all others: what passes by, hardly.
+    """
+    along = (tokens * tokens.mean(0)).sum(-1)  # [U, S], cosines with the mean, times its length
+    weights = (along / along.amax(0).clamp_min(_TINY)).clamp_min(_TINY) ** _SHARPNESS
+    return (weights[:, :, None] * tokens).sum(0)
 
 
 class RandomTokens(Dropping):

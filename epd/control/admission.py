@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
-from epd.control.decayed_mean import DecayedMean
+from epd.control.recent import DecayedMean
 from epd.errors import OverloadedError
 
 _WEIGHT_OF_NEW = 0.1  # weight of a first token's time in the running mean

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from epd.control.decayed_mean import DecayedMean
 from epd.control.elasticity.rates import RoundCost
+from epd.control.recent import DecayedMean
 from epd.control.retention import PromptLoad
 
 _COST_MEMORY_S = 20.0  # seconds of work

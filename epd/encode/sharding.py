@@ -1,4 +1,12 @@
-"""Chooses the encoder of a group by the kind of sharding of a request's groups, both live and simulated.
+"""Cuts a video into groups and chooses the encoder of each, both live and simulated.
+
+    units          |  0   1   2   3   4   5   6   7 |  8   9  10  11  12  13  14  15 | 16  ...
+    whole video     [ 0   1 )[ 2   3   4   5   6   7 )[  8 ...                     15 )[ 16 ...
+    clip from 5                         [ 5 )[ 6   7 )[  8 ...                     15 )[ 16 ...
+
+Groups end on a lattice of the video's own time, so that overlapping clips have groups in common. The first
+group may be a small one, on a lattice of its own, so that encoding and prefill begin early. Encoders are
+chosen by the kind of sharding:
 
 groups     each to the least loaded encoder: intra-request parallelism (EPD, section 3.2)
 request    all of a request to one encoder, as long as it is available
@@ -12,7 +20,37 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal
 
+# Visual tokens that are encoded and prefilled together, about. Encoders take several groups that wait in one
+# call, so larger groups only come later: docs/encoders.md has what the simulator says.
+GROUP_TOKENS = 256
+# Of the first group of a video, at most.
+FIRST_GROUP_TOKENS = 256
 Sharding = Literal["groups", "request", "local"]
+
+
+def units_of(num_tokens: int, tokens_per_unit: int) -> int:
+    """Returns the units that have about as many tokens: one at least."""
+    return max(1, num_tokens // tokens_per_unit)
+
+
+def cut_units(
+    num_units: int, group_units: int, first_units: int, lattice_index: int = 0
+) -> list[tuple[int, int]]:
+    """Cuts units into half-open runs, without gaps, of at most `group_units` and at least one.
+
+    first_units: of the first run, at most.
+    lattice_index: of the first unit, counted from the start of the source.
+    """
+    whole = _next_end(lattice_index, group_units)
+    first = min(_next_end(lattice_index, first_units), whole)
+    ends = {first - lattice_index, *range(whole - lattice_index, num_units, group_units)}
+    starts = [0, *sorted(end for end in ends if end < num_units)]
+    return list(zip(starts, [*starts[1:], num_units], strict=True))
+
+
+def _next_end(index: int, size: int) -> int:
+    """Returns the first end of a cell of the lattice behind a unit."""
+    return (index // size + 1) * size
 
 
 def wanted_encoder(sharding: Sharding, prefill_worker: str, last_encoder: str | None) -> str | None:

@@ -27,8 +27,7 @@ from typing import Literal
 from epd.errors import InfeasibleError
 from epd.kv.kv_cache import BlockCopy, KVCacheManager
 from epd.kv.kv_request import Shortage
-from epd.kv.request_order import RequestOrder, rank_of
-from epd.kv.scheduled_request import ScheduledRequest
+from epd.kv.scheduled_request import RequestOrder, ScheduledRequest, rank_of
 from epd.kv.scheduler_output import Chunk, Preemption, Restore, SchedulerOutput
 from epd.types import ceil_div
 

@@ -5,7 +5,7 @@ from epd.profiles.cost import Measurement, StageCost, StageTable, ValidRange, fi
 from epd.profiles.host import HostCosts, Overhead, PromptRule
 from epd.profiles.media import MediaRule, MediaWork
 from epd.profiles.memory import MemoryLimits, MemoryNeeds, WorkerMemory
-from epd.profiles.parallel import TensorParallel
+from epd.profiles.parallel import ShardedModel
 from epd.profiles.profile import Profile
 
 __all__ = [
@@ -19,9 +19,9 @@ __all__ = [
     "Overhead",
     "Profile",
     "PromptRule",
+    "ShardedModel",
     "StageCost",
     "StageTable",
-    "TensorParallel",
     "ValidRange",
     "WorkerMemory",
     "analytic_profile",

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from epd.encode.group_cut import FIRST_GROUP_TOKENS, cut_units, units_of
+from epd.encode.sharding import FIRST_GROUP_TOKENS, cut_units, units_of
 from epd.errors import RequestError
 from epd.types import ceil_div
 from epd.workload.requests import AudioClip, Resolution, VideoSpec

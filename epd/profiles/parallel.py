@@ -29,7 +29,7 @@ class ParallelStack:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorParallel:
+class ShardedModel:
     """Describes a model and its links to share layers between devices.
 
     link_bytes_per_s: that an all-reduce reaches

@@ -10,7 +10,7 @@ from epd.profiles.cost import StageCost, StageTable
 from epd.profiles.host import HostCosts, PromptRule
 from epd.profiles.media import MediaRule
 from epd.profiles.memory import MemoryNeeds
-from epd.profiles.parallel import TensorParallel
+from epd.profiles.parallel import ShardedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Profile:
     host: HostCosts | None = None
     prompt: PromptRule = field(default_factory=PromptRule)
     core_speed: float | None = None
-    parallel: TensorParallel | None = None
+    parallel: ShardedModel | None = None
     beside: float = 2.0
 
     def __post_init__(self) -> None:

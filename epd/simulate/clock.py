@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 TICKS_PER_S = 10**12
 
 
-class Rank(IntEnum):
+class EventPriority(IntEnum):
     """Orders events at the same instant."""
 
     END = 0
@@ -49,7 +49,7 @@ class EventQueue:
     def __len__(self) -> int:
         return len(self._events)
 
-    def push(self, time: int, rank: Rank, action: Callable[[], object]) -> None:
+    def push(self, time: int, rank: EventPriority, action: Callable[[], object]) -> None:
         """Plans an event. Raises ValueError for one in the past."""
         if time < self.now:
             raise ValueError(f"an event at tick {time} cannot be planned at tick {self.now}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from epd.control.elasticity import StageSample
 from epd.encode.encode_batching import pick_batch
 from epd.encode.encoder_cache import EncoderCacheManager, GroupKey
-from epd.kv.request_order import RequestOrder, rank_of
+from epd.kv.scheduled_request import RequestOrder, rank_of
 from epd.profiles.profile import Profile
 from epd.simulate.clock import seconds_of, ticks_of
 from epd.simulate.receiving import GroupReceiver

@@ -22,14 +22,13 @@ from epd.profiles.profile import Profile
 from epd.simulate.clock import seconds_of, ticks_of
 from epd.simulate.drafting import DraftPlan, SimulatedDrafts
 from epd.simulate.requests import Job, RequestState
-from epd.simulate.stacked_blocks import StackedBlocks
-from epd.simulate.step_run import StepRun
+from epd.simulate.stacked_blocks import StackedBlocks, StepRun
 from epd.simulate.work_done import WorkDone
 from epd.topology import Stage
 from epd.types import ceil_div
 
 
-class PassCost:
+class PassTicks:
     """Computes the ticks of a forward pass."""
 
     def __init__(self, profile: Profile, factor: float = 1.0) -> None:
@@ -121,7 +120,7 @@ class LanguageSide:
         self.scheduler = Scheduler(config, self.kv)
         self.num_arriving = 0
         self.num_held = 0
-        self._alone, self._beside = PassCost(profile), PassCost(profile, profile.beside)
+        self._alone, self._beside = PassTicks(profile), PassTicks(profile, profile.beside)
         self._cost = self._alone
         self._hands_over = hands_over
         self._is_stepwise = is_stepwise or drafts is not None  # steps differ in what they draft

@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from typing import Literal, Protocol
 
 from epd.profiles.host import HostCosts
-from epd.simulate.clock import EventQueue, Rank, ticks_of
+from epd.simulate.clock import EventPriority, EventQueue, ticks_of
 from epd.types import ceil_div
 
 Then = Callable[[], None]
@@ -24,7 +24,7 @@ OverheadName = Literal["request", "split", "media", "image", "video", "sent", "s
 _CORE = 1000  # shares of one core
 
 
-class Task:
+class SimulatedTask:
     """Is work under way. end: on the clock of its machine; version: of the event that ends it."""
 
     __slots__ = ("done", "end", "version")
@@ -43,13 +43,13 @@ class Machine(Protocol):
         """Returns the work of all tasks so far."""
         ...
 
-    def run(self, ticks: int, done: Then) -> Task: ...
+    def run(self, ticks: int, done: Then) -> SimulatedTask: ...
 
-    def left(self, task: Task) -> int:
+    def left(self, task: SimulatedTask) -> int:
         """Returns the ticks of work that a task has left."""
         ...
 
-    def set_left(self, task: Task, ticks: int) -> None:
+    def set_left(self, task: SimulatedTask, ticks: int) -> None:
         """Gives a task under way more or less to do than it had left."""
         ...
 
@@ -73,22 +73,22 @@ class OwnDevices:
         self.work_ticks = 0
         self._events = events
 
-    def run(self, ticks: int, done: Then) -> Task:
+    def run(self, ticks: int, done: Then) -> SimulatedTask:
         self.work_ticks += ticks
-        task = Task(self._events.now + ticks, done)
-        self._events.push(task.end, Rank.END, partial(self._end, task, 0))
+        task = SimulatedTask(self._events.now + ticks, done)
+        self._events.push(task.end, EventPriority.END, partial(self._end, task, 0))
         return task
 
-    def left(self, task: Task) -> int:
+    def left(self, task: SimulatedTask) -> int:
         return task.end - self._events.now
 
-    def set_left(self, task: Task, ticks: int) -> None:
+    def set_left(self, task: SimulatedTask, ticks: int) -> None:
         task.end = self._events.now + ticks
         task.version += 1
-        self._events.push(task.end, Rank.END, partial(self._end, task, task.version))
+        self._events.push(task.end, EventPriority.END, partial(self._end, task, task.version))
 
     @staticmethod
-    def _end(task: Task, version: int) -> None:
+    def _end(task: SimulatedTask, version: int) -> None:
         if version == task.version:
             task.done()
 
@@ -110,7 +110,8 @@ class SharedCores:
         self._costs = costs
         self._events = events
         self._capacity = round(_CORE * (costs.num_cores - costs.idle_cores))
-        self._tasks: list[tuple[int, int, Task]] = []  # by the clock at which they end, some out of date
+        # By the clock at which they end, some out of date.
+        self._tasks: list[tuple[int, int, SimulatedTask]] = []
         self._num_tasks = 0
         self._turns: deque[tuple[OverheadName, Then]] = deque()  # the first has its turn
         self._clock = 0
@@ -118,24 +119,24 @@ class SharedCores:
         self._num_pushed = 0
         self._version = 0
 
-    def run(self, ticks: int, done: Then) -> Task:
+    def run(self, ticks: int, done: Then) -> SimulatedTask:
         self._go_on()
         self.work_ticks += ticks
         self._num_tasks += 1
-        task = Task(self._clock + ticks, done)
+        task = SimulatedTask(self._clock + ticks, done)
         self._push(task)
         return task
 
-    def left(self, task: Task) -> int:
+    def left(self, task: SimulatedTask) -> int:
         self._go_on()
         return task.end - self._clock
 
-    def set_left(self, task: Task, ticks: int) -> None:
+    def set_left(self, task: SimulatedTask, ticks: int) -> None:
         self._go_on()
         task.end = self._clock + ticks
         self._push(task)
 
-    def _push(self, task: Task) -> None:
+    def _push(self, task: SimulatedTask) -> None:
         self._num_pushed += 1
         task.version = self._num_pushed
         heappush(self._tasks, (task.end, task.version, task))
@@ -148,7 +149,7 @@ class SharedCores:
             self.run(beside, _nothing)
         at = self._events.now + ticks_of(sum(each.delay_s for each in overheads))
         work = ticks_of(sum(each.work_s for each in overheads))
-        self._events.push(at, Rank.END, partial(self.run, work, then))
+        self._events.push(at, EventPriority.END, partial(self.run, work, then))
 
     def spend_in_turn(self, name: OverheadName, then: Then) -> None:
         self._turns.append((name, then))
@@ -178,7 +179,7 @@ class SharedCores:
         if self._tasks:
             left = max(0, self._tasks[0][0] - self._clock)
             ticks = max(left, ceil_div(left * _CORE * self._num_tasks, self._capacity))
-            self._events.push(self._events.now + ticks, Rank.END, partial(self._end, self._version))
+            self._events.push(self._events.now + ticks, EventPriority.END, partial(self._end, self._version))
 
     def _end(self, version: int) -> None:
         if version != self._version:

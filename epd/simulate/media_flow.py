@@ -16,7 +16,7 @@ from epd.control.placement import Candidates
 from epd.control.routing import Router
 from epd.encode.sharding import wanted_encoder
 from epd.profiles.profile import Profile
-from epd.simulate.clock import EventQueue, Rank, ticks_of
+from epd.simulate.clock import EventPriority, EventQueue, ticks_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeSide, EncodeTask
 from epd.simulate.language import LanguageSide
@@ -215,7 +215,7 @@ class MediaFlow:
     def after_transfer(self, num_bytes: int, then: Callable[[], None]) -> None:
         """Calls a function when that number of bytes has been sent."""
         ticks = ticks_of(self._profile.transfer.cost.seconds(num_bytes, 1))
-        self._events.push(self._events.now + ticks, Rank.END, then)
+        self._events.push(self._events.now + ticks, EventPriority.END, then)
 
     def _arrived(self, worker: SimulatedWorker, encoder: EncodeSide | None, task: EncodeTask) -> None:
         receiver = task.receiver

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from epd.encode.encoder_cache import EncoderCacheManager, GroupKey, GroupSpec
 from epd.simulate.requests import RequestState
 from epd.transfer.connectors import Ticket
-from epd.transfer.reception import Reception
-from epd.transfer.transfers import Inbox
+from epd.transfer.transfers import Inbox, Reception
 from epd.types import ceil_div
 
 

@@ -1,15 +1,29 @@
-"""Reports a simulation in numbers: for people as tables, for machines as one record."""
+"""Reports a simulation: as tables for people, one record for machines, a plot, or a trace for Perfetto."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from epd.picture import picture
+from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.records import SimulationResult
+from epd.workload.chrome_trace import Event, complete, dumps, named
 from epd.workload.metrics import SLO, Latency
 
+_TICKS_PER_US = 10**6
+_SPANS = (
+    ("wait", "due", "placed"),
+    ("read media", "placed", "media_read"),
+    ("encode", "media_read", "encoded"),
+    ("prefill", "encoded", "first_token"),
+    ("decode", "first_token", "end"),
+)
 _STAGES = (
     ("wait for room", "due", "placed"),
     ("read media", "placed", "media_read"),
@@ -75,3 +89,38 @@ def print_result(result: SimulationResult, slo: SLO, console: Console) -> None:
         )
     for switch in record["switches"]:
         console.print(f"at {switch['at_s']:.1f} s {switch['worker']} became {switch['roles']}")
+
+
+def plot_simulation(result: SimulationResult, path: Path) -> None:
+    """Writes one picture: the distributions of TTFT and TPOT, and TTFT over time."""
+    with picture(path, 16.5, 4.2) as figure:
+        axes = figure.subplots(1, 3)
+        for axis, name, values in ((axes[0], "TTFT", result.ttft_s), (axes[1], "TPOT", result.tpot_s)):
+            shares = np.arange(1, len(values) + 1) / max(1, len(values))
+            axis.step(np.sort(values), shares, where="post")
+            axis.set(xlabel=f"{name}, s", ylabel="share of requests")
+        rows = result.rows[~result.rows["is_refused"]]
+        axes[2].plot(rows["due"] / TICKS_PER_S, (rows["first_token"] - rows["due"]) / TICKS_PER_S, ".")
+        axes[2].set(xlabel="arrival, s", ylabel="TTFT, s")
+
+
+def chrome_trace(result: SimulationResult) -> str:
+    """Returns JSON. Process 1: a row for each worker. Process 2: a row for each request, by stage."""
+    return dumps([*_worker_events(result), *_request_events(result)])
+
+
+def _worker_events(result: SimulationResult) -> Iterator[Event]:
+    rows = {name: row for row, name in enumerate(dict.fromkeys(span.worker for span in result.spans))}
+    for name, row in rows.items():
+        yield named("thread_name", row, name)
+    for span in result.spans:
+        yield complete(span.name, rows[span.worker], span.start / _TICKS_PER_US, span.ticks / _TICKS_PER_US)
+
+
+def _request_events(result: SimulationResult) -> Iterator[Event]:
+    for row in result.rows:
+        for name, start, stop in _SPANS:
+            if 0 <= row[start] < row[stop]:
+                start_us = int(row[start]) / _TICKS_PER_US
+                duration_us = int(row[stop] - row[start]) / _TICKS_PER_US
+                yield complete(name, int(row["index"]), start_us, duration_us, process=2)

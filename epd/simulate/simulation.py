@@ -19,18 +19,17 @@ from epd.control.elasticity import Switch
 from epd.control.placement import Candidates, Placement
 from epd.control.routing import Router
 from epd.profiles.profile import Profile
-from epd.simulate.clock import EventQueue, Rank, seconds_of, ticks_of
+from epd.simulate.clock import EventPriority, EventQueue, seconds_of, ticks_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeTask
 from epd.simulate.language import LanguageSide, PassResult
 from epd.simulate.machine import Machine, OwnDevices, SharedCores
 from epd.simulate.media_flow import MediaFlow
 from epd.simulate.offloading import Offloading
-from epd.simulate.placement import SimulatedPlacer
+from epd.simulate.placement import Elasticity, RoleSwitching, SimulatedPlacer, sample_of
 from epd.simulate.records import RecordTable, SimulationResult, WorkSpan
 from epd.simulate.requests import Job, RequestState, identity_of
 from epd.simulate.retention import SimulatedRetention
-from epd.simulate.switching import Elasticity, RoleSwitching, sample_of
 from epd.simulate.worker import SimulatedWorker
 from epd.topology import Stage, role_letters
 
@@ -127,7 +126,7 @@ class Simulation:
         if job is None:
             return
         self._num_open += 1
-        self.events.push(job.due, Rank.ARRIVAL, partial(self._arrive, job, source))
+        self.events.push(job.due, EventPriority.ARRIVAL, partial(self._arrive, job, source))
 
     def _arrive(self, job: Job, source: Iterator[Job]) -> None:
         self._plan_arrival(source)
@@ -232,7 +231,7 @@ class Simulation:
     def _plan_look(self) -> None:
         if self._switcher is not None:
             at = self.events.now + ticks_of(self._switcher.interval_s)
-            self.events.push(at, Rank.POLICY, self._look)
+            self.events.push(at, EventPriority.POLICY, self._look)
 
     def _look(self) -> None:
         """Lets the controller see all workers; it looks again while there is anything to see."""
@@ -269,10 +268,10 @@ class Simulation:
             self._offload(worker)
         if worker.has_work() or self._is_expected(worker.name):
             at = self.events.now + ticks_of(0.01)
-            self.events.push(at, Rank.POLICY, partial(self._await_drained, worker, switch))
+            self.events.push(at, EventPriority.POLICY, partial(self._await_drained, worker, switch))
         else:
             at = self.events.now + ticks_of(self.profile.switch_s)
-            self.events.push(at, Rank.POLICY, partial(self._end_switch, worker, switch))
+            self.events.push(at, EventPriority.POLICY, partial(self._end_switch, worker, switch))
 
     def _is_expected(self, name: str) -> bool:
         in_flight = self.router.in_flight(name)

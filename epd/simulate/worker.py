@@ -9,11 +9,11 @@ from typing import Literal
 
 from epd.kv.kv_cache import KVCacheSpec
 from epd.profiles.profile import Profile
-from epd.simulate.clock import EventQueue, Rank
+from epd.simulate.clock import EventPriority, EventQueue
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeSide, EncodeTask
 from epd.simulate.language import LanguageSide, PassResult
-from epd.simulate.machine import Machine, Task
+from epd.simulate.machine import Machine, SimulatedTask
 from epd.simulate.receiving import GroupReceiver, embedding_cache
 from epd.simulate.records import WorkSpan
 from epd.topology import Stage
@@ -30,7 +30,7 @@ class _Lane:
 
     def __init__(self, name: Literal["encode", "language"]) -> None:
         self.name = name
-        self.task: Task | None = None
+        self.task: SimulatedTask | None = None
         self.started = -1
         self.pace = _ALONE
 
@@ -125,7 +125,7 @@ class SimulatedWorker:
             self._cut()
         if not self._is_woken and (not self.is_busy or self._may_encode()):
             self._is_woken = True
-            self._events.push(self._events.now, Rank.START, self._start)
+            self._events.push(self._events.now, EventPriority.START, self._start)
 
     def _may_encode(self) -> bool:
         """Returns whether groups wait for an encoder that is idle beside a pass."""

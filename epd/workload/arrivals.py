@@ -30,7 +30,7 @@ class ArrivalKind(StrEnum):
     CLOSED = "closed"
 
 
-class Arrivals(Protocol):
+class ArrivalTimes(Protocol):
     """A stream of arrival times."""
 
     def times_s(self, rng: np.random.Generator, /) -> Iterator[float]:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from epd.errors import RequestError
 from epd.workload.arrivals import (
     ArrivalKind,
-    Arrivals,
+    ArrivalTimes,
     BurstyArrivals,
     ClosedArrivals,
     ConstantArrivals,
@@ -111,7 +111,7 @@ class WorkloadConfig(BaseModel):
         shapes = Mix(tuple(part.resolve() for part in self.mix))
         return self._workload(self._arrivals(), shapes)
 
-    def _workload(self, arrivals: Arrivals, shapes: Any) -> Workload:
+    def _workload(self, arrivals: ArrivalTimes, shapes: Any) -> Workload:
         return Workload(
             self.name,
             arrivals,
@@ -123,7 +123,7 @@ class WorkloadConfig(BaseModel):
             questions_per_media=self.questions_per_media,
         )
 
-    def _arrivals(self) -> Arrivals:
+    def _arrivals(self) -> ArrivalTimes:
         rate = 1.0 if self.rate is None else self.rate
         match self.arrival:
             case ArrivalKind.CONSTANT:

@@ -19,7 +19,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from epd.errors import RequestError
-from epd.workload.arrivals import Arrivals, ClosedArrivals
+from epd.workload.arrivals import ArrivalTimes, ClosedArrivals
 from epd.workload.distributions import SizeDistribution, pick_weighted
 
 _NUM_REPEATABLE = 256
@@ -213,7 +213,7 @@ class Workload:
     """
 
     name: str
-    arrivals: Arrivals
+    arrivals: ArrivalTimes
     shapes: RequestShapes
     num_requests: int | None = None
     duration_s: float | None = None

@@ -17,8 +17,7 @@ from epd import console
 from epd.bench.bench import BenchPlan, BenchResult, run_bench
 from epd.bench.body import NEW_LIMIT, OLD_LIMIT
 from epd.bench.media import ImageFormat, MediaLibrary
-from epd.bench.plots import plot_result
-from epd.bench.report import dump_json, print_result, result_record
+from epd.bench.report import dump_json, plot_result, print_result, result_record
 from epd.client.endpoint import find_model, parse_endpoints
 from epd.errors import RequestError
 from epd.serve_app.cli.options import (

@@ -15,8 +15,7 @@ from epd.eval.demo import demo_cases
 from epd.eval.files import read_videos
 from epd.eval.items import EvalCase
 from epd.eval.plan import EvalPlan
-from epd.eval.plots import plot_rows
-from epd.eval.report import Part, as_part, print_rows
+from epd.eval.report import Part, as_part, plot_rows, print_rows
 from epd.eval.rows import RowSelection, eval_rows, table_rows
 from epd.eval.verdicts import DEMO, RunInfo, VerdictLog
 from epd.reduction import METHODS, ReductionPolicy

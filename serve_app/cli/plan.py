@@ -8,12 +8,10 @@ import typer
 import yaml  # type: ignore[import-untyped]  # its stubs are another package
 
 from epd import console
-from epd.errors import RequestError
 from epd.kv.drafting import DEFAULT_MAX_DRAFT
-from epd.planning.plan import Plan, make_plan
-from epd.planning.space import Space, cells_of
-from epd.planning.traffic import planner_for, workload_jobs
-from epd.profiles.files import load_profile
+from epd.planning.asked import DEFAULT_PROFILE
+from epd.planning.asked import plan as planned
+from epd.planning.plan import Plan
 from epd.serve_app.cli.options import (
     CpuThreads,
     DraftAcceptance,
@@ -32,10 +30,6 @@ from epd.serve_app.cli.options import (
     Trace,
     Workload,
 )
-from epd.serve_app.cli.simulate import cut_by, draft_plan, num_cpu_threads, workload_config
-from epd.simulate import Deployment
-from epd.topology import parse_topology
-from epd.workload.metrics import SLO
 
 _Gpus = Annotated[int, typer.Option(metavar="N", help="Devices to lay out, 1 to 256.")]
 _Attainment = Annotated[
@@ -57,13 +51,10 @@ _MaxDegree = Annotated[
     ),
 ]
 
-_DEGREES = (1, 2, 4, 8)
-_RETENTIONS = (1.0, 0.5, 0.25)
-
 
 def plan(
     gpus: _Gpus = 8,
-    profile: Profile = "qwen2.5-vl-7b@a100-80gb",
+    profile: Profile = DEFAULT_PROFILE,
     workload: Workload = None,
     trace: Trace = None,
     repeat_rate: RepeatRate = None,
@@ -92,45 +83,29 @@ def plan(
     with code 3. --out writes a plan for epd serve --plan. By default 64 threads read media, or the cores of
     the profile's machine.
     """
-    if slo_ttft_s is None and slo_tpot_s is None:
-        raise RequestError("received no objective; add --slo-ttft-s or --slo-tpot-s")
-    for name, share in (("attainment", attainment), ("min retention", min_retention)):
-        if not 0 < share <= 1:
-            raise RequestError(f"{name} is {share}, it must be above 0 and at most 1")
-    if max_tensor_parallel not in _DEGREES:
-        raise RequestError(f"max tensor parallel is {max_tensor_parallel}, it must be 1, 2, 4 or 8")
-    loaded = cut_by(load_profile(profile), group_tokens)
-    loaded.on(max_tensor_parallel)  # raises where the profile cannot tell
-    config = workload_config(
-        loaded.media,
-        workload,
-        trace=trace,
-        repeat_rate=repeat_rate,
-        repeat_skew=repeat_skew,
-        questions_per_media=questions_per_media,
-    )
-    cells = cells_of(gpus)
-    retentions = tuple(share for share in _RETENTIONS if share >= min_retention)
-    planner = planner_for(
-        loaded,
-        workload_jobs(loaded, config, seed),
-        SLO(slo_ttft_s, slo_tpot_s),
-        Space(
-            cells[0][1],
-            retentions=retentions,
-            degrees=tuple(each for each in _DEGREES if each <= max_tensor_parallel),
-        ),
-        attainment=attainment,
-        base=Deployment(
-            parse_topology("1epd"),
-            cpu_threads=num_cpu_threads(cpu_threads, loaded, 64),
-            enable_prefix_caching=config.resolve().has_repeats,
-            drafts=draft_plan(draft_acceptance, max_draft),
-            encode_beside=encode_beside,
-        ),
-    )
     with console.progress_bar("topologies") as show:
-        found = make_plan(planner, cells=cells, min_rate=min_rate, on_progress=show)
+        found = planned(
+            gpus,
+            profile=profile,
+            workload=workload,
+            trace=trace,
+            repeat_rate=repeat_rate,
+            repeat_skew=repeat_skew,
+            questions_per_media=questions_per_media,
+            slo_ttft_s=slo_ttft_s,
+            slo_tpot_s=slo_tpot_s,
+            attainment=attainment,
+            min_rate=min_rate,
+            min_retention=min_retention,
+            max_tensor_parallel=max_tensor_parallel,
+            cpu_threads=cpu_threads,
+            encode_beside=encode_beside,
+            group_tokens=group_tokens,
+            draft_acceptance=draft_acceptance,
+            max_draft=max_draft,
+            seed=seed,
+            on_progress=show,
+        )
     if as_json:
         console.print_json(found.record())
     else:

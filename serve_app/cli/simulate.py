@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, get_args
+from typing import Annotated, get_args
 
 import typer
 
 from epd import console
 from epd.errors import RequestError
 from epd.kv.drafting import DEFAULT_MAX_DRAFT
-from epd.kv.request_order import RequestOrder
+from epd.kv.scheduled_request import RequestOrder
 from epd.kv.scheduling import SchedulerConfig
-from epd.profiles import MediaRule
+from epd.planning.asked import cut_by, draft_plan, num_cpu_threads, workload_config
 from epd.profiles import Profile as LoadedProfile
 from epd.profiles.files import load_profile
 from epd.serve_app.cli.options import (
@@ -37,12 +37,10 @@ from epd.serve_app.cli.options import (
     Workload,
 )
 from epd.simulate import Deployment, JobMaker, Sharding, Simulation, SimulationResult
-from epd.simulate.chrome import chrome_trace as trace_of
-from epd.simulate.drafting import DraftPlan
-from epd.simulate.plots import plot_simulation
-from epd.simulate.report import print_result, result_record
+from epd.simulate.report import chrome_trace as trace_of
+from epd.simulate.report import plot_simulation, print_result, result_record
 from epd.topology import parse_topology
-from epd.workload.config import WorkloadConfig, load_workload
+from epd.workload.config import WorkloadConfig
 from epd.workload.metrics import SLO
 
 _Topology = Annotated[
@@ -129,33 +127,6 @@ def simulate(
         chrome_trace.write_text(trace_of(result), encoding="utf-8")
     if plot is not None:
         plot_simulation(result, plot)
-
-
-def draft_plan(acceptance: float, max_draft: int) -> DraftPlan | None:
-    """What drafts are worth; None for no drafts."""
-    plan = DraftPlan(acceptance, max_draft)
-    return plan if acceptance else None
-
-
-def cut_by(profile: LoadedProfile, group_tokens: int | None) -> LoadedProfile:
-    """The profile with groups of as many tokens; None for those that it has."""
-    if group_tokens is None:
-        return profile
-    return replace(profile, media=replace(profile.media, group_tokens=group_tokens))
-
-
-def num_cpu_threads(given: int | None, profile: LoadedProfile, default: int) -> int:
-    """Threads that read media: as given, or the cores of the profile's machine, or `default`."""
-    if given is not None:
-        return given
-    return default if profile.host is None else profile.host.num_cores
-
-
-def workload_config(media: MediaRule, source: str | None, **options: Any) -> WorkloadConfig:
-    """A preset or a file, with the options that are given. media: of the model."""
-    fields = {name: value for name, value in options.items() if value is not None}
-    model = {"token_side": media.patch * media.merge, "frames_per_s": media.video_fps}
-    return load_workload(source or (None if "trace" in fields else "images"), fields | model)
 
 
 def _deployment(

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from epd.chat import ChatMessage
 from epd.control.request_budget import RequestLimits
-from epd.encoders import FrameSampling
-from epd.encoders.prompt.chat import ChatMessage
 from epd.errors import OverloadedError
+from epd.frame_sampling import FrameSampling
 from epd.reduction import KEEP_ALL, ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
 from epd.serve_app.files.settings import FileSettings
 from epd.serve_app.http.guard.body_reader import BodyLimits
-from epd.serve_app.http.requests.answer_format import answer_format
+from epd.serve_app.http.requests.answer_format import answer_format, no_turns
 from epd.serve_app.http.requests.chat_request import ChatRequest, EpdOptions
 from epd.serve_app.http.requests.named_media import NamedMedia
 from epd.serve_app.http.requests.request_cost import budget_of
@@ -34,7 +34,6 @@ from epd.serve_app.http.requests.request_parsing import (
     video_sampling,
     visual_budget,
 )
-from epd.serve_app.http.requests.tools import no_turns
 from epd.serve_app.observability.record import RequestRecord
 from epd.serve_app.service import (
     AnswerItem,

@@ -34,7 +34,7 @@ from epd.serve_app.messages import Message, ReplyT, WorkerReport, endpoint, work
 from epd.serve_app.task_group import Loops
 from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_stages import WorkerSettings
-from epd.serve_app.worker.worker_thread import IDLE_S, Call, Listener, WorkerThread, fault_of
+from epd.serve_app.worker.worker_thread import IDLE_S, Call, WorkerCallbacks, WorkerThread, fault_of
 from epd.serve_app.worker_info import WorkerInfo
 from epd.stages.connectors.in_process import InProcessHub
 from epd.stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
@@ -125,7 +125,9 @@ class LocalTransport:
 class _LocalWorker(WorkerThread):
     """Runs one incarnation of a worker. calls: awaited replies. is_frozen: whether it hangs."""
 
-    def __init__(self, info: WorkerInfo, settings: WorkerSettings, hubs: Hubs, listener: Listener) -> None:
+    def __init__(
+        self, info: WorkerInfo, settings: WorkerSettings, hubs: Hubs, listener: WorkerCallbacks
+    ) -> None:
         transport = LocalTransport(hubs)
         super().__init__(info.name, info.roles, settings, transport, listener)
         transport.wake = self.wake
@@ -183,7 +185,7 @@ class LocalFleet:
         self._loops.start("media", self._report_media)
 
     async def _start(self, name: str) -> None:
-        listener = Listener(self._take, lambda reason: self._lose(name, reason))
+        listener = WorkerCallbacks(self._take, lambda reason: self._lose(name, reason))
         engine = self._settings.engine
         device = self._config.devices.get(name, engine.device)
         settings = replace(self._settings, engine=engine.model_copy(update={"device": device}))

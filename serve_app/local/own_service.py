@@ -24,9 +24,9 @@ from epd.sampling_params import SamplingParams
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.answers.responses import ChunkBuilder, CompletionBuilder
 from epd.serve_app.http.chat_answers import ApiSettings, ChatAnswers, ParsedRequest
+from epd.serve_app.http.requests.answer_format import offers_tools
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.request_parsing import describe
-from epd.serve_app.http.requests.tools import offers_tools
 from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
 from epd.serve_app.media.media_processes import MediaProcesses
 from epd.serve_app.media.media_worker import MediaSettings

@@ -78,7 +78,7 @@ class TransportConfig:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Segment:
+class StagingSegment:
     """Host memory that parts are staged in. memory: uint8."""
 
     path: Path
@@ -230,10 +230,10 @@ class ProcessTransport:
         assert isinstance(shape, KVPoolsShape)
         return GroupPools(shape, sharing, device, None if path is None else self._files.place(path))
 
-    def _new_segment(self, name: str, kind: Kind) -> Segment:
+    def _new_segment(self, name: str, kind: Kind) -> StagingSegment:
         num_bytes = self._means.config.staging_bytes
         path = self._files.create(f"{name}-{kind}-staging", num_bytes)
-        return Segment(path, pool_memory(num_bytes, path))
+        return StagingSegment(path, pool_memory(num_bytes, path))
 
 
 class ProcessConnector(MailboxConnector[Any, Any]):
@@ -242,7 +242,13 @@ class ProcessConnector(MailboxConnector[Any, Any]):
     pool: AnyPool
 
     def __init__(
-        self, name: str, kind: Kind, pool: AnyPool, pool_id: str, means: _Means, segment: Segment | None
+        self,
+        name: str,
+        kind: Kind,
+        pool: AnyPool,
+        pool_id: str,
+        means: _Means,
+        segment: StagingSegment | None,
     ) -> None:
         super().__init__(name, pool, pool_id)
         self.inbox: deque[Envelope] = deque()

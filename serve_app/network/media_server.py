@@ -17,7 +17,7 @@ from epd.serve_app.media_messages import NotHeldError, PlanImages, ReadFrames
 from epd.serve_app.messages import Message, WorkerLoad, WorkerReport
 from epd.serve_app.network.calls import Answer, Channel, Channels
 from epd.serve_app.network.link import Link, LinkClosedError
-from epd.serve_app.network.members import BoardClient, Hello, KnownFronts, Place, Purpose, View
+from epd.serve_app.network.members import BoardClient, Hello, KnownFronts, ProcessAddress, Purpose, View
 from epd.serve_app.network.membership import Membership
 from epd.serve_app.network.wire import BulkPlace, FetchCall, Fetched, ReleaseBulk, TakeBulk, WorkerCall
 from epd.serve_app.task_group import Loops, Tasks
@@ -73,7 +73,7 @@ class MediaServer:
     def __init__(
         self,
         board: BoardClient,
-        place: Place,
+        place: ProcessAddress,
         host: MediaHost,
         purpose: Purpose | None = None,
         num_threads: int = 2,

@@ -70,7 +70,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessAddress:
     """Where a process runs. host: its address for other members. node_id: of its machine."""
 
     host: str

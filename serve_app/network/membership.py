@@ -15,7 +15,15 @@ from typing import Any
 
 from epd.errors import UnavailableError
 from epd.serve_app.network.link import Link, Listener, listen
-from epd.serve_app.network.members import BoardClient, Credentials, Kind, Member, Place, Purpose, View
+from epd.serve_app.network.members import (
+    BoardClient,
+    Credentials,
+    Kind,
+    Member,
+    ProcessAddress,
+    Purpose,
+    View,
+)
 from epd.serve_app.worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -31,7 +39,9 @@ class Membership:
     describe: returns the fields of this member that change all the time
     """
 
-    def __init__(self, board: BoardClient, kind: Kind, place: Place, purpose: Purpose | None = None) -> None:
+    def __init__(
+        self, board: BoardClient, kind: Kind, place: ProcessAddress, purpose: Purpose | None = None
+    ) -> None:
         self.epoch = secrets.token_hex(8)
         self.on_view: Callable[[View], None] = lambda _view: None
         self.on_ended: Callable[[str], None] = lambda _reason: None

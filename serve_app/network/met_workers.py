@@ -31,7 +31,7 @@ class MetWorker(Protocol):
     def epoch(self) -> str: ...
 
 
-class MetWorkers:
+class KnownPeers:
     """Remembers those that views have shown, also after their loss. Used from one event loop."""
 
     def __init__(self, patience_s: float) -> None:

@@ -30,7 +30,7 @@ from epd.serve_app.fleet import (
 from epd.serve_app.messages import Message, ReplyT, WorkerReport
 from epd.serve_app.network.calls import Answer, Channel, Channels
 from epd.serve_app.network.link import Link, LinkClosedError, LinkTimeoutError, connect
-from epd.serve_app.network.members import BoardClient, Hello, Member, Place, Purpose, View
+from epd.serve_app.network.members import BoardClient, Hello, Member, ProcessAddress, Purpose, View
 from epd.serve_app.network.membership import Membership
 from epd.serve_app.network.wire import BulkPlace, FetchCall, Fetched, ReleaseBulk, WorkerCall
 from epd.serve_app.task_group import Loops, Tasks
@@ -64,7 +64,7 @@ class RemoteFleet:
     on_ask: answers what another front asks this one, as the leader
     """
 
-    def __init__(self, board: BoardClient, place: Place, purpose: Purpose | None = None) -> None:
+    def __init__(self, board: BoardClient, place: ProcessAddress, purpose: Purpose | None = None) -> None:
         self.membership = Membership(board, "front", place, purpose)
         self.on_view: Callable[[View], None] = lambda _view: None
         self.on_ask: Callable[[Any], Awaitable[Any]] = _refuse

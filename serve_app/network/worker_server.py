@@ -25,17 +25,25 @@ from epd.serve_app.messages import DropOwner, Message, PeerLost, WorkerLoad, Wor
 from epd.serve_app.network.calls import Answer, Channel, Channels
 from epd.serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
 from epd.serve_app.network.link import Address, Link, LinkClosedError
-from epd.serve_app.network.members import BoardClient, Hello, KnownFronts, Member, Place, Purpose, View
+from epd.serve_app.network.members import (
+    BoardClient,
+    Hello,
+    KnownFronts,
+    Member,
+    ProcessAddress,
+    Purpose,
+    View,
+)
 from epd.serve_app.network.membership import Membership
 from epd.serve_app.network.memory import PoolFiles
-from epd.serve_app.network.met_workers import MetWorkers
+from epd.serve_app.network.met_workers import KnownPeers
 from epd.serve_app.network.peer_links import Delivery, PeerLinks
 from epd.serve_app.network.routes import PeerPlace
 from epd.serve_app.network.wire import BulkPlace, TakeBulk, WorkerCall
 from epd.serve_app.role_messages import AskRemaining, Offload
 from epd.serve_app.task_group import Loops, Tasks
 from epd.serve_app.worker.worker_stages import WorkerSettings
-from epd.serve_app.worker.worker_thread import Call, Listener, WorkerThread
+from epd.serve_app.worker.worker_thread import Call, WorkerCallbacks, WorkerThread
 from epd.serve_app.worker_info import EVERY_STAGE, WorkerInfo
 from epd.stages.connectors.gpu_memory import CudaMemory
 from epd.types import UInt8Array
@@ -84,14 +92,14 @@ class WorkerServerConfig:
 class WorkerServer:
     """Runs one worker. Used from one event loop. on_end: see `Membership`; also called when it fails."""
 
-    def __init__(self, board: BoardClient, place: Place, config: WorkerServerConfig) -> None:
+    def __init__(self, board: BoardClient, place: ProcessAddress, config: WorkerServerConfig) -> None:
         self.membership = Membership(board, "stage", place, config.purpose)
         self._config = config
         self._place = place
         self._fronts: dict[str, _FrontSession] = {}
         self._known_fronts = KnownFronts()
         self._peers: dict[str, _Peer] = {}
-        self.met = MetWorkers(config.purpose.hang_s)
+        self.met = KnownPeers(config.purpose.hang_s)
         self._media_addresses: set[Address] = set()
         self._lost_media: Recent[Address, bool] = Recent(_MAX_REMEMBERED)
         self._thread: WorkerThread | None = None
@@ -124,7 +132,7 @@ class WorkerServer:
         self._channels = Channels(credentials.key, Hello("stage", self.membership.epoch))
         self._links = PeerLinks(name, self.membership.epoch, self._deliver)
         self._transport = self._new_transport(self._files)
-        listener = Listener(self._report, self._fail)
+        listener = WorkerCallbacks(self._report, self._fail)
         self._thread = WorkerThread(name, self.info.roles, self._config.settings, self._transport, listener)
         await self._thread.start()
         self._loops.start("messages", self._links.run)

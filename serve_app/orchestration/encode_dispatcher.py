@@ -14,7 +14,7 @@ from epd.errors import UnavailableError
 from epd.serve_app.fleet import Bulk, Fleet, FramesLostError, WorkerLostError, send_surely
 from epd.serve_app.messages import CancelTickets, EncodeGroup, Reissue
 from epd.serve_app.worker.peer_losses import NamedPeer
-from epd.transfer.reception import Grant
+from epd.transfer.transfers import Grant
 
 _POLL_S = 0.5  # between checks of the time
 Allowed = Callable[[list[str]], list[str]]

@@ -41,7 +41,7 @@ from epd.serve_app.orchestration.watchdog import Watchdog
 from epd.serve_app.orchestration.worker_calls import DecodeMoves
 from epd.stages.engine.generation import TokenOutput
 from epd.topology import Stage
-from epd.transfer.reception import Grant
+from epd.transfer.transfers import Grant
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from epd.control.arrivals import RequestWork
-from epd.encode.substituted_frames import SubstitutedFrames
+from epd.encode.encoder_cache import GroupKey
 from epd.encoders import MediaPlan
 from epd.encoders.adapter import PromptPlan
 from epd.encoders.groups import MediaGroup
@@ -32,6 +33,33 @@ from epd.serve_app.service import (
 from epd.serve_app.token_text import TokenTexts
 from epd.stages.engine.generation import GenerateRequest, TokenOutput
 from epd.types import RequestStatus, StageTimings, Usage
+
+# Groups of damaged videos to remember; even after a busy day they take less than 20 MB.
+MAX_GROUPS = 1 << 14
+
+
+class SubstitutedFrames:
+    """Counts the frames of each group that show a neighbour, as of its last decoding.
+
+    Caches share groups by their key, so what was found when a group was decoded holds for each answer that
+    gets it without decoding. Beyond `max_groups` the groups noted longest ago are forgotten.
+    """
+
+    def __init__(self, max_groups: int = MAX_GROUPS) -> None:
+        self._num_by_group: OrderedDict[GroupKey, int] = OrderedDict()
+        self._max_groups = max_groups
+
+    def note(self, group: GroupKey, num_substituted: int) -> None:
+        """Notes the result of decoding a group."""
+        self._num_by_group.pop(group, None)
+        if num_substituted:
+            self._num_by_group[group] = num_substituted
+        if len(self._num_by_group) > self._max_groups:
+            self._num_by_group.popitem(last=False)
+
+    def total(self, groups: Iterable[GroupKey]) -> int:
+        """Returns the number of substituted frames in these groups."""
+        return sum(self._num_by_group.get(group, 0) for group in groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -23,22 +23,20 @@ from typing import Any
 from epd.control.admission import AdmissionQueue, QueueSummary
 from epd.control.arrivals import Arrivals, RequestWork
 from epd.control.routing import Router
-from epd.encode.substituted_frames import SubstitutedFrames
 from epd.errors import UnavailableError
 from epd.serve_app.fleet import Fleet, has_all_roles, send_surely, worker_statuses
 from epd.serve_app.media.fleet_media import FleetMedia
 from epd.serve_app.messages import Abort
 from epd.serve_app.orchestration.config import OrchestratorConfig
-from epd.serve_app.orchestration.elastic import Elastic
+from epd.serve_app.orchestration.elastic import ElasticityLoop
 from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from epd.serve_app.orchestration.evacuation import Evacuations
 from epd.serve_app.orchestration.event_reader import EventReader, Recovery
 from epd.serve_app.orchestration.group_feed import GroupFeed
 from epd.serve_app.orchestration.isolation import Isolation
-from epd.serve_app.orchestration.live_answer import AnswerPlan, LiveAnswer
+from epd.serve_app.orchestration.live_answer import AnswerPlan, LiveAnswer, SubstitutedFrames
 from epd.serve_app.orchestration.loss_counter import LossCounter
 from epd.serve_app.orchestration.placement import RequestPlacer
-from epd.serve_app.orchestration.prompts import Prompts
 from epd.serve_app.orchestration.replacement import Replacement
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.orchestration.requests import Attempt, Outcome, Requests, Shared
@@ -48,6 +46,8 @@ from epd.serve_app.orchestration.watchdog import Watchdog
 from epd.serve_app.service import (
     AnswerItem,
     AnswerRequest,
+    Estimate,
+    MediaSize,
     ModelCard,
     RoleSwitch,
     ServiceStatus,
@@ -87,7 +87,7 @@ class Orchestrator:
         )
         self._evacuations = Evacuations(shared, self._placement.moves)
         self._replacement = Replacement(shared, self.switcher.switch, lambda: self.leads)
-        self.elastic = Elastic(
+        self.elastic = ElasticityLoop(
             shared, self.arrivals, config.elastic, self.switcher.switch, lambda: self.leads
         )
         self.retention = None if config.retention is None else LoadRetention(config.retention, shared)
@@ -334,3 +334,46 @@ def _shared(fleet: Fleet, config: OrchestratorConfig) -> Shared:
         stall_s=config.stall_timeout_s,
     )
     return Shared(fleet, router, AdmissionQueue(config.max_waiting), dispatcher, Requests(), config)
+
+
+class Prompts:
+    """Implements PromptService. Nothing is encoded, and no worker of a stage hears of it."""
+
+    def __init__(
+        self,
+        planner: RequestPlanner,
+        plan: Callable[[AnswerRequest], Awaitable[AnswerPlan]],
+        threads: Executor,
+    ) -> None:
+        """Stands on an orchestrator's parts. plan: as for an answer. threads: run the tokenizer."""
+        self._planner = planner
+        self._plan = plan
+        self._threads = threads
+
+    async def estimate(self, request: AnswerRequest) -> Estimate:
+        """See `PromptService`."""
+        plan = await self._plan(request)
+        return Estimate(
+            plan.usage(0),
+            plan.retention,
+            plan.sampling.max_tokens or 0,
+            tuple(plan.prompt.token_ids.tolist()),
+            tuple(
+                MediaSize(each.kind, each.num_frames, *each.resized, each.num_tokens) for each in plan.media
+            ),
+        )
+
+    async def tokens(self, text: str, *, with_special: bool) -> tuple[int, ...]:
+        """See `PromptService`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._planner.tokens_of, text, with_special)
+
+    async def text(self, token_ids: Sequence[int]) -> str:
+        """See `PromptService`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._planner.text_of, token_ids)
+
+    async def names(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """See `PromptService`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._planner.names_of, token_ids)

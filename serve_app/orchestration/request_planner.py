@@ -14,7 +14,7 @@ from typing import Any
 
 from epd.control.recent import Recent
 from epd.control.request_budget import RequestLimits, check_num_pixels
-from epd.encode.group_cut import GROUP_TOKENS
+from epd.encode.sharding import GROUP_TOKENS
 from epd.encoders import Adapter, FrameSampling, MediaPlan, PixelLimits, load_adapter
 from epd.encoders.adapter import PromptPlan
 from epd.encoders.groups import plan_groups

@@ -25,7 +25,7 @@ from epd.serve_app.orchestration.live_answer import LiveAnswer
 from epd.serve_app.task_group import Loops, Tasks
 from epd.serve_app.worker.peer_losses import NamedPeer
 from epd.stages.engine.generation import TokenOutput
-from epd.transfer.reception import Grant
+from epd.transfer.transfers import Grant
 from epd.types import RequestStatus
 
 NUM_FIRST = 8  # requests that look for room concurrently

@@ -21,7 +21,7 @@ from ray import serve
 
 from epd.colour import parse_colour
 from epd.serve_app.app_args import AppArgs
-from epd.serve_app.network.members import Place, Purpose
+from epd.serve_app.network.members import ProcessAddress, Purpose
 from epd.serve_app.ray.autoscaling import advice_stats
 from epd.serve_app.ray.board import RayBoard
 from epd.serve_app.ray.cluster import LINK_HOST
@@ -149,9 +149,9 @@ def _board() -> RayBoard:
     return RayBoard(serve.get_replica_context().app_name)
 
 
-def _place() -> Place:
+def _place() -> ProcessAddress:
     own: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    return Place(os.environ.get(LINK_HOST) or own, ray.get_runtime_context().get_node_id())
+    return ProcessAddress(os.environ.get(LINK_HOST) or own, ray.get_runtime_context().get_node_id())
 
 
 def _purpose(args: AppArgs) -> Purpose:

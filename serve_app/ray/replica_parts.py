@@ -1,6 +1,13 @@
-"""Gathers what replicas are built of. Imports torch: replicas import it when they start."""
+"""Gathers what replicas are built of, and keeps a worker to its share of a GPU.
+
+Imports torch: replicas import it when they start.
+"""
 
 from __future__ import annotations
+
+import logging
+
+import torch
 
 from epd.serve_app.composition import create_app, log_requests, media_settings, share_lead, worker_settings
 from epd.serve_app.media.media_processes import MediaProcesses
@@ -8,8 +15,9 @@ from epd.serve_app.media.media_worker import MediaWorker
 from epd.serve_app.network.media_server import MediaServer
 from epd.serve_app.network.remote_fleet import RemoteFleet
 from epd.serve_app.network.worker_server import WorkerServer, WorkerServerConfig
-from epd.serve_app.ray.memory_limit import limit_memory
+from epd.serve_app.ray.gpus import assigned_gpus, largest_share
 
+logger = logging.getLogger(__name__)
 __all__ = [
     "MediaProcesses",
     "MediaServer",
@@ -24,3 +32,16 @@ __all__ = [
     "share_lead",
     "worker_settings",
 ]
+
+
+def limit_memory(device: str, num_workers: int = 1) -> None:
+    """Keeps this worker to its share of a GPU that it has with others.
+
+    device: of this worker. num_workers: that share one GPU where the device was given and Ray gave out none.
+    """
+    if device == "cpu" or not torch.cuda.is_available():
+        return
+    share = assigned_gpus() or largest_share(num_workers, 1)
+    if 0 < share < 1:
+        torch.cuda.set_per_process_memory_fraction(share, None if device == "auto" else torch.device(device))
+        logger.info("torch takes at most %.0f %% of the memory of the GPU", 100 * share)

@@ -1,7 +1,8 @@
 """Ends `epd serve` when its Ray cluster is lost for good, and leaves neither processes nor files behind.
 
-Without this, an application whose raylet is lost hangs and never ends, and one whose GCS is lost ends, in
-disorder, after a minute. Serve's controller is restarted by Ray, which takes seconds.
+`ClusterWatch` decides, from observations that are passed in. Without it, an application whose raylet is lost
+hangs and never ends, and one whose GCS is lost ends, in disorder, after a minute. Serve's controller is
+restarted by Ray, which takes seconds.
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from epd.control.supervision import ClusterWatch
 from epd.errors import UnavailableError
 from epd.serve_app.ray.process_tree import adopt_orphans, children, end_with_error
 
@@ -30,6 +30,38 @@ _MAX_SILENCE_S = {_RAYLET: 30.0, _GCS: 30.0, _CONTROLLER: 60.0}
 _LOOK_EVERY_S, _ASK_EVERY_S, _ANSWER_S = 0.2, 1.0, 5.0
 _LOOK_AT_APP_S, _NUM_LOST = 3.0, 2
 _NUM_DEAD_ANSWERS = 3  # a call in flight when the controller died gets the same answer
+
+
+class ClusterWatch:
+    """Keeps the last heartbeat of each part of a cluster.
+
+    max_silence_s: how long each part, by name, may send no heartbeat, since it may be restarting. A part
+    that was never seen alive has not started yet.
+    """
+
+    def __init__(self, max_silence_s: Mapping[str, float]) -> None:
+        self._max_silence_s = dict(max_silence_s)
+        self._alive_s: dict[str, float] = {}
+        self._ended: set[str] = set()
+
+    def alive(self, part: str, now_s: float) -> None:
+        """Records that the part is alive."""
+        self._alive_s[part] = now_s
+        self._ended.discard(part)
+
+    def ended(self, part: str) -> None:
+        """Records that nothing will restart the part. It counts for one that was seen alive."""
+        self._ended.add(part)
+
+    def lost(self, now_s: float) -> str:
+        """Returns why the cluster is gone for good, "" while it is not."""
+        for part, alive_s in list(self._alive_s.items()):
+            if part in self._ended:
+                return f"{part} has ended"
+            silence_s = now_s - alive_s
+            if silence_s > self._max_silence_s[part]:
+                return f"{part} has sent no heartbeat for {silence_s:.0f} s"
+        return ""
 
 
 @contextmanager

@@ -21,17 +21,16 @@ from operator import attrgetter
 from epd.encode.encoder_cache import GroupKey, GroupSpec
 from epd.encoders import Adapter
 from epd.encoders.groups import MediaGroup
-from epd.encoders.reduction import KeptCells, is_cut_at_encoder, kept_spec
+from epd.encoders.reduction import is_cut_at_encoder, kept_spec
+from epd.reduction import KeptCells
 from epd.serve_app.messages import GroupFailed, GroupsArrived
 from epd.serve_app.worker.worker_roles import ReportBuffer
-from epd.stages.encode.embedding_receiver import EmbeddingReceiver
-from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.encode.embedding_receiver import EmbeddingReceiver, EmbeddingSplicer
 from epd.stages.engine.faults import RequestFault, logged_fault
 from epd.stages.engine.generation import GenerateRequest
 from epd.stages.prefill import PrefillStage
 from epd.transfer.connectors import Ticket
-from epd.transfer.reception import Grant
-from epd.transfer.transfers import TransferIds
+from epd.transfer.transfers import Grant, TransferIds
 
 OnFault = Callable[[RequestFault], None]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from epd.control.elasticity import StageSample
 from epd.control.routing import InFlight
 from epd.encoders.groups import MediaGroup
-from epd.encoders.reduction import KeptCells
 from epd.errors import InfeasibleError, UnavailableError
+from epd.reduction import KeptCells
 from epd.serve_app.messages import (
     Admitted,
     Prefill,

@@ -45,7 +45,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
+class WorkerCallbacks:
     """Callbacks in the event loop. on_failure: gets the reason when a worker that was ready breaks."""
 
     on_report: Callable[[WorkerReport], None]
@@ -64,7 +64,7 @@ class WorkerThread:
         roles: frozenset[Stage],
         settings: WorkerSettings,
         transport: Transport,
-        listener: Listener,
+        listener: WorkerCallbacks,
     ) -> None:
         self.name = name
         self.core: WorkerCore | None = None

@@ -28,9 +28,12 @@ from epd.stages.attention.pieces import (
     CausalPiece,
     Piece,
     Rows,
+    SharedRun,
     UnmaskedPiece,
+    all_blocks,
+    find_runs,
+    loose_blocks,
 )
-from epd.stages.attention.runs import SharedRun, all_blocks, find_runs, loose_blocks
 from epd.types import BoolArray, Int64Array, ceil_div
 
 if TYPE_CHECKING:

@@ -10,20 +10,81 @@ and copies later than it is asked to, so both messages about its memory wait for
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 
-from epd.stages.connectors.deferred import Deferred
 from epd.transfer.connectors import AnyTicket, Offer, Receipt, SourceT, TicketT, TransferOutcome
 
 Message = Offer[Any] | Receipt
 
 _TicketT = TypeVar("_TicketT", bound=AnyTicket, contravariant=True)
 _SourceT = TypeVar("_SourceT", contravariant=True)
+
+
+class Deferred:
+    """Makes calls in the order in which they were added, each once everything queued before it is done.
+
+    On a CPU, all is done when a call returns: nothing is ever delayed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Begins empty. device: that the work is queued on, in its current stream."""
+        self._device = device
+        self._calls: deque[tuple[QueuedWork, Callable[[], None]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Adds a call about what has been queued on the device so far, and makes those that are due."""
+        self._calls.append((recorded(self._device), call))
+        self.flush()
+
+    def flush(self) -> None:
+        """Makes the calls that are due."""
+        while self._calls and self._calls[0][0].is_done():
+            self._calls.popleft()[1]()
+
+
+class QueuedWork(Protocol):
+    """Stands for everything that was queued before it."""
+
+    def is_done(self) -> bool:
+        """Reports whether all of that has been computed and written. Never waits."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """Stands for work of a CPU, which is done when the call returns."""
+
+    def is_done(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _EventCompletion:
+    """Stands for the work before a CUDA event."""
+
+    event: torch.cuda.Event
+
+    def is_done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
+DONE: QueuedWork = _Done()
+
+
+def recorded(device: torch.device) -> QueuedWork:
+    """Returns the completion of everything queued so far on the device's current stream; of a CPU, `DONE`."""
+    if device.type == "cpu":
+        return DONE
+    return _EventCompletion(torch.cuda.current_stream(device).record_event())
 
 
 class SourceLostError(Exception):

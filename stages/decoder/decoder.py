@@ -20,8 +20,7 @@ from epd.encoders.adapter import Embeddings
 from epd.stages.attention.attention import AttentionPlan, attend_layer, register
 from epd.stages.attention.support import check_attention
 from epd.stages.decoder.layers import DecoderLayers, ModuleMlp, layers_of
-from epd.stages.decoder.operations import add_rms_norm, norm_rotate_write
-from epd.stages.decoder.rotary import Rotations
+from epd.stages.decoder.operations import Rotations, add_rms_norm, norm_rotate_write
 from epd.stages.decoder.text_model import TextModel, text_model
 from epd.stages.rank import Collectives
 

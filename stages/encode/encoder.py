@@ -8,6 +8,11 @@ batch, and a later one commits it. Only what is in the tower is touched by both:
 
 Of a group of a reading, what is kept is chosen once it is encoded and earlier groups are read; it is written
 to an entry of its own and offered alone. The whole group stays cached, for other requests.
+
+Of reduced items, the readings of a worker say which tokens it sends, group by group:
+
+first group -> open -> next group, next group, ... -> last group: over
+                  later groups that are encoded early wait for those before them
 """
 
 from __future__ import annotations
@@ -22,19 +27,61 @@ from torch import Tensor, nn
 
 from epd.encode.encode_batching import pick_batch
 from epd.encode.encoder_cache import CachedGroup, EncoderCacheManager, GroupKey
-from epd.encoders.adapter import MediaPlan
+from epd.encoders.adapter import Embeddings, MediaPlan
 from epd.encoders.batch import BatchEncoder, FrameEncoder
 from epd.encoders.groups import MediaGroup
-from epd.encoders.reduction.reading import Reading
+from epd.encoders.reduction.reading import ItemReducer, ItemReduction, Join, Places
 from epd.errors import EPDError, InternalError
 from epd.reduction import TowerMerge
 from epd.stages.encode.beside import InTurn, Lane
 from epd.stages.encode.encoder_pool import EncoderPool
-from epd.stages.encode.readings import Readings
 from epd.transfer.connectors import EncoderConnector, Ticket
 from epd.transfer.transfers import Outbox
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    reader: ItemReducer
+    request_id: str
+    receiver: str
+
+
+class Readings:
+    """Holds the readings that are not over, by name. Not thread-safe."""
+
+    def __init__(self, join: Join) -> None:
+        self._join = join
+        self._open: dict[str, _Open] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, name: str, reading: ItemReduction, request_id: str, receiver: str) -> None:
+        """Starts a reading, from its first group; the same one once more is ignored."""
+        if name not in self._open:
+            self._open[name] = _Open(ItemReducer(self._join, reading), request_id, receiver)
+
+    def has_turn(self, name: str, group: MediaGroup) -> bool:
+        """Returns whether no earlier group has to be read first. One that was read has its turn: it fails."""
+        return name in self._open and group.index <= self._open[name].reader.num_read
+
+    def read(self, name: str, group: MediaGroup, embeddings: Embeddings) -> tuple[Embeddings, Places]:
+        """Reads a group: see `ItemReducer.read`. Raises ValueError for one that was read before."""
+        reader = self._open[name].reader
+        kept = reader.read(group, embeddings)
+        if reader.num_read == reader.num_groups:
+            del self._open[name]
+        return kept
+
+    def drop_requests(self, is_over: Callable[[str], bool]) -> None:
+        """Forgets the readings of requests that are over. is_over: asked with each's id."""
+        self._open = {name: each for name, each in self._open.items() if not is_over(each.request_id)}
+
+    def drop_receiver(self, receiver: str) -> None:
+        """Forgets the readings for a receiver that is gone."""
+        self._open = {name: each for name, each in self._open.items() if each.receiver != receiver}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +100,7 @@ class EncodeJob:
     frames: Callable[[], Tensor]
     request_id: str = ""
     group: MediaGroup | None = None
-    reading: Reading | None = None
+    reading: ItemReduction | None = None
 
     @property
     def num_patches(self) -> int:

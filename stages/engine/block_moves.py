@@ -1,10 +1,21 @@
-"""Moves blocks before a step's pass: to host memory, within the pools, and back."""
+"""Moves blocks before a step's pass: to host memory, within the pools, and back.
+
+The tokens that a question may not drop, the key set of MustDrop, are a bit for each slot:
+
+    block     |  7              |  3              |      of layer group 0, as in the block tables
+    bits      |  0  1  0  0     |  1  0  0  0     |      written when a token is computed
+
+A later question about the same video finds keys and values alone, and reads the bits where these lie. So
+they go wherever a block goes: shared with the prefix cache, copied, to host memory and back. They stay on the
+host, which learns them with the embeddings. What is sent to other workers has been chosen, and needs none.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,8 +24,46 @@ from epd.kv.kv_cache import BlockCopy, KVCacheManager
 from epd.kv.scheduler_output import Preemption, Restore
 from epd.stages.engine.kv_pool import KVPool, KVPools, token_slots
 from epd.stages.rank import RankGroup
-from epd.stages.reduction.guarded import GuardedTokens
-from epd.types import ceil_div
+from epd.types import BoolArray, Int64Array, ceil_div
+
+
+class KeySetTokens:
+    """Holds the bits of one worker's blocks, and of requests in host memory."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._bits: BoolArray = np.zeros((num_blocks, block_size), dtype=bool)
+        self._offloaded: dict[str, BoolArray] = {}
+
+    def write(self, block_table: Sequence[int], start: int, bits: BoolArray) -> None:
+        """Notes the bits of tokens [start, start + len(bits)), whatever was in their slots."""
+        self._bits[self._slots(block_table, start, start + len(bits))] = bits
+
+    def read(self, block_table: Sequence[int], num_tokens: int) -> BoolArray:
+        """Returns the bits of the first tokens, bool [num_tokens]."""
+        return self._bits[self._slots(block_table, 0, num_tokens)]
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Carries out copy-on-write, in order."""
+        for copy in copies:
+            if copy.layer_group == 0:
+                self._bits[copy.target, : copy.num_tokens] = self._bits[copy.source, : copy.num_tokens]
+
+    def offload(self, request_id: str, block_table: Sequence[int], num_tokens: int) -> None:
+        """Keeps the bits of a request's first tokens, whose blocks it gives up."""
+        self._offloaded[request_id] = self.read(block_table, num_tokens)
+
+    def restore(self, request_id: str, block_table: Sequence[int], start: int, stop: int) -> None:
+        """Puts those of tokens [start, stop) into its new blocks, and forgets all that was kept."""
+        self.write(block_table, start, self._offloaded.pop(request_id)[start:stop])
+
+    def forget(self, request_id: str) -> None:
+        """Drops what is kept of a request."""
+        self._offloaded.pop(request_id, None)
+
+    def _slots(self, block_table: Sequence[int], start: int, stop: int) -> tuple[Int64Array, Int64Array]:
+        at, size = np.arange(start, stop), self._bits.shape[1]
+        blocks = np.asarray(block_table[start // size : (stop + size - 1) // size], dtype=np.int64)
+        return blocks[at // size - start // size], at % size
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +138,7 @@ class BlockMoves:
         self._pools = pools
         self._moves = PoolMoves(pools)
         self._ranks = ranks
-        self.guarded = GuardedTokens(kv.spec.num_blocks[0], kv.block_size)
+        self.guarded = KeySetTokens(kv.spec.num_blocks[0], kv.block_size)
 
     @property
     def offloaded(self) -> frozenset[str]:

@@ -10,7 +10,7 @@ Rows that pad a batch write to a block that no request gets, the last of each po
 logits are copied from where the pass leaves them, since the next one may be launched before they are used.
 
 Each size above one is captured twice: with one reading of keys and values for each request, and with a set of
-work more for what several read together (`stages/attention/prefixes.py`), replayed if there is any.
+work more for what several read together (`stages/attention/device.py`), replayed if there is any.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from epd.encoders.device import arrays_into, arrays_over, room_bytes
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan
 from epd.stages.attention.device import DecodeRoom, DecodeWork, DeviceHeads, DevicePlan, decode_work
-from epd.stages.attention.runs import SharedRun
+from epd.stages.attention.pieces import SharedRun
 from epd.stages.engine.graphs import GraphMaker
 from epd.stages.engine.packed_pass import PackedPass
 from epd.types import Int32Array, Int64Array

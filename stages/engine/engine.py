@@ -21,12 +21,11 @@ from epd.kv.scheduled_request import ScheduledRequest
 from epd.kv.scheduler_output import Chunk, SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig
 from epd.stages.engine.block_moves import BlockMoves
-from epd.stages.engine.chunk_sampling import ComputedChunk, sample_chunks
 from epd.stages.engine.faults import FaultCounts, run_apart
 from epd.stages.engine.generation import Admission, EngineCounts, Extent, GenerateRequest, StepResult
 from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.run_ahead import RunAhead
-from epd.stages.engine.sequence import TokenSequence
+from epd.stages.engine.sequence import ComputedChunk, TokenSequence, sample_chunks
 from epd.stages.grammar.matcher import GrammarBuilder
 from epd.stages.rank import RankGroup
 from epd.stages.sampling.detokenizer import AnswerEnds

@@ -16,8 +16,8 @@ from epd.kv.answer_length import expected_tokens, held_to_context
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.faults import RequestFault
-from epd.stages.sampling.bad_words import with_bad_tokens
 from epd.stages.sampling.sampler import SampledToken
+from epd.stages.sampling.sampling_state import with_bad_tokens
 from epd.transfer.handover import HandoverEnd
 
 FinishReason = Literal["stop", "length"]

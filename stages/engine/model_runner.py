@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from epd.encoders import Adapter, Embeddings, place
 from epd.encoders.device import arrays_to_device, device_of, to_device
 from epd.encoders.kernels.dispatch import uses_kernels
-from epd.stages.attention.attention import AttentionBatch, AttentionPlan
+from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
 from epd.stages.attention.device import DeviceHeads
-from epd.stages.attention.warm_up import warm_up
 from epd.stages.decoder.decoder import Decoder, DecoderInputs, FusedDecoder, LayerCaches, decoder_of
 from epd.stages.decoder.layers import embedding_of, head_of
 from epd.stages.decoder.linear import Linear
@@ -34,12 +34,15 @@ from epd.stages.engine.packed_pass import (
     packed_pass,
     visual_of,
 )
+from epd.stages.kernels.tiling import MOST_SHORT
 from epd.stages.rank import Collectives
 from epd.stages.reduction.propagation import ObservedRows, num_whole_layers, rows_going_on
 from epd.stages.reduction.pruning import PrunedRows
 from epd.stages.reduction.question_views import ViewedRows, question_slots
 from epd.types import ceil_div
 
+# Long enough that a GPU's keys are cut for a single segment, whose parts are merged then.
+_LONG_TOKENS = 16_384
 logger = logging.getLogger(__name__)
 
 
@@ -262,3 +265,21 @@ def kv_layout(model: Any) -> KVLayout:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dtype = next(model.get_decoder().parameters()).dtype
     return KVLayout(config.num_hidden_layers, config.num_key_value_heads, head_dim, dtype)
+
+
+def warm_up(key_cache: Tensor, value_cache: Tensor, num_query_heads: int) -> None:
+    """Launches every kernel that passes over caches of these shapes need, so that no request waits for one.
+
+    key_cache, value_cache: [num_blocks, block_size, Hkv, D]; what is in them stays.
+    """
+    block_size, head_dim = key_cache.shape[1], key_cache.shape[3]
+    heads = DeviceHeads.of(key_cache, num_query_heads)
+    for num_new in (1, MOST_SHORT + 1):  # a decode step and a chunk are tiled apart
+        starts, contexts = np.array([0, num_new], np.int32), np.array([_LONG_TOKENS], np.int32)
+        table = np.zeros((1, ceil_div(_LONG_TOKENS, block_size)), np.int32)
+        batch = AttentionBatch(starts, contexts, table, np.zeros(num_new, np.int64), block_size)
+        plan = AttentionPlan.build(batch, key_cache.device, heads)
+        keys, values = (cache[0, :1].repeat(num_new, 1, 1) for cache in (key_cache, value_cache))
+        write_kv(keys, values, key_cache, value_cache, plan.slot_mapping)
+        query = key_cache.new_zeros(num_new, num_query_heads, head_dim)
+        attend(query, key_cache, value_cache, plan, head_dim**-0.5)

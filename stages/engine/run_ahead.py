@@ -23,9 +23,8 @@ from epd.encoders.device import to_device
 from epd.kv.kv_cache import KVCacheManager
 from epd.kv.scheduler_output import Chunk
 from epd.kv.scheduling import Scheduler
-from epd.stages.engine.chunk_sampling import ComputedChunk
 from epd.stages.engine.model_runner import ModelRunner
-from epd.stages.engine.sequence import TokenSequence
+from epd.stages.engine.sequence import ComputedChunk, TokenSequence
 from epd.stages.sampling.sampler import TokensAhead, sample_ahead
 
 logger = logging.getLogger(__name__)

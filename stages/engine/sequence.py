@@ -3,27 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from epd.encoders.adapter import PromptPlan
+from epd.encoders.device import to_device
 from epd.kv.drafting import RequestDrafts
 from epd.kv.kv_cache import KVCacheManager
 from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
+from epd.kv.scheduler_output import Chunk
 from epd.stages.engine.generation import Extent, FinishReason, GenerateRequest, TokenOutput
 from epd.stages.engine.packed_pass import Segment
 from epd.stages.grammar.matcher import TokenMatcher
 from epd.stages.reduction.propagation import GoingOn
 from epd.stages.reduction.pruning import WindowInputs, window_inputs
 from epd.stages.reduction.question_views import QuestionView, view_of
-from epd.stages.sampling.bad_words import bad_words_of
 from epd.stages.sampling.detokenizer import AnswerEnds, TextStream
-from epd.stages.sampling.sampler import SampledToken
-from epd.stages.sampling.sampling_state import SamplingState
-from epd.stages.sampling.token_rows import TokenRows
+from epd.stages.sampling.sampler import SampledToken, sample
+from epd.stages.sampling.sampling_state import SamplingRow, SamplingState, bad_words_of
 from epd.stages.visual_inputs import VisualInputs
-from epd.types import Int32Array, Int64Array
+from epd.types import BoolArray, Int32Array, Int64Array
+
+_SPARE_TOKENS = 64
+
+
+class TokenRows:
+    """Stores ids: int64 [T], and positions: int64 [rows, T], as planned, then one more for each token.
+
+    T is what has room, not what is known: see `reserve`.
+    is_key: bool [num_prompt], the prompt's tokens that no question may drop; None until any has come.
+    """
+
+    __slots__ = ("_next_position", "_num_prompt", "ids", "is_key", "positions")
+
+    def __init__(self, prompt: PromptPlan) -> None:
+        self._num_prompt = len(prompt)
+        self._next_position = prompt.next_position
+        self.ids: Int64Array = np.array(prompt.token_ids, dtype=np.int64)
+        self.positions: Int64Array = np.array(prompt.positions, dtype=np.int64)
+        self.is_key: BoolArray | None = None
+        self.reserve(len(prompt) + 1)
+
+    def place(self, indices: Int64Array, positions: Int64Array | None, is_key: BoolArray | None) -> None:
+        """Takes what comes with visual tokens at `indices`: their positions, and which of them must stay."""
+        if positions is not None:
+            self.positions[:, indices] = positions
+        if is_key is not None:
+            if self.is_key is None:
+                self.is_key = np.zeros(self._num_prompt, dtype=bool)
+            self.is_key[indices] = is_key
+
+    def place_as(self, other: TokenRows) -> None:
+        """Takes what came with the visual tokens of another answer to the same prompt."""
+        self.positions[:, : self._num_prompt] = other.positions[:, : self._num_prompt]
+        self.is_key = other.is_key
+
+    def reserve(self, num_tokens: int) -> None:
+        """Makes room for tokens [0, num_tokens), and for as many again, so that growing costs little."""
+        room = len(self.ids)
+        if num_tokens <= room:
+            return
+        added = max(num_tokens - room, room - self._num_prompt, _SPARE_TOKENS)
+        first = self._next_position + room - self._num_prompt
+        generated = np.broadcast_to(
+            np.arange(first, first + added, dtype=np.int64), (len(self.positions), added)
+        )
+        self.ids = np.concatenate([self.ids, np.zeros(added, dtype=np.int64)])
+        self.positions = np.concatenate([self.positions, generated], axis=1)
 
 
 class TokenSequence:
@@ -222,3 +272,44 @@ def sequence_id(request_id: str, index: int) -> str:
 
 def _longest_answer(request: GenerateRequest) -> int:
     return 0 if request.extent is Extent.MEDIA else request.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedChunk:
+    """Holds a chunk that has been run.
+
+    family: the sequences that its logits serve: at the end of a prompt all of the request, else one.
+    tokens: one for each of several sequences, else for each row.
+    """
+
+    chunk: Chunk
+    family: list[TokenSequence]
+    tokens: list[SampledToken]
+
+
+def sample_chunks(
+    chunks: Sequence[tuple[Chunk, list[TokenSequence], int]], logits: Tensor
+) -> list[ComputedChunk]:
+    """Samples all chunks, each with its family and its rows of logits. logits [R, V], R = all rows."""
+    rows: list[SamplingRow] = []
+    places: list[int] = []
+    counts: list[int] = []
+    at = 0
+    for _, family, num_logits in chunks:
+        num_before = len(rows)
+        if len(family) > 1:
+            rows += [SamplingRow(sequence.sampling) for sequence in family]
+            places += [at] * len(family)
+        elif num_logits:
+            drafts = family[0].drafts
+            rows += [SamplingRow(family[0].sampling, drafts[:i]) for i in range(num_logits)]
+            places += range(at, at + num_logits)
+        counts.append(len(rows) - num_before)
+        at += num_logits
+    if len(places) != len(logits):
+        logits = logits.index_select(0, to_device(torch.tensor(places, dtype=torch.int64), logits.device))
+    tokens = iter(sample(logits, rows) if rows else ())
+    return [
+        ComputedChunk(chunk, family, [next(tokens) for _ in range(count)])
+        for (chunk, family, _), count in zip(chunks, counts, strict=True)
+    ]

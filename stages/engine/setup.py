@@ -1,13 +1,20 @@
-"""Builds an engine for a loaded model, with room for keys and values."""
+"""Builds an engine for a loaded model, with room for keys and values.
+
+`LeadingRunner` runs the passes of rank 0, which the other ranks of a worker repeat.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from epd.encoders import Adapter
-from epd.encoders.device import device_of
+from torch import Tensor
+
+from epd.encoders import Adapter, Embeddings
+from epd.encoders.device import device_of, to_device
 from epd.encoders.kernels.dispatch import uses_kernels
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
+from epd.errors import RequestError
 from epd.kv.drafting import Drafting
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import memory_limit_bytes
@@ -15,14 +22,47 @@ from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerationSettings
 from epd.stages.engine.graphs import CudaGraphMaker, GraphMaker
 from epd.stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape, StorageOrder
-from epd.stages.engine.leading_runner import LeadingRunner
 from epd.stages.engine.model_runner import ModelRunner, kv_layout
+from epd.stages.engine.packed_pass import Segment, visual_of
 from epd.stages.rank import RankGroup
 
 BLOCK_SIZE = 16
 # KV caches take together at most this share of the memory, and each no more tokens than this.
 _KV_MEMORY_SHARE = 0.25
 _MAX_KV_TOKENS = 2**18
+
+
+class LeadingRunner(ModelRunner):
+    """Tells the other ranks each pass before it computes its own part."""
+
+    def __init__(self, model: Any, pools: KVPools, ranks: RankGroup) -> None:
+        """Takes rank 0's part of a model, see `cut_model`."""
+        super().__init__(model, None, pools, ranks=ranks)
+        self._group = ranks
+
+    def run(self, segments: Sequence[Segment]) -> Tensor:
+        """Computes all segments as `ModelRunner.run` does.
+
+        Raises RequestError for segments that do not keep or read everything, since each rank would choose
+        by its own heads, and RankLostError.
+        """
+        if not all(segment.is_whole for segment in segments):
+            raise RequestError(
+                "received a reduction that the language model chooses by its heads, which several ranks "
+                "share; allowed: a method that chooses before it; choose another --reduction"
+            )
+        packed, visual = self.packed(segments), visual_of(segments)
+        if visual is not None:
+            visual = visual.mapped(lambda rows: to_device(rows, self._device).to(self._dtype))
+        self._group.tell(packed)
+        with self._group.computing():
+            share_visual(self._group, visual)
+            return self.run_packed(packed, visual)
+
+
+def share_visual(ranks: RankGroup, visual: Embeddings | None) -> None:
+    for rows in () if visual is None else (visual.rows, *visual.deepstack):
+        ranks.share(rows.contiguous())
 
 
 def build_engine(

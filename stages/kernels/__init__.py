@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from epd.encoders.kernels.dispatch import at_first_use
 
 if TYPE_CHECKING:
-    from epd.stages.kernels.block_copies import copy_blocks_fused
-    from epd.stages.kernels.kv_slots import write_slots
+    from epd.stages.kernels.kv_slots import copy_blocks_fused, write_slots
     from epd.stages.kernels.norm_rotate_write import norm_rotate_write_fused
     from epd.stages.kernels.paged_attention import attend_tiles
     from epd.stages.kernels.quantized_products import fp8_product, int4_product

@@ -8,11 +8,14 @@ their number would have to be read back, a fixed number of the likeliest is, and
     is_exact     their weights reach top_p of the whole; the last of top_k is not among the last looked at
 
 D rows of logits, V tokens in the vocabulary, K tokens that can be drawn.
+
+Tokens that an answer's grammar does not allow next are ruled out before. Masks are bits on the host, token i
+is bit i % 8 of byte i // 8, and go to the device as they are; G of the rows have one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,8 +25,11 @@ from torch import Tensor
 
 from epd.encoders.device import to_device
 from epd.sampling_params import SamplingParams
+from epd.stages.sampling.sampling_state import SamplingRow
 from epd.stages.sampling.selection import heavy_floor, likely_floor, reaching
+from epd.types import Int64Array, ceil_div
 
+_WORD_BYTES = 4
 # The weight of the most likely token, and bits for a token's place. A weight and a place fit into one int64,
 # and so does the sum of as many weights as there are places.
 _FULL_WEIGHT = 2**40
@@ -36,8 +42,66 @@ NUM_CANDIDATES = 1024
 _SPARE_CANDIDATES = 64
 
 
+def allowed_tokens(rows: Sequence[SamplingRow], num_tokens: int) -> tuple[Int64Array, NDArray[np.uint8]]:
+    """Returns which rows have a grammar, int64 [G], and what it allows there: uint8 [G, bytes of V tokens].
+
+    Raises RequestError for a grammar that cannot be followed.
+    """
+    places = [i for i, row in enumerate(rows) if row.state.matcher is not None]
+    num_bytes = _WORD_BYTES * ceil_div(num_tokens, 8 * _WORD_BYTES)
+    masks = bytearray().join([_mask(rows[i])[:num_bytes].ljust(num_bytes, b"\0") for i in places])
+    return np.array(places, np.int64), np.frombuffer(masks, np.uint8).reshape(len(places), num_bytes)
+
+
+def _mask(row: SamplingRow) -> bytes:
+    """Returns a mask. Where the grammar allows nothing else, the answer ends early, else has a bad word."""
+    assert row.state.matcher is not None
+    mask = row.state.matcher.mask(row.drafted)
+    bad, banned = row.bad_ids, row.banned_ids
+    if not bad and not banned:
+        return mask
+    for unwanted in filter(None, (bad | banned, bad)):
+        kept = _without(mask, unwanted)
+        if any(kept):
+            return kept
+    return mask
+
+
+def _without(mask: bytes, token_ids: Iterable[int]) -> bytes:
+    """Returns a mask in which these tokens are not allowed."""
+    kept = bytearray(mask)
+    for token_id in token_ids:
+        if token_id < 8 * len(kept):
+            kept[token_id // 8] &= ~(1 << token_id % 8)
+    return bytes(kept)
+
+
+def ruled_out(scores: Tensor, places: Tensor, bits: Tensor) -> Tensor:
+    """Returns scores [R, V] with -inf for what the bits [G, B] of the rows `places` do not allow."""
+    if not len(places):
+        return scores
+    allowed = _unpacked(bits, scores.shape[1])
+    if len(places) == len(scores):
+        return torch.where(allowed, scores, -torch.inf)
+    some = torch.where(allowed, scores.index_select(0, places), -torch.inf)
+    return scores.index_copy(0, places, some)
+
+
+def _unpacked(bits: Tensor, num_tokens: int) -> Tensor:
+    """Returns bool [G, V]. NumPy's is several times as fast as torch's on a CPU."""
+    if bits.device.type != "cpu":
+        return _unpacked_by_shifts(bits, num_tokens)
+    unpacked = np.unpackbits(bits.numpy(), axis=1, count=num_tokens, bitorder="little")
+    return torch.from_numpy(unpacked.view(np.bool_))
+
+
+def _unpacked_by_shifts(bits: Tensor, num_tokens: int) -> Tensor:
+    shifts = torch.arange(8, device=bits.device, dtype=torch.uint8)
+    return (bits[:, :, None] >> shifts & 1).flatten(1)[:, :num_tokens].bool()
+
+
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class TokenCandidates:
     """Holds what can be drawn from D rows.
 
     weights: int64 [D, K], a token's relative probability.
@@ -66,7 +130,7 @@ def token_weights(scores: Tensor, params: Sequence[SamplingParams]) -> tuple[Ten
 
 def candidates(
     scores: Tensor, params: Sequence[SamplingParams], values: Tensor, *, is_bounded: bool = False
-) -> Candidates:
+) -> TokenCandidates:
     """Weighs what can be drawn from scores, float32 [D, V].
 
     params: all of them restrict top_k or none does, and so for top_p. values: `knobs`, on the device.
@@ -92,7 +156,7 @@ def candidates(
         weights, ids = _top_p(weights, ids, top_p)
     if any(p.min_p for p in params):
         weights = weights.masked_fill(weights < (min_p * _FULL_WEIGHT).long(), 0)
-    return Candidates(weights, ids, is_exact)
+    return TokenCandidates(weights, ids, is_exact)
 
 
 def _weights(scores: Tensor, temperature: Tensor) -> Tensor:

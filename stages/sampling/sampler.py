@@ -24,8 +24,7 @@ from torch import Tensor
 
 from epd.encoders.device import HostCopy, arrays_to_device, to_device, to_host
 from epd.sampling_params import MAX_LOGPROBS, SamplingParams
-from epd.stages.sampling.allowed import allowed_tokens, ruled_out
-from epd.stages.sampling.candidates import candidates, knobs, token_weights
+from epd.stages.sampling.candidates import allowed_tokens, candidates, knobs, ruled_out, token_weights
 from epd.stages.sampling.sampling_state import UNREAD, SamplingRow, SamplingState
 from epd.stages.sampling.selection import likeliest
 

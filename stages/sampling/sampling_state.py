@@ -1,20 +1,70 @@
-"""Tracks what a sequence's next token depends on besides its logits."""
+"""Tracks what a sequence's next token depends on besides its logits.
+
+A word that an answer may not contain is a sequence of tokens, as the tokenizer writes it at the beginning of
+a text and behind a space. Its last token may not come where the others have come before it, in the answer or
+among the drafted tokens:
+
+    word     [41, 7, 9]
+    answer   ... 41  7 | 9 is ruled out        ... 41  8 | nothing is
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from epd.sampling_params import SamplingParams
-from epd.stages.sampling.bad_words import BadWords
 from epd.types import Int64Array
 
+_MAX_KEPT = 64
 _SPARE_SLOTS = 64
 # Stands for a drafted token that the host does not know yet.
 UNREAD = -1
+
+
+class BadWords:
+    """Holds words. num_before: tokens of the answer that decide what may follow, at most."""
+
+    __slots__ = ("_after", "_alone", "num_before")
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        """Takes words: token ids, at least one of each."""
+        known = {tuple(word) for word in words}
+        self._alone = frozenset(word[0] for word in known if len(word) == 1)
+        self._after: dict[int, list[tuple[int, ...]]] = {}
+        for word in sorted(known):
+            if len(word) > 1:
+                self._after.setdefault(word[-2], []).append(word)
+        self.num_before = max(map(len, known), default=1) - 1
+
+    def completing(self, before: Sequence[int]) -> frozenset[int]:
+        """Returns the tokens that would complete a word. before: the last `num_before` tokens, or all."""
+        words = self._after.get(before[-1], ()) if before else ()
+        found = [word[-1] for word in words if tuple(before[1 - len(word) :]) == word[:-1]]
+        return self._alone.union(found) if found else self._alone
+
+
+def with_bad_tokens(params: SamplingParams, tokenizer: Any) -> SamplingParams:
+    """Returns params with the tokens of their bad words. tokenizer: of transformers, lent to the caller.
+
+    Spaces before a word make no difference.
+    """
+    if not params.bad_words:
+        return params
+    texts = [space + word.lstrip() for word in params.bad_words for space in ("", " ")]
+    token_ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return replace(params, bad_token_ids=tuple(tuple(word) for word in token_ids if word))
+
+
+@lru_cache(maxsize=_MAX_KEPT)
+def bad_words_of(token_ids: tuple[tuple[int, ...], ...]) -> BadWords | None:
+    """Returns the words of a request, kept for its other answers; None without any."""
+    return BadWords(token_ids) if token_ids else None
 
 
 class TokenCounts:

@@ -10,8 +10,8 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray's own, when it is imported
-    from benchmarks.autoscale import BUSY_S, END_S, GROUP_S, RAMP, TTFT_SLO_S, Asked, Run, arrivals
-    from benchmarks.paced_app import slowed
+    from benchmarks.elasticity.autoscale import BUSY_S, END_S, GROUP_S, RAMP, TTFT_SLO_S, Asked, Run, arrivals
+    from benchmarks.elasticity.paced_app import slowed
 
 
 def test_arrivals_follow_the_ramp() -> None:
@@ -41,7 +41,7 @@ def test_an_answer_that_was_cut_is_not_attained() -> None:
 def test_an_encoder_takes_its_time_before_anybody_gets_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     clock = SimpleNamespace(perf_counter=lambda: sum(slept), sleep=slept.append)
-    monkeypatch.setattr("benchmarks.pacing.time", clock)
+    monkeypatch.setattr("benchmarks.elasticity.pacing.time", clock)
     encoder = SimpleNamespace(encode=lambda runs: len(runs))
     role: Any = SimpleNamespace(stage=SimpleNamespace(_encoder=encoder))
     assert slowed(role, "prefill") is role

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from epd.bench.bench import BenchPlan, BenchResult, run_bench
+from epd.bench.bench import BenchPlan, BenchResult, Prepared, run_bench, run_load
 from epd.bench.client import ChatReply
-from epd.bench.generator import Prepared, run_load
 from epd.bench.media import MediaLibrary
 from epd.client.body import Body
 from epd.client.endpoint import Endpoint
 from epd.errors import RequestError
 from epd.serve_app.cli.program import app
-from epd.workload.arrivals import Arrivals, ClosedArrivals, ConstantArrivals, TraceArrivals
+from epd.workload.arrivals import ArrivalTimes, ClosedArrivals, ConstantArrivals, TraceArrivals
 from epd.workload.distributions import SizeDistribution
 from epd.workload.metrics import SLO
 from epd.workload.requests import Mix, Resolution, ShapeClass, Workload
@@ -36,7 +35,7 @@ TEXT = ShapeClass(output_tokens=SizeDistribution.of(5))
 
 
 def plan(
-    *servers: FakeServer, arrivals: Arrivals, num: int, shape: ShapeClass = TEXT, **more: Any
+    *servers: FakeServer, arrivals: ArrivalTimes, num: int, shape: ShapeClass = TEXT, **more: Any
 ) -> BenchPlan:
     endpoints = tuple(Endpoint(f"s{place}", server.url, "fake") for place, server in enumerate(servers))
     workload = Workload("test", arrivals, Mix((shape,)), num_requests=num)

@@ -20,6 +20,6 @@ def test_sound_is_sent_as_long_as_it_is_planned(library: MediaLibrary) -> None:
     for request in requests:
         for key, clip in zip(media_keys(request), request.shape.audios, strict=True):
             assert (sent[key].mime, sent[key].kind) == ("audio/wav", "audio_url")
-            samples = video.load_audio(base64.b64decode(sent[key].base64), video.AudioPart(16_000, 1 << 20))
+            samples = video.load_audio(base64.b64decode(sent[key].base64), video.AudioSlice(16_000, 1 << 20))
             assert len(samples) == round(16_000 * clip.duration_s)
             assert 0.3 < abs(samples).max() < 1

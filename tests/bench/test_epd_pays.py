@@ -27,7 +27,7 @@ from benchmarks.epd_pays.tables import (
 from epd.planning.space import Settings
 from epd.serve_app.worker.worker_core import WorkerCore
 from epd.simulate.clock import seconds_of
-from epd.simulate.language import PassCost
+from epd.simulate.language import PassTicks
 from epd.stages.visual_inputs import VisualInputs
 from epd.workload.metrics import SLO
 
@@ -68,7 +68,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    for module in ("benchmarks.epd_pays.live", "benchmarks.pacing"):
+    for module in ("benchmarks.epd_pays.live", "benchmarks.elasticity.pacing"):
         monkeypatch.setattr(f"{module}.time", found)
     return found
 
@@ -92,8 +92,8 @@ def test_a_pass_of_the_language_model_lasts_as_long_as_the_simulator_says(clock:
 
         return SimpleNamespace(chunks=[chunk(0, 100), chunk(50, 80)], restores=(), preemptions=())
 
-    device_s = seconds_of(PassCost(VIDEOS.profile).mixed(output(VIDEOS.tokens)))
-    ours_s = seconds_of(PassCost(VIDEOS.live_profile).mixed(output(1)))
+    device_s = seconds_of(PassTicks(VIDEOS.profile).mixed(output(VIDEOS.tokens)))
+    ours_s = seconds_of(PassTicks(VIDEOS.live_profile).mixed(output(1)))
     assert ours_s == pytest.approx(device_s, rel=1e-3)  # a token and itself are one pair
 
     def paced(pace: Pace, work_s: float) -> float:

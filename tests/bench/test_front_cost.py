@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.front_cost_layers import serve_cases
+from benchmarks.front.front_cost_layers import serve_cases
 
 CASES = [
     {"layer": layer, "what": what, "number": 2, "at_once": 2, "streams": 2}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_profile import compared, profile_of
+from benchmarks.engine.gpu_profile import compared, profile_of
 from benchmarks.reporting import RESULTS
 from epd.profiles.analytic import analytic_profile
 from epd.profiles.files import dump_profile, parse_profile

@@ -11,9 +11,18 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray's own, when it is imported
-    from benchmarks import score_measuring
-    from benchmarks.score import RESULTS, Found, found_of, is_met, score_of, scores_of, with_entry, written
-    from benchmarks.score_measuring import (
+    from benchmarks.planning import score_measuring
+    from benchmarks.planning.score import (
+        RESULTS,
+        Found,
+        found_of,
+        is_met,
+        score_of,
+        scores_of,
+        with_entry,
+        written,
+    )
+    from benchmarks.planning.score_measuring import (
         CASES,
         SENSES,
         SIGHT,
@@ -155,7 +164,9 @@ def test_each_model_has_a_profile_of_its_own(tmp_path: Path, monkeypatch: pytest
         run.add_round(sense, a_round())
         run.add_runs([live(next(sense.cases()))])
     monkeypatch.setattr(Run, "stages", lambda _, sense: sense.name)
-    monkeypatch.setattr("benchmarks.score.fitted", lambda stages, rounds: (stages, len(rounds)))
-    monkeypatch.setattr("benchmarks.score.compared", lambda profile, one: [given.append((profile, one.case))])
+    monkeypatch.setattr("benchmarks.planning.score.fitted", lambda stages, rounds: (stages, len(rounds)))
+    monkeypatch.setattr(
+        "benchmarks.planning.score.compared", lambda profile, one: [given.append((profile, one.case))]
+    )
     found_of(run)
     assert given == [(("sight", 1), CASES[0]), (("sound", 1), next(SOUND.cases()))]

@@ -11,7 +11,7 @@ import pytest
 
 from tests import ROOT
 
-SCRIPT = ROOT / "benchmarks" / "vllm_servers.sh"
+SCRIPT = ROOT / "benchmarks" / "serving" / "vllm_servers.sh"
 PAGE = (ROOT / "benchmarks" / "results" / "vllm.md").read_text(encoding="utf-8")
 
 

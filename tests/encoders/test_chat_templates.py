@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from transformers import AutoProcessor, AutoTokenizer
 
+from epd.chat import ChatMessage, ContentPart, one_turn, template_options, text_message
 from epd.encoders import Adapter, load_adapter
-from epd.encoders.prompt.chat import ChatMessage, ContentPart, one_turn, template_options, text_message
 from epd.errors import ModelError, RequestError
 from tests.encoders.families import Family
 from tests.tiny_audio import build_qwen2_audio

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from epd.encoders import FrameSampling
-from epd.encoders.prompt.words import number_in_words
+from epd.encoders.families.smolvlm import number_in_words
 from epd.errors import RequestError
 from epd.types import MediaKind
 from tests.encoders.families import Clip, Family, Media, Picture

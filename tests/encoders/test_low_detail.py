@@ -12,8 +12,8 @@ from transformers import AutoProcessor
 from epd.encoders import PixelLimits, load_adapter
 from epd.encoders.groups import plan_groups
 from epd.encoders.identity import prompt_identity
-from epd.encoders.pixels import LOW_DETAIL_PIXELS
 from epd.errors import RequestError
+from epd.pixel_limits import LOW_DETAIL_PIXELS
 from tests.encoders.families import QUESTION, Family, Picture
 from tests.encoders.tiny_tiles import BUILDERS
 

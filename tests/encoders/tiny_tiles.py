@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.models.smolvlm import processing_smolvlm
 
-from epd.encoders.prompt.words import number_in_words
+from epd.encoders.families.smolvlm import number_in_words
 from tests import tiny_models
 
 SIDE = 28  # pixels of a tile's edge

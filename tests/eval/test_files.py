@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from epd.errors import InputError, MediaNotFoundError, RequestError
-from epd.eval.files import read_videos
+from epd.eval.files import listed_texts, read_videos
 from epd.eval.items import EvalItem
-from epd.eval.records import listed_texts
 
 
 def write(folder: Path, *lines: dict[str, Any] | str) -> Path:

@@ -79,8 +79,8 @@ def _num_bytes(model: torch.nn.Module) -> int:
 
 def table() -> str:
     head = (
-        "| checkpoint | `model_type` | context | weights E | weights P, D | KV a token | E to P a token "
-        "| E on 80 GB | P, D on 80 GB | 1epd on 80 GB |\n|---|---|---:|---:|---:|---:|---:|---|---:|---:|\n"
+        "| checkpoint | `model_type` | context | weights E, GB | P, D, GB | KV a token, B "
+        "| E to P a token, B | P, D on 80 GB, k tokens | 1epd |\n|---|---|" + "---:|" * 7 + "\n"
     )
     return head + "".join(f"| {' | '.join(_row(name))} |\n" for name in PUBLISHED)
 
@@ -90,17 +90,16 @@ def _row(name: str) -> Iterator[str]:
     yield name
     yield f"`{published.config['model_type']}`"
     yield f"{published.context_tokens:,}"
-    yield f"{counted.encode_bytes / _GIGA:.2f} GB"
-    yield f"{counted.language_bytes / _GIGA:.2f} GB"
-    yield f"{counted.kv_bytes:,} B"
-    yield f"{counted.embedding_bytes:,} B"
-    yield "yes" if counted.encode_bytes < CARD_BYTES * DEFAULT_ENGINE.gpu_memory_utilization / 2 else "no"
+    yield f"{counted.encode_bytes / _GIGA:.2f}"
+    yield f"{counted.language_bytes / _GIGA:.2f}"
+    yield f"{counted.kv_bytes:,}"
+    yield f"{counted.embedding_bytes:,}"
     yield _room(counted.kv_tokens(with_tower=False))
     yield _room(counted.kv_tokens(with_tower=True))
 
 
 def _room(num_tokens: int) -> str:
-    return f"{num_tokens // 1000:,} k tokens" if num_tokens >= LEAST_TOKENS else "no"
+    return f"{num_tokens // 1000:,}" if num_tokens >= LEAST_TOKENS else "no"
 
 
 def page(text: str) -> str:

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from epd.encoders.names import ExpertPart, expert_part
 from epd.errors import ModelError
-from epd.stages.loading.expert_weights import in_layout
-from epd.stages.loading.weights import load_role
+from epd.stages.loading.weights import in_layout, load_role
 from epd.stages.placement import CPU_FLOAT32
 from tests.models.shrunk import build
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoProcessor
 
-from benchmarks.published_processors import (
+from benchmarks.encode.published_processors import (
     LENGTHS_S,
     PAGE,
     SIZES,
@@ -280,7 +280,9 @@ def test_the_line_says_what_was_chosen_and_by_whom(model: Opened) -> None:
 @pytest.mark.parametrize("group", groups(), ids=lambda group: group.name)
 def test_rows_of_the_page(group: Group, tmp_path: Path) -> None:
     adapter = opened(group.name, tmp_path)
-    assert section(group, adapter) in PAGE.read_text(encoding="utf-8"), "run benchmarks.published_processors"
+    assert section(group, adapter) in PAGE.read_text(encoding="utf-8"), (
+        "run benchmarks.encode.published_processors"
+    )
     processor = AutoProcessor.from_pretrained(tmp_path, local_files_only=True)
     for (length, size), plan in plans(adapter, AUTHORS_LIMITS).items():
         assert plan.num_frames <= their_frames(processor, facts(length, size))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import epd
 from benchmarks.published.table5 import paper_planner, paper_space
 from epd.errors import InfeasibleError, RequestError
 from epd.planning.goodput import MAX_LOAD, Demand, goodput, keeps, rate_bound, simulate_at
@@ -336,3 +337,15 @@ def test_the_command_ends_with_its_exit_code(
 ) -> None:
     assert run(*options) == code
     assert words in capsys.readouterr().err
+
+
+def test_python_plans_as_the_command_does(few_requests: None, capsys: pytest.CaptureFixture[str]) -> None:
+    run("--gpus", "4", "--slo-ttft-s", "3", "--seed", "2", "--json")
+    assert epd.plan(4, slo_ttft_s=3.0, seed=2).record() == json.loads(capsys.readouterr().out)
+
+
+def test_python_is_refused_what_the_command_is() -> None:
+    with pytest.raises(RequestError, match="received no objective"):
+        epd.plan(4)
+    with pytest.raises(RequestError, match="min retention is 0"):
+        epd.plan(4, slo_ttft_s=1.0, min_retention=0)

@@ -11,7 +11,7 @@ from epd.encoders.adapter import Grid, MediaPlan
 from epd.encoders.groups import plan_groups
 from epd.errors import RequestError
 from epd.profiles import Efficiency, Measurement, MemoryLimits, StageCost, analytic_profile, fit_table
-from epd.profiles.catalog import DEVICES, MODELS
+from epd.profiles.analytic import DEVICES, MODELS
 from epd.profiles.files import dump_profile, load_profile, parse_profile
 from epd.profiles.media import MediaRule, MediaWork
 from epd.workload.requests import AudioClip, Resolution, VideoSpec

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from epd.chat import ChatMessage, ContentPart
 from epd.control.routing import InFlight
 from epd.encoders import FrameSampling
-from epd.encoders.prompt.chat import ChatMessage, ContentPart
 from epd.engine_config import EngineConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams

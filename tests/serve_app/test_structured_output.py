@@ -12,7 +12,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel, Field
 
-from benchmarks.structured import schema_row
+from benchmarks.serving.structured import schema_row
 from epd.models import embedded_model_path
 from tests.serve_app.conftest import JSON
 from tests.serve_app.real_app import RealApp, real_app
@@ -57,7 +57,7 @@ def client(app: RealApp) -> Iterator[OpenAI]:
 
 
 def test_drawn_schemas_get_valid_documents_from_preempted_answers() -> None:
-    """`python -m benchmarks.structured` draws 1,000."""
+    """`python -m benchmarks.serving.structured` draws 1,000."""
     row = schema_row(20, seed=7, num_kv_tokens=576)
     assert row["valid documents"] == 20
     assert row["preemptions"] > 0

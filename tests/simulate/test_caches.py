@@ -11,8 +11,8 @@ from epd.control.elasticity import Switch
 from epd.encode.encoder_cache import EncoderCacheManager
 from epd.profiles import Profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult
-from epd.simulate.clock import Rank, ticks_of
-from epd.simulate.switching import Elasticity
+from epd.simulate.clock import EventPriority, ticks_of
+from epd.simulate.placement import Elasticity
 from epd.topology import parse_topology
 from epd.workload.requests import PlannedRequest, RequestShape, Resolution
 from tests.simulate.test_simulation import PROFILE, jobs, plain_profile
@@ -122,7 +122,7 @@ def test_a_request_that_moves_brings_its_groups_to_the_new_worker(at_s: float) -
     deployment = Deployment(parse_topology("1e2p1d"), enable_prefix_caching=True, max_batch_patches=1)
     simulation = Simulation(profile, deployment, elasticity=Elasticity())
     switch = Switch("p0", frozenset({"encode"}))
-    simulation.events.push(ticks_of(at_s), Rank.POLICY, lambda: simulation._begin_switch(switch))
+    simulation.events.push(ticks_of(at_s), EventPriority.POLICY, lambda: simulation._begin_switch(switch))
     result = simulation.run(work)
     assert [(name, roles) for _, name, roles in result.switches][:1] == [("p0", "e")]
     assert result.num_encoded == 2

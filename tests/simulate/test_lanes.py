@@ -9,7 +9,7 @@ import pytest
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles import HostCosts, Profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult
-from epd.simulate.clock import EventQueue, Rank, ticks_of
+from epd.simulate.clock import EventPriority, EventQueue, ticks_of
 from epd.simulate.machine import Machine, OwnDevices, SharedCores
 from epd.topology import parse_topology
 from epd.workload.requests import PlannedRequest, RequestShape, Resolution
@@ -103,8 +103,8 @@ def test_what_a_task_has_left_may_change_while_it_runs(is_shared: bool) -> None:
         assert machine.left(task) == ticks_of(left_s)
         machine.set_left(task, ticks_of(new_s))
 
-    events.push(ticks_of(1), Rank.POLICY, lambda: change(3, 6))
-    events.push(ticks_of(3), Rank.POLICY, lambda: change(4, 1))
+    events.push(ticks_of(1), EventPriority.POLICY, lambda: change(3, 6))
+    events.push(ticks_of(3), EventPriority.POLICY, lambda: change(4, 1))
     while events.step():
         pass
     assert ends == [ticks_of(4), ticks_of(10)]

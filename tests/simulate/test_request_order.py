@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from epd.kv.request_order import RequestOrder
+from epd.kv.scheduled_request import RequestOrder
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles import analytic_profile
 from epd.serve_app.cli.program import app

@@ -17,7 +17,7 @@ from epd.profiles.files import dump_profile, parse_profile
 from epd.profiles.speed import SpeedSampler, core_speed
 from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
 from epd.simulate.calibrating import Asked, _weights, calibrated, simulated_figures
-from epd.simulate.clock import EventQueue, Rank, ticks_of
+from epd.simulate.clock import EventPriority, EventQueue, ticks_of
 from epd.simulate.machine import SharedCores
 from epd.topology import parse_topology
 from epd.workload.config import load_workload
@@ -39,7 +39,7 @@ def ends_of(costs: HostCosts, tasks: list[tuple[float, float]]) -> list[float]:
         def begin(length_s: float = length_s, end: object = end) -> None:
             cores.run(ticks_of(length_s), end)  # type: ignore[arg-type]
 
-        events.push(ticks_of(start_s), Rank.ARRIVAL, begin)
+        events.push(ticks_of(start_s), EventPriority.ARRIVAL, begin)
     while events.step():
         pass
     return ends

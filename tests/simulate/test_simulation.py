@@ -16,8 +16,8 @@ from epd.control.routing import InFlight, Router
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles import Profile, StageCost, analytic_profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult, records
-from epd.simulate.clock import EventQueue, Rank, ticks_of
-from epd.simulate.switching import Elasticity
+from epd.simulate.clock import EventPriority, EventQueue, ticks_of
+from epd.simulate.placement import Elasticity
 from epd.topology import parse_topology
 from epd.workload.config import MixPart, WorkloadConfig
 from epd.workload.metrics import SLO
@@ -78,10 +78,12 @@ def simulate(profile: Profile, topology: str, work: list[Job], **settings: objec
 def test_ties_in_time_go_by_rank_then_by_order_of_planning() -> None:
     """As the module says; what is planned during an instant still belongs to it."""
     events, seen = EventQueue(), []
-    for rank in (Rank.START, Rank.ARRIVAL, Rank.END, Rank.POLICY):
+    for rank in (EventPriority.START, EventPriority.ARRIVAL, EventPriority.END, EventPriority.POLICY):
         for number in (1, 2):
             events.push(5, rank, lambda rank=rank, number=number: seen.append((rank.name, number)))
-    events.push(4, Rank.START, lambda: events.push(5, Rank.END, lambda: seen.append(("END", 3))))
+    events.push(
+        4, EventPriority.START, lambda: events.push(5, EventPriority.END, lambda: seen.append(("END", 3)))
+    )
     while events.step():
         pass
     assert seen == [
@@ -89,7 +91,7 @@ def test_ties_in_time_go_by_rank_then_by_order_of_planning() -> None:
         ("ARRIVAL", 1), ("ARRIVAL", 2), ("START", 1), ("START", 2),
     ]  # fmt: skip
     with pytest.raises(ValueError, match="cannot be planned"):
-        events.push(3, Rank.END, lambda: None)
+        events.push(3, EventPriority.END, lambda: None)
 
 
 def test_one_request_takes_the_sum_of_its_stages() -> None:

@@ -40,9 +40,8 @@ from epd.encoders.kernels.patchify import patchify_fused
 from epd.machine import usable_cpus
 from epd.stages.attention.attention import AttentionBatch
 from epd.stages.attention.device import DeviceHeads, DevicePlan
-from epd.stages.attention.warm_up import warm_up
-from epd.stages.kernels.block_copies import copy_blocks_fused
-from epd.stages.kernels.kv_slots import write_slots
+from epd.stages.engine.model_runner import warm_up
+from epd.stages.kernels.kv_slots import copy_blocks_fused, write_slots
 from epd.stages.kernels.norm_rotate_write import norm_rotate_write_fused
 from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
 from epd.stages.kernels.quantized_products import fp8_product, int4_product

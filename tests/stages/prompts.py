@@ -15,7 +15,7 @@ from epd.encoders.adapter import Embeddings, PromptPlan
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.identity import prompt_identity
 from epd.sampling_params import SamplingParams
-from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, TokenOutput
 from epd.stages.visual_inputs import PlacedEmbeddings

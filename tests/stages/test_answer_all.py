@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from epd.encoders.prompt.chat import dialogue
+from epd.chat import dialogue
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.models import embedded_model_path

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from epd.encoders import Adapter, FrameSampling, MediaPlan, VideoFacts, load_adapter
-from epd.encoders.adapter import ListedTimes
 from epd.errors import RequestBudgetError
+from epd.frame_sampling import ListedTimes
 from epd.reduction import KEEP_ALL, NO_BUDGET, ReductionPolicy, VisualBudget
 from epd.stages.frame_budget import BudgetedMedia, PlanOf, PromptRoom, plan_within
 from tests.encoders.tiny_tiles import BUILDERS

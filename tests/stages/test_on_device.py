@@ -23,13 +23,12 @@ from epd.encoders.reduction import reduce_prompt
 from epd.kv.scheduling import SchedulerConfig
 from epd.reduction import KEEP_ALL, PREFILL_METHODS, QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
-from epd.stages.attention import prefixes
+from epd.stages.attention import device as attention_device
 from epd.stages.connectors.in_process import InProcessHub
 from epd.stages.decode import DecodeStage
-from epd.stages.encode.embedding_receiver import EmbeddingReceiver
+from epd.stages.encode.embedding_receiver import EmbeddingReceiver, EmbeddingSplicer
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
 from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
-from epd.stages.encode.splicing import EmbeddingSplicer
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings, StepResult
 from epd.stages.engine.graphs import GraphMaker
@@ -275,8 +274,8 @@ def test_a_step_of_decodes_that_share_a_prefix_is_one_replay(
     families: dict[str, Family], cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the pass that reads it once, and as many launches beside it as where nothing is shared."""
-    monkeypatch.setattr(prefixes, "LEAST_KEYS", 8)
-    monkeypatch.setattr(prefixes, "LAUNCH_BYTES", 0)
+    monkeypatch.setattr(attention_device, "LEAST_KEYS", 8)
+    monkeypatch.setattr(attention_device, "LAUNCH_BYTES", 0)
     device = OnDevice(families["qwen2_5_vl"], cuda)
     graphs = Replays(cuda)
     engine = device.engine(graphs=graphs, shares_prefixes=True, max_num_seqs=3)

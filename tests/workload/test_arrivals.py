@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from epd.errors import RequestError
 from epd.workload.arrivals import (
-    Arrivals,
+    ArrivalTimes,
     BurstyArrivals,
     ClosedArrivals,
     ConstantArrivals,
@@ -30,13 +30,13 @@ PROCESSES = st.one_of(
 SEEDS = st.integers(0, 2**32)
 
 
-def draw(process: Arrivals, seed: int, num: int) -> list[float]:
+def draw(process: ArrivalTimes, seed: int, num: int) -> list[float]:
     return list(islice(process.times_s(np.random.default_rng(seed)), num))
 
 
 @settings(deadline=None)
 @given(PROCESSES, SEEDS)
-def test_times_are_in_order_and_follow_from_the_seed(process: Arrivals, seed: int) -> None:
+def test_times_are_in_order_and_follow_from_the_seed(process: ArrivalTimes, seed: int) -> None:
     times_s = draw(process, seed, 300)
     assert times_s[0] >= 0
     assert all(before <= after for before, after in pairwise(times_s))

@@ -34,12 +34,11 @@ from epd.errors import (
     UnavailableError,
     UnsupportedMediaError,
 )
-from epd.types import Float32Array, MediaKind, UInt8Array
+from epd.types import Float32Array, MediaFacts, MediaKind, UInt8Array
 from epd.video.children.process import Child, ChildServer
 from epd.video.children.wire import MAX_REPLY_HEADER_BYTES, ChildGoneError, Header, receive, send
-from epd.video.containers.audio import AudioPart
+from epd.video.containers.audio import AudioSlice
 from epd.video.containers.images import MAX_IMAGE_PIXELS
-from epd.video.containers.look import MediaFacts
 from epd.video.sources.local_files import OpenFile
 
 _T = TypeVar("_T")
@@ -137,7 +136,7 @@ class MediaChildren:
         )
         return _pixels(header, payload)
 
-    def load_audio(self, file: OpenFile, name: str, part: AudioPart) -> Float32Array:
+    def load_audio(self, file: OpenFile, name: str, part: AudioSlice) -> Float32Array:
         """Does what `video.load_audio` does. Raises as `look`, and RequestError."""
         most = 4 * part.max_samples
         header, payload = self._ask("audio", file, name, self.limits.audio_s, most, part=asdict(part))

@@ -17,7 +17,7 @@ from epd.errors import EPDError
 from epd.types import UInt8Array
 from epd.video.children.shared_pixels import mapped
 from epd.video.children.wire import MAX_HEADER_BYTES, ChildGoneError, Header, receive, send
-from epd.video.containers.audio import AudioPart, load_audio
+from epd.video.containers.audio import AudioSlice, load_audio
 from epd.video.containers.images import load_image
 from epd.video.containers.look import look
 from epd.video.decoding.pixels import exact_resize
@@ -83,7 +83,7 @@ def _background(header: Header) -> Colour:
 
 
 def _audio(job: socket.socket, media: Media, header: Header) -> None:
-    samples = load_audio(media, AudioPart(**header["part"]))
+    samples = load_audio(media, AudioSlice(**header["part"]))
     send(job, {"num_samples": len(samples)}, memoryview(samples.tobytes()))
 
 

@@ -36,7 +36,7 @@ _MAX_KEPT_BYTES = 768
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredFrame:
     """A frame as it is stored.
 
     spans: (offset, bytes) of its pixels in the file
@@ -69,8 +69,8 @@ class Animation:
 
     height: int
     width: int
-    pieces: tuple[Piece, ...]
-    _alone: Callable[[Piece, bytes], bytes] | None = None
+    pieces: tuple[StoredFrame, ...]
+    _alone: Callable[[StoredFrame, bytes], bytes] | None = None
 
     @property
     def is_sequence(self) -> bool:
@@ -82,7 +82,7 @@ class Animation:
         """When each frame is shown, seconds, and at last when the last one ends."""
         return [0.0, *accumulate(piece.delay_s for piece in self.pieces)]
 
-    def alone(self, piece: Piece, media: Media) -> bytes:
+    def alone(self, piece: StoredFrame, media: Media) -> bytes:
         """Returns a frame as a file of its own, unless `is_sequence`."""
         assert self._alone is not None
         with closing(media.reader()) as file:
@@ -114,7 +114,7 @@ def _read(file: Reader, offset: int, num_bytes: int) -> bytes:
 
 
 def _animation(
-    size: tuple[int, int], pieces: list[Piece], alone: Callable[[Piece, bytes], bytes]
+    size: tuple[int, int], pieces: list[StoredFrame], alone: Callable[[StoredFrame, bytes], bytes]
 ) -> Animation | None:
     return Animation(*size, tuple(pieces), alone) if pieces else None
 
@@ -143,7 +143,7 @@ def _find_gif(file: Reader, media: Media) -> Animation | None:
     return _animation((height, width), pieces, lambda piece, data: _gif(flags, palette, piece, data))
 
 
-def _gif_pieces(file: Reader, media: Media) -> Iterator[Piece]:
+def _gif_pieces(file: Reader, media: Media) -> Iterator[StoredFrame]:
     """Yields the frames up to the end or to damage."""
     control, num_pieces = _NO_CONTROL, 0
     while (kind := file.read(1)) in (b"!", b","):
@@ -163,12 +163,12 @@ def _gif_pieces(file: Reader, media: Media) -> Iterator[Piece]:
             control = b"!" + head[:6] + b"\0"
 
 
-def _gif_piece(control: bytes, place: bytes, span: tuple[int, int]) -> Piece:
+def _gif_piece(control: bytes, place: bytes, span: tuple[int, int]) -> StoredFrame:
     flags, hundredths = struct.unpack("<BH", control[3:6])
     disposal = _GIF_DISPOSALS.get(flags >> 2 & 7, "keep")
     x, y, width, height = struct.unpack("<HHHH", place[:8])
     delay_s = shown_for_s(hundredths / 100)
-    return Piece((span,), x, y, width, height, delay_s, True, disposal, control)
+    return StoredFrame((span,), x, y, width, height, delay_s, True, disposal, control)
 
 
 def _palette_bytes(flags: int) -> int:
@@ -182,7 +182,7 @@ def _skip_blocks(file: Reader, size_bytes: int) -> bool:
     return length == b"\0" and file.tell() <= size_bytes
 
 
-def _gif(flags: int, palette: bytes, piece: Piece, data: bytes) -> bytes:
+def _gif(flags: int, palette: bytes, piece: StoredFrame, data: bytes) -> bytes:
     size = struct.pack("<HH", piece.width, piece.height)
     place = b",\0\0\0\0" + size
     return b"GIF89a" + size + bytes([flags, 0, 0]) + palette + piece.control + place + data + b";"
@@ -211,13 +211,13 @@ class _PngFrames:
     """Collects the frames of a PNG from its chunks, in order."""
 
     def __init__(self, media: Media) -> None:
-        self.pieces: list[Piece] = []
+        self.pieces: list[StoredFrame] = []
         self.is_animated = False
         self.size = (0, 0)  # height, width
         self._media = media
         self._header = b""
         self._kept: dict[bytes, bytes] = {}  # chunks that each frame needs
-        self._piece: Piece | None = None
+        self._piece: StoredFrame | None = None
         self._spans: list[tuple[int, int]] = []  # of its pixels
 
     def take(self, name: bytes, offset: int, length: int, file: Reader) -> None:
@@ -244,17 +244,17 @@ class _PngFrames:
             self.pieces.append(replace(self._piece, spans=tuple(self._spans)))
         self._piece, self._spans = None, []
 
-    def alone(self, piece: Piece, data: bytes) -> bytes:
+    def alone(self, piece: StoredFrame, data: bytes) -> bytes:
         size = struct.pack(">II", piece.width, piece.height)
         header = _chunk(b"IHDR", size + self._header[8:])
         kept = b"".join(self._kept.values())
         return _PNG + header + kept + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
 
 
-def _png_piece(control: bytes) -> Piece:
+def _png_piece(control: bytes) -> StoredFrame:
     width, height, x, y, part, parts, disposal, blend = struct.unpack(">IIIIHHBB", control[4:])
     delay_s = shown_for_s(part / (parts or 100))
-    return Piece((), x, y, width, height, delay_s, blend == 1, _PNG_DISPOSALS.get(disposal, "keep"))
+    return StoredFrame((), x, y, width, height, delay_s, blend == 1, _PNG_DISPOSALS.get(disposal, "keep"))
 
 
 def _chunk(name: bytes, data: bytes) -> bytes:
@@ -265,7 +265,7 @@ def _chunk(name: bytes, data: bytes) -> bytes:
 
 
 def _find_webp(file: Reader, media: Media) -> Animation | None:
-    pieces: list[Piece] = []
+    pieces: list[StoredFrame] = []
     size = (0, 0)
     offset = _FILE_HEADER
     while len(head := _read(file, offset, _CHUNK_HEADER)) == _CHUNK_HEADER:
@@ -288,9 +288,9 @@ def _three(data: bytes, place: int) -> int:
     return int.from_bytes(data[place : place + 3], "little")
 
 
-def _webp_piece(head: bytes, span: tuple[int, int]) -> Piece:
+def _webp_piece(head: bytes, span: tuple[int, int]) -> StoredFrame:
     x, y, width, height, delay_ms = (_three(head, place) for place in range(0, 15, 3))
-    return Piece(
+    return StoredFrame(
         (span,),
         2 * x,
         2 * y,
@@ -302,7 +302,7 @@ def _webp_piece(head: bytes, span: tuple[int, int]) -> Piece:
     )
 
 
-def _webp(piece: Piece, data: bytes) -> bytes:
+def _webp(piece: StoredFrame, data: bytes) -> bytes:
     has_alpha = data[:4] in (b"ALPH", b"VP8L")
     size = (piece.width - 1).to_bytes(3, "little") + (piece.height - 1).to_bytes(3, "little")
     extended = b"VP8X" + struct.pack("<IB3x", 10, 0x10 if has_alpha else 0) + size

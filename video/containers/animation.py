@@ -4,30 +4,86 @@
 
 Every frame needs those before it, so frames are drawn in order; going back starts again. An animation is
 shown once, however often its file repeats it.
+
+Of AVIF, the packets of its track say when each frame is shown, and its pixels are drawn by Pillow.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from contextlib import closing
 
+import av.error
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from epd.colour import WHITE, Colour
 from epd.errors import CorruptMediaError, MediaLimitError
 from epd.types import UInt8Array
-from epd.video.containers.animated_files import Animation, Piece, find_pieces
-from epd.video.containers.avif_frames import AvifSequence, find_avif
+from epd.video.containers.animated_files import (
+    MAX_ANIMATION_FRAMES,
+    Animation,
+    StoredFrame,
+    check_number,
+    find_pieces,
+    shown_for_s,
+)
 from epd.video.containers.colours import rgb_pixels, rgba_image
 from epd.video.containers.limits import Limits
-from epd.video.sources.source import Media
+from epd.video.sources.source import Media, Reader, open_container
 
+_OPEN_S = 10.0
 # Of all frames together: some minutes of drawing at most.
 MAX_ANIMATION_PIXELS = 8_000_000_000
 MAX_PIECE_PIXELS = 80_000_000
 _CLEAR = (0, 0, 0, 0)
 UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, IndexError, UnidentifiedImageError)
+
+
+def find_avif(media: Media) -> Animation | None:
+    """Returns the frames of a sequence; None for another file, or one whose times cannot be read.
+
+    Raises MediaLimitError, and CorruptMediaError where FFmpeg cannot open it.
+    """
+    if media.head(12)[4:] != b"ftypavis":
+        return None
+    try:
+        with closing(media.reader()) as file, Image.open(file, formats=["AVIF"]) as image:  # type: ignore[arg-type]
+            num_frames, size = int(getattr(image, "n_frames", 1)), image.size
+    except (OSError, SyntaxError, ValueError):  # who reads it as an image says what is wrong
+        return None
+    check_number(media, num_frames)
+    delays_s = _delays_s(media, num_frames)
+    pieces = [StoredFrame((), 0, 0, *size, shown_for_s(delay_s), is_blended=False) for delay_s in delays_s]
+    return Animation(size[1], size[0], tuple(pieces)) if pieces else None
+
+
+def _delays_s(media: Media, num_frames: int) -> list[float]:
+    """Returns how long each packet of the track with so many frames is shown; empty without such a track."""
+    with open_container(media, _OPEN_S, "mov") as container:
+        tracks = [stream for stream in container.streams.video if stream.frames == num_frames > 1]
+        if not tracks or tracks[0].time_base is None:
+            return []
+        time_base = float(tracks[0].time_base)
+        try:
+            packets = [packet for packet in container.demux(tracks[0]) if packet.size]
+        except av.error.FFmpegError:
+            return []
+        return [(packet.duration or 0) * time_base for packet in packets][:MAX_ANIMATION_FRAMES]
+
+
+class AvifSequence:
+    """Decodes the frames of a sequence, in order. For one thread at a time."""
+
+    def __init__(self, media: Media) -> None:
+        self._file: Reader = media.reader()
+        self._image = Image.open(self._file, formats=["AVIF"])  # type: ignore[arg-type]
+
+    def picture(self, place: int) -> Image.Image:
+        """Returns a frame as RGBA. Raises what Pillow does."""
+        self._image.seek(place)
+        return rgba_image(self._image)
 
 
 def find_animation(media: Media) -> Animation | None:
@@ -98,7 +154,7 @@ class Drawing:
         elif self._before is not None:
             self._canvas.paste(self._before, self._box(last))
 
-    def _draw(self, piece: Piece) -> None:
+    def _draw(self, piece: StoredFrame) -> None:
         picture = self._picture(piece)
         box = self._box(piece)
         self._before = self._canvas.crop(box) if piece.disposal == "restore" else None
@@ -110,13 +166,13 @@ class Drawing:
         else:
             self._canvas.paste(part, box)
 
-    def _box(self, piece: Piece) -> tuple[int, int, int, int]:
+    def _box(self, piece: StoredFrame) -> tuple[int, int, int, int]:
         """Returns (left, top, right, bottom) of a frame within the canvas."""
         width, height = self._animation.width, self._animation.height
         left, top = min(piece.x, width), min(piece.y, height)
         return left, top, min(width, piece.x + piece.width), min(height, piece.y + piece.height)
 
-    def _picture(self, piece: Piece) -> Image.Image:
+    def _picture(self, piece: StoredFrame) -> Image.Image:
         """Decodes a frame, as RGBA. Raises CorruptMediaError, MediaLimitError."""
         name = f"{self._media.name}, frame {self._num_drawn}"
         if piece.width * piece.height > MAX_PIECE_PIXELS:

@@ -37,7 +37,7 @@ _ALLOWED = "allowed: sound as WAV, MP3, AAC, M4A, FLAC or Ogg, or of a video"
 
 
 @dataclass(frozen=True, slots=True)
-class AudioPart:
+class AudioSlice:
     """Selects samples of a medium.
 
     rate: per second, that they are resampled to.
@@ -60,7 +60,7 @@ class AudioPart:
         most = self.start + self.max_samples + 1
         return most if self.end_s is None else min(most, round(self.end_s * self.rate))
 
-    def later_by(self, lead_s: float) -> AudioPart:
+    def later_by(self, lead_s: float) -> AudioSlice:
         """Returns the same part in seconds of a track whose start is `lead_s` before that of the medium.
 
         A part from the start on has all of the track's beginning.
@@ -69,7 +69,7 @@ class AudioPart:
         return replace(self, start_s=max(0.0, self.start_s + lead_s) if self.start_s else 0.0, end_s=end_s)
 
 
-def load_audio(source: Source | Media, part: AudioPart, *, limits: Limits = DEFAULT_LIMITS) -> Float32Array:
+def load_audio(source: Source | Media, part: AudioSlice, *, limits: Limits = DEFAULT_LIMITS) -> Float32Array:
     """Returns samples of the first track of sound, mixed to one channel: float32 [N], full scale 1.
 
     Raises MediaNotFoundError, UnsupportedMediaError, CorruptMediaError, MediaLimitError for more than
@@ -194,7 +194,7 @@ def _resampled(media: Media, frames: Iterable[AudioFrame], rate: int) -> Iterato
         raise _damaged(media, error) from error
 
 
-def _check(media: Media, part: AudioPart, wanted: Float32Array, num_decoded: int) -> None:
+def _check(media: Media, part: AudioSlice, wanted: Float32Array, num_decoded: int) -> None:
     """Checks what was decoded of a medium."""
     if len(wanted) > part.max_samples:
         raise MediaLimitError(

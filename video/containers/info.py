@@ -34,7 +34,7 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class EditPart:
     """A part of the media that an edit list shows.
 
     begin_s, end_s: when it is on screen, seconds from the first picture on.
@@ -77,7 +77,7 @@ class VideoInfo:
     container_format: str
     pixel_format: str | None
     is_fragmented: bool = False
-    parts: tuple[Part, ...] = ()
+    parts: tuple[EditPart, ...] = ()
     shown: Shown | None = None
 
     @property

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 from epd.errors import MediaError, MediaLimitError, UnsupportedMediaError
-from epd.types import MediaKind
+from epd.types import MediaFacts
 from epd.video.containers.animation import check_animation, clock, find_animation
 from epd.video.containers.audio import audio_length
 from epd.video.containers.images import image_size, upright_size
@@ -15,38 +13,6 @@ from epd.video.containers.mp4_edits import open_as_shown
 from epd.video.containers.probe import probe_open
 from epd.video.sources.frame_list import LIST_FPS, FrameList, is_frame_list
 from epd.video.sources.source import Media, Source, as_media
-
-
-@dataclass(frozen=True, slots=True)
-class MediaFacts:
-    """An image, video or clip of sound before it is decoded.
-
-    height, width: pixels; of a video upright, of an image as stored; 0 of sound.
-    num_frames, fps: best known; 0 for an image. Of sound its samples and their rate as stored.
-    is_frame_list: whether the frames were sampled by the client, so that the request says when they were.
-    num_pictures: frames of an animated picture, which is a video and can be taken as an image, too; else 0.
-    """
-
-    kind: MediaKind
-    height: int
-    width: int
-    num_frames: int = 0
-    fps: float = 0.0
-    is_frame_list: bool = False
-    num_pictures: int = 0
-
-    def taken_as(self, kind: MediaKind | None) -> MediaFacts:
-        """Returns the facts of an animated picture as an image, of which only the first frame is seen.
-
-        kind: as what it is taken; any other medium, and any other kind, changes nothing.
-        """
-        is_still = kind == "image" and self.num_pictures > 0
-        return replace(self, kind="image", num_frames=0, fps=0.0) if is_still else self
-
-    @property
-    def num_unseen(self) -> int:
-        """Returns how many frames are not seen of an animated picture that is taken as an image."""
-        return self.num_pictures - 1 if self.kind == "image" and self.num_pictures else 0
 
 
 def look(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS, as_audio: bool = False) -> MediaFacts:

@@ -20,7 +20,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from fractions import Fraction
 
-from epd.video.containers.info import Part
+from epd.video.containers.info import EditPart
 from epd.video.containers.mp4_boxes import BoxWalk, has_boxes, uint32
 from epd.video.sources.source import Media, OpenVideo, open_video
 
@@ -45,15 +45,15 @@ class Mp4Layout:
     edits: tuple[Edit, ...] = ()
     ticks_per_s: int = 1
 
-    def parts(self, time_base: Fraction) -> tuple[Part, ...]:
+    def parts(self, time_base: Fraction) -> tuple[EditPart, ...]:
         """Returns what the edits show. time_base: of the track, seconds a tick."""
-        parts, at = list[Part](), 0
+        parts, at = list[EditPart](), 0
         for duration, media_time, is_still in self.edits:
             begin_s, at = Fraction(at, self.ticks_per_s), at + duration
             end_s = Fraction(at, self.ticks_per_s)
             num_ticks = 1 if is_still else max(1, math.ceil((end_s - begin_s) / time_base))
             if media_time != _NOTHING:
-                parts.append(Part(begin_s, end_s, media_time, media_time + num_ticks))
+                parts.append(EditPart(begin_s, end_s, media_time, media_time + num_ticks))
         return tuple(parts)
 
 

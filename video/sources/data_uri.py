@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import binascii
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from urllib.parse import unquote, unquote_to_bytes
 
+from epd.data_uri import head_of, num_listed_frames
 from epd.errors import MediaLimitError, UnsupportedMediaError
 from epd.video.sources.frame_list import MAGIC, length_field
 from epd.video.sources.local_files import check_size
@@ -19,9 +19,6 @@ from epd.video.sources.policy import Sink
 
 # Percent-encoding is decoded in Python, a third of a microsecond for each character.
 MAX_PERCENT_CHARS = 1 << 20
-_BASE64 = "base64"
-# How vLLM's clients send extracted frames: the images follow, separated by commas.
-_LIST = "video/jpeg"
 _PIECE_CHARS = 4 << 18  # base64 is decoded in pieces of whole quadruples
 _SPACE = "\t\n\f\r "
 # What senders percent-encode in base64; and white space and the other alphabet, as they are read.
@@ -29,46 +26,17 @@ _ESCAPES = {f"%{ord(char):02{case}}": char for char in f"+/={_SPACE}" for case i
 _WRITTEN = {**dict.fromkeys(_SPACE, ""), "-": "+", "_": "/"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """Holds what stands before the bytes. kind: the media type, in lower case. start: where they begin."""
-
-    kind: str
-    is_base64: bool
-    start: int
-
-
-def _head(uri: str) -> _Head | None:
-    """Returns the head of a `data:` URI, which may be in capitals; None without a comma."""
-    colon, comma = uri.find(":"), uri.find(",")
-    if comma < 0:
-        return None
-    kind, *parameters = uri[colon + 1 : comma].lower().split(";")
-    is_base64 = bool(parameters) and parameters[-1].strip() == _BASE64
-    return _Head(kind.strip(), is_base64, comma + 1)
-
-
-def num_listed_frames(uri: str) -> int:
-    """Returns the number of frames in a `data:` URI that lists them; 0 for any other medium."""
-    head = _head(uri) if uri[:5].lower() == "data:" else None
-    return uri.count(",") if head is not None and _is_list(head) else 0
-
-
-def _is_list(head: _Head) -> bool:
-    return head.is_base64 and head.kind == _LIST
-
-
 def read_data_uri(uri: str, max_bytes: int, sink: Sink) -> None:
     """Writes what a `data:` URI holds to the sink; of a list of frames, a file as `frame_list` describes it.
 
     Raises UnsupportedMediaError, MediaLimitError, and what the sink raises.
     """
-    head = _head(uri)
+    head = head_of(uri)
     if head is None:
         raise UnsupportedMediaError(
             "received a data: URI without a comma; allowed data:TYPE;base64,DATA; use that form"
         )
-    if _is_list(head):
+    if head.lists_frames:
         _read_list(uri, head.start, max_bytes, sink)
     elif head.is_base64:
         _read_base64(uri, head.start, max_bytes, sink)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,13 +19,144 @@ from epd.control.elasticity.cluster import (
     time_share,
 )
 from epd.control.elasticity.rates import StageCosts
-from epd.control.elasticity.traffic import Traffic
-from epd.control.elasticity.trend import Peak
+from epd.control.recent import DecayedMean
 from epd.profiles.cost import StageCost
 from epd.topology import STAGES, Stage
 
+# Answers are longer than the gaps between requests; their lengths are remembered longer by this factor.
+_ANSWER_MEMORY = 3.0
 _LEAST_KV_USAGE = 0.05  # usage below which a worker does not show how many requests would fit
 _NOTHING = StageSample()
+
+
+class RateTrend:
+    """Estimates events per second. memory_s: memory of the level; the trend remembers twice as long."""
+
+    def __init__(self, memory_s: float) -> None:
+        self.memory_s = memory_s
+        self.rate = 0.0
+        self.slope = 0.0  # of the rate, per second
+        self._seen_s = 0.0
+
+    @property
+    def is_settled(self) -> bool:
+        """Returns whether the rate has seen more time than it remembers."""
+        return self._seen_s > self.memory_s
+
+    def add(self, num_events: float, seconds: float) -> None:
+        """Adds the number of events in an interval that has just ended; intervals of length 0 are ignored."""
+        if seconds <= 0:
+            return
+        self._seen_s += seconds
+        # At first the level is the plain mean, so that one early burst does not become a trend.
+        weight = max(1 - math.exp(-seconds / self.memory_s), seconds / self._seen_s)
+        old = self.rate
+        expected = max(0.0, self.rate + self.slope * seconds)
+        self.rate = expected + weight * (num_events / seconds - expected)
+        if self.is_settled:
+            trend_weight = 1 - math.exp(-seconds / (2 * self.memory_s))
+            self.slope += trend_weight * ((self.rate - old) / seconds - self.slope)
+
+
+class Peak:
+    """Keeps the largest value of the last window_s that lasted: single looks are mostly noise.
+
+    lasting_s: time over which the smallest value counts
+    """
+
+    def __init__(self, window_s: float, lasting_s: float = 0.0) -> None:
+        self._window_s = window_s
+        self._lasting_s = lasting_s
+        self._rising: deque[tuple[float, float]] = deque()  # each is smaller than all that came after it
+        self._falling: deque[tuple[float, float]] = deque()  # each is larger than all that came after it
+
+    def add(self, now_s: float, value: float) -> None:
+        while self._rising and self._rising[-1][1] >= value:
+            self._rising.pop()
+        self._rising.append((now_s, value))
+        while self._rising[0][0] < now_s - self._lasting_s:
+            self._rising.popleft()
+        self._note(now_s, self._rising[0][1])
+
+    def _note(self, now_s: float, value: float) -> None:
+        while self._falling and self._falling[-1][1] <= value:
+            self._falling.pop()
+        self._falling.append((now_s, value))
+        while self._falling[0][0] < now_s - self._window_s:
+            self._falling.popleft()
+
+    @property
+    def value(self) -> float:
+        """Returns the peak, 0 before the first value."""
+        return self._falling[0][1] if self._falling else 0.0
+
+
+class Traffic:
+    """Counts every request and every end of an answer; `look` ends an interval."""
+
+    def __init__(self, memory_s: float) -> None:
+        """memory_s is the time after which data has lost most of its weight."""
+        self.trend = RateTrend(memory_s)
+        self.num_arrived = 0
+        self._patches, self._prompt_tokens = DecayedMean(memory_s), DecayedMean(memory_s)
+        self._media, self._max_tokens = DecayedMean(memory_s), DecayedMean(memory_s)
+        self._expected_tokens = DecayedMean(memory_s)
+        self._answers = DecayedMean(_ANSWER_MEMORY * memory_s)
+        self._num_new = self._num_finished = 0
+        self._looked_s: float | None = None
+        self._arrived_s: float | None = None
+
+    def arrived(self, now_s: float, work: RequestWork) -> None:
+        self.num_arrived += 1
+        self._num_new += 1
+        if self._looked_s is None:
+            self._looked_s = now_s
+        elapsed_s = 0.0 if self._arrived_s is None else max(0.0, now_s - self._arrived_s)
+        self._arrived_s = now_s
+        self._media.add(bool(work.num_patches), 1, elapsed_s)
+        self._patches.add(work.num_patches, bool(work.num_patches), elapsed_s)
+        self._prompt_tokens.add(work.num_prompt_tokens, 1, elapsed_s)
+        self._max_tokens.add(work.max_tokens, 1, elapsed_s)
+        self._expected_tokens.add(work.expected_tokens or work.max_tokens, 1, elapsed_s)
+
+    def finished(self) -> None:
+        self._num_finished += 1
+
+    def look(self, now_s: float, num_output_tokens: float) -> float:
+        """Ends an interval in which that number of tokens was decoded and returns its length in seconds."""
+        elapsed_s = 0.0 if self._looked_s is None else max(0.0, now_s - self._looked_s)
+        self._looked_s = now_s
+        self.trend.add(self._num_new, elapsed_s)
+        self._answers.add(num_output_tokens, self._num_finished, elapsed_s)
+        self._num_new = self._num_finished = 0
+        return elapsed_s
+
+    @property
+    def media_share(self) -> float:
+        """Returns the share of requests that bring media."""
+        return self._media.value or 0.0
+
+    @property
+    def patches(self) -> float:
+        """Returns the mean patches of a request that has media; 0 before the first."""
+        return self._patches.value or 0.0
+
+    @property
+    def prompt_tokens(self) -> float:
+        """Returns the mean prompt tokens of a request; 0 before the first."""
+        return self._prompt_tokens.value or 0.0
+
+    @property
+    def output_tokens(self) -> float:
+        """Returns the tokens that an answer still has to produce, however many it has.
+
+        Answers are assumed to end at random: all generated tokens, unfinished answers included, are divided
+        by the number that ended; at most the requests' limit. Before the first ends, their estimate counts.
+        """
+        learned = self._answers.value
+        if learned is None:
+            return max(1.0, self._expected_tokens.value or 1.0)
+        return max(1.0, min(self._max_tokens.value or 1.0, learned))
 
 
 @dataclass(frozen=True, slots=True)

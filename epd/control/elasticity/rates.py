@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from epd.control.decayed_mean import DecayedMean
 from epd.control.elasticity.cluster import StageSample
+from epd.control.recent import DecayedMean
 from epd.profiles.cost import StageCost
 from epd.topology import Stage
 

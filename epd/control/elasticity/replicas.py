@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from epd.control.decayed_mean import DecayedMean
 from epd.control.elasticity.assignment import layout_for
 from epd.control.elasticity.cluster import ClusterTraffic, MediaSample, StageTraffic
 from epd.control.elasticity.forecast import USABLE
+from epd.control.recent import DecayedMean
 from epd.topology import STAGES, Stage, Topology
 
 AdviceVerdict = Literal["unknown load", "enough", "up", "up soon", "down", "down soon", "at the limit"]

@@ -1,4 +1,7 @@
-"""Sends an answer as an ASGI response, whole or as events, and stops it when the client disconnects."""
+"""Sends an answer as an ASGI response, whole or as events, and stops it when the client disconnects.
+
+Events are never silent for long.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,83 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from http import HTTPStatus
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from epd.errors import EPDError, http_status
-from epd.serve_app.http.answers.event_stream import EventStream
 from epd.serve_app.http.answers.responses import checked_end
 from epd.serve_app.http.guard.http_guard import bug_reply, error_reply
 from epd.serve_app.http.protocol import ErrorReply
 from epd.serve_app.observability.record import CLIENT_GONE, RequestRecord, server_timing
 from epd.serve_app.service import AnswerItem
+
+KEEP_ALIVE = b": keep-alive\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class EventStream:
+    """Sends the status with the first bytes, so that an error before them has a status of its own.
+
+    After keep_alive_s seconds without an event it sends a comment, which clients ignore: proxies cut
+    connections that are silent while a long video is processed. Only whole events are written.
+    """
+
+    def __init__(self, send: Send, keep_alive_s: float) -> None:
+        self._send = send
+        self._keep_alive_s = keep_alive_s
+        self._lock = asyncio.Lock()
+        self._keep_alive_task: asyncio.Task[None] | None = None
+        self._wrote_s = 0.0
+        self.has_begun = False
+
+    async def __aenter__(self) -> Self:
+        self._wrote_s = asyncio.get_running_loop().time()
+        self._keep_alive_task = asyncio.create_task(self._keep_alive())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop()
+
+    async def write(self, data: bytes) -> None:
+        async with self._lock:
+            if not self.has_begun:
+                self.has_begun = True
+                await self._send(
+                    {"type": "http.response.start", "status": HTTPStatus.OK, "headers": _HEADERS}
+                )
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._wrote_s = asyncio.get_running_loop().time()
+
+    async def end(self) -> None:
+        """Ends the stream; nothing is awaited afterwards, when the server reports that the client is gone."""
+        async with self._lock:  # no comment is cut off
+            await self._stop()
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _stop(self) -> None:
+        if self._keep_alive_task is not None:
+            self._keep_alive_task.cancel()
+            await asyncio.gather(self._keep_alive_task, return_exceptions=True)
+            self._keep_alive_task = None
+
+    async def _keep_alive(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            idle_s = loop.time() - self._wrote_s
+            if idle_s >= self._keep_alive_s:
+                await self.write(KEEP_ALIVE)
+            else:
+                await asyncio.sleep(self._keep_alive_s - idle_s)
 
 
 class WholeAnswer(Protocol):

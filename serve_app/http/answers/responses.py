@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from json.encoder import encode_basestring  # json.dumps of one text, not in ASCII
 from typing import Literal
 
-from epd.encoders.reduction import KeptCells
 from epd.errors import EPDError
+from epd.reduction import KeptCells
 from epd.serve_app.http.answers.call_reports import delta_of, reply_of
 from epd.serve_app.http.answers.tool_calls import ToolCallReader
 from epd.serve_app.http.protocol import (

@@ -21,8 +21,7 @@ from epd.sampling_params import (
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
 )
-from epd.serve_app.http.requests.request_fields import CHAT_FIELDS
-from epd.serve_app.http.requests.sent_fields import Sent
+from epd.serve_app.http.requests.request_fields import CHAT_FIELDS, Sent
 
 MAX_SALT_CHARS = 1024
 MAX_TOOLS = 128

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from epd.chat import ChatMessage
 from epd.control.request_budget import RequestBudget
-from epd.encoders.prompt.chat import ChatMessage
+from epd.data_uri import num_listed_frames
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.service import MediaReference
-from epd.video import num_listed_frames
 
 
 def budget_of(

@@ -12,11 +12,11 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from epd.encoders import OWN_LIMITS, FrameSampling, ListedTimes, PixelLimits
-from epd.encoders.prompt.chat import ChatMessage, ContentPart, check_chat
-from epd.encoders.prompt.tool_history import ToolCall
-from epd.encoders.sampling import check_sampling
+from epd.chat import ChatMessage, ContentPart, ToolCall, check_chat
+from epd.data_uri import num_listed_frames
 from epd.errors import ModelNotFoundError, RequestError
+from epd.frame_sampling import FrameSampling, ListedTimes, check_sampling
+from epd.pixel_limits import OWN_LIMITS, PixelLimits
 from epd.reduction import ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
 from epd.serve_app.http.requests.chat_request import (
@@ -42,7 +42,6 @@ from epd.serve_app.http.requests.chat_request import (
 from epd.serve_app.http.requests.request_fields import CHAT_FIELDS
 from epd.serve_app.service import MediaReference, ModelCard
 from epd.types import MediaKind
-from epd.video import num_listed_frames
 
 _MediaPart = ImagePart | VideoPart | AudioPart | InputAudioPart
 _Text = TextPart | RefusalPart | str

@@ -6,8 +6,8 @@ from functools import partial
 
 from epd.serve_app.http.answers.answer_response import AnswerForm, AnswerResponse
 from epd.serve_app.http.answers.responses import ChunkBuilder, CompletionBuilder
+from epd.serve_app.http.requests.answer_format import offers_tools
 from epd.serve_app.http.requests.chat_request import ChatRequest
-from epd.serve_app.http.requests.tools import offers_tools
 from epd.serve_app.http.server_state import ParsedRequest, ServerState
 from epd.serve_app.observability.record import RequestRecord
 

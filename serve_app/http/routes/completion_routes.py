@@ -1,24 +1,124 @@
-"""Answers `/v1/completions`: prompts that are continued as they are."""
+"""Answers `/v1/completions`, prompts that are continued as they are, and `/invocations`.
+
+A request's prompts become tokens before anything is planned for it. Hosts of containers send whatever a model
+takes to `/invocations`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
+from pydantic import ValidationError
 
+from epd.control.request_budget import RequestBudget
+from epd.errors import RequestError
 from epd.serve_app.http.answers.answer_response import AnswerForm, AnswerResponse
 from epd.serve_app.http.answers.completion_answer import Completion, CompletionChunks, CompletionWhole
-from epd.serve_app.http.requests.completion_request import CompletionRequest
-from epd.serve_app.http.routes.chat_answer import wanted_usage
-from epd.serve_app.http.routes.completion_parsing import ParsedCompletion, checked_completion
+from epd.serve_app.http.requests.chat_request import ChatRequest
+from epd.serve_app.http.requests.completion_request import COMPLETION_FIELDS, CompletionRequest
+from epd.serve_app.http.requests.request_parsing import describe
+from epd.serve_app.http.routes.chat_answer import chat_answer, wanted_usage
 from epd.serve_app.http.routes.prompt_routes import EVENT_STREAM, body_of, server_of
-from epd.serve_app.http.server_state import ServerState
+from epd.serve_app.http.server_state import ParsedRequest, ServerState
 from epd.serve_app.observability.record import RequestRecord, record_of
-from epd.serve_app.service import AnswerEnd, AnswerItem, TokenDelta
+from epd.serve_app.service import AnswerEnd, AnswerItem, ModelCard, PromptService, TokenDelta
 from epd.types import StageTimings, Usage
 
+invocation_routes = APIRouter()
 completion_routes = APIRouter()
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCompletion:
+    """A checked completion request.
+
+    parsed: its options
+    prompts: the tokens of each prompt
+    echoed: the text that stands before the answers to each prompt, empty without `echo`
+    generates: whether there is anything to generate
+    """
+
+    parsed: ParsedRequest
+    prompts: tuple[tuple[int, ...], ...]
+    echoed: tuple[str, ...]
+    generates: bool = True
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * (self.parsed.chat.n or 1)
+
+
+async def checked_completion(
+    server: ServerState, request: Request, wanted: CompletionRequest, num_bytes: int
+) -> ParsedCompletion:
+    """Checks a completion request that was read. num_bytes: of its body. Raises EPDError."""
+    _check_supported(wanted)
+    options = wanted.options()
+    model = server.check_options(request, options)
+    received = wanted.prompts()
+    _budget_of(options, received, num_bytes, model).check(server.settings.limits)
+    parsed = await server.accepted(ParsedRequest(options, (), ()), record_of(request), model)
+    prompts, echoed = [], []
+    for number, prompt in enumerate(received):
+        place = f"prompt[{number}]" if len(received) > 1 else "prompt"
+        token_ids, text = await _tokens_and_text(server.service.prompts, prompt, wanted, place)
+        _check_length(token_ids, model, place)
+        prompts.append(token_ids)
+        echoed.append(text if wanted.echo else "")
+    return ParsedCompletion(parsed, tuple(prompts), tuple(echoed), wanted.max_tokens != 0)
+
+
+def _check_supported(wanted: CompletionRequest) -> None:
+    COMPLETION_FIELDS.check(wanted.model_extra or {}, CompletionRequest.model_fields)
+    if wanted.max_tokens == 0 and not wanted.echo:
+        raise RequestError("received max_tokens 0; allowed: at least 1, or 0 with echo; raise it or set echo")
+    if wanted.echo and wanted.logprobs is not None:
+        raise RequestError(
+            "received echo with logprobs; allowed: one of the two, as prompts have no logprobs here; "
+            "leave one out"
+        )
+
+
+def _budget_of(
+    options: ChatRequest, received: Sequence[str | list[int]], num_bytes: int, model: ModelCard
+) -> RequestBudget:
+    """Returns the amounts of a request. A text costs its bytes, which are at least its tokens."""
+    num_answers = len(received) * (options.n or 1)
+    most = options.max_tokens or 0
+    context = model.max_model_len
+    stops = [options.stop] if isinstance(options.stop, str) else options.stop or []
+    return RequestBudget(
+        num_prompts=num_answers,
+        num_json_bytes=num_bytes,
+        num_text_bytes=sum(len(each.encode()) for each in received if isinstance(each, str)),
+        num_answer_tokens=num_answers * (most if context is None else min(most, context)),
+        num_stop_strings=len(stops),
+        num_stop_chars=sum(map(len, stops)),
+        num_stop_token_ids=len(options.stop_token_ids or ()),
+    )
+
+
+async def _tokens_and_text(
+    service: PromptService, prompt: str | list[int], wanted: CompletionRequest, place: str
+) -> tuple[tuple[int, ...], str]:
+    """Returns both forms of a prompt. Raises RequestError for tokens outside the vocabulary."""
+    if isinstance(prompt, str):
+        with_special = wanted.add_special_tokens is not False
+        return await service.tokens(prompt, with_special=with_special), prompt
+    try:
+        return tuple(prompt), await service.text(prompt)
+    except RequestError as error:
+        raise RequestError(f"{place}: {error}") from error
+
+
+def _check_length(token_ids: Sequence[int], model: ModelCard, place: str) -> None:
+    most = model.max_model_len
+    if not token_ids or (most is not None and len(token_ids) >= most):
+        allowed = "at least one" if most is None else f"1 to {most - 1:,}, to leave room for an answer"
+        raise RequestError(f"{place}: received {len(token_ids):,} tokens; allowed: {allowed}; change it")
 
 
 @completion_routes.post(
@@ -71,3 +171,38 @@ async def _no_answers(
     record.end = AnswerEnd(Usage(0, 0, sum(map(len, asked.prompts)), 0), StageTimings())
     yield [TokenDelta(index, "", (), (), "length") for index in range(asked.num_choices)]
     yield [record.end]
+
+
+@invocation_routes.post("/invocations", responses=EVENT_STREAM, openapi_extra=body_of("ChatRequest"))
+async def invocations(request: Request) -> Response:
+    """Answers a request with messages as chat completions do, one with a prompt as completions."""
+    server, record = server_of(request), record_of(request)
+    body = await server.read_body(request)
+    wanted = _parsed(body)
+    if isinstance(wanted, ChatRequest):
+        return chat_answer(server, await server.checked(request, wanted, len(body)), record)
+    return completion_answer(server, await checked_completion(server, request, wanted, len(body)), record)
+
+
+def _parsed(body: bytearray) -> ChatRequest | CompletionRequest:
+    """Returns what a body asks for. Raises RequestError."""
+    try:
+        return ChatRequest.model_validate_json(body)
+    except ValidationError as error:
+        if not _lacks(error, "messages"):
+            raise describe(error) from None
+    try:
+        return CompletionRequest.model_validate_json(body)
+    except ValidationError as error:
+        if _lacks(error, "prompt"):
+            raise RequestError(
+                "received neither messages nor a prompt; allowed: the body of /v1/chat/completions or of "
+                "/v1/completions; send one"
+            ) from None
+        raise describe(error) from None
+
+
+def _lacks(error: ValidationError, name: str) -> bool:
+    """Returns whether a field is not there at all."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    return any(one["type"] == "missing" and one["loc"] == (name,) for one in errors)

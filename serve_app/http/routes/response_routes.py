@@ -11,9 +11,8 @@ from pydantic import BaseModel
 from epd.serve_app.http.answers.answer_response import AnswerForm, AnswerResponse
 from epd.serve_app.http.answers.response_answer import ResponseBuilder
 from epd.serve_app.http.answers.response_protocol import ResponseReply
-from epd.serve_app.http.requests.response_input import chat_of
-from epd.serve_app.http.requests.response_request import ResponseRequest
-from epd.serve_app.http.requests.tools import offers_tools
+from epd.serve_app.http.requests.answer_format import offers_tools
+from epd.serve_app.http.requests.response_request import ResponseRequest, chat_of
 from epd.serve_app.http.routes.prompt_routes import EVENT_STREAM, body_of, server_of
 from epd.serve_app.http.server_state import ServerState
 from epd.serve_app.observability.record import RequestRecord, record_of

@@ -25,7 +25,7 @@ def assert_recorded(scenario: str, rows: Sequence[Row], *, is_all: bool = True) 
     simulated, known = [row.record() for row in rows], records()[scenario]
     assert simulated, scenario
     missing = [row for row in simulated if not any(_is_near(row, each) for each in known)]
-    assert not missing, "python -m benchmarks.epd_paper writes the file anew"
+    assert not missing, "python -m benchmarks.planning.epd_paper writes the file anew"
     assert not is_all or len(simulated) == len(known)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.epd_paper import NAMED, page, recorded, row_of, summary
+from benchmarks.planning.epd_paper import NAMED, page, recorded, row_of, summary
 from benchmarks.published import encoder_calls, figure6_study, memory, paper, table7
 from benchmarks.published.figure6_each import FACTORS
 from benchmarks.published.scenarios import SCENARIOS

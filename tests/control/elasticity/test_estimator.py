@@ -16,9 +16,8 @@ from epd.control.elasticity import (
     WorkerSample,
 )
 from epd.control.elasticity.cluster import damped
+from epd.control.elasticity.estimator import Peak, RateTrend, Traffic
 from epd.control.elasticity.rates import RoundCost, UnitCost
-from epd.control.elasticity.traffic import Traffic
-from epd.control.elasticity.trend import Peak, RateTrend
 from epd.profiles.cost import StageCost
 from epd.topology import Stage
 from tests.control.elasticity.clusters import roles_of

@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from epd.chat import media_kinds, one_turn, text_message
 from epd.encoders import ChatMessage, ContentPart, FrameSampling
 from epd.encoders.checkpoint import Checkpoint
-from epd.encoders.prompt.chat import check_chat, media_kinds, one_turn, text_message
 from epd.errors import RequestError
 from epd.models import embedded_model_path
 from tests.encoders.families import Clip, Family, Media, Picture
@@ -240,40 +240,3 @@ def test_what_the_template_refuses_is_the_clients_to_mend(family: Family) -> Non
     adapter = with_template(family, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(RequestError, match=r"refuses messages of user \(roles must alternate\)"):
         adapter.plan_chat([], one_turn([], "What?"))
-
-
-@pytest.mark.parametrize(
-    ("messages", "words"),
-    [
-        ((), "none of the user"),
-        ((text_message("system", "Hi"),), "none of the user"),
-        (
-            (text_message("user", "Hi"), text_message("assistant", "Hello")),
-            "the last message is the assistant's",
-        ),
-        ((text_message("user", " \n"),), "the question is empty"),
-    ],
-)
-def test_a_conversation_without_a_question_is_refused(messages: tuple[ChatMessage, ...], words: str) -> None:
-    with pytest.raises(RequestError, match=words):
-        check_chat(messages)
-
-
-def test_media_alone_are_a_question() -> None:
-    check_chat((ChatMessage("user", (ContentPart("image"),)),))
-
-
-@pytest.mark.parametrize("role", ["system", "assistant"])
-def test_only_the_user_sends_media(role: Any) -> None:
-    with pytest.raises(RequestError, match=f"a message of the {role} contains images"):
-        ChatMessage(role, (ContentPart("image"),))
-
-
-def test_a_message_has_content() -> None:
-    with pytest.raises(RequestError, match="no content"):
-        ChatMessage("user", ())
-
-
-def test_only_texts_have_text() -> None:
-    with pytest.raises(ValueError, match="only a text has text"):
-        ContentPart("image", "red")

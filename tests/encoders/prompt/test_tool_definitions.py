@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from epd.chat import ChatMessage, ContentPart, text_message
 from epd.encoders.checkpoint import Checkpoint, open_checkpoint
-from epd.encoders.prompt.chat import ChatMessage, ContentPart, render_chat, text_message
+from epd.encoders.prompt.chat import render_chat
 from epd.errors import RequestError
 from epd.models import embedded_model_path
 

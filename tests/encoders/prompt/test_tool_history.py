@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from epd.chat import ChatMessage, ContentPart, ToolCall, text_message
 from epd.encoders import load_adapter
 from epd.encoders.checkpoint import Checkpoint
-from epd.encoders.prompt.chat import ChatMessage, ContentPart, render_chat, text_message
-from epd.encoders.prompt.tool_history import ToolCall
+from epd.encoders.prompt.chat import render_chat
 from epd.errors import RequestError
 from epd.models import embedded_model_path
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from epd.encoders import Embeddings, Grid, MediaItem, MediaPlan
 from epd.encoders.identity import _units
 from epd.encoders.reduction import Kept, TokenReducer
-from epd.encoders.reduction.balanced import Balanced, Funnel
 from epd.encoders.reduction.method import ItemOutline
-from epd.encoders.reduction.selection import UniformPooling, new_method
+from epd.encoders.reduction.selection import Balanced, Funnel, UniformPooling, new_method
 from epd.errors import RequestError
 from epd.reduction import SELECTION_METHODS, ReductionPolicy, Window, plan_windows
 from epd.types import PlaceholderRange

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from benchmarks.reduction_costs import counted_flops
+from benchmarks.reduction.reduction_costs import counted_flops
 from epd.encoders.adapter import Embeddings, Grid, PatchRun
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.device import CPU

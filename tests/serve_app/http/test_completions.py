@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from epd.chat import media_kinds
 from epd.encoders import FrameSampling
-from epd.encoders.prompt.chat import media_kinds
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.serve_app.http.answers.responses import logprobs_of

@@ -10,7 +10,7 @@ import pytest
 from starlette.types import Message
 
 from epd.errors import UnavailableError
-from epd.serve_app.http.answers.event_stream import EventStream
+from epd.serve_app.http.answers.answer_response import EventStream
 from tests.serve_app.conftest import QUESTION, Front
 from tests.serve_app.fakes import WORDS, FakeService
 from tests.serve_app.server import wait_until

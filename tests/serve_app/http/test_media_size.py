@@ -15,8 +15,8 @@ from transformers import AutoProcessor
 
 from epd import video
 from epd.encoders import FrameSampling
-from epd.encoders.pixels import LOW_DETAIL_PIXELS
 from epd.models import embedded_model_path
+from epd.pixel_limits import LOW_DETAIL_PIXELS
 from tests.encoders.families import Family, Picture
 from tests.encoders.tiny_tiles import BUILDERS
 from tests.media import write_image

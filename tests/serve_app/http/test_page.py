@@ -16,8 +16,8 @@ import pytest
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
 from epd.encoders import FrameSampling
-from epd.encoders.reduction import KeptCells
 from epd.errors import OverloadedError
+from epd.reduction import KeptCells
 from epd.serve_app.service import AnswerItem, AnswerRequest, StageSpan
 from tests.serve_app.conftest import Front
 from tests.serve_app.fakes import WORDS, FakeService

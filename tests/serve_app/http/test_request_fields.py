@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from epd.encoders.prompt.chat import ChatMessage, ContentPart
-from epd.encoders.prompt.tool_history import ToolCall
+from epd.chat import ChatMessage, ContentPart, ToolCall
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.honoured_fields import HONOURED
 from epd.serve_app.http.requests.request_fields import NO_EFFECT, REFUSED

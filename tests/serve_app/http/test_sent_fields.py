@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from epd.encoders.prompt.chat import ChatMessage, ContentPart
+from epd.chat import ChatMessage, ContentPart
 from tests.serve_app.conftest import JSON, QUESTION, Front, data_url, image_part, video_part
 
 THEN: list[JSON] = [{"role": "user", "content": "And its colour?"}]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from epd.encoders.prompt.chat import ContentPart
+from epd.chat import ContentPart
 from tests.serve_app.conftest import JSON, QUESTION, Front
 
 WEATHER: JSON = {

@@ -18,7 +18,7 @@ from epd.serve_app.media.media_worker import MediaSettings, MediaWorker
 from epd.serve_app.network.board import Board
 from epd.serve_app.network.connector import TransportConfig
 from epd.serve_app.network.media_server import MediaServer
-from epd.serve_app.network.members import Credentials, Kind, Member, Place, Purpose, View
+from epd.serve_app.network.members import Credentials, Kind, Member, ProcessAddress, Purpose, View
 from epd.serve_app.network.remote_fleet import RemoteFleet
 from epd.serve_app.network.worker_server import WorkerServer, WorkerServerConfig
 from epd.serve_app.orchestration.config import OrchestratorConfig
@@ -85,7 +85,9 @@ class Front:
     """A front: its fleet and its orchestrator."""
 
     def __init__(self, cluster: Cluster, node_id: str = "here", **options: Any) -> None:
-        self.fleet = RemoteFleet(cluster.board, Place(HOST, node_id), Purpose(topology=cluster.topology))
+        self.fleet = RemoteFleet(
+            cluster.board, ProcessAddress(HOST, node_id), Purpose(topology=cluster.topology)
+        )
         self.ended: list[str] = []
         self.fleet.membership.on_ended = self.ended.append
         planner = RequestPlanner(cluster.model, "tiny", group_tokens=16)
@@ -153,7 +155,7 @@ class Cluster:
     async def add_stage(self, node_id: str = "here", release: str = "") -> WorkerServer:
         purpose = Purpose(topology=self.topology, release=release)
         config = WorkerServerConfig(self.settings, purpose, transport=self.transport)
-        server = WorkerServer(self.board, Place(HOST, node_id), config)
+        server = WorkerServer(self.board, ProcessAddress(HOST, node_id), config)
         server.membership.on_ended = self.ended.append
         await server.start()
         self.stages.append(server)
@@ -161,7 +163,7 @@ class Cluster:
 
     async def add_media(self, node_id: str = "here") -> MediaServer:
         server = MediaServer(
-            self.board, Place(HOST, node_id), MediaWorker(MediaSettings(self.model, ANY_FILE))
+            self.board, ProcessAddress(HOST, node_id), MediaWorker(MediaSettings(self.model, ANY_FILE))
         )
         await server.start()
         self.media.append(server)

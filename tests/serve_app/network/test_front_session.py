@@ -11,7 +11,7 @@ import pytest
 
 from epd.errors import EPDError, UnavailableError
 from epd.serve_app.network.link import Address
-from epd.serve_app.network.met_workers import MetWorkers
+from epd.serve_app.network.met_workers import KnownPeers
 from epd.serve_app.network.wire import BulkPlace, WorkerCall
 from epd.serve_app.network.worker_server import _FrontSession
 
@@ -33,7 +33,7 @@ def test_frames_that_cannot_be_fetched_hold_up_no_other_message(error: Exception
         async def fetch_bulk(_place: BulkPlace) -> Any:
             return await frames
 
-        server: Any = SimpleNamespace(handle=handle, fetch_bulk=fetch_bulk, met=MetWorkers(1.0))
+        server: Any = SimpleNamespace(handle=handle, fetch_bulk=fetch_bulk, met=KnownPeers(1.0))
         channel: Any = SimpleNamespace()
         _FrontSession(server, channel)
         answers: list[Any] = []

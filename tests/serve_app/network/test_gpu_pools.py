@@ -10,7 +10,7 @@ import torch
 from epd.serve_app.network.access import Exported, Staged
 from epd.serve_app.network.memory import PoolFiles, new_fleet_id
 from epd.serve_app.network.routes import Route
-from epd.stages.connectors import deferred
+from epd.stages.connectors import mailbox
 from epd.stages.engine.kv_pool import KVPools
 from epd.transfer.connectors import KVChunk, KVConnector, KVSpan, KVTicket, TransferOutcome
 from tests.serve_app.network.fake_gpu import FakeGpuMemory
@@ -130,7 +130,7 @@ def test_the_pool_of_a_lost_worker_is_not_read_and_forgotten(pair: Pair) -> None
 
 def test_offers_and_receipts_wait_for_the_gpu(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
-    monkeypatch.setattr(deferred, "recorded", device.recorded)
+    monkeypatch.setattr(mailbox, "recorded", device.recorded)
     pools, receiver = pair.decode()
     receiver.expect(ticket("t"))
     pair.sender.send(ticket("t"), CHUNK)
@@ -154,7 +154,7 @@ def test_parts_and_their_receipts_wait_for_the_gpu(
     _, sender = workers["p0"].kv("p0.prefill", PREFILL)
     _, receiver = workers["d0"].kv("d0.decode", DECODE)
     device = Device()
-    monkeypatch.setattr(deferred, "recorded", device.recorded)
+    monkeypatch.setattr(mailbox, "recorded", device.recorded)
     receiver.expect(ticket("t"))
     sender.send(ticket("t"), CHUNK)
     assert workers.accesses == []  # both parts are being copied out of the pool

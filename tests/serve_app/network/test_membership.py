@@ -16,7 +16,7 @@ import pytest
 from epd.serve_app.network import board as boards
 from epd.serve_app.network.board import Board
 from epd.serve_app.network.link import Address
-from epd.serve_app.network.members import Credentials, Kind, Member, Place
+from epd.serve_app.network.members import Credentials, Kind, Member, ProcessAddress
 from epd.serve_app.network.membership import Membership, end_process, start_ticks
 
 SOON_S = 10.0
@@ -58,7 +58,7 @@ def test_members_that_leave_are_not_ended(
     monkeypatch.setattr("epd.serve_app.network.membership.end_process", lambda pid, _ticks: ended.append(pid))
 
     async def run() -> None:
-        board, place = Board(), Place("127.0.0.1", "here")
+        board, place = Board(), ProcessAddress("127.0.0.1", "here")
         leaves, is_lost, watches = (Membership(board, kind, place) for _ in range(3))
         for number, each in enumerate((leaves, is_lost, watches)):
             await each.join(lambda _link: None)

@@ -11,8 +11,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from epd.serve_app.network import peer_links
-from epd.serve_app.network.peer_links import Delivery, PeerLinks
-from epd.transfer.message_channel import OutgoingChannel
+from epd.serve_app.network.peer_links import Delivery, OutgoingChannel, PeerLinks
 
 LIMIT_S = 20.0
 

@@ -9,7 +9,7 @@ import pytest
 
 from epd.control.elasticity import ReplicaConfig
 from epd.sampling_params import SamplingParams
-from epd.serve_app.orchestration.replica_advisor import ReplicaAdvisor
+from epd.serve_app.orchestration.elastic import ReplicaAdvisor
 from tests.serve_app.deployments import Question, undisturbed
 from tests.serve_app.network.cluster import clustered
 from tests.serve_app.network.test_cluster import settled, topology_seen, until

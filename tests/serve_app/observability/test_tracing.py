@@ -13,10 +13,9 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from epd.errors import RequestError, UnavailableError
-from epd.serve_app.observability.chrome_trace import TraceFolder, chrome_events, rows_of
 from epd.serve_app.observability.otel_export import OtelExport
 from epd.serve_app.observability.record import RequestTrace
-from epd.serve_app.observability.tracing import Tracing, otlp_export
+from epd.serve_app.observability.tracing import TraceFolder, Tracing, chrome_events, otlp_export, rows_of
 from epd.serve_app.service import StageSpan
 from tests.serve_app.conftest import JSON, Front
 from tests.serve_app.fakes import FakeService

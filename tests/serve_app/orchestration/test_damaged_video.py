@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from epd.encode.encoder_cache import GroupKey
-from epd.encode.substituted_frames import SubstitutedFrames
 from epd.encoders import FrameSampling
 from epd.sampling_params import SamplingParams
+from epd.serve_app.orchestration.live_answer import SubstitutedFrames
 from tests.serve_app.conftest import Front
 from tests.serve_app.deployments import Deployment, Question, deployed
 from tests.serve_app.fakes import USAGE, FakeService

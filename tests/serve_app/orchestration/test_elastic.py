@@ -16,7 +16,7 @@ from epd.errors import UnavailableError
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.serve_app.messages import WorkerLoad
-from epd.serve_app.orchestration.elastic import Elastic
+from epd.serve_app.orchestration.elastic import ElasticityLoop
 from epd.serve_app.role_messages import Onload
 from epd.serve_app.worker_info import WorkerInfo
 from tests.serve_app.deployments import Deployment, Question, deployed
@@ -148,7 +148,7 @@ def test_what_a_worker_has_room_for_ends_with_its_seats_too() -> None:
     }
     shared = shared_parts(fleet, loads=loads)
     shared.requests.switching.add("d1")
-    elastic = Elastic(shared, Arrivals(), None, unused, lambda: True)
+    elastic = ElasticityLoop(shared, Arrivals(), None, unused, lambda: True)
     samples = elastic.samples()
     assert [(each.kv_usage, each.is_switching) for each in samples] == [
         (0.75, False),

@@ -20,7 +20,7 @@ from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage
 from epd.transfer.connectors import Ticket
-from epd.transfer.reception import Grant
+from epd.transfer.transfers import Grant
 
 PLAN = MediaPlan("image", (56, 56), Grid(1, 4, 4), 1, 4)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epd.encoders.prompt.chat import text_message
+from epd.chat import text_message
 from epd.serve_app.orchestration.live_answer import fingerprint
 from epd.serve_app.service import AnswerRequest
 

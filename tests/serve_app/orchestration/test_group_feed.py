@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from epd.control.routing import InFlight, Router
 from epd.encoders import FrameSampling
@@ -20,7 +22,7 @@ from epd.models import embedded_model_path
 from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.media.fleet_media import FleetMedia
 from epd.serve_app.media_messages import CloseStream, FetchMedia, PlanImages, ReadFrames, ReadImage
-from epd.serve_app.orchestration.item_frames import ItemFrames
+from epd.serve_app.orchestration.group_feed import GroupRun, ItemFrames, plan_runs
 from epd.serve_app.orchestration.live_answer import AnswerPlan, LiveAnswer
 from epd.serve_app.orchestration.loss_counter import LossCounter
 from epd.serve_app.orchestration.request_planner import RequestPlanner
@@ -175,3 +177,20 @@ def test_a_worker_that_is_alone_is_asked_again(planner: RequestPlanner, media: d
     asyncio.run(run())
     assert num_failures == 0
     fleet.close()
+
+
+@given(st.integers(0, 400), st.integers(0, 9))
+def test_runs_cover_all_groups_once_and_in_order(num_groups: int, num_readers: int) -> None:
+    runs = plan_runs(num_groups, num_readers)
+    assert [group for run in runs for group in range(run.start, run.stop)] == list(range(num_groups))
+    assert all(num in run for run in runs for num in range(run.start, run.stop))
+    assert {run.reader for run in runs} <= set(range(max(1, num_readers)))
+    assert all(run.stop - run.start <= 16 for run in runs) or len(runs) == 1
+
+
+def test_long_videos_use_every_reader_and_short_ones_one() -> None:
+    assert plan_runs(16, 2) == (GroupRun(0, 4, 0), GroupRun(4, 8, 1), GroupRun(8, 12, 0), GroupRun(12, 16, 1))
+    assert plan_runs(7, 2) == (GroupRun(0, 7, 0),)
+    assert plan_runs(100, 1) == (GroupRun(0, 100, 0),)
+    assert plan_runs(9, 3) == (GroupRun(0, 4, 0), GroupRun(4, 8, 1), GroupRun(8, 9, 2))
+    assert [run.stop - run.start for run in plan_runs(200, 2)[:2]] == [16, 16]

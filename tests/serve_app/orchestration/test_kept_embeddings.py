@@ -14,11 +14,10 @@ from epd.encoders import FrameSampling
 from epd.encoders.groups import MediaGroup
 from epd.reduction import PREFILL_METHODS, QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
-from epd.serve_app.orchestration.item_frames import ItemFrames
+from epd.serve_app.orchestration.group_feed import ItemFrames
 from epd.serve_app.worker.worker_roles import EncodeRole
-from epd.stages.encode.encoder import EncodeStage
+from epd.stages.encode.encoder import EncodeStage, Readings
 from epd.stages.encode.encoder_pool import EncoderPool
-from epd.stages.encode.readings import Readings
 from tests.media import write_video
 from tests.serve_app.deployments import Answered, Deployment, Question, deployed
 
@@ -53,7 +52,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows as small as the groups of a deployment of tests."""
-    monkeypatch.setattr("epd.encoders.reduction.layout.WINDOW_TOKENS", 16)
+    monkeypatch.setattr("epd.encoders.reduction.reading.WINDOW_TOKENS", 16)
 
 
 @pytest.fixture

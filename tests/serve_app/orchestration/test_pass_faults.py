@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import epd.stages.engine.chunk_sampling
+import epd.stages.engine.sequence
 from epd.errors import EncodeError, InternalError
 from epd.sampling_params import SamplingParams
 from epd.serve_app.worker.media_feed import MediaFeeds
@@ -49,7 +49,7 @@ PLACES = {
     "segment": Place(TokenSequence, "segment", of_request, ZeroDivisionError),
     "text": Place(TokenSequence, "push", of_request, IndexError),
     "sampler": Place(
-        epd.stages.engine.chunk_sampling,
+        epd.stages.engine.sequence,
         "sample",
         lambda _, rows: any(row.state.params.top_k == 77 for row in rows),
         KeyError,

@@ -15,11 +15,11 @@ from epd.control.loss_policy import LossLimits
 from epd.errors import UnavailableError
 from epd.sampling_params import SamplingParams
 from epd.serve_app.messages import EncodeGroup, Prefill
-from epd.serve_app.orchestration import decode_capacity
+from epd.serve_app.orchestration import worker_calls
 from epd.serve_app.orchestration.group_feed import GroupFeed
 from epd.serve_app.orchestration.requests import Attempt
 from epd.topology import Stage
-from epd.transfer.reception import Grant
+from epd.transfer.transfers import Grant
 from tests.serve_app.deployments import (
     Answered,
     Deployment,
@@ -90,7 +90,7 @@ def test_a_worker_that_is_lost_changes_no_token(
 ) -> None:
     """The second time, prompts are submitted while room is reserved for them, however soon it is."""
     if moment:
-        monkeypatch.setattr(decode_capacity, "_SLOW_S", -1.0)
+        monkeypatch.setattr(worker_calls, "_SLOW_S", -1.0)
     seconds = random.Random(f"{victim} {moment}").uniform(0.02, 0.7)
 
     async def run() -> None:

@@ -13,7 +13,7 @@ from epd.control.elasticity import (
     StageTraffic,
     WorkerStanding,
 )
-from epd.serve_app.orchestration.replica_advisor import ReplicaAdvisor
+from epd.serve_app.orchestration.elastic import ReplicaAdvisor
 from epd.topology import STAGES, Stage
 
 QUICK = ReplicaConfig(up_delay_s=0.0, down_delay_s=0.0)

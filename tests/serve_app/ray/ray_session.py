@@ -19,7 +19,7 @@ from ray.serve.config import ProxyLocation
 from epd.serve_app.app import application, build_app
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.address import HttpAddress
-from epd.serve_app.network.members import Member, Place, Purpose
+from epd.serve_app.network.members import Member, ProcessAddress, Purpose
 from epd.serve_app.network.memory import orphans
 from epd.serve_app.network.remote_fleet import RemoteFleet
 from epd.serve_app.orchestration.config import OrchestratorConfig
@@ -85,7 +85,7 @@ class RayDeployment(Deployment):
     def __init__(self, path: Path, **options: Any) -> None:
         """options: of OrchestratorConfig"""
         node_id = ray.get_runtime_context().get_node_id()
-        place, purpose = Place("127.0.0.1", node_id), Purpose(str(path.resolve()))
+        place, purpose = ProcessAddress("127.0.0.1", node_id), Purpose(str(path.resolve()))
         self.ray_fleet = RemoteFleet(RayBoard("epd"), place, purpose)
         planner = RequestPlanner(path, "tiny", group_tokens=16)
         self.service = Orchestrator(

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from epd.control.supervision import ClusterWatch
 from epd.serve_app.ray.process_tree import children
+from epd.serve_app.ray.supervisor import ClusterWatch
 from tests.serve_app.cli.test_serve_command import MARK, processes_with
 from tests.serve_app.server import wait_until
 

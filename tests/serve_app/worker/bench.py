@@ -22,7 +22,7 @@ from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.stages.engine.generation import TokenOutput
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket
-from epd.transfer.reception import Grant
+from epd.transfer.transfers import Grant
 from epd.types import UInt8Array
 from epd.video import open_file
 from tests.engine_options import parted

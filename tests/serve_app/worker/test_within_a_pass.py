@@ -20,7 +20,7 @@ from epd.serve_app.worker.worker_roles import EncodeRole
 from epd.serve_app.worker.worker_thread import Call
 from epd.stages.decoder.decoder import FusedDecoder
 from epd.topology import Stage
-from epd.transfer.reception import Grant
+from epd.transfer.transfers import Grant
 from tests.serve_app.deployments import Question
 from tests.serve_app.worker.bench import Bench
 from tests.serve_app.worker.threads import KeepingThread

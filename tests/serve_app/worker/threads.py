@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from epd.serve_app.messages import WorkerReport
 from epd.serve_app.worker.worker_stages import Transport, WorkerSettings
-from epd.serve_app.worker.worker_thread import Listener, WorkerThread
+from epd.serve_app.worker.worker_thread import WorkerCallbacks, WorkerThread
 from epd.topology import Stage
 
 
@@ -17,7 +17,7 @@ class KeepingThread(WorkerThread):
     def __init__(
         self, name: str, roles: frozenset[Stage], settings: WorkerSettings, transport: Transport
     ) -> None:
-        super().__init__(name, roles, settings, transport, Listener(self._keep, self._fail))
+        super().__init__(name, roles, settings, transport, WorkerCallbacks(self._keep, self._fail))
         self.failure = ""
         self._reports: list[WorkerReport] = []
         self._has_reports = asyncio.Event()

@@ -15,8 +15,7 @@ from epd.kv.drafting import MOST_DRAFTS
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, register, write_kv
 from epd.stages.attention.gathered import GatheredPiece
 from epd.stages.attention.host import HostPlan
-from epd.stages.attention.pieces import Piece, UnmaskedPiece
-from epd.stages.attention.runs import SharedRun, find_runs
+from epd.stages.attention.pieces import Piece, SharedRun, UnmaskedPiece, find_runs
 from epd.stages.engine.kv_pool import KVLayout, KVPool, StorageOrder
 
 # (query heads, KV heads, head dim)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from epd.encoders.patches import PatchSpec, patchify
-from epd.stages.attention import prefixes
+from epd.stages.attention import device as attention_device
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
 from epd.stages.attention.device import DecodeRoom, DecodeWork, DeviceHeads, DevicePlan, decode_work
 from tests.stages.attention.test_attention import Case, filled, make_case, naive, share
@@ -94,7 +94,7 @@ def sharing(case: Case, num_blocks: int) -> Case:
 
 @contextmanager
 def sharing_pays() -> Iterator[None]:
-    with patch.object(prefixes, "LAUNCH_BYTES", 0):
+    with patch.object(attention_device, "LAUNCH_BYTES", 0):
         yield
 
 
@@ -170,8 +170,7 @@ def refilled(batch: AttentionBatch, heads: DeviceHeads, num_rows: int, max_block
 
 def compare_moves(device: str, dtype: torch.dtype = torch.float32) -> None:
     """Writing, bit by bit; keys are transposed views, as from transformers. Then blocks of another pool."""
-    from epd.stages.kernels.block_copies import copy_blocks_fused
-    from epd.stages.kernels.kv_slots import write_slots
+    from epd.stages.kernels.kv_slots import copy_blocks_fused, write_slots
 
     torch.manual_seed(0)
     slots = torch.tensor([7, 0, 30, 31, 12], device=device)

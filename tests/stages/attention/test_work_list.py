@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from epd.stages.attention.device import DeviceHeads, PassWork
-from epd.stages.attention.prefixes import shared_prefixes
-from epd.stages.attention.runs import SharedRun
+from epd.stages.attention.device import DeviceHeads, PassWork, shared_prefixes
+from epd.stages.attention.pieces import SharedRun
 from epd.stages.kernels.work_list import ITEM_WIDTH, MERGE_WIDTH, Tiles, keys_each, segment_tiles, work_list
 
 HEADS = DeviceHeads(7, 4, 128, torch.bfloat16, num_processors=132, chip=90)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from epd.stages.connectors import deferred
+from epd.stages.connectors import mailbox
 from epd.stages.connectors.in_process import InProcessConnector, InProcessHub
 from epd.stages.engine.kv_pool import KVPools
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, TransferOutcome
@@ -40,7 +40,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
-    monkeypatch.setattr(deferred, "recorded", device.recorded)
+    monkeypatch.setattr(mailbox, "recorded", device.recorded)
     return device
 
 

@@ -108,7 +108,7 @@ def main() -> None:
         counts = of_one_layer(name)
         kernels, _ = launches(name, 3)
         warm, _ = launches(name, 3, is_warm_up=True)
-        others = {"_attend_kernel", "_merge_kernel"}  # that `epd.stages.attention.warm_up` launches
+        others = {"_attend_kernel", "_merge_kernel"}  # that `epd.stages.engine.model_runner` launches
         missing = {each[0] for each in variants(kernels) - variants(warm)} - others
         print(f"{name}: {counts.total()} launches of {sorted(counts)}; not warm: {sorted(missing)}")
 

@@ -10,8 +10,14 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 
-from epd.stages.decoder.operations import RmsNorm, add_rms_norm, norm_rotate_write, rotate, silu_mul
-from epd.stages.decoder.rotary import Rotations
+from epd.stages.decoder.operations import (
+    RmsNorm,
+    Rotations,
+    add_rms_norm,
+    norm_rotate_write,
+    rotate,
+    silu_mul,
+)
 from epd.stages.decoder.text_model import text_model
 from tests.stages.decoder.text_models import CONFIGS
 

@@ -18,7 +18,7 @@ from epd.errors import EncodeError
 from epd.stages.encode.embedding_receiver import EmbeddingReceiver
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
 from epd.transfer.connectors import Ticket
-from epd.transfer.reception import Grant
+from epd.transfer.transfers import Grant
 from tests.stages.encode.group_frames import FramesOf
 
 

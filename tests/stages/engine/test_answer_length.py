@@ -14,7 +14,7 @@ from epd.kv.drafting import DraftConfig
 from epd.kv.kv_identity import token_identity
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
-from epd.stages.sampling.token_rows import TokenRows
+from epd.stages.engine.sequence import TokenRows
 from tests.stages.conftest import Subject
 from tests.stages.prompts import Drive
 

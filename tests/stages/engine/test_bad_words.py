@@ -15,7 +15,7 @@ import torch
 from epd.kv.drafting import DraftConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.generation import GenerationSettings
-from epd.stages.sampling.bad_words import with_bad_tokens
+from epd.stages.sampling.sampling_state import with_bad_tokens
 from epd.types import Int64Array
 from tests.stages.conftest import Subject
 from tests.stages.grammar.formats import regex

@@ -18,7 +18,7 @@ from torch import Tensor
 from epd.kv.drafting import DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from epd.stages.attention import prefixes
+from epd.stages.attention import device as attention_device
 from epd.stages.engine.decode_graphs import DecodeGraphs, graph_sizes
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.kv_pool import KVGroupShape, KVPoolsShape
@@ -131,10 +131,10 @@ def test_questions_about_one_video_replay_the_pass_that_reads_it_once(
     subjects: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch, watched: Watched
 ) -> None:
     """Where that pays; captures 0, 2 and 4 are of it, for 6, 4 and 2 rows."""
-    monkeypatch.setattr(prefixes, "LEAST_KEYS", 32)
+    monkeypatch.setattr(attention_device, "LEAST_KEYS", 32)
     subject = subjects("qwen2_5_vl")
     for launch_bytes, shared in ((0, {2, 4}), (2**40, set())):
-        monkeypatch.setattr(prefixes, "LAUNCH_BYTES", launch_bytes)
+        monkeypatch.setattr(attention_device, "LAUNCH_BYTES", launch_bytes)
         engine = captured(subject, graphs := Repeats(), enable_prefix_caching=True)
         prompt = max(subject.prompts, key=lambda each: len(each.plan))
         drive = Drive(engine, seed=5)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import epd.stages.engine.chunk_sampling
+import epd.stages.engine.sequence
 from epd.errors import InternalError, RankLostError
 from epd.kv.drafting import DraftConfig
 from epd.sampling_params import SamplingParams
@@ -70,14 +70,14 @@ def set_runner(trap: Trap, patch: pytest.MonkeyPatch) -> None:
 
 
 def set_sampler(trap: Trap, patch: pytest.MonkeyPatch) -> None:
-    sample = epd.stages.engine.chunk_sampling.sample
+    sample = epd.stages.engine.sequence.sample
 
     def sample_rows(logits: torch.Tensor, rows: Any) -> Any:
         for row in rows:
             trap.check(CULPRIT if row.state.params.top_k == 77 else "")
         return sample(logits, rows)
 
-    patch.setattr(epd.stages.engine.chunk_sampling, "sample", sample_rows)
+    patch.setattr(epd.stages.engine.sequence, "sample", sample_rows)
 
 
 def set_method(name: str) -> Callable[[Trap, pytest.MonkeyPatch], None]:

@@ -231,7 +231,7 @@ def test_every_family_keeps_what_transformers_layers_choose(
     method: str, family: Family, clip: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Qwen3-VL's rows are chosen behind the last layer that deepstack features are added to."""
-    monkeypatch.setattr("epd.encoders.reduction.layout.WINDOW_TOKENS", 24)
+    monkeypatch.setattr("epd.encoders.reduction.reading.WINDOW_TOKENS", 24)
     pipeline = ColocatedPipeline.load(family.path)
     encoded = pipeline.encode_media([clip], num_frames=12)
     policy = ReductionPolicy(method, 0.4, 0.6 if method == "fastkv" else None)
@@ -353,7 +353,7 @@ def mix(
         "whole": ReductionPolicy(),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("epd.encoders.reduction.layout.WINDOW_TOKENS", SMALL_WINDOW_TOKENS)
+        patch.setattr("epd.encoders.reduction.reading.WINDOW_TOKENS", SMALL_WINDOW_TOKENS)
         return answered_alone(engines, pipeline, short, questions[:2], policies)
 
 

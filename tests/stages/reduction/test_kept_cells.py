@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from epd.encoders.reduction import KeptCells, reduce_prompt
+from epd.encoders.reduction import reduce_prompt
 from epd.models import embedded_model_path
-from epd.reduction import ReductionPolicy
-from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.reduction import KeptCells, ReductionPolicy
+from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from tests.colocated import ColocatedPipeline, EncodedMedia
 from tests.serve_app.deployments import Answered, Question, deployed
 

@@ -260,7 +260,7 @@ def mix(
         "whole": ReductionPolicy(),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("epd.encoders.reduction.layout.WINDOW_TOKENS", SMALL_WINDOW_TOKENS)
+        patch.setattr("epd.encoders.reduction.reading.WINDOW_TOKENS", SMALL_WINDOW_TOKENS)
         return answered_alone(engines, pipeline, short, questions[:2], policies)
 
 

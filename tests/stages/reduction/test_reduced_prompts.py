@@ -16,7 +16,7 @@ from epd.encoders.identity import prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.models import embedded_model_path
 from epd.reduction import SELECTION_METHODS, ReductionPolicy
-from epd.stages.encode.splicing import EmbeddingSplicer
+from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from tests.colocated import ColocatedPipeline, EncodedMedia
 from tests.encoders.families import QUESTION, Family
 from tests.serve_app.deployments import Question, deployed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from benchmarks.reduction_costs import counted_flops, embedded_pipeline, encoded_video, prompt_costs
+from benchmarks.reduction.reduction_costs import counted_flops, embedded_pipeline, encoded_video, prompt_costs
 from epd.reduction import ReductionPolicy
 from epd.stages.decoder.linear import OneDnnLinear
 

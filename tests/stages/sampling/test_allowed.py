@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from epd.sampling_params import SamplingParams
-from epd.stages.sampling.allowed import _unpacked, _unpacked_by_shifts, allowed_tokens, ruled_out
+from epd.stages.sampling.candidates import _unpacked, _unpacked_by_shifts, allowed_tokens, ruled_out
 from epd.stages.sampling.sampler import sample
 from epd.stages.sampling.sampling_state import SamplingRow, SamplingState
 

@@ -17,7 +17,7 @@ from epd.video.sources.local_files import open_file
 from tests.tiny_audio import tones, with_sound, write_audio
 
 RATE = 16_000
-ALL = video.AudioPart(RATE, 60 * RATE)
+ALL = video.AudioSlice(RATE, 60 * RATE)
 FORMATS = {  # file: codec, rate, channels, and how far from the tone it may be
     "a.wav": ("pcm_s16le", 44_100, 2, 1e-3),
     "a.flac": ("flac", 48_000, 1, 1e-3),
@@ -55,7 +55,7 @@ def test_samples_equal_a_plain_decode_of_the_whole(files: dict[str, Path], name:
     assert (facts.kind, facts.fps) == (video.media_kind(path), rate) == ("audio", rate)
     assert facts.num_frames / rate == pytest.approx(3.3, abs=0.1)
     assert np.array_equal(video.load_audio(path, ALL), whole)
-    part = video.AudioPart(RATE, RATE, 1.25, 2.0)
+    part = video.AudioSlice(RATE, RATE, 1.25, 2.0)
     assert np.array_equal(video.load_audio(path, part), whole[20_000:32_000])
     tone = tones(3.3, RATE)[0] / channels
     errors = np.abs(whole[: len(tone)] - tone[: len(whole)])
@@ -81,7 +81,7 @@ def test_children_decode_the_same(files: dict[str, Path], tmp_path: Path) -> Non
                 assert children.look(file, "it") == video.look(path)
                 assert np.array_equal(children.load_audio(file, "it", ALL), video.load_audio(path, ALL))
                 with pytest.raises(MediaLimitError, match=r"^it has more than 1 s of sound"):
-                    children.load_audio(file, "it", video.AudioPart(RATE, RATE))
+                    children.load_audio(file, "it", video.AudioSlice(RATE, RATE))
     finally:
         children.close()
 
@@ -98,10 +98,10 @@ def test_a_video_has_sound_of_its_own(files: dict[str, Path], media: dict[str, P
 
 def test_lengths_are_limited(files: dict[str, Path]) -> None:
     with pytest.raises(MediaLimitError, match="more than 2 s of sound from 1 s on; allowed up to that"):
-        video.load_audio(files["a.wav"], video.AudioPart(RATE, 2 * RATE, 1.0))
-    assert len(video.load_audio(files["a.wav"], video.AudioPart(RATE, 2 * RATE, 1.0, 3.0))) == 2 * RATE
+        video.load_audio(files["a.wav"], video.AudioSlice(RATE, 2 * RATE, 1.0))
+    assert len(video.load_audio(files["a.wav"], video.AudioSlice(RATE, 2 * RATE, 1.0, 3.0))) == 2 * RATE
     with pytest.raises(RequestError, match=r"received a part from 9 s to the end of .*, which has 3.3 s"):
-        video.load_audio(files["a.wav"], video.AudioPart(RATE, RATE, 9.0))
+        video.load_audio(files["a.wav"], video.AudioSlice(RATE, RATE, 9.0))
     with pytest.raises(MediaLimitError, match=r"has 3.3 seconds; allowed 3; cut it"):
         video.look(files["a.wav"], limits=video.Limits(max_duration_s=3))
 

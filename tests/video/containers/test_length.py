@@ -182,9 +182,9 @@ def test_a_part_of_the_sound_is_timed_as_the_picture_is(clip: Clip, tmp_path: Pa
     path = beside_sound(
         clip("h264_b.mp4"), tmp_path / f"late.{suffix}", picture_s=0.5, sound_s=1.5, seconds=3
     )
-    whole = video.load_audio(path, video.AudioPart(RATE, 60 * RATE))
+    whole = video.load_audio(path, video.AudioSlice(RATE, 60 * RATE))
     assert len(whole) / RATE == pytest.approx(3, abs=0.1)
-    part = video.load_audio(path, video.AudioPart(RATE, 60 * RATE, 2.0, 2.5))
+    part = video.load_audio(path, video.AudioSlice(RATE, 60 * RATE, 2.0, 2.5))
     assert len(part) == RATE // 2
     place = next(at for at in range(len(whole)) if np.array_equal(whole[at : at + 2000], part[:2000]))
     assert place / RATE == pytest.approx(1.0, abs=0.1)  # the sound begins a second after the picture
@@ -287,8 +287,8 @@ def test_a_large_mkv_is_not_read_as_a_whole(
     """The last GOP tells the end; a header's rate that does not hold there is not believed."""
     path = repeat(clip("h264_b.mp4"), tmp_path / "long.mkv", 10)
     whole = video.look(path)
-    monkeypatch.setattr("epd.video.containers.measure._SMALL_BYTES", 0)
-    monkeypatch.setattr("epd.video.containers.measure._Reading.whole", None)
+    monkeypatch.setattr("epd.video.containers.probe._SMALL_BYTES", 0)
+    monkeypatch.setattr("epd.video.containers.probe._Reading.whole", None)
     assert video.look(path) == whole
     assert whole.num_frames == 10 * NUM_FRAMES
 
@@ -298,8 +298,8 @@ def test_a_large_mkv_whose_rate_lies_is_read_as_a_whole(
 ) -> None:
     """Its frames are counted from the start of the file, wherever the look at its end has left it."""
     path = repeat(clip("vfr.mp4"), tmp_path / "long.mkv", 4)
-    monkeypatch.setattr("epd.video.containers.measure._SMALL_BYTES", 0)
-    monkeypatch.setattr("epd.video.containers.measure._MIN_FRAMES_FOR_RATE", 1000)
+    monkeypatch.setattr("epd.video.containers.probe._SMALL_BYTES", 0)
+    monkeypatch.setattr("epd.video.containers.probe._MIN_FRAMES_FOR_RATE", 1000)
     assert video.look(path).num_frames == 4 * NUM_FRAMES
 
 

@@ -1,0 +1,1 @@
+"""Measures how roles and replicas follow traffic."""

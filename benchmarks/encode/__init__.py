@@ -1,0 +1,1 @@
+"""Measures encoding: sizes of groups, towers and processors."""

@@ -1,0 +1,1 @@
+"""Measures the engine: passes, steps, drafts, loading, and profiles on a GPU."""

@@ -1,0 +1,173 @@
+"""A checkpoint of 3B parameters on a CPU: its memory while it loads, and its answer in bfloat16.
+
+    python -m benchmarks.engine.large_checkpoint [--folder DIR] [--section load|answer]
+
+The checkpoint has the shape of Qwen2.5-VL-3B and random weights in bfloat16, 7.5 GB; it is written to a
+temporary folder (8 GB of disk), or to --folder, where a later run finds it.
+load: in a process of its own for each type. Peak is the most resident memory while loading and while every
+weight is read once, above what the process had before; mapped pages count. bfloat16 is mapped, float16
+converted tensor by tensor.
+answer: about a drawn video of 60 s; the same question to `generate`, in the same type, in another process.
+Results go to benchmarks/results/large_checkpoint.{json,md}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoProcessor
+
+from benchmarks.gpu.checkpoint import write_full
+from benchmarks.reporting import Row, Section, run_sections, setting
+from epd.encoders import FrameSampling
+from epd.engine_config import EngineConfig
+from epd.host_memory import resident_bytes
+from epd.shapes import make_scene
+from epd.stages.loading.weight_files import num_weight_bytes
+from epd.stages.loading.weights import load_role
+from epd.stages.placement import DTYPES, Placement
+from epd.video.demo_video import write_demo_video
+from tests.colocated import ColocatedPipeline
+from tests.positions import trained_positions_in
+from tests.reference import processor_inputs
+from tests.tiny_models import load_reference
+
+CHECKPOINT, FRAME_SIZE = "Qwen2.5-VL-3B", (168, 308)
+DURATION_S, NUM_FRAMES, MAX_TOKENS = 60.0, 8, 24
+QUESTION = "Which shape appears first?"
+NUM_KV_TOKENS = 4096
+_GB = 1e9
+_PIECE = 1 << 20  # values that are read at once
+
+
+def on_cpu(dtype: str) -> Placement:
+    return Placement(torch.device("cpu"), DTYPES[dtype])
+
+
+def load(folder: Path, dtype: str) -> Row:
+    """Loads the model and reads every weight once."""
+    before, start_s = resident_bytes("VmRSS"), time.perf_counter()
+    loaded = load_role(folder, "whole", on_cpu(dtype))
+    load_s = time.perf_counter() - start_s
+    for parameter in loaded.model.parameters():
+        for piece in parameter.view(-1).split(_PIECE):
+            piece.sum()
+    size = num_weight_bytes(folder, DTYPES[dtype])
+    peak = resident_bytes("VmHWM") - before
+    return {
+        "type": dtype,
+        "weights, GB": round(size / _GB, 2),
+        "peak, GB": round(peak / _GB, 2),
+        "peak / weights": round(peak / size, 3),
+        "load, s": round(load_s, 1),
+    }
+
+
+def ours(folder: Path, dtype: str) -> Row:
+    """Answers with the pipeline."""
+    before = resident_bytes("VmRSS")
+    pipeline = ColocatedPipeline.load(
+        folder, EngineConfig(device="cpu", dtype=dtype, num_kv_tokens=NUM_KV_TOKENS)
+    )
+    answer = pipeline.ask([clip_in(folder)], QUESTION, num_frames=NUM_FRAMES, max_tokens=MAX_TOKENS)
+    peak = resident_bytes("VmHWM") - before
+    tpot_s = (answer.timings.total_s - answer.ttft_s) / max(1, len(answer.token_ids) - 1)
+    return {
+        "token_ids": answer.token_ids,
+        "visual tokens": answer.usage.visual_tokens,
+        "peak, GB": round(peak / _GB, 2),
+        "TTFT, s": round(answer.ttft_s, 1),
+        "TPOT, s": round(tpot_s, 2),
+    }
+
+
+@torch.inference_mode()
+def theirs(folder: Path, dtype: str) -> Row:
+    """Answers with transformers, from the frames that its own processor takes."""
+    processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+    sampling = FrameSampling(num_frames=NUM_FRAMES)
+    inputs = processor_inputs(processor, [clip_in(folder)], QUESTION, sampling)
+    model = load_reference(folder, DTYPES[dtype])
+    with trained_positions_in(model):
+        found = model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)
+    return {"token_ids": found[0, inputs["input_ids"].shape[1] :].tolist()}
+
+
+CHILDREN: Mapping[str, Callable[[Path, str], Row]] = {"load": load, "ours": ours, "theirs": theirs}
+
+
+def child(name: str, folder: Path, dtype: str) -> Row:
+    """Runs one of CHILDREN in a process of its own, whose memory is its own too."""
+    command = [sys.executable, "-m", "benchmarks.engine.large_checkpoint", "--child", name]
+    done = subprocess.run(
+        [*command, "--folder", str(folder), "--dtype", dtype], stdout=subprocess.PIPE, text=True, check=True
+    )
+    row: Row = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def load_rows(folder: Path) -> list[Row]:
+    return [child("load", folder, dtype) for dtype in ("bfloat16", "float16")]
+
+
+def answer_rows(folder: Path) -> list[Row]:
+    found = child("ours", folder, "bfloat16")
+    expected = child("theirs", folder, "bfloat16")["token_ids"]
+    got = found.pop("token_ids")
+    pairs = zip(got, expected, strict=False)
+    num_equal = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(got), len(expected)))
+    first = {"type": "bfloat16", "video, s": DURATION_S, "frames": NUM_FRAMES}
+    return [first | found | {"first tokens equal to generate's": f"{num_equal} of {len(expected)}"}]
+
+
+def clip_in(folder: Path) -> Path:
+    return folder / "clip.mp4"
+
+
+def prepare(folder: Path) -> Path:
+    """Writes the checkpoint and the video, if they are not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "model.safetensors.index.json").exists():
+        torch.manual_seed(0)
+        write_full(CHECKPOINT, folder, FRAME_SIZE, on_cpu("bfloat16"))
+    if not clip_in(folder).exists():
+        write_demo_video(clip_in(folder), make_scene(7, DURATION_S), fps=8, height=180, width=320)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--section", choices=["load", "answer"])
+    parser.add_argument("--child", choices=list(CHILDREN), help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", default="bfloat16", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(CHILDREN[options.child](options.folder, options.dtype)))
+        return
+    with tempfile.TemporaryDirectory(prefix="epd-large-") as temporary:
+        folder = prepare(options.folder or Path(temporary))
+        sections: dict[str, Section] = {
+            "load": Section("Loading", partial(load_rows, folder)),
+            "answer": Section("An answer", partial(answer_rows, folder)),
+        }
+        wanted = [options.section] if options.section else list(sections)
+        run_sections("large_checkpoint", "A checkpoint of 3B parameters", sections, wanted, here)
+
+
+def here() -> dict[str, Any]:
+    return setting(("torch", "transformers", "safetensors"), checkpoint=f"{CHECKPOINT}, random weights")
+
+
+if __name__ == "__main__":
+    main()

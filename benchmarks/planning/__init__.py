@@ -1,0 +1,1 @@
+"""Measures the planner and the simulator against live runs and published tables."""

@@ -1,0 +1,1 @@
+"""Measures fewer visual tokens: their costs, their accuracy, and switches of retention."""

@@ -1,0 +1,256 @@
+"""What reduction costs and saves, measured and not timed: operations, KV blocks held, bytes sent.
+
+    python -m benchmarks.reduction.reduction_costs [--quick]
+
+    tower -> prefill worker: prompt, first token -> decode worker: the rest
+
+Operations are those of the matrix products that torch carries out, in the tower and for a prompt to its
+first token, without the half of attention that a causal kernel leaves out. Blocks and bytes are those of the
+pools: embeddings that one encoder sends to the prefill worker, keys and values sent to the decode worker.
+Nothing depends on the clock. Results go to benchmarks/results/reduction_costs.{json,md}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.reporting import Row, Section, run_sections, setting
+from epd.encoders import load_adapter
+from epd.encoders.adapter import Embeddings, PromptPlan
+from epd.encoders.identity import prompt_identity
+from epd.encoders.reduction import reduce_prompt
+from epd.encoders.reduction.reading import ItemReduction, is_cut_at_encoder
+from epd.engine_config import EngineConfig
+from epd.models import embedded_model_path
+from epd.reduction import METHODS, ReductionPolicy
+from epd.sampling_params import SamplingParams
+from epd.shapes import make_scene
+from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.decode import DecodeStage
+from epd.stages.encode.embedding_receiver import EmbeddingSplicer
+from epd.stages.encode.encoder import Readings
+from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.generation import GenerateRequest, generation_settings
+from epd.stages.engine.kv_pool import KVPools
+from epd.stages.engine.setup import build_engine
+from epd.stages.loading.weights import load_role
+from epd.stages.placement import Placement
+from epd.stages.prefill import PrefillStage
+from epd.stages.visual_inputs import PlacedEmbeddings
+from epd.transfer.connectors import KVChunk, KVTicket
+from epd.video.demo_video import write_demo_video
+from tests.colocated import ColocatedPipeline, EncodedMedia
+
+RETENTIONS = (0.5, 0.25, 0.2, 0.15, 0.1, 0.078)
+# Of FastKV's two rates: what is kept, and what later layers compute; 10 % of 20 % is published.
+TWO_RATES = ((0.25, 0.5), (0.1, 0.2), (0.1, 0.5))
+FRAMES = (32, 128, 512)
+ALL_TOKENS = "all tokens"
+QUESTION = "Which shape appears first?"
+SEED = 5_000_001
+# Room of each worker.
+KV_TOKENS = 2**13
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCosts:
+    """Holds what one prompt took.
+
+    decoder_flops: of the prompt to its first token, what chooses tokens included.
+    encoded_bytes: of embeddings on their way to the prefill worker. handed_over_bytes: of keys and values.
+    peak_blocks, prefill_blocks, decode_blocks: of keys and values: the most that the prefill worker held for
+        the prompt, what it held once that was computed, and what the decode worker did.
+    """
+
+    decoder_flops: int
+    encoded_bytes: int
+    handed_over_bytes: int
+    peak_blocks: int
+    prefill_blocks: int
+    decode_blocks: int
+
+
+@contextmanager
+def counted_flops() -> Iterator[FlopCounterMode]:
+    """Counts the operations of all matrix products in the block: `get_total_flops`."""
+    products = {torch.ops.mkldnn._linear_pointwise: _linear_flops}
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with FlopCounterMode(display=False, custom_mapping=products | {attention: _attention_flops}) as counter:
+        yield counter
+
+
+def _linear_flops(rows: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
+    return int(2 * prod(rows) * out_shape[-1])
+
+
+def _attention_flops(
+    query: Sequence[int],
+    key: Sequence[int],
+    value: Sequence[int],
+    dropout: float = 0.0,  # noqa: ARG001 - passed by place
+    is_causal: bool = False,
+    **_: Any,
+) -> int:
+    """Returns two operations for each product of scores and of values; shapes are [B, H, T, D]."""
+    pairs = query[2] * key[2]
+    if is_causal:  # row i sees the first i + 1 keys
+        num_seen = min(query[2], key[2])
+        pairs = num_seen * (num_seen + 1) // 2 + max(query[2] - num_seen, 0) * key[2]
+    return 2 * query[0] * query[1] * pairs * (query[3] + value[3])
+
+
+def prompt_costs(
+    pipeline: ColocatedPipeline, model: Any, encoded: EncodedMedia, question: str, policy: ReductionPolicy
+) -> PromptCosts:
+    """Runs one prompt through a prefill and a decode worker of this model, until it decodes."""
+    plan = reduce_prompt(pipeline.adapter.plan_prompt(encoded.plans, question), policy)
+    request = GenerateRequest("r", plan, prompt_identity(plan, _names(encoded)), SamplingParams(max_tokens=2))
+    hub, here, there = InProcessHub(), _engine(pipeline, model), _engine(pipeline, model)
+    received = _WatchedPools(there.pools)
+    prefill = PrefillStage(here, hub.connect("p", here.pools))
+    decode = DecodeStage(there, hub.connect("d", received))
+    prefill.submit(request, decode.reserve("r", "p", request.identity, request.sampling, plan.num_dropped))
+    peak = num_bytes = 0
+    with counted_flops() as counter:
+        for placed, sent in _sent(pipeline, encoded, plan):
+            num_bytes += _num_bytes(sent)
+            if placed is not None:
+                prefill.add_embeddings("r", placed)
+        while not here.is_held("r"):
+            prefill.step()
+            peak = max(peak, len(here.kv.block_table("r")))
+    decode.reception.poll()
+    return PromptCosts(
+        decoder_flops=counter.get_total_flops(),
+        encoded_bytes=num_bytes,
+        handed_over_bytes=received.num_bytes,
+        peak_blocks=peak,
+        prefill_blocks=len(here.kv.block_table("r")),
+        decode_blocks=len(there.kv.block_table("r")),
+    )
+
+
+def _sent(
+    pipeline: ColocatedPipeline, encoded: EncodedMedia, plan: PromptPlan
+) -> Iterator[tuple[PlacedEmbeddings | None, Embeddings]]:
+    """Yields what each group completes of the prompt, and what one encoder of all groups sends of it."""
+    adapter, whole = pipeline.adapter, [group for group, _ in encoded.groups]
+    splicer, readings = EmbeddingSplicer(adapter, plan), Readings(adapter.join)
+    for group, embeddings in encoded.groups:
+        if is_cut_at_encoder(plan, [each for each in whole if each.item == group.item]):
+            name = f"item {group.item}"
+            readings.open(name, ItemReduction.of(plan, whole, group.item), "r", "p")
+            kept, places = readings.read(name, group, embeddings)
+            yield splicer.place(group, kept, places), kept
+        else:
+            yield splicer.push(group, embeddings), embeddings
+
+
+class _WatchedPools:
+    """Counts the bytes that a decode worker receives."""
+
+    def __init__(self, pools: KVPools) -> None:
+        self._pools = pools
+        self.device = pools.device
+        self.num_bytes = 0
+
+    def receive(self, ticket: KVTicket, source: KVChunk, source_pool: KVPools) -> None:
+        for span in source.spans:
+            layout = self._pools.groups[span.layer_group].layout
+            self.num_bytes += (span.stop - span.start) * layout.bytes_per_token
+        self._pools.receive(ticket, source, source_pool)
+
+
+def _engine(pipeline: ColocatedPipeline, model: Any) -> LanguageEngine:
+    options = EngineConfig(num_kv_tokens=KV_TOKENS)
+    return build_engine(model, pipeline.adapter, pipeline.settings, options=options)
+
+
+def _names(encoded: EncodedMedia) -> list[str]:
+    return [f"item {number}" for number in range(len(encoded.plans))]
+
+
+def _num_bytes(embeddings: Embeddings) -> int:
+    return sum(rows.nbytes for rows in (embeddings.rows, *embeddings.deepstack))
+
+
+def encoded_video(pipeline: ColocatedPipeline, num_frames: int) -> EncodedMedia:
+    """Encodes a drawn video of one frame a second."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "video.mp4"
+        write_demo_video(path, make_scene(SEED, float(num_frames)), fps=2, height=360, width=640)
+        return pipeline.encode_media([path], num_frames=num_frames)
+
+
+def embedded_pipeline() -> tuple[ColocatedPipeline, Any]:
+    """Loads the embedded model, on one thread, and what is behind the pipeline."""
+    path = embedded_model_path()
+    adapter, model = load_adapter(path), load_role(path, "whole", Placement.resolve(model_path=path)).model
+    torch.set_num_threads(1)
+    return ColocatedPipeline(model, adapter, settings=generation_settings(path, adapter)), model
+
+
+def cost_rows(num_frames: int) -> list[Row]:
+    """Measures every method at every retention, all tokens first."""
+    pipeline, model = embedded_pipeline()
+    with counted_flops() as tower:
+        encoded = encoded_video(pipeline, num_frames)
+    policies = [ReductionPolicy()]
+    policies += [ReductionPolicy(method, retention) for method in METHODS for retention in RETENTIONS]
+    policies += [ReductionPolicy("fastkv", *shares) for shares in TWO_RATES]
+    costs = [prompt_costs(pipeline, model, encoded, QUESTION, policy) for policy in policies]
+    return [
+        _row(policy, each, costs[0], tower.get_total_flops())
+        for policy, each in zip(policies, costs, strict=True)
+    ]
+
+
+def _row(policy: ReductionPolicy, costs: PromptCosts, whole: PromptCosts, tower_flops: int) -> Row:
+    decoder, both = costs.decoder_flops, costs.decoder_flops + tower_flops
+    return {
+        "method": policy.method if policy.is_on else ALL_TOKENS,
+        "retention": policy.retention,
+        "compute_share": policy.later_share,
+        "tower_gflop": round(tower_flops / 1e9, 2),
+        "prompt_gflop": round(decoder / 1e9, 3),
+        "fewer_in_prompt": f"{1 - decoder / whole.decoder_flops:.1%}",
+        "fewer_in_all": f"{1 - both / (whole.decoder_flops + tower_flops):.1%}",
+        "kv_blocks_at_most": costs.peak_blocks,
+        "kv_blocks_prefill": costs.prefill_blocks,
+        "kv_blocks_decode": costs.decode_blocks,
+        "sent_to_prefill_mb": round(costs.encoded_bytes / 1e6, 3),
+        "sent_to_decode_mb": round(costs.handed_over_bytes / 1e6, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the shortest video; writes nothing")
+    is_quick = parser.parse_args().quick
+    sections = {
+        f"{frames} frames": Section(f"{frames} frames", partial(cost_rows, frames))
+        for frames in (FRAMES[:1] if is_quick else FRAMES)
+    }
+    run_sections(
+        "reduction_costs",
+        "What reduction costs and saves",
+        sections,
+        list(sections),
+        lambda: setting(("torch", "transformers"), checkpoint="shapes-vl, float32, blocks of 16 tokens"),
+        save=not is_quick,
+    )
+
+
+if __name__ == "__main__":
+    main()

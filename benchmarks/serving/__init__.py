@@ -1,0 +1,1 @@
+"""Measures a whole server: its latencies, caches, start, roles, batches and memory."""

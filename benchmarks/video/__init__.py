@@ -1,0 +1,1 @@
+"""Measures decoding of videos against other readers."""

@@ -1,0 +1,123 @@
+"""Turns the options of `epd plan` and `epd simulate` into what runs; `plan` is `epd.plan` in Python."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from epd.errors import RequestError
+from epd.kv.drafting import DEFAULT_MAX_DRAFT
+from epd.planning.plan import Plan, make_plan
+from epd.planning.search import OnProgress
+from epd.planning.space import Space, cells_of
+from epd.planning.traffic import planner_for, workload_jobs
+from epd.profiles import MediaRule, Profile
+from epd.profiles.files import load_profile
+from epd.simulate import Deployment
+from epd.simulate.drafting import DraftPlan
+from epd.topology import parse_topology
+from epd.workload.config import WorkloadConfig, load_workload
+from epd.workload.metrics import SLO
+
+DEFAULT_PROFILE = "qwen2.5-vl-7b@a100-80gb"
+_DEGREES = (1, 2, 4, 8)
+_RETENTIONS = (1.0, 0.5, 0.25)
+_CPU_THREADS = 64
+
+
+def plan(
+    gpus: int = 8,
+    *,
+    profile: str = DEFAULT_PROFILE,
+    workload: str | None = None,
+    slo_ttft_s: float | None = None,
+    slo_tpot_s: float | None = None,
+    attainment: float = 0.9,
+    min_rate: float | None = None,
+    min_retention: float = 1.0,
+    max_tensor_parallel: int = 1,
+    cpu_threads: int | None = None,
+    encode_beside: bool = True,
+    group_tokens: int | None = None,
+    draft_acceptance: float = 0.0,
+    max_draft: int = DEFAULT_MAX_DRAFT,
+    seed: int = 0,
+    on_progress: OnProgress | None = None,
+    **requests: Any,
+) -> Plan:
+    """Searches for the topology with the highest goodput per device, as `epd plan` does by the same options.
+
+    profile: MODEL@DEVICE or a file of `epd profile`
+    workload: a preset or a file; by default images
+    slo_ttft_s, slo_tpot_s: seconds; at least one is needed
+    requests: fields of the workload in place of its own, such as `rate`, `trace`, `repeat_rate`
+    on_progress: called with (candidates done, candidates in all)
+    Raises RequestError for a bad option, InfeasibleError if no topology meets the objectives.
+    """
+    _check(
+        slo_ttft_s,
+        slo_tpot_s,
+        max_tensor_parallel,
+        {"attainment": attainment, "min retention": min_retention},
+    )
+    loaded = cut_by(load_profile(profile), group_tokens)
+    loaded.on(max_tensor_parallel)  # raises where the profile cannot tell
+    config = workload_config(loaded.media, workload, **requests)
+    cells = cells_of(gpus)
+    planner = planner_for(
+        loaded,
+        workload_jobs(loaded, config, seed),
+        SLO(slo_ttft_s, slo_tpot_s),
+        Space(
+            cells[0][1],
+            retentions=tuple(share for share in _RETENTIONS if share >= min_retention),
+            degrees=tuple(each for each in _DEGREES if each <= max_tensor_parallel),
+        ),
+        attainment=attainment,
+        base=Deployment(
+            parse_topology("1epd"),
+            cpu_threads=num_cpu_threads(cpu_threads, loaded, _CPU_THREADS),
+            enable_prefix_caching=config.resolve().has_repeats,
+            drafts=draft_plan(draft_acceptance, max_draft),
+            encode_beside=encode_beside,
+        ),
+    )
+    return make_plan(planner, cells=cells, min_rate=min_rate, on_progress=on_progress)
+
+
+def _check(slo_ttft_s: float | None, slo_tpot_s: float | None, degree: int, shares: dict[str, float]) -> None:
+    """Raises RequestError for options that no plan can have."""
+    if slo_ttft_s is None and slo_tpot_s is None:
+        raise RequestError("received no objective; add --slo-ttft-s or --slo-tpot-s")
+    for name, share in shares.items():
+        if not 0 < share <= 1:
+            raise RequestError(f"{name} is {share}, it must be above 0 and at most 1")
+    if degree not in _DEGREES:
+        raise RequestError(f"max tensor parallel is {degree}, it must be 1, 2, 4 or 8")
+
+
+def draft_plan(acceptance: float, max_draft: int) -> DraftPlan | None:
+    """Returns what drafts are worth; None for no drafts."""
+    drafts = DraftPlan(acceptance, max_draft)
+    return drafts if acceptance else None
+
+
+def cut_by(profile: Profile, group_tokens: int | None) -> Profile:
+    """Returns the profile with groups of as many tokens; None for those that it has."""
+    if group_tokens is None:
+        return profile
+    return replace(profile, media=replace(profile.media, group_tokens=group_tokens))
+
+
+def num_cpu_threads(given: int | None, profile: Profile, default: int) -> int:
+    """Returns the threads that read media: as given, or the cores of the profile's machine, or `default`."""
+    if given is not None:
+        return given
+    return default if profile.host is None else profile.host.num_cores
+
+
+def workload_config(media: MediaRule, source: str | None, **options: Any) -> WorkloadConfig:
+    """Returns a preset or a file, with the options that are given. media: of the model."""
+    fields = {name: value for name, value in options.items() if value is not None}
+    model = {"token_side": media.patch * media.merge, "frames_per_s": media.video_fps}
+    return load_workload(source or (None if "trace" in fields else "images"), fields | model)

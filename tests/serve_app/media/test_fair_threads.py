@@ -1,0 +1,59 @@
+"""Slots are shared by owners: nobody has more than allowed, and nobody waits behind one who has many."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.serve_app.media.fair_threads import FairShare
+
+
+def test_one_owner_leaves_slots_to_others() -> None:
+    share: FairShare[str, str] = FairShare(4, 2)
+    for number in range(8):
+        share.ask("greedy", f"g{number}")
+    assert share.admit() == ["g0", "g1"]
+    share.ask("other", "o0")
+    assert share.admit() == ["o0"]
+
+
+def test_owners_take_turns() -> None:
+    share: FairShare[str, str] = FairShare(1, 1)
+    for ticket in ("a0", "a1", "a2"):
+        share.ask("a", ticket)
+    assert share.admit() == ["a0"]
+    share.ask("b", "b0")
+    share.release("a")
+    assert share.admit() == ["a1"]
+    share.release("a")
+    assert share.admit() == ["b0"]
+    share.ask("c", "c0")
+    share.leave("a", "a2")
+    share.release("b")
+    assert share.admit() == ["c0"]
+
+
+def test_whoever_has_fewest_is_next() -> None:
+    share: FairShare[str, str] = FairShare(3, 3)
+    for ticket in ("a0", "a1", "a2", "a3"):
+        share.ask("a", ticket)
+    assert share.admit() == ["a0", "a1", "a2"]
+    share.ask("b", "b0")
+    share.release("a")
+    assert share.admit() == ["b0"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["ask", "release"])), max_size=60))
+def test_never_more_than_there_are_and_none_idle(steps: list[tuple[str, str]]) -> None:
+    share: FairShare[str, tuple[str, int]] = FairShare(3, 2)
+    held: list[str] = []
+    for number, (owner, step) in enumerate(steps):
+        if step == "ask":
+            share.ask(owner, (owner, number))
+        elif owner in held:
+            held.remove(owner)
+            share.release(owner)
+        held += [ticket[0] for ticket in share.admit()]
+        assert len(held) == share.num_held <= 3
+        assert all(held.count(each) <= 2 for each in "abc")
+        assert not (share.num_waiting and len(held) < 3 and len(set(held)) == 3)

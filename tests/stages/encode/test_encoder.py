@@ -1,0 +1,114 @@
+"""An encoder that reads an item sends what prefill would have kept of it, in any order of the groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from epd.encoders.adapter import PromptPlan
+from epd.encoders.groups import MediaGroup
+from epd.encoders.reduction import ItemReduction, is_cut_at_encoder, kept_spec, reduce_prompt
+from epd.reduction import ReductionPolicy
+from epd.stages.encode.embedding_receiver import EmbeddingSplicer
+from epd.stages.visual_inputs import PlacedEmbeddings
+from tests.encoders.families import Clip, Family
+from tests.stages.encode.workers import SAMPLING, Workers, clip_of, plan_all
+
+
+@pytest.fixture
+def clip(family: Family) -> Clip:
+    return clip_of(family)
+
+
+def reduced(
+    family: Family, clip: Clip, method: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[PromptPlan, list[MediaGroup]]:
+    """A prompt of one clip, and its groups of two units, each of which is a window or two."""
+    num_tokens = 2 * family.plan(clip, SAMPLING).tokens_per_unit
+    monkeypatch.setattr("epd.encoders.reduction.reading.WINDOW_TOKENS", num_tokens)
+    plans, groups = plan_all(family, [clip], num_tokens)
+    return reduce_prompt(family.adapter.plan_prompt(plans, "What?"), ReductionPolicy(method, 0.3)), groups
+
+
+def read(
+    workers: Workers, clip: Clip, prompt: PromptPlan, groups: list[MediaGroup], order: list[int]
+) -> list[PlacedEmbeddings]:
+    """What is placed of the groups, which are submitted in that order, one a step."""
+    assert is_cut_at_encoder(prompt, groups)
+    encoder, receiver = workers.encoders[0], workers.receiver
+    num_free = [each.cache.num_free_blocks for each in (encoder, receiver)]
+    receiver.open("r", [kept_spec(prompt.media[0], group, "n") for group in groups])
+    tickets = {grant.group: grant.ticket for grant in receiver.grant()}
+    splicer, placed = EmbeddingSplicer(workers.family.adapter, prompt), []
+    for index in order:
+        reading = ItemReduction.of(prompt, groups, 0) if index == 0 else None
+        job = workers.job([clip], groups[index], tickets[index])
+        encoder.submit(replace(job, request_id="r", group=groups[index], reading=reading))
+        while encoder.step():
+            encoder.check_integrity()
+        receiver.poll()
+        for number, embeddings, places in receiver.take("r"):
+            placed.append(splicer.place(groups[number], embeddings, places))
+            receiver.release("r", number + 1)
+    receiver.close("r")
+    encoder.step()
+    assert encoder.num_readings == 0
+    workers.check()
+    assert [each.cache.num_free_blocks for each in (encoder, receiver)] == num_free
+    return placed
+
+
+def spliced(
+    workers: Workers, clip: Clip, prompt: PromptPlan, groups: list[MediaGroup]
+) -> list[PlacedEmbeddings]:
+    """The same from whole groups."""
+    splicer = EmbeddingSplicer(workers.family.adapter, prompt)
+    placed = [splicer.push(group, rows) for group, rows in workers.encode([clip], groups, request_id="w")]
+    return [each for each in placed if each is not None]
+
+
+@pytest.mark.parametrize("method", ["balanced", "uniform", "mustdrop"])
+def test_what_is_sent_is_what_would_have_been_kept(
+    family: Family, clip: Clip, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, groups = reduced(family, clip, method, monkeypatch)
+    workers = Workers(family, 1)
+    expected = spliced(workers, clip, prompt, groups)
+    assert len(groups) > 2
+    num_encoded = workers.num_encoded
+    first, *others = range(len(groups))
+    for order in ([first, *others], [first, *reversed(others)], [*reversed(others), first]):
+        placed = read(workers, clip, prompt, groups, order)
+        assert len(placed) == len(expected)
+        for ours, theirs in zip(placed, expected, strict=True):
+            for mine, other in zip(
+                (ours.embeddings.rows, *ours.embeddings.deepstack),
+                (theirs.embeddings.rows, *theirs.embeddings.deepstack),
+                strict=True,
+            ):
+                assert torch.equal(mine, other)
+            assert (ours.positions == theirs.positions).all()
+            assert (ours.indices == theirs.indices).all()
+            if method == "mustdrop":
+                assert ours.is_key is not None
+                assert ours.is_key.any(), "of every window some must survive"
+                assert (ours.is_key == theirs.is_key).all()
+            else:
+                assert ours.is_key is theirs.is_key is None
+    assert workers.num_encoded == num_encoded
+
+
+@pytest.mark.parametrize("a_method", ["balanced", "fastkv"])
+def test_a_window_that_needs_a_later_group_is_not_cut(
+    a_method: str, family: Family, clip: Clip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is one of which the language model chooses."""
+    prompt, groups = reduced(family, clip, a_method, monkeypatch)
+    assert is_cut_at_encoder(prompt, groups) is (a_method == "balanced")
+    _, units = plan_all(family, [clip])
+    assert len(units) > len(groups)
+    assert is_cut_at_encoder(prompt, units) is (
+        a_method == "balanced" and len(prompt.media[0].windows) == len(units)
+    )

@@ -1,0 +1,155 @@
+"""The features of docs/works-with.md: each as options of a server or fields of a question, and pairs tried.
+
+`python -m tests.works_with` tries every pair, prints what each gave, and last the rows of that page's table.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from epd import LLM
+from epd.errors import EPDError
+from epd.shapes import make_scene
+from epd.video.demo_video import write_demo_video
+from tests.models import quantized, shrunk
+
+_MODEL = "shapes-vl-2"
+_QUESTION = "Describe the video."
+_FIELDS = {"max_tokens": 40, "temperature": 0}
+_SCHEMA = {
+    "type": "object",
+    "properties": {"shape": {"type": "string", "maxLength": 4}},
+    "required": ["shape"],
+}
+_FORMAT = {"type": "json_schema", "json_schema": {"name": "shape", "schema": _SCHEMA}}
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Names a feature as the page does, and says how to ask for it.
+
+    options: of `epd serve`
+    fields: of a request
+    checkpoint: a random model to build, in place of the embedded one
+    changes_answers: whether an answer may differ from one without the feature
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: str | None = None
+    changes_answers: bool = False
+
+
+def _reduction(method: str) -> Feature:
+    return Feature(method, {"reduction": method, "retention": 0.5}, changes_answers=True)
+
+
+def _model(name: str, checkpoint: str) -> Feature:
+    return Feature(name, checkpoint=checkpoint, changes_answers=True)
+
+
+FEATURES = (
+    Feature("tensor parallelism", {"tensor_parallel_size": 2}),
+    Feature("split stages", {"topology": "1e1p1d"}),
+    Feature("several encoders", {"topology": "2e1pd"}),
+    Feature("role switching", {"topology": "1e1pd", "elastic": True}),
+    Feature("drafts", {"draft": "recycling"}),
+    Feature("asynchronous scheduling", {"async_scheduling": True}),
+    Feature("retention by load", {"retention_min": 0.25, "slo_ttft_s": 600.0}),
+    Feature("static frames skipped", {"skip_static": 0.0}),
+    Feature("merging in the tower", {"tower_share": 0.5}, changes_answers=True),
+    *map(_reduction, ("balanced", "evs", "funnel", "mustdrop", "quickprefill", "fastkv")),
+    _model("FP8 weights", "fp8"),
+    _model("AWQ weights", "awq"),
+    _model("experts", "InternVL3.5-30B-A3B"),
+    Feature("a schema", fields={"response_format": _FORMAT}, changes_answers=True),
+    Feature("several choices", fields={"n": 2}),
+    Feature("logprobs", fields={"logprobs": True, "top_logprobs": 2}),
+)
+
+
+def pairs() -> Iterator[tuple[Feature, Feature]]:
+    """Yields the pairs that can be asked for: an option has one value, and a server one model."""
+    for one, other in combinations(FEATURES, 2):
+        clash = any(other.options.get(name, value) != value for name, value in one.options.items())
+        if not clash and not (one.checkpoint and other.checkpoint):
+            yield one, other
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Holds the texts of an answer's choices, or the error in their place."""
+
+    texts: frozenset[str] = frozenset()
+    refusal: str = ""
+
+
+class Trials:
+    """Asks one question about one video of servers with drawn features. folder: for files that it writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._clip = folder / "clip.mp4"
+        write_demo_video(self._clip, make_scene(5, 6.0), fps=4, height=120, width=160)
+        self._given: dict[tuple[str, ...], Given] = {}
+
+    def expected(self, features: Iterable[Feature]) -> Given:
+        """Returns what those of the features give that change answers, without the others."""
+        return self.given([each for each in features if each.changes_answers])
+
+    def given(self, features: Sequence[Feature]) -> Given:
+        names = tuple(each.name for each in features)
+        if names not in self._given:
+            self._given[names] = self._ask(features)
+        return self._given[names]
+
+    def _ask(self, features: Sequence[Feature]) -> Given:
+        options = {name: value for each in features for name, value in each.options.items()}
+        fields = {name: value for each in features for name, value in each.fields.items()}
+        model = next((self._built(each.checkpoint) for each in features if each.checkpoint), _MODEL)
+        try:
+            with LLM(model, num_threads=1, num_kv_tokens=4096, **options) as llm:
+                return Given(frozenset(self._texts(llm, fields)))
+        except EPDError as error:
+            return Given(refusal=str(error))
+
+    def _texts(self, llm: LLM, fields: Mapping[str, Any]) -> Iterator[str]:
+        medium = {"type": "video_url", "video_url": {"url": self._clip.as_uri()}}
+        message = {"role": "user", "content": [medium, {"type": "text", "text": _QUESTION}]}
+        for choice in llm.chat([message], **_FIELDS, **fields)["choices"]:
+            yield choice["message"]["content"]
+
+    def _built(self, checkpoint: str) -> Path:
+        folder = self._folder / checkpoint
+        if checkpoint not in quantized.LAYOUTS:
+            return folder if folder.exists() else shrunk.build(checkpoint, folder)
+        return folder / "quantized" if folder.exists() else quantized.build(checkpoint, folder).quantized
+
+
+def _verdict(trials: Trials, one: Feature, other: Feature) -> str:
+    given, expected = trials.given([one, other]), trials.expected([one, other])
+    if given.refusal:
+        return f"refused: {given.refusal}"
+    return "works" if given == expected else f"WRONG: {sorted(given.texts)} for {sorted(expected.texts)}"
+
+
+def main() -> None:
+    with TemporaryDirectory() as folder:
+        trials = Trials(Path(folder))
+        wanted = set(sys.argv[1:])
+        for one, other in pairs():
+            if not wanted or {one.name, other.name} & wanted:
+                print(f"{one.name} + {other.name}: {_verdict(trials, one, other)}", flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    main()
