@@ -85,7 +85,8 @@ class HttpAddress:
             yield
 
     def _refusal(self, error: OSError) -> RequestError:
+        reason = (error.strerror or str(error)).partition(" (while")[0]  # which Python adds
         return RequestError(
-            f"cannot listen on {self.host}:{self.port}: {error.strerror}; give another --port, or end the "
+            f"cannot listen on {self.host}:{self.port}: {reason}; give another --port, or end the "
             "program there"
         )

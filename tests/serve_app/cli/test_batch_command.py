@@ -59,7 +59,8 @@ def test_a_file_is_answered_and_summed_up(lines: Path, checkpoints: dict[str, Pa
     result = run(lines, out, *map(str, options), "--plot", plot, "--json")
     assert result.exit_code == 1, result.output
     assert "1 lines failed, see '" in result.stderr
-    assert "1 MediaNotFoundError, such as: no file at" in result.stderr
+    assert "1 MediaNotFoundError, such as: " in result.stderr
+    assert "nowhere.mp4': cannot read the file: URL: No such file or directory" in result.stderr
     summary = json.loads(result.stdout)
     assert (summary["num_answered"], summary["num_failed"], summary["num_groups"]) == (2, 1, 3)
     assert summary["num_encoded"] == 2

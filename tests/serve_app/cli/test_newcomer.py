@@ -224,19 +224,20 @@ ROWS: tuple[tuple[str, str], ...] = (
     ),
     ("chat clip.mp4 --fps 0", "received --fps 0.0; allowed: more than 0"),
     meant("batch", "--num-frames", "--frames"),
-    meant("batch", "--question", "--questions"),
+    ("batch a.jsonl b.jsonl --question 1", "and questions; allowed: --question or --questions with a folder"),
     meant("batch", "--topolgy", "--topology"),
     (
         "batch",
-        "epd batch lacks IN: JSON lines, or a folder of videos with --questions; epd batch --help has all",
+        "epd batch lacks IN: JSON lines, a .csv, or a folder of videos or a .txt of media with "
+        "--question(s); epd batch --help has all",
     ),
     (
         "batch a.jsonl",
-        "epd batch lacks OUT.jsonl: Results; failures go to OUT.errors.jsonl beside it; epd batch",
+        "epd batch lacks OUT: Results: OUT.jsonl or OUT.csv; failures go to OUT.errors.jsonl; epd batch",
     ),
     (
         "batch videos out.jsonl",
-        "received a folder, 'videos', and --questions None; allowed: a folder with --ques",
+        "received a folder, 'videos', and no question; allowed: with --question or --questions; give one",
     ),
     ("batch a.jsonl b.jsonl c.jsonl", "got unexpected extra argument(s) (c.jsonl); epd batch --help has all"),
     ("batch notes.txt out.jsonl --frames 0", "received --frames 0; allowed: more than 0"),

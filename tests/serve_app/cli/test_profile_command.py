@@ -18,7 +18,7 @@ from tests import ROOT
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("profile") / "mine.json"
-    app(["profile", "--repeats", "1", "--out", str(path)], standalone_mode=False)
+    app(["profile", "shapes-vl", "--repeats", "1", "--out", str(path)], standalone_mode=False)
     return path
 
 

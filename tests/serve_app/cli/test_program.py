@@ -89,7 +89,9 @@ def test_a_command_without_its_extra_says_which_to_install(package: str, words: 
     command = [sys.executable, "-c", WITHOUT, package, *words.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     expected = f"error: this command needs the package {package}, which is not installed; {advice}"
-    assert (done.returncode, done.stderr.splitlines()) == (2, [expected])
+    started, error = done.stderr.splitlines()
+    assert " starts: model " in started
+    assert (done.returncode, error) == (2, expected)
 
 
 ENDS = """
