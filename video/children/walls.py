@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import sys
 import sysconfig
 from collections.abc import Iterable
 from contextlib import suppress
@@ -32,6 +33,7 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _GET_VERSION, _RULE_PATH_BENEATH = 1, 1
 _READ_FILE, _READ_FOLDER = 1 << 2, 1 << 3
 _PYTHON_CODE = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_PACKAGE_FOLDERS = frozenset(("site-packages", "dist-packages"))
 _SYSTEM_CODE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 
 
@@ -102,6 +104,11 @@ def _allow_reading(system: ctypes.CDLL, ruleset: int, folder: str) -> None:
 
 
 def _code_folders() -> Iterable[str]:
-    """Returns where Python and its packages are, of which a reader may import some more, and the system's."""
+    """Returns where Python and its packages are, of which a reader may import some more, and the system's.
+
+    Packages may lie in several folders: of a base environment, of the distribution, of a .pth file. Other
+    folders of `sys.path`, such as the one that a program was started in, have no place here.
+    """
+    packages = {folder for folder in sys.path if Path(folder).name in _PACKAGE_FOLDERS}
     ours = {str(Path(folder) / room) for folder in epd.__path__ for room in (".", "video")}
-    return sorted(_PYTHON_CODE | ours | set(_SYSTEM_CODE))
+    return sorted(_PYTHON_CODE | packages | ours | set(_SYSTEM_CODE))

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,3 +127,34 @@ def test_a_hidden_process_keeps_its_environment_from_its_user(mode: str, outcome
         [sys.executable, "-c", HIDDEN, mode], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == outcome
+
+
+_IMPORTING = """
+import os, sys
+sys.path.append(sys.argv[1])
+from epd.video.children.walls import Walls
+walls = Walls()
+if os.fork() == 0:
+    walls.enter()
+    try:
+        import a_package
+    except PermissionError as error:
+        print(error)
+    else:
+        print(a_package.FOUND)
+    sys.stdout.flush()
+    os._exit(0)
+os.wait()
+"""
+
+
+@needs_walls
+@pytest.mark.parametrize(("folder", "said"), [("site-packages", "found"), ("where-i-started", "Permission")])
+def test_a_child_may_import_what_lies_with_packages(folder: str, said: str, tmp_path: Path) -> None:
+    """Packages lie beside an environment too, where it sees those of another."""
+    package = tmp_path / folder / "a_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("FOUND = 'found'\n")
+    command = [sys.executable, "-c", _IMPORTING, str(package.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert said in done.stdout
