@@ -15,33 +15,9 @@ from epd.engine_config import EngineConfig
 from epd.errors import check_question
 from epd.serve_app.cli.conversations import FrameProgress, open_conversation
 from epd.serve_app.cli.early_checks import media_and_question, media_at_hand, output_to, say_knowledge
-from epd.serve_app.cli.options import (
-    AnswerFile,
-    AnswerSeed,
-    ApiKey,
-    AsAudio,
-    ComputeShare,
-    End,
-    Fps,
-    Frames,
-    IsJson,
-    MaxTokens,
-    MaxVisualTokens,
-    Model,
-    Reduction,
-    Retention,
-    Schema,
-    Start,
-    System,
-    Temperature,
-    Url,
-    Verbose,
-    check_numbers,
-    reduction_policy,
-    response_format,
-    visual_budget,
-    with_fields_of,
-)
+from epd.serve_app.cli.flags import with_fields_of, with_options_of
+from epd.serve_app.cli.options import AnswerFile, ApiKey, AsAudio, IsJson, Model, System, Url, Verbose
+from epd.serve_app.cli.question_options import QuestionOptions
 from epd.types import Answer, Usage
 
 _Words = Annotated[
@@ -55,23 +31,12 @@ _Words = Annotated[
 
 
 @with_fields_of(EngineConfig)
+@with_options_of(QuestionOptions)
 def ask(
     words: _Words = None,
     model: Model = None,
-    fps: Fps = None,
-    frames: Frames = None,
-    start: Start = 0.0,
-    end: End = None,
     audio: AsAudio = False,
-    retention: Retention = None,
-    reduction: Reduction = None,
-    compute_share: ComputeShare = None,
-    max_visual_tokens: MaxVisualTokens = None,
-    max_tokens: MaxTokens = None,
     system: System = None,
-    temperature: Temperature = None,
-    seed: AnswerSeed = None,
-    schema: Schema = None,
     url: Url = None,
     api_key: ApiKey = None,
     out: AnswerFile = None,
@@ -93,30 +58,15 @@ def ask(
       epd ask clip.mp4 "What happens?" --model Qwen/Qwen3-VL-2B-Instruct
     """
     paths, question = media_and_question(words or ())
-    check_numbers(fps, frames, max_tokens)
-    reduction_policy(reduction, retention, compute_share)
-    visual_budget(max_visual_tokens, retention)
-    config = EngineConfig.checked(options)
+    asked, config = QuestionOptions.parted(options)
     check_question(question)
-    fields: dict[str, Any] = {
-        "fps": fps,
-        "frames": frames,
-        "start": start,
-        "end": end,
-        "retention": retention,
-        "reduction": reduction,
-        "compute_share": compute_share,
-        "max_visual_tokens": max_visual_tokens,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "seed": seed,
-        "response_format": response_format(schema),
-    }
     with ExitStack() as stack:
         paths = stack.enter_context(media_at_hand(paths))
         stack.enter_context(output_to(out))
         conversation = stack.enter_context(
-            open_conversation(paths, model, (url, api_key), config, as_audio=audio, is_greedy=True, **fields)
+            open_conversation(
+                paths, model, (url, api_key), config, as_audio=audio, is_greedy=True, **asked.given
+            )
         )
         if system is not None:
             conversation.instruct(system)

@@ -31,6 +31,7 @@ from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.models import model_folder
 from epd.profiles.files import load_profile
+from epd.serve_app.cli.flags import with_fields_of
 from epd.serve_app.cli.options import (
     Address,
     ApiKey,
@@ -49,7 +50,6 @@ from epd.serve_app.cli.options import (
     check_numbers,
     reduction_policy,
     visual_budget,
-    with_fields_of,
 )
 
 _Source = Annotated[

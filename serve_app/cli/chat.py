@@ -13,54 +13,22 @@ from epd.errors import RequestError
 from epd.serve_app.cli.ask import cost_line
 from epd.serve_app.cli.conversations import open_conversation
 from epd.serve_app.cli.early_checks import say_knowledge
-from epd.serve_app.cli.options import (
-    AnswerSeed,
-    ApiKey,
-    ComputeShare,
-    End,
-    Fps,
-    Frames,
-    MaxTokens,
-    MaxVisualTokens,
-    Model,
-    Paths,
-    Reduction,
-    Retention,
-    Schema,
-    Start,
-    System,
-    Temperature,
-    Url,
-    check_numbers,
-    reduction_policy,
-    response_format,
-    visual_budget,
-    with_fields_of,
-)
+from epd.serve_app.cli.flags import with_fields_of, with_options_of
+from epd.serve_app.cli.options import ApiKey, Model, Paths, System, Url
+from epd.serve_app.cli.question_options import QuestionOptions
 
 _QUIT = "/quit"
 
 
 @with_fields_of(EngineConfig)
+@with_options_of(QuestionOptions)
 def chat(
     paths: Paths,
     model: Model = None,
-    fps: Fps = None,
-    frames: Frames = None,
-    start: Start = 0.0,
-    end: End = None,
-    retention: Retention = None,
-    reduction: Reduction = None,
-    compute_share: ComputeShare = None,
-    max_visual_tokens: MaxVisualTokens = None,
-    max_tokens: MaxTokens = None,
     system: System = None,
-    temperature: Temperature = None,
-    seed: AnswerSeed = None,
-    schema: Schema = None,
     url: Url = None,
     api_key: ApiKey = None,
-    **engine: Any,
+    **options: Any,
 ) -> None:
     """Answer questions about videos and images in a dialogue.
 
@@ -68,25 +36,8 @@ def chat(
     Later questions know the former ones, and find the media in the caches. Without --url a model is loaded
     into this process.
     """
-    check_numbers(fps, frames, max_tokens)
-    reduction_policy(reduction, retention, compute_share)
-    visual_budget(max_visual_tokens, retention)
-    config = EngineConfig.checked(engine)
-    options: dict[str, Any] = {
-        "fps": fps,
-        "frames": frames,
-        "start": start,
-        "end": end,
-        "retention": retention,
-        "reduction": reduction,
-        "compute_share": compute_share,
-        "max_visual_tokens": max_visual_tokens,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "seed": seed,
-        "response_format": response_format(schema),
-    }
-    with open_conversation(paths, model, (url, api_key), config, **options) as conversation:
+    asked, config = QuestionOptions.parted(options)
+    with open_conversation(paths, model, (url, api_key), config, **asked.given) as conversation:
         if system is not None:
             conversation.instruct(system)
         if url is None:

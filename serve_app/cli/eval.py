@@ -20,6 +20,7 @@ from epd.eval.rows import RowSelection, eval_rows, table_rows
 from epd.eval.verdicts import DEMO, RunInfo, VerdictLog
 from epd.models import DEFAULT_MODEL
 from epd.reduction import METHODS, ReductionPolicy
+from epd.serve_app.cli.flags import with_fields_of
 from epd.serve_app.cli.options import (
     Background,
     FootageLevel,
@@ -27,7 +28,6 @@ from epd.serve_app.cli.options import (
     Model,
     Plot,
     Seed,
-    with_fields_of,
 )
 
 _DEFAULT_FRAMES = [32]

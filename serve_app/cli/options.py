@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
-from inspect import Parameter, Signature, signature
+from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from epd.engine_config import ENGINE_FIELDS
 from epd.errors import RequestError, check_file
 from epd.kv.drafting import MOST_DRAFTS
 from epd.models import MODEL_HELP, as_given
-from epd.pixel_settings import PIXEL_FIELDS
 from epd.reduction import (
     DEFAULT_METHOD,
     METHODS,
@@ -25,8 +22,7 @@ from epd.reduction import (
 from epd.shapes.footage import LEVELS, footage_level
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-    from pydantic.fields import FieldInfo
+    pass
 
 _NONE: Mapping[str, Any] = {}
 _FEWER = "Fewer visual tokens"
@@ -385,78 +381,3 @@ JsonFile = Annotated[
         help="Write everything to this file; - prints it instead of the tables.",
     ),
 ]
-
-
-# Options from the fields of a model
-
-# Titles above options in the help of a command, where they are not of everyday use.
-_RESEARCH = "Research: less work for a picture"
-_PANELS: Mapping[str, Collection[str]] = {
-    _RESEARCH: ("skip_static", "tower_share", "tower_merge_layer"),
-    "Size of pictures": PIXEL_FIELDS,
-    "How the model runs": [name for name in ENGINE_FIELDS if name != "revision"],
-}
-
-
-def with_fields_of(
-    model: type[BaseModel],
-    *,
-    arguments: Mapping[str, str] = _NONE,
-    variables: Mapping[str, str] = _NONE,
-    only: Collection[str] | None = None,
-    defaults: Mapping[str, object] = _NONE,
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorates a command: each field of the model is an option of the field's name, default and description.
-
-    The command gets them as keyword arguments; the model checks their values.
-    arguments: metavars of the fields that are arguments instead of options.
-    variables: names of environment variables, by field.
-    only: the fields that the command has use for, by default all.
-    defaults: of this command, where they are not the model's.
-    """
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [
-            each
-            for each in signature(command, eval_str=True).parameters.values()
-            if each.kind is not Parameter.VAR_KEYWORD
-        ]
-        fields = [
-            _parameter(name, field, arguments.get(name), variables.get(name))
-            for name, field in model.model_fields.items()
-            if only is None or name in only
-        ]
-        fields = [each.replace(default=defaults.get(each.name, each.default)) for each in fields]
-        command.__signature__ = Signature([*own, *fields])  # type: ignore[attr-defined]
-        command.__annotations__ = {each.name: each.annotation for each in (*own, *fields)}
-        return command
-
-    return decorate
-
-
-def _parameter(name: str, field: FieldInfo, argument: str | None, variable: str | None) -> Parameter:
-    """Numbers, paths and switches are parsed, sets and records are lists of text, all else is text."""
-    kinds = [each for each in (get_args(field.annotation) or [field.annotation]) if each is not type(None)]
-    kind: Any = kinds[0]
-    default = field.default
-    if get_origin(kind) is frozenset or field.default_factory is not None:
-        kind, default = list[str], None
-    elif kind not in (bool, int, float, Path):
-        kind = str
-    metavar = "VALUE" if kind == list[str] else None
-    flag = f"--{name.replace('_', '-')}"
-    if kind is bool and default is not False:
-        flag += flag.replace("--", "/--no-", 1)
-    panel = next((title for title, names in _PANELS.items() if name in names), None)
-    info: Any = typer.Option(
-        flag, metavar=metavar, help=field.description, envvar=variable, rich_help_panel=panel
-    )
-    if argument is not None:
-        kind, info = str, typer.Argument(metavar=argument, help=field.description)
-    kind = kind if kind is bool and default is not None else kind | None
-    return Parameter(
-        name,
-        Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[kind, info],
-    )

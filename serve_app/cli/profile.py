@@ -15,7 +15,8 @@ from epd.errors import RequestError
 from epd.models import MODEL_HELP, model_folder, served_name
 from epd.profiles import HostCosts, Profile
 from epd.profiles.files import dump_profile, load_profile
-from epd.serve_app.cli.options import IsJson, Out, with_fields_of
+from epd.serve_app.cli.flags import with_fields_of
+from epd.serve_app.cli.options import IsJson, Out
 
 _Model = Annotated[
     str | None,

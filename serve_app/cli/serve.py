@@ -23,7 +23,8 @@ from epd.models import knowledge_line, served_name
 from epd.planning.files import load_plan
 from epd.serve_app.app_args import ENVIRONMENT, AppArgs
 from epd.serve_app.cli.config import parse_values
-from epd.serve_app.cli.options import AppName, with_fields_of
+from epd.serve_app.cli.flags import with_fields_of
+from epd.serve_app.cli.options import AppName
 from epd.serve_app.cli.serving import Signals, serve_until_signal
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.http.guard.host_check import names_for

@@ -1,0 +1,63 @@
+"""The options of a question, which `epd ask` and `epd chat` share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from epd.engine_config import EngineConfig
+from epd.serve_app.cli.options import (
+    AnswerSeed,
+    ComputeShare,
+    End,
+    Fps,
+    Frames,
+    MaxTokens,
+    MaxVisualTokens,
+    Reduction,
+    Retention,
+    Schema,
+    Start,
+    Temperature,
+    check_numbers,
+    reduction_policy,
+    response_format,
+    visual_budget,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuestionOptions:
+    """Holds what is asked for beside the question. Every field is a flag. Raises RequestError."""
+
+    fps: Fps = None
+    frames: Frames = None
+    start: Start = 0.0
+    end: End = None
+    retention: Retention = None
+    reduction: Reduction = None
+    compute_share: ComputeShare = None
+    max_visual_tokens: MaxVisualTokens = None
+    max_tokens: MaxTokens = None
+    temperature: Temperature = None
+    seed: AnswerSeed = None
+    schema: Schema = None
+
+    def __post_init__(self) -> None:
+        check_numbers(self.fps, self.frames, self.max_tokens)
+        reduction_policy(self.reduction, self.retention, self.compute_share)
+        visual_budget(self.max_visual_tokens, self.retention)
+
+    @classmethod
+    def parted(cls, options: Mapping[str, Any]) -> tuple[Self, EngineConfig]:
+        """Returns these of a command's options, and what the engine gets of them. Raises RequestError."""
+        own = {each.name for each in fields(cls)}
+        asked = cls(**{name: value for name, value in options.items() if name in own})
+        return asked, EngineConfig.checked({name: options[name] for name in options.keys() - own})
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Returns the options as `request_fields` takes them."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return values | {"response_format": response_format(values.pop("schema"))}
