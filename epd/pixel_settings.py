@@ -49,9 +49,15 @@ AUTHORS: Mapping[str, VideoLimits] = {
     "llava_onevision": VideoLimits("evaluation of LLaVA-OneVision: 32 frames", max_frames=32),
     "smolvlm": VideoLimits("the model's file: 64 frames, 1 a second"),
 }
+_NO_LIMITS = VideoLimits("nobody")
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most"}
 # Of the families whose frames have no size of their own.
 _RESIZED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+
+
+def authors_limits(model_type: str) -> VideoLimits:
+    """Returns what the authors of a family limit videos to; no limits for a family that is not in AUTHORS."""
+    return AUTHORS.get(model_type, _NO_LIMITS)
 
 
 class PixelSettings(BaseModel):

@@ -71,7 +71,7 @@ CHANGES = (
     "how requests are routed", "a scheduling policy", "eviction of the encoder cache", "a transport",
     "an HTTP parameter", "a flag of `epd serve`", "a metric", "a wrong timestamp",
     "an option of the engine, for every command",
-    "the prompt's order", "audio",
+    "the prompt's order", "audio", "an error or its HTTP status",
 )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from epd.encoders import Adapter, FrameSampling, PixelLimits
+from epd import pixel_settings
+from epd.encoders import Adapter, FrameSampling, PixelLimits, VideoFacts
 from epd.errors import RequestError
 from epd.stages.media import PlannedMedia
 from epd.types import MediaKind, StageTimings
@@ -137,3 +138,15 @@ def test_families_of_tiles_have_no_such_limits(tmp_path: Path, name: str, kind: 
         with pytest.raises(RequestError, match=f"received mm_processor_kwargs.{field}; allowed: none"):
             adapter.check_pixels([(kind, pixels)], None)
     adapter.check_pixels([(kind, PixelLimits())], None)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl"])
+def test_a_family_whose_authors_say_nothing_has_no_limits(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = Family.load(name, BUILDERS[name](tmp_path / name)).adapter
+    asked = PixelLimits(cap_pixels_per_frame=True) if name == "qwen2_5_vl" else PixelLimits()
+    facts = VideoFacts(6, 2.0, 60, 60)
+    held = adapter.plan_video(facts, FrameSampling(), asked)
+    monkeypatch.setattr(pixel_settings, "AUTHORS", {})
+    assert adapter.plan_video(facts, FrameSampling(), asked) == held

@@ -34,7 +34,7 @@ from epd.encoders.sampling import sample_indices, select_frames
 from epd.errors import MediaLimitError, ModelError
 from epd.frame_sampling import FrameSampling
 from epd.pixel_limits import CAP_FIELD, NO_CAPS, OWN_LIMITS, FrameCaps, PixelLimits, check_ceiling, refuse
-from epd.pixel_settings import AUTHORS
+from epd.pixel_settings import authors_limits
 from epd.reduction import TowerMerge
 from epd.types import MediaKind
 
@@ -122,7 +122,7 @@ class QwenVLAdapter(BaseAdapter):
             return NO_CAPS
         if of_file or settings.bare_processor:
             return self.processor_caps()
-        authors = AUTHORS[self.checkpoint.config.model_type]
+        authors = authors_limits(self.checkpoint.config.model_type)
         return FrameCaps(
             (authors.frame_tokens or math.inf) * self.video_spec.factor**2,
             (authors.video_tokens or math.inf) * self._token_pixels,

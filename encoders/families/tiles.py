@@ -35,7 +35,7 @@ from epd.encoders.sampling import DEFAULT_FPS, check_wanted, select_frames, sour
 from epd.errors import MediaLimitError, UnsupportedModelError
 from epd.frame_sampling import FrameSampling
 from epd.pixel_limits import OWN_LIMITS, PixelLimits, refuse
-from epd.pixel_settings import AUTHORS
+from epd.pixel_settings import authors_limits
 from epd.reduction import TowerMerge
 from epd.types import MediaKind
 
@@ -204,7 +204,7 @@ class TileAdapter(BaseAdapter):
 
     def most_frames(self, frame_sampling: FrameSampling) -> float:
         """Returns how many frames a video has at most where the request does not say: infinite for any."""
-        settings, authors = self.checkpoint.pixels, AUTHORS[self.checkpoint.config.model_type]
+        settings, authors = self.checkpoint.pixels, authors_limits(self.checkpoint.config.model_type)
         if frame_sampling.fps is not None or frame_sampling.num_frames is not None:
             return math.inf
         of_file = self.checkpoint.processor.video_processor.num_frames

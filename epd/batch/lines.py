@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from epd.client.body import question_content
 from epd.errors import RequestError
 
 JSON = dict[str, Any]
@@ -239,8 +240,8 @@ def _short_body(record: JSON, defaults: LineDefaults) -> JSON:
     question = record.get("question")
     if not isinstance(question, str) or not question.strip():
         raise RequestError(f"question is {reprlib.repr(question)}; allowed: a text; ask something")
-    parts: list[JSON] = list(_media_parts(record, defaults.folder))
-    body: JSON = {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]}
+    content = question_content(list(_media_parts(record, defaults.folder)), question)
+    body: JSON = {"messages": [{"role": "user", "content": content}]}
     names = (*_RATES, *_PART, *_REDUCTION)
     options = {name: record[name] for name in names if record.get(name) is not None}
     if options:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from epd.client.body import Body, MediaPart, body_of, media_part
+from epd.client.body import Body, MediaPart, body_of, media_part, question_content
 from epd.workload.requests import PlannedRequest
 
 # The two names of the longest answer: all servers know the first, some of OpenAI's API take the second alone.
@@ -55,7 +55,7 @@ def chat_body(
     extra: fields of the body that are added to ours or replace them.
     """
     question = question_text(request.text_seed, request.shape.text_tokens)
-    content = [*map(media_part, media), {"type": "text", "text": question}]
+    content = question_content(list(map(media_part, media)), question)
     record = {
         "model": model,
         "messages": [{"role": "user", "content": content if media else question}],

@@ -39,6 +39,14 @@ def media_part(part: MediaPart) -> dict[str, Any]:
     return {"type": part.kind, part.kind: {"url": _MEDIA_MARK}}
 
 
+def question_content(media: Sequence[dict[str, Any]], question: str) -> list[dict[str, Any]]:
+    """Returns the content of a message: media first, so that questions about the same share what is cached.
+
+    media: content parts
+    """
+    return [*media, {"type": "text", "text": question}]
+
+
 def body_of(record: Mapping[str, Any], media: Sequence[MediaPart]) -> Body:
     """Returns a request with the media in the places of their parts.
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import httpx
 
-from epd.client.body import MediaPart, body_of, media_part
+from epd.client.body import MediaPart, body_of, media_part, question_content
 from epd.client.endpoint import Endpoint
 from epd.client.events import SSEParser
 from epd.errors import RequestError, UnavailableError
@@ -111,7 +111,7 @@ class Conversation:
         content: str | list[JSON] = question
         is_first = all(turn["role"] == "system" for turn in self._turns)
         if is_first and self._media:
-            content = [*self._media, {"type": "text", "text": question}]
+            content = question_content(self._media, question)
         return {"role": "user", "content": content}
 
     def _events(self, body: JSON) -> Iterator[JSON]:

@@ -37,7 +37,7 @@ from epd.stages.engine.packed_pass import (
 from epd.stages.kernels.tiling import MOST_SHORT
 from epd.stages.rank import Collectives
 from epd.stages.reduction.propagation import ObservedRows, num_whole_layers, rows_going_on
-from epd.stages.reduction.pruning import PrunedRows
+from epd.stages.reduction.pruning import ROWS, PrunedRows
 from epd.stages.reduction.question_views import ViewedRows, question_slots
 from epd.types import ceil_div
 
@@ -244,7 +244,7 @@ class ModelRunner:
             num_tokens = len(segment.token_ids)
             rows = end - num_tokens, end, segment.num_kept
             if segment.going_on is None:
-                yield PrunedRows(*rows)
+                yield ROWS[segment.method](*rows)
                 continue
             context = segment.num_cached[group] + num_tokens
             slots = question_slots(segment.block_tables[group], context, self.pools.block_size)

@@ -32,6 +32,7 @@ class Segment:
     visual: visual tokens among the new ones, indices counted from the first of them.
     num_logits: how many of the last new tokens to give logits for.
     num_kept: how many new tokens stay in the cache, chosen by each layer; all of them if None.
+    method: of `PREFILL_METHODS`, by which they are chosen.
     going_on: receives which continue, where those that are attended most are kept and continue.
     view: what of the cache a question reads, if not all.
     """
@@ -43,6 +44,7 @@ class Segment:
     visual: PlacedEmbeddings | None = None
     num_logits: int = 1
     num_kept: int | None = None
+    method: str = "quickprefill"
     going_on: GoingOn | None = None
     view: QuestionView | None = None
 

@@ -205,6 +205,7 @@ class TokenSequence:
             positions=window.positions,
             visual=window.placed(segment.visual),
             num_kept=len(segment.token_ids),
+            method=window.method,
             going_on=None if window.num_later is None else GoingOn(window.num_later),
         )
 

@@ -13,7 +13,7 @@ serves every one, and keys keep the rotary positions of their tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from epd.encoders.adapter import PromptPlan
 from epd.kv.scheduled_request import PrunedRange
+from epd.reduction import PREFILL_METHODS, PROPAGATING_METHODS
 from epd.stages.visual_inputs import PlacedEmbeddings
 from epd.types import Int64Array
 
@@ -37,11 +38,13 @@ class WindowInputs:
 
     positions: int64 [rows, num_inputs], of all its tokens.
     num_later: tokens that the later layers compute; None for all.
+    method: one of PREFILL_METHODS.
     """
 
     pruned: PrunedRange
     positions: Int64Array
     num_later: int | None
+    method: str
 
     def placed(self, part: PlacedEmbeddings | None) -> PlacedEmbeddings | None:
         """Places the window's embeddings, one after another from the chunk's first token."""
@@ -52,12 +55,13 @@ def window_inputs(prompt: PromptPlan) -> Iterator[WindowInputs]:
     """Lists the windows of a prompt that are reduced in prefill, in order."""
     if prompt.reduction is None or not prompt.reduction.policy.is_in_prefill:
         return
+    method = prompt.reduction.policy.method
     for item, positions in zip(prompt.media, prompt.reduction.positions, strict=True):
         start = 0
         for window, place in zip(item.windows, item.units if item.windows else (), strict=True):
             stop = start + window.num_tokens
             pruned = PrunedRange(place.offset, place.stop, window.num_tokens)
-            yield WindowInputs(pruned, positions[:, start:stop], window.num_later)
+            yield WindowInputs(pruned, positions[:, start:stop], window.num_later, method)
             start = stop
 
 
@@ -86,6 +90,11 @@ class PrunedRows:
         """
         rows = self.start + chosen
         return keys[rows], values[rows], slot_mapping[self.start : self.start + self.num_kept]
+
+
+# Methods of which all layers compute the same tokens; the others are in `propagation.py`.
+ROWS: Mapping[str, type[PrunedRows]] = {"quickprefill": PrunedRows}
+assert {*ROWS, *PROPAGATING_METHODS} == set(PREFILL_METHODS)
 
 
 def at_slots(cache: Tensor, slots: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from epd.chat import ChatMessage, ContentPart, ToolCall
+from epd.reduction import METHODS
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.honoured_fields import HONOURED
 from epd.serve_app.http.requests.request_fields import NO_EFFECT, REFUSED
@@ -162,3 +164,8 @@ def test_no_top_logprobs_without_logprobs_asks_for_nothing(front: Front) -> None
     response = front.ask(top_logprobs=0)
     assert response.status_code == 200, response.text
     assert response.json()["choices"][0]["logprobs"] is None
+
+
+def test_the_page_offers_every_reduction_method(front: Front) -> None:
+    listed = front.http.get("/").text.split('id="reduction"')[1].split("</select>")[0]
+    assert re.findall(r"<option>(\w+)</option>", listed) == list(METHODS)
