@@ -106,6 +106,10 @@ class Conversation:
         for question, answer in turns:
             self._turns += [self._asked(question), {"role": "assistant", "content": answer}]
 
+    def forget(self) -> None:
+        """Lets the next question be the first, about the same media."""
+        self._turns = [turn for turn in self._turns if turn["role"] == "system"]
+
     def _asked(self, question: str) -> JSON:
         """Returns the message of the next question."""
         content: str | list[JSON] = question

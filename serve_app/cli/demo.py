@@ -12,7 +12,7 @@ import typer
 from epd import console
 from epd.client.conversation import Conversation
 from epd.engine_config import DEFAULT_ENGINE
-from epd.serve_app.cli.conversations import FrameProgress
+from epd.serve_app.cli.conversations import FrameProgress, open_conversation
 from epd.serve_app.cli.options import Background, FootageLevel, Seed
 from epd.shapes import Question, QuestionKind, make_scene
 from epd.types import Answer
@@ -50,18 +50,14 @@ def demo(out: _Out = Path("demo-out/demo.mp4"), seed: Seed = 7) -> None:
 
     Asks the embedded model five questions about a drawn video of 60 seconds and compares with the truth.
     """
-    from epd.serve_app.cli.own_model import OwnConversation, open_model  # torch
-
     out.parent.mkdir(parents=True, exist_ok=True)
     questions = _questions(_write_video(out, 60.0, 24, "640x360", seed))
-    with open_model(None, DEFAULT_ENGINE) as service:
+    own = (None, None)
+    with open_conversation([str(out)], None, own, DEFAULT_ENGINE, is_greedy=True) as conversation:
         with console.progress_bar("frames") as show:
-            frames = FrameProgress(show)
-            seen = OwnConversation(service, [out]).ask(questions[0].text, on_span=frames.take)
+            seen = conversation.ask(questions[0].text, on_span=FrameProgress(show).take)
         print(f"{out}: 60 s of H.264, {seen.usage.num_frames} frames sampled\n")
-        _print_cost(
-            seen, [_answer_aloud(OwnConversation(service, [out]), question) for question in questions]
-        )
+        _print_cost(seen, [_answer_aloud(conversation, question) for question in questions])
 
 
 def _questions(truth: Path) -> list[Question]:
@@ -74,7 +70,8 @@ def _questions(truth: Path) -> list[Question]:
 
 
 def _answer_aloud(conversation: Conversation, question: Question) -> Answer:
-    """Streams the answer, then prints the truth and whether they agree."""
+    """Streams the answer to a first question, then prints the truth and whether they agree."""
+    conversation.forget()
     console.stream_text(f"{question.text:<45} ")
     answer = conversation.ask(question.text, console.stream_text)
     tick = "✓" if question.is_answered_by(answer.text) else "✗"

@@ -111,7 +111,7 @@ def test_videos_are_cut_as_the_arguments_say(
         taken.update(options)
         raise InterruptedError
 
-    monkeypatch.setattr(composition, "RequestPlanner", planner)
+    monkeypatch.setattr("epd.serve_app.service_composition.RequestPlanner", planner)
     args = AppArgs(model=checkpoints["qwen2_5_vl"], group_tokens=64)
     with pytest.raises(InterruptedError):
         asyncio.run(composition.create_app(args, LocalFleet(LocalFleetConfig({}), worker_settings(args))))

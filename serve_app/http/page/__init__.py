@@ -14,7 +14,6 @@ from fastapi import APIRouter
 from fastapi.responses import FileResponse, Response
 
 from epd.shapes import make_scene
-from epd.video.demo_video import PLAIN, encode_h264
 
 _FOLDER = Path(__file__).parent
 _FILES = {
@@ -60,6 +59,8 @@ async def _send_sample() -> Response:
 @cache
 def _sample() -> bytes:
     """Returns a video of drawn shapes, made when it is first asked for."""
+    from epd.video.demo_video import PLAIN, encode_h264  # PyAV, which other pages do not need
+
     video = io.BytesIO()
     times_s = (number / _FPS for number in range(_SECONDS * _FPS))
     frames = PLAIN.frames(make_scene(_SEED, float(_SECONDS)), times_s, _HEIGHT, _WIDTH)

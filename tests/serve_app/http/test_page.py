@@ -444,7 +444,8 @@ def test_the_api_is_described_from_its_own_schema(front: Front, open_page: Calla
 def test_the_page_comes_with_its_rules(front: Front, path: str) -> None:
     response = front.http.get(path)
     assert set(re.findall(r'(?:src|href)="([^"]+)"', response.text)) <= {
-        "data:,", "page/style.css", "page/app.js", "page/docs.js", "docs", "openapi.json", "."
+        "data:,", "page/style.css", "page/details.css", "page/app.js", "page/docs.js", "docs",
+        "openapi.json", ".",
     }  # fmt: skip
     assert response.headers["content-type"].startswith("text/html")
     assert "default-src 'self'" in response.headers["content-security-policy"]
