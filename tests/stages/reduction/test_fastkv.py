@@ -450,6 +450,7 @@ def test_requests_and_commands_know_it(clip: Path) -> None:
     assert reduction_policy(ChatRequest.model_validate(body), ReductionPolicy()) == policy
     assert AppArgs(**options).reduction_policy == policy
     asked = ["--retention", "0.25", "--reduction", "fastkv", "--compute-share", "0.5", "--frames", "24"]
+    asked += ["--model", "shapes-vl"]
     result = CliRunner().invoke(app, ["ask", str(clip), "How many shapes are there?", *asked, "--json"])
     assert result.exit_code == 0, result.output
     usage = json.loads(result.stdout)["usage"]

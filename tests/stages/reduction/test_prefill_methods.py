@@ -501,7 +501,7 @@ def test_a_frozen_video_is_encoded_once_a_group(model: Any, clip: Path) -> None:
         for each in (None, 0.0, 100.0)
     ]
     first, exact, one = [each.encode_media([clip], num_frames=24) for each in pipelines]
-    assert [each.num_units_skipped for each in pipelines[::2]] == [0, 12 - len(one.groups)]
+    assert [each.encoder.num_skipped for each in pipelines[::2]] == [0, 12 - len(one.groups)]
     for (_, ours), (_, theirs) in zip(exact.groups, first.groups, strict=True):
         torch.testing.assert_close(ours.rows, theirs.rows, rtol=1e-5, atol=1e-5)
 
