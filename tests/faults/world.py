@@ -18,6 +18,7 @@ from epd.engine_config import EngineConfig
 from epd.errors import UnavailableError
 from epd.kv.scheduling import SchedulerConfig
 from epd.serve_app.composition import share_lead
+from epd.serve_app.fleet import has_all_roles
 from epd.serve_app.media.media_worker import MediaSettings
 from epd.serve_app.messages import Message
 from epd.serve_app.network.board import Board
@@ -309,7 +310,8 @@ class World:
             left += [f"{part.name} has {held}"] if any(held) else []
         for part in self.fronts:
             left += self._left_at_front(part)
-        return left
+        infos = [info for part in self.fronts[:1] for info in part.server.workers.values() if info.is_alive]
+        return left if has_all_roles(infos) else [*left, "a stage has no worker"]
 
     def _left_at_front(self, part: Part) -> list[str]:
         front, name = part.front, part.process.name
