@@ -110,7 +110,7 @@ def vacated(view: View, model: str) -> Roles:
     if not infos or not all(each.is_known for each in stages):
         return frozenset()
     present, wanted = [info.roles - info.leaving for info in infos], parse_topology(stages[-1].topology)
-    is_served = EVERY_STAGE <= frozenset[Stage]().union(*present)
+    is_served = frozenset[Stage]().union(*present) >= EVERY_STAGE
     if is_served or len(present) < wanted.num_workers:
         return frozenset()
     return roles_for_newcomer(wanted, present)

@@ -23,6 +23,7 @@ from tests.faults.plan import FaultPlan, drawn
 from tests.faults.pool import Pool, build_pool, read_once
 from tests.faults.simulation import Result, simulate
 
+MAX_BLAMED = 0.005  # of the requests that were not poisoned
 _PROGRESS_S = 30.0
 _MAX_SHOWN = 1500  # characters of a finding
 _LOSSES = ("kill", "strike", "machine", "freeze", "poisoned workers")
@@ -44,6 +45,19 @@ class Totals:
         self.counts += result.counts
         if result.findings:
             self.failed.append(result.plan.seed)
+
+    @property
+    def lacking(self) -> Sequence[str]:
+        """Returns what many seeds must show, and these do not."""
+        num_requests = max(1, self.counts["answered"])
+        return [
+            *(() if self.counts["redirects"] else ("nothing is redirected",)),
+            *(
+                ()
+                if self.counts["blamed"] <= max(1, MAX_BLAMED * num_requests)
+                else ("innocents are blamed",)
+            ),
+        ]
 
     @property
     def rows(self) -> Sequence[tuple[str, str]]:

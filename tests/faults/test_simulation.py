@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.faults.__main__ import needed
+from tests.faults.__main__ import MAX_BLAMED, needed
 from tests.faults.plan import Fault, drawn
 from tests.faults.pool import Pool, build_pool, read_once
 from tests.faults.simulation import simulate
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 NUM_SEEDS = 40
-MAX_BLAMED = 0.005  # of the requests that were not poisoned
 
 
 @pytest.fixture(scope="module")
