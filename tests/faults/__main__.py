@@ -24,6 +24,7 @@ from tests.faults.pool import Pool, build_pool, read_once
 from tests.faults.simulation import Result, simulate
 
 MAX_BLAMED = 0.005  # of the requests that were not poisoned
+BROKEN = "## Broken lines of the recovery"
 _PROGRESS_S = 30.0
 _MAX_SHOWN = 1500  # characters of a finding
 _LOSSES = ("kill", "strike", "machine", "freeze", "poisoned workers")
@@ -152,7 +153,19 @@ def main() -> int:
 
 def _page(totals: Totals, arguments: argparse.Namespace) -> str:
     command = f"python -m tests.faults --start {arguments.start} --seeds {arguments.seeds}"
-    return f"# Simulated faults\n\n{totals.table()}\n\nRepeat it with `{command}`.\n"
+    head = f"# Simulated faults\n\n{totals.table()}\n\nRepeat it with `{command}`.\n"
+    _, title, broken = _text(arguments.results).partition(BROKEN)
+    return f"{head}\n{title}{broken}" if title else head
+
+
+def _text(page: Path) -> str:
+    return page.read_text() if page.exists() else ""
+
+
+def write_broken(page: Path, text: str) -> None:
+    """Replaces the part of a page about broken lines."""
+    head, _, _ = _text(page).partition(BROKEN)
+    page.write_text(f"{head.rstrip()}\n\n{BROKEN}\n\n{text}\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ python -m tests.faults.mutants --only placement.py    those whose file or name h
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import inspect
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tests.faults.__main__ import Totals
+from tests.faults.__main__ import Totals, write_broken
 from tests.faults.plan import drawn
 from tests.faults.pool import Pool, build_pool, read_once
 from tests.faults.simulation import simulate
@@ -209,18 +208,21 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=20, help="how many seeds each may take")
     parser.add_argument("--start", type=int, default=0, help="the first seed")
     parser.add_argument("--only", default="", help="text of the names or files to run")
+    parser.add_argument("--results", type=Path, help="page that gets the table")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     chosen = [each for each in MUTANTS if arguments.only in f"{each.file} {each.name}"]
-    verdicts = []
+    rows = ["| the recovery ... | file | verdict | finding |", "|---|---|---|---|"]
     with tempfile.TemporaryDirectory(prefix="epd-mutants-") as folder, read_once():
         pool = build_pool(Path(folder))
-        gc.freeze()
-        print("| the recovery ... | in | verdict | finding |\n|---|---|---|---|")
         for mutant in chosen:
-            verdicts.append(verdict(mutant, pool, arguments.start, arguments.seeds))
-            print(f"| {mutant.name} | {Path(mutant.file).name} | {verdicts[-1]} |", flush=True)
-    return 1 if any(each.startswith("survived") for each in verdicts) else 0
+            said = verdict(mutant, pool, arguments.start, arguments.seeds)
+            rows.append(f"| {mutant.name} | {Path(mutant.file).name} | {said} |")
+            print(rows[-1], flush=True)
+    if arguments.results is not None:
+        command = f"python -m tests.faults.mutants --start {arguments.start} --seeds {arguments.seeds}"
+        write_broken(arguments.results, "\n".join([*rows, f"\nRepeat it with `{command}`."]))
+    return 1 if any("| survived" in row for row in rows) else 0
 
 
 if __name__ == "__main__":

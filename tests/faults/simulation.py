@@ -214,9 +214,11 @@ class _Run:
 
     def _strike(self, part: Part, kind: str) -> None:
         """Ends the worker that has handled, or reported, what a strike is for; or another one."""
-        self._turns[kind] += 1
+        kinds = (kind, f"{kind} after a loss") if self._turns["PeerLost"] else (kind,)
+        self._turns.update(kinds)
         for fault in self.plan.faults:
-            if fault.kind == "strike" and fault.struck_at == kind and fault.question == self._turns[kind]:
+            is_kind = fault.kind == "strike" and fault.struck_at in kinds
+            if is_kind and fault.question == self._turns[fault.struck_at]:
                 others = [each for each in self.world.workers() if each is not part]
                 is_other = fault.target < _OTHER_STRUCK and others
                 struck = _chosen(others, fault.target / _OTHER_STRUCK) if is_other else part
