@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from epd.control.admission import QueueSummary
+from epd.control.elasticity import Roles, roles_for_newcomer
 from epd.errors import UnavailableError
 from epd.machine import steady_time_s
 from epd.serve_app.app_args import AppArgs
@@ -20,6 +21,8 @@ from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.role_switch import SwitchRequest
 from epd.serve_app.service import RoleSwitch
 from epd.serve_app.service_composition import create_service, media_settings, worker_settings
+from epd.serve_app.worker_info import EVERY_STAGE
+from epd.topology import Stage, parse_topology
 
 __all__ = ["create_app", "media_settings", "share_lead", "worker_settings"]
 
@@ -65,6 +68,7 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
         service.losses.follow({each.epoch: each.losses for each in fronts} or None)
         service.isolation.share({each.epoch: each.claims for each in fronts} or None)
         service.arrivals.follow(steady_time_s(), {each.epoch: each.traffic for each in fronts})
+        service.replacement.fill(vacated(view, fleet.membership.purpose.model))
         _follow_advice(service, view, fleet)
 
     def describe() -> Mapping[str, Any]:
@@ -93,6 +97,23 @@ def _other_fronts(view: View, fleet: RemoteFleet) -> list[Member]:
     """Returns the other fronts over the same workers."""
     model = fleet.membership.purpose.model
     return [each for each in view.of_kind("front") if each.epoch != fleet.owner and each.model == model]
+
+
+def vacated(view: View, model: str) -> Roles:
+    """Returns the roles of a place that nobody will take; none if there is no such place.
+
+    A worker may come before the board knows whom it replaces, and get another place. Then a stage has nobody
+    although as many workers as wanted are there, and no other one comes.
+    """
+    stages = [each for each in view.of_kind("stage") if each.model == model]
+    infos = [each.info for each in stages if each.info is not None and not each.info.is_draining]
+    if not infos or not all(each.is_known for each in stages):
+        return frozenset()
+    present, wanted = [info.roles - info.leaving for info in infos], parse_topology(stages[-1].topology)
+    is_served = frozenset[Stage]().union(*present) >= EVERY_STAGE
+    if is_served or len(present) < wanted.num_workers:
+        return frozenset()
+    return roles_for_newcomer(wanted, present)
 
 
 class _Ages:

@@ -109,11 +109,15 @@ class KVOutbox:
             self._offer(sending, KVChunk(spans))
 
     def abort(self, request_id: str, error: str) -> None:
-        """Ends a hand-over early and sends the receiver the reason. Does nothing if none is open."""
+        """Ends a hand-over early and sends the receiver the reason. Does nothing if none is open.
+
+        A receiver that has taken all of it may be gone, and would not answer.
+        """
         transfer_id = self._current.get(request_id)
         if transfer_id is not None:
             sending = self._sending[transfer_id]
-            self._offer(sending, None, error)
+            if not self._is_taken(sending):
+                self._offer(sending, None, error)
             self._end(sending)
 
     def poll(self) -> list[HandoverEnd]:

@@ -86,7 +86,7 @@ class Orchestrator:
             fleet, shared.router, shared.requests.loads, owner=owner, patience_s=config.unavailable_s
         )
         self._evacuations = Evacuations(shared, self._placement.moves)
-        self._replacement = Replacement(shared, self.switcher.switch, lambda: self.leads)
+        self.replacement = Replacement(shared, self.switcher.switch, lambda: self.leads)
         self.elastic = ElasticityLoop(
             shared, self.arrivals, config.elastic, self.switcher.switch, lambda: self.leads
         )
@@ -123,7 +123,7 @@ class Orchestrator:
             watchdog,
             recovery,
             self._evacuations,
-            self._replacement,
+            self.replacement,
             self.retention,
         )
         self.requests.loops.start("events", reader.follow)

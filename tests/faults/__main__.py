@@ -23,6 +23,8 @@ from tests.faults.plan import FaultPlan, drawn
 from tests.faults.pool import Pool, build_pool, read_once
 from tests.faults.simulation import Result, simulate
 
+MAX_BLAMED = 0.005  # of the requests that were not poisoned
+BROKEN = "## Broken lines of the recovery"
 _PROGRESS_S = 30.0
 _MAX_SHOWN = 1500  # characters of a finding
 _LOSSES = ("kill", "strike", "machine", "freeze", "poisoned workers")
@@ -44,6 +46,19 @@ class Totals:
         self.counts += result.counts
         if result.findings:
             self.failed.append(result.plan.seed)
+
+    @property
+    def lacking(self) -> Sequence[str]:
+        """Returns what many seeds must show, and these do not."""
+        num_requests = max(1, self.counts["answered"])
+        return [
+            *(() if self.counts["redirects"] else ("nothing is redirected",)),
+            *(
+                ()
+                if self.counts["blamed"] <= max(1, MAX_BLAMED * num_requests)
+                else ("innocents are blamed",)
+            ),
+        ]
 
     @property
     def rows(self) -> Sequence[tuple[str, str]]:
@@ -138,7 +153,19 @@ def main() -> int:
 
 def _page(totals: Totals, arguments: argparse.Namespace) -> str:
     command = f"python -m tests.faults --start {arguments.start} --seeds {arguments.seeds}"
-    return f"# Simulated faults\n\n{totals.table()}\n\nRepeat it with `{command}`.\n"
+    head = f"# Simulated faults\n\n{totals.table()}\n\nRepeat it with `{command}`.\n"
+    _, title, broken = _text(arguments.results).partition(BROKEN)
+    return f"{head}\n{title}{broken}" if title else head
+
+
+def _text(page: Path) -> str:
+    return page.read_text() if page.exists() else ""
+
+
+def write_broken(page: Path, text: str) -> None:
+    """Replaces the part of a page about broken lines."""
+    head, _, _ = _text(page).partition(BROKEN)
+    page.write_text(f"{head.rstrip()}\n\n{BROKEN}\n\n{text}\n")
 
 
 if __name__ == "__main__":

@@ -26,18 +26,19 @@ _WEIGHTS: dict[FaultKind, int] = {
     "kill": 4, "strike": 8, "machine": 3, "freeze": 3, "cut": 3, "switch": 4, "drain": 2, "clock": 1,
     "board": 1, "front": 1,
 }  # fmt: skip
-_TOPOLOGIES = ("1e1p2d", "2e2p2d", "2e2p2d", "1e2p2d", "2epd", "1ep1p2d")
+_TOPOLOGIES = ("1e1p2d", "2e2p2d", "1e1p3d", "1e2p2d", "2epd", "1ep1p2d")
 _MAX_FAULTS = 7
+_NUM_KINDS = (2, 3, 4, len(_WEIGHTS))  # of a seed: few kinds meet each other more often, the rare ones too
 _ASKED_S = 1.5  # in which questions are asked
 _SPAN_S = 3.0  # in which faults begin
 POISONED_AT = ("Prefill", "Reserve", "EncodeGroup", "ReadFrames")
 # What a worker handles, or reports, when it or another one is struck.
 STRUCK_AT = (
-    "Prefill", "Reserve", "Redirect", "EncodeGroup", "PeerLost", "Move", "Abort", "SetRoles", "HandedOver",
-    "HandedOver",
+    "Prefill", "Reserve", "Redirect", "EncodeGroup", "PeerLost", "Move", "Abort", "SetRoles", "SpanDone",
+    "HandedOver", "HandedOver", "Reserve after a loss", "Reserve after a loss", "HandedOver after a loss",
 )  # fmt: skip
 _MAX_NTH = 4
-_STRIKE_S = (0.0, 0.005, 0.05, 0.2)
+_STRIKE_S = (0.0, 0.005, 0.05, 0.2, 0.6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +105,9 @@ class FaultPlan:
 def drawn(seed: int, num_pool: int, num_asked: int = 10) -> FaultPlan:
     """Draws a plan. num_pool: questions to choose from."""
     rng = Random(f"{seed} plan")
-    kinds = list(_WEIGHTS)
-    faults = [
-        _fault(rng, rng.choices(kinds, list(_WEIGHTS.values()))[0])
-        for _ in range(rng.randint(2, _MAX_FAULTS))
-    ]
+    kinds = rng.sample(list(_WEIGHTS), rng.choice(_NUM_KINDS))
+    weights = [_WEIGHTS[kind] for kind in kinds]
+    faults = [_fault(rng, rng.choices(kinds, weights)[0]) for _ in range(rng.randint(2, _MAX_FAULTS))]
     leaving = rng.sample(range(num_asked), rng.choice((0, 0, 1, 2)))
     faults += [replace(_fault(rng, "leave"), question=number) for number in leaving]
     if rng.random() < 0.15:

@@ -35,7 +35,9 @@ _MAX_SETTLE_S = 120.0
 _MAX_CLOSE_S = 5.0
 _NEVER = ("loop_failures", "event_failures", "stalls")  # counters of a front that stay at zero
 _OTHER_STRUCK = 0.4  # share of strikes that meet another worker
-_MAX_LOSSES = 4  # processes that a poisoned request may end
+_SILENT_S = 3.0  # a machine that is lost for longer says nothing more
+_MUTE_S = 1.0  # after its end
+_MUTE_SHARE = 0.5  # of strikes before which the worker reaches no other worker
 _CLOCK_JUMPS_S = (-7200.0, -200.0, 200.0, 7200.0)
 _SWITCHED: tuple[frozenset[Stage], ...] = (
     frozenset({"encode"}),
@@ -212,14 +214,24 @@ class _Run:
 
     def _strike(self, part: Part, kind: str) -> None:
         """Ends the worker that has handled, or reported, what a strike is for; or another one."""
-        self._turns[kind] += 1
+        kinds = (kind, f"{kind} after a loss") if self._turns["PeerLost"] else (kind,)
+        self._turns.update(kinds)
         for fault in self.plan.faults:
-            if fault.kind == "strike" and fault.struck_at == kind and fault.question == self._turns[kind]:
+            is_kind = fault.kind == "strike" and fault.struck_at in kinds
+            if is_kind and fault.question == self._turns[fault.struck_at]:
                 others = [each for each in self.world.workers() if each is not part]
                 is_other = fault.target < _OTHER_STRUCK and others
                 struck = _chosen(others, fault.target / _OTHER_STRUCK) if is_other else part
                 self.result.counts["strike"] += 1
+                if fault.target * 1000 % 1 < _MUTE_SHARE:
+                    self._mute(struck, fault.lasts_s)
                 self.world.strike(struck, fault.lasts_s)
+
+    def _mute(self, part: Part, lasts_s: float) -> None:
+        """Holds back what a worker sends to other workers, receipts above all; fronts get what it reports."""
+        names = [each.process.name for each in self.world.workers() if each is not part]
+        end_s = self.world.loop.time() + lasts_s + _MUTE_S
+        self.world.network.cut_until_s.update({(part.process.name, name): end_s for name in names})
 
     async def _harm_worker(self, fault: Fault, workers: Sequence[Part]) -> None:
         world, part = self.world, _chosen(workers, fault.target)
@@ -228,7 +240,7 @@ class _Run:
         elif fault.kind == "machine":
             others = [each for each in workers if each is not part]
             for each in [part, *([_chosen(others, fault.other)] if others else [])]:
-                world.kill(each, "its machine is lost", with_machine=fault.lasts_s > 10.0)
+                world.kill(each, "its machine is lost", with_machine=fault.lasts_s > _SILENT_S)
         elif fault.kind == "freeze":
             part = _chosen([*workers, *world.fronts], fault.target)
             part.process.freeze()

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.faults.__main__ import needed
+from tests.faults.__main__ import MAX_BLAMED, needed
+from tests.faults.mutants import MUTANTS, ROOT, broken, verdict
 from tests.faults.plan import Fault, drawn
 from tests.faults.pool import Pool, build_pool, read_once
 from tests.faults.simulation import simulate
@@ -20,7 +21,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 NUM_SEEDS = 40
-MAX_BLAMED = 0.005  # of the requests that were not poisoned
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +77,14 @@ def test_a_failing_plan_is_reduced_to_the_faults_that_it_needs() -> None:
     plan = replace(drawn(0, 40), faults=tuple(Fault(float(number), "kill") for number in range(6)))
     smallest = needed(plan, lambda each: {fault.at_s for fault in each.faults} >= {1.0, 4.0})
     assert [fault.at_s for fault in smallest.faults] == [1.0, 4.0]
+
+
+def test_a_broken_line_is_found_and_whole_again(pool: Pool) -> None:
+    (counts,) = [each for each in MUTANTS if each.name == "keeps counts of what ended"]
+    assert verdict(counts, pool, 0, 3).startswith("found by seed")
+    for mutant in MUTANTS:  # each names one line that is there
+        with broken(mutant):
+            pass
+    assert not simulate(drawn(0, len(pool.questions)), pool).findings
+    with pytest.raises(ValueError, match="name one line"):
+        replace(counts, old="return").source((ROOT / counts.file).read_text())

@@ -18,6 +18,7 @@ from epd.engine_config import EngineConfig
 from epd.errors import UnavailableError
 from epd.kv.scheduling import SchedulerConfig
 from epd.serve_app.composition import share_lead
+from epd.serve_app.fleet import has_all_roles
 from epd.serve_app.media.media_worker import MediaSettings
 from epd.serve_app.messages import Message
 from epd.serve_app.network.board import Board
@@ -300,7 +301,8 @@ class World:
         """Returns what is left of any request anywhere."""
         left = [] if self.is_whole else ["it is not whole"]
         for core in self.cores():
-            left += [f"{core.name} has work"] if core.has_work() else []
+            work = [role.remaining() for role in core.hosted.values()]
+            left += [f"{core.name} has work: {work}"] if core.has_work() else []
             left += [f"{core.name} uses keys and values"] if core.load().kv_usage else []
             left += [f"{core.name} holds embeddings"] if num_held(core) else []
         for part in self.workers(MediaServer):
@@ -309,7 +311,8 @@ class World:
             left += [f"{part.name} has {held}"] if any(held) else []
         for part in self.fronts:
             left += self._left_at_front(part)
-        return left
+        infos = [info for part in self.fronts[:1] for info in part.server.workers.values() if info.is_alive]
+        return left if has_all_roles(infos) else [*left, "a stage has no worker"]
 
     def _left_at_front(self, part: Part) -> list[str]:
         front, name = part.front, part.process.name

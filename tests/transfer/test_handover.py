@@ -240,6 +240,20 @@ def test_what_a_decode_worker_had_taken_before_its_loss_is_over(story: Story) ->
     assert p.free_if_settled("a")
 
 
+def test_what_a_lost_decode_worker_had_taken_can_be_aborted(story: Story) -> None:
+    """Nothing is offered to it any more: its answer would be awaited for ever."""
+    story.start("a", PROMPT)
+    p, d = story.prefill["p0"], story.decode["d0"]
+    p.compute("a")
+    assert outcomes(d.poll()) == [("a", DELIVERED)]
+    story.hub.disconnect("d0")
+    assert p.outbox.drop_receiver("d0") == []
+    p.outbox.abort("a", "the request is over")
+    assert p.outbox.poll() == []
+    assert p.free_if_settled("a")
+    p.check()
+
+
 def test_after_a_decode_worker_is_lost_everything_goes_to_another(story: Story) -> None:
     story.start("a", PROMPT)
     p = story.prefill["p0"]

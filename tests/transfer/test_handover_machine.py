@@ -47,6 +47,7 @@ class HandoverMachine(RuleBasedStateMachine):
         self.jobs: dict[str, Job] = {}
         self.prompts: dict[str, list[int]] = {}  # of every request there ever was
         self.running: dict[str, str] = {}  # received, at which decode worker
+        self.taken: set[str] = set()  # received by any decode worker, also by one that was lost after that
         self.num_started = 0
         for name in PREFILLS:
             self.start_prefill(name)
@@ -118,6 +119,7 @@ class HandoverMachine(RuleBasedStateMachine):
                 assert end.state is not None
                 assert end.state.prompt_token_ids.tolist() == self.prompts[end.request_id]
                 self.running[end.request_id] = decode
+                self.taken.add(end.request_id)
             else:
                 is_lost = end.request_id not in self.jobs
                 assert end.error == "aborted" or (is_lost and "is gone" in end.error)
@@ -127,7 +129,7 @@ class HandoverMachine(RuleBasedStateMachine):
         worker = self.prefills[prefill]
         for end in worker.outbox.poll():
             if end.outcome is TransferOutcome.DELIVERED:
-                assert end.request_id in self.running or end.request_id not in self.jobs
+                assert end.request_id in self.taken
                 self.jobs[end.request_id].is_delivered = True
         for request_id, job in list(self.jobs.items()):
             is_over = job.is_delivered or job.is_aborted
