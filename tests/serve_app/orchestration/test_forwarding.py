@@ -100,7 +100,9 @@ class Bench:
             generate_request=lambda request_id: SimpleNamespace(request_id=request_id),
         )
         request = SimpleNamespace(request_id=name, priority=priority)
-        answer: Any = SimpleNamespace(request=request, plan=plan, queued=StageTimings(), num_retries=0)
+        answer: Any = SimpleNamespace(
+            request=request, plan=plan, queued=StageTimings(), num_retries=0, num_losses=0
+        )
         attempt = Attempt(0, answer, self.router)
         self.attempts[attempt.id] = attempt
         return attempt
