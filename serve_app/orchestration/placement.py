@@ -164,7 +164,8 @@ class RequestPlacer:
                 return True
             if not attempt.is_withdrawn and self.calls.seen(attempt) == round_.seen:  # it is over there
                 await self.calls.abort(attempt, attempt.decode_worker)
-                return True
+                if self.calls.seen(attempt) == round_.seen:  # nobody else handles a loss before it is placed
+                    return True
         await self.calls.abort(attempt, attempt.prefill_worker)
         return attempt.given(None)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from epd.serve_app.memory_use import MemoryUse
 from epd.serve_app.messages import Abort, Message, Prefill, Redirect, Reserve, WorkerLoad
 from epd.serve_app.orchestration.requests import Attempt, Outcome
 from epd.serve_app.orchestration.worker_calls import DecodeCapacity
+from epd.serve_app.worker_info import WorkerInfo
 from tests.serve_app.orchestration.test_forwarding import Bench, ScriptedFleet
 
 
@@ -97,12 +99,21 @@ class JoiningFleet(ScriptedFleet):
     prefills: list[Prefill] = field(default_factory=list)
     is_over: bool = False
     error: InfeasibleError | None = None
+    lost: set[str] = field(default_factory=set)
+    loses_at_abort: str = ""
+
+    @property
+    def workers(self) -> Mapping[str, WorkerInfo]:
+        infos = super().workers
+        return {name: replace(info, is_alive=name not in self.lost) for name, info in infos.items()}
 
     async def send(self, stage: Any, target: str, message: Message[Any], bulk: Any = None) -> Any:
         if isinstance(message, Reserve) and self.error is not None:
             raise self.error
         if isinstance(message, Prefill):
             self.prefills.append(message)
+        if isinstance(message, Abort):
+            self.lost.add(self.loses_at_abort)
         if isinstance(message, Redirect):
             self.asked.append((target, Redirect))
             self.tickets.append(message.request_id)
@@ -184,6 +195,21 @@ def test_room_is_given_back_when_the_prefill_worker_refuses_or_has_no_use_for_it
         attempt = await early.place("r")
         assert attempt.is_placed
         assert early.fleet.held["d0"] == set()
+
+    asyncio.run(run())
+
+
+def test_a_decode_worker_that_is_lost_before_its_ticket_is_given_back_ends_the_attempt() -> None:
+    """Its prefill worker knew of the loss and refused the ticket. It is placed nowhere yet: no recovery."""
+
+    async def run() -> None:
+        bench = JoiningBench({"p0": 1, "d0": 1})
+        bench.joining.is_over = True
+        bench.joining.loses_at_abort = "d0"
+        attempt = await ended_without_room(bench)
+        assert not attempt.is_placed
+        assert await attempt.wait() is Outcome.TAKEN_BACK
+        assert bench.fleet.held["p0"] == set()
 
     asyncio.run(run())
 
