@@ -99,7 +99,8 @@ class RequestPlacer:
                 while not (attempt.lost_with or attempt.is_withdrawn) or step == "release":
                     step = steps.send(await self._take_step(attempt, step, round_))
             except StopIteration as end:
-                return bool(end.value)
+                if end.value:
+                    return True
         # A loss is counted before another worker is put at risk.
         if attempt.is_withdrawn and not attempt.lost_with:
             attempt.end(Outcome.TAKEN_BACK)

@@ -160,7 +160,7 @@ def _function(module: Any, name: str) -> FunctionType | None:
     """Returns the function that is called by a name; None for a class."""
     for part in name.split("."):
         module = inspect.getattr_static(module, part)
-    found = module.fget if isinstance(module, property) else module
+    found: Any = module.fget if isinstance(module, property) else module
     found = inspect.unwrap(getattr(found, "__func__", found))
     return found if isinstance(found, FunctionType) else None
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from epd.serve_app.composition import vacated
+from epd.serve_app.network.link import Address
 from epd.serve_app.network.members import Member, View
 from epd.serve_app.orchestration import replacement as replacements
 from epd.serve_app.orchestration.replacement import Replacement
@@ -29,7 +30,7 @@ def view(*infos: WorkerInfo, loading: str = "", topology: str = "1e1p2d") -> Vie
         Member(
             each.name,
             "stage",
-            ("127.0.0.1", 1),
+            Address("127.0.0.1", 1),
             "here",
             pid=0,
             topology=topology,

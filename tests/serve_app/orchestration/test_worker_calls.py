@@ -203,7 +203,7 @@ def test_a_decode_worker_that_is_lost_before_its_ticket_is_given_back_ends_the_a
     """Its prefill worker knew of the loss and refused the ticket. It is placed nowhere yet: no recovery."""
 
     async def run() -> None:
-        bench = JoiningBench({"p0": 1, "d0": 1, "d1": 1})
+        bench = JoiningBench({"p0": 1, "d0": 1})
         bench.joining.is_over = True
         bench.joining.loses_at_abort = "d0"
         attempt = await ended_without_room(bench)
