@@ -18,6 +18,8 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+from epd.serve_app.network import memory
+
 _PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 _START_S = 1000.0  # of the monotonic clock
 _UNIX_S = 1_700_000_000.0  # its Unix time
@@ -175,7 +177,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @contextmanager
 def decided(clock: Clock, rng: Random) -> Iterator[None]:
-    """Takes all times and random names of this process from a simulation: the one place that replaces any."""
+    """Takes all times and random names of this process from a simulation: the one place that replaces any.
+
+    Memory never ends: what other programs of the machine use of it decides nothing.
+    """
     with (
         mock.patch.object(time, "monotonic", clock.monotonic),
         mock.patch.object(time, "perf_counter", clock.monotonic),
@@ -183,6 +188,7 @@ def decided(clock: Clock, rng: Random) -> Iterator[None]:
         mock.patch.object(secrets, "token_hex", lambda num_bytes=32: rng.randbytes(num_bytes).hex()),
         mock.patch.object(secrets, "token_bytes", lambda num_bytes=32: rng.randbytes(num_bytes)),
         mock.patch.object(secrets, "randbelow", rng.randrange),
+        mock.patch.object(memory, "available_memory_bytes", return_value=1 << 60),
         mock.patch.object(uuid, "uuid4", side_effect=lambda: uuid.UUID(bytes=rng.randbytes(16), version=4)),
     ):
         yield
