@@ -263,7 +263,7 @@ def run_of(num: int) -> tuple[SimulationResult, int]:
 def test_time_and_memory_grow_with_the_number_of_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events per request do not grow with the run; what is kept of a request is a row in a file."""
     monkeypatch.setattr(records, "_BUFFER_ROWS", 256)
-    run_of(100)  # what is made once: a longer run holds up to 70 kB more at its fullest moment
+    run_of(1000)  # what is made once: after a shorter run, a longer one holds up to 126 kB more
     (few, few_peak), (many, many_peak) = run_of(500), run_of(3500)
     assert many.num_events / few.num_events == pytest.approx(7, rel=0.02)
     assert many_peak < few_peak + 3000 * 40
