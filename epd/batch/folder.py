@@ -13,7 +13,7 @@ import csv
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -83,12 +83,22 @@ def write_lines(out: Path, source: Path, asked: Sequence[str]) -> int:
     is_table = source.suffix.lower() == TABLE_SUFFIX and not source.is_dir()
     items = _rows(source, has_questions=bool(asked)) if is_table else _media(source)
     num_lines = 0
-    with out.open("w", encoding="utf-8") as file:
+    with out.open("w", encoding="utf-8") as file, _long_cells():
         for item in items:
             for record in item.records(asked):
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
                 num_lines += 1
     return num_lines
+
+
+@contextmanager
+def _long_cells() -> Iterator[None]:
+    """Lets tables have long cells while open: the limit is of the whole process, where others read some."""
+    limit = csv.field_size_limit(_MAX_CELL)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _media(source: Path) -> Iterator[_Item]:
@@ -119,7 +129,6 @@ def _of_list(source: Path) -> list[tuple[PurePath, str]]:
 
 def _rows(source: Path, *, has_questions: bool) -> Iterator[_Item]:
     """Yields the rows of a table with a head of columns. Raises RequestError."""
-    csv.field_size_limit(_MAX_CELL)
     try:
         with source.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, restkey=_BEYOND, strict=True)

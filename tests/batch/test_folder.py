@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,11 @@ def test_a_table_in_another_encoding_is_named(tmp_path: Path) -> None:
     path.write_bytes("video,question\na.mp4,Où?\n".encode("latin-1"))
     with pytest.raises(RequestError, match="give a table in UTF-8"):
         lines_of(path)
+
+
+def test_other_readers_of_tables_keep_their_limit(tmp_path: Path) -> None:
+    before = csv.field_size_limit()
+    question = "x" * (before + 1)
+    (line,) = lines_of(table(tmp_path, f"video,question\na.mp4,{question}\n"))
+    assert line["question"] == question
+    assert csv.field_size_limit() == before
