@@ -23,7 +23,7 @@ from epd.serve_app.media.media_worker import MediaSettings
 from epd.serve_app.messages import Message
 from epd.serve_app.network.board import Board
 from epd.serve_app.network.media_server import MediaServer
-from epd.serve_app.network.members import Credentials, Member, ProcessAddress, Purpose, View
+from epd.serve_app.network.members import ProcessAddress, Purpose
 from epd.serve_app.network.remote_fleet import RemoteFleet
 from epd.serve_app.network.worker_server import WorkerServer, WorkerServerConfig
 from epd.serve_app.orchestration.config import OrchestratorConfig
@@ -37,6 +37,7 @@ from tests.faults.virtual_time import Clock, Process, VirtualLoop, process_now
 from tests.faults.workers import SimulatedMedia, SimulatedThread
 from tests.serve_app.deployments import num_held
 from tests.serve_app.media_fleet import ANY_FILE
+from tests.serve_app.network.board_calls import BoardCalls
 
 HANG_S = 10.0  # silence after which the board declares a member lost
 _RESTART_S = (0.1, 4.0)
@@ -61,7 +62,7 @@ class Trace:
         return self._hash.hexdigest()
 
 
-class _Board:
+class _Board(BoardCalls):
     """Reaches the board from any process. One that is killed fails the calls that wait, as an actor does."""
 
     def __init__(self, world: World) -> None:
@@ -81,25 +82,9 @@ class _Board:
         call = asyncio.ensure_future(world.network.call(process, lambda: getattr(board, method)(*arguments)))
         self._calls[call] = None
         try:
-            return await asyncio.shield(call)
-        except asyncio.CancelledError:
-            if call.cancelled():
-                raise UnavailableError("the board is gone") from None
-            raise
+            return await self._answer(call)
         finally:
             self._calls.pop(call, None)
-
-    async def credentials(self) -> Credentials:
-        return await self._call("credentials")  # type: ignore[no-any-return]
-
-    async def follow(self, member: Member, seen: int, credentials: Credentials) -> View | None:
-        return await self._call("follow", member, seen, credentials)  # type: ignore[no-any-return]
-
-    async def leave(self, epoch: str) -> None:
-        await self._call("leave", epoch)
-
-    async def accuse(self, epoch: str, reason: str) -> None:
-        await self._call("accuse", epoch, reason)
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from epd.serve_app.media.media_worker import MediaSettings, MediaWorker
 from epd.serve_app.network.board import Board
 from epd.serve_app.network.connector import TransportConfig
 from epd.serve_app.network.media_server import MediaServer
-from epd.serve_app.network.members import Credentials, Kind, Member, ProcessAddress, Purpose, View
+from epd.serve_app.network.members import Kind, ProcessAddress, Purpose
 from epd.serve_app.network.remote_fleet import RemoteFleet
 from epd.serve_app.network.worker_server import WorkerServer, WorkerServerConfig
 from epd.serve_app.orchestration.config import OrchestratorConfig
@@ -29,12 +29,13 @@ from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.topology import parse_topology
 from tests.engine_options import parted
 from tests.serve_app.deployments import ANY_FILE, Answered, Question, reference_to
+from tests.serve_app.network.board_calls import BoardCalls
 
 HOST = "127.0.0.1"
 _numbers = itertools.count()
 
 
-class BoardHere:
+class BoardHere(BoardCalls):
     """A board of this process that can be restarted. Calls that wait when it ends fail, as an actor's do."""
 
     def __init__(self, hang_s: float) -> None:
@@ -61,24 +62,7 @@ class BoardHere:
         call = asyncio.ensure_future(getattr(self.board, method)(*arguments))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        try:
-            return await asyncio.shield(call)
-        except asyncio.CancelledError:
-            if call.cancelled():
-                raise UnavailableError("the board is gone") from None
-            raise
-
-    async def credentials(self) -> Credentials:
-        return await self._call("credentials")  # type: ignore[no-any-return]
-
-    async def follow(self, member: Member, seen: int, credentials: Credentials) -> View | None:
-        return await self._call("follow", member, seen, credentials)  # type: ignore[no-any-return]
-
-    async def leave(self, epoch: str) -> None:
-        await self._call("leave", epoch)
-
-    async def accuse(self, epoch: str, reason: str) -> None:
-        await self._call("accuse", epoch, reason)
+        return await self._answer(call)
 
 
 class Front:
