@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -71,7 +70,7 @@ def status(
         return
     now = _get(endpoint, "/v1/epd/status")
     recent = _get(endpoint, "/v1/epd/load")["requests"]
-    drafted = _drafted(get(endpoint, "/metrics", _ADVICE, bad_answer=RequestError).text)
+    drafted = _drafted(_scraped(endpoint))
     found, reason = None, "give --profile and an objective to see what epd plan would choose"
     if profile is not None:
         num_workers = sum("v" not in worker["roles"] for worker in now["workers"])
@@ -95,7 +94,7 @@ def _watch(endpoint: Endpoint, *, as_json: bool) -> None:
     before: dict[str, Scrape] = {}
     while True:
         now = _get(endpoint, "/v1/epd/status")
-        scrape = Scrape(get(endpoint, "/metrics", _ADVICE, bad_answer=RequestError).text)
+        scrape = _scraped(endpoint)
         last = before.get(scrape.front)
         figures = None if last is None else Figures.between(last, scrape)
         before[scrape.front] = scrape
@@ -106,6 +105,11 @@ def _watch(endpoint: Endpoint, *, as_json: bool) -> None:
             _print_workers(now, is_brief=True)
             print(figures.line() if figures else f"rates and latencies follow in {_WATCH_S:g} s", flush=True)
         time.sleep(_WATCH_S)
+
+
+def _scraped(endpoint: Endpoint) -> Scrape:
+    """Raises as `_get`."""
+    return Scrape(get(endpoint, "/metrics", _ADVICE, bad_answer=RequestError).text)
 
 
 def _get(endpoint: Endpoint, path: str) -> dict[str, Any]:
@@ -189,10 +193,10 @@ def _print_workers(now: dict[str, Any], *, is_brief: bool = False) -> None:
             print(f"{worker['name']} sends by {_ways(worker['transports'])}")
 
 
-def _drafted(metrics: str) -> dict[str, float]:
-    """Returns what was drafted, from the text that Prometheus scrapes: see `SERVICE_COUNTERS`."""
-    found = re.findall(r"^epd_spec_decode_num_(\w+)_total(?:{[^}]*})? (\S+)$", metrics, re.MULTILINE)
-    return {name: float(value) for name, value in found}
+def _drafted(scrape: Scrape) -> dict[str, float]:
+    """Returns what was drafted: see `SERVICE_COUNTERS`."""
+    found = scrape.sums("epd_spec_decode_num_")
+    return {name.removesuffix("_total"): total for name, total in found.items() if name.endswith("_total")}
 
 
 def _draft_lines(drafted: Mapping[str, float]) -> list[str]:

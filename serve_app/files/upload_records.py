@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from epd.serve_app.files.records import FileObject
 
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=200)]
-_MAX_PARTS = 10_000
+MAX_PARTS = 10_000
 _MAX_KEPT_S = 30 * 24 * 3600
 
 
@@ -39,7 +39,7 @@ class CompleteRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    part_ids: list[str] = Field(min_length=1, max_length=_MAX_PARTS)
+    part_ids: list[str] = Field(min_length=1, max_length=MAX_PARTS)
     md5: str | None = None
 
 

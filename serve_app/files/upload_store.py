@@ -22,6 +22,7 @@ from epd.serve_app.files.file_store import FileStore
 from epd.serve_app.files.records import FileObject, read_record, write_record
 from epd.serve_app.files.settings import check_id, new_id, not_found
 from epd.serve_app.files.upload_records import (
+    MAX_PARTS,
     CompleteRequest,
     PartObject,
     StoredUpload,
@@ -31,7 +32,6 @@ from epd.serve_app.files.upload_records import (
 )
 
 _PATIENCE_S = 6 * 3600
-_MAX_PARTS = 10_000
 _COPIED_BYTES = 4 << 20
 
 
@@ -73,8 +73,8 @@ class UploadStore:
     def new_part(self, owner: str, upload_id: str) -> Path:
         """Returns where to write a part. Raises NotFoundError, RequestError, RequestLimitError."""
         self._pending(owner, upload_id)
-        if sum(1 for _ in self._parts(upload_id)) >= _MAX_PARTS:
-            raise RequestLimitError(f"the upload has {_MAX_PARTS} parts; allowed that many; send larger ones")
+        if sum(1 for _ in self._parts(upload_id)) >= MAX_PARTS:
+            raise RequestLimitError(f"the upload has {MAX_PARTS} parts; allowed that many; send larger ones")
         return self._folder / f"{new_id('part')}.part"
 
     def keep_part(self, owner: str, upload_id: str, path: Path) -> PartObject:

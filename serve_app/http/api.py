@@ -11,7 +11,6 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -46,7 +45,6 @@ from epd.serve_app.http.protocol import (
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.completion_request import CompletionRequest
 from epd.serve_app.http.requests.prompt_request import DetokenizeRequest, TokenizeRequest
-from epd.serve_app.http.requests.request_parsing import describe
 from epd.serve_app.http.requests.response_request import ResponseRequest
 from epd.serve_app.http.routes.batch_routes import batch_routes
 from epd.serve_app.http.routes.chat_answer import chat_answer
@@ -263,13 +261,7 @@ async def switch_roles(request: Request) -> RoleSwitch:
     """Gives a worker other roles, with the admin key; responds when it has them, or has kept its own."""
     check_admin(request, "a change of roles", "GET /v1/epd/status")
     server = _server(request)
-    body = await server.bodies.read(request, _MAX_ROLES_BYTES)
-    try:
-        wanted = RolesRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise describe(error) from None
-    finally:
-        server.bodies.release(record_of(request))
+    wanted = await server.read_small(request, RolesRequest, _MAX_ROLES_BYTES)
     return await server.service.switch_roles(wanted.worker, frozenset(wanted.roles))
 
 

@@ -23,9 +23,7 @@ from epd.serve_app.http.guard.body_reader import BodyReader
 from epd.serve_app.http.guard.http_guard import check_admin, client_of, sent_key
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.named_media import namespace_of
-from epd.serve_app.http.requests.request_parsing import (
-    describe,
-)
+from epd.serve_app.http.requests.request_parsing import describe
 from epd.serve_app.observability.metrics import ServerMetrics
 from epd.serve_app.observability.record import RequestRecord, record_of
 from epd.serve_app.observability.tracing import tracing_of
@@ -99,6 +97,16 @@ class ServerState(ChatAnswers):
             return kind.model_validate_json(body), len(body)
         except ValidationError as error:
             raise describe(error) from None  # pydantic's message contains the input, which must not be logged
+
+    async def read_small(self, request: Request, kind: type[_T], max_bytes: int) -> _T:
+        """Reads a body that asks for no answer of a model, and holds none of it. Raises EPDError."""
+        body = await self.bodies.read(request, max_bytes)
+        try:
+            return kind.model_validate_json(body)
+        except ValidationError as error:
+            raise describe(error) from None
+        finally:
+            self.bodies.release(record_of(request))
 
     async def checked(self, request: Request, chat: ChatRequest, num_bytes: int) -> ParsedRequest:
         """Checks a chat request that was read. num_bytes: of its body. Raises EPDError."""

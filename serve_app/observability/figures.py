@@ -41,6 +41,12 @@ class Scrape:
         """Returns the sum of a metric over all labels, 0 if it is not shown."""
         return self._sums.get(name, 0.0)
 
+    def sums(self, prefix: str) -> dict[str, float]:
+        """Returns the sums of the metrics whose names begin so, by the rest of their names."""
+        return {
+            name.removeprefix(prefix): total for name, total in self._sums.items() if name.startswith(prefix)
+        }
+
     def highest(self, name: str) -> float | None:
         """Returns the highest sample of a metric, None if it is not shown."""
         return self._highest.get(name)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from fastapi import APIRouter, Request
-from pydantic import ValidationError
 
 from epd.serve_app.files.batch_records import BatchList, BatchObject, BatchRequest
 from epd.serve_app.files.batch_store import BatchStore
 from epd.serve_app.files.settings import page_of
-from epd.serve_app.http.requests.request_parsing import describe
 from epd.serve_app.http.routes.file_routes import owner_of, store_of
 from epd.serve_app.http.routes.prompt_routes import body_of, server_of
-from epd.serve_app.observability.record import record_of
 
 batch_routes = APIRouter()
 _MAX_BYTES = 64 << 10
@@ -31,14 +28,8 @@ def _store_of(request: Request) -> BatchStore:
 @batch_routes.post("/v1/batches", openapi_extra=body_of("BatchRequest"))
 async def create_batch(request: Request) -> BatchObject:
     """Has a file of requests answered in the background."""
-    store, bodies = _store_of(request), server_of(request).bodies
-    body = await bodies.read(request, _MAX_BYTES)
-    try:
-        asked = BatchRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise describe(error) from None
-    finally:
-        bodies.release(record_of(request))
+    store = _store_of(request)
+    asked = await server_of(request).read_small(request, BatchRequest, _MAX_BYTES)
     return await asyncio.to_thread(store.create, owner_of(request), asked)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ValidationError
 
 from epd.errors import StorageFullError
 from epd.serve_app.files.upload import UploadForm, written
@@ -18,14 +16,11 @@ from epd.serve_app.files.upload_records import (
     UploadState,
 )
 from epd.serve_app.files.upload_store import UploadStore
-from epd.serve_app.http.requests.request_parsing import describe
 from epd.serve_app.http.routes.file_routes import check_announced, form_of, owner_of, store_of
 from epd.serve_app.http.routes.prompt_routes import body_of, server_of
-from epd.serve_app.observability.record import record_of
 
 upload_routes = APIRouter()
 _MAX_BYTES = 1 << 20
-_T = TypeVar("_T", bound=BaseModel)
 
 
 def _store_of(request: Request) -> UploadStore:
@@ -36,22 +31,11 @@ def _store_of(request: Request) -> UploadStore:
     return uploads
 
 
-async def _read(request: Request, kind: type[_T]) -> _T:
-    bodies = server_of(request).bodies
-    body = await bodies.read(request, _MAX_BYTES)
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise describe(error) from None
-    finally:
-        bodies.release(record_of(request))
-
-
 @upload_routes.post("/v1/uploads", openapi_extra=body_of("UploadRequest"))
 async def create_upload(request: Request) -> UploadObject:
     """Begins an upload; its size is checked here, before any byte of it is sent."""
     store = _store_of(request)
-    asked = await _read(request, UploadRequest)
+    asked = await server_of(request).read_small(request, UploadRequest, _MAX_BYTES)
     return await asyncio.to_thread(store.create, owner_of(request), asked)
 
 
@@ -80,7 +64,7 @@ async def add_part(request: Request, upload_id: str) -> PartObject:
 async def complete_upload(request: Request, upload_id: str) -> UploadObject:
     """Makes the parts a file, in the order of their ids. Asked again, it says the same."""
     store = _store_of(request)
-    asked = await _read(request, CompleteRequest)
+    asked = await server_of(request).read_small(request, CompleteRequest, _MAX_BYTES)
     try:
         return await asyncio.to_thread(store.complete, owner_of(request), upload_id, asked)
     except OSError as error:
