@@ -121,7 +121,7 @@ def create_api(service: AnswerService, media: MediaService, settings: ApiSetting
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     server = app.state.server
-    runner = None if server.batches is None else BatchRunner(server.batches, app, server.settings.api_key)
+    runner = None if server.batches is None else BatchRunner(server.batches, app)
     tasks = Tasks()
     try:
         if server.settings.log_stats_s is not None:
