@@ -27,7 +27,7 @@ from epd.serve_app.http.guard.http_guard import (
     check_admin,
     install_error_handlers,
 )
-from epd.serve_app.http.page import page_routes
+from epd.serve_app.http.page import Pages, sample_route
 from epd.serve_app.http.protocol import (
     ChatCompletion,
     DecisionReport,
@@ -113,14 +113,15 @@ def create_api(service: AnswerService, media: MediaService, settings: ApiSetting
         batch_routes,
     ):
         app.include_router(routes, responses=_ERRORS, dependencies=[Depends(keys)])
-    app.include_router(page_routes())
+    app.include_router(sample_route)
+    app.pages = Pages(hosts, app.openapi_under)
     return app
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     server = app.state.server
-    runner = None if server.batches is None else BatchRunner(server.batches, app, server.settings.api_key)
+    runner = None if server.batches is None else BatchRunner(server.batches, app)
     tasks = Tasks()
     try:
         if server.settings.log_stats_s is not None:
@@ -136,11 +137,16 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 class _App(FastAPI):
-    """Adds the bodies that routes read themselves to the OpenAPI schema."""
+    """Answers with prepared pages, and adds the bodies that routes read themselves to the OpenAPI schema."""
+
+    pages: Pages
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._openapi_json: dict[str, bytes] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self.pages.found(scope) or super().__call__)(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -288,12 +294,6 @@ async def server_load(request: Request) -> ServerLoad:
 @_open.get("/version")
 async def version() -> Version:
     return Version(version=__version__)
-
-
-@_open.get("/openapi.json", include_in_schema=False)
-async def openapi(request: Request) -> Response:
-    schema = request.app.openapi_under(request.scope.get("root_path", "").rstrip("/"))
-    return Response(schema, media_type="application/json")
 
 
 @_open.get("/metrics", response_class=Response)

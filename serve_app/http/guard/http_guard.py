@@ -28,6 +28,7 @@ from epd.errors import (
     UnavailableError,
     http_status,
 )
+from epd.serve_app.clients import ADMIN_RIGHTS, USER_RIGHTS, Client, owner_with_key
 from epd.serve_app.http.guard.host_check import HostCheck
 from epd.serve_app.http.prefix import route_path
 from epd.serve_app.http.protocol import ErrorBody, ErrorReply
@@ -127,34 +128,39 @@ class KeyCheck:
         self._admin_api_key = admin_api_key
 
     async def __call__(self, request: Request) -> None:
-        """Checks the key of a request. Raises AuthenticationError."""
-        sent = sent_key(request)
-        request.state.is_admin = _is_key(sent, self._admin_api_key)
-        has_key = self._api_key is not None or request.state.is_admin  # else the header is anything
-        request.state.client = _client_name(request, (sent or b"") if has_key else b"")
-        if self._api_key is None or request.state.is_admin:
-            return
-        if not _is_key(sent, self._api_key):
+        """Finds the client of a request, unless this process asks. Raises AuthenticationError."""
+        if not hasattr(request.state, "client"):
+            request.state.client = self._found(request)
+
+    def _found(self, request: Request) -> Client:
+        sent = _sent_key(request)
+        is_admin = _is_key(sent, self._admin_api_key)
+        if self._api_key is None and not is_admin:  # the header is anything
+            return Client(_share(request, b""), space=request.headers.get("authorization", ""))
+        if sent is None or not (is_admin or _is_key(sent, self._api_key)):
             raise AuthenticationError(
                 "no key or not the right one; allowed: the server's API key; "
                 "set the header 'Authorization: Bearer KEY'"
             )
+        owner, rights = owner_with_key(sent), ADMIN_RIGHTS if is_admin else USER_RIGHTS
+        return Client(_share(request, sent), owner, space=owner, rights=rights)
 
 
-def sent_key(request: Request) -> bytes | None:
+def _sent_key(request: Request) -> bytes | None:
     """Returns the key that was sent, if any."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip().encode("latin-1") if scheme.lower() == "bearer" else None
 
 
-def client_of(request: Request) -> str:
-    """Returns a name for whoever shares with others as one, once `KeyCheck` has checked the request."""
-    client: str = request.state.client
+def client_of(request: Request) -> Client:
+    """Returns who asks, once `KeyCheck` has checked the request."""
+    client = request.state.client
+    assert isinstance(client, Client)
     return client
 
 
-def _client_name(request: Request, key: bytes) -> str:
-    """Names a key at an address, since many may use one key; empty for none."""
+def _share(request: Request, key: bytes) -> str:
+    """Names a key at an address, since many may use one key; an empty key for none."""
     address = request.client.host if request.client is not None else ""
     return hashlib.blake2b(address.encode() + b" " + key, digest_size=16).hexdigest()
 
@@ -165,7 +171,7 @@ def _is_key(sent: bytes | None, key: str | None) -> bool:
 
 def check_admin(request: Request, received: str, allowed: str) -> None:
     """Raises AdminRightError for a request without the admin key. received, allowed: for the message."""
-    if not request.state.is_admin:
+    if not client_of(request).is_admin:
         raise AdminRightError(
             f"received {received}; allowed: {allowed}, and this with the admin key; start the server with "
             "--admin-api-key and set the header 'Authorization: Bearer KEY'"
