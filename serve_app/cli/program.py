@@ -45,6 +45,10 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "eval": ("eval:evaluate", "Measure what token reduction costs in accuracy."),
     },
     "Operate": {
+        "models": (
+            "models:models",
+            "List the model families that load, and who computes each.",
+        ),
         "status": ("status:status", "Show the workers, queues and traffic of a server."),
         "config": ("config:config", "Show the resolved configuration of a server."),
     },

@@ -1,8 +1,8 @@
 """Recognises the text models that our decoder computes, and describes what distinguishes them.
 
-Qwen2, Qwen2.5, Qwen3, with experts too, and Llama share one stack: RMS norm, attention with rotary positions,
-RMS norm, gated SiLU. What differs are biases, norms of queries and keys, and how M-RoPE deals frequencies to
-its three rows.
+Qwen2, Qwen2.5, Qwen3, with experts too, Llama and Mistral share one stack: RMS norm, attention with rotary
+positions, RMS norm, gated SiLU. What differs are biases, norms of queries and keys, and how M-RoPE deals
+frequencies to its three rows.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ Dealing = Literal["plain", "in_sections", "by_turns"]
 # Text models by their `model_type` in transformers.
 _KNOWN: dict[str, Dealing] = {
     "llama": "plain",
+    "mistral": "plain",
     "qwen2": "plain",
     "qwen3": "plain",
     "qwen3_moe": "plain",
     "qwen2_5_vl_text": "in_sections",
+    "qwen2_vl_text": "in_sections",
     "qwen3_vl_text": "by_turns",
     "qwen3_vl_moe_text": "by_turns",
 }

@@ -94,7 +94,7 @@ def build_engine(
             model,
             adapter,
             pools,
-            by_modules=by_modules,
+            by_modules=by_modules or options.model_impl == "transformers",
             graphs=None if options.enforce_eager else graphs or _graph_maker(model),
             max_num_seqs=config.max_num_seqs,
         )

@@ -28,6 +28,8 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.initialization import no_init_weights
 
 from epd.encoders.checkpoint import read_config
@@ -217,7 +219,8 @@ def _fill(
 ) -> LoadedModel:
     """Reads the tensors that the model has a place for, and no others."""
     known = model.state_dict(keep_vars=True)
-    named = ((each, name_in_model(each.name_in_memory, known)) for each in stored)
+    name_of = names_of(model, known)
+    named = ((each, name_of(each.name_in_memory)) for each in stored)
     places = {each.cut(parts.get(name)): name for each, name in named if name is not None}
     if is_copied:
         check_room(path, _bytes_by_role(places, placement.dtype), placement)
@@ -239,6 +242,23 @@ def _fill(
     _tie(model)
     _move_buffers(model, placement.device)
     return LoadedModel(model, tuple(each.name for each in places), num_bytes)
+
+
+def names_of(model: Any, known: Mapping[str, Tensor]) -> Callable[[str], str | None]:
+    """Returns the map from names of stored tensors to those of the model, None for one without a place.
+
+    What `name_in_model` does not know has the name that transformers gives it when it loads the family.
+    """
+    renames = [each for each in get_model_conversion_mapping(model) if not isinstance(each, WeightConverter)]
+
+    def name_of(stored: str) -> str | None:
+        name = name_in_model(stored, known)
+        if name is not None:
+            return name
+        renamed, _ = rename_source_key(stored, renames, [], model.base_model_prefix, dict(known))
+        return name_in_model(renamed, known)
+
+    return name_of
 
 
 def _check_complete(model: Any, names: Iterable[str]) -> None:
