@@ -43,6 +43,11 @@ def owner_with_key(key: bytes) -> str:
     return hashlib.blake2b(key, digest_size=16, person=b"epd files").hexdigest()
 
 
+def owner_named(name: str) -> str:
+    """Names a client of the file of keys, whichever key it has."""
+    return hashlib.blake2b(name.encode(), digest_size=16, person=b"epd client").hexdigest()
+
+
 def driver_of(owner: str) -> Client:
     """Returns who asks the lines of an owner's batches."""
     return Client(share=f"batches {owner}", owner=owner, space=owner)

@@ -58,6 +58,7 @@ class ApiSettings:
 
     api_key: None allows every client
     admin_api_key: required to change roles and to come before others; None allows no client
+    api_keys_file: keys of several clients, in place of an api_key
     max_body_bytes: of one body
     bodies: limits of all bodies being read
     max_requests: requests answered at once
@@ -77,6 +78,7 @@ class ApiSettings:
 
     api_key: str | None = field(default=None, repr=False)
     admin_api_key: str | None = field(default=None, repr=False)
+    api_keys_file: Path | None = None
     max_body_bytes: int = 128 << 20
     bodies: BodyLimits = field(default_factory=BodyLimits)
     max_requests: int = 512

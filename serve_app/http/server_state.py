@@ -21,6 +21,7 @@ from epd.serve_app.http.answers.several_answers import answer_all
 from epd.serve_app.http.chat_answers import ApiSettings, ChatAnswers, ParsedRequest, without_spans
 from epd.serve_app.http.guard.body_reader import BodyReader
 from epd.serve_app.http.guard.http_guard import check_admin, client_of
+from epd.serve_app.http.guard.keyed_clients import KeyedClients
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.request_parsing import describe
 from epd.serve_app.observability.metrics import ServerMetrics
@@ -49,6 +50,7 @@ class ServerState(ChatAnswers):
         self.metrics = ServerMetrics(settings.front)
         self.tracing = tracing_of(settings.trace_dir, settings.max_traces, settings.otlp_endpoint)
         self.bodies = BodyReader(settings.bodies)
+        self.clients = None if settings.api_keys_file is None else KeyedClients(settings.api_keys_file)
         self.files = None if settings.files is None else FileStore(settings.files)
         self.batches = None if self.files is None else BatchStore(self.files)
         self.uploads = None if self.files is None else UploadStore(self.files)
@@ -173,6 +175,8 @@ class ServerState(ChatAnswers):
     def finish(self, record: RequestRecord) -> None:
         """Records a finished HTTP request. Called once for each, however it ended."""
         self.bodies.release(record)
+        if self.clients is not None and record.client:
+            self.clients.spend(record.client, record.num_tokens)
         if record.is_answer:
             self.metrics.observe(record)
             record.log()
