@@ -33,6 +33,8 @@ ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
     "llava_onevision": LlavaOnevisionAdapter,
     "qwen2_5_vl": Qwen2_5VLAdapter,
     "qwen2_audio": Qwen2AudioAdapter,
+    "qwen3_5": Qwen3VLAdapter,
+    "qwen3_5_moe": Qwen3VLAdapter,
     "qwen3_vl": Qwen3VLAdapter,
     "qwen3_vl_moe": Qwen3VLAdapter,
     "smolvlm": SmolVLMAdapter,
