@@ -45,6 +45,8 @@ ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
     "llava_onevision": _Family("llava_onevision:LlavaOnevisionAdapter"),
     "qwen2_5_vl": _Family("qwen2_5_vl:Qwen2_5VLAdapter"),
     "qwen2_audio": _Family("qwen2_audio:Qwen2AudioAdapter"),
+    "qwen3_5": _Family("qwen3_vl:Qwen3VLAdapter"),
+    "qwen3_5_moe": _Family("qwen3_vl:Qwen3VLAdapter"),
     "qwen3_vl": _Family("qwen3_vl:Qwen3VLAdapter"),
     "qwen3_vl_moe": _Family("qwen3_vl:Qwen3VLAdapter"),
     "smolvlm": _Family("smolvlm:SmolVLMAdapter"),

@@ -21,6 +21,7 @@ from epd.machine import usable_cpus
 from epd.models import MODEL_HELP, as_given, find_model, model_folder, served_name
 from epd.models.folder import weight_files
 from epd.pixel_settings import PIXEL_FIELDS
+from epd.recurrent_models import check_options
 from epd.reduction import (
     DEFAULT_METHOD,
     LEAST_RETENTION,
@@ -366,6 +367,7 @@ class AppArgs(EngineConfig):
         self._check_ranks()
         path = self.model_path
         weight_files(path)
+        check_options(path, self.draft, self.reduction, self.max_ranks)
         names = ("allowed_media_path", "trace_dir", "files_dir", "api_keys_file")
         paths = {name: (folder := getattr(self, name)) and folder.resolve() for name in names}
         is_folder = isinstance(find_model(self.model), Path)
