@@ -6,14 +6,17 @@ embedded model does without.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.initialization import no_init_weights
 from transformers.vision_utils import get_vision_window_index
 
@@ -24,6 +27,7 @@ __all__ = [
     "read_config",
     "read_generation_config",
     "read_processor",
+    "renaming",
 ]
 
 
@@ -73,3 +77,17 @@ def create_model(config: Any, dtype: torch.dtype) -> nn.Module:
             config, dtype=dtype, attn_implementation="sdpa"
         )
     return model
+
+
+def renaming(model: Any, known: Mapping[str, Tensor]) -> Callable[[str], str]:
+    """Returns the map from names of stored tensors to those that transformers gives them.
+
+    known: the model's tensors
+    """
+    renames = [each for each in get_model_conversion_mapping(model) if not isinstance(each, WeightConverter)]
+
+    def renamed(stored: str) -> str:
+        name: str = rename_source_key(stored, renames, [], model.base_model_prefix, dict(known))[0]
+        return name
+
+    return renamed

@@ -26,7 +26,10 @@ _MAX_FRAME_TOKENS = 768
 
 
 class Qwen3VLAdapter(QwenVLAdapter):
-    """Adapts `model_type` qwen3_vl and qwen3_vl_moe, which differ in the language model alone."""
+    """Adapts `model_type` qwen3_vl and qwen3_vl_moe, which differ in the language model alone.
+
+    And qwen3_5 and qwen3_5_moe, whose tower has no deepstack features.
+    """
 
     video_takes_size_alone = True
 

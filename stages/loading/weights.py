@@ -220,7 +220,8 @@ def _fill(
 ) -> LoadedModel:
     """Reads the tensors that the model has a place for, and no others."""
     known = model.state_dict(keep_vars=True)
-    named = ((each, name_in_model(each.name_in_memory, known)) for each in stored)
+    name_of = names_of(model, known)
+    named = ((each, name_of(each.name_in_memory)) for each in stored)
     places = {each.cut(parts.get(name)): name for each, name in named if name is not None}
     if is_copied:
         check_room(path, _bytes_by_role(places, placement.dtype), placement)
@@ -242,6 +243,22 @@ def _fill(
     _tie(model)
     _move_buffers(model, placement.device)
     return LoadedModel(model, tuple(each.name for each in places), num_bytes)
+
+
+def names_of(model: Any, known: Mapping[str, Tensor]) -> Callable[[str], str | None]:
+    """Returns the map from names of stored tensors to those of the model, None for one without a place.
+
+    What `name_in_model` does not know has the name that transformers gives it when it loads the family.
+    """
+    if isinstance(model, Qwen3VLModules):
+        return lambda stored: name_in_model(stored, known)
+    renamed = published().renaming(model, known)
+
+    def name_of(stored: str) -> str | None:
+        name = name_in_model(stored, known)
+        return name_in_model(renamed(stored), known) if name is None else name
+
+    return name_of
 
 
 def _check_complete(model: Any, names: Iterable[str]) -> None:
