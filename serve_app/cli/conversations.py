@@ -14,6 +14,7 @@ from epd.client.endpoint import Endpoint, ServedModel, parse_endpoints, served_m
 from epd.console import ShowProgress
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
+from epd.machine import collector_paused
 from epd.models import model_folder
 from epd.serve_app.cli.early_checks import as_path, check_media
 from epd.serve_app.request_options import kind_of, request_fields
@@ -46,7 +47,7 @@ def open_conversation(
     paths = [as_path(path) for path in paths]
     check_media(paths)
     model_folder(model, config.revision)
-    with console.loading():
+    with console.loading(), collector_paused():
         from epd.serve_app.cli.own_model import OwnConversation, open_model  # torch
 
     with open_model(model, config, is_greedy=is_greedy) as service:
