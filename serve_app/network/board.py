@@ -77,7 +77,7 @@ class Board:
         self._ended: deque[str] = deque(maxlen=_MAX_ENDED)
         self._departed: deque[str] = deque(maxlen=_MAX_ENDED)
         self._incarnations: dict[str, int] = {}
-        self._vacant: dict[str, frozenset[Stage]] = {}  # names and roles of lost workers
+        self._vacant: dict[str, Member] = {}  # lost workers whose places nobody has, by name
         self._num_arrived = 0
         self._num_traffic = 0  # changes of any front's traffic
         # Versions of a board that was restarted follow those that members have seen.
@@ -181,17 +181,29 @@ class Board:
 
         While a release comes up, the next one is no replacement, and a busy machine may delay calls.
         """
-        same = [
-            (epoch, entry)
-            for epoch, entry in self._entries.items()
-            if entry.member.kind == "stage" and entry.member.release == newcomer.release
+        if self._has_all(newcomer):
+            for entry in self._workers_like(newcomer):
+                silent_s = time.monotonic() - max(entry.heard_s, self._regrouped_s)
+                if entry.member.is_ready and silent_s > _REPLACED_S:
+                    self._lose(entry.member.epoch, "silent while another worker comes")
+
+    def _workers_like(self, member: Member) -> list[_Entry]:
+        """Returns the stage workers of a member's release."""
+        return [
+            entry
+            for entry in self._entries.values()
+            if entry.member.kind == "stage" and entry.member.release == member.release
         ]
-        if len(same) < parse_topology(newcomer.topology).num_workers:
-            return
-        for epoch, entry in same:
-            silent_s = time.monotonic() - max(entry.heard_s, self._regrouped_s)
-            if entry.member.is_ready and silent_s > _REPLACED_S:
-                self._lose(epoch, "silent while another worker comes")
+
+    def _has_all(self, member: Member) -> bool:
+        """Returns whether as many stage workers of a member's release are there as are wanted."""
+        return len(self._workers_like(member)) >= parse_topology(member.topology).num_workers
+
+    def _forget_filled(self, member: Member) -> None:
+        """Forgets the places of a release that others have under other names: they came before the loss."""
+        if self._vacant and self._has_all(member):
+            others = {name: lost for name, lost in self._vacant.items() if lost.release != member.release}
+            self._vacant = others
 
     def _is_late(self, member: Member, seen: int) -> bool:
         """Returns whether a member that a former board knew calls after all others were told that it is gone.
@@ -214,6 +226,7 @@ class Board:
         entry = _Entry(member, self._num_arrived, time.monotonic())
         self._num_arrived += 1
         self._entries[member.epoch] = entry
+        self._forget_filled(member)
         self._change()
         self._tasks.spawn(self._watch(entry))
         return entry
@@ -243,9 +256,10 @@ class Board:
     def _stage_place(self, member: Member, taken: Mapping[str, WorkerInfo]) -> tuple[str, frozenset[Stage]]:
         wanted = parse_topology(member.topology)
         kinds = {worker.roles for worker in wanted.workers()}
-        for name, roles in self._vacant.items():
-            if name not in taken and roles in kinds:
-                return name, roles
+        for name, lost in self._vacant.items():
+            assert lost.info is not None
+            if name not in taken and lost.info.roles in kinds:
+                return name, lost.info.roles
         others = [
             (each.member.node_id, staying)
             for each in self._entries.values()
@@ -283,8 +297,9 @@ class Board:
             return
         name = entry.member.info.name if entry.member.info else epoch
         logger.warning("%s '%s' is lost: %s", entry.member.kind, name, reason)
-        if entry.member.info is not None:
-            self._vacant[name] = entry.member.info.roles
+        if entry.member.kind == "stage":
+            self._vacant[name] = entry.member
+            self._forget_filled(entry.member)
 
     def _remove(self, epoch: str) -> _Entry | None:
         self._ended.append(epoch)

@@ -77,7 +77,11 @@ class Recovery:
         tasks.spawn(self._shared.dispatcher.lost(name))
         for attempt in list(self._shared.requests.attempts.values()):
             # Attempts that are being placed detect the loss themselves.
-            if attempt.is_placed and name in (attempt.prefill_worker, attempt.decode_worker):
+            if attempt.is_placed and name in (
+                attempt.prefill_worker,
+                attempt.decode_worker,
+                attempt.moving_to,
+            ):
                 tasks.spawn(self._recover(attempt, name, replies, outcome))
 
     async def _send_loss(self, worker: str, roles: frozenset[Stage], lost: PeerLost) -> frozenset[str] | None:
@@ -102,7 +106,7 @@ class Recovery:
 
     async def _is_saved(self, attempt: Attempt, name: str, replies: _Replies) -> bool:
         """Returns whether an attempt continues without the lost worker."""
-        if attempt.placement.is_merged:
+        if attempt.placement.is_merged or name == attempt.moving_to:  # that one may have had all of it
             return False
         if attempt.id in self._shared.requests.redirecting:  # it detects the loss of the worker it asks
             return name != attempt.prefill_worker

@@ -262,6 +262,15 @@ class Requests:
         finally:
             self.num_planning -= 1
 
+    @contextmanager
+    def redirected(self, attempt: Attempt) -> Iterator[None]:
+        """Marks the time in which an attempt looks for another decode worker."""
+        self.redirecting[attempt.id] = attempt
+        try:
+            yield
+        finally:
+            del self.redirecting[attempt.id]
+
     def begin(self, attempt: Attempt) -> None:
         self.attempts[attempt.id] = attempt
         attempt.progress(self.clock())

@@ -244,12 +244,8 @@ class DecodeMoves:
 
         Returns False if none has room: the request must be retried.
         """
-        looking = self._shared.requests.redirecting
-        looking[attempt.id] = attempt
-        try:
+        with self._shared.requests.redirected(attempt):
             is_redirected = await self._redirect(attempt)
-        finally:
-            del looking[attempt.id]
         self._shared.requests.counters["redirects"] += is_redirected
         return is_redirected
 
@@ -288,8 +284,19 @@ class DecodeMoves:
     async def redirect_once(self, attempt: Attempt) -> bool:
         """Has the prefill worker hand a request over to another decode worker.
 
-        The former decode worker discards what had arrived. Returns False if nothing has changed.
+        The former decode worker discards what had arrived. Returns False if nothing has changed. If that
+        worker is lost meanwhile, the request is retried.
         """
+        requests, seen = self._shared.requests, self._calls.seen(attempt)
+        if attempt.id in requests.redirecting:
+            return False
+        with requests.redirected(attempt):
+            is_redirected = await self._redirect_once(attempt)
+        if not is_redirected and self._calls.seen(attempt) != seen:
+            attempt.end(Outcome.LOST)
+        return is_redirected
+
+    async def _redirect_once(self, attempt: Attempt) -> bool:
         former, prefiller = attempt.decode_worker, attempt.prefill_worker
         room = await self._other_decoder(attempt, self._calls.reservation(attempt))
         if room is None:
@@ -325,7 +332,8 @@ class DecodeMoves:
             return False
         attempt.begin_move(room.worker)
         moving = Move(attempt.id, room.ticket, room.incarnation)
-        if await self._calls.ask_or_redo(attempt, "decode", former, moving):
+        is_taken = await self._calls.ask_or_redo(attempt, "decode", former, moving)
+        if is_taken or attempt.decode_worker == room.worker:  # it may be there before the reply, or without
             return True
         attempt.cancel_move()
         await self._calls.abort(attempt, room.worker)

@@ -97,6 +97,32 @@ def test_the_board_spreads_the_workers_of_a_stage_over_machines() -> None:
     asyncio.run(run())
 
 
+def test_a_place_that_another_worker_has_is_not_given_again() -> None:
+    """One came before the board heard of the loss, under another name: the next one gets what is lacking."""
+
+    async def run() -> None:
+        board, credentials = Board(), Credentials(bytes(32), "fleet")
+
+        async def came(epoch: str) -> str:
+            newcomer = Member(epoch, "stage", ("127.0.0.1", 1), "here", pid=0, topology="1e1p1d", release="r")
+            view = await board.follow(newcomer, -1, credentials)
+            assert view is not None
+            info = view.members[epoch].info
+            assert info is not None
+            return info.name
+
+        names = {await came(epoch): epoch for epoch in ("a", "b", "c")}
+        assert names.keys() == {"e0", "p0", "d0"}
+        early = await came("early")  # for d0, which is there as far as the board knows
+        await board.accuse(names["d0"], "its process has ended")
+        await board.accuse(names["e0"] if early[0] != "e" else names["p0"], "its process has ended")
+        lost = "e0" if early[0] != "e" else "p0"
+        assert await came("late") == lost
+        await board.close()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(("num_there", "is_replaced"), [(2, False), (3, True)])
 def test_a_silent_worker_is_replaced_only_by_one_more_than_is_wanted(
     num_there: int, is_replaced: bool, monkeypatch: pytest.MonkeyPatch

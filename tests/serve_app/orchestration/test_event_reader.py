@@ -74,13 +74,14 @@ class Moves:
         return False
 
 
-def attempt_at(prefill_worker: str, decode_worker: str) -> Any:
+def attempt_at(prefill_worker: str, decode_worker: str, moving_to: str = "") -> Any:
     ended = list[Outcome]()
     return SimpleNamespace(
         id="me/known#1",
         is_placed=True,
         prefill_worker=prefill_worker,
         decode_worker=decode_worker,
+        moving_to=moving_to,
         placement=SimpleNamespace(is_merged=False),
         answer=SimpleNamespace(has_begun=True),
         ended=ended,
@@ -122,5 +123,17 @@ def test_an_attempt_that_looks_for_a_decode_worker_is_not_redirected_again(
         await lose(Recovery(shared, moves, "me"), shared, lost)  # type: ignore[arg-type]
         assert moves.num_redirects == 0
         assert attempt.ended == ended
+
+    asyncio.run(run())
+
+
+def test_an_answer_is_retried_if_the_worker_that_it_is_moved_to_is_lost() -> None:
+    """That one may have had all of it, and its former worker nothing any more."""
+
+    async def run() -> None:
+        attempt = attempt_at("p0", "d0", moving_to="d1")
+        shared, moves = shared_parts(LossyFleet(()), attempts={attempt.id: attempt}), Moves()
+        await lose(Recovery(shared, moves, "me"), shared, "d1")  # type: ignore[arg-type]
+        assert attempt.ended == [Outcome.LOST]
 
     asyncio.run(run())

@@ -1,0 +1,96 @@
+"""Requests change their decode workers while one of these, or a reply, is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from epd.kv.kv_identity import token_identity
+from epd.serve_app.fleet import WorkerLostError
+from epd.serve_app.messages import Abort, Message, Redirect, Reserve
+from epd.serve_app.orchestration.requests import Attempt, Outcome
+from epd.serve_app.role_messages import Move, Pause, Resume
+from tests.serve_app.orchestration.test_forwarding import Bench
+from tests.serve_app.orchestration.test_worker_calls import JoiningFleet
+
+
+@dataclass
+class MovingFleet(JoiningFleet):
+    """Moves answers too. on: called with each message of a kind before it is handled."""
+
+    on: dict[type, Callable[[], None]] = field(default_factory=dict)
+
+    async def send(self, stage: Any, target: str, message: Message[Any], bulk: Any = None) -> Any:
+        self.on.get(type(message), lambda: None)()
+        if target in self.lost:
+            raise WorkerLostError(f"worker '{target}' is gone")
+        if isinstance(message, Pause | Move | Resume):
+            self.asked.append((target, type(message)))
+            return token_identity([1, 2, 3]) if isinstance(message, Pause) else True
+        return await super().send(stage, target, message, bulk)
+
+
+async def placed_at(bench: Bench, *workers: str) -> Attempt:
+    attempt = bench.attempt("r")
+    attempt.placement.take(*workers)
+    attempt.place(0.0)
+    return attempt
+
+
+def test_an_answer_that_has_moved_stays_although_its_former_worker_is_lost_before_it_says_so() -> None:
+    async def run() -> None:
+        fleet = MovingFleet({"p0": 1, "d0": 1, "d1": 1})
+        bench = Bench(fleet.room, fleet)
+        attempt = await placed_at(bench, "p0", "d0")
+        bench.placement.moves._policy.router.add("d0", num_decodes=1)  # so that d1 is asked first
+
+        def arrives_and_is_lost() -> None:
+            attempt.arrive("d1")
+            fleet.lost.add("d0")
+
+        fleet.on[Move] = arrives_and_is_lost
+        assert await bench.placement.moves.move(attempt)
+        assert attempt.decode_worker == "d1"
+        assert ("d1", Abort) not in fleet.asked
+
+    asyncio.run(run())
+
+
+def test_a_prompt_looks_for_one_other_decode_worker_at_a_time() -> None:
+    async def run() -> None:
+        fleet = MovingFleet({"p0": 1, "d0": 1, "d1": 1})
+        bench = Bench(fleet.room, fleet)
+        attempt, redirecting = await placed_at(bench, "p0", "d0"), bench.shared.requests.redirecting
+        is_looking = list[bool]()
+        fleet.on[Reserve] = lambda: is_looking.append(attempt.id in redirecting)
+        bench.placement.moves._policy.router.add("d0", num_decodes=1)
+        assert await bench.placement.moves.redirect_once(attempt)
+        assert attempt.decode_worker == "d1"
+        assert is_looking == [True]
+        assert not redirecting
+        redirecting[attempt.id] = attempt
+        fleet.asked.clear()
+        assert not await bench.placement.moves.redirect_once(attempt)
+        assert fleet.asked == []
+
+    asyncio.run(run())
+
+
+def test_a_prompt_is_retried_if_its_decode_worker_is_lost_and_no_other_has_room() -> None:
+    """Nobody else handles the loss while it looks."""
+
+    async def run() -> None:
+        fleet = MovingFleet({"p0": 1, "d0": 0, "d1": 0})
+        bench = Bench(fleet.room, fleet)
+        attempt = await placed_at(bench, "p0", "d0")
+        assert not await bench.placement.moves.redirect_once(attempt)
+        assert len(bench.shared.requests.placed([attempt.id])) == 1, "it stays where it is"
+        fleet.on[Reserve] = lambda: fleet.lost.add("d0")
+        assert not await bench.placement.moves.redirect_once(attempt)
+        async with asyncio.timeout(5):
+            assert await attempt.wait() is Outcome.LOST
+        assert ("p0", Redirect) not in fleet.asked
+
+    asyncio.run(run())
