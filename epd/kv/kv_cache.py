@@ -15,13 +15,11 @@ A model of the second kind finds a cached prefix only up to a block after which 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-from epd.errors import require
 from epd.kv.block_pool import BlockPool, BlockTable
+from epd.kv.kv_checks import check_cache
 from epd.kv.kv_identity import TokenIdentity
 from epd.kv.kv_request import RequestBlocks, Shortage
 from epd.kv.prefix_cache import CachedBlock, PrefixCache, PrefixMatch
@@ -88,11 +86,14 @@ class KVCacheManager:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def num_cached(self, identity: TokenIdentity, max_tokens: int | None = None) -> int:
+    def num_cached(
+        self, identity: TokenIdentity, max_tokens: int | None = None, *, awaits_state: bool = False
+    ) -> int:
         """Returns how many tokens `open` would find, if there is room for a copy."""
         if not self.enable_prefix_caching:
             return 0
-        match = self._cache.match(identity, len(identity) if max_tokens is None else max_tokens)
+        max_tokens = len(identity) if max_tokens is None else max_tokens
+        match = self._cache.match(identity, max_tokens, needs_state=not awaits_state)
         return len(match.path) * self.block_size + match.num_partial
 
     def num_tokens(self, request_id: str, layer_group: int = 0) -> int:
@@ -173,21 +174,33 @@ class KVCacheManager:
     # Changes
 
     def open(
-        self, request_id: str, identity: TokenIdentity, *, max_cached: int, is_shareable: bool = True
+        self,
+        request_id: str,
+        identity: TokenIdentity,
+        *,
+        max_cached: int,
+        is_shareable: bool = True,
+        awaits_state: bool = False,
     ) -> list[BlockCopy]:
         """Starts a request with the cached part of its prompt, at most `max_cached` tokens: see `num_tokens`.
 
         Whole blocks are shared; part of a block is copied, unless there is no room for the copy. With
         is_shareable=False nothing is shared either way: for a request whose layers will be pruned, so that
-        its blocks are written again. Raises ValueError for a request that is open already.
+        its blocks are written again. With awaits_state=True blocks are shared without their recurrent state:
+        that comes from elsewhere before the next commit, which must be of further tokens.
+        Raises ValueError for a request that is open already.
         """
         request = self._new_request(request_id, identity, is_shareable and self.enable_prefix_caching)
         copies: list[BlockCopy] = []
         if request.is_shareable:
-            match = self._cache.match(identity, max_cached)
+            match = self._cache.match(identity, max_cached, needs_state=not awaits_state)
             self._share_path(request, match.path)
-            self._share_state(request)
-            copies = self._copy_partial(request, match)
+            if request.state is None:
+                copies = self._copy_partial(request, match)
+            elif request.path and awaits_state:
+                request.state.is_awaited = True
+            elif request.path:
+                request.state.share(self._cache.use_state(request.path[-1]))
         request.refresh()
         return copies
 
@@ -393,13 +406,6 @@ class KVCacheManager:
         for group, table in enumerate(request.tables):
             table.share([node.blocks[group] for node in path])
 
-    def _share_state(self, request: RequestBlocks) -> None:
-        """Begins with the state that was kept after the shared blocks."""
-        if request.state is not None and request.path:
-            slot = self._cache.snapshots[request.path[-1]]
-            self._cache.keep_state(request.path[-1], slot)
-            request.state.share(slot)
-
     def _keep_state(self, request: RequestBlocks) -> None:
         """Lets the prefix cache hold the state of a request's written tokens, all in whole blocks."""
         state, is_whole = request.state, request.num_tokens == len(request.path) * self.block_size
@@ -444,50 +450,8 @@ class KVCacheManager:
         self._cache.add_partial(parent, rows, request.blocks_at(index))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every block and node is held as often as is counted."""
-        self._cache.check_integrity()
-        for group, pool in enumerate(self._pools):
-            pool.check_integrity()
-            self._check_references(group, pool)
-        if self._states is not None:
-            self._states.check_integrity()
-            self._states.check_holders(self._state_holders())
-        pins = Counter(node for request in self._requests.values() for node in request.path)
-        for node in self._cache.nodes():
-            if node.num_pins != pins[node]:
-                raise AssertionError(f"{node.num_pins} pins are counted, {pins[node]} are held")
-        for request in self._requests.values():
-            self._check_request(request)
-
-    def _check_references(self, group: int, pool: BlockPool) -> None:
-        tables = (request.tables[group].blocks for request in self._requests.values())
-        held = Counter(chain.from_iterable(tables))
-        held.update(node.blocks[group] for node in self._cache.nodes())
-        pool.check_holders(held)
-
-    def _state_holders(self) -> Counter[int]:
-        """Counts the holders of each slot: sequences and snapshots."""
-        held = Counter(self._cache.snapshots.values())
-        for request in self._requests.values():
-            held.update([] if request.state is None else request.state.held)
-        return held
-
-    def _check_request(self, request: RequestBlocks) -> None:
-        size, parent = self.block_size, self._cache.root
-        for table in request.tables:
-            table.check_integrity()
-        for index, node in enumerate(request.path):
-            rows = request.identity.row_bytes(index * size, (index + 1) * size)
-            require(node.parent is parent and node.key == rows, "pins on nodes of other tokens")
-            parent = node
-        require(len(request.path) <= max(request.lengths) // size, "pins past the tokens that are written")
-        if request.state is not None:
-            is_written = request.state.current is not None
-            require(is_written == (request.num_tokens > 0), "tokens without a state, or a state without any")
-        derived = request.capacity, request.next_share
-        request.refresh()
-        if derived != (request.capacity, request.next_share):
-            raise AssertionError(f"stale, of before a change: {derived}")
+        """Raises AssertionError unless all that is held is counted, see `check_cache`."""
+        check_cache(self._pools, self._states, self._cache, self._requests.values())
 
 
 def _own_copy(group: int, table: BlockTable, source: int, num_tokens: int) -> BlockCopy:

@@ -72,15 +72,15 @@ class PrefixCache:
     def is_idle(self, node: CachedBlock) -> bool:
         return node in self._idle
 
-    def match(self, identity: TokenIdentity, max_tokens: int) -> PrefixMatch:
+    def match(self, identity: TokenIdentity, max_tokens: int, *, needs_state: bool = True) -> PrefixMatch:
         """Returns the longest cached prefix of at most `max_tokens` tokens. Changes nothing.
 
-        Where there are recurrent states, a prefix ends where a snapshot of the state was kept.
+        Where there are recurrent states it has whole blocks. needs_state: a snapshot was kept after the last.
         """
         match = self._longest(identity, max_tokens)
         if self._states is None:
             return match
-        while match.path and match.path[-1] not in self.snapshots:
+        while needs_state and match.path and match.path[-1] not in self.snapshots:
             match.path.pop()
         return PrefixMatch(match.path, None, 0)
 
@@ -145,6 +145,11 @@ class PrefixCache:
             self._states.share(slot)
             self.snapshots[node] = slot
         self.snapshots.move_to_end(node)
+
+    def use_state(self, node: CachedBlock) -> int:
+        """Returns the slot with the state after a node's last token, which is used now."""
+        self.snapshots.move_to_end(node)
+        return self.snapshots[node]
 
     @property
     def num_idle_states(self) -> int:

@@ -18,14 +18,19 @@ SLOTS_PER_SEQUENCE = 2
 
 
 class StateSlots:
-    """Holds the slots of one sequence. current: None before the first commit. following: None until taken."""
+    """Holds the slots of one sequence.
 
-    __slots__ = ("current", "following", "pool")
+    current: None before the first commit. following: None until taken.
+    is_awaited: whether tokens are written, and their state comes with those of the next commit.
+    """
+
+    __slots__ = ("current", "following", "is_awaited", "pool")
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.current: int | None = None
         self.following: int | None = None
+        self.is_awaited = False
 
     @property
     def num_missing(self) -> int:
@@ -51,7 +56,7 @@ class StateSlots:
         """Makes the state that was written the current one."""
         if self.current is not None:
             self.pool.release(self.current)
-        self.current, self.following = self.following, None
+        self.current, self.following, self.is_awaited = self.following, None, False
 
     def release(self) -> None:
         """Lets go of all slots."""

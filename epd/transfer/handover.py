@@ -257,9 +257,12 @@ class DecodeReception:
         num_tokens = len(identity) - num_dropped
         is_shareable &= not num_dropped
         self._check_fits(num_tokens + num_output_tokens)
-        whole = self._cache.num_cached(identity) // self._cache.block_size * self._cache.block_size
-        # Whole blocks alone: part of one would have to be copied before anything arrives.
-        self._cache.open(request_id, identity, max_cached=whole, is_shareable=is_shareable)
+        # Whole blocks alone: part of one would have to be copied before anything arrives. A recurrent state
+        # comes with the last token, so that one is never cached.
+        most = len(identity) - (self._cache.spec.num_states > 0)
+        whole = self._cache.num_cached(identity, most, awaits_state=True)
+        whole = whole // self._cache.block_size * self._cache.block_size
+        self._cache.open(request_id, identity, max_cached=whole, is_shareable=is_shareable, awaits_state=True)
         if not self._cache.can_allocate(request_id, num_tokens + num_output_tokens):
             self._cache.free(request_id)
             return None

@@ -16,6 +16,7 @@ from epd.kv.kv_identity import TokenIdentity, token_identity
 from epd.sampling_params import SamplingParams
 from epd.stages.connectors.mailbox import MailboxConnector
 from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPools, KVPoolsShape, token_slots
+from epd.stages.engine.state_pool import StateLayout, StatesShape
 from epd.transfer.connectors import FirstToken, HandoverState, KVTicket
 from epd.transfer.handover import DecodeReception, HandoverEnd, KVOutbox
 from tests.stages.kv_values import put_tokens, tokens_at
@@ -23,13 +24,35 @@ from tests.stages.kv_values import put_tokens, tokens_at
 LAYOUTS = (KVLayout(1, 2, 2, torch.float32), KVLayout(2, 1, 1, torch.float32))
 
 
-def pools_shape(num_blocks: int, block_size: int) -> KVPoolsShape:
-    return KVPoolsShape(tuple(KVGroupShape(num_blocks, layout) for layout in LAYOUTS), block_size)
+STATE = StateLayout(1, 2, 3, 2, 2, 2, torch.float32)
+
+
+def pools_shape(num_blocks: int, block_size: int, num_states: int = 0) -> KVPoolsShape:
+    states = StatesShape(num_states, STATE) if num_states else None
+    groups = tuple(KVGroupShape(num_blocks, layout) for layout in LAYOUTS)
+    return KVPoolsShape(groups, block_size, states=states)
 
 
 def new_cache(pools: KVPools) -> KVCacheManager:
     shape = pools.shape
-    return KVCacheManager(KVCacheSpec(tuple(group.num_blocks for group in shape.groups), shape.block_size))
+    num_states = 0 if shape.states is None else shape.states.num_states
+    num_blocks = tuple(group.num_blocks for group in shape.groups)
+    return KVCacheManager(KVCacheSpec(num_blocks, shape.block_size, num_states))
+
+
+def write_state(pools: KVPools, slot: int | None, token_ids: Sequence[int]) -> None:
+    """Recurrent states of tokens: exact, and of all of them."""
+    if pools.states is not None:
+        assert slot is not None
+        pools.states.tails[slot] = sum(token_ids)
+        pools.states.matrices[slot] = sum(token_ids) + 0.5
+
+
+def holds_state(pools: KVPools, slot: int | None, token_ids: Sequence[int]) -> bool:
+    if pools.states is None or slot is None:
+        return pools.states is None and slot is None
+    tails, matrices = pools.states.tails[slot], pools.states.matrices[slot]
+    return bool((tails == sum(token_ids)).all() and (matrices == sum(token_ids) + 0.5).all())
 
 
 def kv_of(token_ids: Sequence[int], group: int) -> Tensor:
@@ -78,6 +101,12 @@ class PrefillWorker:
         token_ids, identity = self.prompts[request_id]
         start = self.cache.num_tokens(request_id)
         stop = min(start + num_tokens, len(token_ids))
+        if not self.cache.can_allocate(request_id, stop):  # no slot for its next state
+            return
+        self.cache.allocate(request_id, stop)
+        if start:
+            assert holds_state(self.pools, self.cache.current_state(request_id), token_ids[:start])
+        write_state(self.pools, self.cache.next_state(request_id), token_ids[:stop])
         for group, pool in enumerate(self.pools.groups):
             at = self.cache.num_tokens(request_id, group)  # less than `start` where layers were pruned
             table = self.cache.block_table(request_id, group)
@@ -102,6 +131,10 @@ class PrefillWorker:
         for group, pool in enumerate(self.pools.groups):
             held = {block for other in self.prompts for block in self.cache.block_table(other, group)}
             pool.storage[[b for b in range(pool.num_blocks) if b not in held]] = -1.0
+        if self.pools.states is not None:
+            held = {self.cache.current_state(other) for other in self.prompts}
+            for slot in set(range(self.pools.states.shape.num_states)) - held:
+                self.pools.states.matrices[slot] = -1.0
         return True
 
     def check(self) -> None:
@@ -131,7 +164,7 @@ class DecodeWorker:
     def holds(self, request_id: str, token_ids: Sequence[int], num_tokens: Sequence[int] = ()) -> bool:
         """Whether the prompt's slots say what it should leave there; num_tokens: of each group, how far."""
         lengths = num_tokens or [len(token_ids)] * len(self.pools.groups)
-        return all(
+        return holds_state(self.pools, self.cache.current_state(request_id), token_ids) and all(
             torch.equal(self.read(request_id, group, length), kv_of(token_ids, group)[:, :, :length])
             for group, length in enumerate(lengths)
         )

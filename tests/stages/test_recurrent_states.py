@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
+from torch import Tensor
 
 from epd.errors import UnsupportedModelError
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.decoder.decoder import FusedDecoder
 from epd.stages.decoder.rank_cut import check_divisible
+from epd.stages.engine.model_runner import ModelRunner
+from epd.stages.engine.packed_pass import Segment
 from tests.stages.conftest import Subject
 from tests.stages.prompts import Drive
 from tests.stages.split_deployment import GREEDY, Deployment
@@ -112,3 +116,39 @@ def test_what_cannot_be_computed_is_refused_in_one_line(recurrent: Subject) -> N
         check_divisible(recurrent.model, 2)
     with pytest.raises(UnsupportedModelError, match="of another kind; allowed"):
         recurrent.engine(by_modules=True)
+
+
+def test_a_pass_that_raises_after_it_was_computed_reads_the_same_states_again(
+    recurrent: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a pass has written counts once it is booked, so it is computed again in halves."""
+    computed: list[int] = []
+    run = ModelRunner.run
+
+    def failing(runner: ModelRunner, segments: Sequence[Segment]) -> Tensor:
+        logits = run(runner, segments)
+        computed.append(len(segments))
+        if len(segments) > 1:
+            raise RuntimeError("after the states were written")
+        return logits
+
+    monkeypatch.setattr(ModelRunner, "run", failing)
+    check(recurrent, Drive(recurrent.engine(enable_prefix_caching=True), seed=3), 5)
+    assert max(computed) > 1
+
+
+def test_a_second_prompt_at_a_decode_worker_gets_what_is_new_and_its_state(recurrent: Subject) -> None:
+    deployment = Deployment(recurrent, 1, random.Random(0))
+    prompt = recurrent.prompts[2]
+    for name in ("first", "second"):
+        request = prompt.request(name)
+        ticket = deployment.decode["d0"].reserve(name, "p0", request.identity, GREEDY)
+        assert ticket is not None
+        assert (ticket.num_cached > 0) == (name == "second")
+        deployment.prefill.submit(request, ticket)
+        for group in prompt.groups:
+            deployment.prefill.add_embeddings(name, group)
+        while not deployment.is_over(name):
+            deployment.step()
+        assert deployment.tokens(name) == prompt.expected
+    deployment.settle()

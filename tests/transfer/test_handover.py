@@ -30,14 +30,15 @@ class Story:
     hub: InProcessHub
     prefill: dict[str, PrefillWorker]
     decode: dict[str, DecodeWorker]
+    num_states: int = 0
 
     def connect_prefill(self, name: str) -> PrefillWorker:
-        pools = pools_shape(10, 4).build()
+        pools = pools_shape(10, 4, self.num_states).build()
         self.prefill[name] = PrefillWorker(pools, self.hub.connect(name, pools))
         return self.prefill[name]
 
     def connect_decode(self, name: str) -> DecodeWorker:
-        pools = pools_shape(8, 2).build()
+        pools = pools_shape(8, 2, self.num_states).build()
         self.decode[name] = DecodeWorker(pools, self.hub.connect(name, pools))
         return self.decode[name]
 
@@ -385,3 +386,28 @@ def test_spans_are_merged_and_gaps_remembered(
     spans: list[tuple[int, int]], added: tuple[int, int], expected: list[tuple[int, int]]
 ) -> None:
     assert merged(spans, *added) == expected
+
+
+def test_a_recurrent_state_comes_last_and_the_blocks_before_it_are_shared() -> None:
+    """No state was kept at the decode worker after the shared blocks: the prompt's own comes in any case."""
+    story = Story(InProcessHub(), {}, {}, num_states=6)
+    p, d = story.connect_prefill("p0"), story.connect_decode("d0")
+    first, second = PROMPT[:9], [*PROMPT[:7], 50]
+    assert story.start("a", first).num_cached == 0
+    p.compute("a")
+    assert outcomes(d.poll()) == [("a", TransferOutcome.DELIVERED)]
+    assert d.holds("a", first)
+    ticket = story.start("b", second)
+    assert (ticket.num_cached, d.cache.current_state("b")) == (6, None)
+    assert ticket.state_slot == d.cache.next_state("b")
+    d.check()
+    p.compute("b", 7)
+    assert outcomes(d.poll()) == []
+    p.compute("b")
+    assert outcomes(d.poll()) == [("b", TransferOutcome.DELIVERED)]
+    assert d.holds("b", second)
+    assert d.holds("a", first)
+    d.check()
+    d.cache.free("a")
+    again = story.start("c", second)
+    assert again.num_cached == 6, "not all of it: a state comes with a last token"

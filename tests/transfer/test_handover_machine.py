@@ -39,6 +39,8 @@ class Job:
 
 
 class HandoverMachine(RuleBasedStateMachine):
+    num_states = 0  # of each worker
+
     def __init__(self) -> None:
         super().__init__()
         self.hub = InProcessHub()
@@ -55,11 +57,11 @@ class HandoverMachine(RuleBasedStateMachine):
             self.start_decode(name)
 
     def start_prefill(self, name: str) -> None:
-        pools = pools_shape(5, 4).build()
+        pools = pools_shape(5, 4, self.num_states).build()
         self.prefills[name] = PrefillWorker(pools, self.hub.connect(name, pools))
 
     def start_decode(self, name: str) -> None:
-        pools = pools_shape(9, 2).build()
+        pools = pools_shape(9, 2, self.num_states).build()
         self.decodes[name] = DecodeWorker(pools, self.hub.connect(name, pools))
 
     def pick(self, number: int) -> str | None:
@@ -219,3 +221,13 @@ class HandoverMachine(RuleBasedStateMachine):
 
 TestHandoverMachine = HandoverMachine.TestCase
 TestHandoverMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+
+class RecurrentHandoverMachine(HandoverMachine):
+    """The same with recurrent states, which come with the last of the keys and values."""
+
+    num_states = 12
+
+
+TestRecurrentHandovers = RecurrentHandoverMachine.TestCase
+TestRecurrentHandovers.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
