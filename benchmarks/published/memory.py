@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from benchmarks.published.tables import TABLE_2, TABLE_3, TABLE_8, WEIGHTS_SAVED, Row
-from epd.profiles.analytic import MODELS, analytic_profile
+from epd.profiles.analytic import analytic_profile
+from epd.profiles.catalogue import MODELS
 from epd.profiles.memory import MemoryLimits, MemoryNeeds
 from epd.topology import Stage
 

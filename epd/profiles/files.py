@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from epd.errors import RequestError
+from epd.profiles.accelerators import CATALOGUE, Devices
 from epd.profiles.analytic import analytic_profile
 from epd.profiles.profile import Profile
 
@@ -46,12 +47,12 @@ def parse_profile(text: str, name: str = "profile") -> Profile:
         raise RequestError(f"{name}: {where}: {first['msg']}; write a profile with epd profile") from None
 
 
-def load_profile(name_or_path: str) -> Profile:
-    """Loads a profile by name (MODEL@DEVICE) or from a file. Raises RequestError."""
+def load_profile(name_or_path: str, devices: Devices = CATALOGUE) -> Profile:
+    """Loads a profile by name (MODEL@DEVICE) or from a file. Raises RequestError. devices: known by name."""
     path = Path(name_or_path)
-    model, separator, device = name_or_path.partition("@")
+    model, separator, device = name_or_path.rpartition("@")
     if separator and not path.exists():
-        return analytic_profile(device, model)
+        return analytic_profile(device, model, devices=devices)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -9,13 +9,21 @@ All arithmetic is in integers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
 
 from epd.encode.sharding import FIRST_GROUP_TOKENS, cut_units, units_of
 from epd.errors import RequestError
+from epd.pixel_limits import LEAST_SHARE
 from epd.types import ceil_div
 from epd.workload.requests import AudioClip, Resolution, VideoSpec
+
+# More frames than any video has.
+_ANY_FRAMES = 10**9
+# Of `<12.3 seconds>` and the marks around a time step's visual tokens, without the digits before the point.
+_TIME_TOKENS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +40,22 @@ class MediaRule:
     """Defines how a family cuts media.
 
     kind grid: patches of `patch` pixels over the whole frame, `merge` x `merge` of them a token, the frame
-        scaled to at most max_pixels; a video takes `frames_per_unit` frames for one time step
+        scaled to min_pixels to max_pixels; a video takes `frames_per_unit` frames for one time step
     kind tiles: up to max_tiles tiles of tile_patches patches and tile_tokens tokens each, of `patch` pixels
-        side, and an overview; a video frame is one tile
+        side, and an overview; a video frame is one tile, of frame_tokens tokens where these are fewer
+    kind canvas: the same, in the rows and columns whose shape is closest to the image's
     kind clips: of a model that hears; a clip is padded to tile_patches positions of its tower, and becomes
         tokens_per_s tokens for each second
-    max_frame_pixels, max_video_tokens: of a video's frames, each and all together
-    video_fps, max_frames: how videos are sampled
+    min_frame_pixels, max_frame_pixels, max_video_tokens: of a video's frames, each and all together
+    is_timed: the limits of pixels are of all frames together, and a text before each time step says its time
+    frame_text_tokens: of the text around each frame; end_tokens: behind the last frame of a video
+    video_fps, min_frames, max_frames, sampling: how many frames are sampled, see `num_sampled`
+    num_frames: wanted of each video, None for those of its rate
     group_frames: frames that travel together
     group_tokens: visual tokens that do, in their place, as the server cuts groups; None for group_frames
     """
 
-    kind: Literal["grid", "tiles", "clips"]
+    kind: Literal["grid", "tiles", "canvas", "clips"]
     patch: int
     merge: int = 2
     max_pixels: int = 12_845_056
@@ -58,41 +70,90 @@ class MediaRule:
     group_frames: int = 8
     group_tokens: int | None = None
     tokens_per_s: float = 25.0
+    min_pixels: int = 0
+    min_frame_pixels: int = 0
+    is_timed: bool = False
+    frame_tokens: int | None = None
+    frame_text_tokens: int = 0
+    end_tokens: int = 0
+    min_frames: int = 1
+    sampling: Literal["floor", "units", "round"] = "floor"
+    num_frames: int | None = None
 
     @property
     def values_per_patch(self) -> int:
         """Counts the values that enter the tower for one patch."""
         return 3 * self.patch**2 * (self.frames_per_unit if self.kind == "grid" else 1)
 
+    def asked(self, fps: float | None, num_frames: int | None) -> MediaRule:
+        """Returns the rule for requests that name a rate or a number of frames; None for the model's own."""
+        if fps is None and num_frames is None:
+            return self
+        is_free = self.kind != "grid" and self.sampling == "floor"  # their limit is of the model's own rate
+        most = _ANY_FRAMES if is_free else self.max_frames
+        return replace(self, video_fps=fps or self.video_fps, num_frames=num_frames, max_frames=most)
+
     def image(self, size: Resolution) -> MediaWork:
         self._check_sees("an image")
-        if self.kind == "tiles":
+        if self.kind != "grid":
             return self._tiles(size)
-        patches = self._grid_patches(size, self.max_pixels)
+        patches = self._grid_patches(size, self.min_pixels, self.max_pixels)
         return MediaWork(patches, patches // self.merge**2)
 
-    def video(self, spec: VideoSpec) -> tuple[MediaWork, ...]:
-        """Returns the groups of a video, in order."""
+    def video(self, spec: VideoSpec, num_frames: int | None = None) -> tuple[MediaWork, ...]:
+        """Returns the groups of a video, in order.
+
+        num_frames: fewer than are sampled by the rule, in the size that those would have; None for all
+        """
         self._check_sees("a video")
-        num_frames = self.num_sampled(spec)
-        pixels = self._frame_pixels(num_frames)
-        cuts = cut_units(num_frames, *self._frames_of_groups(spec.size, pixels))
-        return tuple(self._group(spec.size, stop - start, pixels) for start, stop in cuts)
+        num_sized = self.num_sampled(spec)
+        taken = self._whole(num_frames or num_sized, num_sized)
+        unit = self.frames_per_unit if self.kind == "grid" else 1
+        per_unit = self._unit(spec.size, num_sized)
+        cuts = cut_units(ceil_div(taken, unit), *self._units_of_groups(per_unit.num_tokens, unit))
+        works = [
+            _times(per_unit, stop - start, min(stop * unit, taken) - start * unit) for start, stop in cuts
+        ]
+        works[-1] = replace(works[-1], num_tokens=works[-1].num_tokens + self.end_tokens)
+        return tuple(works)
+
+    def text_tokens(self, spec: VideoSpec, num_frames: int | None = None) -> int:
+        """Returns the tokens of the text that the prompt has between a video's frames."""
+        taken = self._whole(num_frames or self.num_sampled(spec), self.num_sampled(spec))
+        if not self.is_timed:
+            named = range(1, taken + 1) if self.kind == "canvas" else ()  # its frames have numbers
+            return taken * self.frame_text_tokens + sum(len(str(number)) for number in named)
+        return sum(_TIME_TOKENS + len(f"{time_s:.1f}") - 2 for time_s in self._unit_times_s(spec, taken))
+
+    def _unit_times_s(self, spec: VideoSpec, num_frames: int) -> list[float]:
+        """Returns the middle of the first and the last frame of each time step."""
+        indices = np.linspace(0, spec.num_frames - 1, num_frames).round()
+        last = indices[np.minimum(np.arange(0, num_frames, self.frames_per_unit) + 1, num_frames - 1)]
+        return [float(time_s) for time_s in (indices[:: self.frames_per_unit] + last) / 2 / spec.fps]
+
+    def _unit(self, size: Resolution, num_frames: int) -> MediaWork:
+        """Returns a time step of one of so many frames, or a frame where it is a tile."""
+        if self.kind != "grid":
+            return MediaWork(self.tile_patches, self.frame_tokens or self.tile_tokens)
+        most, count = self._frame_pixels(num_frames), 1
+        if self.is_timed:
+            most, count = most * num_frames, max(num_frames, self.frames_per_unit)
+        patches = self._grid_patches(size, self.min_frame_pixels, most, count)
+        return MediaWork(patches, patches // self.merge**2, self.frames_per_unit)
 
     def _frame_pixels(self, num_frames: int) -> int:
-        """Returns the pixels of each of so many frames at most."""
-        if self.max_video_tokens is None:
-            return self.max_frame_pixels
-        side, units = self.patch * self.merge, ceil_div(num_frames, self.frames_per_unit)
-        return min(self.max_frame_pixels, self.max_video_tokens * side**2 // units)
+        """Returns the pixels of each of so many frames at most; a cap leaves some more than the least."""
+        most: float = self.max_frame_pixels
+        if self.max_video_tokens is not None:
+            pixels = self.max_video_tokens * (self.patch * self.merge) ** 2 * self.frames_per_unit
+            most = min(most, pixels / num_frames)
+        return max(int(most), int(self.min_frame_pixels * LEAST_SHARE))
 
-    def _frames_of_groups(self, size: Resolution, pixels: int) -> tuple[int, int]:
-        """Returns the frames of a whole group, and of the first one."""
+    def _units_of_groups(self, tokens_per_unit: int, unit: int) -> tuple[int, int]:
+        """Returns the time steps of a whole group, and of the first one."""
         if self.group_tokens is None:
-            return self.group_frames, self.group_frames
-        frames = self.frames_per_unit if self.kind == "grid" else 1
-        tokens = self._group(size, frames, pixels).num_tokens
-        whole, first = (units_of(each, tokens) * frames for each in (self.group_tokens, FIRST_GROUP_TOKENS))
+            return (max(1, self.group_frames // unit),) * 2
+        whole, first = (units_of(each, tokens_per_unit) for each in (self.group_tokens, FIRST_GROUP_TOKENS))
         return whole, first
 
     def audio(self, clip: AudioClip) -> MediaWork:
@@ -108,24 +169,76 @@ class MediaRule:
             )
 
     def num_sampled(self, spec: VideoSpec) -> int:
-        return max(1, min(math.ceil(spec.duration_s * self.video_fps), self.max_frames, spec.num_frames))
+        """Returns the frames that are sampled of a video, at least one, as its family's processor counts.
+
+        floor: of the rate, rounded down; units: in whole time steps; round: rounded to the nearest
+        """
+        total, unit = spec.num_frames, self.frames_per_unit if self.kind == "grid" else 1
+        if total <= unit:
+            return total
+        if self.num_frames is not None:
+            return self._num_wanted(spec, self.num_frames, unit)
+        at_rate = total / spec.fps * self.video_fps
+        if self.sampling == "units":
+            at_rate = min(max(at_rate, self.min_frames), min(self.max_frames, total) // unit * unit)
+            return int(at_rate // unit * unit)
+        counted = round(at_rate) if self.sampling == "round" else int(at_rate)
+        return min(max(counted, self.min_frames), self.max_frames, total)
+
+    def _num_wanted(self, spec: VideoSpec, wanted: int, unit: int) -> int:
+        most = spec.num_frames // unit * unit
+        if self.sampling == "round":  # no more than its rate has
+            most = min(most, max(1, round(spec.num_frames / spec.fps * self.video_fps)))
+        return self._whole(min(max(wanted, unit), most), most)
+
+    def _whole(self, num_frames: int, most: int) -> int:
+        """Returns a number of frames in whole time steps, where the family has them so."""
+        if self.sampling != "units" or num_frames == most:
+            return num_frames
+        unit = self.frames_per_unit
+        return min(max(round(num_frames / unit), 1) * unit, most)
 
     def _tiles(self, size: Resolution) -> MediaWork:
-        """Counts tiles: the image's pixels over those of a tile, and one for the whole image."""
-        area = size.width * size.height / self.patch**2 / self.tile_patches
-        wanted = min(self.max_tiles, max(1, math.ceil(area)))
+        """Counts tiles: those of the image, and one for the whole image, unless it is the only one."""
+        wanted = self._canvas(size) if self.kind == "canvas" else self._tiles_of_area(size)
         num_tiles = wanted + (wanted > 1)
         return MediaWork(num_tiles * self.tile_patches, num_tiles * self.tile_tokens)
 
-    def _grid_patches(self, size: Resolution, max_pixels: int) -> int:
-        side = self.patch * self.merge
-        scale = min(1.0, math.sqrt(max_pixels / (size.width * size.height)))
-        wide, high = (max(1, int(length * scale / side)) for length in (size.width, size.height))
-        return wide * high * self.merge**2
+    def _tiles_of_area(self, size: Resolution) -> int:
+        """Returns the image's pixels over those of a tile."""
+        area = size.width * size.height / self.patch**2 / self.tile_patches
+        return min(self.max_tiles, max(1, math.ceil(area)))
 
-    def _group(self, size: Resolution, num_frames: int, pixels: int) -> MediaWork:
-        if self.kind == "tiles":
-            return MediaWork(num_frames * self.tile_patches, num_frames * self.tile_tokens, num_frames)
-        units = ceil_div(num_frames, self.frames_per_unit)
-        patches = units * self._grid_patches(size, pixels)
-        return MediaWork(patches, patches // self.merge**2, num_frames)
+    def _canvas(self, size: Resolution) -> int:
+        """Returns the tiles of the canvas closest in shape; of equals, the largest not twice too large."""
+        shape, area = size.width / size.height, size.width * size.height / self.patch**2 / self.tile_patches
+        sides = range(1, self.max_tiles + 1)
+        canvases = [(w, h) for w in sides for h in sides if w * h <= self.max_tiles]
+        least = min(abs(shape - w / h) for w, h in canvases)
+        counts = sorted(w * h for w, h in canvases if abs(shape - w / h) == least)
+        return max((count for count in counts if area > count / 2), default=counts[0])
+
+    def _grid_patches(self, size: Resolution, least: int, most: int, num_frames: int = 1) -> int:
+        """Returns the patches of a frame whose sides are rounded to whole tokens.
+
+        least, most: pixels of so many frames together
+        """
+        side = self.patch * self.merge
+        short = side / min(size.width, size.height)
+        grown = short if short > 1 and self.is_timed else 1.0
+        lengths = [int(length * grown) if grown > 1 else length for length in (size.width, size.height)]
+        counted = round(num_frames / 2) * 2 if num_frames > 1 else 1
+        wide, high = (round(length / side) for length in lengths)
+        area = num_frames * lengths[0] * lengths[1]
+        if counted * wide * high * side**2 > most:
+            scale = math.sqrt(area / most)
+            wide, high = (max(1, math.floor(length / scale / side)) for length in lengths)
+        elif counted * wide * high * side**2 < least:
+            scale = math.sqrt(least / area)
+            wide, high = (math.ceil(length * scale / side) for length in lengths)
+        return max(1, wide) * max(1, high) * self.merge**2
+
+
+def _times(unit: MediaWork, num_units: int, num_frames: int) -> MediaWork:
+    """Returns a run of equal time steps. num_frames: those of them that are there."""
+    return MediaWork(unit.num_patches * num_units, unit.num_tokens * num_units, num_frames)

@@ -23,7 +23,10 @@ class Profile:
     images: decoding one, by its pixels, on one CPU thread
     audio: the same of a clip of sound, by its seconds
     switch_s: of a worker that takes another role
-    price_per_hour: of one device, in any currency; None if it is not known
+    price_per_hour: of one device, in `currency`; None if it is not known
+    power_w: of one device at most
+    cores_per_device: threads of the CPU beside each device, that read media; None if they are not known
+    context_tokens: of a prompt and its answer at most; None if it is not known
     dtype: of the weights
     num_threads: of torch in a worker, None where the CPU does not compute
     host: of the one machine that all workers share, None where each has a device of its own
@@ -56,6 +59,10 @@ class Profile:
     core_speed: float | None = None
     parallel: ShardedModel | None = None
     beside: float = 2.0
+    currency: str = "USD"
+    power_w: float | None = None
+    cores_per_device: int | None = None
+    context_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.beside < 1:

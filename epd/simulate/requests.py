@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -16,7 +16,8 @@ from epd.profiles.cost import StageCost, StageTable
 from epd.profiles.media import MediaWork
 from epd.profiles.profile import Profile
 from epd.simulate.clock import ticks_of
-from epd.workload.requests import PlannedRequest, RequestShape
+from epd.simulate.frame_choice import NO_WISHES, FrameChooser, VideoWishes
+from epd.workload.requests import PlannedRequest, RequestShape, VideoSpec
 
 if TYPE_CHECKING:
     from epd.simulate.receiving import GroupReceiver
@@ -69,30 +70,43 @@ class Job:
 
 
 class JobMaker:
-    """Makes jobs of planned requests; equal shapes share their groups."""
+    """Makes jobs of planned requests; equal shapes share their groups.
 
-    def __init__(self, profile: Profile, codec: str = "h264") -> None:
+    wishes: of all requests
+    """
+
+    def __init__(self, profile: Profile, codec: str = "h264", wishes: VideoWishes = NO_WISHES) -> None:
         self._profile = profile
         self._codec = codec
-        self._groups: dict[RequestShape, tuple[GroupWork, ...]] = {}
+        self._chooser = FrameChooser(profile, wishes)
+        self._made: dict[RequestShape, tuple[tuple[GroupWork, ...], int]] = {}
 
     def jobs(self, requests: Iterable[PlannedRequest]) -> Iterator[Job]:
         return map(self.job, requests)
 
     def job(self, request: PlannedRequest) -> Job:
         shape = request.shape
-        key = RequestShape(1, 1, shape.images, shape.videos, shape.audios)
-        if key not in self._groups:
-            self._groups[key] = tuple(self._works(key))
+        key = shape if shape.videos else replace(shape, text_tokens=1, output_tokens=1)
+        if key not in self._made:
+            self._made[key] = self._media(key)
+        groups, num_between = self._made[key]
         return Job(
             request.index,
             ticks_of(request.due_s),
-            self._groups[key],
-            self._profile.prompt.num_tokens(shape.text_tokens),
+            groups,
+            self._profile.prompt.num_tokens(shape.text_tokens) + num_between,
             shape.output_tokens,
             request.media_seed,
             request.text_seed,
         )
+
+    def _media(self, shape: RequestShape) -> tuple[tuple[GroupWork, ...], int]:
+        """Returns the groups of a request, and the tokens of the text between its frames."""
+        chosen = self._chooser.chosen(shape)
+        works = [*self._works(shape)]
+        for video, groups in zip(shape.videos, chosen.groups, strict=True):
+            works += self._video_works(video, groups)
+        return tuple(works), chosen.text_tokens
 
     def _works(self, shape: RequestShape) -> Iterator[GroupWork]:
         media = self._profile.media
@@ -103,14 +117,14 @@ class JobMaker:
         cost = _cost_of(self._profile.audio)
         for clip in shape.audios:
             yield GroupWork(media.audio(clip), ticks_of(cost.seconds(clip.duration_s, 1)))
-        for video in shape.videos:
-            groups = media.video(video)
-            num_sampled = sum(group.num_frames for group in groups)
-            pixels = video.num_frames * video.size.width * video.size.height
-            cost = self._profile.video_cost(self._codec)
-            for group in groups:
-                seconds = cost.seconds(pixels * group.num_frames / num_sampled, group.num_frames)
-                yield GroupWork(group, ticks_of(seconds), is_video=True)
+
+    def _video_works(self, video: VideoSpec, groups: Sequence[MediaWork]) -> Iterator[GroupWork]:
+        num_sampled = sum(group.num_frames for group in groups)
+        pixels = video.num_frames * video.size.width * video.size.height
+        cost = self._profile.video_cost(self._codec)
+        for group in groups:
+            seconds = cost.seconds(pixels * group.num_frames / num_sampled, group.num_frames)
+            yield GroupWork(group, ticks_of(seconds), is_video=True)
 
 
 def _cost_of(reading: StageTable | None) -> StageCost:

@@ -1,0 +1,180 @@
+"""Lists the models that profiles are computed for: published checkpoints, and those of published figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from epd.errors import RequestError
+from epd.profiles.configurations import shape_in, shape_of
+from epd.profiles.media import MediaRule
+from epd.profiles.shapes import ModelShape, Transformer
+
+# Of a language model, in the order of _NAMES; an MLP that is narrower than the model is one of its experts.
+_Sizes = tuple[int, int, int, int, int]
+_NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}
+
+_QWEN25_TOWER = {
+    "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
+    "spatial_merge_size": 2,
+}  # fmt: skip
+_QWEN3_TOWER = {
+    "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16,
+    "spatial_merge_size": 2, "deepstack_visual_indexes": (8, 16, 24),
+}  # fmt: skip
+_QWEN3_SMALL = {**_QWEN3_TOWER, "depth": 24, "hidden_size": 1024, "intermediate_size": 4096}
+_VIT_300M = {
+    "hidden_size": 1024, "image_size": 448, "intermediate_size": 4096, "num_attention_heads": 16,
+    "num_hidden_layers": 24, "patch_size": 14,
+}  # fmt: skip
+_VIT_6B = {
+    **_VIT_300M, "hidden_size": 3200, "intermediate_size": 12800, "num_attention_heads": 25,
+    "num_hidden_layers": 45,
+}  # fmt: skip
+_SIGLIP = {
+    "hidden_size": 1152, "image_size": 384, "intermediate_size": 4304, "num_attention_heads": 16,
+    "num_hidden_layers": 26, "patch_size": 14,
+}  # fmt: skip
+_SMOL_TOWER = {"hidden_size": 768, "image_size": 512, "num_attention_heads": 12, "patch_size": 16}
+
+_QWEN25_SIZES: Mapping[str, _Sizes] = {
+    "3b": (2048, 11008, 36, 16, 2),
+    "7b": (3584, 18944, 28, 28, 4),
+    "32b": (5120, 27648, 64, 40, 8),
+    "72b": (8192, 29568, 80, 64, 8),
+}
+_QWEN3_SIZES: Mapping[str, _Sizes] = {
+    "2b": (2048, 6144, 28, 16, 8),
+    "4b": (2560, 9728, 36, 32, 8),
+    "8b": (4096, 12288, 36, 32, 8),
+    "32b": (5120, 25600, 64, 64, 8),
+    "30b-a3b": (2048, 768, 48, 32, 4),
+    "235b-a22b": (4096, 1536, 94, 64, 4),
+}
+_INTERNVL3_SIZES: Mapping[str, _Sizes] = {
+    "1b": (896, 4864, 24, 14, 2),
+    "2b": (1536, 8960, 28, 12, 2),
+    "8b": (3584, 18944, 28, 28, 4),
+    "14b": (5120, 13824, 48, 40, 8),
+    "38b": (5120, 27648, 64, 40, 8),
+    "78b": (8192, 29568, 80, 64, 8),
+}
+_INTERNVL35_SIZES: Mapping[str, _Sizes] = {
+    "1b": (1024, 3072, 28, 16, 8),
+    "2b": (2048, 6144, 28, 16, 8),
+    "4b": (2560, 9728, 36, 32, 8),
+    "8b": (4096, 12288, 36, 32, 8),
+    "14b": (5120, 17408, 40, 40, 8),
+    "38b": (5120, 25600, 64, 64, 8),
+    "30b-a3b": (2048, 768, 48, 32, 4),
+    "241b-a28b": (4096, 1536, 94, 64, 4),
+}
+_LARGE_TOWERS = ("38b", "78b", "241b-a28b")
+_LLAVA_SIZES: Mapping[str, _Sizes] = {
+    "0.5b": (896, 4864, 24, 14, 2),
+    "7b": (3584, 18944, 28, 28, 4),
+    "72b": (8192, 29568, 80, 64, 8),
+}
+_SMOL_SIZES: Mapping[str, _Sizes] = {
+    "256m": (576, 1536, 30, 9, 3),
+    "500m": (960, 2560, 32, 15, 5),
+    "2.2b": (2048, 8192, 24, 32, 32),
+}
+
+
+def _text(sizes: _Sizes, vocabulary: int, context: int, *, head_dim: int | None = None) -> dict[str, Any]:
+    has_experts = sizes[1] < sizes[0]
+    fields: dict[str, Any] = dict(zip(_NAMES, sizes, strict=True))
+    fields |= {"vocab_size": vocabulary, "max_position_embeddings": context, "head_dim": head_dim}
+    return fields | ({**_EXPERTS, "moe_intermediate_size": sizes[1]} if has_experts else {})
+
+
+def _published() -> Iterator[ModelShape]:
+    """Yields the checkpoints of docs/models.md."""
+    for size, sizes in _QWEN25_SIZES.items():
+        config = _text(sizes, 151936 if size == "3b" else 152064, 128_000)
+        tower: Mapping[str, Any] = (
+            _QWEN25_TOWER if size in ("3b", "7b") else {**_QWEN25_TOWER, "intermediate_size": 3456}
+        )
+        config |= {"model_type": "qwen2_5_vl", "vision_config": tower, "tie_word_embeddings": size == "3b"}
+        yield shape_of(f"qwen2.5-vl-{size}", config)
+    for size, sizes in _QWEN3_SIZES.items():
+        is_small = size in ("2b", "4b")
+        tower = _QWEN3_SMALL if is_small else _QWEN3_TOWER
+        text = _text(sizes, 151936, 262_144, head_dim=128)
+        config = {"model_type": "qwen3_vl", "vision_config": tower, "text_config": text}
+        yield shape_of(f"qwen3-vl-{size}", config | {"tie_word_embeddings": is_small})
+    for prefix, table, vocabulary, context, head_dim in (
+        ("internvl3", _INTERNVL3_SIZES, 151674, 32_768, None),
+        ("internvl3.5", _INTERNVL35_SIZES, 151936, 40_960, 128),
+    ):
+        for size, sizes in table.items():
+            tower = _VIT_6B if size in _LARGE_TOWERS else _VIT_300M
+            text = _text(sizes, vocabulary, context, head_dim=head_dim)
+            config = {"model_type": "internvl", "vision_config": tower, "text_config": text}
+            yield shape_of(f"{prefix}-{size}", config)
+    for size, sizes in _LLAVA_SIZES.items():
+        text = _text(sizes, 152000, 32_768) | {"tie_word_embeddings": size == "0.5b"}
+        config = {"model_type": "llava_onevision", "vision_config": _SIGLIP, "text_config": text}
+        yield shape_of(f"llava-onevision-{size}", config)
+    for size, sizes in _SMOL_SIZES.items():
+        is_large = size == "2.2b"
+        tower = {**_SIGLIP, "num_hidden_layers": 27} if is_large else _SMOL_TOWER
+        config = {"model_type": "smolvlm", "scale_factor": 3 if is_large else 4, "vision_config": tower}
+        yield shape_of(f"smolvlm2-{size}", config | {"text_config": _text(sizes, 49280, 8192, head_dim=64)})
+
+
+# Models of published figures, which nothing here serves.
+_SIGLIP_400M = Transformer(27, 1152, 16, 16, 72, 4304, mlp_matrices=2, attended=1024)
+_INTERNVIT_300M = Transformer(24, 1024, 16, 16, 64, 4096, mlp_matrices=2, attended=1025)
+_INTERNVIT_6B = Transformer(45, 3200, 25, 25, 128, 12800, mlp_matrices=2, attended=1025)
+_WHISPER_SMALL = Transformer(12, 768, 12, 12, 64, 3072, mlp_matrices=2, attended=1500)
+_QWEN2_7B = Transformer(28, 3584, 28, 4, 128, 18944, vocabulary=152064)
+_LLAMA3_8B = Transformer(32, 4096, 32, 8, 128, 14336, vocabulary=128256)
+_INTERNLM_8B = Transformer(32, 4096, 32, 8, 128, 14336, vocabulary=92553)
+_INTERNLM_20B = Transformer(48, 6144, 48, 8, 128, 16384, vocabulary=92553)
+_MINICPM_MEDIA = MediaRule("tiles", 14, tile_tokens=64, max_tiles=9)
+_INTERNVL2_MEDIA = MediaRule("tiles", 14, tile_tokens=256, max_tiles=12)
+# A clip of sound is a tile: 30 s of it, eight positions of the encoder in a token.
+_ULTRAVOX_MEDIA = MediaRule("tiles", 1, tile_patches=1500, tile_tokens=188, max_tiles=1)
+
+MODELS: Mapping[str, ModelShape] = {
+    model.name: model
+    for model in (
+        ModelShape("minicpm-v-2.6", _SIGLIP_400M, _QWEN2_7B, _MINICPM_MEDIA),
+        ModelShape("internvl2-8b", _INTERNVIT_300M, _INTERNLM_8B, _INTERNVL2_MEDIA),
+        ModelShape("internvl2-26b", _INTERNVIT_6B, _INTERNLM_20B, _INTERNVL2_MEDIA),
+        ModelShape("ultravox-v0.3", _WHISPER_SMALL, _LLAMA3_8B, _ULTRAVOX_MEDIA),
+        *_published(),
+    )
+}
+
+
+def model_named(name: str) -> ModelShape:
+    """Returns a model by name, or of a folder or config.json. Raises RequestError for anything else.
+
+    A name may be longer than the catalogue's: Qwen/Qwen2.5-VL-7B-Instruct is qwen2.5-vl-7b.
+    """
+    if Path(name).exists():
+        return shape_in(Path(name))
+    wanted = name.rpartition("/")[2].lower()
+    found = next((MODELS[each] for each in sorted(MODELS, key=len, reverse=True) if _is(wanted, each)), None)
+    if found is None:
+        raise RequestError(
+            f"model is {name!r}; known are {', '.join(MODELS)}, a folder with a config.json, or that file; "
+            "measure others with epd profile"
+        )
+    return found
+
+
+def _is(wanted: str, known: str) -> bool:
+    """Returns whether a name says the known one, and at most `-instruct` and the like behind it."""
+    return wanted == known or (wanted.startswith(f"{known}-") and not wanted[len(known) + 1].isdigit())

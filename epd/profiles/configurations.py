@@ -1,0 +1,180 @@
+"""Reads the shape of a model from its `config.json`: layers, experts, tower, and how it cuts media."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from epd.errors import RequestError
+from epd.pixel_settings import AUTHORS
+from epd.profiles.media import MediaRule
+from epd.profiles.shapes import ModelShape, Transformer
+
+Config = Mapping[str, Any]
+# Patches that one attends to in a tower of windows, and in one of whole frames, about.
+_IN_WINDOW, _IN_FRAME = 128, 1024
+# Text around a frame of a video: `Frame12: <img></img>` beside its digits; SmolVLM2's time and marks, about.
+_INTERNVL_FRAME_TEXT, _SMOLVLM_FRAME_TEXT = 6, 13
+_QWEN25 = MediaRule("grid", 14, min_pixels=3136, min_frame_pixels=3136, min_frames=4, sampling="units")
+_QWEN3 = MediaRule(
+    "grid", 16, min_pixels=65_536, max_pixels=16_777_216, max_video_tokens=12_288, min_frame_pixels=4096,
+    min_frames=4, is_timed=True,
+)  # fmt: skip
+
+
+def shape_of(name: str, config: Config) -> ModelShape:
+    """Returns the shape of a model. Raises RequestError for a family or a field that is not known."""
+    family = str(config.get("model_type"))
+    if family not in _READERS:
+        raise RequestError(
+            f"received a model of type {family!r}; allowed are {', '.join(_READERS)}; measure others with "
+            "epd profile"
+        )
+    try:
+        return _READERS[family](name, config)
+    except KeyError as error:
+        raise RequestError(
+            f"the configuration of {name!r} has no field {error}, which a {family} has; give its config.json"
+        ) from None
+
+
+def shape_in(path: Path) -> ModelShape:
+    """Reads a folder of a checkpoint, or its config.json. Raises RequestError for what cannot be read.
+
+    The limits of pictures are those of the model's authors: the processor's files are not read.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise RequestError(
+            f"model {str(path)!r} cannot be read: {reason}; give a folder with a config.json, or that file"
+        ) from None
+    if not isinstance(config, dict):
+        raise RequestError(f"model {str(path)!r} holds a {type(config).__name__}; allowed: a JSON object")
+    return shape_of((path if path.is_dir() else path.parent).resolve().name.lower(), config)
+
+
+def _text_config(config: Config) -> Config:
+    """Returns the fields of the language model, which some families have at the top."""
+    inner = config.get("text_config") or {}
+    return {**config, **inner}
+
+
+def _language(config: Config) -> Transformer:
+    text = _text_config(config)
+    heads, hidden = text["num_attention_heads"], text["hidden_size"]
+    experts = text.get("num_experts") or 1
+    is_tied = bool(config.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False))
+    return Transformer(
+        text["num_hidden_layers"],
+        hidden,
+        heads,
+        text.get("num_key_value_heads") or heads,
+        text.get("head_dim") or hidden // heads,
+        text["moe_intermediate_size"] if experts > 1 else text["intermediate_size"],
+        vocabulary=text["vocab_size"],
+        num_experts=experts,
+        num_active_experts=text["num_experts_per_tok"] if experts > 1 else 1,
+        is_tied=is_tied,
+    )
+
+
+def _context(config: Config) -> int:
+    return int(_text_config(config).get("max_position_embeddings", 32_768))
+
+
+def _limited(rule: MediaRule, family: str) -> MediaRule:
+    """Returns the rule with the limits of the family's authors."""
+    authors, side = AUTHORS[family], rule.patch * rule.merge
+    if authors.frame_tokens is not None:
+        rule = replace(rule, max_frame_pixels=authors.frame_tokens * side**2)
+    if authors.video_tokens is not None:
+        rule = replace(rule, max_video_tokens=authors.video_tokens)
+    return rule if authors.max_frames is None else replace(rule, max_frames=authors.max_frames)
+
+
+def _qwen(name: str, config: Config) -> ModelShape:
+    vision, language = config["vision_config"], _language(config)
+    is_3 = config["model_type"] != "qwen2_5_vl"
+    hidden, heads = vision["hidden_size"], vision["num_heads"]
+    tower = Transformer(
+        vision["depth"], hidden, heads, heads, hidden // heads, vision["intermediate_size"],
+        mlp_matrices=2 if is_3 else 3, attended=_IN_FRAME if is_3 else _IN_WINDOW, is_in_place=True,
+    )  # fmt: skip
+    merge, num_mergers = vision["spatial_merge_size"], 1 + len(vision.get("deepstack_visual_indexes", ()))
+    wide = hidden * merge**2
+    rule = replace(_QWEN3 if is_3 else _QWEN25, patch=vision["patch_size"], merge=merge)
+    return ModelShape(
+        name,
+        tower,
+        language,
+        _limited(rule, config["model_type"]),
+        num_mergers,
+        num_mergers * wide * (wide + language.hidden),
+        _context(config),
+    )
+
+
+def _tower(vision: Config, layers: int, mlp: int, patches: int) -> Transformer:
+    hidden, heads = vision["hidden_size"], vision["num_attention_heads"]
+    return Transformer(layers, hidden, heads, heads, hidden // heads, mlp, mlp_matrices=2, attended=patches)
+
+
+def _internvl(name: str, config: Config) -> ModelShape:
+    vision, language = config["vision_config"], _language(config)
+    side = _first(vision["image_size"]) // _first(vision["patch_size"])
+    tower = _tower(vision, vision["num_hidden_layers"], vision["intermediate_size"], side**2 + 1)
+    shrunk = round(1 / config.get("downsample_ratio", 0.5))
+    rule = MediaRule(
+        "canvas", _first(vision["patch_size"]), tile_patches=side**2, tile_tokens=(side // shrunk) ** 2,
+        max_tiles=12, frame_text_tokens=_INTERNVL_FRAME_TEXT,
+    )  # fmt: skip
+    projector = language.hidden * (vision["hidden_size"] * shrunk**2 + language.hidden)
+    return ModelShape(name, tower, language, _limited(rule, "internvl"), 1, projector, _context(config))
+
+
+def _llava(name: str, config: Config) -> ModelShape:
+    vision, language = config["vision_config"], _language(config)
+    side = vision["image_size"] // vision["patch_size"]
+    tower = _tower(vision, vision["num_hidden_layers"], vision["intermediate_size"], side**2)
+    rule = MediaRule(
+        "tiles", vision["patch_size"], tile_patches=side**2, tile_tokens=side**2,
+        frame_tokens=(-(-side // 2)) ** 2, end_tokens=1,
+    )  # fmt: skip
+    projector = language.hidden * (vision["hidden_size"] + language.hidden)
+    return ModelShape(
+        name, tower, language, _limited(rule, "llava_onevision"), 1, projector, _context(config)
+    )
+
+
+def _smolvlm(name: str, config: Config) -> ModelShape:
+    vision, language = config["vision_config"], _language(config)
+    side, shrunk = vision["image_size"] // vision["patch_size"], config["scale_factor"]
+    layers, mlp = vision.get("num_hidden_layers", 12), vision.get("intermediate_size", 3072)
+    rule = MediaRule(
+        "tiles", vision["patch_size"], tile_patches=side**2, tile_tokens=(side // shrunk) ** 2,
+        max_tiles=16, video_fps=1.0, sampling="round", frame_text_tokens=_SMOLVLM_FRAME_TEXT, max_frames=64,
+    )  # fmt: skip
+    projector = language.hidden * vision["hidden_size"] * shrunk**2
+    tower = _tower(vision, layers, mlp, side**2)
+    return ModelShape(name, tower, language, rule, 1, projector, _context(config))
+
+
+def _first(value: Any) -> int:
+    """Returns the first of a pair of sides, or the one that stands for both."""
+    return int(value[0] if isinstance(value, list | tuple) else value)
+
+
+_READERS = {
+    "qwen2_5_vl": _qwen,
+    "qwen3_vl": _qwen,
+    "qwen3_vl_moe": _qwen,
+    "internvl": _internvl,
+    "llava_onevision": _llava,
+    "smolvlm": _smolvlm,
+}
