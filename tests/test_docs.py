@@ -239,7 +239,12 @@ def _joined(text: str) -> str:
 
 
 def flags_of(command: str) -> set[str]:
-    options = getattr(get_command(app), "commands", {})[command].params
+    """Those of a command, and of the commands below it, such as `epd keys new`."""
+    found = getattr(get_command(app), "commands", {})[command]
+    options = [
+        *found.params,
+        *(each for part in getattr(found, "commands", {}).values() for each in part.params),
+    ]
     return {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
 
 
@@ -257,11 +262,7 @@ def test_commands_exist(texts: dict[str, str]) -> None:
 def test_flags_exist(texts: dict[str, str]) -> None:
     """Of each `epd COMMAND ...` in code, up to what the shell takes for the next command or a comment."""
     program = get_command(app)
-    flags = {
-        name: {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
-        | {"--help"}
-        for name, command in getattr(program, "commands", {}).items()
-    }
+    flags = {name: flags_of(name) | {"--help"} for name in getattr(program, "commands", {})}
     unknown, num_found = [], 0
     for doc, text in texts.items():
         code = _code_of(text).replace("\\\n", " ")
@@ -275,13 +276,7 @@ def test_flags_exist(texts: dict[str, str]) -> None:
 
 def test_flags_that_stand_alone_exist(texts: dict[str, str]) -> None:
     """Of any command, or of a script of ours. Not those of other programs, nor of a log of what was tried."""
-    commands = getattr(get_command(app), "commands", {}).values()
-    ours = {
-        flag
-        for command in commands
-        for option in command.params
-        for flag in (*option.opts, *option.secondary_opts)
-    }
+    ours = {flag for name in getattr(get_command(app), "commands", {}) for flag in flags_of(name)}
     scripts = [
         path.read_text()
         for name in ("benchmarks", "training", "tests/faults")
