@@ -150,7 +150,7 @@ class PrefillStage:
     def _take_receipts(self, result: StepResult) -> None:
         for end in self._outbox.poll():
             result.handovers.append(end)
-            if end.outcome is TransferOutcome.DELIVERED:
+            if end.outcome is TransferOutcome.DELIVERED and end.request_id in self._handovers:
                 self._leave(end.request_id)
         for request_id in [each for each in self._leaving if self._outbox.is_settled(each)]:
             self._leaving.remove(request_id)

@@ -25,6 +25,7 @@ from epd.transfer.connectors import (
     KVSpan,
     KVTicket,
     Offer,
+    Receipt,
     TransferOutcome,
 )
 from epd.transfer.transfers import TransferIds
@@ -65,6 +66,7 @@ class KVOutbox:
         self._connector = connector
         self._sending: dict[str, _Sending] = {}  # by transfer
         self._current: dict[str, str] = {}  # of a request, the transfer that has not ended
+        self._receipts: list[Receipt] = []  # that have come before the next `poll`
 
     def open(self, ticket: KVTicket) -> None:
         """Starts a hand-over, from the first token that the receiver lacks.
@@ -107,17 +109,22 @@ class KVOutbox:
             self._offer(sending, KVChunk(spans))
 
     def abort(self, request_id: str, error: str) -> None:
-        """Ends a hand-over early and sends the receiver the reason. Does nothing if none is open."""
+        """Ends a hand-over early and sends the receiver the reason. Does nothing if none is open.
+
+        A receiver that has taken all of it may be gone, and would not answer.
+        """
         transfer_id = self._current.get(request_id)
         if transfer_id is not None:
             sending = self._sending[transfer_id]
-            self._offer(sending, None, error)
+            if not self._is_taken(sending):
+                self._offer(sending, None, error)
             self._end(sending)
 
     def poll(self) -> list[HandoverEnd]:
         """Takes receipts. Returns the hand-overs that they ended, but not those aborted here."""
         ends = []
-        for receipt in self._connector.poll():
+        receipts, self._receipts = [*self._receipts, *self._connector.poll()], []
+        for receipt in receipts:
             sending = self._sending.get(receipt.transfer_id)
             if sending is None or receipt.number not in sending.unanswered:
                 continue
@@ -134,16 +141,29 @@ class KVOutbox:
         """Forgets a receiver that is gone and will not send receipts.
 
         Returns the requests whose hand-over has ended by that: they can be opened with another's ticket. What
-        the receiver had taken completely is among them until `poll` has reported it.
+        the receiver had taken completely before its end is not among them: `poll` reports it.
         """
+        self._receipts += self._connector.poll()
         self._connector.forget(receiver)
-        gone = [sending for sending in self._sending.values() if sending.ticket.receiver == receiver]
+        gone = [
+            sending
+            for sending in self._sending.values()
+            if sending.ticket.receiver == receiver and not self._is_taken(sending)
+        ]
         lost = [sending.ticket.request_id for sending in gone if not sending.is_ended]
         for sending in gone:
             self._end(sending)
             sending.unanswered.clear()
             self._forget_if_settled(sending)
         return lost
+
+    def _is_taken(self, sending: _Sending) -> bool:
+        """Returns whether receipts that are not handled yet say that the receiver has all of it."""
+        transfer_id = sending.ticket.transfer_id
+        mine = [each for each in self._receipts if each.transfer_id == transfer_id]
+        is_answered = sending.unanswered <= {each.number for each in mine}
+        is_delivered = all(each.outcome is TransferOutcome.DELIVERED for each in mine)
+        return sending.is_last_sent and not sending.is_ended and is_answered and is_delivered
 
     def _lengths(self, ticket: KVTicket) -> tuple[int, ...]:
         """Returns, for each layer group, how many tokens of the prompt are written."""

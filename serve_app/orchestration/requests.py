@@ -144,8 +144,7 @@ class Attempt:
         self.is_placed = True
 
     def decode_at(self, worker: str) -> None:
-        """Changes its decode worker, to which its prefill worker is to hand it over, again if need be."""
-        self.is_handed_over = False
+        """Changes its decode worker."""
         self.placement.move_decode(worker)
 
     def begin_move(self, worker: str) -> None:

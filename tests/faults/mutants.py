@@ -128,6 +128,10 @@ MUTANTS = (
         _CALLS, "if attempt.id in requests.redirecting:", "if requests.redirecting.pop(attempt.id, None):",
     ),
     Mutant("forgets where an answer is moved to", "moves", _READER, "attempt.moving_to,", ""),
+    Mutant(
+        "leaves receipts of a lost receiver", "moves",
+        _HANDOVER, "self._receipts += self._connector.poll()",
+    ),
     Mutant("awaits receipts of a lost receiver", "hand-overs", _HANDOVER, "sending.unanswered.clear()"),
     Mutant(
         "takes a lost peer for a live one", "board",
