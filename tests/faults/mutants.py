@@ -76,7 +76,7 @@ MUTANTS = (
         "keeps groups of a lost encoder", "encoders",
         _READER, "tasks.spawn(self._shared.dispatcher.lost(name))",
     ),
-    Mutant("ignores failed hand-overs", "switches", _READER, "attempt.end(Outcome.LOST)"),
+    Mutant("ignores failed hand-overs", "copies", _READER, "attempt.end(Outcome.LOST)"),
     Mutant(
         "counts a loss twice", "lone losses",
         "serve_app/orchestration/loss_counter.py",
@@ -145,12 +145,12 @@ MUTANTS = (
         "return ()",
     ),
     Mutant(
-        "keeps what a lost front had", "switches",
+        "keeps what a lost front had", "anything",
         "serve_app/worker/worker_core.py",
         "role.drop_owner(message.owner, self._reports)",
     ),
     Mutant(
-        "reports no failed hand-over", "switches",
+        "reports no failed hand-over", "copies",
         "serve_app/worker/prefill_role.py",
         "reports.events.append(RequestFailed(end.request_id, error, is_final=False))",
     ),
