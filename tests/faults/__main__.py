@@ -2,6 +2,7 @@
 
 python -m tests.faults --seeds 1000 --start 1 --results benchmarks/results/faults.md
 python -m tests.faults --start 17 --seeds 1 --trace --only 0,3
+python -m tests.faults --aim machines
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 
-from tests.faults.plan import FaultPlan, drawn
+from tests.faults.plan import AIMS, FaultPlan, drawn
 from tests.faults.pool import Pool, build_pool, read_once
 from tests.faults.simulation import Result, simulate
 
@@ -28,7 +29,7 @@ BROKEN = "## Broken lines of the recovery"
 _PROGRESS_S = 30.0
 _MAX_SHOWN = 1500  # characters of a finding
 _LOSSES = ("kill", "strike", "machine", "freeze", "poisoned workers")
-_OTHERS = ("cut", "switch", "drain", "clock", "board", "front")
+_OTHERS = ("cut", "switch", "drain", "clock", "board", "front", "copy")
 
 
 @dataclass
@@ -77,6 +78,7 @@ class Totals:
             ("cut off by a lost front", f"{counts['cut off by a lost front']:,}"),
             *((f"stated errors, {name}", f"{num:,}") for name, num in errors.items()),
             ("requests blamed that were not poisoned", f"{counts['blamed']:,}"),
+            ("the same, where strikes follow requests", f"{counts['blamed after strikes']:,}"),
             ("requests that did not end", f"{counts['hung']:,}"),
             ("seeds that left anything behind, or failed otherwise", f"{len(self.failed):,}"),
         )
@@ -108,7 +110,8 @@ def _explain(result: Result, pool: Pool) -> None:
     print("   ", "\n    ".join(plan.lines()))
     only = ",".join(map(str, kept))
     print(
-        f"    repeat it: python -m tests.faults --start {plan.seed} --seeds 1 --trace --only {only}",
+        f"    repeat it: python -m tests.faults --start {plan.seed} --seeds 1 --trace --only {only}"
+        f" --aim {plan.aim!r}",
         flush=True,
     )
 
@@ -117,14 +120,15 @@ def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=100, help="how many seeds")
     parser.add_argument("--start", type=int, default=0, help="the first seed")
+    parser.add_argument("--aim", choices=AIMS, default="", help="of all seeds; by default each has its own")
     parser.add_argument("--only", help="numbers of the faults that are kept, with commas, of one seed")
     parser.add_argument("--trace", action="store_true", help="print all that happens")
     parser.add_argument("--results", type=Path, help="file that gets the table")
     return parser.parse_args()
 
 
-def _plan(seed: int, pool: Pool, only: str | None) -> FaultPlan:
-    plan = drawn(seed, len(pool.questions))
+def _plan(seed: int, pool: Pool, only: str | None, aim: str) -> FaultPlan:
+    plan = drawn(seed, len(pool.questions), aim=aim)
     kept = None if only is None else {int(each) for each in only.split(",") if each}
     for number in reversed(range(len(plan.faults))):
         if kept is not None and number not in kept:
@@ -138,7 +142,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="epd-faults-") as folder, read_once():
         pool, said_s = build_pool(Path(folder)), time.monotonic()
         for seed in range(arguments.start, arguments.start + arguments.seeds):
-            result = simulate(_plan(seed, pool, arguments.only), pool, is_printed=arguments.trace)
+            result = simulate(
+                _plan(seed, pool, arguments.only, arguments.aim), pool, is_printed=arguments.trace
+            )
             totals.add(result)
             if result.findings:
                 _explain(result, pool)
@@ -153,6 +159,7 @@ def main() -> int:
 
 def _page(totals: Totals, arguments: argparse.Namespace) -> str:
     command = f"python -m tests.faults --start {arguments.start} --seeds {arguments.seeds}"
+    command += f" --aim {arguments.aim!r}" if arguments.aim else ""
     head = f"# Simulated faults\n\n{totals.table()}\n\nRepeat it with `{command}`.\n"
     _, title, broken = _text(arguments.results).partition(BROKEN)
     return f"{head}\n{title}{broken}" if title else head

@@ -29,9 +29,10 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One line of a file that is replaced. name: what the code does then."""
+    """One line of a file that is replaced. name: what the code does then. aim: of the seeds that find it."""
 
     name: str
+    aim: str
     file: str
     old: str
     new: str = "pass"
@@ -54,97 +55,128 @@ _HANDOVER = "epd/transfer/handover.py"
 _PEERS = "serve_app/worker/peer_losses.py"
 _BOARD = "serve_app/network/board.py"
 MUTANTS = (
-    Mutant("never redirects", _READER, "return await self._moves.redirect(attempt)", "return False"),
-    Mutant("recovers no attempt", _READER, "tasks.spawn(self._recover(attempt, name, replies, outcome))"),
-    Mutant("leaves prompts that are over", _READER, "if over:", "if False:"),
     Mutant(
-        "redirects what looks for room already",
+        "never redirects", "hand-overs",
+        _READER, "return await self._moves.redirect(attempt)", "return False",
+    ),
+    Mutant(
+        "recovers no attempt", "hand-overs",
+        _READER, "tasks.spawn(self._recover(attempt, name, replies, outcome))",
+    ),
+    Mutant("leaves prompts that are over", "hand-overs", _READER, "if over:", "if False:"),
+    Mutant(
+        "redirects what looks for room already", "hand-overs",
         _READER,
         "if attempt.id in self._shared.requests.redirecting:",
         "if False:",
     ),
-    Mutant("saves what has no token", _READER, " and attempt.answer.has_begun", ""),
-    Mutant("saves what decode lost", _READER, "attempt.id not in lost and", "True and"),
-    Mutant("keeps groups of a lost encoder", _READER, "tasks.spawn(self._shared.dispatcher.lost(name))"),
-    Mutant("ignores failed hand-overs", _READER, "attempt.end(Outcome.LOST)"),
+    Mutant("saves what has no token", "hand-overs", _READER, " and attempt.answer.has_begun", ""),
+    Mutant("saves what decode lost", "hand-overs", _READER, "attempt.id not in lost and", "True and"),
     Mutant(
-        "counts a loss twice",
+        "keeps groups of a lost encoder", "encoders",
+        _READER, "tasks.spawn(self._shared.dispatcher.lost(name))",
+    ),
+    Mutant("ignores failed hand-overs", "copies", _READER, "attempt.end(Outcome.LOST)"),
+    Mutant(
+        "counts a loss twice", "lone losses",
         "serve_app/orchestration/loss_counter.py",
         'self._record(f"{worker}/{incarnation}", there)',
         '[self._record(f"{worker}/{incarnation}/{time}", there) for time in "12"]',
     ),
     Mutant(
-        "ignores claims",
+        "ignores claims", "poison",
         "serve_app/orchestration/isolation.py",
         "return [each for each in free if self._claimant(each) in (None, attempt)]",
         "return list(workers)",
     ),
     Mutant(
-        "keeps counts of what ended",
+        "keeps counts of what ended", "anything",
         "serve_app/orchestration/requests.py",
         "attempt.placement.close()",
         "attempt.placement.end_prefill()",
     ),
     Mutant(
-        "counts a move after the end",
+        "counts a move after the end", "leaving clients",
         "epd/control/placement.py",
         "self.decode_worker, self._is_decoding = worker, not self._is_closed",
         "self.decode_worker, self._is_decoding = worker, True",
     ),
     Mutant(
-        "sends what names a lost worker", _CALLS, "if is_taken and self.seen(attempt) != seen:", "if False:"
+        "sends what names a lost worker",
+        "losses while placing",
+        _CALLS,
+        "if is_taken and self.seen(attempt) != seen:",
+        "if False:",
     ),
     Mutant(
-        "leaves a paused answer",
+        "leaves a paused answer", "little room",
         _CALLS,
         'await self._calls.ask(attempt, "decode", former, Resume(attempt.id))',
     ),
     Mutant(
-        "leaves reserved room",
+        "leaves reserved room", "leaving clients",
         _CALLS,
         "await self._calls.abort(attempt, worker)\n        prefill_worker, decode_worker",
         "prefill_worker, decode_worker",
     ),
-    Mutant("leaves receipts of a lost receiver", _HANDOVER, "self._receipts += self._connector.poll()"),
-    Mutant("awaits receipts of a lost receiver", _HANDOVER, "sending.unanswered.clear()"),
-    Mutant("takes a lost peer for a live one", _PEERS, "peer.incarnation <= self", "peer.incarnation < self"),
-    Mutant("drops a peer's next incarnation", _PEERS, "peer.incarnation - 1)", "peer.incarnation)"),
     Mutant(
-        "keeps prompts of a lost sender",
+        "aborts an answer where it has moved", "moves",
+        _CALLS, "if is_taken or attempt.decode_worker == room.worker:", "if is_taken:",
+    ),
+    Mutant(
+        "redirects what is redirected already", "moves",
+        _CALLS, "if attempt.id in requests.redirecting:", "if requests.redirecting.pop(attempt.id, None):",
+    ),
+    Mutant("forgets where an answer is moved to", "moves", _READER, "attempt.moving_to,", ""),
+    Mutant(
+        "leaves receipts of a lost receiver", "moves",
+        _HANDOVER, "self._receipts += self._connector.poll()",
+    ),
+    Mutant("awaits receipts of a lost receiver", "hand-overs", _HANDOVER, "sending.unanswered.clear()"),
+    Mutant(
+        "takes a lost peer for a live one", "board",
+        _PEERS, "peer.incarnation <= self", "peer.incarnation < self",
+    ),
+    Mutant("drops a peer's next incarnation", "board", _PEERS, "peer.incarnation - 1)", "peer.incarnation)"),
+    Mutant(
+        "keeps prompts of a lost sender", "hand-overs",
         "serve_app/worker/worker_roles.py",
         "return tuple(lost for sender in senders for lost in self.stage.fail_sender(sender))",
         "return ()",
     ),
     Mutant(
-        "keeps what a lost front had",
+        "keeps what a lost front had", "anything",
         "serve_app/worker/worker_core.py",
         "role.drop_owner(message.owner, self._reports)",
     ),
     Mutant(
-        "reports no failed hand-over",
+        "reports no failed hand-over", "copies",
         "serve_app/worker/prefill_role.py",
         "reports.events.append(RequestFailed(end.request_id, error, is_final=False))",
     ),
     Mutant(
-        "takes a member back",
+        "takes a member back", "board",
         _BOARD,
         "return self._has_former and (seen >= 0 or member.is_ready) and time.monotonic() > self._regrouped_s",
         "return False",
     ),
     Mutant(
-        "gives an incarnation again",
+        "gives an incarnation again", "board",
         _BOARD,
         "return max(following, self._version + 1) if self._has_former else following",
         "return following",
     ),
     Mutant(
-        "leaves a place vacant",
+        "leaves a place vacant", "sole workers",
         "serve_app/orchestration/replacement.py",
         "self._vacated = vacated",
         "self._vacated = frozenset()",
     ),
-    Mutant("tells nobody of closed stages", _SWITCH, "await self._report_closed()"),
-    Mutant("leaves an abandoned switch", _SWITCH, "if info.is_alive and is_abandoned:", "if False:"),
+    Mutant("tells nobody of closed stages", "switches", _SWITCH, "await self._report_closed()"),
+    Mutant(
+        "leaves an abandoned switch", "switches",
+        _SWITCH, "if info.is_alive and is_abandoned:", "if False:",
+    ),
 )  # fmt: skip
 
 
@@ -193,7 +225,7 @@ def verdict(mutant: Mutant, pool: Pool, start: int, num_seeds: int) -> str:
     totals = Totals()
     with broken(mutant):
         for seed in range(start, start + num_seeds):
-            result = simulate(drawn(seed, len(pool.questions)), pool)
+            result = simulate(drawn(seed, len(pool.questions), aim=mutant.aim), pool)
             totals.add(result)
             if result.findings:
                 return f"found by seed {seed} | {result.findings[0].splitlines()[0][:90]}"
@@ -212,12 +244,12 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     chosen = [each for each in MUTANTS if arguments.only in f"{each.file} {each.name}"]
-    rows = ["| the recovery ... | file | verdict | finding |", "|---|---|---|---|"]
+    rows = ["| the recovery ... | file | aim | verdict | finding |", "|---|---|---|---|---|"]
     with tempfile.TemporaryDirectory(prefix="epd-mutants-") as folder, read_once():
         pool = build_pool(Path(folder))
         for mutant in chosen:
             said = verdict(mutant, pool, arguments.start, arguments.seeds)
-            rows.append(f"| {mutant.name} | {Path(mutant.file).name} | {said} |")
+            rows.append(f"| {mutant.name} | {Path(mutant.file).name} | {mutant.aim} | {said} |")
             print(rows[-1], flush=True)
     if arguments.results is not None:
         command = f"python -m tests.faults.mutants --start {arguments.start} --seeds {arguments.seeds}"

@@ -136,7 +136,7 @@ class Network:
 
     def pipe(self, source: Process, target: Process) -> Pipe:
         names = source.name, target.name
-        return self._pipes.setdefault(names, Pipe(self, *names))
+        return self._pipes.get(names) or self._pipes.setdefault(names, Pipe(self, *names))
 
     def listen(self, factory: Any, host: str) -> _Server:
         process = process_now()

@@ -1,10 +1,15 @@
-"""What happens in a simulation, drawn from its seed: questions, and faults that may be left out."""
+"""What happens in a simulation, drawn from its seed: questions, and faults that may be left out.
+
+A seed has an aim: what it goes for. Half of the seeds draw from everything, the others near one path of the
+recovery, where faults that seldom meet each other have to meet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from types import MappingProxyType
 from typing import Literal
 
 FaultKind = Literal[
@@ -20,25 +25,84 @@ FaultKind = Literal[
     "front",
     "leave",
     "poison",
+    "copy",
 ]
+# Whom a strike meets: the worker of the message, another one, the request's front or client, or the board.
+Struck = Literal["itself", "another", "front", "client", "board"]
+# What the worker of the message says no more before a strike: nothing, to workers (receipts), or to fronts.
+Muted = Literal["", "workers", "fronts"]
+
 # How often each kind is drawn, apart from clients that leave and poison, which are properties of questions.
-_WEIGHTS: dict[FaultKind, int] = {
+_WEIGHTS: Mapping[FaultKind, int] = MappingProxyType({
     "kill": 4, "strike": 8, "machine": 3, "freeze": 3, "cut": 3, "switch": 4, "drain": 2, "clock": 1,
-    "board": 1, "front": 1,
-}  # fmt: skip
+    "board": 1, "front": 1, "copy": 1,
+})  # fmt: skip
 _TOPOLOGIES = ("1e1p2d", "2e2p2d", "1e1p3d", "1e2p2d", "2epd", "1ep1p2d")
-_MAX_FAULTS = 7
 _NUM_KINDS = (2, 3, 4, len(_WEIGHTS))  # of a seed: few kinds meet each other more often, the rare ones too
 _ASKED_S = 1.5  # in which questions are asked
 _SPAN_S = 3.0  # in which faults begin
 POISONED_AT = ("Prefill", "Reserve", "EncodeGroup", "ReadFrames")
-# What a worker handles, or reports, when it or another one is struck.
-STRUCK_AT = (
+# What a worker handles, or reports, when a strike comes.
+_STRUCK_AT = (
     "Prefill", "Reserve", "Redirect", "EncodeGroup", "PeerLost", "Move", "Abort", "SetRoles", "SpanDone",
     "HandedOver", "HandedOver", "Reserve after a loss", "Reserve after a loss", "HandedOver after a loss",
 )  # fmt: skip
-_MAX_NTH = 4
 _STRIKE_S = (0.0, 0.005, 0.05, 0.2, 0.6)
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """Says what the faults of a seed are drawn from.
+
+    weights: how often each kind is drawn
+    struck_at, struck, muted: what strikes are drawn from, see `Fault`
+    max_nth: which message of its kind a strike waits for, at most
+    num_kv_tokens: room of each worker
+    """
+
+    weights: Mapping[FaultKind, int]
+    struck_at: tuple[str, ...] = _STRUCK_AT
+    struck: tuple[Struck, ...] = ("itself", "itself", "itself", "another", "another")
+    muted: tuple[Muted, ...] = ("", "workers")
+    topologies: tuple[str, ...] = _TOPOLOGIES
+    num_fronts: tuple[int, ...] = (1, 1, 2, 2, 3)
+    num_faults: tuple[int, int] = (2, 7)
+    num_kinds: tuple[int, ...] = _NUM_KINDS
+    num_leaving: tuple[int, ...] = (0, 0, 1, 2)
+    max_nth: int = 4
+    poisoned_share: float = 0.15
+    num_kv_tokens: tuple[int, ...] = (4096,)
+
+
+_SPLIT = ("1e1p2d", "1e1p3d", "2e2p2d")
+AIMS: Mapping[str, Aim] = MappingProxyType({
+    "anything": Aim(_WEIGHTS, struck=("itself", "itself", "another", "another", "front", "client", "board"),
+                    muted=("", "", "workers", "fronts"), num_kv_tokens=(4096, 4096, 768)),
+    "hand-overs": Aim({"strike": 8, "kill": 1}, ("HandedOver", "SpanDone", "TokenOutput", "Grant"),
+                      ("itself", "itself", "another"), ("", "workers", "fronts"), _SPLIT, max_nth=8),
+    "losses while placing": Aim({"strike": 1}, ("Prefill", "Reserve", "Redirect", "Reserve after a loss"),
+                                ("itself", "another"), ("", "fronts"), _SPLIT, max_nth=8),
+    "leaving clients": Aim({"strike": 6, "switch": 3, "drain": 1, "kill": 2},
+                           ("Reserve after a loss", "Redirect", "Move", "Pause", "Reserve after a switch"),
+                           ("client",), ("",), _SPLIT, max_nth=3),
+    "moves": Aim({"strike": 4, "switch": 4, "drain": 1},
+                 ("HandedOver after a switch", "Move", "Pause", "Reserve after a switch"),
+                 ("itself", "itself", "another"), ("", "workers", "fronts"), _SPLIT, max_nth=3),
+    "copies": Aim({"copy": 3, "switch": 1, "kill": 1}),
+    "little room": Aim({"strike": 4, "switch": 3, "drain": 2, "kill": 2},
+                       ("Pause", "Move", "Redirect", "Reserve after a loss"), topologies=_SPLIT,
+                       num_kv_tokens=(512,)),
+    "sole workers": Aim({"machine": 1}, topologies=("1e1p2d", "1e1p3d", "1e1p1d"), num_faults=(1, 2)),
+    "machines": Aim({"machine": 3, "kill": 1}, num_faults=(1, 4), poisoned_share=0.0),
+    "board": Aim({"board": 2, "kill": 2, "freeze": 2, "machine": 1, "cut": 1}, num_faults=(2, 5)),
+    "switches": Aim({"switch": 4, "strike": 4},
+                    ("Offload", "AskRemaining", "Onload", "SetRoles", "Pause", "Move", "StagesClosed"),
+                    ("front", "itself", "another", "board"), num_fronts=(2, 3)),
+    "encoders": Aim({"strike": 4, "kill": 1}, ("EncodeGroup",), max_nth=6),
+    "poison": Aim({"leave": 1}, num_faults=(0, 0), poisoned_share=1.0),
+    "lone losses": Aim({"strike": 1}, ("Prefill", "Reserve", "EncodeGroup", "SpanDone"), ("itself",),
+                       num_faults=(1, 1), poisoned_share=0.0),
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +113,7 @@ class Fault:
     other: draws a second one, or what comes of it, below 1
     lasts_s: how long, where it passes; of a strike, after its cause
     question: of a client that leaves, or of a poisoned request; of a strike, which message of its kind
+    struck_at, struck, muted: of a strike, the kind of its message, whom it meets, and what is not said before
     """
 
     at_s: float
@@ -57,14 +122,14 @@ class Fault:
     other: float = 0.0
     lasts_s: float = 0.0
     question: int = 0
+    struck_at: str = ""
+    struck: Struck = "itself"
+    muted: Muted = ""
 
     def __str__(self) -> str:
         drawn = f"{self.target:.2f} {self.other:.2f} {self.lasts_s:.3f} s {self.question}"
-        return f"{self.at_s:.2f} s {self.kind} {drawn}"
-
-    @property
-    def struck_at(self) -> str:
-        return STRUCK_AT[int(self.other * len(STRUCK_AT))]
+        strike = f" {self.struck} at {self.struck_at}, mute to {self.muted or 'nobody'}"
+        return f"{self.at_s:.2f} s {self.kind} {drawn}{strike if self.struck_at else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,56 +143,85 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """All that a seed decides before the start. kinds: without those, faults are left out."""
+    """All that a seed decides before the start. num_kv_tokens: room of each worker."""
 
     seed: int
     topology: str
     num_fronts: int
     num_media: int
     slowness: float
+    num_kv_tokens: int
     asked: tuple[Asked, ...]
     faults: tuple[Fault, ...]
+    aim: str = "anything"
 
     def without(self, number: int) -> FaultPlan:
         return replace(self, faults=self.faults[:number] + self.faults[number + 1 :])
 
     @property
     def poisoned(self) -> dict[int, str]:
-        """Returns the poisoned questions, by index, and the kind of message that ends a worker."""
-        poison = [each for each in self.faults if each.kind == "poison"]
-        return {each.question: POISONED_AT[int(each.other * len(POISONED_AT))] for each in poison}
+        """Returns the poisoned questions, by index, and the kind of message that ends a worker.
+
+        Poison is in the content: another client's question of the same content has it too.
+        """
+        poison = {self.asked[each.question].number: each for each in self.faults if each.kind == "poison"}
+        return {
+            index: POISONED_AT[int(poison[asked.number].other * len(POISONED_AT))]
+            for index, asked in enumerate(self.asked)
+            if asked.number in poison
+        }
 
     def lines(self) -> Sequence[str]:
-        head = f"seed {self.seed}: {self.topology}, {self.num_fronts} fronts, {self.num_media} media workers"
+        head = (
+            f"seed {self.seed}, {self.aim}: {self.topology}, {self.num_fronts} fronts, "
+            f"{self.num_media} media workers"
+        )
         return [head, *map(str, self.faults)]
 
 
-def drawn(seed: int, num_pool: int, num_asked: int = 10) -> FaultPlan:
-    """Draws a plan. num_pool: questions to choose from."""
+def drawn(seed: int, num_pool: int, num_asked: int = 10, aim: str = "") -> FaultPlan:
+    """Draws a plan. num_pool: questions to choose from. aim: by default the seed's own."""
     rng = Random(f"{seed} plan")
-    kinds = rng.sample(list(_WEIGHTS), rng.choice(_NUM_KINDS))
-    weights = [_WEIGHTS[kind] for kind in kinds]
-    faults = [_fault(rng, rng.choices(kinds, weights)[0]) for _ in range(rng.randint(2, _MAX_FAULTS))]
-    leaving = rng.sample(range(num_asked), rng.choice((0, 0, 1, 2)))
-    faults += [replace(_fault(rng, "leave"), question=number) for number in leaving]
-    if rng.random() < 0.15:
-        faults.append(replace(_fault(rng, "poison"), question=rng.randrange(num_asked)))
+    own = "anything" if rng.random() < 0.5 else rng.choice(list(AIMS))
+    aim = aim or own
+    aimed = AIMS[aim]
+    weights = aimed.weights
+    kinds = rng.sample(list(weights), min(rng.choice(aimed.num_kinds), len(weights)))
+    shares = [weights[kind] for kind in kinds]
+    num_faults = rng.randint(*aimed.num_faults)
+    faults = [_fault(rng, aimed, rng.choices(kinds, shares)[0]) for _ in range(num_faults)]
+    leaving = rng.sample(range(num_asked), rng.choice(aimed.num_leaving))
+    faults += [replace(_fault(rng, aimed, "leave"), question=number) for number in leaving]
+    if rng.random() < aimed.poisoned_share:
+        faults.append(replace(_fault(rng, aimed, "poison"), question=rng.randrange(num_asked)))
     asked = [
         Asked(rng.uniform(0.0, _ASKED_S), rng.randrange(num_pool), rng.random()) for _ in range(num_asked)
     ]
     return FaultPlan(
         seed,
-        rng.choice(_TOPOLOGIES),
-        rng.choice((1, 1, 2, 2, 3)),
+        rng.choice(aimed.topologies),
+        rng.choice(aimed.num_fronts),
         rng.choice((1, 2)),
         rng.choice((0.3, 1.0, 1.0, 3.0)),
+        rng.choice(aimed.num_kv_tokens),
         tuple(asked),
         tuple(sorted(faults, key=lambda each: each.at_s)),
+        aim,
     )
 
 
-def _fault(rng: Random, kind: FaultKind) -> Fault:
+def _fault(rng: Random, aim: Aim, kind: FaultKind) -> Fault:
     lasts_s = rng.choice((rng.uniform(0.2, 3.0), rng.uniform(3.0, 14.0)))
     if kind == "strike":
-        return Fault(0.0, kind, rng.random(), rng.random(), rng.choice(_STRIKE_S), rng.randint(1, _MAX_NTH))
+        return Fault(
+            0.0,
+            kind,
+            rng.random(),
+            rng.random(),
+            rng.choice(_STRIKE_S),
+            rng.randint(1, aim.max_nth),
+            rng.choice(aim.struck_at),
+            rng.choice(aim.struck),
+            rng.choice(aim.muted),
+        )
     return Fault(rng.uniform(0.1, _SPAN_S), kind, rng.random(), rng.random(), lasts_s)

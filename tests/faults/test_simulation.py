@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.__main__ import MAX_BLAMED, needed
 from tests.faults.mutants import MUTANTS, ROOT, broken, verdict
-from tests.faults.plan import Fault, drawn
+from tests.faults.plan import AIMS, Fault, drawn
 from tests.faults.pool import Pool, build_pool, read_once
 from tests.faults.simulation import simulate
 
@@ -29,6 +29,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield build_pool(tmp_path_factory.mktemp("faults"))
 
 
+@pytest.mark.timeout(900)
 def test_seeds_leave_nothing_and_change_no_token(pool: Pool) -> None:
     counts: Counter[str] = Counter()
     for seed in range(NUM_SEEDS):
@@ -36,6 +37,7 @@ def test_seeds_leave_nothing_and_change_no_token(pool: Pool) -> None:
         assert not result.findings, (seed, result.findings)
         counts += result.counts
     assert counts["answered"] > 7 * NUM_SEEDS
+    assert {drawn(seed, len(pool.questions)).aim for seed in range(200)} == AIMS.keys()
     assert counts["wrong"] == counts["hung"] == 0
     assert counts["blamed"] <= MAX_BLAMED * 10 * NUM_SEEDS
     # What is to be survived has happened.
@@ -50,6 +52,7 @@ def test_seeds_leave_nothing_and_change_no_token(pool: Pool) -> None:
         "board",
         "front",
         "left",
+        "copy",
     ):
         assert counts[fault] > 0, fault
     assert counts["redirects"] > 0
@@ -62,6 +65,19 @@ def test_two_runs_of_a_seed_are_equal(pool: Pool) -> None:
         plan = drawn(seed, len(pool.questions))
         assert len(plan.faults) > 3
         assert simulate(plan, pool).digest == simulate(plan, pool).digest
+
+
+def test_clocks_that_are_set_by_hours_change_no_answer(pool: Pool) -> None:
+    """Both ways, on each machine, while requests are answered: nothing is refused or retried."""
+    for seed, ways in ((5, (0.0, 0.9)), (8, (0.9, 0.0))):
+        plan = replace(drawn(seed, len(pool.questions), aim="anything"), topology="2e2p2d", num_fronts=2)
+        times = [(place, way) for place in (0.0, 0.4, 0.8) for way in ways]
+        clocks = [Fault(0.2 + number / 4, "clock", *each) for number, each in enumerate(times)]
+        result = simulate(replace(plan, faults=tuple(clocks)), pool)
+        assert not result.findings
+        assert result.counts["clock"] == 6
+        assert result.counts["answered"] == len(plan.asked)
+        assert result.counts["retries"] == 0
 
 
 def test_a_poisoned_request_ends_after_few_processes(pool: Pool) -> None:

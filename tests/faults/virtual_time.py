@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from random import Random
+from random import Random, SystemRandom
 from typing import Any
 from unittest import mock
 
@@ -22,7 +22,9 @@ from epd.serve_app.network import memory
 
 _PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 _START_S = 1000.0  # of the monotonic clock
+_BOOTED_S = 10_000.0  # between the starts of two machines
 _UNIX_S = 1_700_000_000.0  # its Unix time
+_JUMPS_S = (-7200.0, -200.0, 200.0, 7200.0)
 _MAX_EXECUTOR_S = 0.02  # that work in a thread takes
 _NUM_ENDS = 10  # times that a task is cancelled, at most
 
@@ -32,11 +34,16 @@ class NothingLeftError(Exception):
 
 
 class Process:
-    """A process of the simulation. machine: what it is lost with. context: of everything that runs in it."""
+    """A process of the simulation. machine: what it is lost with, and whose clocks it reads.
+
+    context: of everything that runs in it
+    rng: gives its random names
+    """
 
     def __init__(self, loop: VirtualLoop, name: str, machine: str) -> None:
         self.name = name
         self.machine = machine
+        self.rng: Random = Random(f"{loop.seed} {name} names")
         self.is_dead = False
         self.context = contextvars.copy_context()
         self.context.run(_PROCESS.set, self)
@@ -69,17 +76,27 @@ def process_now() -> Process | None:
 
 
 class Clock:
-    """The time of a simulation, seconds. jump_s: by how much the wall clock was set since its start."""
+    """The time of a simulation, seconds. Machines count it from times of their own.
+
+    jumps_s: by how much the wall clock of each machine was set since its start
+    """
 
     def __init__(self) -> None:
         self.now_s = _START_S
-        self.jump_s = 0.0
+        self.jumps_s: dict[str, float] = {}
 
     def monotonic(self) -> float:
-        return self.now_s
+        process = _PROCESS.get()
+        return self.now_s + (_BOOTED_S * int(process.machine[1:]) if process else 0.0)
 
     def unix(self) -> float:
-        return _UNIX_S + self.now_s - _START_S + self.jump_s
+        process = _PROCESS.get()
+        return _UNIX_S + self.elapsed_s + (self.jumps_s.get(process.machine, 0.0) if process else 0.0)
+
+    def jump(self, machine: str, drawn: float) -> None:
+        """Sets the wall clock of a machine. drawn: how far, below 1."""
+        jump_s = _JUMPS_S[int(drawn * len(_JUMPS_S))]
+        self.jumps_s[machine] = self.jumps_s.get(machine, 0.0) + jump_s
 
     @property
     def elapsed_s(self) -> float:
@@ -110,10 +127,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     network: Any
     is_ending = False
 
-    def __init__(self, clock: Clock, rng: Random) -> None:
+    def __init__(self, clock: Clock, seed: int) -> None:
         super().__init__(_Selector(clock))
+        self.seed = seed
         self._virtual = clock
-        self._executor_rng = rng
+        self._executor_rng = Random(f"{seed} executor")
 
     def time(self) -> float:
         return self._virtual.now_s
@@ -175,8 +193,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.close()
 
 
+def _rng() -> Random:
+    """Returns what draws names now. Threads, which may draw at any time, take none from a process."""
+    process = _PROCESS.get()
+    return SystemRandom() if process is None else process.rng
+
+
 @contextmanager
-def decided(clock: Clock, rng: Random) -> Iterator[None]:
+def decided(clock: Clock) -> Iterator[None]:
     """Takes all times and random names of this process from a simulation: the one place that replaces any.
 
     Memory never ends: what other programs of the machine use of it decides nothing.
@@ -185,10 +209,12 @@ def decided(clock: Clock, rng: Random) -> Iterator[None]:
         mock.patch.object(time, "monotonic", clock.monotonic),
         mock.patch.object(time, "perf_counter", clock.monotonic),
         mock.patch.object(time, "time", clock.unix),
-        mock.patch.object(secrets, "token_hex", lambda num_bytes=32: rng.randbytes(num_bytes).hex()),
-        mock.patch.object(secrets, "token_bytes", lambda num_bytes=32: rng.randbytes(num_bytes)),
-        mock.patch.object(secrets, "randbelow", rng.randrange),
+        mock.patch.object(secrets, "token_hex", lambda num_bytes=32: _rng().randbytes(num_bytes).hex()),
+        mock.patch.object(secrets, "token_bytes", lambda num_bytes=32: _rng().randbytes(num_bytes)),
+        mock.patch.object(secrets, "randbelow", lambda below: _rng().randrange(below)),
         mock.patch.object(memory, "available_memory_bytes", return_value=1 << 60),
-        mock.patch.object(uuid, "uuid4", side_effect=lambda: uuid.UUID(bytes=rng.randbytes(16), version=4)),
+        mock.patch.object(
+            uuid, "uuid4", side_effect=lambda: uuid.UUID(bytes=_rng().randbytes(16), version=4)
+        ),
     ):
         yield

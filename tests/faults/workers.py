@@ -25,6 +25,8 @@ _PATIENCE_S = 60.0  # real time that media threads get, in which virtual time st
 
 # Gets a message that a worker is about to handle; returns whether that ends the worker.
 IsDeadly = Callable[[Message[Any]], bool]
+# Gets a message that a worker has handled, or an event or token that it reports.
+OnTurn = Callable[[object], None]
 
 
 class _Wake:
@@ -56,12 +58,12 @@ class SimulatedThread(WorkerThread):
     """Does what a worker's thread does, turn by turn, in the loop.
 
     Of the class: rng draws the times that turns take, is_deadly says which messages end the worker, on_turn
-    gets the kind of each message that was handled, and of each event that is reported.
+    gets each message that was handled, and each event and token that is reported.
     """
 
     rng = Random(0)
     is_deadly: IsDeadly = staticmethod(lambda _message: False)
-    on_turn: Callable[[str], None] = staticmethod(lambda _kind: None)
+    on_turn: OnTurn = staticmethod(lambda _message: None)
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -98,12 +100,12 @@ class SimulatedThread(WorkerThread):
             self._is_killed = True
         if not self._is_killed:
             super()._answer(core, call)
-            type(self).on_turn(type(call.message).__name__)
+            type(self).on_turn(call.message)
 
     def _report(self, report: WorkerReport | None) -> None:
         super()._report(report)
-        for event in () if report is None else report.events:
-            type(self).on_turn(type(event).__name__)
+        for event in () if report is None else (*report.events, *report.outputs):
+            type(self).on_turn(event)
 
 
 class SimulatedMedia:

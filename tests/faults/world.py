@@ -22,6 +22,7 @@ from epd.serve_app.fleet import has_all_roles
 from epd.serve_app.media.media_worker import MediaSettings
 from epd.serve_app.messages import Message
 from epd.serve_app.network.board import Board
+from epd.serve_app.network.connector import ProcessConnector
 from epd.serve_app.network.media_server import MediaServer
 from epd.serve_app.network.members import ProcessAddress, Purpose
 from epd.serve_app.network.remote_fleet import RemoteFleet
@@ -33,6 +34,7 @@ from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.topology import parse_topology
 from tests.faults.network import Network
+from tests.faults.plan import FaultPlan
 from tests.faults.virtual_time import Clock, Process, VirtualLoop, process_now
 from tests.faults.workers import SimulatedMedia, SimulatedThread
 from tests.serve_app.deployments import num_held
@@ -111,23 +113,26 @@ class Part:
 class World:
     """Starts, kills and replaces the processes of one application."""
 
-    def __init__(self, loop: VirtualLoop, clock: Clock, seed: int, model: Path, trace: Trace) -> None:
+    def __init__(self, loop: VirtualLoop, clock: Clock, plan: FaultPlan, model: Path, trace: Trace) -> None:
+        seed = plan.seed
         self.rng = Random(f"{seed} world")
         self.loop, self.clock, self.model, self.trace = loop, clock, model, trace
         self.network = loop.network = Network(loop, seed)
         self.is_deadly: Callable[[Message[Any]], bool] = lambda _message: False
-        self.on_turn: Callable[[Part, str], None] = lambda _part, _kind: None
+        self.on_turn: Callable[[Part, object], None] = lambda _part, _message: None
         self.counts: Counter[str] = Counter()
         self.topology = "1epd"
         self.options: dict[str, Any] = {}
         self.parts: list[Part] = []
         self._num_processes: Counter[str] = Counter()
+        self.num_deaths = 0  # of workers
+        self.unreadable_until_s: dict[Process, float] = {}  # for which others' pools are not readable
         self.board_process = Process(loop, "board", "m0")
         self.board = self.board_process.context.copy().run(lambda: Board(hang_s=HANG_S))
         self._board = _Board(self)
         self._settings = WorkerSettings(
             model,
-            EngineConfig(num_kv_tokens=4096, draft="none"),
+            EngineConfig(num_kv_tokens=plan.num_kv_tokens, draft="none"),
             num_embeddings=2048,
             max_batch_patches=512,
             scheduler=SchedulerConfig(max_chunk_tokens=64),
@@ -194,22 +199,21 @@ class World:
     def _part_now(self) -> Part:
         return next(each for each in self.parts if each.process is process_now())
 
-    def turned(self, kind: str) -> None:
+    def turned(self, message: object) -> None:
         """Notes a message that was handled, or an event that is reported, by the process that runs now."""
         process = process_now()
         if process is not None and not process.is_dead:
             part = self._part_now()
-            self.trace.note(part.process.name, kind)
-            self.counts[f"{kind} messages"] += 1
-            self.on_turn(part, kind)
+            self.trace.note(part.process.name, type(message).__name__, id_of(message))
+            self.on_turn(part, message)
 
-    def strike(self, part: Part, after_s: float) -> None:
-        """Ends a process a little later, called from any."""
-        self.loop.call_later(after_s, self.kill, part, "struck", context=contextvars.Context())
+    def later(self, after_s: float, work: Callable[..., object], *arguments: object) -> None:
+        """Does something to the world a little later, called from any process."""
+        self.loop.call_later(after_s, work, *arguments, context=contextvars.Context())
 
     def _end_soon(self, part: Part, reason: str) -> None:
         """Ends a process that runs now, after its callback."""
-        self.loop.call_soon(self.kill, part, reason, context=contextvars.Context())
+        self.later(0.0, self.kill, part, reason)
 
     def kill(self, part: Part, reason: str, *, with_machine: bool = False) -> None:
         """Ends a process as SIGKILL does. with_machine: with its machine, which says nothing any more."""
@@ -219,6 +223,7 @@ class World:
         part.process.is_dead = True
         self.network.lose(part.process, with_machine=with_machine)
         self.parts.remove(part)
+        self.num_deaths += part.front is None
         self._free(part)
         part.died.set()
         if part.is_wanted:
@@ -297,6 +302,7 @@ class World:
         for part in self.fronts:
             left += self._left_at_front(part)
         infos = [info for part in self.fronts[:1] for info in part.server.workers.values() if info.is_alive]
+        left += [f"{info.name} gives up {sorted(info.leaving)}" for info in infos if info.leaving]
         return left if has_all_roles(infos) else [*left, "a stage has no worker"]
 
     def _left_at_front(self, part: Part) -> list[str]:
@@ -331,3 +337,27 @@ def simulated_thread(world: World) -> type[SimulatedThread]:
         on_turn = staticmethod(world.turned)
 
     return Thread
+
+
+def simulated_pool_of(world: World) -> Callable[[ProcessConnector, Any], Any]:
+    """Returns what finds the pools that others offer from: none while a process cannot read them."""
+    found = ProcessConnector.pool_of
+
+    def pool_of(connector: ProcessConnector, offer: Any) -> Any:
+        process = process_now()
+        is_read = process is None or world.loop.time() >= world.unreadable_until_s.get(process, 0.0)
+        return found(connector, offer) if is_read else None
+
+    return pool_of
+
+
+def id_of(message: Any) -> str:
+    """Returns the id of the attempt that a message is about, or of the first of several; else ""."""
+    request_ids = getattr(message, "request_ids", None) or ("",)
+    request = getattr(message, "request", None)
+    return str(
+        getattr(message, "request_id", "")
+        or getattr(request, "request_id", "")
+        or getattr(message, "stream_id", "")
+        or request_ids[0]
+    )
