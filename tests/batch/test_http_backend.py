@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from time import monotonic, sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,13 +235,16 @@ def test_a_line_at_which_the_server_hangs_up_while_others_are_answered_has_a_sta
 def test_a_server_that_is_busy_has_a_quarter_of_a_minute_to_recover(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pauses double: a server that is asked again at once is kept busy by its clients."""
+    """Pauses double: a server that is asked again at once is kept busy by its clients.
+
+    The pauses of this module alone: servers of other tests in this process may pause meanwhile.
+    """
     pauses: list[float] = []
 
     async def pause(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(http_backend.asyncio, "sleep", pause)
+    monkeypatch.setattr(http_backend, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": pause}))
     with serving(FakeServer(lambda _: (429, {}))) as server, pytest.raises(UnavailableError):
         run(tmp_path, server.url, num_videos=1, num_questions=1)
     assert pauses == [pauses[0] * 2**number for number in range(len(pauses))]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +70,20 @@ class Opened:
         return self.adapter.plan_image(height, width)
 
 
+@pytest.fixture(scope="module")
+def opened_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Opened]:
+    """Opens a checkpoint when it is first asked for: its tokenizers take 2 s of CPU."""
+    return cache(lambda name: Opened(name, tmp_path_factory.mktemp("published")))
+
+
 @pytest.fixture(scope="module", params=DIFFERENT)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opened:
-    return Opened(request.param, tmp_path_factory.mktemp("published"))
+def model(request: pytest.FixtureRequest, opened_once: Callable[[str], Opened]) -> Opened:
+    return opened_once(request.param)
 
 
 @pytest.fixture(scope="module", params=[QWEN_2_5, QWEN_3])
-def qwen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opened:
-    return Opened(request.param, tmp_path_factory.mktemp("published"))
+def qwen(request: pytest.FixtureRequest, opened_once: Callable[[str], Opened]) -> Opened:
+    return opened_once(request.param)
 
 
 def test_every_checkpoint_has_files_and_one_processor_of_those_that_are_opened() -> None:
@@ -96,8 +104,8 @@ def test_the_tokenizer_is_the_published_one() -> None:
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") == config["eos_token_id"]
 
 
-def test_a_minute_of_1080p_as_the_authors_of_qwen2_5_evaluate(tmp_path: Path) -> None:
-    plan = Opened(QWEN_2_5, tmp_path).plan(MINUTE)
+def test_a_minute_of_1080p_as_the_authors_of_qwen2_5_evaluate(opened_once: Callable[[str], Opened]) -> None:
+    plan = opened_once(QWEN_2_5).plan(MINUTE)
     assert plan.num_frames == 120  # two a second
     assert math.prod(plan.size) <= FRAME_PIXELS[QWEN_2_5]
     assert 0.9 * EVALUATED_TOKENS <= plan.num_tokens <= EVALUATED_TOKENS
@@ -194,8 +202,8 @@ def test_a_videos_tokens_are_those_given(model: Opened, most: int, length: str) 
     assert given.num_tokens >= min(unlimited.num_tokens, 0.75 * most)
 
 
-def test_a_request_has_its_own_size_within_the_videos_tokens(tmp_path: Path) -> None:
-    model = Opened(QWEN_2_5, tmp_path)
+def test_a_request_has_its_own_size_within_the_videos_tokens(opened_once: Callable[[str], Opened]) -> None:
+    model = opened_once(QWEN_2_5)
     asked = PixelLimits(max_pixels=1_500_000)
     large = model.plan(facts("10 s", "4K"), asked=asked)
     assert FRAME_PIXELS[QWEN_2_5] < math.prod(large.size) <= 1_500_000
@@ -278,12 +286,11 @@ def test_the_line_says_what_was_chosen_and_by_whom(model: Opened) -> None:
 
 
 @pytest.mark.parametrize("group", groups(), ids=lambda group: group.name)
-def test_rows_of_the_page(group: Group, tmp_path: Path) -> None:
-    adapter = opened(group.name, tmp_path)
+def test_rows_of_the_page(group: Group, opened_once: Callable[[str], Opened]) -> None:
+    adapter, processor = opened_once(group.name).adapter, opened_once(group.name).processor
     assert section(group, adapter) in PAGE.read_text(encoding="utf-8"), (
         "run benchmarks.encode.published_processors"
     )
-    processor = AutoProcessor.from_pretrained(tmp_path, local_files_only=True)
     for (length, size), plan in plans(adapter, AUTHORS_LIMITS).items():
         assert plan.num_frames <= their_frames(processor, facts(length, size))
         assert plan.num_tokens <= their_video(processor, facts(length, size))[1]

@@ -1,4 +1,4 @@
-"""`epd serve` as a process: what it refuses, that it answers, and that it leaves nothing behind.
+"""`epd serve`: what it refuses, and as a process that it answers, and that it leaves nothing behind.
 
 One server on Ray answers the README's examples as they are written, and then drains.
 """

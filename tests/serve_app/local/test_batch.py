@@ -311,7 +311,7 @@ def test_leaving_early_leaves_nothing_behind(
     ]
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    index = LineIndex(path, LineDefaults(tmp_path))
+    index = LineIndex(path, LineDefaults(tmp_path, max_tokens=40))
     index.build()
     tasks = (MediaTask(group.first, index.lines(group)) for group in index.groups())
     with backend.run(tasks) as outcomes:

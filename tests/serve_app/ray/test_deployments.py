@@ -35,29 +35,43 @@ pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
 
 IS_SOAK = "EPD_SOAK" in os.environ
 NUM_STREAMS, NUM_TOKENS = (100, 600) if IS_SOAK else (8, 2400)
-NUM_BESIDE = NUM_STREAMS if IS_SOAK else 4  # streams beside a change that harms none
+# Streams beside a change that harms none, and tokens of each.
+NUM_BESIDE, NUM_TOKENS_BESIDE = (NUM_STREAMS, NUM_TOKENS) if IS_SOAK else (4, 800)
 KINDS = (("image",), ("video",), (), ("image", "tall_video"))
 SEED = 5
 
 
-@pytest.fixture(scope="module")
-def asked(checkpoints: dict[str, Path], media: dict[str, Path]) -> tuple[list[Question], list[Answered]]:
-    """Greedy and drawn, long enough for all of them to be in the middle at once; and what is right."""
-    questions = [
+def drawn(media: dict[str, Path], count: int, num_tokens: int) -> list[Question]:
+    """Greedy and drawn, of every kind, with some to spare for `clear_questions`."""
+    return [
         Question(
             tuple(media[name] for name in KINDS[number % len(KINDS)]),
             f"what {number}?",
             SamplingParams(
-                max_tokens=NUM_TOKENS,
+                max_tokens=num_tokens,
                 ignore_eos=True,
                 temperature=number % 3 / 2,
                 top_k=5,
                 seed=SEED + number,
             ),
         )
-        for number in range(NUM_STREAMS * 4 // 3)
+        for number in range(count * 4 // 3 + 1)
     ]
+
+
+@pytest.fixture(scope="module")
+def asked(checkpoints: dict[str, Path], media: dict[str, Path]) -> tuple[list[Question], list[Answered]]:
+    """Long enough for all of them to be in the middle at once; and what is right."""
+    questions = drawn(media, NUM_STREAMS, NUM_TOKENS)
     return clear_questions(checkpoints["qwen2_5_vl"], questions, NUM_STREAMS, num_kv_tokens=1 << 17)
+
+
+@pytest.fixture(scope="module")
+def beside(checkpoints: dict[str, Path], media: dict[str, Path]) -> list[tuple[Question, Truth]]:
+    """Questions to ask beside a change, and what is right."""
+    questions = drawn(media, NUM_BESIDE, NUM_TOKENS_BESIDE)
+    asked = clear_questions(checkpoints["qwen2_5_vl"], questions, NUM_BESIDE, num_kv_tokens=1 << 17)
+    return [(question, truth(answer)) for question, answer in zip(*asked, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +87,14 @@ def expected(asked: tuple[list[Question], list[Answered]]) -> list[Truth]:
 @pytest.fixture(scope="module", params=["proxy", "listening"] if IS_SOAK else ["shared"])
 def app(
     expected: list[Truth],
+    beside: list[tuple[Question, Truth]],
     ray_session: RaySession,
     checkpoints: dict[str, Path],
     request: pytest.FixtureRequest,
 ) -> Iterator[DeclaredApp]:
     """Two fronts, behind the proxy or listening themselves, and a worker for each stage, of decode two.
 
-    expected: computed before the application takes the cores
+    expected, beside: computed before the application takes the cores
     """
     if request.param == "shared":
         yield request.getfixturevalue("shared_app")
@@ -156,6 +171,7 @@ def test_a_killed_front_takes_its_own_streams_with_it_and_nothing_else(
     app: DeclaredApp,
     questions: list[Question],
     expected: list[Truth],
+    beside: list[tuple[Question, Truth]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -213,9 +229,9 @@ def test_a_killed_front_takes_its_own_streams_with_it_and_nothing_else(
         after = app.all_replicas()
         assert (after["Stage"], after["Media"]) == (before["Stage"], before["Media"])
         assert len(after["Front"].keys() & before["Front"].keys()) == 1
-        async with app.streams(questions[:NUM_BESIDE]) as again:
+        async with app.streams([question for question, _ in beside]) as again:
             pass
-        assert [stream.truth for stream in again] == expected[:NUM_BESIDE]
+        assert [stream.truth for stream in again] == [right for _, right in beside]
         say(
             capsys,
             f"front killed under {NUM_STREAMS} streams: {len(kept)} whole, {len(cut)} cut, freed after "
@@ -235,19 +251,18 @@ def test_another_number_of_replicas_changes_just_that(
     deployment: str,
     numbers: tuple[int, ...],
     app: DeclaredApp,
-    questions: list[Question],
-    expected: list[Truth],
+    beside: list[tuple[Question, Truth]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def run() -> None:
         for number in numbers:
             before = app.all_replicas()
-            async with app.streams(questions[:NUM_BESIDE]) as streams:
+            async with app.streams([question for question, _ in beside]) as streams:
                 await until(lambda: are_streaming(streams))
                 app.deploy({deployment: number})
                 seconds = await app.until_replicas(**{deployment: number})
             assert [stream.outcome for stream in streams] == ["whole"] * NUM_BESIDE
-            assert [stream.truth for stream in streams] == expected[:NUM_BESIDE]
+            assert [stream.truth for stream in streams] == [right for _, right in beside]
             after = app.all_replicas()
             for name in DEPLOYMENTS:
                 if name != deployment:
