@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import socket
 import statistics
@@ -23,9 +24,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -137,7 +139,13 @@ def upload_sparse(server: Server, path: Path) -> None:
     server.post(f"/v1/uploads/{upload}/complete", {"part_ids": parts})
 
 
-def upload_with_cuts(server: Server, number: int, num_bytes: int) -> None:
+def upload_many(server: Server, number: int, num_bytes: int) -> None:
+    """Uploads so many files of that size at once."""
+    with ThreadPoolExecutor(number) as threads:
+        list(threads.map(partial(upload_with_cuts, server, num_bytes), range(number)))
+
+
+def upload_with_cuts(server: Server, num_bytes: int, number: int) -> None:
     """Uploads drawn bytes; every second part is cut once. The server compares their MD5."""
     content = hashlib.sha256(str(number).encode()).digest() * (num_bytes // 32)
     upload, parts = begun(server, len(content)), []
@@ -153,10 +161,10 @@ def upload_with_cuts(server: Server, number: int, num_bytes: int) -> None:
 
 
 def questions_during(server: Server, action: Callable[[], None]) -> tuple[list[float], float]:
-    """Asks plain questions while the action runs. Returns the time of each, and of the action, seconds."""
+    """Asks plain questions while a process runs the action. Returns the time of each, and of the action."""
     start_s = time.monotonic()
     took_s: list[float] = []
-    with ThreadPoolExecutor(1) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         work, ended = pool.submit(action), threading.Event()
         work.add_done_callback(lambda _: ended.set())
         while not took_s or not ended.is_set():
@@ -197,8 +205,8 @@ def main() -> None:
     if not wanted.no_save:
         (RESULTS / "uploads.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         titles = {"uploads": "Uploads, and a plain question beside"}
-        command = "python -m benchmarks.front.uploads " + " ".join(sys.argv[1:])
-        page = markdown("Uploads", command.strip(), results, titles)
+        sizes = f"--gigabytes {wanted.gigabytes:g} --uploads {wanted.uploads} --megabytes {wanted.megabytes}"
+        page = markdown("Uploads", f"python -m benchmarks.front.uploads {sizes}", results, titles)
         (RESULTS / "uploads.md").write_text(page, encoding="utf-8")
 
 
@@ -209,16 +217,11 @@ def measured(wanted: argparse.Namespace) -> list[Row]:
         sparse.touch()
         os.truncate(sparse, large)
 
-        def many() -> None:
-            with ThreadPoolExecutor(wanted.uploads) as threads:
-                list(
-                    threads.map(lambda number: upload_with_cuts(server, number, small), range(wanted.uploads))
-                )
-
+        many = partial(upload_many, server, wanted.uploads, small)
         return [
-            row(server, "none", lambda: time.sleep(10), 0),
+            row(server, "none", partial(time.sleep, 10), 0),
             row(server, f"{wanted.uploads} at once of {wanted.megabytes} MiB", many, wanted.uploads * small),
-            row(server, f"one of {wanted.gigabytes:g} GB", lambda: upload_sparse(server, sparse), large),
+            row(server, f"one of {wanted.gigabytes:g} GB", partial(upload_sparse, server, sparse), large),
         ]
 
 
