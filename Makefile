@@ -86,9 +86,10 @@ fix: $(STAMP) ## format and apply safe lint fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-wheel: $(STAMP) ## build dist/epd_vlm-VERSION-py3-none-any.whl
+wheel: ## build dist/epd_vlm-VERSION-py3-none-any.whl, without the environment
 	rm -rf build
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 release: $(STAMP) ## build the wheel twice with equal bytes, the source archive, and sbom.json: what these packages need, by CycloneDX
 	rm -rf build dist

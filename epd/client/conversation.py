@@ -35,14 +35,19 @@ JSON = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """Names a medium of a conversation. url: of any scheme that the server takes; or the path of a file."""
+    """Names a medium of a conversation.
+
+    name: a URL of any scheme that the server takes, or the path of a file
+    is_uploaded: whether the name is the id of a file that the server has
+    """
 
     kind: MediaKind
     name: str
+    is_uploaded: bool = False
 
     @property
     def is_url(self) -> bool:
-        return "://" in self.name or self.name.startswith("data:")
+        return self.is_uploaded or "://" in self.name or self.name.startswith("data:")
 
 
 class Conversation:
@@ -217,14 +222,14 @@ def _url_part(medium: Medium) -> JSON:
     return {"type": kind, kind: {"url": medium.name}}
 
 
-def _max_file_bytes(max_body_bytes: int | None) -> int:
+def max_file_bytes(max_body_bytes: int | None) -> int:
     """Returns how large the files of a question may be, whose base64 has 4 bytes for 3."""
     return MAX_FILE_BYTES if max_body_bytes is None else max(0, max_body_bytes - _BESIDE_FILES_BYTES) // 4 * 3
 
 
 def _read(files: Sequence[Medium], max_body_bytes: int | None) -> list[MediaPart]:
     """Returns the files as they are sent. Raises RequestError."""
-    allowed = _max_file_bytes(max_body_bytes)
+    allowed = max_file_bytes(max_body_bytes)
     try:
         num_bytes = sum(Path(file.name).stat().st_size for file in files)
         if num_bytes > allowed:

@@ -14,6 +14,7 @@ from epd.errors import EPDError, RequestError, UnavailableError
 
 _TIMEOUT_S = 30.0
 _LAST_PORT = 65535
+_LIMITS = ("max_body_bytes", "max_part_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +97,15 @@ def get(
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Names a model of a server. max_body_bytes: of one request; None where the server does not say."""
+    """Names a model of a server.
+
+    max_body_bytes: of one request; None where the server does not say
+    max_part_bytes: of a part of a file that is uploaded; None if the server takes none
+    """
 
     name: str
     max_body_bytes: int | None = None
+    max_part_bytes: int | None = None
 
 
 def find_model(endpoint: Endpoint) -> str:
@@ -117,7 +123,8 @@ def served_model(endpoint: Endpoint, name: str = "") -> ServedModel:
     try:
         entries = answer.json()["data"]
         entry = next((each for each in entries if each["id"] == name), entries[0])
-        limit = (entry.get("limits") or {}).get("max_body_bytes")
-        return ServedModel(name or str(entry["id"]), limit if type(limit) is int else None)
+        limits = entry.get("limits") or {}
+        told = {each: limits.get(each) for each in _LIMITS if type(limits.get(each)) is int}
+        return ServedModel(name or str(entry["id"]), **told)
     except (ValueError, LookupError, TypeError, AttributeError):
         raise RequestError(f"{endpoint.shown_url}/v1/models gave no list of models; {advice}") from None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from epd import console
-from epd.client.conversation import JSON, Conversation, Medium
+from epd.client.conversation import JSON, Conversation, Medium, max_file_bytes
 from epd.client.endpoint import Endpoint, ServedModel, parse_endpoints, served_model
+from epd.client.upload import Uploader
 from epd.console import ShowProgress
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
@@ -96,7 +97,21 @@ def conversation_with(
     media = [Medium("audio" if as_audio else kind_of(path), path) for path in paths]
     has_files = any(not each.is_url for each in media)
     served = _served(endpoint, model, has_files=has_files)
-    return Conversation(endpoint, served.name, media, options, max_body_bytes=served.max_body_bytes)
+    sent = _uploaded(endpoint, served, media)
+    return Conversation(endpoint, served.name, sent, options, max_body_bytes=served.max_body_bytes)
+
+
+def _uploaded(endpoint: Endpoint, served: ServedModel, media: Sequence[Medium]) -> Sequence[Medium]:
+    """Uploads the files that are too large for one question together, where the server takes uploads."""
+    num_bytes = sum(Path(each.name).stat().st_size for each in media if not each.is_url)
+    if served.max_part_bytes is None or num_bytes <= max_file_bytes(served.max_body_bytes):
+        return media
+    uploader = Uploader(endpoint, served.max_part_bytes)
+    with console.status("uploading"):
+        return [
+            each if each.is_url else replace(each, name=uploader.upload(Path(each.name)), is_uploaded=True)
+            for each in media
+        ]
 
 
 def _served(endpoint: Endpoint, model: Path | None, *, has_files: bool) -> ServedModel:

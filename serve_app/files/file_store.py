@@ -1,7 +1,7 @@
 """Keeps files of clients in a folder: each its bytes, and a record that is written last.
 
 files/ID.data      the bytes
-files/ID.json      whose it is, its name, its size; without it there is no file
+files/ID.json      whose it is, its name, its size; without it there is no file. Its time is when it expires
 files/ID.part      an upload that is under way, or was when its server ended
 
 `upload_store.py` keeps uploads in parts beside them.
@@ -19,6 +19,7 @@ from epd.serve_app.files.records import FileObject, Purpose, StoredFile, read_re
 from epd.serve_app.files.settings import FileSettings, check_id, new_id, not_found
 
 _ABANDONED_S = 24 * 3600.0
+_NEVER_S = 2**31 - 1  # the latest time of every file system
 
 
 class FileStore:
@@ -61,11 +62,23 @@ class FileStore:
         self._remove(file_id)
 
     def remove_expired(self) -> None:
-        """Removes files whose time is over. Their room is counted until then."""
+        """Removes files whose time is over. Their room is counted until then.
+
+        Records whose time has not come are not read: uploads would take longer, the more files there are.
+        """
+        now = time.time()
         for path in self.folder.glob("file-*.json"):
-            stored = read_record(path, StoredFile)
-            if stored is not None and not _is_kept(stored):
-                self._remove(stored.file.id)
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime <= now:
+                    self._remove_expired(path)
+
+    def _remove_expired(self, record: Path) -> None:
+        """Removes a file that has expired; the record of another gets its time."""
+        stored = read_record(record, StoredFile)
+        if stored is not None and _is_kept(stored):
+            _set_expiry(record, stored.file)
+        elif stored is not None:
+            self._remove(stored.file.id)
 
     def _remove(self, file_id: str) -> None:
         (self.folder / f"{file_id}.json").unlink(missing_ok=True)
@@ -123,7 +136,9 @@ class FileStore:
             purpose=purpose,
             expires_at=expires_at,
         )
-        write_record(self.folder / f"{file_id}.json", StoredFile(owner=owner, file=file))
+        record = self.folder / f"{file_id}.json"
+        write_record(record, StoredFile(owner=owner, file=file))
+        _set_expiry(record, file)
         return file
 
     def _remove_abandoned(self) -> None:
@@ -132,6 +147,13 @@ class FileStore:
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > _ABANDONED_S:
                     os.unlink(path)
+
+
+def _set_expiry(record: Path, file: FileObject) -> None:
+    """Gives a record the time at which its file expires."""
+    expires_s = _NEVER_S if file.expires_at is None else file.expires_at
+    with suppress(FileNotFoundError):  # it was deleted
+        os.utime(record, (expires_s, expires_s))
 
 
 def _is_kept(stored: StoredFile) -> bool:

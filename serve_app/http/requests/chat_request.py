@@ -71,6 +71,8 @@ class ThoughtPart(Sent):
     ignored = frozenset({"text"})
 
 
+# Of a file that was uploaded.
+FileId = Annotated[str, Field(pattern=r"^file-[0-9a-f]+$")]
 ImageDetail = Literal["auto", "low", "high", "original"]
 VideoDetail = Literal["auto", "high", "original"]
 
@@ -95,7 +97,7 @@ class VideoUrl(Sent):
 
 
 class ImagePart(Sent):
-    """An image, its URL in `image_url` or as its text.
+    """An image, its URL in `image_url` or as its text, or the file in `file_id`.
 
     detail: as of `image_url`, which comes first
     uuid: a name for it; with one that was sent before, `image_url` may be null or empty
@@ -103,15 +105,17 @@ class ImagePart(Sent):
 
     type: Literal["image_url", "input_image"]
     image_url: ImageUrl | str | None = None
+    file_id: FileId | None = None
     detail: ImageDetail | None = None
     uuid: MediaUuid | None = None
 
 
 class VideoPart(Sent):
-    """A video, its URL in `video_url` or as its text. uuid: as of an image."""
+    """A video, its URL in `video_url` or as its text, or the file in `file_id`. uuid: as of an image."""
 
     type: Literal["video_url", "input_video"]
     video_url: VideoUrl | str | None = None
+    file_id: FileId | None = None
     detail: VideoDetail | None = None
     uuid: MediaUuid | None = None
 

@@ -314,8 +314,13 @@ def _url(part: _MediaPart) -> str | None:
         case VideoPart():
             place = part.video_url
     url = place.url if isinstance(place, BaseModel) else place
+    file_id = None if isinstance(part, AudioPart) else part.file_id
+    if file_id is not None and url is not None:
+        raise RequestError(
+            f"received {file_id} and a URL for one medium; allowed: one of them; leave one out"
+        )
     if url is None:
-        return None
+        return file_id
     url = url.strip()
     return f"data:;base64,{url}" if url.startswith(_IMAGES_IN_BASE64) else url
 

@@ -6,19 +6,26 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from epd.errors import RequestError
+from epd.serve_app.cli.conversations import conversation_with
+from epd.serve_app.files import file_store
+from epd.serve_app.files.records import read_record
 from epd.serve_app.files.settings import FileSettings
 from epd.serve_app.files.upload_store import _PATIENCE_S
 from epd.video import FetchPolicy
 from tests.serve_app.conftest import JSON, Front, image_part, video_part
+from tests.serve_app.server import wait_until
 
 RunFront = Callable[..., Front]
 KEY = {"authorization": "Bearer one"}
@@ -113,14 +120,21 @@ def test_a_length_that_is_announced_is_refused_at_once(run_front: RunFront, fold
 
 def refused_unread(url: str, path: str, num_bytes: int) -> int:
     """The status of the answer to the head of a request alone."""
+    with sent(url, path, num_bytes) as connection:
+        return int(connection.recv(64).split()[1])
+
+
+@contextmanager
+def sent(url: str, path: str, num_bytes: int, content: bytes = b"") -> Iterator[socket.socket]:
+    """A connection with the head of a form of so many bytes, and the first of these."""
     host, port = url.removeprefix("http://").split(":")
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {num_bytes}\r\n"
         "Content-Type: multipart/form-data; boundary=x\r\n\r\n"
     )
     with socket.create_connection((host, int(port)), timeout=8) as connection:
-        connection.sendall(head.encode())
-        return int(connection.recv(64).split()[1])
+        connection.sendall(head.encode() + content)
+        yield connection
 
 
 def test_no_more_arrives_than_was_announced(run_front: RunFront, folder: Path) -> None:
@@ -200,14 +214,18 @@ def test_uploads_belong_to_the_key_that_began_them(run_front: RunFront, folder: 
     assert front.http.get(f"/v1/uploads/{upload}").status_code == 401
 
 
-def test_many_upload_at_once(run_front: RunFront, folder: Path) -> None:
+def test_many_upload_at_once_are_cut_and_go_on(run_front: RunFront, folder: Path) -> None:
+    """Each loses its connection in the middle of a part. Questions beside are answered."""
     front = run_front(files=FileSettings(folder))
+    first = b'--x\r\nContent-Disposition: form-data; name="data"; filename="b"\r\n\r\n' + bytes(1_200_000)
 
     def send(number: int) -> bool:
         content = number.to_bytes(2, "big") * 200_000
         with httpx.Client(base_url=front.server.url, trust_env=False, verify=False, timeout=60) as http:
             mine = replace(front, http=http)
             upload = begun(mine, len(content)).json()["id"]
+            with sent(front.server.url, f"/v1/uploads/{upload}/parts", 2_000_000, first):
+                pass
             ids = [
                 part(mine, upload, content[at : at + 150_000]).json()["id"] for at in (0, 150_000, 300_000)
             ]
@@ -215,7 +233,10 @@ def test_many_upload_at_once(run_front: RunFront, folder: Path) -> None:
             return http.get(f"/v1/files/{file}/content").content == content
 
     with ThreadPoolExecutor(64) as threads:
-        assert all(threads.map(send, range(64)))
+        whole = threads.map(send, range(64))
+        assert [front.ask().status_code for _ in range(5)] == [200] * 5
+        assert all(whole)
+    wait_until(lambda: ".part" not in left_in(folder))
 
 
 def kept_file(front: Front, content: bytes, purpose: str = "user_data", **headers: str) -> str:
@@ -242,6 +263,70 @@ def test_a_file_is_a_medium_by_its_id(run_front: RunFront, folder: Path, media: 
     assert response.status_code == 200, response.text
     front.http.delete(f"/v1/files/{video}")
     assert front.ask_about(video_part(video)).status_code == 404
+
+
+def test_a_medium_is_named_by_file_id(run_front: RunFront, folder: Path, media: dict[str, Path]) -> None:
+    """As the official client sends images of responses; and videos, as there are none in its API."""
+    front = run_front(files=FileSettings(folder), fetch=reading(folder))
+    image = kept_file(front, media["image"].read_bytes(), "vision")
+    video = kept_file(front, media["video"].read_bytes())
+
+    def asked(*parts: JSON) -> httpx.Response:
+        content = [*parts, {"type": "input_text", "text": "?"}]
+        return front.http.post("/v1/responses", json={"input": [{"role": "user", "content": content}]})
+
+    parts = [
+        {"type": "input_image", "file_id": image, "detail": "auto"},
+        {"type": "input_video", "file_id": video},
+    ]
+    reply = asked(*parts)
+    assert reply.status_code == 200, reply.text
+    assert front.service.files_seen[0] == [media[name].read_bytes() for name in ("image", "video")]
+    both = asked({"type": "input_image", "file_id": image, "image_url": "data:image/png;base64,AAAA"})
+    assert (both.status_code, "allowed: one of them" in both.text) == (400, True)
+    assert asked({"type": "input_image", "file_id": "file-" + "0" * 24}).status_code == 404
+    path = folder / "files" / f"{image}.data"
+    assert asked({"type": "input_image", "file_id": path.as_uri()}).status_code == 400
+
+
+def test_files_too_large_for_a_question_are_uploaded_first(
+    run_front: RunFront, folder: Path, media: dict[str, Path]
+) -> None:
+    """As `epd ask --url` does. Parts are as large as the server takes; afterwards the file has an end."""
+    clip = media["video"]
+    size = clip.stat().st_size
+    settings = FileSettings(folder, max_part_bytes=size // 2)
+    front = run_front(files=settings, fetch=reading(folder), max_body_bytes=(64 << 10) + size)
+    conversation = conversation_with(front.server.url, None, None, [str(clip)], {})
+    assert conversation.ask("What happens?").text
+    assert front.service.files_seen == [[clip.read_bytes()]]
+    (file,) = front.openai.files.list().data
+    assert file.expires_at is not None
+    assert file.expires_at - file.created_at == 24 * 3600
+    small = run_front(max_body_bytes=(64 << 10) + size)
+    with pytest.raises(RequestError, match="in one question"):
+        conversation_with(small.server.url, None, None, [str(clip)], {})
+
+
+def test_an_upload_reads_no_record_of_a_file_that_stays(
+    run_front: RunFront, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of earlier versions have the time at which they were written: each is read once."""
+    front = run_front(files=FileSettings(folder))
+    kept = [kept_file(front, b"x") for _ in range(3)]
+    old = folder / "files" / f"{kept[0]}.json"
+    os.utime(old, (0, 0))
+    read: list[str] = []
+
+    def reading_record(path: Path, kind: Any) -> Any:
+        read.append(path.stem)
+        return read_record(path, kind)
+
+    monkeypatch.setattr(file_store, "read_record", reading_record)
+    for _ in range(2):
+        assert begun(front).status_code == 200
+    assert read == [kept[0]]
+    assert all(front.http.get(f"/v1/files/{each}").status_code == 200 for each in kept)
 
 
 def test_files_of_others_are_no_media(run_front: RunFront, folder: Path, media: dict[str, Path]) -> None:
