@@ -7,6 +7,7 @@ import re
 import statistics
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -239,8 +240,13 @@ def _joined(text: str) -> str:
 
 
 def flags_of(command: str) -> set[str]:
-    options = getattr(get_command(app), "commands", {})[command].params
-    return {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
+    return _flags_of(getattr(get_command(app), "commands", {})[command])
+
+
+def _flags_of(command: Any) -> set[str]:
+    """The flags of a command, and of those below it."""
+    own = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+    return own.union(*map(_flags_of, getattr(command, "commands", {}).values()))
 
 
 def test_commands_exist(texts: dict[str, str]) -> None:
@@ -258,9 +264,7 @@ def test_flags_exist(texts: dict[str, str]) -> None:
     """Of each `epd COMMAND ...` in code, up to what the shell takes for the next command or a comment."""
     program = get_command(app)
     flags = {
-        name: {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
-        | {"--help"}
-        for name, command in getattr(program, "commands", {}).items()
+        name: _flags_of(command) | {"--help"} for name, command in getattr(program, "commands", {}).items()
     }
     unknown, num_found = [], 0
     for doc, text in texts.items():
@@ -276,12 +280,7 @@ def test_flags_exist(texts: dict[str, str]) -> None:
 def test_flags_that_stand_alone_exist(texts: dict[str, str]) -> None:
     """Of any command, or of a script of ours. Not those of other programs, nor of a log of what was tried."""
     commands = getattr(get_command(app), "commands", {}).values()
-    ours = {
-        flag
-        for command in commands
-        for option in command.params
-        for flag in (*option.opts, *option.secondary_opts)
-    }
+    ours = {flag for command in commands for flag in _flags_of(command)}
     scripts = [
         path.read_text()
         for name in ("benchmarks", "training", "tests/faults")
