@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-together test-timed test-compiled test-topologies explore soak faults structured clients witness kernels modules check lint types fix wheel release site bench score gpu gpu-dry clean
+.PHONY: help demo test test-together test-timed test-compiled test-topologies explore soak faults structured clients witness kernels modules check lint types fix wheel release hashes site bench score gpu gpu-dry clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -52,7 +52,7 @@ explore: $(STAMP) ## property tests with examples that were never drawn before
 	$(BIN)/python -m pytest --hypothesis-profile=explore -m hypothesis
 
 soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped; other processes killed; slow and hostile clients
-	EPD_SOAK=2e2p2d $(BIN)/python -m pytest tests/serve_app/ray/test_faults.py tests/serve_app/ray/test_deployments.py tests/serve_app/ray/test_lost_processes.py tests/serve_app/ray/test_lost_proxy.py tests/serve_app/http/test_slow_clients.py tests/serve_app/http/test_hostile.py tests/serve_app/http/test_openapi.py tests/serve_app/http/test_openapi_real.py tests/serve_app/http/test_prompt_routes.py tests/test_any_length.py -o timeout=1800
+	EPD_SOAK=2e2p2d $(BIN)/python -m pytest tests/serve_app/ray/test_faults.py tests/serve_app/ray/test_deployments.py tests/serve_app/ray/test_lost_processes.py tests/serve_app/ray/test_lost_proxy.py tests/serve_app/http/test_slow_clients.py tests/serve_app/http/test_hostile.py tests/serve_app/http/test_openapi.py tests/serve_app/http/test_openapi_real.py tests/serve_app/http/test_prompt_routes.py tests/test_any_length.py tests/serve_app/local/test_bad_lines.py -o timeout=1800
 
 SEEDS ?= 1000
 faults: $(STAMP) ## SEEDS runs of an application in simulated time while processes are lost; figures in benchmarks/results/faults.md
@@ -96,6 +96,10 @@ release: $(STAMP) ## build the wheel twice with equal bytes, the source archive,
 	$(BIN)/python -m tests.deploy.release dist
 	$(PYTHON) -m venv build/sbom && build/sbom/bin/pip install --quiet -c constraints.txt 'cyclonedx-bom==7.5.0' "$$(ls dist/*.whl)[serve]"
 	build/sbom/bin/cyclonedx-py environment --output-reproducible --output-file dist/sbom.json build/sbom
+
+hashes: $(STAMP) ## write build/constraints-hashes.txt: what this machine would install of epd-vlm[serve], for pip --require-hashes
+	mkdir -p build
+	$(BIN)/python -m tests.deploy.hashes build/constraints-hashes.txt
 
 site: $(STAMP) ## the documents as a site with search and the Python API, in build/site
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target build/sphinx sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19

@@ -75,6 +75,12 @@ class ServeSettings:
             raise CancelledError("stopped before it was ready")
 
 
+_PLAIN_LINKS = (
+    "links between the machines of a cluster are authenticated and not encrypted; keep them within one "
+    "trusted network"
+)
+
+
 @contextmanager
 def served_app(args: AppArgs, settings: ServeSettings, cluster: RaySettings) -> Iterator[None]:
     """Answers requests while open; at the end, requests in flight have `drain_s` to complete.
@@ -89,6 +95,8 @@ def served_app(args: AppArgs, settings: ServeSettings, cluster: RaySettings) -> 
         _check_device(args.resolved())  # all workers are on this machine
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     operation.info("starting Ray" if is_own else f"joining the Ray cluster at {cluster.address}")
+    if not is_own:
+        operation.warning(_PLAIN_LINKS)
     watch = supervised(owns_cluster=is_own) if settings.ends_with_cluster else nullcontext()
     with http.reserved() if is_own else nullcontext(), ray_cluster(cluster), watch:
         settings.check_going_on()

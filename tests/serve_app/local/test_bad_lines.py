@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -23,6 +24,8 @@ from tests.serve_app.conftest import Front
 from tests.serve_app.files.test_batches import CHAT, FINAL
 from tests.serve_app.server import wait_until
 
+# Of 30 to 100 lines each, for each of three ways.
+NUM_EXAMPLES = 120 if "EPD_SOAK" in os.environ else 3
 Answer = Callable[[list[bytes]], tuple[list[Any], list[Any]]]
 
 
@@ -113,7 +116,7 @@ def test_a_bad_line_of_every_kind_fails_alone(answer: Answer) -> None:
 
 
 @given(lines=DRAWN_LINES)
-@settings(max_examples=3, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=NUM_EXAMPLES, suppress_health_check=list(HealthCheck), deadline=None)
 def test_drawn_lines_leave_the_others_their_answers(answer: Answer, lines: list[bytes]) -> None:
     answered, failed = answer([good(0), *lines[::2], good(1), *lines[1::2], good(2)])
     names = {str(each.get("custom_id", each.get("id"))) for each in answered}

@@ -1,0 +1,129 @@
+"""One client asks for as much as it can of everything, and the other's turn comes as if it were alone.
+
+Turns are counted, not seconds: how many of the first's are begun while the second waits for its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from epd.serve_app.clients import owner_named
+from epd.serve_app.files.app_transport import OwnApp
+from epd.serve_app.files.settings import FileSettings
+from epd.stages.grammar.formats import AnswerFormat
+from tests.serve_app.conftest import Front, image_part
+from tests.serve_app.fakes import FakeService
+from tests.serve_app.files.test_batches import FINAL, asked, line
+from tests.serve_app.hostile import png
+from tests.serve_app.http.test_api_keys import ask, sent
+from tests.serve_app.http.test_api_keys import line as key_line
+from tests.serve_app.server import wait_until
+
+NUM_LINES, NUM_FORMATS, NUM_NAMES, NUM_UPLOADS = 240, 40, 63, 64
+NUM_IN_FLIGHT = 2
+# A 64th of the default, as the names are: 63 of 4 MB would be 252 of 256.
+NAMED_BYTES = 4 << 20
+NAME_BYTES = NAMED_BYTES // 64
+PICTURE = png(8, 8)
+HALF_UPLOAD = (
+    "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer many\r\nContent-Length: 100000\r\n"
+    "Content-Type: multipart/form-data; boundary=x\r\n\r\n"
+    '--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+)
+
+
+@dataclass
+class Crowd:
+    """Everything that one client wants at once. begun: its formats. waits: answers begun as a line asks."""
+
+    front: Front
+    service: FakeService
+    begun: list[str] = field(default_factory=list)
+    waits: dict[str, list[int]] = field(default_factory=dict)
+    released: threading.Event = field(default_factory=threading.Event)
+
+    def check_format(self, wanted: AnswerFormat) -> str:
+        """Takes for ever for each of the first client's formats."""
+        self.begun.append(wanted.text)
+        if wanted.text.startswith("many"):
+            self.released.wait(60)
+        return wanted.text
+
+    def format(self, key: str, number: int) -> httpx.Response:
+        return ask(self.front, key, structured_outputs={"regex": f"{key}{number}"})
+
+    def name(self, key: str, uuid: str, num_bytes: int = 0) -> httpx.Response:
+        """Names a medium, or asks about one by its name."""
+        content = base64.b64encode(PICTURE.ljust(num_bytes * 3 // 4, b"\0")).decode()
+        url = f"data:image/png;base64,{content}"
+        part = {**image_part(url), "uuid": uuid} if num_bytes else {"type": "image_url", "uuid": uuid}
+        body = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "x"}]}]}
+        return self.front.http.post("/v1/chat/completions", json=body, headers=sent(key))
+
+
+@pytest.fixture
+def crowd(
+    run_front: Callable[..., Front], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Crowd]:
+    file = tmp_path / "keys.jsonl"
+    file.write_text(f"{key_line('many', 'ann')}\n{key_line('one', 'ben')}\n")
+    files = FileSettings(tmp_path / "files", num_in_flight=NUM_IN_FLIGHT)
+    service = FakeService(word_s=0.02)
+    front = run_front(service, api_keys_file=file, files=files, max_named_bytes=NAMED_BYTES)
+    crowd = Crowd(front, service)
+    monkeypatch.setattr(front.server.front.formats._checker, "_verdict", crowd.check_format)
+    in_turn = OwnApp._in_turn
+
+    async def noted(app: OwnApp, request: httpx.Request, owner: str) -> httpx.Response:
+        crowd.waits.setdefault(owner, []).append(len(service.requests))
+        return await in_turn(app, request, owner)
+
+    monkeypatch.setattr(OwnApp, "_in_turn", noted)
+    with ExitStack() as stack:
+        formats = stack.enter_context(ThreadPoolExecutor(NUM_FORMATS))
+        stack.callback(crowd.released.set)
+        for number in range(NUM_FORMATS):
+            formats.submit(crowd.format, "many", number)
+        assert crowd.name("one", "first", NAME_BYTES * 4).status_code == 200
+        for number in range(NUM_NAMES):
+            assert crowd.name("many", str(number), NAME_BYTES - 64).status_code == 200
+        for _ in range(NUM_UPLOADS):
+            address = (front.http.base_url.host, front.http.base_url.port or 0)
+            stack.enter_context(socket.create_connection(address)).sendall(HALF_UPLOAD.encode())
+        client = front.openai.with_options(api_key="many")
+        batch = asked(client, [line(f"many {number}") for number in range(NUM_LINES)])
+        wait_until(lambda: len(crowd.waits.get(owner_named("ann"), ())) > NUM_LINES // 8)
+        yield crowd
+        client.batches.cancel(batch.id)
+        wait_until(lambda: client.batches.retrieve(batch.id).status in FINAL)
+
+
+def test_the_other_has_its_line_format_name_and_upload_as_alone(crowd: Crowd) -> None:
+    front, owner = crowd.front, owner_named("ben")
+    client = front.openai.with_options(api_key="one")
+    batch = asked(client, [line("one", messages=[{"role": "user", "content": "Ben's line"}])])
+    assert crowd.format("one", 0).status_code == 200
+    assert sum(text.startswith("many") for text in crowd.begun) == 1
+    assert crowd.name("one", "mine", NAME_BYTES * 4).status_code == 200
+    for name in ("first", "mine"):
+        assert crowd.name("one", name).status_code == 200
+    assert crowd.name("many", "0").json()["error"]["code"] == "unknown_uuid"
+    assert crowd.name("many", str(NUM_NAMES - 1)).status_code == 200
+    uploaded: dict[str, Any] = front.http.get("/v1/files", headers=sent("many")).json()
+    assert len(uploaded["data"]) == 1  # that of the batch
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+    texts = [str(each.messages) for each in crowd.service.requests]
+    (place,) = (number for number, text in enumerate(texts) if "Ben's line" in text)
+    assert place - crowd.waits[owner][0] <= NUM_IN_FLIGHT
+    assert place < NUM_LINES  # and not behind all of the other's
