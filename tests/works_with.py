@@ -19,6 +19,7 @@ from epd.errors import EPDError
 from epd.shapes import make_scene
 from epd.video.demo_video import write_demo_video
 from tests.models import quantized, shrunk
+from tests.tiny_models import build_qwen3_5
 
 _MODEL = "shapes-vl-2"
 _QUESTION = "Describe the video."
@@ -70,6 +71,7 @@ FEATURES = (
     _model("FP8 weights", "fp8"),
     _model("AWQ weights", "awq"),
     _model("experts", "InternVL3.5-30B-A3B"),
+    _model("recurrent states", "qwen3_5"),
     Feature("a schema", fields={"response_format": _FORMAT}, changes_answers=True),
     Feature("several choices", fields={"n": 2}),
     Feature("logprobs", fields={"logprobs": True, "top_logprobs": 2}),
@@ -129,6 +131,8 @@ class Trials:
 
     def _built(self, checkpoint: str) -> Path:
         folder = self._folder / checkpoint
+        if checkpoint == "qwen3_5":
+            return folder if folder.exists() else build_qwen3_5(folder)
         if checkpoint not in quantized.LAYOUTS:
             return folder if folder.exists() else shrunk.build(checkpoint, folder)
         return folder / "quantized" if folder.exists() else quantized.build(checkpoint, folder).quantized

@@ -18,8 +18,6 @@ from epd.stages.decoder.delta_rule import DeltaInputs, DeltaPlan
 from epd.stages.decoder.linear import Linear
 from epd.stages.decoder.operations import RmsNorm
 
-# Matrices that are multiplied by the same rows, in the order of their products.
-PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 # Added to the squares of a head's channels before the root.
 _LENGTH_EPS = 1e-6
 
@@ -61,7 +59,7 @@ def delta_sizes(config: Any) -> DeltaSizes:
 class GatedDelta:
     """Computes a layer up to its output matrix.
 
-    projection: by `PROJECTIONS`. filters: float32 [K, channels].
+    projection: by the matrices of `DELTA`, in that order. filters: float32 [K, channels].
     rates, steps: float32 [H], of which the decays are made. norm: of a head's values.
     """
 

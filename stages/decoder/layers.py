@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from epd.stages.attention.support import RECURRENT
-from epd.stages.decoder.delta_layer import PROJECTIONS, DeltaLayer, GatedDelta
+from epd.stages.decoder.delta_layer import DeltaLayer, GatedDelta
 from epd.stages.decoder.linear import JoinedLinear, Linear, LinearKind, kind_for, linear, linear_kind
 from epd.stages.decoder.operations import RmsNorm, silu_mul
-from epd.stages.loading.merged_weights import GATE_UP, QKV, merged
+from epd.stages.loading.merged_weights import DELTA, GATE_UP, QKV, merged
 from epd.stages.loading.quantized_linear import QuantizedLinear, can_merge, product_of
 from epd.stages.rank import Collectives, Rank
 
@@ -196,7 +196,7 @@ def _delta_layer(layer: Any, config: Any, kind: LinearKind) -> DeltaLayer:
     delta = layer.linear_attn
     return DeltaLayer(
         attention_norm=_norm(layer.input_layernorm, config),
-        mixer=GatedDelta.of(delta, config, _merged(delta, PROJECTIONS, kind)),
+        mixer=GatedDelta.of(delta, config, _merged(delta, DELTA, kind)),
         out=_linear(delta.out_proj, kind),
         mlp_norm=_norm(layer.post_attention_layernorm, config),
         mlp=_mlp(layer.mlp, kind, None),

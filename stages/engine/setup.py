@@ -32,6 +32,8 @@ BLOCK_SIZE = 16
 # KV caches take together at most this share of the memory, and each no more tokens than this.
 _KV_MEMORY_SHARE = 0.25
 _MAX_KV_TOKENS = 2**18
+# Slots for recurrent states of prompts that are kept, besides those that no answer uses.
+_NUM_KEPT_STATES = 8
 DEFAULT_SCHEDULER = SchedulerConfig()
 
 
@@ -159,9 +161,10 @@ def kv_shape(
 
 
 def states_shape(model: Any, max_num_seqs: int) -> StatesShape | None:
-    """Describes the recurrent states of a model: of each answer that grows, and one kept of its prompt."""
+    """Describes the slots for recurrent states of so many answers; None without any, of either."""
     layout = state_layout(model)
-    return None if layout is None else StatesShape((SLOTS_PER_SEQUENCE + 1) * max_num_seqs, layout)
+    num_states = SLOTS_PER_SEQUENCE * max_num_seqs + _NUM_KEPT_STATES
+    return StatesShape(num_states, layout) if layout is not None and max_num_seqs else None
 
 
 def default_kv_tokens(bytes_per_token: int, num_pools: int = 1) -> int:

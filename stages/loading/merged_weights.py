@@ -3,6 +3,8 @@
     merged [Nq + Nk + Nv, C]   | q_proj.weight | k_proj.weight | v_proj.weight |
     merged [2 I, C]            | gate_proj.weight | up_proj.weight |
 
+And what gated delta layers multiply their rows by.
+
 The modules of transformers keep their parts, as views.
 """
 
@@ -19,10 +21,12 @@ from torch import Tensor, nn
 # What is merged, in this order.
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
+DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_GROUP = {part: group for group in (QKV, GATE_UP, DELTA) for part in group}
 _PART = re.compile(
-    r"^(.*\blayers\.\d+\.(?:self_attn|mlp)\.)(q|k|v|gate|up)_proj\.(weight|bias|scales|packed|zeros)$"
+    rf"^(.*\blayers\.\d+\.(?:self_attn|mlp|linear_attn)\.)({'|'.join(_GROUP)})"
+    r"\.(weight|bias|scales|packed|zeros)$"
 )
-_GROUP = {"q": QKV, "k": QKV, "v": QKV, "gate": GATE_UP, "up": GATE_UP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ def merged_part(name: str) -> MergedPart | None:
         return None
     start, part, kind = found.groups()
     group = _GROUP[part]
-    return MergedPart(tuple(f"{start}{each}.{kind}" for each in group), group.index(f"{part}_proj"))
+    return MergedPart(tuple(f"{start}{each}.{kind}" for each in group), group.index(part))
 
 
 def in_merged_order(names: Collection[str]) -> list[str]:

@@ -14,13 +14,16 @@ from transformers import AutoConfig
 
 from epd.encoders.names import WeightSet
 from epd.engine_config import DEFAULT_ENGINE
+from epd.kv.scheduling import SchedulerConfig
 from epd.models.families import FAMILIES
 from epd.serve_app.cli.models import COLUMNS, cells
 from epd.serve_app.worker.worker_stages import embedding_layout
 from epd.stages.engine.model_runner import kv_layout
+from epd.stages.engine.setup import states_shape
 from epd.stages.loading.weights import prune, skeleton
 from tests import ROOT
 from tests.models.published import PUBLISHED, Published
+from tests.models.recurrent import RECURRENT
 
 PAGE = ROOT / "docs" / "models.md"
 _START, _END = "<!-- python -m tests.models.page -->\n", "<!-- end -->\n"
@@ -28,7 +31,8 @@ _FAMILIES = "<!-- families: python -m tests.models.page -->\n"
 CARD_BYTES = 80 * 10**9
 # A worker that computes or continues answers needs room for this context, or it fits in name alone.
 LEAST_TOKENS = 32_768
-_GIGA = 10**9
+_GIGA, _MEGA = 10**9, 10**6
+_LAST = "| E to P a token, B | P, D on 80 GB, k tokens | 1epd |\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +42,36 @@ class Figures:
     encode_bytes, language_bytes: weights of an encoder, and of a prefill or decode worker.
     kv_bytes: of a token's keys and values.
     embedding_bytes: of a visual token on its way from E to P.
+    state_bytes: of a sequence's recurrent state; 0 without any.
+    slot_bytes: of all slots for such states, of as many answers as grow at once by default.
     """
 
     encode_bytes: int
     language_bytes: int
     kv_bytes: int
     embedding_bytes: int
+    state_bytes: int = 0
+    slot_bytes: int = 0
 
     def kv_tokens(self, *, with_tower: bool) -> int:
         """Tokens that have room beside the weights on one card; negative where the weights have none."""
-        weights = self.language_bytes + (self.encode_bytes if with_tower else 0)
-        return int(CARD_BYTES * DEFAULT_ENGINE.gpu_memory_utilization - weights) // self.kv_bytes
+        held = self.language_bytes + (self.encode_bytes if with_tower else 0) + self.slot_bytes
+        return int(CARD_BYTES * DEFAULT_ENGINE.gpu_memory_utilization - held) // self.kv_bytes
 
 
 def figures(published: Published) -> Figures:
     """Builds the checkpoint without memory, role by role, and counts."""
     config = _read(published)
     language: Any = _part(config, "language")
+    states = states_shape(language, SchedulerConfig().max_num_seqs)
     tied = 0 if published.has_head else language.lm_head.weight.nbytes
     return Figures(
         _num_bytes(_part(config, "encode")),
         _num_bytes(language) - tied,
         kv_layout(language).bytes_per_token,
         embedding_layout(config, torch.bfloat16).bytes_per_embedding,
+        0 if states is None else states.layout.bytes_per_sequence,
+        0 if states is None else states.num_bytes,
     )
 
 
@@ -81,21 +92,25 @@ def _num_bytes(model: torch.nn.Module) -> int:
 
 
 def table() -> str:
-    head = (
-        "| checkpoint | `model_type` | context | weights E, GB | P, D, GB | KV a token, B "
-        "| E to P a token, B | P, D on 80 GB, k tokens | 1epd |\n|---|---|" + "---:|" * 7 + "\n"
+    start, end = "| checkpoint | `model_type` | context | weights E, GB | P, D, GB | KV a token, B ", _LAST
+    rows = "".join(f"| {' | '.join(_row(name, PUBLISHED[name]))} |\n" for name in PUBLISHED)
+    recurrent = "".join(f"| {' | '.join(_row(name, each))} |\n" for name, each in RECURRENT.items())
+    return (
+        f"{start}{end}|---|---|{'---:|' * 7}\n{rows}\n"
+        f"{start}| state of an answer, MB {end}|---|---|{'---:|' * 8}\n{recurrent}"
     )
-    return head + "".join(f"| {' | '.join(_row(name))} |\n" for name in PUBLISHED)
 
 
-def _row(name: str) -> Iterator[str]:
-    published, counted = PUBLISHED[name], figures(PUBLISHED[name])
+def _row(name: str, published: Published) -> Iterator[str]:
+    counted = figures(published)
     yield name
     yield f"`{published.config['model_type']}`"
     yield f"{published.context_tokens:,}"
     yield f"{counted.encode_bytes / _GIGA:.2f}"
     yield f"{counted.language_bytes / _GIGA:.2f}"
     yield f"{counted.kv_bytes:,}"
+    if counted.state_bytes:
+        yield f"{counted.state_bytes / _MEGA:.1f}"
     yield f"{counted.embedding_bytes:,}"
     yield _room(counted.kv_tokens(with_tower=False))
     yield _room(counted.kv_tokens(with_tower=True))

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from epd.stages.decoder.layers import layers_of
-from epd.stages.loading.merged_weights import GATE_UP, QKV, MergedMemory, in_merged_order, merged, merged_part
+from epd.stages.loading.merged_weights import (
+    DELTA,
+    GATE_UP,
+    QKV,
+    MergedMemory,
+    in_merged_order,
+    merged,
+    merged_part,
+)
 from epd.stages.loading.weight_files import write_weights
 from epd.stages.loading.weights import WholeModel, load_role
 from epd.stages.placement import CPU_FLOAT32
@@ -26,8 +34,13 @@ def groups_of(model: Any) -> list[list[Tensor]]:
     return [
         [getattr(module, name).weight for name in names]
         for layer in model.get_decoder().layers
-        for module, names in ((layer.self_attn, QKV), (layer.mlp, GATE_UP))
+        for module, names in (mixer_of(layer), (layer.mlp, GATE_UP))
     ]
+
+
+def mixer_of(layer: Any) -> tuple[nn.Module, tuple[str, ...]]:
+    """What a layer begins with: attention, or a recurrent state."""
+    return (layer.self_attn, QKV) if hasattr(layer, "self_attn") else (layer.linear_attn, DELTA)
 
 
 def are_side_by_side(model: Any) -> bool:

@@ -20,6 +20,7 @@ from epd.encoders.batch import FrameEncoder
 from epd.encoders.groups import plan_groups, prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.kv.scheduling import SchedulerConfig
+from epd.recurrent_models import RECURRENT_FAMILIES
 from epd.reduction import KEEP_ALL, PREFILL_METHODS, QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.stages.attention import device as attention_device
@@ -340,22 +341,24 @@ def test_a_request_is_moved_in_the_middle_of_its_answer(families: dict[str, Fami
     assert other.engine.counts.num_generated_tokens > 0
 
 
+SELECTING = [ReductionPolicy(name, 0.5) for name in SELECTION_METHODS]
 POLICIES = [
-    *(ReductionPolicy(name, 0.5) for name in SELECTION_METHODS),
+    *SELECTING,
     *(ReductionPolicy(name, 0.5) for name in (*PREFILL_METHODS, *QUESTION_METHODS)),
 ]
 
 
 def test_reduced_prompts_are_answered(family: Family, cuda: FakeCuda) -> None:
-    """Of every method, at once."""
+    """Of every method that the family's language model computes, at once."""
+    policies = SELECTING if family.name in RECURRENT_FAMILIES else POLICIES
     device = OnDevice(family, cuda)
     engine = device.engine(max_chunk_tokens=512, max_num_batched_tokens=4096)
-    requests = [device.request(SamplingParams(max_tokens=3), policy) for policy in POLICIES]
+    requests = [device.request(SamplingParams(max_tokens=3), policy) for policy in policies]
     for request in requests:
         engine.add(request)
         device.feed(request, [engine])
     steps(engine, until=len(requests))
-    reading = [each for each, policy in zip(requests, POLICIES, strict=True) if not policy.is_in_prefill]
+    reading = [each for each, policy in zip(requests, policies, strict=True) if not policy.is_in_prefill]
     num_windows = sum(len(item.windows) for request in reading for item in request.prompt.media)
     novelty = len(requests[SELECTION_METHODS.index("novelty")].prompt.media[0].windows)  # reads two for each
     reads = [place for place in cuda.waits if place[0].startswith("encoders/reduction")]

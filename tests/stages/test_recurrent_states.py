@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+import torch
 from torch import Tensor
 
 from epd.errors import UnsupportedModelError
@@ -152,3 +153,16 @@ def test_a_second_prompt_at_a_decode_worker_gets_what_is_new_and_its_state(recur
             deployment.step()
         assert deployment.tokens(name) == prompt.expected
     deployment.settle()
+
+
+def test_kernels_are_launched_before_requests_and_leave_the_caches_as_they_were(recurrent: Subject) -> None:
+    """By a layer with attention, the fourth; no pass is captured, since slots differ from pass to pass."""
+    runner = recurrent.engine()._runner
+    decoder, caches = runner._decoder, runner.pools.layer(0)
+    assert isinstance(decoder, FusedDecoder)
+    for cache in caches:
+        cache.fill_(3.0)
+    with torch.inference_mode():
+        decoder.warm_up(caches)
+    assert all((cache == 3.0).all() for cache in caches)
+    assert decoder.waits

@@ -1,0 +1,95 @@
+"""Qwen3.5 in full size and without memory: our decoder knows it, and its memory is what its layers keep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from epd.encoders.names import is_wanted, name_in_model
+from epd.encoders.registry import ADAPTERS
+from epd.recurrent_models import RECURRENT_FAMILIES
+from epd.stages.attention.support import RECURRENT as TEXT_MODELS
+from epd.stages.attention.support import check_attention
+from epd.stages.decoder.text_model import text_model
+from epd.stages.engine.model_runner import kv_layout, state_layout
+from epd.stages.engine.setup import kv_shape
+from epd.stages.loading.weights import prune, skeleton
+from tests.models.recurrent import RECURRENT, STATE_BYTES
+from tests.models.test_published import written
+
+BF16 = torch.bfloat16
+IN_FILES = (
+    "model.language_model.embed_tokens.weight",
+    "model.language_model.layers.0.linear_attn.A_log",
+    "model.language_model.layers.0.linear_attn.conv1d.weight",
+    "model.language_model.layers.0.linear_attn.dt_bias",
+    "model.language_model.layers.2.linear_attn.in_proj_qkv.weight",
+    "model.language_model.layers.2.linear_attn.norm.weight",
+    "model.language_model.layers.3.self_attn.q_norm.weight",
+    "model.language_model.layers.3.self_attn.q_proj.weight",
+    "model.language_model.norm.weight",
+    "model.visual.merger.linear_fc2.bias",
+    "model.visual.pos_embed.weight",
+)
+
+
+@pytest.fixture(params=RECURRENT, scope="module")
+def name(request: pytest.FixtureRequest) -> str:
+    named: str = request.param
+    return named
+
+
+@pytest.fixture(scope="module")
+def config(name: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp("recurrent")
+    return written(RECURRENT[name].config, folder)
+
+
+@pytest.fixture(scope="module")
+def model(config: Any) -> Any:
+    return skeleton(config, BF16)
+
+
+def test_our_decoder_computes_it(config: Any, model: Any) -> None:
+    known = text_model(model.get_decoder())
+    assert known is not None
+    assert (known.has_gates, len(known.inv_freq), known.head_dim) == (True, 32, 256)
+    check_attention(config)
+    assert config.model_type in ADAPTERS
+    assert config.model_type in RECURRENT_FAMILIES
+    assert config.get_text_config().model_type in TEXT_MODELS
+
+
+def test_names_in_the_files_are_those_of_the_model(model: Any) -> None:
+    known = model.state_dict().keys()
+    assert {name_in_model(each, known) for each in IN_FILES} == set(IN_FILES)
+    assert name_in_model("mtp.layers.0.self_attn.q_proj.weight", known) is None, (
+        "heads for drafts are left out"
+    )
+    language = {each for each in known if not is_wanted(each, "encode")}
+    assert {each for each in known if ".visual." in each} == known - language
+
+
+def test_a_token_and_a_sequence_take_the_counted_bytes(name: str, config: Any, model: Any) -> None:
+    layout, state = kv_layout(model), state_layout(model)
+    assert layout.bytes_per_token == RECURRENT[name].kv_bytes_per_token
+    assert state is not None
+    assert state.bytes_per_sequence == STATE_BYTES[name]
+    num_layers = config.get_text_config().num_hidden_layers
+    assert (layout.num_layers, state.num_layers) == (num_layers // 4, num_layers * 3 // 4)
+    part = skeleton(config, BF16)
+    prune(part, "language")
+    assert (kv_layout(part), state_layout(part)) == (layout, state)
+
+
+def test_a_long_prompt_takes_a_quarter_of_what_full_attention_takes(model: Any) -> None:
+    """100,000 tokens in one sequence: keys and values of every fourth layer, and two slots for its state."""
+    shape = kv_shape(model, num_kv_tokens=100_000, max_num_seqs=1)
+    layers = len(model.get_decoder().layers)
+    full = 100_000 * shape.groups[0].layout.bytes_per_token * layers // shape.groups[0].layout.num_layers
+    assert shape.states is not None
+    needed = sum(shape.bytes_by_group) + 2 * shape.states.layout.bytes_per_sequence
+    assert 0.25 <= needed / full < 0.29
