@@ -12,6 +12,7 @@ from typing import Any
 
 import transformers
 
+from epd.encoders.published_settings import with_processor_files
 from epd.encoders.quantization import read_quantization
 from epd.errors import ModelError
 from epd.models.folder import check_folder
@@ -112,13 +113,18 @@ def open_checkpoint(path: Path, pixels: PixelSettings = AUTHORS_LIMITS) -> Check
     read_quantization(path)
     try:
         config = read_config(path)
-        try:
-            processor = transformers.AutoProcessor.from_pretrained(path, local_files_only=True)
-        except ImportError:  # the processor class wants a package; its parts do not
-            processor = _processor_parts(path)
+        with with_processor_files(path, config) as folder:
+            processor = _processor_of(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"the model at '{path}' does not load: {_one_line(error)}") from error
     return Checkpoint(path, config, processor, pixels)
+
+
+def _processor_of(path: Path) -> Any:
+    try:
+        return transformers.AutoProcessor.from_pretrained(path, local_files_only=True)
+    except ImportError:  # the processor class wants a package; its parts do not
+        return _processor_parts(path)
 
 
 @dataclass(frozen=True, slots=True)
