@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,16 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def with_processor_files(path: Path, config: Any) -> Iterator[Path]:
+def with_processor_files(path: Path, read_config: Callable[[Path], Any]) -> Iterator[Path]:
     """Provides the model folder `path`, or one like it that has what it lacks to size images.
 
+    read_config: called if something lacks.
     Raises ModelError where nothing is known for the family, or its patches have another size.
     """
     if _has_settings(path):
         yield path
         return
+    config = read_config(path)
     files = _published(path, config)
     logger.warning(
         "'%s' has no %s: the settings that %s was published with are used",

@@ -5,18 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from epd.chat import ChatMessage, ContentPart, text_message
 from epd.encoders.adapter import Adapter, MediaPlan, VideoFacts
 from epd.encoders.checkpoint import Checkpoint, open_checkpoint, read_model_type
-from epd.encoders.families.generic import GenericAdapter
-from epd.encoders.families.internvl import InternVLAdapter
-from epd.encoders.families.llava_onevision import LlavaOnevisionAdapter
-from epd.encoders.families.qwen2_5_vl import Qwen2_5VLAdapter
-from epd.encoders.families.qwen2_audio import Qwen2AudioAdapter
-from epd.encoders.families.qwen3_vl import Qwen3VLAdapter
-from epd.encoders.families.smolvlm import SmolVLMAdapter
 from epd.encoders.prompt.mrope import PositionLayout
 from epd.errors import ModelError, RequestError, UnsupportedMediaError, UnsupportedModelError
 from epd.frame_sampling import FrameSampling
@@ -30,15 +24,36 @@ _TOOL = (
 )
 logger = logging.getLogger(__name__)
 
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Creates adapters of a class whose module, and with it transformers', is imported when one is created.
+
+    name: "module of the families: class"
+    """
+
+    name: str
+
+    def __call__(self, checkpoint: Checkpoint) -> Adapter:
+        module, _, adapter = self.name.partition(":")
+        created: Adapter = getattr(import_module(f"epd.encoders.families.{module}"), adapter)(checkpoint)
+        return created
+
+
 ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
-    "internvl": InternVLAdapter,
-    "llava_onevision": LlavaOnevisionAdapter,
-    "qwen2_5_vl": Qwen2_5VLAdapter,
-    "qwen2_audio": Qwen2AudioAdapter,
-    "qwen3_vl": Qwen3VLAdapter,
-    "qwen3_vl_moe": Qwen3VLAdapter,
-    "smolvlm": SmolVLMAdapter,
+    "internvl": _Family("internvl:InternVLAdapter"),
+    "llava_onevision": _Family("llava_onevision:LlavaOnevisionAdapter"),
+    "qwen2_5_vl": _Family("qwen2_5_vl:Qwen2_5VLAdapter"),
+    "qwen2_audio": _Family("qwen2_audio:Qwen2AudioAdapter"),
+    "qwen3_5": _Family("qwen3_vl:Qwen3VLAdapter"),
+    "qwen3_5_moe": _Family("qwen3_vl:Qwen3VLAdapter"),
+    "qwen3_vl": _Family("qwen3_vl:Qwen3VLAdapter"),
+    "qwen3_vl_moe": _Family("qwen3_vl:Qwen3VLAdapter"),
+    "smolvlm": _Family("smolvlm:SmolVLMAdapter"),
 }
+
+
+_GENERIC = _Family("generic:GenericAdapter")
 
 
 def load_adapter(
@@ -75,7 +90,7 @@ def _adapter_of(folder: Path, model_type: str, impl: ModelImpl) -> Callable[[Che
     if model_type in ADAPTERS and impl != "transformers":
         return ADAPTERS[model_type]
     if impl == "transformers" or (impl == "auto" and model_type in FAMILIES):
-        return GenericAdapter
+        return _GENERIC
     supported = ", ".join(FAMILIES if impl == "auto" else ADAPTERS)
     raise UnsupportedModelError(
         f"'{folder}' is a '{model_type}' model; supported model types: {supported}; to try another with "

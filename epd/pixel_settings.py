@@ -45,6 +45,8 @@ AUTHORS: Mapping[str, VideoLimits] = {
     ),
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
     "internvl": VideoLimits("evaluation of InternVL2.5 and later: 16 to 64 frames", max_frames=64),
     "llava_onevision": VideoLimits("evaluation of LLaVA-OneVision: 32 frames", max_frames=32),
     "smolvlm": VideoLimits("the model's file: 64 frames, 1 a second"),
@@ -54,7 +56,7 @@ _NO_LIMITS = VideoLimits("nobody")
 ModelImpl = Literal["auto", "native", "transformers"]
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most"}
 # Of the families whose frames have no size of their own.
-_RESIZED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_RESIZED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 def authors_limits(model_type: str) -> VideoLimits:

@@ -74,6 +74,8 @@ _ALL = (
     _native("qwen2_5_vl", "Qwen2.5-VL", 2),
     Family("qwen2_audio", "Qwen2-Audio", "native", ("audio",)),
     _videos("qwen2_vl", "Qwen2-VL", 2),
+    _native("qwen3_5", "Qwen3.5", 2),
+    _native("qwen3_5_moe", "Qwen3.5 and 3.6 with experts", 2),
     _native("qwen3_vl", "Qwen3-VL", 2),
     _native("qwen3_vl_moe", "Qwen3-VL with experts", 2),
     _native("smolvlm", "SmolVLM2", 1),

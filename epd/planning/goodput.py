@@ -13,17 +13,17 @@ objective, a request may wait for a share of the time of all arrivals at most:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from epd.errors import InfeasibleError
+from epd.planning.bounds import MeanWork, bounds, mean_work
 from epd.profiles.profile import Profile
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.deployment import Deployment
 from epd.simulate.records import RecordTable, SimulationResult
 from epd.simulate.requests import Job, RequestState
 from epd.simulate.simulation import Simulation
-from epd.topology import STAGES, Stage
 from epd.workload.metrics import SLO
 
 # Closer to the bound a queue has no steady state: a short run would merely not show its growth.
@@ -108,120 +108,12 @@ class Demand:
         return [TICKS_PER_S * most_s[place % len(most_s)] for place in range(len(jobs))]
 
 
-@dataclass(frozen=True, slots=True)
-class MeanWork:
-    """Holds the seconds of one worker that a request takes in each stage, on average, without waits."""
-
-    encode_s: float
-    prefill_s: float
-    decode_s: float
-
-    def seconds(self, roles: frozenset[Stage]) -> float:
-        parts: dict[Stage, float] = {
-            "encode": self.encode_s, "prefill": self.prefill_s, "decode": self.decode_s,
-        }  # fmt: skip
-        return sum(parts[stage] for stage in roles)
-
-
-def mean_work(profile: Profile, deployment: Deployment, demand: Demand) -> MeanWork:
-    """Returns the least cost of a request: batches as full as allowed, without reads and waits."""
-    jobs = demand.jobs
-    encode = _fastest(profile, deployment, "encode").encode.cost
-    prefill = _fastest(profile, deployment, "prefill").prefill.cost
-    decode = _fastest(profile, deployment, "decode").decode.cost
-    batch_size = _largest_batch(profile, deployment, demand)
-    step_s = decode.seconds(batch_size) / batch_size
-    encode_s = prefill_s = 0.0
-    for job, known in _with_known(jobs, has_caches=deployment.enable_prefix_caching):
-        total = job.num_prompt_tokens
-        encode_s += 0.0 if known else encode.per_unit_s * job.num_patches
-        pairs = (total * (total + 1) - known * (known + 1)) / 2
-        prefill_s += prefill.per_unit_s * (total - known) + prefill.per_item_s * pairs
-    most_tokens = 1.0 if deployment.drafts is None else deployment.drafts.most_tokens  # of a pass
-    decode_s = sum(
-        (job.output_tokens - 1)
-        / most_tokens
-        * (step_s + decode.per_item_s * (job.num_prompt_tokens + job.output_tokens / 2))
-        for job in jobs
-    )
-    return MeanWork(encode_s / len(jobs), prefill_s / len(jobs), decode_s / len(jobs))
-
-
-def _with_known(jobs: Iterable[Job], *, has_caches: bool) -> Iterator[tuple[Job, int]]:
-    """Yields jobs, and the tokens of their prompts that caches have which forget nothing."""
-    seen: set[tuple[bool, int]] = set()
-    for job in jobs:
-        key = (True, job.media_key) if job.groups else (False, job.text_key)
-        known = job.num_visual_tokens if job.groups else job.num_prompt_tokens - 1
-        yield job, known if has_caches and key in seen else 0
-        seen.add(key)
-
-
-def _fastest(profile: Profile, deployment: Deployment, stage: Stage) -> Profile:
-    """Returns the profile of the workers that have the most devices for a stage."""
-    groups = deployment.topology.groups
-    return profile.on(max(deployment.degree(group.roles) for group in groups if stage in group.roles))
-
-
-def _largest_batch(profile: Profile, deployment: Deployment, demand: Demand) -> int:
-    """Returns the sequences in a step: as the slots allow, and as the objective for output tokens does."""
-    batch_size = max(deployment.decode.max_num_seqs, deployment.language.max_num_seqs)
-    limit_s = demand.slo.tpot_s
-    decode = _fastest(profile, deployment, "decode").decode.cost
-    while limit_s is not None and batch_size > 1 and decode.seconds(batch_size) > 2 * limit_s:
-        batch_size -= 1
-    return batch_size
-
-
 def rate_bound(
     profile: Profile, deployment: Deployment, demand: Demand, work: MeanWork | None = None
 ) -> float:
-    """Returns the requests per second that no schedule can exceed: the first role whose workers are all busy.
-
-    Merged roles may do any of their stages, so every set of stages must fit the workers that do any of it.
-    Where workers share the cores of a machine, those bind too.
-
-    work: of a request, where it is known; by default `mean_work`
-    """
-    work = work or mean_work(profile, deployment, demand)
-    found = shared_work(deployment, work, profile.beside)
-    bounds = (num_workers / seconds for _, num_workers, seconds in found)
-    return min(min(bounds, default=math.inf), _host_bound(profile, work, demand))
-
-
-def shared_work(
-    deployment: Deployment, work: MeanWork, beside: float
-) -> Iterator[tuple[tuple[str, ...], float, float]]:
-    """Yields (kinds of workers, how many, seconds a request) for each set of stages that takes time.
-
-    These workers do any of the stages, so that nobody else does any of these seconds. One that encodes beside
-    other stages of the set counts for as many as do the same in turns.
-
-    beside: see `Profile`
-    """
-    for mask in range(1, 8):
-        chosen = frozenset(stage for place, stage in enumerate(STAGES) if mask >> place & 1)
-        groups = [group for group in deployment.topology.groups if group.roles & chosen]
-        seconds = work.seconds(chosen)
-        if seconds > 0:
-            num_workers = sum(g.num_workers * _speed(deployment, g.roles & chosen, beside) for g in groups)
-            yield tuple(group.letters for group in groups), num_workers, seconds
-
-
-def _speed(deployment: Deployment, roles: frozenset[Stage], beside: float) -> float:
-    """Returns the seconds of work that a worker does in a second, at most."""
-    return max(1.0, 2 / beside) if deployment.encodes_beside(roles) else 1.0
-
-
-def _host_bound(profile: Profile, work: MeanWork, demand: Demand) -> float:
-    """Returns the rate that shared cores allow, with the application's least work for a request too."""
-    host = profile.host
-    if host is None:
-        return math.inf
-    tokens = sum(job.output_tokens for job in demand.jobs) / len(demand.jobs)
-    request_s = host.request.work_s + host.request.beside_s + host.token_s * tokens
-    stages_s = work.encode_s + work.prefill_s + work.decode_s
-    return (host.num_cores - host.idle_cores) / (request_s + stages_s)
+    """Returns the requests per second that no schedule can exceed. work: as for `bounds`."""
+    found = bounds(profile, deployment, demand.jobs, demand.slo, work)
+    return found[0].rate_per_s if found else math.inf
 
 
 def simulate_at(
@@ -322,7 +214,7 @@ def keeps(profile: Profile, deployment: Deployment, demand: Demand, rate_per_s: 
 def unloaded(profile: Profile, deployment: Deployment, demand: Demand) -> tuple[float, float]:
     """Returns TTFT and TPOT, seconds, that the share `attainment` of requests meets without load."""
     few = replace(demand, jobs=demand.jobs[:32])
-    work = mean_work(profile, deployment, few)
+    work = mean_work(profile, deployment, few.jobs, few.slo)
     alone_s = sum((work.encode_s, work.prefill_s, work.decode_s, 1.0)) * 20
     result = simulate_at(profile, deployment, few, 1 / alone_s)
     if result.rows["is_refused"].any():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from epd.errors import InfeasibleError
+from epd.planning.bounds import Bound, bounds
 from epd.planning.files import FORMAT
-from epd.planning.goodput import Demand, mean_work, shared_work, simulate_at
+from epd.planning.goodput import Demand, simulate_at
 from epd.planning.search import OnProgress, Planner, Scored, SearchResult
 from epd.planning.space import is_colocated, times, together
 from epd.profiles.memory import WorkerMemory
@@ -41,6 +43,7 @@ class Plan:
     search: of one cell; its winner is the layout to run
     reason: why the runner-up lost, None without one
     verdict: whether to split up
+    binding: the tightest limit of the winner's rate
     num_cells: copies of the winner
     rest: other cells for the devices that these leave, with the winner's settings
     """
@@ -51,6 +54,7 @@ class Plan:
     reason: str | None
     verdict: str
     assumptions: tuple[str, ...]
+    binding: Bound
     num_cells: int = 1
     rest: tuple[Cells, ...] = ()
 
@@ -153,6 +157,7 @@ class Plan:
             "runner_up_lost_because": self.reason,
             "colocated": _scored_record(self.search.colocated),
             "verdict": self.verdict,
+            "binds": {"what": self.binding.what, "load": round(self.binding.load(self.winner.goodput), 4)},
             "encoder_scaling": [
                 {"encoders": count, "goodput_per_s": round(value, 4)}
                 for count, value in self.search.encoder_scaling
@@ -204,10 +209,18 @@ def make_plan(
         )
         assumptions += (f"{left} devices are left over: no cell of them keeps the objectives",)
     found = Plan(
-        planner.profile, planner.demand, result, reason, verdict(result), assumptions, num_cells, rest
+        planner.profile,
+        planner.demand,
+        result,
+        reason,
+        verdict(result),
+        assumptions,
+        what_binds(planner, result.winner),
+        num_cells,
+        rest,
     )
     if min_rate is not None and found.goodput < min_rate:
-        raise InfeasibleError(_rate_binds(planner, found, min_rate))
+        raise InfeasibleError(_rate_binds(found, min_rate))
     return found
 
 
@@ -227,25 +240,18 @@ _ASSUMED_CACHES = {
 _ASSUMED = ("links do not get in each other's way; every device of a kind is as fast as every other",)
 
 
-def busiest_workers(planner: Planner, scored: Scored, rate_per_s: float) -> tuple[str, float]:
-    """Returns the kinds of workers that have the most to do at a rate, and the least share of the time of it.
-
-    Of several kinds that share a stage, all are named.
-    """
+def what_binds(planner: Planner, scored: Scored) -> Bound:
+    """Returns the tightest limit of a layout's rate."""
     candidate = scored.candidate
-    work = mean_work(planner.profile, candidate.deployment, planner.demand_of(candidate))
-    loads = {
-        " and ".join(kinds): rate_per_s * seconds / num_workers
-        for kinds, num_workers, seconds in shared_work(candidate.deployment, work, planner.profile.beside)
-    }
-    return max(loads.items(), key=lambda each: each[1])
+    demand = planner.demand_of(candidate)
+    return bounds(planner.profile, candidate.deployment, demand.jobs, demand.slo)[0]
 
 
 def why_it_lost(planner: Planner, loser: Scored, winner: Scored) -> str:
     """Describes the effect of the winner's rate on the runner-up."""
     demand = planner.demand_of(loser.candidate)
     result = simulate_at(planner.profile, loser.candidate.deployment, demand, winner.goodput)
-    busiest, load = busiest_workers(planner, loser, winner.goodput)
+    busiest = what_binds(planner, loser)
     missed = []
     for name, limit_s, values in (
         ("TTFT", demand.slo.ttft_s, result.ttft_s),
@@ -255,8 +261,9 @@ def why_it_lost(planner: Planner, loser: Scored, winner: Scored) -> str:
         if limit_s is not None and len(values) and sorted(values)[place] > limit_s:
             missed.append(f"{name} of {sorted(values)[place]:.3g} s against {limit_s:g} s")
     return (
-        f"at {winner.goodput:.3g} requests/s its {busiest} workers would be busy {load:.0%} of the "
-        f"time and {result.attainment(demand.slo):.0%} of requests would keep the objectives"
+        f"at {winner.goodput:.3g} requests/s {busiest.what} would be busy "
+        f"{busiest.load(winner.goodput):.0%} of the time and {result.attainment(demand.slo):.0%} of requests "
+        "would keep the objectives"
         + (f" ({' and '.join(missed)} at the {demand.attainment:.0%} mark)" if missed else "")
     )
 
@@ -277,13 +284,15 @@ def verdict(result: SearchResult) -> str:
     return f"disaggregate: {gain:.2f} times the goodput of {colocated.candidate.layout}"
 
 
-def _rate_binds(planner: Planner, found: Plan, min_rate: float) -> str:
-    winner = found.winner
-    busiest, load = busiest_workers(planner, winner, winner.goodput)
-    needed = min_rate / found.per_device
+def _rate_binds(found: Plan, min_rate: float) -> str:
+    """Returns the refusal. Devices are advised only where they bind, and then more than there are."""
+    binding = found.binding
+    advice = binding.cure
+    if binding.grows:
+        needed = max(math.ceil(min_rate / found.per_device), found.num_devices + 1)
+        advice = f"take about {needed} devices or relax the objectives"
     return (
         f"throughput binds: {min_rate:g} requests/s are asked for, the best layout, "
-        f"{' and '.join(map(str, found.cells))}, serves {found.goodput:.3g} with its "
-        f"{busiest} workers busy {load:.0%}; take about {needed:.0f} devices or relax the "
-        "objectives"
+        f"{' and '.join(map(str, found.cells))}, serves {found.goodput:.3g} with {binding.what} busy "
+        f"{binding.load(found.winner.goodput):.0%}; {advice}"
     )

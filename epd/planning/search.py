@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from epd.errors import InfeasibleError
-from epd.planning.goodput import MAX_LOAD, Demand, MeanWork, goodput, mean_work, rate_bound, unloaded
+from epd.planning.bounds import MeanWork, mean_work
+from epd.planning.goodput import MAX_LOAD, Demand, goodput, rate_bound, unloaded
 from epd.planning.space import Degrees, Settings, Space, is_colocated, mixes, reduced, resized
 from epd.profiles.profile import Profile
 from epd.simulate.deployment import Deployment
@@ -143,7 +144,7 @@ class Planner:
         key = (letters, settings.degrees, slots, settings.retention)
         if key not in self._works:
             demand = self._demands[settings.retention]
-            self._works[key] = mean_work(self.profile, deployment, demand)
+            self._works[key] = mean_work(self.profile, deployment, demand.jobs, demand.slo)
         return self._works[key]
 
     def _refusal(self, deployment: Deployment) -> InfeasibleError | None:

@@ -41,9 +41,9 @@ def latencies(result: SimulationResult) -> dict[str, Latency | None]:
 
 
 def result_record(result: SimulationResult, slo: SLO) -> dict[str, Any]:
-    """Returns the record that `--json` prints. Seconds."""
+    """Returns the record that `--json` prints. Seconds; without an objective no share keeps it."""
     duration_s = float(result.rows["end"].max()) / 1e12
-    good = result.attainment(slo)
+    good = None if slo == SLO() else result.attainment(slo)
     return {
         "num_requests": len(result.rows),
         "num_refused": int(result.rows["is_refused"].sum()),
@@ -54,7 +54,7 @@ def result_record(result: SimulationResult, slo: SLO) -> dict[str, Any]:
         "num_groups_encoded": result.num_encoded,
         "duration_s": duration_s,
         "slo_attainment": good,
-        "goodput_per_s": good * len(result.rows) / duration_s,
+        "goodput_per_s": None if good is None else good * len(result.rows) / duration_s,
         "latencies": {
             name: {"mean_s": each.mean_s, "p50_s": each.p50_s, "p90_s": each.p90_s, "p99_s": each.p99_s}
             for name, each in latencies(result).items()
@@ -76,10 +76,12 @@ def print_result(result: SimulationResult, slo: SLO, console: Console) -> None:
             table.add_row(name, *(f"{value:.4g}" for value in values))
     console.print(table)
     record = result_record(result, slo)
+    kept = "no objective is given, so none is kept or missed"
+    if record["slo_attainment"] is not None:
+        kept = f"{record['slo_attainment']:.1%} kept the objectives, {record['goodput_per_s']:.3g} a second"
     console.print(
         f"{record['num_requests']} requests in {record['duration_s']:.1f} s simulated; "
-        f"{record['num_refused']} refused, {record['num_preempted']} times one gave way; "
-        f"{record['slo_attainment']:.1%} kept the objectives, {record['goodput_per_s']:.3g} a second"
+        f"{record['num_refused']} refused, {record['num_preempted']} times one gave way; {kept}"
     )
     if result.rows["cached_tokens"].any():
         share = record["num_cached_tokens"] / record["num_prompt_tokens"]

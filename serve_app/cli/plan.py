@@ -123,6 +123,8 @@ def _print(found: Plan) -> None:
     if found.cost_per_thousand is not None:
         price = found.profile.price_per_hour
         out.print(f"  {found.cost_per_thousand:.3g} per thousand requests, at {price:g} per device and hour")
+    binding = found.binding
+    out.print(f"  busiest: {binding.what}, {binding.load(winner.goodput):.0%}; for more, {binding.cure}")
     for worker in found.memory:
         out.print(f"  memory of {worker}")
     out.print(found.verdict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from typing import Annotated, get_args
 
 import typer
@@ -13,6 +14,7 @@ from epd.kv.drafting import DEFAULT_MAX_DRAFT
 from epd.kv.scheduled_request import RequestOrder
 from epd.kv.scheduling import SchedulerConfig
 from epd.planning.asked import cut_by, draft_plan, num_cpu_threads, workload_config
+from epd.planning.bounds import Bound, bounds
 from epd.profiles import Profile as LoadedProfile
 from epd.profiles.files import load_profile
 from epd.serve_app.cli.options import (
@@ -37,6 +39,7 @@ from epd.serve_app.cli.options import (
     Workload,
 )
 from epd.simulate import Deployment, JobMaker, Sharding, Simulation, SimulationResult
+from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.report import chrome_trace as trace_of
 from epd.simulate.report import plot_simulation, print_result, result_record
 from epd.topology import parse_topology
@@ -67,6 +70,10 @@ _Order = Annotated[
     ),
 ]
 
+# Stand for all requests where work is averaged.
+_TYPICAL_REQUESTS = 1000
+# Above this load queues are what users wait for.
+_BUSY = 0.7
 # A simulated fleet may be larger than one that epd serve starts.
 _MAX_WORKERS = 4096
 
@@ -119,10 +126,16 @@ def simulate(
     deployment = replace(deployment, language=limits, encode_beside=encode_beside, drafts=drafts)
     result = _run(loaded, deployment, config, seed, has_spans=chrome_trace is not None)
     slo = SLO(slo_ttft_s, slo_tpot_s)
+    busiest = _busiest(loaded, deployment, config, seed, slo)
+    load = busiest.load(_arrivals_per_s(result))
     if as_json:
-        console.print_json(result_record(result, slo))
+        console.print_json(
+            result_record(result, slo)
+            | {"binds": {"what": busiest.what, "load": load, "max_per_s": busiest.rate_per_s}}
+        )
     else:
         print_result(result, slo, console.stdout_console())
+        console.stdout_console().print(_binds_line(busiest, load))
     if chrome_trace is not None:
         chrome_trace.write_text(trace_of(result), encoding="utf-8")
     if plot is not None:
@@ -146,6 +159,27 @@ def _deployment(
         cpu_threads=cpu_threads,
         enable_prefix_caching=has_repeats,
     )
+
+
+def _busiest(
+    profile: LoadedProfile, deployment: Deployment, config: WorkloadConfig, seed: int, slo: SLO
+) -> Bound:
+    """Returns the tightest limit of the rate, by the first of the same requests."""
+    jobs = list(islice(JobMaker(profile).jobs(config.resolve().requests(seed)), _TYPICAL_REQUESTS))
+    return bounds(profile, deployment, jobs, slo)[0]
+
+
+def _arrivals_per_s(result: SimulationResult) -> float:
+    """Returns the rate of arrivals; 0 of a single request."""
+    due = result.rows["due"]
+    span = int(due.max() - due.min())
+    return (len(due) - 1) * TICKS_PER_S / span if span else 0.0
+
+
+def _binds_line(busiest: Bound, load: float) -> str:
+    """Returns what is busiest, for people; its cure where it has too little time left."""
+    line = f"busiest is {busiest.what}, at {load:.0%} of the {busiest.rate_per_s:.3g} requests/s it can do"
+    return f"{line}: {busiest.cure}" if load > _BUSY else line
 
 
 def _ordered(limits: SchedulerConfig, order: str) -> SchedulerConfig:

@@ -25,14 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, rename_source_key
-from transformers.initialization import no_init_weights
 
-from epd.encoders.checkpoint import read_config
+from epd.encoders.checkpoint import published, read_config
+from epd.encoders.embedded import PlainConfig
+from epd.encoders.families.qwen3_vl_modules import Qwen3VLModules
 from epd.encoders.names import ExpertPart, WeightSet, expert_part, is_wanted, name_in_model
 from epd.encoders.quantization import Quantization, read_quantization
 from epd.errors import ModelError, UnsupportedModelError
@@ -179,14 +177,17 @@ def _check_cut(quantization: Quantization | None, cut: Cut | None) -> None:
 
 
 def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
-    """Creates the model of a transformers configuration, with its parameters on the meta device.
+    """Creates the model of a configuration, with its parameters on the meta device.
 
     Nothing is initialised: what has no memory has no values, and buffers are computed with their modules.
+    config: of transformers, or of an embedded model.
     """
-    with _parameters_without_memory(), no_init_weights():
-        model: nn.Module = transformers.AutoModelForMultimodalLM.from_config(
-            config, dtype=dtype, attn_implementation="sdpa"
-        )
+    if isinstance(config, PlainConfig):
+        with torch.device("meta"):
+            return Qwen3VLModules(config).to(dtype)
+    create = published().create_model
+    with _parameters_without_memory():
+        model: nn.Module = create(config, dtype)
     return model
 
 
@@ -249,14 +250,13 @@ def names_of(model: Any, known: Mapping[str, Tensor]) -> Callable[[str], str | N
 
     What `name_in_model` does not know has the name that transformers gives it when it loads the family.
     """
-    renames = [each for each in get_model_conversion_mapping(model) if not isinstance(each, WeightConverter)]
+    if isinstance(model, Qwen3VLModules):
+        return lambda stored: name_in_model(stored, known)
+    renamed = published().renaming(model, known)
 
     def name_of(stored: str) -> str | None:
         name = name_in_model(stored, known)
-        if name is not None:
-            return name
-        renamed, _ = rename_source_key(stored, renames, [], model.base_model_prefix, dict(known))
-        return name_in_model(renamed, known)
+        return name_in_model(renamed(stored), known) if name is None else name
 
     return name_of
 

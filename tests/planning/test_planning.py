@@ -13,7 +13,7 @@ import epd
 from benchmarks.published.table5 import paper_planner, paper_space
 from epd.errors import InfeasibleError, RequestError
 from epd.planning.goodput import MAX_LOAD, Demand, goodput, keeps, rate_bound, simulate_at
-from epd.planning.plan import busiest_workers, make_plan
+from epd.planning.plan import make_plan, what_binds
 from epd.planning.search import LEAST_GAIN, Candidate, Planner, Scored
 from epd.planning.space import (
     Settings,
@@ -213,6 +213,30 @@ def test_a_rate_that_is_too_high_binds() -> None:
         make_plan(planner(Space(2, language_seqs=(16,)), SLO(2.0, 0.05), **HEAVY), min_rate=1e6)
 
 
+def test_a_refusal_advises_more_devices_than_there_are() -> None:
+    """A rate just above what two devices serve: three are advised, never two."""
+    found = make_plan(planner(Space(2, language_seqs=(16,)), SLO(2.0, 0.05), **HEAVY))
+    with pytest.raises(InfeasibleError, match=r"take about 3 devices"):
+        make_plan(
+            planner(Space(2, language_seqs=(16,)), SLO(2.0, 0.05), **HEAVY), min_rate=1.01 * found.goodput
+        )
+
+
+def test_threads_that_read_media_bind_and_no_device_is_advised() -> None:
+    """A minute of 1080p takes a thread 20 s: one thread reads one in that time, for any number of devices."""
+    films = {"videos": "1", "video_s": "60", "video_size": "1920x1080"}
+    base = replace(BASE, cpu_threads=1)
+    one = Planner(PROFILE, demand(PROFILE, SLO(200.0), **films), Space(4), base)
+    result = one.search()
+    binding = what_binds(one, result.winner)
+    assert binding.what == "reading media: 1 threads"
+    assert binding.rate_per_s == pytest.approx(1.5e8 / (60 * 24 * 1920 * 1080))
+    assert MAX_LOAD * binding.rate_per_s >= result.winner.goodput > 0
+    with pytest.raises(InfeasibleError, match="--cpu-threads") as refused:
+        make_plan(one, min_rate=60.0)
+    assert "devices" not in str(refused.value)
+
+
 def test_text_alone_is_not_disaggregated() -> None:
     """Without images encoders idle, and with an easy objective merged roles balance themselves."""
     plan = make_plan(planner(Space(3), SLO(5.0, 0.2), **TEXT))
@@ -244,7 +268,8 @@ def test_at_the_bound_the_busiest_workers_have_no_time_left(name: str, kinds: st
     deployment = settings.deployment(parse_topology(name), BASE)
     bound = rate_bound(PROFILE, deployment, small.demand)
     scored = Scored(Candidate(deployment.topology, settings, deployment, bound), 0.5 * bound)
-    assert busiest_workers(small, scored, bound) == (kinds, pytest.approx(1.0))
+    binding = what_binds(small, scored)
+    assert (binding.what, binding.rate_per_s) == (f"{kinds} workers", pytest.approx(bound))
 
 
 def test_more_encoders_help_until_something_else_binds() -> None:

@@ -81,6 +81,37 @@ def test_every_preset_can_be_simulated(workload: str, capsys: pytest.CaptureFixt
     assert "20 requests" in capsys.readouterr().out
 
 
+def test_without_an_objective_nothing_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--workload", "images", "--num-requests", "20"]
+    run(*options)
+    assert "kept the objectives" not in capsys.readouterr().out
+    run(*options, "--json")
+    record = json.loads(capsys.readouterr().out)
+    assert record["slo_attainment"] is None
+    assert record["goodput_per_s"] is None
+    run(*options, "--slo-ttft-s", "60")
+    assert "100.0% kept the objectives" in capsys.readouterr().out
+
+
+def test_a_simulation_names_what_binds_and_its_cure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten minutes of 1080p take a thread four minutes: 16 threads read one in a quarter of a minute."""
+    path = tmp_path / "films.yaml"
+    part = {"videos": 1, "video_s": 600, "video_size": "1920x1080", "video_fps": 30}
+    path.write_text(json.dumps({"rate": 0.1, "num_requests": 6, "mix": [part]}))
+    options = ["--workload", str(path), "--topology", "4epd"]
+    run(*options)
+    text = capsys.readouterr().out
+    assert "busiest is reading media: 16 threads" in text
+    assert "raise --cpu-threads" in text
+    run(*options, "--json")
+    binds = json.loads(capsys.readouterr().out)["binds"]
+    assert binds["max_per_s"] == pytest.approx(16 / (600 * 30 * 1920 * 1080 / 1.5e8))
+    run(*options, "--cpu-threads", "4096")
+    assert "busiest is epd workers" in capsys.readouterr().out
+
+
 def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(TRACE)
