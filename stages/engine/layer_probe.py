@@ -25,16 +25,13 @@ class LayerProbe(ModelRunner):
     @classmethod
     def of(cls, model: Any, adapter: Adapter, num_tokens: int, *, by_modules: bool = False) -> Self:
         """Takes a model, and room for a prompt of so many tokens. by_modules: see `ModelRunner`."""
-        pools = kv_shape(model, num_tokens + 2 * BLOCK_SIZE).build(device=device_of(model))
-        return cls(model, adapter, pools, by_modules=by_modules)
-
-    @property
-    def num_layers(self) -> int:
-        return self._decoder.num_layers
+        shape = kv_shape(model, num_tokens + 2 * BLOCK_SIZE, max_num_seqs=1)
+        return cls(model, adapter, shape.build(device=device_of(model)), by_modules=by_modules)
 
     @torch.inference_mode()
     def hidden(self, segment: Segment, num_layers: int) -> Tensor:
         """Returns the input of layer `num_layers`, [T, C]; of all layers, what their norm gives."""
+        segment = self._with_state(segment)
         packed = self.packed([segment])
         ids, positions, visual_rows = arrays_to_device(
             [packed.token_ids, packed.positions, packed.visual_rows], self._device
@@ -46,13 +43,18 @@ class LayerProbe(ModelRunner):
             embeds = embeds.index_copy(0, visual_rows, visual.rows.to(embeds.dtype))
         if num_layers == 0:
             return embeds
-        paged = self._caches_of(self._plans(packed.batches, [segment]))
+        plans = self._plans(packed.batches, [segment])
+        paged = self._caches_of(plans, self._states_of(packed))
         inputs = DecoderInputs(positions, paged, visual_rows, visual)
         return self._decoder.run(embeds, inputs, range(num_layers))
 
     def logits(self, segment: Segment, num_last: int) -> Tensor:
         """Returns the logits of the last tokens, [num_last, vocabulary]."""
-        return self.run([replace(segment, num_logits=num_last)])
+        return self.run([replace(self._with_state(segment), num_logits=num_last)])
+
+    def _with_state(self, segment: Segment) -> Segment:
+        """Names a slot of the recurrent state, from its start on, where the model has one."""
+        return segment if self.pools.states is None else replace(segment, states=(None, 0))
 
 
 def segment_of(prompt: PromptPlan, visual: Embeddings | None, answer: Int64Array) -> Segment:

@@ -27,7 +27,7 @@ def reports(folder: Path, media: list[Path]) -> list[CaseReport]:
     return epd.verify(folder, media, max_tokens=8)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm", "glm4v"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "smolvlm", "glm4v"])
 def test_a_family_is_equal(tmp_path: Path, media: dict[str, Path], name: str) -> None:
     folder = {**BUILDERS, **GENERIC}[name](tmp_path / name)
     found = reports(folder, [media["image"], media["video"]])
