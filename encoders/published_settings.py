@@ -21,11 +21,11 @@ _IMAGES, _VIDEOS, _BOTH = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
-_CLIP = {
+_CLIP: dict[str, Any] = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
-_HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+_HALF: dict[str, Any] = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 Settings = Mapping[str, Any]
 
 
@@ -42,7 +42,7 @@ def _qwen3() -> Mapping[str, Settings]:
     return {_IMAGES: _HALF | image | names, _VIDEOS: _HALF | video | names | kind}
 
 
-def _qwen(image_processor: str, processor: str) -> Settings:
+def _qwen(image_processor: str, processor: str) -> dict[str, Any]:
     return {
         "image_processor_type": image_processor,
         "processor_class": processor,
