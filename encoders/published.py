@@ -20,6 +20,8 @@ from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.initialization import no_init_weights
 from transformers.vision_utils import get_vision_window_index
 
+from epd.encoders.published_settings import with_processor_files
+
 __all__ = [
     "AttentionInterface",
     "create_model",
@@ -45,11 +47,12 @@ def read_generation_config(path: Path) -> Any:
 
 
 def read_processor(path: Path) -> Any:
-    """Reads a folder's processor. Raises as `read_config`."""
-    try:
-        return transformers.AutoProcessor.from_pretrained(path, local_files_only=True)
-    except ImportError:  # the processor class wants a package; its parts do not
-        return _processor_parts(path)
+    """Reads a folder's processor. Raises as `read_config`, and as `with_processor_files`."""
+    with with_processor_files(path, read_config) as folder:
+        try:
+            return transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
+        except ImportError:  # the processor class wants a package; its parts do not
+            return _processor_parts(folder)
 
 
 @dataclass(frozen=True, slots=True)

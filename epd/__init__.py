@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from epd.planning.asked import plan
     from epd.serve_app.llm import LLM
+    from epd.serve_app.verification import verify
 
-__all__ = ["LLM", "__version__", "plan"]
+__all__ = ["LLM", "__version__", "plan", "verify"]
 __version__ = "0.1.0"
-_HEAVY = {"LLM": "epd.serve_app.llm", "plan": "epd.planning.asked"}
+_HEAVY = {
+    "LLM": "epd.serve_app.llm",
+    "plan": "epd.planning.asked",
+    "verify": "epd.serve_app.verification",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from epd import LLM
 from epd.encoders import Adapter, FrameSampling, VideoFacts, load_adapter
 from epd.encoders.families.generic import GenericAdapter
 from epd.encoders.families.measured_units import frames_per_unit
+from epd.encoders.groups import prompt_identity
 from epd.encoders.registry import ADAPTERS
 from epd.engine_config import EngineConfig
 from epd.errors import MediaLimitError, UnsupportedMediaError, UnsupportedModelError
 from epd.models.families import FAMILIES, REFUSED
 from epd.pixel_settings import PixelSettings
 from epd.reduction import ReductionPolicy
-from epd.types import ceil_div
+from epd.types import PlaceholderRange, ceil_div
 from tests.colocated import ColocatedPipeline
 from tests.encoders.families import QUESTION, Family
 from tests.encoders.tiny_generic import BUILDERS
@@ -186,6 +190,43 @@ def test_a_model_without_images_is_refused(folders: Callable[[str], Path], tmp_p
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(UnsupportedModelError, match="get_image_features"):
         load_adapter(folder, pixels=BY_TRANSFORMERS)
+
+
+def test_runs_of_an_image_have_names_of_their_own(folders: Callable[[str], Path]) -> None:
+    """Else a second row of an image could be taken for its first one in the prefix cache."""
+    adapter = load_adapter(folders("mistral3"))
+    prompt = adapter.plan_prompt([adapter.plan_image(112, 112)], QUESTION)
+    (item,) = prompt.media
+    assert len(item.units) == 4
+    assert item.plan.is_joined_whole
+    assert item.range_of(0) == PlaceholderRange(
+        item.units[0].offset, prompt.prefix_length - item.units[0].offset
+    )
+    assert len(item.token_indices(0, 1)) == item.num_tokens == item.plan.num_tokens
+    rows = prompt_identity(prompt, ["a"]).rows
+    names = {tuple(rows[unit.offset].tolist()) for unit in item.units}
+    assert len(names) == len(item.units)
+    with pytest.raises(ValueError, match="joined whole need as many"):
+        replace(item, units=item.units[1:])
+
+
+def test_a_first_token_that_the_template_writes_is_not_added_again(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders("llava"), tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    first = ("<|endoftext|>", tokenizer.convert_tokens_to_ids("<|endoftext|>"))
+    tokenizer.bos_token = first[0]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{first[0]} $A", special_tokens=[first]
+    )
+    tokenizer.save_pretrained(folder)
+    template = folder / "chat_template.jinja"
+    for begins in ("", first[0]):
+        template.write_text(begins + (folders("llava") / template.name).read_text())
+        prompt = load_adapter(folder).plan_prompt((), QUESTION)
+        assert prompt.token_ids[0] == first[1]
+        assert prompt.token_ids.tolist().count(first[1]) == 1
 
 
 def test_images_that_show_nothing(folders: Callable[[str], Path]) -> None:

@@ -129,6 +129,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "ray/server.py": ". app.py http observability ray",
         "ray/batch_app.py": ". http ray ray/server.py",
         "llm.py": ". http local",
+        "verification.py": "llm.py",
         "cli": ". http http/guard local observability ray ray/batch_app.py ray/server.py",
     },
 }

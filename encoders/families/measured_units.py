@@ -23,7 +23,7 @@ from torch import Tensor
 # Of frames that are measured, and the largest difference of equal rows, as a share of the largest value.
 NUM_FRAMES, SIDE = 4, 112
 TOLERANCE = 1e-4
-_NUM_LAYERS = 2
+_NUM_LAYERS, _WIDTH = 2, 64
 _DEPTHS = ("num_hidden_layers", "depth")
 # A tower of more parameters is not built.
 _MOST_PARAMETERS = 300_000_000
@@ -59,7 +59,7 @@ def _is_equal(whole: Tensor, tower: Any, parts_of: Sequence[Tensor], encode: Enc
 
 
 def _shrunk(config: Any) -> Any:
-    """Returns a configuration without layers of the language model, and with few of the tower.
+    """Returns a configuration without layers of the language model, and with few narrow ones of the tower.
 
     A tower that numbers its layers keeps all. Raises ValueError for one that is too large then.
     """
@@ -71,9 +71,10 @@ def _shrunk(config: Any) -> Any:
     vision = small.vision_config
     if not _numbers_layers(small.to_dict()) and not _numbers_layers(vision.to_dict()):
         vision.update({name: _NUM_LAYERS for name in _DEPTHS if hasattr(vision, name)})
-    size = vision.hidden_size * max(getattr(vision, "intermediate_size", 0), 4 * vision.hidden_size)
+    if hasattr(vision, "intermediate_size"):
+        vision.intermediate_size = _WIDTH
     num_layers = max(getattr(vision, name, 0) for name in _DEPTHS)
-    if 3 * size * num_layers > _MOST_PARAMETERS:
+    if 8 * vision.hidden_size**2 * num_layers > _MOST_PARAMETERS:
         raise ValueError(f"a tower of {num_layers} layers is too large to be measured")
     return small
 

@@ -45,6 +45,10 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "eval": ("eval:evaluate", "Measure what token reduction costs in accuracy."),
     },
     "Operate": {
+        "verify": (
+            "verify:verify",
+            "Compare a checkpoint's answers with those of transformers.",
+        ),
         "models": (
             "models:models",
             "List the model families that load, and who computes each.",

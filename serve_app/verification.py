@@ -1,0 +1,315 @@
+"""Compares a checkpoint's answers, logits and layers here with those of transformers' `generate`.
+
+    frames   ──> our prompt, tower, layers, one by one ──┐
+             ──> the processor and model of transformers ┴─> prompts, positions, layers, logits
+    question ──> each topology, in this process          ──> texts
+
+Both get the pixels that are decoded here. Both models are in memory at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from epd import video
+from epd.encoders import Adapter, FrameSampling, MediaPlan, PromptPlan, concatenated, load_adapter
+from epd.encoders.batch import FrameEncoder
+from epd.encoders.device import device_of, to_host
+from epd.engine_config import EngineConfig
+from epd.serve_app.llm import LLM
+from epd.stages.engine.layer_probe import LayerProbe, segment_of
+from epd.stages.loading.weights import load_role
+from epd.stages.media import plan_pixels, plan_video
+from epd.stages.placement import Placement
+from epd.types import Int64Array
+
+# Of a layer's output, as a share of its largest value: what the order of sums explains.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
+_FLOAT32 = EngineConfig(dtype="float32", num_kv_tokens=16_384)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Says what is asked of each case. num_frames: of a video; None for the model's own number."""
+
+    text: str
+    num_frames: int | None
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyAnswer:
+    """Holds what a topology answered, and whether that is the text of `generate`."""
+
+    topology: str
+    is_equal: bool
+    text: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CaseReport:
+    """Compares one case.
+
+    is_same_prompt: token by token. has_own_positions: whether they differ from transformers', which
+        then gets ours (docs/decisions/0009).
+    logit_difference: the largest one, along the answer of `generate`.
+    first_token: of that answer, the first that is not the likeliest here; None if all are.
+    first_layer: whose output differs; -1 for the embeddings, None if none does.
+    seconds: that `generate` took.
+    """
+
+    case: str
+    num_prompt_tokens: int
+    is_same_prompt: bool
+    has_own_positions: bool
+    logit_difference: float
+    first_token: int | None
+    first_layer: int | None
+    text: str
+    seconds: float
+    answers: tuple[TopologyAnswer, ...] = ()
+
+    @property
+    def is_equal(self) -> bool:
+        answers = all(answer.is_equal for answer in self.answers)
+        return self.is_same_prompt and answers and self.first_token is None and self.first_layer is None
+
+
+@dataclass(frozen=True, slots=True)
+class _Medium:
+    """Holds a medium. sent: what the processor of transformers gets, uint8 [N, H, W, 3]."""
+
+    plan: MediaPlan
+    frames: Tensor
+    sent: Tensor
+
+
+def verify(
+    folder: Path,
+    media: Sequence[Path] = (),
+    question: str = "What is shown?",
+    *,
+    num_frames: int | None = 4,
+    max_tokens: int = 16,
+    topologies: Sequence[str] = (),
+    config: EngineConfig = _FLOAT32,
+) -> list[CaseReport]:
+    """Compares a text alone, then a question about each medium. Raises what loading and planning do.
+
+    num_frames: of a video; None for the model's own number. topologies: that answer too, one after the other.
+    """
+    asked = Question(question, num_frames, max_tokens)
+    cases: list[list[Path]] = [[], *([each] for each in media)]
+    comparison = Comparison(folder, asked, config)
+    compared = [comparison.report(case) for case in cases]
+    del comparison  # before other models are loaded
+    answers: list[list[TopologyAnswer]] = [[] for _ in cases]
+    for topology in topologies:
+        with LLM(folder, topology=topology, **config.given) as llm:
+            for case, report, found in zip(cases, compared, answers, strict=True):
+                found.append(_answered(llm, topology, case, asked, report.text))
+    return [replace(report, answers=tuple(found)) for report, found in zip(compared, answers, strict=True)]
+
+
+def _answered(llm: LLM, topology: str, case: list[Path], question: Question, text: str) -> TopologyAnswer:
+    start_s = time.perf_counter()
+    answer = llm.ask(
+        list(case),
+        question.text,
+        frames=question.num_frames if case and video.media_kind(case[0]) == "video" else None,
+        max_tokens=question.max_tokens,
+        temperature=0.0,
+    )
+    return TopologyAnswer(topology, answer.text == text, answer.text, time.perf_counter() - start_s)
+
+
+class Comparison:
+    """Holds a checkpoint as it is loaded here, and as transformers loads it."""
+
+    def __init__(self, folder: Path, question: Question, config: EngineConfig) -> None:
+        placement = Placement.resolve(config.device, config.dtype, folder)
+        self._question = question
+        self._by_modules = config.model_impl == "transformers"
+        self._adapter: Adapter = load_adapter(folder, pixels=config.pixels)
+        self._model: Any = load_role(folder, "whole", placement).model
+        self._encoder = FrameEncoder(self._adapter, self._adapter.vision_tower(self._model))
+        self._processor = transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
+        self._theirs: Any = transformers.AutoModelForMultimodalLM.from_pretrained(
+            folder, dtype=placement.dtype, attn_implementation="sdpa", local_files_only=True
+        )
+        self._theirs.to(placement.device).eval()
+        self._tolerance = TOLERANCES[placement.dtype]
+
+    @torch.inference_mode()
+    def report(self, case: Sequence[Path]) -> CaseReport:
+        """Compares a question about media, or about none."""
+        media = [self._medium(path) for path in case]
+        prompt = self._adapter.plan_prompt([each.plan for each in media], self._question.text)
+        inputs = self._inputs(media)
+        is_same = np.array_equal(inputs["input_ids"][0].cpu().numpy(), prompt.token_ids)
+        if not is_same:
+            return CaseReport(_name(case), len(prompt), False, False, float("inf"), 0, -1, "", 0.0)
+        has_own = self._set_positions(prompt, inputs)
+        start_s = time.perf_counter()
+        answer = self._generated(inputs)
+        seconds = time.perf_counter() - start_s
+        probe = LayerProbe.of(
+            self._model, self._adapter, len(prompt) + len(answer), by_modules=self._by_modules
+        )
+        said = self._before_media(answer[:-1])
+        segment = segment_of(prompt, self._encoded(media), said)
+        layers, logits = self._their_layers(inputs, prompt, said)
+        ours = to_host(probe.logits(segment, len(said) + 1)).float()
+        wrong = np.flatnonzero(ours.argmax(-1).numpy() != answer[: len(said) + 1])
+        return CaseReport(
+            case=_name(case),
+            num_prompt_tokens=len(prompt),
+            is_same_prompt=True,
+            has_own_positions=has_own,
+            logit_difference=float((ours - logits[-len(ours) :]).abs().max()),
+            first_token=int(wrong[0]) if len(wrong) else None,
+            first_layer=self._first_layer(layers, lambda number: probe.hidden(segment, number)),
+            text=self._adapter.tokenizer.decode(answer, skip_special_tokens=True),
+            seconds=seconds,
+        )
+
+    def _medium(self, path: Path) -> _Medium:
+        if video.media_kind(path) == "image":
+            pixels = video.load_image(path)
+            planned = plan_pixels(self._adapter, path, pixels)
+            assert planned.image is not None
+            return _Medium(planned.plan, planned.image, torch.from_numpy(pixels)[None])
+        sampling = FrameSampling(num_frames=self._question.num_frames)
+        plan = plan_video(self._adapter, video.look(path), sampling)
+        frames = torch.from_numpy(video.decode(path, plan.times_s, plan.size).data)
+        return _Medium(plan, frames, frames)
+
+    def _encoded(self, media: Sequence[_Medium]) -> Any:
+        found = []
+        for each in media:
+            (rows,) = self._encoder.encode([self._encoder.patches(each.frames, each.plan)])
+            found.append(self._adapter.join(rows, each.plan, 0, each.plan.num_units))
+        return concatenated(found) if found else None
+
+    def _inputs(self, media: Sequence[_Medium]) -> Any:
+        """Calls the processor of transformers with the same pixels."""
+        content = [
+            *({"type": each.plan.kind} for each in media),
+            {"type": "text", "text": self._question.text},
+        ]
+        owner = self._processor if self._processor.chat_template else self._adapter.tokenizer
+        text = owner.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        begin = self._adapter.tokenizer.bos_token
+        given: dict[str, Any] = {"add_special_tokens": False} if begin and text.startswith(begin) else {}
+        for each in media:
+            pixels = each.sent.permute(0, 3, 1, 2)
+            nests = self._theirs.config.model_type == "smolvlm"  # a list for each prompt
+            if each.plan.kind == "image":
+                given["images"] = [[pixels[0]]] if nests else [pixels[0]]
+                continue
+            facts = [_metadata(each.plan)]
+            given |= {"videos": [[pixels]] if nests else [pixels], "do_sample_frames": False}
+            given["video_metadata"] = [facts] if nests else facts
+        inputs = self._processor(text=[text], return_tensors="pt", **given)
+        dtype = next(self._theirs.parameters()).dtype
+        return inputs.to(device_of(self._theirs), dtype)
+
+    def _set_positions(self, prompt: PromptPlan, inputs: Any) -> bool:
+        """Gives transformers our M-RoPE positions; returns whether it would have others."""
+        base = self._theirs.model
+        if not hasattr(type(base), "get_rope_index"):
+            return False
+        vars(base).pop("get_rope_index", None)
+        ours = torch.from_numpy(prompt.positions)[:, None].to(inputs["input_ids"].device)
+        names = ("input_ids", "mm_token_type_ids", "attention_mask", "second_per_grid_ts")
+        given = {name: value for name, value in inputs.items() if name in names or name.endswith("grid_thw")}
+        theirs = base.get_rope_index(**given)[0] if len(prompt.media) else ours
+        delta = torch.tensor([[prompt.next_position - len(prompt)]], device=ours.device)
+        vars(base)["get_rope_index"] = lambda *_args, **_more: (ours, delta)
+        return not torch.equal(theirs.to(ours), ours)
+
+    def _before_media(self, answer: Int64Array) -> Int64Array:
+        """Returns an answer up to a token that stands for media, which a forward pass would look for."""
+        fields = self._theirs.config.to_dict()
+        names = (f"{kind}_token_{end}" for kind in ("image", "video") for end in ("id", "index"))
+        is_media = np.isin(answer, [fields[name] for name in names if fields.get(name) is not None])
+        return answer[: int(is_media.argmax())] if is_media.any() else answer
+
+    def _generated(self, inputs: Any) -> Int64Array:
+        ids = self._theirs.generate(**inputs, max_new_tokens=self._question.max_tokens, do_sample=False)
+        found: Int64Array = ids[0, inputs["input_ids"].shape[1] :].cpu().numpy()
+        return found
+
+    def _their_layers(
+        self, inputs: Any, prompt: PromptPlan, answer: Int64Array
+    ) -> tuple[list[Tensor], Tensor]:
+        """Returns the input of each layer, and of the head, [T, C] each; and the logits, float32 [T, V]."""
+        decoder, found = self._theirs.get_decoder(), list[Tensor]()
+
+        def keep(_module: Any, args: Any, kwargs: Any) -> None:
+            found.append((args[0] if args else kwargs["hidden_states"])[0])
+
+        hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in decoder.layers]
+        hooks.append(
+            decoder.register_forward_hook(lambda _module, _args, out: found.append(out.last_hidden_state[0]))
+        )
+        try:
+            logits = self._theirs(**self._longer(inputs, prompt, answer), use_cache=False).logits[0]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found, to_host(logits).float()
+
+    def _longer(self, inputs: Any, prompt: PromptPlan, answer: Int64Array) -> dict[str, Any]:
+        """Returns the inputs with an answer behind the prompt."""
+        ids = inputs["input_ids"]
+        behind = torch.from_numpy(answer)[None].to(ids)
+        longer = {**inputs, "input_ids": torch.cat([ids, behind], dim=1)}
+        for name in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
+            if name in inputs:
+                fill = torch.full_like(behind, int(name == "attention_mask"))
+                longer[name] = torch.cat([inputs[name], fill], dim=1)
+        if len(prompt.positions) > 1:
+            positions = segment_of(prompt, None, answer).positions
+            longer["position_ids"] = torch.from_numpy(positions)[:, None].to(ids.device)
+        return longer
+
+    def _first_layer(self, theirs: Sequence[Tensor], ours: Callable[[int], Tensor]) -> int | None:
+        """Finds the first layer whose output differs, by halves: what differs stays different."""
+        if not self._differs(theirs[-1], ours(len(theirs) - 1)):
+            return None
+        low, high = -1, len(theirs) - 1  # the input of `high` differs, that of `low` does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._differs(theirs[middle], ours(middle)) else (middle, high)
+        return high - 1
+
+    def _differs(self, theirs: Tensor, ours: Tensor) -> bool:
+        most = self._tolerance * float(theirs.abs().max())
+        return float((ours.float() - theirs.float()).abs().max()) > most
+
+
+def _metadata(plan: MediaPlan) -> Any:
+    number = plan.frame_indices[-1] + 1
+    return transformers.video_utils.VideoMetadata(
+        total_num_frames=number,
+        fps=plan.source_fps,
+        duration=number / plan.source_fps,
+        frames_indices=list(plan.frame_indices),
+    )
+
+
+def _name(case: Sequence[Path]) -> str:
+    return ", ".join(path.name for path in case) or "text"
