@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-together test-timed test-compiled test-topologies explore soak faults structured clients witness kernels modules check lint types fix wheel bench score gpu gpu-dry clean
+.PHONY: help demo test test-together test-timed test-compiled test-topologies explore soak faults structured clients witness kernels modules check lint types fix wheel release site bench score gpu gpu-dry clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -52,7 +52,7 @@ explore: $(STAMP) ## property tests with examples that were never drawn before
 	$(BIN)/python -m pytest --hypothesis-profile=explore -m hypothesis
 
 soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped; other processes killed; slow and hostile clients
-	EPD_SOAK=2e2p2d $(BIN)/python -m pytest tests/serve_app/ray/test_faults.py tests/serve_app/ray/test_deployments.py tests/serve_app/ray/test_lost_processes.py tests/serve_app/ray/test_lost_proxy.py tests/serve_app/http/test_slow_clients.py tests/serve_app/http/test_hostile.py tests/serve_app/http/test_openapi_real.py tests/serve_app/http/test_prompt_routes.py tests/test_any_length.py -o timeout=1800
+	EPD_SOAK=2e2p2d $(BIN)/python -m pytest tests/serve_app/ray/test_faults.py tests/serve_app/ray/test_deployments.py tests/serve_app/ray/test_lost_processes.py tests/serve_app/ray/test_lost_proxy.py tests/serve_app/http/test_slow_clients.py tests/serve_app/http/test_hostile.py tests/serve_app/http/test_openapi.py tests/serve_app/http/test_openapi_real.py tests/serve_app/http/test_prompt_routes.py tests/test_any_length.py -o timeout=1800
 
 SEEDS ?= 1000
 faults: $(STAMP) ## SEEDS runs of an application in simulated time while processes are lost; figures in benchmarks/results/faults.md
@@ -89,6 +89,16 @@ fix: $(STAMP) ## format and apply safe lint fixes
 wheel: $(STAMP) ## build dist/epd_vlm-VERSION-py3-none-any.whl
 	rm -rf build
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+
+release: $(STAMP) ## build the wheel twice with equal bytes, the source archive, and sbom.json: what these packages need, by CycloneDX
+	rm -rf build dist
+	$(BIN)/python -m tests.deploy.release dist
+	$(PYTHON) -m venv build/sbom && build/sbom/bin/pip install --quiet -c constraints.txt 'cyclonedx-bom==7.5.0' "$$(ls dist/*.whl)[serve]"
+	build/sbom/bin/cyclonedx-py environment --output-reproducible --output-file dist/sbom.json build/sbom
+
+site: $(STAMP) ## the documents as a site with search and the Python API, in build/site
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target build/sphinx sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
+	PYTHONPATH=build/sphinx $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs/site . build/site
 
 bench: $(STAMP) ## run the benchmarks; results go to benchmarks/results
 	for b in serving.batch elasticity.elasticity encode.encode engine.engine front.hops planning.planner reduction.reduction reduction.retention serving.roles serving.serve video.video_decode; do $(BIN)/python -m benchmarks.$$b || exit 1; done

@@ -156,8 +156,8 @@ class MediaPlan:
 class MediaItem:
     """Places one image, video or clip of sound in a prompt: its units, in order.
 
-    units: a range for each; a single one for an item that is joined whole; one for each window if only some
-        of the tokens are kept.
+    units: a range for each; of an item that is joined whole, one for each run of its tokens; one for each
+        window if only some of the tokens are kept.
     windows: of a reduced item, else empty.
     """
 
@@ -166,9 +166,18 @@ class MediaItem:
     windows: tuple[Window, ...] = ()
 
     def __post_init__(self) -> None:
-        needed = 1 if self.plan.is_joined_whole else len(self.windows) or self.plan.num_units
+        if self.plan.is_joined_whole:
+            self._check_runs()
+            return
+        needed = len(self.windows) or self.plan.num_units
         if len(self.units) != needed:
             raise ValueError(f"{needed} units need as many ranges, got {len(self.units)}")
+
+    def _check_runs(self) -> None:
+        if self.num_tokens != self.plan.num_tokens:
+            raise ValueError(
+                f"{self.plan.num_tokens} tokens joined whole need as many, got {self.num_tokens}"
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -185,14 +194,18 @@ class MediaItem:
         """Returns the range of a unit's tokens, which it may share with other units."""
         if self.windows:
             return self.units[bisect_right(self.windows, unit, key=lambda window: window.start) - 1]
-        return self.units[0 if self.plan.is_joined_whole else unit]
+        if self.plan.is_joined_whole:
+            return PlaceholderRange(self.units[0].offset, self.units[-1].stop - self.units[0].offset)
+        return self.units[unit]
 
     def token_indices(self, start: int, stop: int) -> Int64Array:
         """Returns the prompt positions of the visual tokens in ranges [start, stop), in order: int64 [V].
 
-        For a window that is reduced in prefill, returns those of all its tokens, which are placed at its
-        start.
+        For an item that is joined whole, returns all. For a window that is reduced in prefill, returns those
+        of all its tokens, which are placed at its start.
         """
+        if self.plan.is_joined_whole:
+            start, stop = 0, len(self.units)
         units, windows = self.units[start:stop], self.windows[start:stop]
         if windows and windows[0].is_in_prefill:
             return np.repeat([unit.offset for unit in units], [window.num_tokens for window in windows])

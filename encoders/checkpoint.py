@@ -7,11 +7,11 @@ import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import transformers
-
+from epd.encoders import embedded
 from epd.encoders.quantization import read_quantization
 from epd.errors import ModelError
 from epd.models.folder import check_folder
@@ -23,6 +23,8 @@ _DEFAULT, _TOOL_USE = "default", "tool_use"
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Holds a model folder in Hugging Face layout; `config` and `processor` are transformers' own objects.
+
+    Of the embedded model they are plain ones with the same names, see `epd.encoders.embedded`.
 
     pixels: what a user wants of images and frames besides
     """
@@ -100,7 +102,22 @@ def read_config(path: Path) -> Any:
 
 @lru_cache(maxsize=8)
 def _parsed_config(path: Path, *_version: int) -> Any:
-    return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    return _reader(path).read_config(path)
+
+
+def read_generation_config(path: Path) -> Any:
+    """Reads a folder's generation_config.json; transformers' defaults where it has none."""
+    return _reader(path).read_generation_config(path)
+
+
+def published() -> Any:
+    """Returns the module `epd.encoders.published`, which imports transformers."""
+    return import_module("epd.encoders.published")
+
+
+def _reader(path: Path) -> Any:
+    """Returns the module that reads a folder's files."""
+    return embedded if embedded.is_embedded(path) else published()
 
 
 def open_checkpoint(path: Path, pixels: PixelSettings = AUTHORS_LIMITS) -> Checkpoint:
@@ -111,32 +128,10 @@ def open_checkpoint(path: Path, pixels: PixelSettings = AUTHORS_LIMITS) -> Check
     """
     read_quantization(path)
     try:
-        config = read_config(path)
-        try:
-            processor = transformers.AutoProcessor.from_pretrained(path, local_files_only=True)
-        except ImportError:  # the processor class wants a package; its parts do not
-            processor = _processor_parts(path)
+        config, processor = read_config(path), _reader(path).read_processor(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"the model at '{path}' does not load: {_one_line(error)}") from error
     return Checkpoint(path, config, processor, pixels)
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessorParts:
-    """Replaces a processor whose class cannot be created here (SmolVLM's needs num2words)."""
-
-    tokenizer: Any
-    image_processor: Any
-    video_processor: Any
-    chat_template: str | None = None  # then it is the tokenizer's
-
-
-def _processor_parts(path: Path) -> ProcessorParts:
-    return ProcessorParts(
-        transformers.AutoTokenizer.from_pretrained(path, local_files_only=True),
-        transformers.AutoImageProcessor.from_pretrained(path, local_files_only=True),
-        transformers.AutoVideoProcessor.from_pretrained(path, local_files_only=True),
-    )
 
 
 def _one_line(error: Exception) -> str:

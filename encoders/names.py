@@ -9,16 +9,9 @@ from typing import Literal
 
 WeightSet = Literal["encode", "language", "whole"]
 
-# Where the families keep what an encode worker needs: the tower, the projector, the newline.
-_ENCODER_PARTS = (
-    "model.visual",
-    "model.vision_tower",
-    "model.vision_model",
-    "model.audio_tower",
-    "model.multi_modal_projector",
-    "model.connector",
-    "model.image_newline",
-)
+# Where the families keep the language model and its head. What else lies below `model.` an encode worker
+# needs: towers, projectors, newlines.
+_LANGUAGE_PARTS = ("language_model", "text_model", "embed_tokens", "layers", "norm", "rotary_emb")
 # Published files keep the names of the releases that wrote them: (there, here).
 _RENAMES = (
     (re.compile(r"^language_model\.model\."), "model.language_model."),
@@ -39,7 +32,8 @@ def is_wanted(name: str, role: WeightSet) -> bool:
 
 
 def _is_of_encoder(name: str) -> bool:
-    return any(name == part or name.startswith(f"{part}.") for part in _ENCODER_PARTS)
+    base, _, part = name.partition(".")
+    return base == "model" and part.partition(".")[0] not in _LANGUAGE_PARTS
 
 
 @dataclass(frozen=True, slots=True)

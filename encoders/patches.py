@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchvision.transforms.v2 import functional as tvf
+from torch.nn.functional import interpolate
 
 from epd.encoders import kernels
 from epd.encoders.adapter import Grid
@@ -22,8 +22,8 @@ from epd.encoders.kernels.dispatch import uses_kernels
 from epd.errors import UnsupportedModelError
 from epd.types import ceil_div
 
-# Pillow's number of a resampling filter: torchvision's name. Those with a native uint8 kernel.
-_INTERPOLATION = {2: tvf.InterpolationMode.BILINEAR, 3: tvf.InterpolationMode.BICUBIC}
+# Pillow's number of a resampling filter: torch's name. Those with a native uint8 kernel.
+_INTERPOLATION = {2: "bilinear", 3: "bicubic"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +81,10 @@ def resize_image(image: Tensor, size: tuple[int, int], spec: PatchSpec) -> Tenso
 
     The bytes stay channels last, as they came: the same numbers as channels first, three times as fast.
     """
-    resized = tvf.resize(
-        image.permute(2, 0, 1)[None],
-        list(size),
-        interpolation=_INTERPOLATION[spec.resample],
-        antialias=True,
-    )
-    pixels: Tensor = resized.permute(0, 2, 3, 1)
-    return pixels
+    if image.shape[:2] == size:
+        return image[None]
+    mode = _INTERPOLATION[spec.resample]
+    return interpolate(image[None].permute(0, 3, 1, 2), size, mode=mode, antialias=True).permute(0, 2, 3, 1)
 
 
 def patchify(frames: Tensor, spec: PatchSpec) -> Tensor:

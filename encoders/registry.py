@@ -5,21 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from epd.chat import ChatMessage, ContentPart, text_message
 from epd.encoders.adapter import Adapter, MediaPlan, VideoFacts
 from epd.encoders.checkpoint import Checkpoint, open_checkpoint, read_model_type
-from epd.encoders.families.internvl import InternVLAdapter
-from epd.encoders.families.llava_onevision import LlavaOnevisionAdapter
-from epd.encoders.families.qwen2_5_vl import Qwen2_5VLAdapter
-from epd.encoders.families.qwen2_audio import Qwen2AudioAdapter
-from epd.encoders.families.qwen3_vl import Qwen3VLAdapter
-from epd.encoders.families.smolvlm import SmolVLMAdapter
 from epd.encoders.prompt.mrope import PositionLayout
 from epd.errors import ModelError, RequestError, UnsupportedMediaError, UnsupportedModelError
 from epd.frame_sampling import FrameSampling
-from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
+from epd.models.families import FAMILIES, REFUSED
+from epd.pixel_settings import AUTHORS_LIMITS, ModelImpl, PixelSettings
 
 _SIDE = 224  # pixels
 _QUESTION = text_message("user", "What?")
@@ -28,15 +24,36 @@ _TOOL = (
 )
 logger = logging.getLogger(__name__)
 
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Creates adapters of a class whose module, and with it transformers', is imported when one is created.
+
+    name: "module of the families: class"
+    """
+
+    name: str
+
+    def __call__(self, checkpoint: Checkpoint) -> Adapter:
+        module, _, adapter = self.name.partition(":")
+        created: Adapter = getattr(import_module(f"epd.encoders.families.{module}"), adapter)(checkpoint)
+        return created
+
+
 ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
-    "internvl": InternVLAdapter,
-    "llava_onevision": LlavaOnevisionAdapter,
-    "qwen2_5_vl": Qwen2_5VLAdapter,
-    "qwen2_audio": Qwen2AudioAdapter,
-    "qwen3_vl": Qwen3VLAdapter,
-    "qwen3_vl_moe": Qwen3VLAdapter,
-    "smolvlm": SmolVLMAdapter,
+    "internvl": _Family("internvl:InternVLAdapter"),
+    "llava_onevision": _Family("llava_onevision:LlavaOnevisionAdapter"),
+    "qwen2_5_vl": _Family("qwen2_5_vl:Qwen2_5VLAdapter"),
+    "qwen2_audio": _Family("qwen2_audio:Qwen2AudioAdapter"),
+    "qwen3_5": _Family("qwen3_vl:Qwen3VLAdapter"),
+    "qwen3_5_moe": _Family("qwen3_vl:Qwen3VLAdapter"),
+    "qwen3_vl": _Family("qwen3_vl:Qwen3VLAdapter"),
+    "qwen3_vl_moe": _Family("qwen3_vl:Qwen3VLAdapter"),
+    "smolvlm": _Family("smolvlm:SmolVLMAdapter"),
 }
+
+
+_GENERIC = _Family("generic:GenericAdapter")
 
 
 def load_adapter(
@@ -52,19 +69,33 @@ def load_adapter(
     """
     folder = Path(path)
     model_type = read_model_type(folder)
-    if model_type not in ADAPTERS:
-        supported = ", ".join(sorted(ADAPTERS))
-        raise UnsupportedModelError(
-            f"'{folder}' is a '{model_type}' model; supported model types: {supported}"
-        )
+    adapter_of = _adapter_of(folder, model_type, pixels.model_impl)
     pixels.check_family(model_type)
     checkpoint = open_checkpoint(folder, pixels)
     if positions is not None:
         checkpoint.config.position_layout = positions
-    adapter = ADAPTERS[model_type](checkpoint)
+    adapter = adapter_of(checkpoint)
     for refusal in refused_kinds(adapter):
         logger.warning("'%s' takes no %s: %s", folder.name, refusal.kind, refusal.reason)
     return adapter
+
+
+def _adapter_of(folder: Path, model_type: str, impl: ModelImpl) -> Callable[[Checkpoint], Adapter]:
+    """Returns what adapts a family. Raises UnsupportedModelError for one that nothing adapts."""
+    if model_type in REFUSED:
+        raise UnsupportedModelError(
+            f"'{folder}' is a '{model_type}' model, {REFUSED[model_type]}, which is not computed here; "
+            "use a checkpoint of another family: epd models lists them"
+        )
+    if model_type in ADAPTERS and impl != "transformers":
+        return ADAPTERS[model_type]
+    if impl == "transformers" or (impl == "auto" and model_type in FAMILIES):
+        return _GENERIC
+    supported = ", ".join(FAMILIES if impl == "auto" else ADAPTERS)
+    raise UnsupportedModelError(
+        f"'{folder}' is a '{model_type}' model; supported model types: {supported}; to try another with "
+        "transformers' own processor and tower, add --model-impl transformers, and check it by epd verify"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import transformers
-
 from epd.control.request_budget import check_num_frames
 from epd.encoders.adapter import VideoFacts
 from epd.errors import RequestError
@@ -174,9 +172,19 @@ def _num_wanted(processor: Any, video: VideoFacts, arguments: Mapping[str, float
     return min(at_rate, float(processor.max_frames), video.num_frames)
 
 
-def source_metadata(video: VideoFacts) -> Any:
-    """Describes a video to transformers' processors before any of its frames is decoded."""
-    duration_s = video.num_frames / video.fps
-    return transformers.video_utils.VideoMetadata(
-        total_num_frames=video.num_frames, fps=video.fps, duration=duration_s
-    )
+@dataclass(slots=True)
+class SourceMetadata:
+    """Describes a video to transformers' processors as their VideoMetadata does. duration: seconds."""
+
+    total_num_frames: int
+    fps: float
+    duration: float
+
+    def __getitem__(self, name: str) -> float:
+        value: float = getattr(self, name)
+        return value
+
+
+def source_metadata(video: VideoFacts) -> SourceMetadata:
+    """Describes a video before any of its frames is decoded."""
+    return SourceMetadata(video.num_frames, video.fps, video.num_frames / video.fps)

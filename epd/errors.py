@@ -11,6 +11,8 @@ A message says what was received, what is allowed, and what to do next, in that 
     │   │   └── UnknownUuidError      a medium by a name that is not known, or not any more
     │   ├── PoisonedRequestError      workers were lost with it, again and again
     │   ├── AuthenticationError       no key, or not the right one
+    │   │   └── InvalidApiKeyError    none of the file of keys
+    │   ├── MissingScopeError         an action that the client's key has no right to
     │   ├── AdminRightError           an action that needs the admin key
     │   ├── MediaError
     │   │   ├── MediaNotFoundError
@@ -73,6 +75,14 @@ class AuthenticationError(InputError):
     """Reports a missing or wrong key."""
 
 
+class InvalidApiKeyError(AuthenticationError):
+    """Reports a key that the file of keys does not have, or that has expired."""
+
+
+class MissingScopeError(InputError):
+    """Refuses an action that the client's key has no right to."""
+
+
 class AdminRightError(InputError):
     """Refuses an action that needs the admin key: to overtake others, to change roles."""
 
@@ -127,6 +137,10 @@ class OverloadedError(EPDError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RateLimitExceededError(OverloadedError):
+    """Refuses a client that has used what it may use in a minute."""
 
 
 class UnavailableError(EPDError):
@@ -184,6 +198,7 @@ _OUTCOMES: dict[type[EPDError], tuple[int, int]] = {
     RequestTimeoutError: (2, 408),
     PoisonedRequestError: (2, 422),
     AuthenticationError: (2, 401),
+    MissingScopeError: (2, 403),
     AdminRightError: (2, 403),
     NotFoundError: (2, 404),
     ModelNotFoundError: (2, 404),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from epd.errors import RequestError
 from epd.records import BaseModel, ConfigDict, ErrorDetails, Field, ValidationError
@@ -45,14 +45,18 @@ AUTHORS: Mapping[str, VideoLimits] = {
     ),
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
     "internvl": VideoLimits("evaluation of InternVL2.5 and later: 16 to 64 frames", max_frames=64),
     "llava_onevision": VideoLimits("evaluation of LLaVA-OneVision: 32 frames", max_frames=32),
     "smolvlm": VideoLimits("the model's file: 64 frames, 1 a second"),
 }
 _NO_LIMITS = VideoLimits("nobody")
+# Who adapts a family: this project where it has an adapter, else transformers; one of the two alone.
+ModelImpl = Literal["auto", "native", "transformers"]
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most"}
 # Of the families whose frames have no size of their own.
-_RESIZED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_RESIZED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 def authors_limits(model_type: str) -> VideoLimits:
@@ -61,8 +65,9 @@ def authors_limits(model_type: str) -> VideoLimits:
 
 
 class PixelSettings(BaseModel):
-    """Says what a user wants of images and frames. Every field is an option of commands and a key of YAML.
+    """Says what a user wants of images and frames, and who computes them.
 
+    Every field is an option of commands and a key of YAML.
     Processes that plan for one model share one record; a request may differ by its `mm_processor_kwargs`.
     """
 
@@ -91,6 +96,11 @@ class PixelSettings(BaseModel):
         default=False,
         description="Size and sample exactly as transformers' processor of the model does, without the "
         "authors' limits.",
+    )
+    model_impl: ModelImpl = Field(
+        default="auto",
+        description="What computes the model's family: native is this project's adapter and decoder, "
+        "transformers its own processor, tower and layers; auto takes native where there is one.",
     )
 
     @property

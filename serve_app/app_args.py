@@ -21,6 +21,7 @@ from epd.machine import usable_cpus
 from epd.models import MODEL_HELP, as_given, find_model, model_folder, served_name
 from epd.models.folder import weight_files
 from epd.pixel_settings import PIXEL_FIELDS
+from epd.recurrent_models import check_options
 from epd.reduction import (
     DEFAULT_METHOD,
     LEAST_RETENTION,
@@ -28,6 +29,7 @@ from epd.reduction import (
     SELECTION_METHODS,
     ReductionPolicy,
 )
+from epd.serve_app.api_keys import check_keys
 from epd.topology import Stage, TensorParallel, parse_topology
 
 _VIDEO: frozenset[Stage] = frozenset({"video"})
@@ -129,6 +131,7 @@ class AppArgs(EngineConfig):
         default=None,
         description="Key that allows changing roles and setting priorities; by default neither is allowed.",
     )
+    api_keys_file: Path | None = Field(default=None, description="Keys of clients: lines of epd keys new.")
     allowed_media_path: Path | None = Field(
         default=None, description="Folder that file:// media may be read from; by default none may."
     )
@@ -359,15 +362,13 @@ class AppArgs(EngineConfig):
         Raises EPDError for a bad model, topology or key.
         """
         parse_topology(self.topology)
-        if self.api_key and self.api_key == self.admin_api_key:
-            raise RequestError(
-                "received the same admin_api_key and api_key; allowed: different keys; change one of them"
-            )
+        check_keys(self.api_key, self.admin_api_key, self.api_keys_file)
         _ = self.reduction_policy, self.load_retention, self.tower_merge
         self._check_ranks()
         path = self.model_path
         weight_files(path)
-        names = ("allowed_media_path", "trace_dir", "files_dir")
+        check_options(path, self.draft, self.reduction, self.max_ranks)
+        names = ("allowed_media_path", "trace_dir", "files_dir", "api_keys_file")
         paths = {name: (folder := getattr(self, name)) and folder.resolve() for name in names}
         is_folder = isinstance(find_model(self.model), Path)
         # A model of the hub keeps its name, and gets the commit: each machine has a cache of its own.

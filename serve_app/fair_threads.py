@@ -126,6 +126,24 @@ class FairTurns:
         return self._share.num_held
 
 
+class LoopTurns(FairTurns):
+    """Begins at most `num_slots` things in a turn of the event loop; all else that is ready goes first."""
+
+    def __init__(self, num_slots: int, max_per_owner: int) -> None:
+        super().__init__(num_slots, max_per_owner)
+        self._loop: asyncio.AbstractEventLoop | None = None  # that is to admit in its next turn
+
+    def _admit(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            loop.call_soon(self._admit_now)
+
+    def _admit_now(self) -> None:
+        self._loop = None
+        super()._admit()
+
+
 class FairThreads:
     """Runs work of each owner in at most `max_per_owner` threads. Used from one event loop."""
 

@@ -79,6 +79,7 @@ def _api_settings(args: AppArgs, planner: RequestPlanner, front: str) -> ApiSett
     return ApiSettings(
         api_key=args.api_key.get_secret_value() if args.api_key else None,
         admin_api_key=args.admin_api_key.get_secret_value() if args.admin_api_key else None,
+        api_keys_file=args.api_keys_file,
         max_requests=args.max_requests,
         limits=planner.limits,
         default_params=planner.settings.sampling,

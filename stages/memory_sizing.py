@@ -30,7 +30,7 @@ from epd.stages.device_memory import total_bytes
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
 from epd.stages.engine.model_runner import kv_layout
-from epd.stages.engine.setup import BLOCK_SIZE, build_engine
+from epd.stages.engine.setup import BLOCK_SIZE, build_engine, states_shape
 from epd.stages.placement import Placement
 from epd.stages.rank import RankGroup
 
@@ -57,6 +57,7 @@ class LargestPasses:
     num_captured: sequences of the largest pass of decodes that is captured, 0 where none is.
     resize_pixels: that a request may ask for an image, above the model's own limit; None for no more.
     encode_beside: whether batches are encoded beside prefill.
+    num_seqs: answers that grow at once, of which each has a recurrent state if the model has any.
     """
 
     encode_patches: int
@@ -64,6 +65,7 @@ class LargestPasses:
     num_captured: int = 0
     resize_pixels: int | None = None
     encode_beside: bool = False
+    num_seqs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +133,9 @@ def kv_tokens_beside(
 ) -> int:
     """Returns the tokens that a KV pool has room for, and logs how the memory is divided.
 
-    activation_bytes: of the largest pass. embedding_bytes: of pools that are still to be built. utilization:
-    the share of the device that may be used. model, device, letters: names for the message.
+    activation_bytes: of the largest pass. embedding_bytes: of pools that are still to be built, recurrent
+    states included. utilization: the share of the device that may be used. model, device, letters: names
+    for the message.
     Raises InfeasibleError with the sizes if hardly any room is left.
     """
     without_kv = WorkerMemory(
@@ -186,10 +189,11 @@ def measured_kv_tokens(
     graph_bytes = 0
     if passes.num_captured and ranks is None:
         graph_bytes = _graph_bytes(device, lambda: _capture(model, adapter, settings, passes.num_captured))
+    states = states_shape(model, passes.num_seqs)
     return kv_tokens_beside(
         memory_of(device),
         (sum(peaks) if passes.encode_beside else max(peaks)) + graph_bytes,
-        share.embedding_bytes,
+        share.embedding_bytes + (0 if states is None else states.num_bytes),
         kv_layout(model).bytes_per_token,
         share.options.gpu_memory_utilization,
         model=share.name,

@@ -288,7 +288,8 @@ def test_flags_that_stand_alone_exist(texts: dict[str, str]) -> None:
         for path in (ROOT / name).rglob("*.*")
         if path.suffix in (".py", ".sh")
     ]
-    others = {"--help", "--shm-size"}
+    docker = {"--shm-size", "--rm", "--gpus", "--target", "--build-arg", "--security-opt", "--stop-timeout"}
+    others = {"--help", *docker}
     named = {
         (doc, flag)
         for doc, text in texts.items()

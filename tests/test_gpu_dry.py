@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.gpu.__main__ import SECTIONS, main
 from benchmarks.gpu.sections import GpuSection, run_all
+from benchmarks.gpu.served import with_published_sizes
 from benchmarks.gpu.setup import FULL, TINY, Setup
 from benchmarks.reporting import Row
 from epd.stages.placement import CPU_FLOAT32
@@ -112,3 +113,35 @@ def test_a_disk_without_room_is_named_before_anything_is_written(
     with pytest.raises(RuntimeError, match=r"1.0 GB are free in .*takes 36.5 GB; set TMPDIR"):
         next(SECTIONS["load"].run(setup))
     assert not list(setup.folder.iterdir())
+
+
+def test_what_was_measured_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A second call runs the section that failed, and keeps the other."""
+    ran: list[str] = []
+
+    def counted(run: Callable[[Setup], Iterator[Row]]) -> Callable[[Setup], Iterator[Row]]:
+        def section(setup: Setup) -> Iterator[Row]:
+            ran.append(run.__name__)
+            yield from run(setup)
+
+        return section
+
+    sections = {run.__name__: GpuSection("", counted(run), 5.0) for run in (well, broken)}
+    monkeypatch.setattr("benchmarks.gpu.__main__.SECTIONS", sections)
+    for _ in range(2):
+        assert main(["--dry-run", "--resume", "--out", str(tmp_path)]) == 1
+    assert ran == ["well", "broken", "broken"]
+    results = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    assert results["well"]["rows"] == [{"figure": 1}]
+
+
+def test_the_served_checkpoint_has_the_published_sizes_of_pictures(tmp_path: Path) -> None:
+    setup = Setup(CPU_FLOAT32, FULL, tmp_path, tmp_path / "measured")
+    setup.path.mkdir()
+    (setup.path / "model.safetensors").write_bytes(b"x")
+    by_hand = {"size": {"shortest_edge": 1, "longest_edge": 2}, "patch_size": 14}
+    (setup.path / "processor_config.json").write_text(json.dumps({"image_processor": by_hand}))
+    folder = with_published_sizes(setup)
+    assert (folder / "model.safetensors").is_symlink()
+    found = json.loads((folder / "processor_config.json").read_text())["image_processor"]
+    assert found == {"size": {"shortest_edge": 3136, "longest_edge": 12_845_056}, "patch_size": 14}

@@ -74,7 +74,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "families": ". kernels patches.py prompt reduction",
         "reduction": ".",
         "batch.py": ".",
-        "registry.py": ". families prompt",
+        "registry.py": ". prompt",  # and a family when it is asked for
         "__init__.py": ". prompt registry.py",
     },
     "stages": {
@@ -109,13 +109,11 @@ ROOMS: dict[str, dict[str, str]] = {
         "http/server_state.py": (
             ". files http/answers http/chat_answers.py http/guard http/requests observability"
         ),
-        "http/routes": (
-            ". files http/answers http/chat_answers.py http/guard http/requests http/server_state.py "
-            "observability"
-        ),
+        "http/routes": (". files http/answers http/guard http/requests http/server_state.py observability"),
+        "http/page": "http http/guard observability",
         "http/http_server.py": "http http/guard observability",
         "http/api.py": (
-            ". files http http/guard http/requests http/routes http/server_state.py observability"
+            ". files http http/guard http/page http/requests http/routes http/server_state.py observability"
         ),
         "worker": ".",
         "orchestration": ". media worker",

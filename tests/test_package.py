@@ -107,7 +107,7 @@ def _pip(*arguments: str, cwd: Path) -> None:
     _run(sys.executable, "-m", "pip", *arguments, *options, cwd=cwd)
 
 
-def _environment(folder: Path) -> Path:
+def environment_beside(folder: Path) -> Path:
     """An environment that sees what is installed here, but not where .pth files lead to, such as ours."""
     venv.create(folder, symlinks=True)
     paths = {"base": str(folder), "platbase": str(folder)}
@@ -134,7 +134,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     (unpacked,) = (work / "unpacked").iterdir()
     _pip("wheel", "--no-build-isolation", "--wheel-dir", str(dist), str(unpacked), cwd=work)
     (wheel,) = dist.glob("*.whl")
-    environment = _environment(work / "environment")
+    environment = environment_beside(work / "environment")
     (line,) = re.findall(r'`pip install "(.+)"`', _README)
     _pip("--python", str(environment / "bin" / "python"), "install", line, cwd=dist)
     write_hostile_packages(here)

@@ -22,6 +22,10 @@ from transformers import (
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLProcessor,
@@ -58,6 +62,28 @@ _TEXT: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
+}
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 8,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+# Sizes of a text model with experts, one of them shared by all tokens.
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+_PARTIAL_ROPE: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+    "partial_rotary_factor": 0.25,
 }
 
 
@@ -126,7 +152,36 @@ def build_qwen3_vl(folder: Path, seed: int = 0, **text: int) -> Path:
         },
         **_token_ids(tokenizer),
     )
-    processor = Qwen3VLProcessor(
+    return _save(folder, Qwen3VLForConditionalGeneration, config, _qwen3_processor(tokenizer), seed)
+
+
+def build_qwen3_5(folder: Path, seed: int = 0, **text: Any) -> Path:
+    """Qwen3.5 with two rounds of its pattern: three gated delta layers, one of attention; frames as above.
+
+    As published: half as many heads of keys as of values, a quarter of each head rotated, a convolution of 4.
+    text: other sizes of the language model.
+    """
+    tokenizer, kind, model = byte_level_tokenizer(), Qwen3_5Config, Qwen3_5ForConditionalGeneration
+    if "num_experts" in text:
+        kind, model = Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+    sizes = _TEXT | _DELTA | text
+    config = kind(
+        text_config={**_text_config(tokenizer, "default"), **sizes, "rope_parameters": {**_PARTIAL_ROPE}},
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": sizes["hidden_size"],
+            "num_position_embeddings": 64,
+        },
+        **_token_ids(tokenizer),
+    )
+    return _save(folder, model, config, _qwen3_processor(tokenizer), seed)
+
+
+def _qwen3_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLProcessor:
+    return Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(
             patch_size=16,
             size={"shortest_edge": 64 * 64, "longest_edge": 96 * 96},
@@ -139,7 +194,6 @@ def build_qwen3_vl(folder: Path, seed: int = 0, **text: int) -> Path:
         ),
         chat_template=CHAT_TEMPLATE,
     )
-    return _save(folder, Qwen3VLForConditionalGeneration, config, processor, seed)
 
 
 BUILDERS: dict[str, Callable[..., Path]] = {"qwen2_5_vl": build_qwen2_5_vl, "qwen3_vl": build_qwen3_vl}

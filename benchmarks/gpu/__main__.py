@@ -1,6 +1,6 @@
 """Checks and measures the pipeline on one GPU: `make gpu`, or on a CPU in tiny: `make gpu-dry`.
 
-    python -m benchmarks.gpu [--dry-run] [--device cuda:0] [--sections kernels,tokens] [--out FOLDER]
+    python -m benchmarks.gpu [--dry-run] [--device cuda:0] [--sections a,b] [--resume] [--out FOLDER]
 
 Needs torch, triton, transformers and what they install, neither PyAV nor Ray; with PyAV and what
 `epd-vlm[local]` installs it checks the whole path too. Writes gpu.md and gpu.json.
@@ -27,28 +27,45 @@ from benchmarks.gpu import checks, measures
 from benchmarks.gpu.peers import peers
 from benchmarks.gpu.replays import replays
 from benchmarks.gpu.sections import GpuSection, Outcome, run_all
+from benchmarks.gpu.served import closed_loop, published_files, role_switch
 from benchmarks.gpu.setup import FULL, TINY, Setup
 from benchmarks.gpu.whole_path import whole_path
 from benchmarks.reporting import RESULTS, Row, setting, table
 from epd.stages.placement import CPU_FLOAT32, Placement
 
 TOTAL_S = 525.0  # of the nine minutes; the rest is for imports
+# In the order of their worth, checks first: with --resume a call runs those that are missing.
 SECTIONS: Mapping[str, GpuSection] = {
     "kernels": GpuSection("Kernels against plain arithmetic", checks.kernels, 90),
+    "long_values": GpuSection("Attention far into a long context and a large pool", checks.long_values, 60),
     "tokens": GpuSection("Tokens of E, P and D in float32 against the CPU", checks.tokens, 110),
     "tokens_in_type": GpuSection("Tokens against generate in the same type", checks.tokens_in_type, 40),
     "whole_path": GpuSection("From H.264 to the answer, against the CPU", whole_path, 200),
     "ceilings": GpuSection("What the device reaches at best", measures.ceilings, 10),
     "load": GpuSection("Loading the checkpoint", measures.load, 120),
+    "published_files": GpuSection("From a file to the first token, as published", published_files, 400),
+    "closed_loop": GpuSection("Requests a second", closed_loop, 300),
+    "decode": GpuSection("Decoding", measures.decode, 90),
     "prefill": GpuSection("Prefill", measures.prefill, 40),
     "encode": GpuSection("Encoding", measures.encode, 40),
-    "transfers": GpuSection("Transfers, by each way", measures.transfers, 60),
-    "decode": GpuSection("Decoding", measures.decode, 90),
-    "replays": GpuSection("Decodes launched kernel by kernel and replayed", replays, 60),
     "first_token": GpuSection("From decoded frames to the first token", measures.first_token, 90),
+    "role_switch": GpuSection("A worker changes roles", role_switch, 120),
+    "transfers": GpuSection("Transfers, by each way", measures.transfers, 60),
+    "replays": GpuSection("Decodes launched kernel by kernel and replayed", replays, 60),
     "peers": GpuSection("The same by transformers' own modules", peers, 120),
 }
-NEEDS_CHECKPOINT = ("prefill", "encode", "transfers", "decode", "replays", "first_token", "peers")
+NEEDS_CHECKPOINT = (
+    "prefill",
+    "encode",
+    "transfers",
+    "decode",
+    "replays",
+    "first_token",
+    "peers",
+    "published_files",
+    "closed_loop",
+    "role_switch",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,9 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     placement = CPU_FLOAT32 if options.dry_run else Placement.resolve(options.device, "bfloat16")
     with tempfile.TemporaryDirectory(prefix="epd-gpu-") as folder:
         setup = Setup(placement, TINY if options.dry_run else FULL, Path(folder))
-        outcomes = run_all(SECTIONS, _wanted(options.sections), setup, TOTAL_S)
+        before = _before(Path(options.out)) if options.resume else {}
+        outcomes = run_all(SECTIONS, _wanted(options.sections, before), setup, TOTAL_S)
     if options.out is not None:
-        _write(Path(options.out), outcomes, placement, is_dry=options.dry_run)
+        found = {name: outcomes.get(name) or before.get(name) for name in SECTIONS}
+        kept = {name: outcome for name, outcome in found.items() if outcome is not None}
+        _write(Path(options.out), kept, placement, is_dry=options.dry_run)
     return int(any(outcome.problem for outcome in outcomes.values()))
 
 
@@ -71,18 +91,37 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="cuda or cuda:N")
     parser.add_argument("--sections", default="", help=f"some of {','.join(SECTIONS)}; by default all")
     parser.add_argument("--out", help="folder for gpu.md and gpu.json; by default the results of a GPU only")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep sections that gpu.json has without a problem, run the others",
+    )
     options = parser.parse_args(arguments)
     if options.out is None and not options.dry_run:
         options.out = str(RESULTS)
+    if options.resume and options.out is None:
+        parser.error("received --resume without results to add to; name their folder with --out")
     unknown = set(filter(None, options.sections.split(","))) - set(SECTIONS)
     if unknown:
         parser.error(f"received sections {sorted(unknown)}; allowed: {', '.join(SECTIONS)}")
     return options
 
 
-def _wanted(sections: str) -> list[str]:
+def _before(folder: Path) -> dict[str, Outcome]:
+    """The sections that earlier calls have measured without a problem; none without a file."""
+    path = folder / "gpu.json"
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {
+        name: Outcome(results[name]["rows"], results[name]["seconds"])
+        for name in SECTIONS
+        if name in results and not results[name]["problem"]
+    }
+
+
+def _wanted(sections: str, before: Mapping[str, Outcome]) -> list[str]:
     """The sections in their order; those that measure a checkpoint need it to be written first."""
-    chosen = [name for name in sections.split(",") if name] or list(SECTIONS)
+    named = [name for name in sections.split(",") if name] or list(SECTIONS)
+    chosen = [name for name in named if name not in before]
     needed = {"load"} if set(chosen) & set(NEEDS_CHECKPOINT) else set()
     return [name for name in SECTIONS if name in {*chosen, *needed}]
 

@@ -40,6 +40,8 @@ _BLOCK_SIZE = 16
 _HEADS = ((28, 4, 128), (32, 8, 128), (32, 32, 64))
 # (new tokens, context): of decodes, short chunks and long ones, in one pass.
 _SEGMENTS = ((1, 1), (1, 300), (1, 1700), (5, 40), (70, 70), (33, 500))
+# The same of a video of ten minutes, and the elements that its blocks lie behind: more than 32 bits count.
+_LONG_SEGMENTS, _FAR_ELEMENTS = ((1, 43_200), (64, 43_200)), 2**31
 # Of the largest result: sums of rounded products in any order.
 _ALLOWED = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 # Tokens that are compared in a type other than float32.
@@ -64,28 +66,48 @@ def _patches(setup: Setup) -> Row:
     return {"kernel": "patches", OK: torch.equal(ours, patchify_plain(frames, _PATCHES))}
 
 
-def _attention(setup: Setup, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> Row:
+def long_values(setup: Setup) -> Iterator[Row]:
+    """Attention in the device's own type over the keys of a long video, in blocks far into the pool."""
+    segments = _LONG_SEGMENTS if setup.sizes.is_full else ((1, 300), (5, 300))
+    for num_heads, num_kv_heads, head_dim in _HEADS[:2]:
+        elements = 2 * _BLOCK_SIZE * num_kv_heads * head_dim  # of a block
+        first_block = _FAR_ELEMENTS // elements + 1 if setup.sizes.is_full else 0
+        heads = (num_heads, num_kv_heads, head_dim)
+        row = _attention(setup, setup.placement.dtype, *heads, segments=segments, first_block=first_block)
+        yield {**row, "context": segments[-1][1], "first block": first_block}
+
+
+def _attention(
+    setup: Setup,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    segments: Sequence[tuple[int, int]] = _SEGMENTS,
+    first_block: int = 0,
+) -> Row:
     device = setup.placement.device
     generator = torch.Generator().manual_seed(head_dim + num_heads)
 
     def noise(tokens: int, heads: int) -> Tensor:
         return torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
 
-    contexts = [context for _, context in _SEGMENTS]
-    tables = _tables(contexts)
-    num_blocks = sum(map(len, tables))
+    contexts = [context for _, context in segments]
+    tables = _tables(contexts, first_block)
+    num_blocks = first_block + sum(map(len, tables))
     shape = KVPoolsShape((KVGroupShape(num_blocks, KVLayout(1, num_kv_heads, head_dim, dtype)),), _BLOCK_SIZE)
     key_cache, value_cache = shape.build(device=device).layer(0)
     keys = [noise(context, num_kv_heads) for context in contexts]
     values = [noise(context, num_kv_heads) for context in contexts]
-    queries = [noise(new, num_heads) for new, _ in _SEGMENTS]
+    queries = [noise(new, num_heads) for new, _ in segments]
     slots = torch.cat(
         [token_slots(table, 0, context, _BLOCK_SIZE) for table, context in zip(tables, contexts, strict=True)]
     )
     write_kv(
         torch.cat(keys).to(device), torch.cat(values).to(device), key_cache, value_cache, slots.to(device)
     )
-    plan = AttentionPlan.build(_batch(tables), device, DeviceHeads.of(key_cache, num_heads))
+    plan = AttentionPlan.build(_batch(tables, segments), device, DeviceHeads.of(key_cache, num_heads))
     ours = attend(torch.cat(queries).to(device), key_cache, value_cache, plan, head_dim**-0.5)
     theirs = torch.cat([_plainly(*each) for each in zip(queries, keys, values, strict=True)])
     difference = float((ours.cpu().double() - theirs).abs().max() / theirs.abs().max())
@@ -124,23 +146,23 @@ def _product(
     }
 
 
-def _tables(contexts: Sequence[int]) -> list[list[int]]:
+def _tables(contexts: Sequence[int], first_block: int) -> list[list[int]]:
     """A block table for each context, of blocks in no order."""
     counts = [ceil_div(context, _BLOCK_SIZE) for context in contexts]
-    blocks = np.random.default_rng(0).permutation(sum(counts)).tolist()
+    blocks = (first_block + np.random.default_rng(0).permutation(sum(counts))).tolist()
     return [[blocks.pop() for _ in range(count)] for count in counts]
 
 
-def _batch(tables: Sequence[Sequence[int]]) -> AttentionBatch:
+def _batch(tables: Sequence[Sequence[int]], segments: Sequence[tuple[int, int]]) -> AttentionBatch:
     padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
     slots = [
         token_slots(table, context - new, context, _BLOCK_SIZE).numpy()
-        for table, (new, context) in zip(tables, _SEGMENTS, strict=True)
+        for table, (new, context) in zip(tables, segments, strict=True)
     ]
-    starts = np.cumsum([0, *(new for new, _ in _SEGMENTS)]).astype(np.int32)
-    contexts = np.array([context for _, context in _SEGMENTS], np.int32)
+    starts = np.cumsum([0, *(new for new, _ in segments)]).astype(np.int32)
+    contexts = np.array([context for _, context in segments], np.int32)
     return AttentionBatch(starts, contexts, padded, np.concatenate(slots), _BLOCK_SIZE)
 
 

@@ -32,6 +32,8 @@ class Sizes:
     num_frames: of the video until whose first token is timed.
     repeats: of what is timed; the median is told.
     num_questions: about drawn videos, with each way of reduction. num_servers: that are asked about one.
+    served_topologies, served_videos: of servers that get a file: its minutes, and their options.
+    served_loads: what is sent, requests under way and in all, options of `epd bench`.
     """
 
     checked: tuple[str, ...]
@@ -49,7 +51,13 @@ class Sizes:
     repeats: int
     num_questions: int
     num_servers: int
+    served_topologies: tuple[str, ...]
+    served_videos: tuple[tuple[int, tuple[str, ...]], ...]
+    served_loads: tuple[tuple[str, int, int, tuple[str, ...]], ...]
 
+
+_IMAGES = ("--workload", "images", "--image-size", "1024x1024", "--text-tokens", "32", "--max-tokens", "128")
+_VIDEOS = ("--workload", "video", "--video-seconds", "600", "--video-fps", "2", "--video-size", "1920x1080")
 
 FULL = Sizes(
     checked=(
@@ -63,7 +71,7 @@ FULL = Sizes(
     num_tokens=16,
     measured="Qwen2.5-VL-7B",
     is_full=True,
-    decode_batches=(1, 8, 32),
+    decode_batches=(1, 8, 32, 64, 128, 256),
     decode_contexts=(2048, 32_768),
     step_context=2048,
     prefill_tokens=(256, 1024, 2048, 4096, 8192),
@@ -74,6 +82,17 @@ FULL = Sizes(
     repeats=10,
     num_questions=24,
     num_servers=6,
+    served_topologies=("1epd", "1e1p1d"),
+    served_videos=(
+        (10, ()),
+        (10, ("--video-max-tokens", "43000")),
+        (10, ("--video-max-tokens", "115000")),
+        (60, ("--video-max-tokens", "115000", "--retention", "0.25", "--reduction", "balanced")),
+    ),
+    served_loads=(
+        ("an image of 1024x1024", 64, 512, _IMAGES),
+        ("ten minutes of video", 32, 64, (*_VIDEOS, "--max-tokens", "64")),
+    ),
 )
 TINY = Sizes(
     checked=("Qwen2.5-VL-7B", "Qwen3-VL-30B-A3B"),
@@ -91,6 +110,11 @@ TINY = Sizes(
     repeats=2,
     num_questions=6,
     num_servers=1,
+    served_topologies=("1e1p1d",),
+    served_videos=((1, ()),),
+    served_loads=(
+        ("a small image", 2, 4, ("--workload", "images", "--image-size", "56x56", "--max-tokens", "4")),
+    ),
 )
 
 

@@ -97,14 +97,23 @@ def _run(*arguments: str) -> None:
 
 @contextmanager
 def _server(folder: Path, device: str, options: Sequence[str]) -> Iterator[str]:
-    """Runs a server of threads, and gives its address."""
-    command = [*_EPD, "serve", "shapes-vl-2", "--local", "--topology", *options, "--device", device]
-    command += ["--dtype", "float32", "--num-kv-tokens", "32768", "--allowed-media-path", str(folder)]
+    """Runs a server of threads of the embedded model, and gives its address."""
+    command = ["shapes-vl-2", "--topology", *options, "--device", device, "--dtype", "float32"]
+    with answering(
+        [*command, "--num-kv-tokens", "32768", "--allowed-media-path", str(folder)], folder
+    ) as url:
+        yield url
+
+
+@contextmanager
+def answering(options: Sequence[str], folder: Path, start_s: float = _START_S) -> Iterator[str]:
+    """Runs `epd serve --local` with options; yields its URL when it answers. folder: for its log."""
+    command = [*_EPD, "serve", *options, "--local"]
     with kept_port() as port, (folder / "server.log").open("w") as log:
         server = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=subprocess.STDOUT)
         url = f"http://127.0.0.1:{port}"
         try:
-            _wait(url, server, folder / "server.log")
+            _wait(url, server, folder / "server.log", start_s)
             yield url
         finally:
             server.terminate()
@@ -114,8 +123,8 @@ def _server(folder: Path, device: str, options: Sequence[str]) -> Iterator[str]:
                 server.kill()
 
 
-def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    end_s = time.monotonic() + _START_S
+def _wait(url: str, server: subprocess.Popen[bytes], log: Path, start_s: float) -> None:
+    end_s = time.monotonic() + start_s
     while time.monotonic() < end_s and server.poll() is None:
         try:
             if httpx.get(f"{url}/health", timeout=2).status_code == httpx.codes.OK:
@@ -123,7 +132,7 @@ def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
         except httpx.HTTPError:
             pass
         time.sleep(0.1)
-    raise RuntimeError(f"no server after {_START_S:.0f} s: {log.read_text(encoding='utf-8')[-600:]}")
+    raise RuntimeError(f"no server after {start_s:.0f} s: {log.read_text(encoding='utf-8')[-600:]}")
 
 
 def _ask(url: str, video: Path, question: str, **more: Any) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from epd.encoders.adapter import Grid, MediaItem, MediaPlan
 from epd.encoders.device import CPU
+from epd.encoders.families.qwen_sizes import image_size
 from epd.encoders.families.qwen_tower import WindowGeometry, windowed_inputs
 from epd.encoders.families.qwen_vl import QwenVLAdapter
 from epd.encoders.prompt.mrope import VisualSpan
@@ -28,14 +28,8 @@ class Qwen2_5VLAdapter(QwenVLAdapter):
     def video_size(
         self, num_frames: int, height: int, width: int, limits: tuple[int, int], caps: FrameCaps
     ) -> tuple[int, int]:
-        size = smart_resize(
-            height,
-            width,
-            factor=self.video_spec.factor,
-            min_pixels=limits[0],
-            max_pixels=self._max_pixels(num_frames, limits, caps),
-        )
-        return int(size[0]), int(size[1])
+        most = self._max_pixels(num_frames, limits, caps)
+        return image_size(height, width, self.video_spec.factor, limits[0], most)
 
     @staticmethod
     def _max_pixels(num_frames: int, limits: tuple[int, int], caps: FrameCaps) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
 from epd.encoders.adapter import Embeddings, Grid, MediaItem, MediaPlan
+from epd.encoders.families.qwen_sizes import frame_size
 from epd.encoders.families.qwen_tower import TableGeometry, tabled_inputs
 from epd.encoders.families.qwen_vl import QwenVLAdapter
 from epd.encoders.prompt.mrope import VisualSpan
@@ -26,24 +26,19 @@ _MAX_FRAME_TOKENS = 768
 
 
 class Qwen3VLAdapter(QwenVLAdapter):
-    """Adapts `model_type` qwen3_vl and qwen3_vl_moe, which differ in the language model alone."""
+    """Adapts `model_type` qwen3_vl and qwen3_vl_moe, which differ in the language model alone.
+
+    And qwen3_5 and qwen3_5_moe, whose tower has no deepstack features.
+    """
 
     video_takes_size_alone = True
 
     def video_size(
         self, num_frames: int, height: int, width: int, limits: tuple[int, int], caps: FrameCaps
     ) -> tuple[int, int]:
-        unit = self.video_spec.frames_per_unit
-        size = smart_resize(
-            num_frames=max(num_frames, unit),
-            height=height,
-            width=width,
-            temporal_factor=unit,
-            factor=self.video_spec.factor,
-            min_pixels=limits[0],
-            max_pixels=self._max_pixels(num_frames, limits, caps),
-        )
-        return int(size[0]), int(size[1])
+        unit, most = self.video_spec.frames_per_unit, self._max_pixels(num_frames, limits, caps)
+        frames = max(num_frames, unit)
+        return frame_size(frames, unit, height, width, self.video_spec.factor, limits[0], most)
 
     @staticmethod
     def _max_pixels(num_frames: int, limits: tuple[int, int], caps: FrameCaps) -> int:

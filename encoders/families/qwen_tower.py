@@ -26,23 +26,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
+from itertools import accumulate
 from types import MethodType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import linear, pad, scaled_dot_product_attention, silu
-from transformers import vision_utils
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-    Qwen2_5_VLRMSNorm,
-    apply_rotary_pos_emb_vision,
-    rotate_half,
-)
 
 from epd.encoders import kernels
 from epd.encoders.adapter import Grid
+from epd.encoders.checkpoint import published
 from epd.encoders.device import arrays_to_device, to_device
 from epd.encoders.kernels.dispatch import uses_kernels
 
@@ -69,8 +65,6 @@ class TableGeometry:
 
     merge: int
     side: int
-    mode: str = "bilinear"
-    align_corners: bool = True
 
 
 @lru_cache(_MAX_GRIDS)
@@ -80,13 +74,13 @@ def windowed_inputs(
 ) -> dict[str, Tensor]:
     """Returns the arguments of Qwen2.5-VL's tower besides the patches. device: the tower's."""
     grid_thw = _tensor(grids)
-    index, run_ends = vision_utils.get_vision_window_index(
+    index, run_ends = published().get_vision_window_index(
         grid_thw, geometry.merge, geometry.window, geometry.patch
     )
-    moved = {"position_ids": vision_utils.get_vision_position_ids(grid_thw, geometry.merge)}
+    moved = {"position_ids": _position_ids(grids, geometry.merge)}
     return {
         "grid_thw": grid_thw,
-        "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid_thw),
+        "cu_seqlens": _frame_ends(grids),
         "cu_window_seqlens": run_ends,
         **_moved({**moved, "window_index": index}, device),
     }
@@ -98,26 +92,62 @@ def tabled_inputs(
     grids: tuple[Grid, ...], geometry: TableGeometry, device: torch.device
 ) -> dict[str, Tensor]:
     """Returns the arguments of Qwen3-VL's tower besides the patches. device: the tower's."""
-    grid_thw = _tensor(grids)
-    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-        grid_thw,
-        geometry.side,
-        mode=geometry.mode,
-        align_corners=geometry.align_corners,
-        spatial_merge_size=geometry.merge,
-    )
-    positions = vision_utils.get_vision_position_ids(grid_thw, geometry.merge)
-    moved = {"position_ids": positions, "interp_indices": indices, "interp_weights": weights}
-    return {
-        "grid_thw": grid_thw,
-        "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid_thw),
-        **_moved(moved, device),
+    tabled = [_table_weights(grid, geometry) for grid in grids]
+    moved = {
+        "position_ids": _position_ids(grids, geometry.merge),
+        "interp_indices": torch.cat([indices for indices, _ in tabled]),
+        "interp_weights": torch.cat([weights for _, weights in tabled]),
     }
+    return {"grid_thw": _tensor(grids), "cu_seqlens": _frame_ends(grids), **_moved(moved, device)}
 
 
 def _tensor(grids: tuple[Grid, ...]) -> Tensor:
     """Returns int64 [grids, 3]: time, height, width."""
     return torch.tensor([[grid.t, grid.h, grid.w] for grid in grids])
+
+
+def _frame_ends(grids: tuple[Grid, ...]) -> Tensor:
+    """Returns where frames end among the patches, after a 0: int32 [frames + 1]."""
+    sizes = [grid.h * grid.w for grid in grids for _ in range(grid.t)]
+    return torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+
+
+def _position_ids(grids: tuple[Grid, ...], merge: int) -> Tensor:
+    """Returns row and column of each patch: int64 [P, 2]."""
+    return torch.cat([torch.stack(_places(grid, merge), -1).repeat(grid.t, 1) for grid in grids])
+
+
+def _places(grid: Grid, merge: int) -> tuple[Tensor, Tensor]:
+    """Returns rows and columns of a frame's patches, those of a visual token together: int64 [h * w] each."""
+    raster = torch.arange(grid.h * grid.w).view(grid.h // merge, merge, grid.w // merge, merge)
+    ordered = raster.transpose(1, 2).flatten()
+    return ordered // grid.w, ordered % grid.w
+
+
+def _table_weights(grid: Grid, geometry: TableGeometry) -> tuple[Tensor, Tensor]:
+    """Returns the four places in the table around each patch, and their weights: [P, 4] each.
+
+    The table's corners are those of the frame; between its places it is bilinear.
+    """
+    rows, columns = _places(grid, geometry.merge)
+    row_places, row_weights = _around(rows, grid.h, geometry.side)
+    places, weights = _around(columns, grid.w, geometry.side)
+    indices = (row_places[:, :, None] * geometry.side + places[:, None, :]).flatten(1)
+    return indices.repeat(grid.t, 1), (row_weights[:, :, None] * weights[:, None, :]).flatten(1).repeat(
+        grid.t, 1
+    )
+
+
+def _around(index: Tensor, size: int, side: int) -> tuple[Tensor, Tensor]:
+    """Returns the two places on either side of each index, int64 [N, 2], and their weights, float32 [N, 2].
+
+    index: int64 [N], below `size`. side: places in the table's edge.
+    """
+    at = index.float() * (side - 1) / max(size - 1, 1)
+    before = at.floor()
+    places = (before.long()[:, None] + torch.arange(2)).clamp(max=side - 1)
+    near = 1 - (at - before)[:, None]
+    return places, torch.cat([near, 1 - near], dim=1)
 
 
 def _moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -133,7 +163,7 @@ def prepare_tower(tower: nn.Module) -> nn.Module:
         block.attn.forward = MethodType(_attend, block.attn)
         if hasattr(block.mlp, "gate_proj") and parts.config.hidden_act == "silu":
             block.mlp.forward = MethodType(_gate, block.mlp)
-            if type(block.norm1) is Qwen2_5_VLRMSNorm:
+            if hasattr(block.norm1, "variance_epsilon"):  # an RMS norm
                 block.forward = MethodType(_run_gated_block, block)
     return tower
 
@@ -171,7 +201,9 @@ def _attend(
     num_patches = len(hidden_states)
     qkv = module.qkv(hidden_states).view(num_patches, 3, module.num_heads, -1)
     if torch.is_grad_enabled():
-        query, key = apply_rotary_pos_emb_vision(qkv[:, 0], qkv[:, 1], *position_embeddings)
+        cos, sin = (each[:, None, None].float() for each in position_embeddings)
+        pairs = qkv[:, :2].float()
+        query, key = (pairs * cos + _half_turned(pairs) * sin).to(qkv.dtype).unbind(1)
         value = qkv[:, 2]
     else:
         rotate(qkv[:, :2], *position_embeddings)
@@ -192,8 +224,14 @@ def rotate(pairs: Tensor, cos: Tensor, sin: Tensor) -> None:
     parts = (torch.split(each, _ROTATED_TOGETHER) for each in (pairs, cos, sin))
     for part, part_cos, part_sin in zip(*parts, strict=True):
         values = part.float()
-        turned = rotate_half(values).mul_(part_sin[:, None, None].float())
+        turned = _half_turned(values).mul_(part_sin[:, None, None].float())
         part.copy_(values.mul_(part_cos[:, None, None].float()).add_(turned))
+
+
+def _half_turned(values: Tensor) -> Tensor:
+    """Turns each channel of the first half of [..., D] by a quarter, with its partner in the second."""
+    first, second = values.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
 
 
 def _gate(module: Any, hidden_state: Tensor) -> Tensor:
@@ -251,6 +289,8 @@ def attend_runs(query: Tensor, key: Tensor, value: Tensor, ends: tuple[int, ...]
         return _attend_alike(query, key, value, by_length[0][0], scale)
     if uses_kernels(query) and query.dtype in _HALF_TYPES:
         bounds, longest = _bounds(ends, query.device), by_length[-1][0]
+        # Imports torch's compiler, which a CPU needs not.
+        varlen_attn = import_module("torch.nn.attention.varlen").varlen_attn
         attended = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale)
         assert isinstance(attended, Tensor)  # nothing else was asked for
         return attended
@@ -281,8 +321,8 @@ def runs_by_length(ends: tuple[int, ...], device: torch.device) -> tuple[tuple[i
     bounds = np.array(ends, np.int64)
     lengths = np.diff(bounds)
     return tuple(
-        (int(length), to_device(torch.from_numpy(_rows(bounds[:-1][lengths == length], length)), device))
-        for length in np.unique(lengths[lengths > 0])
+        (length, to_device(torch.from_numpy(_rows(bounds[:-1][lengths == length], length)), device))
+        for length in sorted(set(lengths[lengths > 0].tolist()))
     )
 
 

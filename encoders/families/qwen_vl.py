@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from epd.chat import ChatMessage
 from epd.encoders.adapter import (
@@ -25,6 +24,7 @@ from epd.encoders.adapter import (
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU, to_device
 from epd.encoders.families.base import BaseAdapter
+from epd.encoders.families.qwen_sizes import image_size
 from epd.encoders.families.qwen_tower import prepare_tower
 from epd.encoders.patches import patch_spec, patchify, resize_image
 from epd.encoders.prompt.mrope import LAYOUTS, PositionLayout, VisualSpan, mrope_positions
@@ -85,10 +85,7 @@ class QwenVLAdapter(BaseAdapter):
 
         Raises ValueError for an impossible shape.
         """
-        least, most = limits
-        return _pixels(
-            smart_resize(height, width, factor=self.image_spec.factor, min_pixels=least, max_pixels=most)
-        )
+        return image_size(height, width, self.image_spec.factor, *limits)
 
     def _own_limits(self, kind: MediaKind) -> tuple[int, int]:
         """Returns the limits of the model's file, or the user's in their place."""
@@ -234,10 +231,6 @@ def _layout_of(checkpoint: Checkpoint) -> PositionLayout:
             f"{', '.join(LAYOUTS)}; name the one that it was trained with, or none"
         )
     return named
-
-
-def _pixels(size: tuple[Any, Any]) -> tuple[int, int]:
-    return int(size[0]), int(size[1])
 
 
 def _limit_error(what: str, height: int, width: int, error: ValueError) -> MediaLimitError:

@@ -16,8 +16,6 @@ from functools import lru_cache
 from itertools import chain, count, groupby, islice
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from epd.chat import NO_TURNS, ChatMessage, ContentPart, ToolCall, check_chat, media_kinds, text_message
 from epd.encoders.checkpoint import Checkpoint, knows_definitions
 from epd.errors import RequestError
@@ -43,24 +41,24 @@ RESPONSE = ("<tool_response>\n", "\n</tool_response>")
 
 
 @lru_cache(maxsize=16)
-def roles_of_texts(template: str, special_tokens: tuple[tuple[str, Any], ...]) -> frozenset[str]:
-    """Returns the roles whose messages the template takes as texts. special_tokens: that it may name."""
-    return frozenset(role for role in _AROUND if _wants_text(template, dict(special_tokens), role))
+def roles_of_texts(tokenizer: Any, template: str) -> frozenset[str]:
+    """Returns the roles whose messages the template takes as texts. tokenizer: renders it."""
+    return frozenset(role for role in _AROUND if _wants_text(tokenizer, template, role))
 
 
-def _wants_text(template: str, special_tokens: Mapping[str, Any], role: str) -> bool:
+def _wants_text(tokenizer: Any, template: str, role: str) -> bool:
     """Reports whether a text of this role is shown, and a list of one is not."""
     before, after = _AROUND[role]
 
     def shows(form: Callable[[str], Any]) -> bool:
         messages = [_message(each, text, form(text)) for each, text in [*before, (role, _PROBE), *after]]
         try:
-            rendered, _ = render_jinja_template(
-                [messages], chat_template=template, add_generation_prompt=True, **special_tokens
+            rendered = tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=False, add_generation_prompt=True
             )
         except Exception:  # noqa: BLE001 # a template is a program of others
             return False
-        return _PROBE in rendered[0] and not _PRINTED.search(rendered[0])
+        return _PROBE in rendered and not _PRINTED.search(rendered)
 
     return shows(str) and not shows(lambda text: [{"type": "text", "text": text}])
 
@@ -113,7 +111,7 @@ def render_chat(
     for message in messages:
         _check_unreserved(message, reserved)
     tokenizer = checkpoint.tokenizer
-    roles = roles_of_texts(template, tuple(tokenizer.special_tokens_map.items()))
+    roles = roles_of_texts(tokenizer, template)
     turns = [_for_template(message) for message in messages if message.role not in NO_TURNS]
     try:
         text: str = tokenizer.apply_chat_template(

@@ -95,7 +95,10 @@ def _substituted(
 
 
 def _tokenise(checkpoint: Checkpoint, text: str) -> Int64Array:
-    return np.asarray(checkpoint.tokenizer(text)["input_ids"], dtype=np.int64)
+    """Tokenises a rendered prompt: its first token is not added once more where the template writes it."""
+    tokenizer = checkpoint.tokenizer
+    is_begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    return np.asarray(tokenizer(text, add_special_tokens=not is_begun)["input_ids"], dtype=np.int64)
 
 
 def _pad_positions(checkpoint: Checkpoint, markers: Markers, token_ids: Int64Array) -> Int64Array:

@@ -4,6 +4,13 @@ Blocks that are written in full are shared: with the prefix cache, with forks, w
 alike. A block that is still to be written is held by one table only. A layer group is a run of decoder
 layers that share a block table. All groups of a request grow by the same tokens; `num_tokens` counts those
 of group 0 where no other is named.
+
+What layers keep of a sequence is of two kinds:
+
+    full attention     keys and values of each token, in blocks
+    recurrent state    one state of all tokens so far, in a slot: see `epd/kv/states.py`
+
+A model of the second kind finds a cached prefix only up to a block after which its state was kept.
 """
 
 from __future__ import annotations
@@ -18,18 +25,26 @@ from epd.kv.block_pool import BlockPool, BlockTable
 from epd.kv.kv_identity import TokenIdentity
 from epd.kv.kv_request import RequestBlocks, Shortage
 from epd.kv.prefix_cache import CachedBlock, PrefixCache, PrefixMatch
+from epd.kv.states import SLOTS_PER_SEQUENCE, StateSlots
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Sizes the cache. num_blocks: of each layer group. block_size: tokens."""
+    """Sizes the cache.
+
+    num_blocks: of each layer group with full attention. block_size: tokens.
+    num_states: slots of recurrent states; 0 for a model without them.
+    """
 
     num_blocks: tuple[int, ...]
     block_size: int
+    num_states: int = 0
 
     def __post_init__(self) -> None:
         if not self.num_blocks or min(self.num_blocks) < 1 or self.block_size < 1:
             raise ValueError(f"a KV cache needs at least 1 layer group of 1 block of 1 token, got {self}")
+        if self.num_states and self.num_states < SLOTS_PER_SEQUENCE:
+            raise ValueError(f"a sequence needs {SLOTS_PER_SEQUENCE} slots for its state, got {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +79,8 @@ class KVCacheManager:
         self.block_size = spec.block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._pools = [make_pool(num_blocks) for num_blocks in spec.num_blocks]
-        self._cache = PrefixCache(self._pools, spec.block_size)
+        self._states = make_pool(spec.num_states) if spec.num_states else None
+        self._cache = PrefixCache(self._pools, spec.block_size, self._states)
         self._requests: dict[str, RequestBlocks] = {}
 
     # Questions: none of them changes anything.
@@ -91,6 +107,22 @@ class KVCacheManager:
         """Returns how many blocks are available: free ones, and cached ones that no request uses."""
         return self._pools[layer_group].num_free + self._cache.num_idle
 
+    def current_state(self, request_id: str) -> int | None:
+        """Returns the slot with the state of the written tokens; None without any."""
+        state = self._requests[request_id].state
+        return None if state is None else state.current
+
+    def next_state(self, request_id: str) -> int | None:
+        """Returns the slot that the state after the next tokens goes to; None before `allocate`."""
+        state = self._requests[request_id].state
+        return None if state is None else state.following
+
+    def has_states(self, count: int) -> bool:
+        """Returns whether this many slots are available: free ones, and snapshots that nobody else holds."""
+        if self._states is None or count <= self._states.num_free:
+            return True
+        return count <= self._states.num_free + self._cache.num_idle_states
+
     @property
     def usage(self) -> float:
         """Returns the share of the blocks that requests hold, 0 to 1, in the fullest layer group."""
@@ -105,11 +137,15 @@ class KVCacheManager:
     def can_allocate(self, request_id: str, num_tokens: int) -> bool:
         """Returns whether `allocate` would find room now."""
         request = self._requests[request_id]
-        return num_tokens <= request.capacity or self._has_room(request.num_missing(num_tokens))
+        if num_tokens <= request.capacity:
+            return True
+        return self._has_room(request.num_missing(num_tokens), request.num_missing_states)
 
     def can_fork(self, request_id: str, num_tokens: int = 0) -> bool:
         """Returns whether `fork`, then `allocate` of `num_tokens` for the child, would find room now."""
-        return self._has_room(self._requests[request_id].num_added_by_fork(num_tokens))
+        parent = self._requests[request_id]
+        num_states = int(num_tokens > parent.num_tokens)
+        return self._has_room(parent.num_added_by_fork(num_tokens), num_states)
 
     def shortage(self, request_id: str, num_tokens: int) -> Shortage:
         """Returns why `num_tokens` tokens of an open request found no room: see `may_fit`."""
@@ -117,7 +153,7 @@ class KVCacheManager:
         num_shared = sum(node.num_pins > 1 for node in request.path)
         missing = zip(request.tables, request.num_missing(num_tokens), strict=True)
         blocks = tuple(len(table.blocks) + count - num_shared for table, count in missing)
-        return Shortage(blocks, self._cache.num_pinned)
+        return Shortage(blocks, self._cache.num_pinned, request.num_missing_states)
 
     def may_fit(self, shortage: Shortage) -> bool:
         """Returns whether opening the request again could find room; its tokens are not looked at.
@@ -127,7 +163,8 @@ class KVCacheManager:
         """
         found = self._cache.num_pinned - shortage.num_pinned
         pairs = zip(shortage.blocks, self._all_free(), strict=True)
-        return all(needed <= num_free + found for needed, num_free in pairs)
+        has_blocks = all(needed <= num_free + found for needed, num_free in pairs)
+        return has_blocks and self.has_states(shortage.num_states)
 
     def is_written(self, request_id: str) -> bool:
         """Returns whether all tokens of the request are in its blocks, so that no copy is pending."""
@@ -149,6 +186,7 @@ class KVCacheManager:
         if request.is_shareable:
             match = self._cache.match(identity, max_cached)
             self._share_path(request, match.path)
+            self._share_state(request)
             copies = self._copy_partial(request, match)
         request.refresh()
         return copies
@@ -161,19 +199,25 @@ class KVCacheManager:
         request = self._requests[request_id]
         if num_tokens <= request.capacity:
             return
-        missing = request.num_missing(num_tokens)
-        for table, count in zip(request.tables, missing, strict=True):
-            if count > table.pool.num_free:
-                self._make_room(missing, f"room for {num_tokens} tokens of request '{request_id}'")
-                break
+        missing, num_states = request.num_missing(num_tokens), request.num_missing_states
+        lacks = any(count > table.pool.num_free for table, count in zip(request.tables, missing, strict=True))
+        if lacks or num_states:
+            purpose = f"room for {num_tokens} tokens of request '{request_id}'"
+            self._make_room(missing, purpose, num_states)
         for table, count in zip(request.tables, missing, strict=True):
             table.take(count)
+        if request.state is not None:
+            request.state.take()
         request.refresh()
 
-    def commit(self, request_id: str, identity: TokenIdentity, num_tokens: int) -> None:
+    def commit(
+        self, request_id: str, identity: TokenIdentity, num_tokens: int, *, keeps_state: bool = False
+    ) -> None:
         """Records tokens [0, num_tokens) as written; whole blocks become shareable.
 
         identity: of these tokens, and maybe of more; it is kept, and read again by `free`.
+        keeps_state: whether a prompt that begins alike may begin with the recurrent state of these tokens;
+        it needs whole blocks.
         Raises ValueError for fewer tokens than before, or more than are known or have room.
         """
         request = self._requests[request_id]
@@ -186,8 +230,13 @@ class KVCacheManager:
         for table in request.tables:
             table.write(added)
         request.identity = identity
+        if request.state is not None and added:
+            request.state.advance()
+            request.refresh()
         if num_tokens >= request.next_share and request.is_shareable:
             self._share_whole_blocks(request)
+        if keeps_state:
+            self._keep_state(request)
 
     def copied(self, copies: Sequence[BlockCopy]) -> None:
         """Records copies that have been carried out."""
@@ -206,6 +255,9 @@ class KVCacheManager:
         child = self._new_request(child_id, parent.identity, parent.is_shareable)
         for node in parent.path:
             self._pin(child, node)
+        current = self.current_state(request_id)
+        if child.state is not None and current is not None:
+            child.state.share(current)
         copies = []
         for group, (old, new) in enumerate(zip(parent.tables, child.tables, strict=True)):
             new.share(old.blocks[: old.num_whole])
@@ -219,11 +271,12 @@ class KVCacheManager:
 
         With `layer_group`, `num_tokens` counts that group's tokens. A request whose groups differ in length
         is no longer shareable. A block that is cut in the middle and has other holders is copied.
-        Raises ValueError, and changes nothing, when there is no room for such a copy or a length is negative.
+        Raises ValueError, and changes nothing, when there is no room for such a copy, a length is negative,
+        or tokens are forgotten that a recurrent state holds.
         """
         request = self._requests[request_id]
         kept = self._kept(request, num_tokens, layer_group)
-        if min(kept) < 0:
+        if min(kept) < 0 or (request.state is not None and min(kept) < request.num_tokens):
             raise ValueError(f"request '{request_id}' of {request.lengths} tokens cannot be cut to {kept}")
         needed = [int(table.splits_shared(num)) for table, num in zip(request.tables, kept, strict=True)]
         self._make_room(needed, f"the copies for a cut of request '{request_id}' to {kept} tokens")
@@ -242,11 +295,12 @@ class KVCacheManager:
         """Frees the written blocks of a request that has copied what it keeps to the blocks behind them.
 
         num_tokens: of each layer group, how many are kept. The request is no longer shareable.
-        Raises ValueError, and changes nothing, when the blocks behind have no room for so many.
+        Raises ValueError, and changes nothing, when the blocks behind have no room for so many, or the
+        request has a recurrent state.
         """
         request = self._requests[request_id]
         for table, num in zip(request.tables, num_tokens, strict=True):
-            if not 0 <= num <= table.num_behind:
+            if not 0 <= num <= table.num_behind or request.state is not None:
                 raise ValueError(
                     f"request '{request_id}' cannot keep {list(num_tokens)} tokens: {table.num_behind} have "
                     f"room behind the {table.num_tokens} written ones; allocate first"
@@ -263,7 +317,9 @@ class KVCacheManager:
         The written part of its last block can still be found too.
         """
         request = self._requests.pop(request_id)
-        if request.is_shareable and all(table.has_written_partial for table in request.tables):
+        if request.state is not None:
+            request.state.release()
+        elif request.is_shareable and all(table.has_written_partial for table in request.tables):
             self._keep_partial(request)
         for table in request.tables:
             table.cut(0)
@@ -278,19 +334,27 @@ class KVCacheManager:
     def _all_free(self) -> list[int]:
         return [self.num_free_blocks(group) for group in range(len(self._pools))]
 
-    def _has_room(self, needed: Sequence[int]) -> bool:
+    def _has_room(self, needed: Sequence[int], num_states: int = 0) -> bool:
         idle = self._cache.num_idle
-        return all(num <= pool.num_free + idle for num, pool in zip(needed, self._pools, strict=True))
+        has_blocks = all(num <= pool.num_free + idle for num, pool in zip(needed, self._pools, strict=True))
+        return has_blocks and self.has_states(num_states)
 
-    def _make_room(self, needed: Sequence[int], purpose: str) -> None:
-        """Evicts until `needed` blocks of each layer group are free; raises ValueError if that cannot be."""
+    def _make_room(self, needed: Sequence[int], purpose: str, num_states: int = 0) -> None:
+        """Evicts until `needed` blocks of each layer group are free, and `num_states` slots.
+
+        Raises ValueError, and changes nothing, if that cannot be.
+        """
         lacking = max([num - pool.num_free for num, pool in zip(needed, self._pools, strict=True)])
         if lacking > self._cache.num_idle:
             raise ValueError(
                 f"{purpose} needs {list(needed)} blocks, {self._all_free()} are free; free a request first"
             )
+        if not self.has_states(num_states):
+            raise ValueError(f"{purpose} needs {num_states} states, 0 are free; free a request first")
         if lacking > 0:
             self._cache.evict(lacking)
+        if self._states is not None:
+            self._cache.drop_states(max(num_states - self._states.num_free, 0))
 
     def _kept(self, request: RequestBlocks, num_tokens: int, layer_group: int | None) -> list[int]:
         """Returns for how many tokens each layer group keeps its blocks."""
@@ -309,7 +373,8 @@ class KVCacheManager:
     def _new_request(self, request_id: str, identity: TokenIdentity, is_shareable: bool) -> RequestBlocks:
         self._check_new(request_id)
         tables = [BlockTable(pool, self.block_size) for pool in self._pools]
-        request = self._requests[request_id] = RequestBlocks(tables, identity, is_shareable)
+        state = None if self._states is None else StateSlots(self._states)
+        request = self._requests[request_id] = RequestBlocks(tables, identity, is_shareable, state)
         return request
 
     def _pin(self, request: RequestBlocks, node: CachedBlock) -> None:
@@ -327,6 +392,19 @@ class KVCacheManager:
             self._pin(request, node)
         for group, table in enumerate(request.tables):
             table.share([node.blocks[group] for node in path])
+
+    def _share_state(self, request: RequestBlocks) -> None:
+        """Begins with the state that was kept after the shared blocks."""
+        if request.state is not None and request.path:
+            slot = self._cache.snapshots[request.path[-1]]
+            self._cache.keep_state(request.path[-1], slot)
+            request.state.share(slot)
+
+    def _keep_state(self, request: RequestBlocks) -> None:
+        """Lets the prefix cache hold the state of a request's written tokens, all in whole blocks."""
+        state, is_whole = request.state, request.num_tokens == len(request.path) * self.block_size
+        if state is not None and state.current is not None and request.path and is_whole:
+            self._cache.keep_state(request.path[-1], state.current)
 
     def _copy_partial(self, request: RequestBlocks, match: PrefixMatch) -> list[BlockCopy]:
         """Copies the cached part of one more block into a block of the request's own, if there is room."""
@@ -371,6 +449,9 @@ class KVCacheManager:
         for group, pool in enumerate(self._pools):
             pool.check_integrity()
             self._check_references(group, pool)
+        if self._states is not None:
+            self._states.check_integrity()
+            self._states.check_holders(self._state_holders())
         pins = Counter(node for request in self._requests.values() for node in request.path)
         for node in self._cache.nodes():
             if node.num_pins != pins[node]:
@@ -384,6 +465,13 @@ class KVCacheManager:
         held.update(node.blocks[group] for node in self._cache.nodes())
         pool.check_holders(held)
 
+    def _state_holders(self) -> Counter[int]:
+        """Counts the holders of each slot: sequences and snapshots."""
+        held = Counter(self._cache.snapshots.values())
+        for request in self._requests.values():
+            held.update([] if request.state is None else request.state.held)
+        return held
+
     def _check_request(self, request: RequestBlocks) -> None:
         size, parent = self.block_size, self._cache.root
         for table in request.tables:
@@ -393,6 +481,9 @@ class KVCacheManager:
             require(node.parent is parent and node.key == rows, "pins on nodes of other tokens")
             parent = node
         require(len(request.path) <= max(request.lengths) // size, "pins past the tokens that are written")
+        if request.state is not None:
+            is_written = request.state.current is not None
+            require(is_written == (request.num_tokens > 0), "tokens without a state, or a state without any")
         derived = request.capacity, request.next_share
         request.refresh()
         if derived != (request.capacity, request.next_share):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from epd.kv.block_pool import BlockTable
 from epd.kv.kv_identity import TokenIdentity
 from epd.kv.prefix_cache import CachedBlock
+from epd.kv.states import StateSlots
 from epd.types import ceil_div
 
 
@@ -16,23 +17,35 @@ class Shortage:
 
     blocks: of each layer group, those it needs beside the cached ones that others held as well.
     num_pinned: of the prefix cache, at that time.
+    num_states: slots that it needs.
     """
 
     blocks: tuple[int, ...]
     num_pinned: int
+    num_states: int = 0
 
 
 class RequestBlocks:
-    """Holds a request's block table for each layer group, and pins on the nodes of its whole blocks."""
+    """Holds a request's block table for each layer group, and pins on the nodes of its whole blocks.
 
-    __slots__ = ("capacity", "identity", "is_shareable", "next_share", "path", "tables")
+    state: its recurrent state; None for a model that has none.
+    """
 
-    def __init__(self, tables: list[BlockTable], identity: TokenIdentity, is_shareable: bool) -> None:
+    __slots__ = ("capacity", "identity", "is_shareable", "next_share", "path", "state", "tables")
+
+    def __init__(
+        self,
+        tables: list[BlockTable],
+        identity: TokenIdentity,
+        is_shareable: bool,
+        state: StateSlots | None = None,
+    ) -> None:
         self.tables = tables
+        self.state = state
         self.identity = identity
         self.is_shareable = is_shareable
         self.path: list[CachedBlock] = []
-        self.capacity = 0  # tokens of group 0 with which one of the groups has no more room
+        self.capacity = 0  # tokens of group 0 with which a group, or the state, has no more room
         self.next_share = 0  # tokens with which the next block is whole
 
     @property
@@ -45,8 +58,14 @@ class RequestBlocks:
 
     def refresh(self) -> None:
         """Derives counts from tables and path, so that most tokens need one comparison."""
-        self.capacity = self.num_tokens + min([table.room for table in self.tables])
+        room = 0 if self.num_missing_states else min([table.room for table in self.tables])
+        self.capacity = self.num_tokens + room
         self.next_share = (len(self.path) + 1) * self.tables[0].block_size
+
+    @property
+    def num_missing_states(self) -> int:
+        """Returns how many slots its next tokens need."""
+        return 0 if self.state is None else self.state.num_missing
 
     def num_missing(self, num_tokens: int) -> list[int]:
         added = num_tokens - self.num_tokens

@@ -51,7 +51,8 @@ class PrefixMatch:
 class PrefixCache:
     """Keeps the trie, its pins and the eviction order of idle nodes. It holds each of its blocks once."""
 
-    def __init__(self, pools: Sequence[BlockPool], block_size: int) -> None:
+    def __init__(self, pools: Sequence[BlockPool], block_size: int, states: BlockPool | None = None) -> None:
+        """states: slots of recurrent states, of a model that has them."""
         self.root = CachedBlock(None, b"", ())
         self.block_size = block_size
         self.num_evictions = 0
@@ -59,6 +60,9 @@ class PrefixCache:
         self._pools = pools
         # In order of eviction. A plain dict would search past everything removed at its start.
         self._idle: OrderedDict[CachedBlock, None] = OrderedDict()
+        self._states = states
+        # Slots with the state after a node's last token; the one that was used last comes last.
+        self.snapshots: OrderedDict[CachedBlock, int] = OrderedDict()
 
     @property
     def num_idle(self) -> int:
@@ -69,7 +73,18 @@ class PrefixCache:
         return node in self._idle
 
     def match(self, identity: TokenIdentity, max_tokens: int) -> PrefixMatch:
-        """Returns the longest cached prefix of at most `max_tokens` tokens. Changes nothing."""
+        """Returns the longest cached prefix of at most `max_tokens` tokens. Changes nothing.
+
+        Where there are recurrent states, a prefix ends where a snapshot of the state was kept.
+        """
+        match = self._longest(identity, max_tokens)
+        if self._states is None:
+            return match
+        while match.path and match.path[-1] not in self.snapshots:
+            match.path.pop()
+        return PrefixMatch(match.path, None, 0)
+
+    def _longest(self, identity: TokenIdentity, max_tokens: int) -> PrefixMatch:
         node = self.root
         path: list[CachedBlock] = []
         for key in identity.chunks(0, min(max_tokens, len(identity)), self.block_size):
@@ -123,6 +138,34 @@ class PrefixCache:
         if node in self._idle:
             self._idle.move_to_end(node)
 
+    def keep_state(self, node: CachedBlock, slot: int) -> None:
+        """Keeps the state after a node's last token, unless there is one already."""
+        assert self._states is not None
+        if node not in self.snapshots:
+            self._states.share(slot)
+            self.snapshots[node] = slot
+        self.snapshots.move_to_end(node)
+
+    @property
+    def num_idle_states(self) -> int:
+        """Returns the number of snapshots that nobody else holds."""
+        return len(self._idle_states())
+
+    def _idle_states(self) -> list[CachedBlock]:
+        states = self._states
+        assert states is not None
+        return [node for node, slot in self.snapshots.items() if states.references(slot) == 1]
+
+    def drop_states(self, count: int) -> None:
+        """Drops the snapshots that have not been used for longest, of those that nobody else holds."""
+        for node in self._idle_states()[:count]:
+            self._drop_state(node)
+
+    def _drop_state(self, node: CachedBlock) -> None:
+        slot = self.snapshots.pop(node, None)
+        if self._states is not None and slot is not None:
+            self._states.release(slot)
+
     def evict(self, count: int) -> None:
         """Drops the `count` nodes that have been idle longest, leaves first."""
         for _ in range(count):
@@ -132,6 +175,7 @@ class PrefixCache:
     def _remove(self, node: CachedBlock) -> None:
         assert node.parent is not None
         del self._idle[node]
+        self._drop_state(node)
         del node.parent.children[node.key]
         del node.parent.keys[bisect_left(node.parent.keys, node.key)]
         for pool, block in zip(self._pools, node.blocks, strict=True):
@@ -154,6 +198,8 @@ class PrefixCache:
         nodes = list(self.nodes())
         order = {node: place for place, node in enumerate(self._idle)}
         require(order.keys() == {node for node in nodes if not node.num_pins}, "idle and pinned, or neither")
+        require(self.snapshots.keys() <= set(nodes), "a snapshot after what is not cached")
+        require(all(map(self._is_whole, self.snapshots)), "a snapshot in the middle of a block")
         for node in [self.root, *nodes]:
             require(node.keys == sorted(node.children), "keys differ from the children's")
             nested = any(b.startswith(a) for a, b in pairwise(node.keys))

@@ -53,6 +53,7 @@ class ScheduledRequest:
     latest_start_s: when it must start to be in time, for an order by slack.
     rank: set by the scheduler's order, the lower, the sooner.
     may_sample: whether a token may be chosen now; until then its last known token is not computed.
+    state_stops: ascending, prompt tokens after which a chunk ends, and its recurrent state is kept.
     """
 
     request_id: str
@@ -74,6 +75,7 @@ class ScheduledRequest:
     latest_start_s: float = 0.0
     rank: float = 0.0
     may_sample: bool = True
+    state_stops: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or self.num_prompt_tokens
@@ -98,6 +100,10 @@ class ScheduledRequest:
         """Returns the known tokens with their inputs ready that have not been computed."""
         limit = self.num_ready if self.num_ready < self.num_prompt_tokens else self.num_tokens
         return min(limit, self.num_tokens - (not self.may_sample)) - self.num_computed
+
+    def next_state_stop(self, num_tokens: int) -> int:
+        """Returns the first of `state_stops` past `num_tokens`; past the last, all known tokens."""
+        return next((stop for stop in self.state_stops if stop > num_tokens), self.num_tokens)
 
     def pruned_range(self, num_tokens: int) -> PrunedRange | None:
         """Returns the range that token `num_tokens` is in, or the next; None past the last."""

@@ -37,11 +37,13 @@ class Preemption:
     """Records a preempted request.
 
     block_tables: of each layer group, where the `num_tokens` tokens that the cache held still are.
+    state: the slot where their recurrent state still is; None without any.
     """
 
     request: ScheduledRequest
     num_tokens: int
     block_tables: tuple[tuple[int, ...], ...]
+    state: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

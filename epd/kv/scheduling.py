@@ -123,7 +123,7 @@ class Scheduler:
         has_blocks = all(self.kv.num_free_blocks(g) >= needed for g in range(len(self.kv.spec.num_blocks)))
         place = request.priority, self._rank(request)
         is_first = all((each.priority, each.rank) > place for each in self.waiting)
-        return is_first and self._has_slot(request) and has_blocks
+        return is_first and self._has_slot(request) and has_blocks and self.kv.has_states(1)
 
     def remove(self, request: ScheduledRequest, *, hold: bool = False) -> None:
         """Takes a request out, finished or aborted. hold: its blocks stay until `release`."""
@@ -153,6 +153,7 @@ class Scheduler:
         """Decides one step and reserves its blocks; `advance` must follow for every chunk."""
         output = SchedulerOutput()
         budget = self._schedule_decodes(output, self.config.max_num_batched_tokens)
+        self._reserve_states(output)
         self._admit(output)
         self._schedule_prefills(output, budget)
         return output
@@ -170,6 +171,14 @@ class Scheduler:
                 output.chunks.append(Chunk(request, request.num_computed, stop, num_drafts))
                 budget -= 1 + num_drafts
         return budget
+
+    def _reserve_states(self, output: SchedulerOutput) -> None:
+        """Gives each prefill a slot for its next state; its blocks it has had since its admission."""
+        if not self.kv.spec.num_states:
+            return
+        for request in [each for each in self.running if not each.is_decoding]:
+            if request in self.running:
+                self._make_room(request, request.num_held + 1, output)
 
     def schedule_ahead(self, num_unread: int) -> list[Chunk]:
         """Reserves blocks for the next token of each decode, whose last `num_unread` tokens are unknown yet.
@@ -222,10 +231,12 @@ class Scheduler:
 
     def _preempt(self, preempted: ScheduledRequest, output: SchedulerOutput) -> None:
         self.num_preempted += 1
+        output.chunks = [chunk for chunk in output.chunks if chunk.request is not preempted]
         if self.config.preemption == "offload" and preempted.num_computed:
             groups = range(len(self.kv.spec.num_blocks))
             tables = tuple(tuple(self.kv.block_table(preempted.request_id, group)) for group in groups)
-            output.preemptions.append(Preemption(preempted, preempted.num_held, tables))
+            state = self.kv.current_state(preempted.request_id)
+            output.preemptions.append(Preemption(preempted, preempted.num_held, tables, state))
             preempted.num_offloaded = preempted.num_computed
         else:
             preempted.num_dropped = 0
@@ -260,7 +271,10 @@ class Scheduler:
         size = self.kv.block_size
         needed = ceil_div(self._reserved_tokens(request), size)
         needed += sum(1 + ceil_div(each.num_drafts, size) for each in self.running)
-        return all(self.kv.num_free_blocks(g) >= needed for g in range(len(self.kv.spec.num_blocks)))
+        has_states = self.kv.has_states(1 + len(self.running))
+        return has_states and all(
+            self.kv.num_free_blocks(g) >= needed for g in range(len(self.kv.spec.num_blocks))
+        )
 
     def _admit_first(self, output: SchedulerOutput) -> bool:
         """Gives the first waiting request its blocks. Returns False if there is no room."""
@@ -291,7 +305,6 @@ class Scheduler:
         if not preemptible or request.parent is not None or not self._would_fit(request, preemptible):
             return False
         self.running.remove(preemptible[0])
-        output.chunks = [chunk for chunk in output.chunks if chunk.request is not preemptible[0]]
         self._preempt(preemptible[0], output)
         return True
 
@@ -367,12 +380,18 @@ class Scheduler:
         return max(known, request.num_written(num_computed))
 
     def _schedule_prefills(self, output: SchedulerOutput, budget: int) -> None:
-        """Cuts prefill chunks. A pruned range larger than the rest of the budget waits, or goes first."""
+        """Cuts prefill chunks. A pruned range larger than the rest of the budget waits, or goes first.
+
+        A recurrent state that comes back in this step takes the slot of the next one: its request waits.
+        """
         num_decodes = len(output.chunks)
+        has_states = self.kv.spec.num_states > 0
+        back = {restore.request.request_id for restore in output.restores} if has_states else set()
         for request in self.running:
             if budget <= 0:
                 return
-            chunk = None if request.is_decoding else self._next_chunk(request, budget)
+            waits = request.is_decoding or request.request_id in back
+            chunk = None if waits else self._next_chunk(request, budget)
             if chunk and (chunk.num_inputs <= budget or len(output.chunks) == num_decodes):
                 output.chunks.append(chunk)
                 budget -= chunk.num_inputs
@@ -388,13 +407,15 @@ class Scheduler:
         if pruned:
             num_tokens = min(num_tokens, pruned.start - start)
         num_tokens = min(num_tokens, self.config.max_chunk_tokens, budget)
+        num_tokens = min(num_tokens, request.next_state_stop(start) - start)
         return Chunk(request, start, start + num_tokens) if num_tokens > 0 else None
 
     def advance(self, request: ScheduledRequest, num_computed: int) -> None:
         """Records a chunk that has been run: tokens [0, num_computed) are in the cache, but those dropped."""
         request.num_computed = num_computed
         request.num_ready = max(request.num_ready, num_computed)
-        self.kv.commit(request.request_id, request.identity, request.num_held)
+        keeps_state = num_computed in request.state_stops
+        self.kv.commit(request.request_id, request.identity, request.num_held, keeps_state=keeps_state)
         if request.pruned and num_computed == request.pruned[-1].stop:  # no more is written than stays
             self.kv.truncate(request.request_id, self._reserved_tokens(request, num_computed))
 

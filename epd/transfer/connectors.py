@@ -64,6 +64,7 @@ class KVTicket:
     sender: the worker that is to fill it.
     block_tables: of each layer group, the blocks of tokens [0, num_tokens).
     num_cached: leading tokens that are there already and must not be written, as others may be reading them.
+    state_slot: where their recurrent state goes; None for a model without any.
     """
 
     transfer_id: str
@@ -73,6 +74,7 @@ class KVTicket:
     num_cached: int
     num_tokens: int
     block_tables: tuple[tuple[int, ...], ...]
+    state_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +130,13 @@ class KVChunk:
 
     state: in the last chunk alone, which may be without spans.
     num_kv_tokens: with the state, the tokens each layer group keeps of the prompt: all unless it was pruned.
+    state_slot: with the state, where the sender has the recurrent state of all tokens, if the model has one.
     """
 
     spans: tuple[KVSpan, ...]
     state: HandoverState | None = None
     num_kv_tokens: tuple[int, ...] = ()
+    state_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,8 @@ class KVOutbox:
         spans = self._spans(sending, lengths)
         if state is not None:
             sending.is_last_sent = True
-            self._offer(sending, KVChunk(spans, state, lengths))
+            slot = self._cache.current_state(request_id)
+            self._offer(sending, KVChunk(spans, state, lengths, slot))
         elif spans:
             self._offer(sending, KVChunk(spans))
 
@@ -325,7 +326,7 @@ class DecodeReception:
         )
         return KVTicket(
             self._ids.next(), self._connector.name, sender, request_id,
-            self._cache.num_tokens(request_id), num_tokens, tables,
+            self._cache.num_tokens(request_id), num_tokens, tables, self._cache.next_state(request_id),
         )  # fmt: skip
 
     def _find(self, transfer_id: str) -> _IncomingHandover | None:

@@ -45,8 +45,13 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "eval": ("eval:evaluate", "Measure what token reduction costs in accuracy."),
     },
     "Operate": {
+        "models": (
+            "models:models",
+            "List the model families that load, and who computes each.",
+        ),
         "status": ("status:status", "Show the workers, queues and traffic of a server."),
         "config": ("config:config", "Show the resolved configuration of a server."),
+        "keys": ("keys:keys", "Make keys for the clients of a server."),
     },
 }
 _COMMANDS = {name: entry for group in _GROUPS.values() for name, entry in group.items()}

@@ -174,7 +174,8 @@ def _planned(path: Path, options: Mapping[str, Any], context: typer.Context) -> 
 
 def _app_args(options: Mapping[str, Any], host: str) -> AppArgs:
     """The application's checked arguments. Raises EPDError."""
-    names = names_for(host, options["allowed_hosts"] or (), has_key=bool(options["api_key"]))
+    has_key = bool(options["api_key"] or options["api_keys_file"])
+    names = names_for(host, options["allowed_hosts"] or (), has_key=has_key)
     limits = parse_values(f"limits.{one}" for one in options["limits"] or ()).get("limits", {})
     repeated = {"allowed_hosts": names, "allowed_media_hosts": options["allowed_media_hosts"] or None}
     try:

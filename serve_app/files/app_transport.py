@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import httpx
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from epd.serve_app.clients import Client, driver_of
 from epd.serve_app.fair_threads import FairTurns
 
 OWN_URL = "http://localhost"
@@ -17,7 +18,7 @@ class OwnApp:
 
     def __init__(self, app: ASGIApp, loop: asyncio.AbstractEventLoop, num_in_flight: int) -> None:
         """Takes the app, and the event loop that it runs in."""
-        self._inner = httpx.ASGITransport(app, raise_app_exceptions=False)
+        self._app = app
         self._loop = loop
         self._turns = FairTurns(num_in_flight, num_in_flight)
 
@@ -29,7 +30,17 @@ class OwnApp:
 
     async def _in_turn(self, request: httpx.Request, owner: str) -> httpx.Response:
         async with self._turns.turn(owner):
-            return await self._inner.handle_async_request(request)
+            asked = httpx.ASGITransport(_asked_by(driver_of(owner), self._app), raise_app_exceptions=False)
+            return await asked.handle_async_request(request)
+
+
+def _asked_by(client: Client, app: ASGIApp) -> ASGIApp:
+    """Returns the app for requests of a client, which come with no key."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "state": {"client": client}}, receive, send)
+
+    return answer
 
 
 class AppTransport(httpx.AsyncBaseTransport):

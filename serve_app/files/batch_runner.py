@@ -29,11 +29,10 @@ _MAX_LANES = 8
 class BatchRunner:
     """Looks for batches that no server drives, the oldest first; those of servers that end go on."""
 
-    def __init__(self, store: BatchStore, app: ASGIApp, api_key: str | None) -> None:
-        """Prepares to run. app: answers lines, in the event loop of `start`. api_key: that it wants."""
+    def __init__(self, store: BatchStore, app: ASGIApp) -> None:
+        """Prepares to run. app: answers lines, in the event loop of `start`."""
         self._store = store
         self._app = app
-        self._api_key = api_key
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -84,7 +83,7 @@ class BatchRunner:
 
     def _drive(self, batch_id: str, transport: AppTransport) -> None:
         def backend(path: str) -> HttpBackend:
-            endpoint = Endpoint("batch", OWN_URL, api_key=self._api_key)
+            endpoint = Endpoint("batch", OWN_URL)
             return HttpBackend(
                 endpoint, path=path, transport=transport, max_requests=self._store.settings.num_in_flight
             )

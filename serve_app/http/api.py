@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from epd import __version__
 from epd.errors import ModelNotFoundError
 from epd.machine import steady_time_s
+from epd.serve_app.clients import Right
 from epd.serve_app.files.batch_records import BatchRequest
 from epd.serve_app.files.batch_runner import BatchRunner
 from epd.serve_app.files.upload_records import CompleteRequest, UploadRequest
@@ -25,9 +26,10 @@ from epd.serve_app.http.guard.http_guard import (
     KeyCheck,
     RequestEdge,
     check_admin,
+    client_of,
     install_error_handlers,
 )
-from epd.serve_app.http.page import page_routes
+from epd.serve_app.http.page import Pages, sample_route
 from epd.serve_app.http.protocol import (
     ChatCompletion,
     DecisionReport,
@@ -90,8 +92,9 @@ def create_api(service: AnswerService, media: MediaService, settings: ApiSetting
     server = ServerState(service, media, settings or ApiSettings())
     app = _App(title="epd", openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.server = server
-    hosts = HostCheck(server.settings.allowed_hosts, has_key=server.settings.api_key is not None)
-    keys = KeyCheck(server.settings.api_key, server.settings.admin_api_key)
+    has_key = server.settings.api_key is not None or server.clients is not None
+    hosts = HostCheck(server.settings.allowed_hosts, has_key=has_key)
+    keys = KeyCheck(server.settings.api_key, server.settings.admin_api_key, server.clients)
     install_error_handlers(app)
     endpoints = {
         "/v1/chat/completions": chat_completions,
@@ -100,27 +103,22 @@ def create_api(service: AnswerService, media: MediaService, settings: ApiSetting
         "/invocations": invocations,
     }
     answers = {path: chat_route(app, keys, endpoint) for path, endpoint in endpoints.items()}
-    app.add_middleware(RequestEdge, on_finished=server.finish, host_check=hosts, answers=answers)
+    app.add_middleware(
+        RequestEdge, on_finished=server.finish, host_check=hosts, answers=answers, clients=server.clients
+    )
     app.include_router(_open)
     app.include_router(_guarded, dependencies=[Depends(keys)])
-    for routes in (
-        prompt_routes,
-        completion_routes,
-        response_routes,
-        invocation_routes,
-        file_routes,
-        upload_routes,
-        batch_routes,
-    ):
-        app.include_router(routes, responses=_ERRORS, dependencies=[Depends(keys)])
-    app.include_router(page_routes())
+    for routes, right in _RIGHTS:
+        app.include_router(routes, responses=_ERRORS, dependencies=[Depends(keys.needs(right))])
+    app.include_router(sample_route)
+    app.pages = Pages(hosts, app.openapi_under)
     return app
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     server = app.state.server
-    runner = None if server.batches is None else BatchRunner(server.batches, app, server.settings.api_key)
+    runner = None if server.batches is None else BatchRunner(server.batches, app)
     tasks = Tasks()
     try:
         if server.settings.log_stats_s is not None:
@@ -136,11 +134,16 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 class _App(FastAPI):
-    """Adds the bodies that routes read themselves to the OpenAPI schema."""
+    """Answers with prepared pages, and adds the bodies that routes read themselves to the OpenAPI schema."""
+
+    pages: Pages
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._openapi_json: dict[str, bytes] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self.pages.found(scope) or super().__call__)(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -162,6 +165,18 @@ class _App(FastAPI):
 
 _open = APIRouter()
 _guarded = APIRouter(prefix="/v1", responses=_ERRORS)
+_asking = APIRouter()
+# What a client's key must have a right to, for each route of these.
+_RIGHTS: tuple[tuple[APIRouter, Right], ...] = (
+    (_asking, "ask"),
+    (prompt_routes, "ask"),
+    (completion_routes, "ask"),
+    (response_routes, "ask"),
+    (invocation_routes, "ask"),
+    (file_routes, "files"),
+    (upload_routes, "files"),
+    (batch_routes, "batches"),
+)
 
 
 def _server(request: Request) -> ServerState:
@@ -170,8 +185,8 @@ def _server(request: Request) -> ServerState:
     return server
 
 
-@_guarded.post(
-    "/chat/completions",
+@_asking.post(
+    "/v1/chat/completions",
     response_model=ChatCompletion,
     responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
     openapi_extra={
@@ -189,12 +204,12 @@ async def chat_completions(request: Request) -> Response:
 
 @_guarded.get("/models")
 async def list_models(request: Request) -> ModelList:
-    return ModelList(data=_entries(_server(request)))
+    return ModelList(data=_entries(request))
 
 
 @_guarded.get("/models/{name:path}")
 async def get_model(request: Request, name: str) -> ModelEntry:
-    entries = _entries(_server(request))
+    entries = _entries(request)
     for entry in entries:
         if entry.id == name:
             return entry
@@ -202,10 +217,13 @@ async def get_model(request: Request, name: str) -> ModelEntry:
     raise ModelNotFoundError(f"received the model {name[:100]!r}; allowed: {allowed}; use one")
 
 
-def _entries(server: ServerState) -> list[ModelEntry]:
+def _entries(request: Request) -> list[ModelEntry]:
+    server = _server(request)
     limits = server.settings.limits.record() | {"max_body_bytes": server.settings.max_body_bytes}
     if server.settings.files is not None:
         limits |= server.settings.files.limits()
+    if server.clients is not None:
+        limits |= server.clients.limits(client_of(request).name)
     return [
         ModelEntry(
             id=card.name,
@@ -290,12 +308,6 @@ async def version() -> Version:
     return Version(version=__version__)
 
 
-@_open.get("/openapi.json", include_in_schema=False)
-async def openapi(request: Request) -> Response:
-    schema = request.app.openapi_under(request.scope.get("root_path", "").rstrip("/"))
-    return Response(schema, media_type="application/json")
-
-
 @_open.get("/metrics", response_class=Response)
 async def prometheus(request: Request) -> Response:
     """Returns Prometheus metrics."""
@@ -306,12 +318,12 @@ def chat_route(app: FastAPI, keys: KeyCheck, endpoint: Callable[[Request], Await
     """Returns an ASGI app that does what the routed endpoint does, below the framework's costlier routing.
 
     app: whose handlers turn errors into responses
-    keys: checks the key of each request
+    keys: checks the key of each request, and counts it
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
-        await keys(request)
+        await keys.admit(request)
         response = await endpoint(request)
         await response(scope, receive, send)
 

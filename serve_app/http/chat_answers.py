@@ -18,12 +18,13 @@ from epd.frame_sampling import FrameSampling
 from epd.machine import steady_time_s
 from epd.reduction import KEEP_ALL, ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
+from epd.serve_app.clients import THIS_PROCESS, Client
 from epd.serve_app.files.settings import FileSettings
 from epd.serve_app.http.format_checks import FormatChecks
 from epd.serve_app.http.guard.body_reader import BodyLimits
 from epd.serve_app.http.requests.answer_format import answer_format, no_turns
 from epd.serve_app.http.requests.chat_request import ChatRequest, EpdOptions
-from epd.serve_app.http.requests.named_media import NamedMedia
+from epd.serve_app.http.requests.named_media import NamedMedia, namespace_of
 from epd.serve_app.http.requests.request_cost import budget_of
 from epd.serve_app.http.requests.request_parsing import (
     check_supported,
@@ -57,6 +58,7 @@ class ApiSettings:
 
     api_key: None allows every client
     admin_api_key: required to change roles and to come before others; None allows no client
+    api_keys_file: keys of several clients, in place of an api_key
     max_body_bytes: of one body
     bodies: limits of all bodies being read
     max_requests: requests answered at once
@@ -76,6 +78,7 @@ class ApiSettings:
 
     api_key: str | None = field(default=None, repr=False)
     admin_api_key: str | None = field(default=None, repr=False)
+    api_keys_file: Path | None = None
     max_body_bytes: int = 128 << 20
     bodies: BodyLimits = field(default_factory=BodyLimits)
     max_requests: int = 512
@@ -120,23 +123,6 @@ class RequestOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
-    """Says who asks.
-
-    client: who shares with others as one
-    owner: of files, empty where all have the same
-    namespace: of the names that the client gives to media
-    """
-
-    client: str = ""
-    owner: str = ""
-    namespace: bytes = b""
-
-
-THIS_PROCESS = Caller()
-
-
-@dataclass(frozen=True, slots=True)
 class ParsedRequest:
     """A checked chat request: its JSON, its conversation, and the media that the messages refer to.
 
@@ -147,7 +133,12 @@ class ParsedRequest:
     messages: tuple[ChatMessage, ...]
     references: tuple[MediaReference, ...]
     grammar: str = ""
-    caller: Caller = THIS_PROCESS
+    client: Client = THIS_PROCESS
+
+    @property
+    def namespace(self) -> bytes:
+        """Returns the space of the names that the client gives to media."""
+        return namespace_of(self.client.space, self.chat.cache_salt or "")
 
 
 class ChatAnswers:
@@ -178,14 +169,15 @@ class ChatAnswers:
         self,
         chat: ChatRequest,
         record: RequestRecord,
-        caller: Caller = THIS_PROCESS,
+        client: Client = THIS_PROCESS,
         num_bytes: int = 0,
     ) -> ParsedRequest:
         """Checks a chat request. num_bytes: of its body. Raises EPDError."""
         model = self.check_chat(chat)
         messages, sent = conversation(chat.messages, no_turns(chat), pixel_limits(chat), heard_part(chat))
-        found = await self.with_files(self.named_media.found(caller.namespace, sent), caller)
-        parsed = ParsedRequest(chat, messages, found, caller=caller)
+        parsed = ParsedRequest(chat, messages, sent, client=client)
+        found = await self.with_files(self.named_media.found(parsed.namespace, sent), client)
+        parsed = replace(parsed, references=found)
         num_bytes += sum(len(each.url) for each, old in zip(found, sent, strict=True) if not old.url)
         if found != sent:
             self.hold(record, num_bytes)
@@ -194,7 +186,7 @@ class ChatAnswers:
         return await self.accepted(parsed, record, model)
 
     async def with_files(
-        self, references: tuple[MediaReference, ...], _caller: Caller
+        self, references: tuple[MediaReference, ...], _client: Client
     ) -> tuple[MediaReference, ...]:
         """Returns the media with the uploaded files among them checked. Raises EPDError."""
         return references
@@ -214,7 +206,7 @@ class ChatAnswers:
         wanted = answer_format(parsed.chat)
         if wanted is None:
             return parsed
-        return replace(parsed, grammar=await self.formats.checked(wanted, parsed.caller.client))
+        return replace(parsed, grammar=await self.formats.checked(wanted, parsed.client.share))
 
     async def items(
         self, parsed: ParsedRequest, record: RequestRecord
@@ -226,7 +218,7 @@ class ChatAnswers:
         record.num_media = len(parsed.references)
         with self.admitted():
             async with self.media.sources(record.request_id, parsed.references) as media:
-                self.named_media.keep(parsed.caller.namespace, parsed.references, parsed.caller.client)
+                self.named_media.keep(parsed.namespace, parsed.references, parsed.client.share)
                 del parsed  # it holds whole media as text, and the answer may take minutes
                 self.begun(record)
                 async with aclosing(self.service.answer(request(media))) as answer:
@@ -239,7 +231,7 @@ class ChatAnswers:
         """Returns the options of a request. Raises RequestError for inconsistent ones."""
         chat = parsed.chat
         return RequestOptions(
-            chat.priority or 0,
+            parsed.client.priority if chat.priority is None else chat.priority,
             replace(sampling_params(chat, self.settings.default_params), grammar=parsed.grammar),
             video_sampling(chat, parsed.references),
             reduction_policy(chat, self.settings.default_reduction),

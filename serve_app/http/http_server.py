@@ -18,6 +18,8 @@ from epd.serve_app.http.prefix import ROOT, under_prefix
 from epd.serve_app.observability.logs import operation, with_fields
 
 _SAY_EVERY_S = 5.0  # how many requests are left
+# Connections that a turn of the event loop accepts, and those that wait for a turn in the system.
+_MAX_ACCEPTED, _BACKLOG = 64, 2048
 
 
 def _is_no_cut(record: logging.LogRecord) -> bool:
@@ -45,12 +47,15 @@ class HttpServer(uvicorn.Server):
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                backlog=_MAX_ACCEPTED,
                 timeout_graceful_shutdown=math.ceil(drain_s),
             )
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(_BACKLOG)  # asyncio has one number for both
         self.listening.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -13,16 +12,17 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from epd.control.request_budget import check_json_size
+from epd.serve_app.clients import Client
 from epd.serve_app.files.batch_store import BatchStore
 from epd.serve_app.files.file_store import FileStore
 from epd.serve_app.files.upload_store import UploadStore
 from epd.serve_app.files.uploaded_media import check_media, names_file
 from epd.serve_app.http.answers.several_answers import answer_all
-from epd.serve_app.http.chat_answers import ApiSettings, Caller, ChatAnswers, ParsedRequest, without_spans
+from epd.serve_app.http.chat_answers import ApiSettings, ChatAnswers, ParsedRequest, without_spans
 from epd.serve_app.http.guard.body_reader import BodyReader
-from epd.serve_app.http.guard.http_guard import check_admin, client_of, sent_key
+from epd.serve_app.http.guard.http_guard import check_admin, client_of
+from epd.serve_app.http.guard.keyed_clients import KeyedClients
 from epd.serve_app.http.requests.chat_request import ChatRequest
-from epd.serve_app.http.requests.named_media import namespace_of
 from epd.serve_app.http.requests.request_parsing import describe
 from epd.serve_app.observability.metrics import ServerMetrics
 from epd.serve_app.observability.record import RequestRecord, record_of
@@ -50,6 +50,7 @@ class ServerState(ChatAnswers):
         self.metrics = ServerMetrics(settings.front)
         self.tracing = tracing_of(settings.trace_dir, settings.max_traces, settings.otlp_endpoint)
         self.bodies = BodyReader(settings.bodies)
+        self.clients = None if settings.api_keys_file is None else KeyedClients(settings.api_keys_file)
         self.files = None if settings.files is None else FileStore(settings.files)
         self.batches = None if self.files is None else BatchStore(self.files)
         self.uploads = None if self.files is None else UploadStore(self.files)
@@ -111,28 +112,20 @@ class ServerState(ChatAnswers):
     async def checked(self, request: Request, chat: ChatRequest, num_bytes: int) -> ParsedRequest:
         """Checks a chat request that was read. num_bytes: of its body. Raises EPDError."""
         self.check_options(request, chat)
-        namespace = namespace_of(request.headers.get("authorization", ""), chat.cache_salt or "")
-        caller = Caller(client_of(request), self.owner_of(request), namespace)
-        return await self.checked_chat(chat, record_of(request), caller, num_bytes)
-
-    def owner_of(self, request: Request) -> str:
-        """Returns a name of the key that a request came with; empty where the server has none."""
-        if self.settings.api_key is None and not request.state.is_admin:
-            return ""
-        return hashlib.blake2b(sent_key(request) or b"", digest_size=16, person=b"epd files").hexdigest()
+        return await self.checked_chat(chat, record_of(request), client_of(request), num_bytes)
 
     async def with_files(
-        self, references: tuple[MediaReference, ...], caller: Caller
+        self, references: tuple[MediaReference, ...], client: Client
     ) -> tuple[MediaReference, ...]:
         names = [each.url for each in references if names_file(each.url)]
         if not names:
             return references
-        await asyncio.to_thread(check_media, self.files, caller.owner, names)
+        await asyncio.to_thread(check_media, self.files, client.owner, names)
         return tuple(replace(each, is_upload=names_file(each.url)) for each in references)
 
     def check_options(self, request: Request, chat: ChatRequest) -> ModelCard:
         """Checks everything but the amounts of a request. Returns its model. Raises EPDError."""
-        if chat.priority is not None and chat.priority < 0:
+        if chat.priority is not None and chat.priority < min(0, client_of(request).priority):
             check_admin(request, f"a priority of {chat.priority}", "0 and above")
         return self.check_chat(chat)
 
@@ -174,7 +167,7 @@ class ServerState(ChatAnswers):
         options = self.options_of(parsed)
         with self.admitted():
             async with self.media.sources(record.request_id, parsed.references) as media:
-                self.named_media.keep(parsed.caller.namespace, parsed.references, parsed.caller.client)
+                self.named_media.keep(parsed.namespace, parsed.references, parsed.client.share)
                 self.bodies.release(record)
                 request = self.request_of(record, parsed.messages, options, media)
                 return await self.service.prompts.estimate(request)
@@ -182,6 +175,8 @@ class ServerState(ChatAnswers):
     def finish(self, record: RequestRecord) -> None:
         """Records a finished HTTP request. Called once for each, however it ended."""
         self.bodies.release(record)
+        if self.clients is not None and record.client:
+            self.clients.spend(record.client, record.num_tokens)
         if record.is_answer:
             self.metrics.observe(record)
             record.log()

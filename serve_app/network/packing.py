@@ -19,6 +19,7 @@ from torch import Tensor
 from epd.encode.encoder_cache import CachedGroup
 from epd.stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
 from epd.stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
+from epd.stages.engine.state_pool import StatesShape
 from epd.transfer.connectors import AnySource, KVChunk, KVSpan
 from epd.types import UInt8Array
 
@@ -32,11 +33,13 @@ class Part:
 
     source: the part of what is offered, with the blocks of the small pool
     blocks: of each layer group, or of the one pool of embeddings, those of the sender, in that order
+    state_slot: of the sender, where a recurrent state is; None for a part without
     """
 
     shape: AnyShape
     source: AnySource
     blocks: tuple[tuple[int, ...], ...]
+    state_slot: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -54,6 +57,7 @@ class Part:
             target.fill(pool, self.blocks[0])
         elif isinstance(pool, KVPools) and isinstance(target, KVPools):
             pool.copy_whole(target, self.blocks)
+            target.copy_state(pool, 0, self.state_slot)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,8 +118,17 @@ def _keys_and_values(pool: KVPools, source: KVChunk) -> Part:
     shape = KVPoolsShape(
         tuple(KVGroupShape(len(ids), each) for ids, each in zip(blocks, pool.shape.layouts, strict=True)),
         pool.block_size,
+        states=_states_of(pool, source),
     )
-    return Part(shape, replace(source, spans=tuple(spans)), tuple(map(tuple, blocks)))
+    slot = None if source.state_slot is None else 0
+    packed = replace(source, spans=tuple(spans), state_slot=slot)
+    return Part(shape, packed, tuple(map(tuple, blocks)), source.state_slot)
+
+
+def _states_of(pool: KVPools, source: KVChunk) -> StatesShape | None:
+    """Returns the room of a part for the recurrent state that comes with the last one."""
+    layout = pool.shape.state_layout
+    return None if layout is None else StatesShape(int(source.state_slot is not None), layout)
 
 
 def _bites(pool: KVPools, source: KVChunk, max_bytes: int) -> Iterator[list[KVSpan]]:

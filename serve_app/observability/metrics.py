@@ -32,6 +32,15 @@ class ServerMetrics:
         self._errors = Counter(
             "epd_request_errors", "Failed requests by error.", ["error"], registry=registry
         )
+        self._client_requests = Counter(
+            "epd_client_requests",
+            "Finished requests of a name in the file of keys.",
+            ["client", "status"],
+            registry=registry,
+        )
+        self._client_tokens = Counter(
+            "epd_client_tokens", "Tokens of these, of prompts and answers.", ["client"], registry=registry
+        )
         self.in_flight = Gauge("epd_requests_in_flight", "Requests in flight.", registry=registry)
         self._ttft_s = Histogram(
             "epd_time_to_first_token_seconds",
@@ -61,6 +70,9 @@ class ServerMetrics:
     def observe(self, record: RequestRecord) -> None:
         """Counts a finished request."""
         self._requests.labels(str(record.status), str(record.is_stream).lower()).inc()
+        if record.client:
+            self._client_requests.labels(record.client, str(record.status)).inc()
+            self._client_tokens.labels(record.client).inc(record.num_tokens)
         if record.error:
             self._errors.labels(record.error).inc()
         if record.status != HTTPStatus.OK or record.end is None:

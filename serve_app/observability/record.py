@@ -135,6 +135,7 @@ class RequestRecord:
     """Collects one request. Times are seconds of `perf_counter`, except arrival_s, which is Unix time.
 
     status: HTTP status, None before the response
+    client: its name, where the server has a file of keys
     is_answer: whether it wants an answer of the model, and not a page or a status
     held_bytes: bytes of its body, taken from the budget of `BodyReader`
     error: the class of the error that ended it, or another reason
@@ -143,6 +144,7 @@ class RequestRecord:
     request_id: str = field(default_factory=new_request_id)
     arrival_s: float = field(default_factory=time)
     start: float = field(default_factory=perf_counter)
+    client: str = ""
     is_answer: bool = False
     model: str = ""
     held_bytes: int = 0
@@ -167,6 +169,11 @@ class RequestRecord:
             self.num_pieces += 1
         elif isinstance(item, AnswerEnd):
             self.end = item
+
+    @property
+    def num_tokens(self) -> int:
+        """Returns the tokens of prompt and answer, 0 without an end."""
+        return 0 if self.end is None else self.end.usage.prompt_tokens + self.end.usage.completion_tokens
 
     @property
     def total_s(self) -> float:
@@ -221,6 +228,7 @@ class RequestRecord:
             "request_id": self.request_id,
             "status": self.status,
             "error": self.error or None,
+            **({"client": self.client} if self.client else {}),
             "model": self.model or None,
             "stream": self.is_stream,
             "media": self.num_media,

@@ -203,6 +203,7 @@ class StageBuilder:
                 settings.decode_limits.max_num_seqs if captures else 0,
                 settings.max_resize_pixels,
                 settings.encode_beside,
+                max(settings.scheduler.max_num_seqs, settings.decode_limits.max_num_seqs),
             ),
             MemoryShare(
                 settings.engine,
@@ -323,7 +324,8 @@ class StageBuilder:
         self, name: str, scheduler: SchedulerConfig, options: EngineConfig
     ) -> tuple[LanguageEngine, KVConnector]:
         settings, model = self.settings, self._language_model()
-        shape = kv_shape(model, self._kv_tokens, settings.block_size, settings.num_kv_pools)
+        sizes = self._kv_tokens, settings.block_size, settings.num_kv_pools
+        shape = kv_shape(model, *sizes, scheduler.max_num_seqs)
         max_ranks = settings.tensor_parallel.max_size
         sharing = PoolSharing(self._ranks, max_ranks) if max_ranks > 1 else None
         pools, connector = self.transport.kv(name, shape, self.placement.device, sharing)

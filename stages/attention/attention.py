@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
+from epd.encoders.checkpoint import published
 from epd.encoders.kernels.dispatch import uses_kernels
 from epd.stages import kernels
 from epd.stages.attention.device import DeviceHeads, DevicePlan
@@ -194,4 +194,4 @@ def attend_layer(
 
 def register(name: str = "epd_paged") -> None:
     """Registers `epd_paged` with transformers; a model selects it by `set_attn_implementation(name)`."""
-    AttentionInterface.register(name, epd_paged)
+    published().AttentionInterface.register(name, epd_paged)

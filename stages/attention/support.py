@@ -18,6 +18,8 @@ from epd.errors import UnsupportedModelError
 _HARMLESS = frozenset({"dropout", "position_ids", "use_cache", "cache_position", "output_attentions"})
 # Text models whose softmax has a learned sink; their configurations do not say so.
 _WITH_SINKS = frozenset({"gpt_oss"})
+# Text models whose layers without attention have a recurrent state that our decoder computes.
+RECURRENT = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
 # Fields of a text configuration that change attention or logits, with the value that leaves them as they are.
 _CHANGING: Mapping[str, object] = {
     "attn_logit_softcapping": None,
@@ -51,7 +53,8 @@ def _unsupported(config: Any) -> Iterator[str]:
     kinds = set(getattr(config, "layer_types", None) or (["sliding_attention"] if window else []))
     if "sliding_attention" in kinds and _is_narrow(window, config):
         yield f"sliding_window={window} in a context of {getattr(config, 'max_position_embeddings', None)}"
-    for kind in sorted(kinds - {"sliding_attention", "full_attention"}):
+    computed = {"linear_attention"} if config.model_type in RECURRENT else set()
+    for kind in sorted(kinds - {"sliding_attention", "full_attention"} - computed):
         yield f"layer_types with '{kind}'"
 
 

@@ -17,10 +17,13 @@ from torch import Tensor, nn
 
 from epd.encoders import Adapter
 from epd.encoders.adapter import Embeddings
+from epd.errors import UnsupportedModelError
 from epd.stages.attention.attention import AttentionPlan, attend_layer, register
-from epd.stages.attention.support import check_attention
-from epd.stages.decoder.layers import DecoderLayers, ModuleMlp, layers_of
-from epd.stages.decoder.operations import Rotations, add_rms_norm, norm_rotate_write
+from epd.stages.attention.support import RECURRENT, check_attention
+from epd.stages.decoder.delta_layer import DeltaLayer
+from epd.stages.decoder.delta_rule import DeltaPlan
+from epd.stages.decoder.layers import DecoderLayer, DecoderLayers, ModuleMlp, layers_of
+from epd.stages.decoder.operations import Rotations, add_rms_norm, norm_rotate_write, split_gates
 from epd.stages.decoder.text_model import TextModel, text_model
 from epd.stages.rank import Collectives
 
@@ -31,10 +34,15 @@ _CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class LayerCaches:
-    """Holds what attention needs to know of a pass. caches, plans: of each layer."""
+    """Holds what layers need to know of a pass.
+
+    caches: of each layer, keys and values, or tails and matrices of its recurrent states.
+    plans: of each layer; those of layers with a recurrent state are not read, which have `states` in common.
+    """
 
     caches: Sequence[tuple[Tensor, Tensor]]
     plans: Sequence[AttentionPlan]
+    states: DeltaPlan | None = None
 
     def layer(self, index: int) -> tuple[Tensor, Tensor, AttentionPlan]:
         return *self.caches[index], self.plans[index]
@@ -82,6 +90,11 @@ def decoder_of(
     """
     decoder = model.get_decoder()
     known = None if by_modules else text_model(decoder)
+    if known is None and decoder.config.model_type in RECURRENT:
+        raise UnsupportedModelError(
+            f"received the language model '{decoder.config.model_type}' with layers, positions or an "
+            "activation of another kind; allowed: those of its authors' checkpoints; use one of these"
+        )
     if known is None:
         if adapter is None:
             raise ValueError("a text model that our decoder does not know needs its adapter")
@@ -110,20 +123,22 @@ class FusedDecoder:
 
     @property
     def waits(self) -> bool:
-        """Reports whether a layer reads something back from its device, as experts do."""
-        return any(isinstance(layer.mlp, ModuleMlp) for layer in self._layers.layers)
+        """Reports whether passes cannot be captured: a layer reads something back, or has runs of states."""
+        layers = self._layers.layers
+        return any(isinstance(each, DeltaLayer) or isinstance(each.mlp, ModuleMlp) for each in layers)
 
     def warm_up(self, caches: tuple[Tensor, Tensor]) -> None:
         """Launches every kernel of a layer, so that no request waits for one; what is in the caches stays."""
-        layer, held = self._layers.layers[0], [cache[0, 0].clone() for cache in caches]
+        layer = next(each for each in self._layers.layers if isinstance(each, DecoderLayer))
+        held, dtype = [cache[0, 0].clone() for cache in caches], caches[0].dtype
         weight = layer.attention_norm.weight
-        hidden = weight.new_zeros(1, len(weight))
+        hidden = weight.new_zeros(1, len(weight), dtype=dtype)
         still = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
-        rotations = Rotations.of(self._model, still, weight.dtype)
-        qkv = layer.qkv(add_rms_norm(hidden, None, layer.attention_norm))
+        rotations = Rotations.of(self._model, still, dtype)
+        qkv, _ = self._qkv(layer, add_rms_norm(hidden, None, layer.attention_norm))
         norm_rotate_write(qkv, self._heads, layer.head_norms, rotations, caches, still[0])
         add_rms_norm(hidden, layer.mlp(hidden), layer.mlp_norm)
-        chunk = weight.new_zeros(_CHUNK, len(weight))
+        chunk = weight.new_zeros(_CHUNK, len(weight), dtype=dtype)
         layer.qkv(chunk)
         layer.mlp(chunk)
         for cache, values in zip(caches, held, strict=True):
@@ -154,15 +169,27 @@ class FusedDecoder:
         inputs: DecoderInputs,
         rotations: Rotations,
     ) -> Tensor:
-        """Adds to the residual, and returns what its rows attend: [T, Hq * D]."""
+        """Adds to the residual, and returns what its rows attend: [T, Hq * D].
+
+        Of a gated delta layer, what its rows read of their states: [T, H * Dv].
+        """
         layer = self._layers.layers[index]
-        qkv = layer.qkv(add_rms_norm(residual, added, layer.attention_norm))
+        normed = add_rms_norm(residual, added, layer.attention_norm)
+        if isinstance(layer, DeltaLayer):
+            assert inputs.paged.states is not None
+            return layer.mixer(normed, *inputs.paged.caches[index], inputs.paged.states)
+        qkv, gates = self._qkv(layer, normed)
         *caches, plan = inputs.paged.layer(index)
         queries, keys, values = norm_rotate_write(
             qkv, self._heads, layer.head_norms, rotations, (caches[0], caches[1]), plan.slot_mapping
         )
         attended = attend_layer(index, queries, keys, values, caches[0], caches[1], plan, self._model.scale)
-        return attended.flatten(1)
+        return attended.flatten(1) if gates is None else attended.flatten(1) * gates.sigmoid()
+
+    def _qkv(self, layer: DecoderLayer, normed: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns queries, keys and values side by side, and the gates of what is attended, if any."""
+        qkv = layer.qkv(normed)
+        return split_gates(qkv, self._heads) if self._model.has_gates else (qkv, None)
 
     def _mix(self, index: int, residual: Tensor, attended: Tensor) -> Tensor:
         """Adds what was attended to the residual, and returns what the layer adds after that: [T, C]."""

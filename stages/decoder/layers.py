@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from epd.stages.attention.support import RECURRENT
+from epd.stages.decoder.delta_layer import PROJECTIONS, DeltaLayer, GatedDelta
 from epd.stages.decoder.linear import JoinedLinear, Linear, LinearKind, kind_for, linear, linear_kind
 from epd.stages.decoder.operations import RmsNorm, silu_mul
 from epd.stages.loading.merged_weights import GATE_UP, QKV, merged
@@ -86,9 +88,9 @@ class GatheredHead:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Holds one layer.
+    """Holds one layer with full attention.
 
-    qkv, out: of attention.
+    qkv, out: of attention; gates of queries, if there are any, follow the query of each head.
     head_norms: of queries and of keys, where the model has them.
     mlp: [T, C] of normed rows [T, C].
     """
@@ -105,7 +107,7 @@ class DecoderLayer:
 class DecoderLayers:
     """Holds all layers, and the norm after the last."""
 
-    layers: tuple[DecoderLayer, ...]
+    layers: tuple[DecoderLayer | DeltaLayer, ...]
     norm: RmsNorm
 
 
@@ -165,23 +167,39 @@ def embedding_of(model: Any, ranks: Collectives | None = None) -> Callable[[Tens
 
 
 def _layers(decoder: Any, ranks: Collectives | None) -> DecoderLayers:
-    eps = decoder.config.rms_norm_eps
     kind = _kind(decoder.layers.modules())
-    layers = tuple(_layer(layer, eps, kind, ranks) for layer in decoder.layers)
-    return DecoderLayers(layers, RmsNorm.of(decoder.norm.weight, eps))
+    layers = tuple(_layer(layer, decoder.config, kind, ranks) for layer in decoder.layers)
+    return DecoderLayers(layers, _norm(decoder.norm, decoder.config))
 
 
-def _layer(layer: Any, eps: float, kind: LinearKind, ranks: Collectives | None) -> DecoderLayer:
+def _norm(module: Any, config: Any) -> RmsNorm:
+    return RmsNorm.of(module.weight, config.rms_norm_eps, is_centred=config.model_type in RECURRENT)
+
+
+def _layer(layer: Any, config: Any, kind: LinearKind, ranks: Collectives | None) -> DecoderLayer | DeltaLayer:
+    if hasattr(layer, "linear_attn"):
+        return _delta_layer(layer, config, kind)
     attention = layer.self_attn
     norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
-    query_norm, key_norm = [RmsNorm.of(norm.weight, eps) for norm in norms] or (None, None)
+    query_norm, key_norm = [_norm(norm, config) for norm in norms] or (None, None)
     return DecoderLayer(
-        attention_norm=RmsNorm.of(layer.input_layernorm.weight, eps),
+        attention_norm=_norm(layer.input_layernorm, config),
         qkv=_merged(attention, QKV, kind),
         head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
         out=_summed(attention.o_proj, kind, ranks),
-        mlp_norm=RmsNorm.of(layer.post_attention_layernorm.weight, eps),
+        mlp_norm=_norm(layer.post_attention_layernorm, config),
         mlp=_mlp(layer.mlp, kind, ranks),
+    )
+
+
+def _delta_layer(layer: Any, config: Any, kind: LinearKind) -> DeltaLayer:
+    delta = layer.linear_attn
+    return DeltaLayer(
+        attention_norm=_norm(layer.input_layernorm, config),
+        mixer=GatedDelta.of(delta, config, _merged(delta, PROJECTIONS, kind)),
+        out=_linear(delta.out_proj, kind),
+        mlp_norm=_norm(layer.post_attention_layernorm, config),
+        mlp=_mlp(layer.mlp, kind, None),
     )
 
 

@@ -22,7 +22,8 @@ from epd.stages.decoder.text_model import TextModel
 class Rotations:
     """Holds cosines and sines of a pass, in the type of its rows; each in one piece, as the kernel reads it.
 
-    cos: [T, 1, 1, D / 2]. sin: [T, 1, 2, D / 2], negative for the first half of a head.
+    cos: [T, 1, 1, R / 2]. sin: [T, 1, 2, R / 2], negative for the first half of what is rotated: the first R
+    of a head's D channels.
     """
 
     cos: Tensor
@@ -58,8 +59,9 @@ class RmsNorm:
     root: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, eps: float) -> RmsNorm:
-        weight = weight.detach()
+    def of(cls, weight: Tensor, eps: float, *, is_centred: bool = False) -> RmsNorm:
+        """Takes a weight [C]; is_centred: it is what the weight differs from 1 by."""
+        weight = weight.detach().float() + 1 if is_centred else weight.detach()
         scaled = weight.to(torch.float32) * len(weight) ** 0.5
         return cls(weight, eps, scaled, scaled.new_full((), (eps * len(weight)) ** 0.5))
 
@@ -101,7 +103,7 @@ def norm_rotate_write(
     num_heads, num_kv_heads, dim = heads
     split = qkv.view(qkv.shape[0], -1, dim)
     queries, keys, values = split.split_with_sizes([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    if uses_kernels(qkv):
+    if uses_kernels(qkv) and 2 * rotations.cos.shape[-1] == dim:
         weights = None if norms is None else (norms[0].weight, norms[1].weight)
         eps = 0.0 if norms is None else norms[0].eps
         cos, sin = rotations.cos, rotations.sin
@@ -118,10 +120,26 @@ def norm_rotate_write(
 
 
 def rotate(rows: Tensor, rotations: Rotations) -> None:
-    """Rotates [T, H, D] in place: (a, b) become (a cos - b sin, b cos + a sin), a and b halves of a head."""
-    halves = rows.view(*rows.shape[:2], 2, -1)
+    """Rotates [T, H, D] in place: (a, b) become (a cos - b sin, b cos + a sin), a and b halves of a head.
+
+    Of heads that are rotated in part, halves of their first channels.
+    """
+    rotated = rows[..., : 2 * rotations.cos.shape[-1]]
+    halves = rotated.view(*rows.shape[:2], 2, -1)
     turned = halves.flip(2).mul_(rotations.sin)
     torch.addcmul(turned, halves, rotations.cos, out=halves)
+
+
+def split_gates(qkv: Tensor, heads: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """Takes the gates of queries out of a product in which they follow the query of each head.
+
+    qkv: [T, (2 Hq + 2 Hkv) * D]. heads: Hq, Hkv, D.
+    Returns qkv without them, [T, (Hq + 2 Hkv) * D], and the gates, [T, Hq * D].
+    """
+    num_heads, num_kv_heads, dim = heads
+    queries, others = torch.split(qkv, [2 * num_heads * dim, 2 * num_kv_heads * dim], dim=1)
+    queries, gates = queries.view(-1, num_heads, 2, dim).unbind(2)
+    return torch.cat([queries.flatten(1), others], dim=1), gates.flatten(1)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

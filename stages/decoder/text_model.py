@@ -1,8 +1,9 @@
 """Recognises the text models that our decoder computes, and describes what distinguishes them.
 
-Qwen2, Qwen2.5, Qwen3, with experts too, and Llama share one stack: RMS norm, attention with rotary positions,
-RMS norm, gated SiLU. What differs are biases, norms of queries and keys, and how M-RoPE deals frequencies to
-its three rows.
+Qwen2, Qwen2.5, Qwen3, with experts too, Llama and Mistral share one stack: RMS norm, attention with rotary
+positions, RMS norm, gated SiLU. What differs are biases, norms of queries and keys, and how M-RoPE deals
+frequencies to its three rows. Qwen3.5 has gated delta layers in place of most attention, gates of queries,
+heads that are rotated in part, and norms whose weights are centred on 1.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from epd.encoders.device import to_device
+from epd.stages.attention.support import RECURRENT
 
 # How the frequencies of a head are dealt to rows of positions: all to one; the first ones to time, the next
 # to height, the rest to width; or by turns, and what is left to time.
@@ -21,21 +23,27 @@ Dealing = Literal["plain", "in_sections", "by_turns"]
 # Text models by their `model_type` in transformers.
 _KNOWN: dict[str, Dealing] = {
     "llama": "plain",
+    "mistral": "plain",
     "qwen2": "plain",
     "qwen3": "plain",
     "qwen3_moe": "plain",
     "qwen2_5_vl_text": "in_sections",
+    "qwen2_vl_text": "in_sections",
     "qwen3_vl_text": "by_turns",
     "qwen3_vl_moe_text": "by_turns",
+    "qwen3_5_text": "by_turns",
+    "qwen3_5_moe_text": "by_turns",
 }
 # Kinds of rotary positions whose frequencies are the same for every length; of "dynamic" ones, up to the
 # original context, and longer prompts are refused.
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "dynamic"})
 _MODULES = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
-_LAYER_MODULES = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+_LAYER_MODULES = frozenset({"mlp", "input_layernorm", "post_attention_layernorm"})
+_DELTA = frozenset({"conv1d", "norm", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"})
 _PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 _HEAD_NORMS = frozenset({"q_norm", "k_norm"})
 _DENSE, _SPARSE = {"gate_proj", "up_proj", "down_proj"}, {"gate", "experts"}
+_SHARED = _SPARSE | {"shared_expert", "shared_expert_gate"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +51,10 @@ class TextModel:
     """Describes a text model that our decoder computes.
 
     eps: of all its RMS norms.
-    inv_freq: float32 [D / 2], of the rotary positions.
+    inv_freq: float32 [R / 2], of the rotary positions; R of a head's channels are rotated, most often all.
     rope_scale: that cosines and sines are multiplied by.
-    row_of_frequency: int64 [D / 2], the row of positions that a frequency turns by; None with one row.
+    row_of_frequency: int64 [R / 2], the row of positions that a frequency turns by; None with one row.
+    has_gates: whether what is attended is multiplied by gates that come with the queries.
     """
 
     num_heads: int
@@ -56,6 +65,7 @@ class TextModel:
     inv_freq: Tensor
     rope_scale: float
     row_of_frequency: Tensor | None
+    has_gates: bool = False
 
 
 def text_model(decoder: Any) -> TextModel | None:
@@ -64,8 +74,10 @@ def text_model(decoder: Any) -> TextModel | None:
     dealing = _KNOWN.get(config.model_type)
     if dealing is None or not _is_plain(config) or not _has_known_modules(decoder):
         return None
-    attention, rotary = decoder.layers[0].self_attn, decoder.rotary_emb
-    if attention.head_dim % 2 or len(rotary.inv_freq) != attention.head_dim // 2:
+    attention = next(layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn"))
+    rotary, is_recurrent = decoder.rotary_emb, config.model_type in RECURRENT
+    is_whole = len(rotary.inv_freq) == attention.head_dim // 2
+    if attention.head_dim % 2 or not (is_whole or is_recurrent):
         return None
     sections = list(rotary.mrope_section) if dealing != "plain" else []
     rows = rows_of_frequencies(dealing, sections, len(rotary.inv_freq))
@@ -78,6 +90,7 @@ def text_model(decoder: Any) -> TextModel | None:
         inv_freq=rotary.inv_freq,
         rope_scale=rotary.attention_scaling,
         row_of_frequency=None if rows is None else to_device(rows, rotary.inv_freq.device),
+        has_gates=is_recurrent,
     )
 
 
@@ -111,12 +124,18 @@ def _has_known_modules(decoder: nn.Module) -> bool:
     if _children(decoder) != _MODULES:
         return False
     layers: Any = decoder.layers
-    return all(
-        _children(layer) == _LAYER_MODULES
-        and _children(layer.self_attn) in (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS)
-        and _children(layer.mlp) - {"act_fn"} in (_DENSE, _SPARSE)
+    has_attention = any(hasattr(layer, "self_attn") for layer in layers)
+    return has_attention and all(
+        _has_known_mixer(layer) and _children(layer.mlp) - {"act_fn"} in (_DENSE, _SPARSE, _SHARED)
         for layer in layers
     )
+
+
+def _has_known_mixer(layer: Any) -> bool:
+    if _children(layer) == _LAYER_MODULES | {"linear_attn"}:
+        return _children(layer.linear_attn) == _DELTA
+    known = (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS)
+    return _children(layer) == _LAYER_MODULES | {"self_attn"} and _children(layer.self_attn) in known
 
 
 def _children(module: nn.Module) -> frozenset[str]:

@@ -23,6 +23,7 @@ from epd.encoders.device import to_device
 from epd.kv.kv_cache import BlockCopy, KVCacheManager
 from epd.kv.scheduler_output import Preemption, Restore
 from epd.stages.engine.kv_pool import KVPool, KVPools, token_slots
+from epd.stages.engine.state_pool import StatePool
 from epd.stages.rank import RankGroup
 from epd.types import BoolArray, Int64Array, ceil_div
 
@@ -75,21 +76,29 @@ class CopyBlocks:
 
 @dataclass(frozen=True, slots=True)
 class OffloadTokens:
-    """Keeps a request's first tokens in host memory. block_tables: of each layer group."""
+    """Keeps a request's first tokens in host memory.
+
+    block_tables: of each layer group. state: the slot of their recurrent state; None without any.
+    """
 
     request_id: str
     block_tables: tuple[tuple[int, ...], ...]
     num_tokens: int
+    state: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreTokens:
-    """Puts tokens [start, stop) of a request into its new blocks, and forgets all that was kept."""
+    """Puts tokens [start, stop) of a request into its new blocks, and forgets all that was kept.
+
+    state: the slot that their recurrent state goes to; None without any.
+    """
 
     request_id: str
     block_tables: tuple[tuple[int, ...], ...]
     start: int
     stop: int
+    state: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,26 +117,33 @@ class PoolMoves:
     def __init__(self, pools: KVPools) -> None:
         self._pools = pools
         self.offloaded: dict[str, list[KVPool]] = {}  # of each layer group
+        self._offloaded_states: dict[str, StatePool] = {}
 
     def carry_out(self, move: PoolMove) -> None:
         match move:
             case CopyBlocks(copies):
                 self._pools.copy_blocks(copies)
-            case OffloadTokens(request_id, tables, num_tokens):
+            case OffloadTokens(request_id, tables, num_tokens, state):
                 self.offloaded[request_id] = [
                     pool.to_host(table, num_tokens)
                     for pool, table in zip(self._pools.groups, tables, strict=True)
                 ]
+                if self._pools.states is not None and state is not None:
+                    self._offloaded_states[request_id] = self._pools.states.to_host(state)
             case RestoreTokens():
                 self._restore(move)
             case ForgetTokens(request_id):
                 self.offloaded.pop(request_id, None)
+                self._offloaded_states.pop(request_id, None)
 
     def _restore(self, move: RestoreTokens) -> None:
         kept = self.offloaded.pop(move.request_id)
         for pool, table, host in zip(self._pools.groups, move.block_tables, kept, strict=True):
             slots = token_slots(table, move.start, move.stop, pool.block_size)
             pool.copy(host, torch.arange(move.start, move.stop), slots)
+        state = self._offloaded_states.pop(move.request_id, None)
+        if self._pools.states is not None and state is not None and move.state is not None:
+            self._pools.states.copy(state, 0, move.state)
 
 
 class BlockMoves:
@@ -153,8 +169,9 @@ class BlockMoves:
     def offload(self, preemption: Preemption) -> None:
         """Keeps the request's tokens; to be called before its blocks are written by others."""
         tables = tuple(tuple(table) for table in preemption.block_tables)
-        self._carry_out(OffloadTokens(preemption.request.request_id, tables, preemption.num_tokens))
-        self.guarded.offload(preemption.request.request_id, tables[0], preemption.num_tokens)
+        request_id, num_tokens = preemption.request.request_id, preemption.num_tokens
+        self._carry_out(OffloadTokens(request_id, tables, num_tokens, preemption.state))
+        self.guarded.offload(request_id, tables[0], num_tokens)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         if copies:
@@ -179,7 +196,8 @@ class BlockMoves:
         request_id = restore.request.request_id
         groups = range(len(self._pools.groups))
         tables = tuple(tuple(self._kv.block_table(request_id, group)) for group in groups)
-        self._carry_out(RestoreTokens(request_id, tables, restore.start, restore.stop))
+        state = self._kv.next_state(request_id)
+        self._carry_out(RestoreTokens(request_id, tables, restore.start, restore.stop, state))
         self.guarded.restore(request_id, tables[0], restore.start, restore.stop)
 
     def forget(self, request_id: str) -> None:

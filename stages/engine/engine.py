@@ -53,11 +53,14 @@ class LanguageEngine:
 
         drafting: proposes tokens of decodes, to be checked in one pass; None to propose none.
         ranks: that repeat what is done to the pools; the runner's are the same.
-        runs_ahead: launches decodes before the tokens before them are read, unless they are drafted.
+        runs_ahead: launches decodes before the tokens before them are read, unless they are drafted, or the
+        model has a recurrent state.
         """
         self.counts = EngineCounts()
         num_blocks = (pool.num_blocks - runner.num_spare_blocks for pool in runner.pools.groups)
-        spec = KVCacheSpec(tuple(num_blocks), runner.pools.block_size)
+        states = runner.pools.shape.states
+        num_states = 0 if states is None else states.num_states
+        spec = KVCacheSpec(tuple(num_blocks), runner.pools.block_size, num_states)
         self.kv = KVCacheManager(spec, enable_prefix_caching=enable_prefix_caching)
         self.scheduler = Scheduler(config, self.kv)
         self._runner = runner
@@ -73,7 +76,7 @@ class LanguageEngine:
         self._now_s = thread_time if is_alone else perf_counter
         self._run_ahead = (
             RunAhead(runner, self.scheduler, self.kv)
-            if runs_ahead and not drafting and ranks is None
+            if runs_ahead and not drafting and ranks is None and not num_states
             else None
         )
         self._fault_counts = FaultCounts()
@@ -102,9 +105,22 @@ class LanguageEngine:
             request.sampling.grammar if request.extent is not Extent.MEDIA else ""
         )
         drafts = self._drafting.for_sequence() if self._drafting else None
-        return TokenSequence(
+        sequence = TokenSequence(
             request, index, self._tokenizer, ends, visual, self._longest(request), matcher, drafts
         )
+        sequence.scheduled.state_stops = self._state_stops(request)
+        return sequence
+
+    def _state_stops(self, request: GenerateRequest) -> tuple[int, ...]:
+        """Returns after which tokens the recurrent state is kept, for prompts that begin alike.
+
+        The last whole blocks of what all questions about the media share, and of the prompt.
+        """
+        if not self.kv.spec.num_states or not self.kv.enable_prefix_caching:
+            return ()
+        size, last = self.kv.block_size, request.num_prompt_tokens - 1
+        stops = {length // size * size for length in (request.prompt.prefix_length, last)}
+        return tuple(sorted(stops - {0}))
 
     def _longest(self, request: GenerateRequest) -> int:
         """Returns the limit of prompt and answer in the empty cache.

@@ -8,10 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-import transformers
-
 from epd.encoders import Adapter, PromptPlan
-from epd.encoders.checkpoint import read_config
+from epd.encoders.checkpoint import read_config, read_generation_config
 from epd.kv.answer_length import expected_tokens, held_to_context
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
@@ -89,14 +87,13 @@ def _own_sampling(config: Any) -> SamplingParams:
 
 def generation_settings(path: Path, adapter: Adapter) -> GenerationSettings:
     """Reads the folder's generation_config.json, without loading weights; defaults where it has none."""
-    try:
-        config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
-    except OSError:
-        config = transformers.GenerationConfig()
     model_config = read_config(path)
     num_embeddings = getattr(model_config.get_text_config(), "vocab_size", None) or 0
     return GenerationSettings.of(
-        config, adapter.tokenizer.eos_token_id, context_tokens(model_config), num_embeddings
+        read_generation_config(path),
+        adapter.tokenizer.eos_token_id,
+        context_tokens(model_config),
+        num_embeddings,
     )
 
 

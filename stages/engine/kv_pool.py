@@ -32,6 +32,7 @@ from epd.encoders.kernels.dispatch import uses_kernels
 from epd.kv.kv_cache import BlockCopy
 from epd.stages import kernels
 from epd.stages.engine.pool_memory import pool_memory
+from epd.stages.engine.state_pool import StateLayout, StatePool, StatesShape
 from epd.stages.rank import ALONE, Rank
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket
 from epd.types import Int64Array, ceil_div
@@ -274,16 +275,18 @@ class KVGroupShape:
 
 @dataclass(frozen=True, slots=True)
 class KVPoolsShape:
-    """Describes a worker's pools: layer groups in the order of the model's layers.
+    """Describes a worker's pools: layer groups in the order of the model's layers with full attention.
 
     block_size: tokens. order: what lies in one piece of memory.
     rank: that has them; the heads of a layout are its part of those that all ranks have.
+    states: of the layers with a recurrent state; None for a model without any.
     """
 
     groups: tuple[KVGroupShape, ...]
     block_size: int
     order: StorageOrder = "blocks"
     rank: Rank = ALONE
+    states: StatesShape | None = None
 
     @property
     def bytes_by_group(self) -> tuple[int, ...]:
@@ -292,8 +295,16 @@ class KVPoolsShape:
         )
 
     @property
+    def state_bytes(self) -> int:
+        return 0 if self.states is None else self.states.num_bytes
+
+    @property
+    def state_layout(self) -> StateLayout | None:
+        return None if self.states is None else self.states.layout
+
+    @property
     def num_bytes(self) -> int:
-        return sum(self.bytes_by_group)
+        return self.state_bytes + sum(self.bytes_by_group)
 
     @property
     def layouts(self) -> tuple[KVLayout, ...]:
@@ -317,7 +328,7 @@ class KVPoolsShape:
 
 
 class KVPools:
-    """Holds one worker's pools, of every layer group, side by side in one piece of memory.
+    """Holds one worker's pools side by side in one piece of memory: recurrent states, then every layer group.
 
     memory: all of it, uint8
     """
@@ -332,12 +343,13 @@ class KVPools:
     ) -> None:
         self.shape = shape
         self.memory = pool_memory(shape.num_bytes, shared_file, device) if memory is None else memory
-        pieces = torch.split(self.memory, list(shape.bytes_by_group))
+        states, *pieces = torch.split(self.memory, [shape.state_bytes, *shape.bytes_by_group])
+        self.states = None if shape.states is None else StatePool(shape.states, states)
         self.groups = tuple(
             KVPool(group.num_blocks, shape.block_size, group.layout, order=shape.order, memory=piece)
             for group, piece in zip(shape.groups, pieces, strict=True)
         )
-        # Of the model's layer i, its pool and its place there.
+        # Of the model's i-th layer with full attention, its pool and its place there.
         self._layers = [(pool, index) for pool in self.groups for index in range(pool.layout.num_layers)]
 
     @property
@@ -354,7 +366,10 @@ class KVPools:
         return sum(group.layout.bytes_per_token for group in self.shape.groups)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns the caches of the model's layer `index`: views [num_blocks, block_size, Hkv, D]."""
+        """Returns the caches of the model's layer `index`: views [num_blocks, block_size, Hkv, D].
+
+        index: among the layers with full attention.
+        """
         pool, place = self._layers[index]
         return pool.layer(place)
 
@@ -385,6 +400,15 @@ class KVPools:
             if start < stop:
                 heads = source_pool.groups[group].heads(start - theirs, stop - theirs)
                 self.groups[group].heads(start - ours, stop - ours).copy(heads, *slots)
+        self.copy_state(source_pool, ticket.state_slot, source.state_slot)
+
+    def copy_state(self, source: KVPools, target_slot: int | None, source_slot: int | None) -> None:
+        """Copies a recurrent state from other pools of the same layout; does nothing without a slot."""
+        if target_slot is None or source_slot is None:
+            return
+        assert self.states is not None
+        assert source.states is not None
+        self.states.copy(source.states, source_slot, target_slot)
 
     def copies(
         self, ticket: KVTicket, source: KVChunk, shape: KVPoolsShape
@@ -393,7 +417,7 @@ class KVPools:
 
         Raises ValueError as `receive` does.
         """
-        if shape.layouts != self.shape.layouts:
+        if (shape.layouts, shape.state_layout) != (self.shape.layouts, self.shape.state_layout):
             raise ValueError(f"cannot copy from pools of {shape} into pools of {self.shape}")
         return [(span, *self._slots_of(ticket, span, shape.block_size)) for span in source.spans]
 

@@ -18,9 +18,13 @@ from torch import Tensor, nn
 from epd.encoders import Adapter, Embeddings, place
 from epd.encoders.device import arrays_to_device, device_of, to_device
 from epd.encoders.kernels.dispatch import uses_kernels
+from epd.errors import RequestError
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
 from epd.stages.attention.device import DeviceHeads
+from epd.stages.attention.support import RECURRENT
 from epd.stages.decoder.decoder import Decoder, DecoderInputs, FusedDecoder, LayerCaches, decoder_of
+from epd.stages.decoder.delta_layer import delta_sizes
+from epd.stages.decoder.delta_rule import DeltaPlan
 from epd.stages.decoder.layers import embedding_of, head_of
 from epd.stages.decoder.linear import Linear
 from epd.stages.engine.decode_graphs import DecodeGraphs, DecodeShape, graph_sizes
@@ -34,6 +38,7 @@ from epd.stages.engine.packed_pass import (
     packed_pass,
     visual_of,
 )
+from epd.stages.engine.state_pool import StateLayout
 from epd.stages.kernels.tiling import MOST_SHORT
 from epd.stages.rank import Collectives
 from epd.stages.reduction.propagation import ObservedRows, num_whole_layers, rows_going_on
@@ -91,14 +96,11 @@ class ModelRunner:
         self._device = device_of(model.get_decoder())
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self._max_positions: int = model.get_decoder().config.max_position_embeddings
-        # Of each layer, its group and its caches.
-        self._groups = [
-            group for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)
-        ]
-        self._caches = [pools.layer(index) for index in range(len(self._groups))]
+        # Of each layer, its group, the first for one without attention, and its caches.
+        self._groups, self._caches = _places(model.get_decoder().config, pools)
         num_heads = model.get_decoder().config.num_attention_heads
         self._heads = [DeviceHeads.of(pool.layer(0)[0], num_heads) for pool in pools.groups]
-        if uses_kernels(self._caches[0][0]):
+        if uses_kernels(pools.memory):
             self._warm_up(num_heads)
         self._graphs = None if graphs is None else self._captured(graphs, max_num_seqs)
 
@@ -143,14 +145,22 @@ class ModelRunner:
 
     def _decoded(self, token_ids: Tensor, positions: Tensor, plans: Sequence[AttentionPlan]) -> Tensor:
         """Computes one token of each sequence: logits [T, V]."""
-        inputs = DecoderInputs(positions, self._caches_of(plans), token_ids[:0])
+        inputs = DecoderInputs(positions, self._caches_of(plans, None), token_ids[:0])
         logits: Tensor = self._head(
             self._decoder.run(self._embed(token_ids), inputs, range(self._decoder.num_layers))
         )
         return logits
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
-        """Computes all segments in one pass, filling the cache. Returns logits [R, V], R = all num_logits."""
+        """Computes all segments in one pass, filling the cache. Returns logits [R, V], R = all num_logits.
+
+        Raises RequestError for segments that do not keep or read everything, beside recurrent states.
+        """
+        if self.pools.states is not None and not all(segment.is_whole for segment in segments):
+            raise RequestError(
+                "received a reduction that drops tokens of some layers, where others have a recurrent state "
+                "of all; allowed: a method that chooses before the language model; use another --reduction"
+            )
         return self.run_packed(self.packed(segments), visual_of(segments), segments)
 
     def run_decodes(self, segments: Sequence[Segment], token_ids: Tensor | None) -> Tensor:
@@ -194,7 +204,8 @@ class ModelRunner:
         num_layers = self._decoder.num_layers
         plans = self._plans(packed.batches, segments)
         hidden, visual = self._embedded(visual, inputs)
-        whole = DecoderInputs(inputs.positions, self._caches_of(plans), inputs.visual_rows, visual)
+        states = self._states_of(packed)
+        whole = DecoderInputs(inputs.positions, self._caches_of(plans, states), inputs.visual_rows, visual)
         if all(segment.going_on is None for segment in segments):
             return self._decoder.run(hidden, whole, range(num_layers), inputs.logit_rows)
         # Before anything runs, since a view begins anew whenever its question is planned.
@@ -205,12 +216,18 @@ class ModelRunner:
         hidden = self._decoder.run(hidden, whole, range(num_whole))
         going_on = [(len(segment.token_ids), segment.going_on) for segment in segments]
         rows = rows_going_on(going_on, self._device)
-        later = DecoderInputs(inputs.positions[:, rows], self._caches_of(later_plans), inputs.visual_rows)
+        caches = self._caches_of(later_plans, None)
+        later = DecoderInputs(inputs.positions[:, rows], caches, inputs.visual_rows)
         return self._decoder.run(hidden[rows], later, range(num_whole, num_layers), inputs.logit_rows)
 
-    def _caches_of(self, plans: Sequence[AttentionPlan]) -> LayerCaches:
+    def _caches_of(self, plans: Sequence[AttentionPlan], states: DeltaPlan | None) -> LayerCaches:
         """Returns the caches and the plan of each layer. plans: of each layer group."""
-        return LayerCaches(self._caches, [plans[group] for group in self._groups])
+        return LayerCaches(self._caches, [plans[group] for group in self._groups], states)
+
+    def _states_of(self, packed: PackedPass) -> DeltaPlan | None:
+        if self.pools.states is None:
+            return None
+        return DeltaPlan.build(packed.batches[0].query_starts, packed.states, self._device)
 
     def _plans(self, batches: Sequence[AttentionBatch], segments: Sequence[Segment]) -> list[AttentionPlan]:
         """Builds the plan of each layer group."""
@@ -259,12 +276,46 @@ class ModelRunner:
         return place(embeds[None], inputs.visual_rows, visual)[0], visual
 
 
+def _has_state(config: Any) -> list[bool]:
+    """Returns of each layer whether it has a recurrent state in the place of attention."""
+    if config.model_type not in RECURRENT:
+        return [False] * config.num_hidden_layers
+    return [kind == "linear_attention" for kind in config.layer_types]
+
+
+def _places(config: Any, pools: KVPools) -> tuple[list[int], list[tuple[Tensor, Tensor]]]:
+    """Returns of each layer its group, and its part of the pools."""
+    groups, caches, num_states = list[int](), list[tuple[Tensor, Tensor]](), 0
+    owners = [group for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)]
+    for index, has_state in enumerate(_has_state(config)):
+        if has_state and pools.states is not None:
+            groups.append(0)
+            caches.append(pools.states.layer(num_states))
+            num_states += 1
+        else:
+            groups.append(owners[index - num_states])
+            caches.append(pools.layer(index - num_states))
+    return groups, caches
+
+
 def kv_layout(model: Any) -> KVLayout:
-    """Describes what one token of `model` leaves in the cache, all layers in one group."""
+    """Describes what a token of `model` leaves in the cache, all layers with full attention in one group."""
     config = model.get_decoder().config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dtype = next(model.get_decoder().parameters()).dtype
-    return KVLayout(config.num_hidden_layers, config.num_key_value_heads, head_dim, dtype)
+    return KVLayout(_has_state(config).count(False), config.num_key_value_heads, head_dim, dtype)
+
+
+def state_layout(model: Any) -> StateLayout | None:
+    """Describes the recurrent state of a sequence; None for a model without any."""
+    config = model.get_decoder().config
+    num_layers = sum(_has_state(config))
+    if not num_layers:
+        return None
+    sizes, dtype = delta_sizes(config), next(model.get_decoder().parameters()).dtype
+    window = config.linear_conv_kernel_dim - 1
+    heads = sizes.num_heads, sizes.key_dim, sizes.value_dim
+    return StateLayout(num_layers, sizes.num_channels, window, *heads, dtype)
 
 
 def warm_up(key_cache: Tensor, value_cache: Tensor, num_query_heads: int) -> None:

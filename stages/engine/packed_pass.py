@@ -35,6 +35,7 @@ class Segment:
     method: of `PREFILL_METHODS`, by which they are chosen.
     going_on: receives which continue, where those that are attended most are kept and continue.
     view: what of the cache a question reads, if not all.
+    states: slots of the recurrent state that is read, None at the start, and of the one that is written.
     """
 
     token_ids: Int64Array
@@ -47,6 +48,7 @@ class Segment:
     method: str = "quickprefill"
     going_on: GoingOn | None = None
     view: QuestionView | None = None
+    states: tuple[int | None, int] | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -72,6 +74,7 @@ class PackedPass:
     visual_rows: [V], the packed rows of visual tokens.
     num_deepstack: layers that have features of the visual tokens.
     batches: of each layer group.
+    states: of each segment, see `Segment`; without any for a model that has no recurrent state.
     """
 
     token_ids: Int64Array
@@ -80,6 +83,7 @@ class PackedPass:
     visual_rows: Int64Array
     num_deepstack: int
     batches: tuple[AttentionBatch, ...]
+    states: tuple[tuple[int | None, int], ...] = ()
 
 
 def packed_pass(segments: Sequence[Segment], num_groups: int, block_size: int) -> PackedPass:
@@ -99,6 +103,7 @@ def packed_pass(segments: Sequence[Segment], num_groups: int, block_size: int) -
         _joined(rows) if rows else np.empty(0, dtype=np.int64),
         len(placed[0][0].embeddings.deepstack) if placed else 0,
         attention_batches(segments, num_groups, block_size),
+        tuple(segment.states for segment in segments if segment.states is not None),
     )
 
 

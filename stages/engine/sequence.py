@@ -192,6 +192,7 @@ class TokenSequence:
             block_tables=[self._table(kv, group) for group in range(num_groups)],
             visual=visual,
             num_logits=num_logits,
+            states=self._states(kv),
             view=self.view if self.view is not None and start == self.view.start else None,
         )
         window = self._windows.get(start)
@@ -216,6 +217,10 @@ class TokenSequence:
             return [start]
         pruned = start - kv.num_tokens(self.request_id)
         return [kv.num_tokens(self.request_id, group) + pruned for group in range(num_groups)]
+
+    def _states(self, kv: KVCacheManager) -> tuple[int | None, int] | None:
+        following = kv.next_state(self.request_id)
+        return None if following is None else (kv.current_state(self.request_id), following)
 
     def _table(self, kv: KVCacheManager, group: int) -> Int32Array:
         """Returns the block table as int32; converted again only when it has changed."""

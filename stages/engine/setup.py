@@ -14,22 +14,25 @@ from epd.encoders import Adapter, Embeddings
 from epd.encoders.device import device_of, to_device
 from epd.encoders.kernels.dispatch import uses_kernels
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
-from epd.errors import RequestError
+from epd.errors import RequestError, UnsupportedModelError
 from epd.kv.drafting import Drafting
 from epd.kv.scheduling import SchedulerConfig
+from epd.kv.states import SLOTS_PER_SEQUENCE
 from epd.machine import memory_limit_bytes
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerationSettings
 from epd.stages.engine.graphs import CudaGraphMaker, GraphMaker
 from epd.stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape, StorageOrder
-from epd.stages.engine.model_runner import ModelRunner, kv_layout
+from epd.stages.engine.model_runner import ModelRunner, kv_layout, state_layout
 from epd.stages.engine.packed_pass import Segment, visual_of
+from epd.stages.engine.state_pool import StatesShape
 from epd.stages.rank import RankGroup
 
 BLOCK_SIZE = 16
 # KV caches take together at most this share of the memory, and each no more tokens than this.
 _KV_MEMORY_SHARE = 0.25
 _MAX_KV_TOKENS = 2**18
+DEFAULT_SCHEDULER = SchedulerConfig()
 
 
 class LeadingRunner(ModelRunner):
@@ -84,17 +87,24 @@ def build_engine(
     by_modules: see `ModelRunner`.
     ranks: that share the model; they build pools of the same blocks, and the engine before is theirs no more.
     graphs: captures them, by default on a GPU alone; ranks are not captured.
+    Raises UnsupportedModelError for drafts of a model with a recurrent state.
     """
-    config = config or SchedulerConfig()
+    if options.draft != "none" and state_layout(model) is not None:
+        raise UnsupportedModelError(
+            f"received the draft {options.draft} for a model with a recurrent state, from which drafts that "
+            "are wrong cannot be taken back; allowed: none; use none"
+        )
+    config = config or DEFAULT_SCHEDULER
     if pools is None:
         num_pools = 1 if ranks is None else ranks.rank.size
-        pools = kv_shape(model, options.num_kv_tokens, block_size, num_pools).build(device=device_of(model))
+        shape = kv_shape(model, options.num_kv_tokens, block_size, num_pools, config.max_num_seqs)
+        pools = shape.build(device=device_of(model))
     if ranks is None:
         runner = ModelRunner(
             model,
             adapter,
             pools,
-            by_modules=by_modules,
+            by_modules=by_modules or options.model_impl == "transformers",
             graphs=None if options.enforce_eager else graphs or _graph_maker(model),
             max_num_seqs=config.max_num_seqs,
         )
@@ -130,16 +140,28 @@ def _num_token_ids(model: Any) -> int:
 
 
 def kv_shape(
-    model: Any, num_kv_tokens: int | None = None, block_size: int = BLOCK_SIZE, num_pools: int = 1
+    model: Any,
+    num_kv_tokens: int | None = None,
+    block_size: int = BLOCK_SIZE,
+    num_pools: int = 1,
+    max_num_seqs: int = DEFAULT_SCHEDULER.max_num_seqs,
 ) -> KVPoolsShape:
     """Describes pools for a model, in the order that suits its device.
 
     num_kv_tokens: their room; by default `default_kv_tokens`.
+    max_num_seqs: answers that grow at once.
     """
     layout = kv_layout(model)
     num_tokens = num_kv_tokens or default_kv_tokens(layout.bytes_per_token, num_pools)
     order: StorageOrder = "blocks" if _is_on_gpu(model) else "heads"
-    return KVPoolsShape((KVGroupShape(num_tokens // block_size, layout),), block_size, order)
+    groups = (KVGroupShape(num_tokens // block_size, layout),)
+    return KVPoolsShape(groups, block_size, order, states=states_shape(model, max_num_seqs))
+
+
+def states_shape(model: Any, max_num_seqs: int) -> StatesShape | None:
+    """Describes the recurrent states of a model: of each answer that grows, and one kept of its prompt."""
+    layout = state_layout(model)
+    return None if layout is None else StatesShape((SLOTS_PER_SEQUENCE + 1) * max_num_seqs, layout)
 
 
 def default_kv_tokens(bytes_per_token: int, num_pools: int = 1) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from functools import cached_property
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
@@ -64,7 +65,10 @@ class GrammarBuilder:
                 "the checkpoint names no token that ends an answer; allowed: answers in any format; "
                 "leave the format out"
             )
-        return _library().hf.from_tokenizer(self._tokenizer, eos_token=sorted(self._eos_ids))
+        backend = copy(self._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return _library().LLTokenizer(backend.to_str(), eos_token=sorted(self._eos_ids))
 
     def _built(self, grammar: str) -> BuiltGrammar:
         """Builds in the thread. Raises RequestError."""

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers.initialization import no_init_weights
 
-from epd.encoders.checkpoint import read_config
+from epd.encoders.checkpoint import published, read_config
+from epd.encoders.embedded import PlainConfig
+from epd.encoders.families.qwen3_vl_modules import Qwen3VLModules
 from epd.encoders.names import ExpertPart, WeightSet, expert_part, is_wanted, name_in_model
 from epd.encoders.quantization import Quantization, read_quantization
 from epd.errors import ModelError, UnsupportedModelError
@@ -177,14 +177,17 @@ def _check_cut(quantization: Quantization | None, cut: Cut | None) -> None:
 
 
 def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
-    """Creates the model of a transformers configuration, with its parameters on the meta device.
+    """Creates the model of a configuration, with its parameters on the meta device.
 
     Nothing is initialised: what has no memory has no values, and buffers are computed with their modules.
+    config: of transformers, or of an embedded model.
     """
-    with _parameters_without_memory(), no_init_weights():
-        model: nn.Module = transformers.AutoModelForMultimodalLM.from_config(
-            config, dtype=dtype, attn_implementation="sdpa"
-        )
+    if isinstance(config, PlainConfig):
+        with torch.device("meta"):
+            return Qwen3VLModules(config).to(dtype)
+    create = published().create_model
+    with _parameters_without_memory():
+        model: nn.Module = create(config, dtype)
     return model
 
 
@@ -217,7 +220,8 @@ def _fill(
 ) -> LoadedModel:
     """Reads the tensors that the model has a place for, and no others."""
     known = model.state_dict(keep_vars=True)
-    named = ((each, name_in_model(each.name_in_memory, known)) for each in stored)
+    name_of = names_of(model, known)
+    named = ((each, name_of(each.name_in_memory)) for each in stored)
     places = {each.cut(parts.get(name)): name for each, name in named if name is not None}
     if is_copied:
         check_room(path, _bytes_by_role(places, placement.dtype), placement)
@@ -239,6 +243,22 @@ def _fill(
     _tie(model)
     _move_buffers(model, placement.device)
     return LoadedModel(model, tuple(each.name for each in places), num_bytes)
+
+
+def names_of(model: Any, known: Mapping[str, Tensor]) -> Callable[[str], str | None]:
+    """Returns the map from names of stored tensors to those of the model, None for one without a place.
+
+    What `name_in_model` does not know has the name that transformers gives it when it loads the family.
+    """
+    if isinstance(model, Qwen3VLModules):
+        return lambda stored: name_in_model(stored, known)
+    renamed = published().renaming(model, known)
+
+    def name_of(stored: str) -> str | None:
+        name = name_in_model(stored, known)
+        return name_in_model(renamed(stored), known) if name is None else name
+
+    return name_of
 
 
 def _check_complete(model: Any, names: Iterable[str]) -> None:

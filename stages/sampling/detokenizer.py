@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any
 
 from tokenizers import decoders
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from epd.sampling_params import SamplingParams
 
@@ -98,7 +97,7 @@ class TokenBytes(dict[int, bytes]):
     def __init__(self, backend: Any) -> None:
         """Takes the backend: a `tokenizers.Tokenizer`."""
         self._backend = backend
-        self._alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
+        self._alphabet = _alphabet()
         added = backend.get_added_tokens_decoder()
         self.update((token_id, b"") for token_id, token in added.items() if token.special)
 
@@ -112,6 +111,16 @@ class TokenBytes(dict[int, bytes]):
             # An added token in plain letters; the decoder of `tokenizers` detects them the same way.
             self[token_id] = token.encode()
         return self[token_id]
+
+
+def _alphabet() -> dict[str, int]:
+    """Returns the byte of each character in byte-level tokens, as GPT-2 has them.
+
+    Bytes that are visible in Latin-1 stand for themselves, the others for the characters from 256 on.
+    """
+    visible = [*range(ord("!"), 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + at): byte for at, byte in enumerate(hidden)}
 
 
 @lru_cache(maxsize=8)

@@ -152,6 +152,7 @@ def build_smolvlm(folder: Path, seed: int = 0) -> Path:
 
 BUILDERS: dict[str, Callable[[Path], Path]] = {
     **tiny_models.BUILDERS,
+    "qwen3_5": tiny_models.build_qwen3_5,
     "llava_onevision": build_llava_onevision,
     "internvl": build_internvl,
     "smolvlm": build_smolvlm,

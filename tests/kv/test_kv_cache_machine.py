@@ -2,7 +2,8 @@
 
 The machine carries out what the manager decides on a simulated memory: every slot holds the identity row of
 the token that was written there, or the garbage of a rejected draft. Whatever a table or a cached node says
-that it holds must be there, in the slots it names.
+that it holds must be there, in the slots it names. A recurrent state is simulated as the rows of all tokens
+that led to it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from epd.types import PlaceholderRange
 
 BLOCK_SIZE = 3
 TIGHT, ROOMY = (5, 7), (400, 400)
+# No recurrent states, the fewest that a sequence can do with, a few, and enough for all snapshots.
+NUM_STATES = st.sampled_from([0, 0, 0, 2, 5, 400])
 # Few tokens and few media, so that requests often begin alike.
 QUESTIONS = st.builds(
     lambda tokens, length: tokens[:length],
@@ -66,9 +69,11 @@ def num_common(a: Sequence[Row], b: Sequence[Row]) -> int:
 
 
 class KVCacheMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.sampled_from([TIGHT, TIGHT, ROOMY]), enable=IS_CACHING)
-    def start(self, num_blocks: tuple[int, ...], enable: bool) -> None:
-        self.manager = KVCacheManager(KVCacheSpec(num_blocks, BLOCK_SIZE), enable_prefix_caching=enable)
+    @initialize(num_blocks=st.sampled_from([TIGHT, TIGHT, ROOMY]), enable=IS_CACHING, num_states=NUM_STATES)
+    def start(self, num_blocks: tuple[int, ...], enable: bool, num_states: int) -> None:
+        spec = KVCacheSpec(num_blocks, BLOCK_SIZE, num_states)
+        self.manager = KVCacheManager(spec, enable_prefix_caching=enable)
+        self.states: list[list[Row]] = [[] for _ in range(num_states)]
         self.memory: list[list[list[Row]]] = [[[b""] * BLOCK_SIZE for _ in range(num)] for num in num_blocks]
         self.copies: deque[BlockCopy] = deque()
         self.requests: dict[str, Model] = {}
@@ -107,7 +112,12 @@ class KVCacheMachine(RuleBasedStateMachine):
             [id(node) for node in manager._cache.eviction_order()],
             {name: [list(table.blocks) for table in held.tables] for name, held in manager._requests.items()},
             {name: held.lengths for name, held in manager._requests.items()},
+            {name: self.slots(name) for name in manager._requests},
+            [(id(node), slot) for node, slot in manager._cache.snapshots.items()],
         )
+
+    def slots(self, request_id: str) -> tuple[int | None, int | None]:
+        return self.manager.current_state(request_id), self.manager.next_state(request_id)
 
     def must_refuse(self, change: Callable[[], object]) -> None:
         before = self.state()
@@ -135,6 +145,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         found = self.manager.num_tokens(request_id)
         if not is_shareable:
             assert found == 0
+        elif self.states:
+            assert (found, copies) == (cached, [])
         else:
             assert found in (cached, cached // BLOCK_SIZE * BLOCK_SIZE)
             assert (found % BLOCK_SIZE > 0) == bool(copies)
@@ -164,12 +176,17 @@ class KVCacheMachine(RuleBasedStateMachine):
         cached = self.manager.num_cached(identity, max_tokens)
         assert self.state() == before
         wanted = rows_of(identity, len(identity))[:max_tokens]
-        longest = max((num_common(rows, wanted) for rows in self.findable), default=0)
-        if self.manager.num_evictions:
+        longest = max((self.num_findable(rows, wanted) for rows in self.findable), default=0)
+        if self.manager.num_evictions or 0 < len(self.states) < 400:
             assert cached <= longest
         else:
             assert cached == longest
         return cached
+
+    def num_findable(self, rows: Sequence[Row], wanted: Sequence[Row]) -> int:
+        """A state is that of all its tokens, or of no use."""
+        num = num_common(rows, wanted)
+        return num if not self.states or num == len(rows) else 0
 
     def some(self, data: st.DataObject) -> tuple[str, Model]:
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
@@ -204,20 +221,28 @@ class KVCacheMachine(RuleBasedStateMachine):
         return num_slots - self.manager.num_tokens(request_id, group)
 
     @precondition(lambda self: self.requests)
-    @rule(data=st.data(), num_tokens=st.integers(0, 8), generated=st.lists(st.integers(0, 1), max_size=2))
-    def run(self, data: st.DataObject, num_tokens: int, generated: Sequence[int]) -> None:
+    @rule(
+        data=st.data(),
+        num_tokens=st.integers(0, 8),
+        generated=st.lists(st.integers(0, 1), max_size=2),
+        keeps_state=st.booleans(),
+    )
+    def run(self, data: st.DataObject, num_tokens: int, generated: Sequence[int], keeps_state: bool) -> None:
         request_id, model = self.some(data)
         for token_id in generated:
             model.identity.append(token_id)
         self.allocate_for(request_id, self.manager.num_tokens(request_id) + num_tokens)
-        self.run_for(request_id, num_tokens)
+        self.run_for(request_id, num_tokens, keeps_state)
 
-    def run_for(self, request_id: str, num_tokens: int) -> None:
+    def run_for(self, request_id: str, num_tokens: int, keeps_state: bool = True) -> None:
         """One forward pass over all the room there is, of which the first tokens turn out to be right."""
         model = self.requests[request_id]
         self.carry_out_copies()
         done = self.manager.num_tokens(request_id)
         rooms = [self.room(request_id, group) for group in (0, 1)]
+        following = self.manager.next_state(request_id)
+        if self.states and following is None:
+            num_tokens = 0
         stop = done + max(0, min(num_tokens, *rooms, len(model.identity) - done))
         new = rows_of(model.identity, stop)[done:]
         self.num_drafts += 1
@@ -227,9 +252,14 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.write(request_id, group, length, [b"draft %d" % self.num_drafts] * rooms[group])
             self.write(request_id, group, length, new)
             model.rows[group] += new
-        self.manager.commit(request_id, model.identity, stop)
-        if self.is_cached(model):
+        if following is not None:
+            self.states[following] = list(model.rows[0])
+        self.manager.commit(request_id, model.identity, stop, keeps_state=keeps_state)
+        if self.is_cached(model) and self.is_findable(stop, keeps_state):
             self.findable.append(model.rows[0][: stop // BLOCK_SIZE * BLOCK_SIZE])
+
+    def is_findable(self, num_tokens: int, keeps_state: bool) -> bool:
+        return not self.states or (keeps_state and num_tokens % BLOCK_SIZE == 0)
 
     def is_cached(self, model: Model) -> bool:
         return model.is_shareable and self.manager.enable_prefix_caching
@@ -269,9 +299,9 @@ class KVCacheMachine(RuleBasedStateMachine):
         lengths = [len(rows) for rows in model.rows]
         cut = lengths[0] - num_tokens
         before = self.state()
-        if group is None and min(lengths) < cut:
+        if (group is None and min(lengths) < cut) or (self.states and num_tokens < lengths[0]):
             with pytest.raises(ValueError, match="cannot be cut"):
-                self.manager.truncate(request_id, num_tokens)
+                self.manager.truncate(request_id, num_tokens, group)
             assert self.state() == before
             return
         try:
@@ -285,7 +315,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             del model.rows[index][max(0, lengths[index] - cut if group is None else num_tokens) :]
         model.is_shareable &= len(model.rows[0]) == len(model.rows[1])
 
-    @precondition(lambda self: any(one.is_private for one in self.requests.values()))
+    @precondition(lambda self: not self.states and any(one.is_private for one in self.requests.values()))
     @rule(data=st.data())
     def prune(self, data: st.DataObject) -> None:
         """Every other token of one layer group goes; the rest moves together, in the same blocks."""
@@ -310,7 +340,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         starts = [-(-len(rows) // BLOCK_SIZE) * BLOCK_SIZE for rows in model.rows]
         rooms = [len(self.manager.block_table(request_id, group)) * BLOCK_SIZE for group in (0, 1)]
         lengths = [len(rows) for rows in kept]
-        if any(start + num > room for start, num, room in zip(starts, lengths, rooms, strict=True)):
+        lacks = any(start + num > room for start, num, room in zip(starts, lengths, rooms, strict=True))
+        if lacks or self.states:
             before = self.state()
             with pytest.raises(ValueError, match="room behind"):
                 self.manager.keep_behind(request_id, lengths)
@@ -333,7 +364,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         model = self.requests.pop(request_id)
         is_written = self.manager.is_written(request_id)
         self.manager.free(request_id)
-        if self.is_cached(model):
+        if self.is_cached(model) and not self.states:
             whole = len(model.rows[0]) // BLOCK_SIZE * BLOCK_SIZE
             self.findable.append(model.rows[0] if is_written else model.rows[0][:whole])
 
@@ -358,10 +389,17 @@ class KVCacheMachine(RuleBasedStateMachine):
     def everything_is_where_it_is_said_to_be(self) -> None:
         for request_id, model in self.requests.items():
             assert [self.read(request_id, group) for group in (0, 1)] == model.rows
+            current, following = self.slots(request_id)
+            assert current is None or (self.states[current] == model.rows[0] and current != following)
         for node in self.manager._cache.nodes():
             rows = [node.key[at : at + ROW_BYTES] for at in range(0, len(node.key), ROW_BYTES)]
             for group, block in enumerate(node.blocks):
                 assert self.memory[group][block][: len(rows)] == rows
+            slot, above = self.manager._cache.snapshots.get(node), node.parent
+            while slot is not None and above is not None:
+                split = [above.key[at : at + ROW_BYTES] for at in range(0, len(above.key), ROW_BYTES)]
+                rows, above = split + rows, above.parent
+            assert slot is None or self.states[slot] == rows
 
     @rule()
     def carry_out(self) -> None:
@@ -377,6 +415,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             assert self.manager.num_free_blocks(group) == num_blocks
         self.manager.clear_idle()
         assert [pool.num_free for pool in self.manager._pools] == list(self.manager.spec.num_blocks)
+        assert not self.states or self.manager._states.num_free == len(self.states)
 
 
 TestKVCacheMachine = KVCacheMachine.TestCase

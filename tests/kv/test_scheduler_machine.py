@@ -28,6 +28,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.integers(1, 24),
         mode=st.sampled_from(["recompute", "offload"]),
         caching=st.booleans(),
+        num_states=st.sampled_from([0, 0, 2, 3, 8]),
     )
     def start(
         self,
@@ -39,9 +40,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk: int,
         mode: str,
         caching: bool,
+        num_states: int,
     ) -> None:
         config = SchedulerConfig(budget, max_seqs, chunk, mode)  # type: ignore[arg-type]
-        spec = KVCacheSpec((num_blocks,) * groups, block_size)
+        spec = KVCacheSpec((num_blocks,) * groups, block_size, num_states)
         self.scheduler = Scheduler(config, KVCacheManager(spec, enable_prefix_caching=caching))
         self.requests: dict[str, ScheduledRequest] = {}
         self.offloaded: dict[str, int] = {}
@@ -78,6 +80,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
         )
         spec = self.scheduler.kv.spec
+        if spec.num_states:
+            request.state_stops = (len(tokens) // spec.block_size * spec.block_size,)
         try:
             self.scheduler.add(request)
         except InfeasibleError:
@@ -159,7 +163,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), drafts=st.integers(1, 4))
     def guess(self, data: st.DataObject, drafts: int) -> None:
         request = data.draw(st.sampled_from(self.scheduler.running))
-        if request.is_decoding:
+        if request.is_decoding and not self.scheduler.kv.spec.num_states:
             request.num_drafts = min(drafts, request.max_total_tokens - request.num_tokens - 1)
 
     @rule()
@@ -249,6 +253,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 has_all = chunk.request.num_ready >= chunk.request.num_prompt_tokens
                 assert has_all or chunk.stop <= chunk.request.num_ready
                 assert chunk.stop - chunk.start <= config.max_chunk_tokens
+                assert not any(chunk.start < stop < chunk.stop for stop in chunk.request.state_stops)
+            self.check_states(chunk.request)
         back = [each for each in output.admitted if each in decoding]  # gave way and came back at once
         stalled = [
             each
@@ -259,12 +265,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert output.num_tokens == config.max_num_batched_tokens, "a decode was stalled for no reason"
             assert all(chunk.request in decoding for chunk in output.chunks)
 
+    def check_states(self, request: ScheduledRequest) -> None:
+        """What is computed reads one slot, unless it begins, and writes another that nobody else holds."""
+        kv = self.scheduler.kv
+        if not kv.spec.num_states:
+            return
+        current, following = kv.current_state(request.request_id), kv.next_state(request.request_id)
+        assert (current is None) == (request.num_computed == 0)
+        assert following is not None
+        assert kv._states is not None
+        assert kv._states.references(following) == 1
+
     def follow_moves(self, output: SchedulerOutput) -> None:
         """What was offloaded comes back whole, and only that."""
         self.scheduler.kv.copied(output.copies)
         for preemption in output.preemptions:
             self.offloaded[preemption.request.request_id] = preemption.num_tokens
             assert len(preemption.block_tables[0]) * self.scheduler.kv.block_size >= preemption.num_tokens
+            assert (preemption.state is None) == (not self.scheduler.kv.spec.num_states)
         for restore in output.restores:
             assert 0 <= restore.start < restore.stop == self.offloaded.pop(restore.request.request_id)
             self.scheduler.advance(restore.request, restore.stop + restore.request.num_dropped)

@@ -14,6 +14,8 @@ from transformers import AutoConfig
 
 from epd.encoders.names import WeightSet
 from epd.engine_config import DEFAULT_ENGINE
+from epd.models.families import FAMILIES
+from epd.serve_app.cli.models import COLUMNS, cells
 from epd.serve_app.worker.worker_stages import embedding_layout
 from epd.stages.engine.model_runner import kv_layout
 from epd.stages.loading.weights import prune, skeleton
@@ -22,6 +24,7 @@ from tests.models.published import PUBLISHED, Published
 
 PAGE = ROOT / "docs" / "models.md"
 _START, _END = "<!-- python -m tests.models.page -->\n", "<!-- end -->\n"
+_FAMILIES = "<!-- families: python -m tests.models.page -->\n"
 CARD_BYTES = 80 * 10**9
 # A worker that computes or continues answers needs room for this context, or it fits in name alone.
 LEAST_TOKENS = 32_768
@@ -102,10 +105,20 @@ def _room(num_tokens: int) -> str:
     return f"{num_tokens // 1000:,}" if num_tokens >= LEAST_TOKENS else "no"
 
 
+def families() -> str:
+    """What `epd models` lists."""
+    head = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
+    return head + "".join(f"| {' | '.join(cells(family))} |\n" for family in FAMILIES.values())
+
+
 def page(text: str) -> str:
-    """The page with its table anew."""
-    before, rest = text.split(_START)
-    return before + _START + table() + _END + rest.split(_END)[1]
+    """The page with its tables anew."""
+    return _with_block(_with_block(text, _START, table()), _FAMILIES, families())
+
+
+def _with_block(text: str, start: str, block: str) -> str:
+    before, rest = text.split(start)
+    return before + start + block + _END + rest.partition(_END)[2]
 
 
 if __name__ == "__main__":

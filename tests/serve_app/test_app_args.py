@@ -16,6 +16,7 @@ from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig, LocalTranspo
 from epd.serve_app.worker.worker_stages import StageBuilder
 from epd.stages.engine import setup as engine_setup
 from epd.topology import TensorParallel
+from tests.tiny_models import build_qwen3_5
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -73,6 +74,24 @@ def test_workers_of_several_processes_keep_their_roles_and_all_heads(
     with pytest.raises(RequestError, match=message):
         AppArgs(tensor_parallel_size=2, **options).resolved()
     assert AppArgs(tensor_parallel_size=1, **options).resolved().tensor_parallel_size == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft": "auto"}, "the draft auto for a 'qwen3_5' model, .* allowed: none"),
+        ({"reduction": "fastkv"}, "the reduction fastkv for a 'qwen3_5' model, .* allowed: balanced"),
+        ({"tensor_parallel_size": 2}, "size of 2 for a 'qwen3_5' model, .* allowed: 1; use a larger GPU"),
+    ],
+)
+def test_models_with_recurrent_states_refuse_what_is_not_computed(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = build_qwen3_5(tmp_path)
+    with pytest.raises(RequestError, match=message) as refused:
+        AppArgs(model=path, **options).resolved()
+    assert "\n" not in str(refused.value)
+    assert AppArgs(model=path).resolved().model == path
 
 
 def test_processes_of_a_worker_share_its_room_and_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.serve_app.fair_threads import FairShare
+from epd.serve_app.fair_threads import FairShare, LoopTurns
 
 
 def test_one_owner_leaves_slots_to_others() -> None:
@@ -57,3 +60,24 @@ def test_never_more_than_there_are_and_none_idle(steps: list[tuple[str, str]]) -
         assert len(held) == share.num_held <= 3
         assert all(held.count(each) <= 2 for each in "abc")
         assert not (share.num_waiting and len(held) < 3 and len(set(held)) == 3)
+
+
+def test_few_things_begin_in_a_turn_of_the_loop_though_each_ends_at_once() -> None:
+    """Twenty that wait for nothing: what else is ready has its turn after every four."""
+
+    async def begun() -> Counter[int]:
+        turns, number, counts = LoopTurns(4, 4), 0, Counter[int]()
+
+        async def page() -> None:
+            async with turns.turn("one address"):
+                counts[number] += 1
+
+        pages = asyncio.gather(*(page() for _ in range(20)))
+        while not pages.done():
+            await asyncio.sleep(0)
+            number += 1
+        return counts
+
+    counts = asyncio.run(begun())
+    assert counts.total() == 20
+    assert max(counts.values()) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,14 @@ from tests.engine_options import parted
 from tests.positions import trained_positions_in
 from tests.reference import processor_inputs
 from tests.stages.prompts import MAX_TOKENS, QUESTIONS, Prompt, prompt_of
-from tests.tiny_models import load_reference
+from tests.tiny_models import EXPERTS, build_qwen3_5, load_reference
 
 __all__ = ["families", "family"]
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", "smolvlm", "shapes-vl")
+# Whose layers have a recurrent state, with experts too.
+RECURRENT = ("qwen3_5", "qwen3_5_moe")
+BUILDERS_HERE = BUILDERS | {"qwen3_5_moe": partial(build_qwen3_5, **EXPERTS)}
 SAMPLING = FrameSampling(num_frames=6)
 MIX: tuple[tuple[str, ...], ...] = ((), ("image",), ("video",), ("wide_image", "image"), ("tall_video",))
 
@@ -62,7 +66,7 @@ def subjects(
     def get(name: str) -> Subject:
         if name not in made:
             folder = tmp_path_factory.mktemp("engine")
-            path = checkpoints[name] if name in checkpoints else BUILDERS[name](folder / name)
+            path = checkpoints[name] if name in checkpoints else BUILDERS_HERE[name](folder / name)
             made[name] = make(name, path, media)
         return made[name]
 
@@ -77,6 +81,11 @@ def any_family(request: pytest.FixtureRequest, subjects: Callable[[str], Subject
 @pytest.fixture(params=["qwen2_5_vl", "qwen3_vl"])
 def a_family(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]) -> Subject:
     """Two are enough where nothing depends on the family: with M-RoPE, with and without deepstack."""
+    return subjects(request.param)
+
+
+@pytest.fixture(params=RECURRENT)
+def recurrent(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]) -> Subject:
     return subjects(request.param)
 
 
@@ -106,7 +115,7 @@ def expected(family: Family, paths: list[Path], question: str) -> tuple[int, ...
 
 
 def inputs_of(family: Family, paths: list[Path], question: str) -> Any:
-    if family.name in BUILDERS and family.name not in ("qwen2_5_vl", "qwen3_vl"):
+    if family.name in BUILDERS and not family.name.startswith("qwen"):
         return family.their_inputs([as_sent(path) for path in paths], SAMPLING, question)
     return processor_inputs(family.processor, paths, question, SAMPLING)
 

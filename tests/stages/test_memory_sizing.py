@@ -297,3 +297,20 @@ def test_the_passes_are_as_large_as_settings_allow(family: Family, monkeypatch: 
         for n in (32, 256)  # type: ignore[misc]
     )
     assert large > 3 * small
+
+
+def test_recurrent_states_are_taken_off_the_room_of_tokens(
+    families: dict[str, Family], gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two slots of each answer that grows, and one for a state that is kept."""
+    family = families["qwen3_5"]
+    monkeypatch.setattr(memory_sizing, "run_prefill", lambda *_: None)
+    arguments = (family.model, None, family.adapter, GENERATION, ON_GPU)
+    without = measured_kv_tokens(*arguments, LargestPasses(4096, 2048))
+    num_tokens = measured_kv_tokens(*arguments, LargestPasses(4096, 2048, num_seqs=64))
+    layout = memory_sizing.kv_layout(family.model)
+    tails, matrices = 6 * 3 * 128 * 4, 6 * 4 * 16 * 16 * 4
+    assert layout.num_layers == 2
+    assert without is not None
+    assert num_tokens is not None
+    assert without - num_tokens == pytest.approx(3 * 64 * (tails + matrices) / layout.bytes_per_token, abs=16)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import torch
-from torchvision.transforms import InterpolationMode, v2
+from torch.nn.functional import interpolate
 
 from epd.types import UInt8Array
 
 
 def resize(pixels: UInt8Array, size: tuple[int, int]) -> UInt8Array:
-    """Returns the pixels resized by torchvision's antialiased bicubic on uint8.
+    """Returns the pixels resized by torch's antialiased bicubic on uint8.
 
     pixels: uint8 [H, W, 3]
     size: (height, width) of the result
     """
     if not pixels.flags.writeable:  # torch warns of memory it may not write; it only reads here
         pixels = pixels.copy()
-    image = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)  # uint8 [1, 3, H, W], channels last
-    resized = v2.functional.resize(image, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
+    image = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)  # uint8 [1, 3, H, W], channels last
+    resized = interpolate(image, size, mode="bicubic", antialias=True)
     result: UInt8Array = resized[0].permute(1, 2, 0).numpy()
     return result

@@ -7,7 +7,7 @@ import hmac
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
@@ -22,13 +22,16 @@ from epd.errors import (
     AdminRightError,
     AuthenticationError,
     EPDError,
+    MissingScopeError,
     OverloadedError,
     RequestLimitError,
     RequestTimeoutError,
     UnavailableError,
     http_status,
 )
+from epd.serve_app.clients import ADMIN_RIGHTS, USER_RIGHTS, Client, Right, owner_with_key
 from epd.serve_app.http.guard.host_check import HostCheck
+from epd.serve_app.http.guard.keyed_clients import KeyedClients
 from epd.serve_app.http.prefix import route_path
 from epd.serve_app.http.protocol import ErrorBody, ErrorReply
 from epd.serve_app.observability.record import CLIENT_GONE, RequestRecord, new_request_id, record_of
@@ -61,8 +64,14 @@ class RequestEdge:
         on_finished: Callable[[RequestRecord], None],
         host_check: HostCheck,
         answers: Mapping[str, ASGIApp] | None = None,
+        clients: KeyedClients | None = None,
     ) -> None:
-        """Guards app. answers: the apps of `ANSWER_ROUTES`, by path; by default the app itself."""
+        """Guards app.
+
+        answers: the apps of `ANSWER_ROUTES`, by path; by default the app itself
+        clients: whose answers say what is left of their minute
+        """
+        self._clients = clients
         self._app = app
         self._answers = answers or {}
         self._on_finished = on_finished
@@ -87,7 +96,10 @@ class RequestEdge:
             if message["type"] == "http.response.start":
                 started = True
                 record.status = record.status or message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = record.request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = record.request_id
+                if self._clients is not None and record.client and is_answer:
+                    headers.update(self._clients.headers(record.client))
             await send(message)
 
         try:
@@ -120,41 +132,76 @@ class KeyCheck:
 
     api_key: None allows every client
     admin_api_key: a second valid key, with the rights that `check_admin` requires; None: no client has them
+    clients: of a file of keys, in place of an api_key
     """
 
-    def __init__(self, api_key: str | None, admin_api_key: str | None = None) -> None:
+    def __init__(
+        self, api_key: str | None, admin_api_key: str | None = None, clients: KeyedClients | None = None
+    ) -> None:
         self._api_key = api_key
+        self._clients = clients
         self._admin_api_key = admin_api_key
+        self._needs_ask = self.needs("ask")
 
     async def __call__(self, request: Request) -> None:
-        """Checks the key of a request. Raises AuthenticationError."""
-        sent = sent_key(request)
-        request.state.is_admin = _is_key(sent, self._admin_api_key)
-        has_key = self._api_key is not None or request.state.is_admin  # else the header is anything
-        request.state.client = _client_name(request, (sent or b"") if has_key else b"")
-        if self._api_key is None or request.state.is_admin:
-            return
-        if not _is_key(sent, self._api_key):
+        """Finds the client of a request, unless this process asks. Raises AuthenticationError."""
+        if not hasattr(request.state, "client"):
+            request.state.client = self._found(request)
+        elif self._clients is not None:
+            request.state.client = self._clients.named(client_of(request))
+        record_of(request).client = client_of(request).name
+
+    def needs(self, right: Right) -> Callable[[Request], Awaitable[None]]:
+        """Returns the check of routes that need a right. It raises MissingScopeError too."""
+
+        async def check(request: Request) -> None:
+            await self(request)
+            if right not in client_of(request).rights:
+                raise MissingScopeError(
+                    "You have insufficient permissions for this operation. Missing scopes: "
+                    f"{right}; allowed: {', '.join(sorted(client_of(request).rights))}; use another key"
+                )
+
+        return check
+
+    async def admit(self, request: Request) -> None:
+        """Checks a request for an answer, and counts it. Raises RateLimitExceededError too."""
+        is_from_here = hasattr(request.state, "client")
+        await self._needs_ask(request)
+        if self._clients is not None and not is_from_here:
+            self._clients.admit(client_of(request))
+
+    def _found(self, request: Request) -> Client:
+        sent = _sent_key(request)
+        is_admin = _is_key(sent, self._admin_api_key)
+        if self._clients is not None and not is_admin:
+            return self._clients.found(sent)
+        if self._api_key is None and not is_admin:  # the header is anything
+            return Client(_share(request, b""), space=request.headers.get("authorization", ""))
+        if sent is None or not (is_admin or _is_key(sent, self._api_key)):
             raise AuthenticationError(
                 "no key or not the right one; allowed: the server's API key; "
                 "set the header 'Authorization: Bearer KEY'"
             )
+        owner, rights = owner_with_key(sent), ADMIN_RIGHTS if is_admin else USER_RIGHTS
+        return Client(_share(request, sent), owner, space=owner, rights=rights)
 
 
-def sent_key(request: Request) -> bytes | None:
+def _sent_key(request: Request) -> bytes | None:
     """Returns the key that was sent, if any."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip().encode("latin-1") if scheme.lower() == "bearer" else None
 
 
-def client_of(request: Request) -> str:
-    """Returns a name for whoever shares with others as one, once `KeyCheck` has checked the request."""
-    client: str = request.state.client
+def client_of(request: Request) -> Client:
+    """Returns who asks, once `KeyCheck` has checked the request."""
+    client = request.state.client
+    assert isinstance(client, Client)
     return client
 
 
-def _client_name(request: Request, key: bytes) -> str:
-    """Names a key at an address, since many may use one key; empty for none."""
+def _share(request: Request, key: bytes) -> str:
+    """Names a key at an address, since many may use one key; an empty key for none."""
     address = request.client.host if request.client is not None else ""
     return hashlib.blake2b(address.encode() + b" " + key, digest_size=16).hexdigest()
 
@@ -165,7 +212,7 @@ def _is_key(sent: bytes | None, key: str | None) -> bool:
 
 def check_admin(request: Request, received: str, allowed: str) -> None:
     """Raises AdminRightError for a request without the admin key. received, allowed: for the message."""
-    if not request.state.is_admin:
+    if not client_of(request).is_admin:
         raise AdminRightError(
             f"received {received}; allowed: {allowed}, and this with the admin key; start the server with "
             "--admin-api-key and set the header 'Authorization: Bearer KEY'"

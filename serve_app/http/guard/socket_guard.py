@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from epd.serve_app.fair_threads import FairTurns
+from epd.serve_app.fair_threads import LoopTurns
 from epd.serve_app.http.guard.connection_room import ConnectionRoom
 
 # Open files reserved for purposes other than client connections.
@@ -49,7 +49,8 @@ class SocketLimits:
     max_connections: at most as many as the process may have open files
     num_reserved: connections beyond these, for probes of the server's health
     max_pipelined: requests that a connection may send before their turn; the rest is not read
-    num_pages: answers of open pages that are made at once, addresses in turns; questions wait for none
+    num_pages: answers of open pages that are begun in a turn of the event loop, and made at once; addresses
+        take turns, and questions wait for none
     """
 
     max_header_bytes: int = 64 << 10
@@ -63,7 +64,7 @@ class SocketLimits:
     max_connections: int = 8192
     num_reserved: int = 16
     max_pipelined: int = 2
-    num_pages: int = 16
+    num_pages: int = 8
 
     @property
     def num_connections(self) -> int:
@@ -105,7 +106,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     limits: ClassVar[SocketLimits] = SocketLimits()
     room: ClassVar[ConnectionRoom[GuardedProtocol]] = ConnectionRoom()
-    pages: ClassVar[FairTurns] = FairTurns(limits.num_pages, limits.num_pages)
+    pages: ClassVar[LoopTurns] = LoopTurns(limits.num_pages, limits.num_pages)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import cache
+from http import HTTPStatus
+from mimetypes import guess_type
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from epd.serve_app.http.guard.host_check import HostCheck
+from epd.serve_app.http.prefix import route_path
+from epd.serve_app.observability.record import new_request_id
 from epd.shapes import make_scene
 
+_SCHEMA = "/openapi.json"
 _FOLDER = Path(__file__).parent
 _FILES = {
     "/": "index.html",
@@ -37,22 +43,50 @@ _HEADERS = {
 _SEED, _SECONDS, _FPS, _HEIGHT, _WIDTH = 11, 30, 8, 216, 384
 
 
-def page_routes() -> APIRouter:
-    router = APIRouter(include_in_schema=False)
-    for route, name in _FILES.items():
-        router.get(route)(_sender(name))
-    router.get("/page/sample.mp4")(_send_sample)
-    return router
+class Pages:
+    """Finds pages whose bytes are prepared, to be sent below the framework's costlier routing."""
+
+    def __init__(self, host_check: HostCheck, schema: Callable[[str], bytes]) -> None:
+        """Reads the files. schema: returns the API's schema below a path, as JSON."""
+        self._host_check = host_check
+        self._schema = schema
+        self._pages = {route: _page(_FOLDER / name) for route, name in _FILES.items()}
+
+    def found(self, scope: Scope) -> ASGIApp | None:
+        """Returns what answers a request; None where it is for no page, or has another server's name."""
+        if scope["type"] != "http" or scope["method"] != "GET":
+            return None
+        path = route_path(scope)
+        if path not in (_SCHEMA, *self._pages) or not self._host_check.allows(scope):
+            return None
+        if path != _SCHEMA:
+            return self._pages[path]
+        return _Prepared(self._schema(scope.get("root_path", "").rstrip("/")), _SCHEMA)
 
 
-def _sender(name: str) -> Callable[[], Coroutine[Any, Any, FileResponse]]:
-    async def send() -> FileResponse:
-        return FileResponse(_FOLDER / name, headers=_HEADERS)
+class _Prepared:
+    """Answers with bytes that are in memory."""
 
-    return send
+    def __init__(self, body: bytes, name: str, headers: Mapping[str, str] | None = None) -> None:
+        """Prepares the answer. name: of a file of its type."""
+        self._body = body
+        self._headers = Response(body, headers=headers, media_type=guess_type(name)[0]).raw_headers
+
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        headers = [*self._headers, (b"x-request-id", new_request_id().encode())]
+        await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": headers})
+        await send({"type": "http.response.body", "body": self._body})
 
 
-async def _send_sample() -> Response:
+def _page(path: Path) -> _Prepared:
+    return _Prepared(path.read_bytes(), path.name, _HEADERS)
+
+
+sample_route = APIRouter(include_in_schema=False)
+
+
+@sample_route.get("/page/sample.mp4")
+async def send_sample() -> Response:
     return Response(await asyncio.to_thread(_sample), media_type="video/mp4", headers=_HEADERS)
 
 

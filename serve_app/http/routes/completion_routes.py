@@ -17,7 +17,6 @@ from epd.control.request_budget import RequestBudget
 from epd.errors import RequestError
 from epd.serve_app.http.answers.answer_response import AnswerForm, AnswerResponse
 from epd.serve_app.http.answers.completion_answer import Completion, CompletionChunks, CompletionWhole
-from epd.serve_app.http.chat_answers import Caller
 from epd.serve_app.http.guard.http_guard import client_of
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.completion_request import COMPLETION_FIELDS, CompletionRequest
@@ -62,7 +61,7 @@ async def checked_completion(
     model = server.check_options(request, options)
     received = wanted.prompts()
     _budget_of(options, received, num_bytes, model).check(server.settings.limits)
-    asked = ParsedRequest(options, (), (), caller=Caller(client_of(request)))
+    asked = ParsedRequest(options, (), (), client=client_of(request))
     parsed = await server.accepted(asked, record_of(request), model)
     prompts, echoed = [], []
     for number, prompt in enumerate(received):

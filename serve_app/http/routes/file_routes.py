@@ -12,6 +12,7 @@ from epd.serve_app.files.file_store import FileStore
 from epd.serve_app.files.records import UPLOAD_PURPOSES, FileDeleted, FileList, FileObject
 from epd.serve_app.files.settings import MAX_LISTED, page_of
 from epd.serve_app.files.upload import kept_upload
+from epd.serve_app.http.guard.http_guard import client_of
 from epd.serve_app.http.routes.prompt_routes import server_of
 
 file_routes = APIRouter()
@@ -48,7 +49,7 @@ def store_of(request: Request) -> FileStore:
 
 
 def owner_of(request: Request) -> str:
-    return server_of(request).owner_of(request)
+    return client_of(request).owner
 
 
 def _check_site(request: Request) -> None:

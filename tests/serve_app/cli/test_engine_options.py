@@ -28,6 +28,7 @@ GIVEN: dict[str, Any] = {
     "video_max_tokens": 600,
     "cap_pixels_per_frame": False,
     "bare_processor": True,
+    "model_impl": "native",
     "device": "cpu",
     "dtype": "float32",
     "tensor_parallel_size": 2,

@@ -86,6 +86,7 @@ def test_yaml_has_the_same_keys(tmp_path: Path) -> None:
         "video_max_tokens": None,
         "cap_pixels_per_frame": False,
         "bare_processor": False,
+        "model_impl": "auto",
     }
 
 

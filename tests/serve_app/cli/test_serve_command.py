@@ -56,8 +56,8 @@ def command(*options: str, start: str = START) -> list[str]:
     ],
 )
 def test_what_cannot_be_served_is_told_at_once(options: list[str], said: str) -> None:
-    done = subprocess.run(command(*options), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["serve", *options])
+    assert done.exit_code == 2
     assert said in done.stderr
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.splitlines()) == 1

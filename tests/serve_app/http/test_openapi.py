@@ -1,8 +1,12 @@
-"""Whatever fits the OpenAPI schema, or does not, gets an answer of the shape it promises, and never 5xx."""
+"""Whatever fits the OpenAPI schema, or does not, gets an answer of the shape it promises, and never 5xx.
+
+`make soak` draws ten times as many.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from functools import cache
 
@@ -19,8 +23,9 @@ from tests.serve_app.conftest import QUESTION, Front, media_settings, running_fr
 from tests.serve_app.fakes import FakeService
 
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
+NUM_DRAWN = 300 if "EPD_SOAK" in os.environ else 30
 DRAWN = settings(
-    max_examples=80,
+    max_examples=NUM_DRAWN,
     deadline=None,
     database=None,
     derandomize=True,  # else, now and then, all that is drawn is an empty conversation or the like

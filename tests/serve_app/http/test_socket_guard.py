@@ -18,7 +18,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS, LoopFactoryType
 
-from epd.serve_app.fair_threads import FairTurns
+from epd.serve_app.fair_threads import LoopTurns
 from epd.serve_app.http.guard import socket_guard
 from epd.serve_app.http.guard.connection_room import ConnectionRoom
 from epd.serve_app.http.guard.socket_guard import GuardedProtocol, SocketLimits, WriteClock
@@ -255,7 +255,7 @@ def test_pages_are_made_a_few_at_a_time_and_questions_do_not_wait_for_them() -> 
     """Two pages are being made, for ever: a third waits, a question and a probe do not."""
     limits, release = SocketLimits(), threading.Event()
     with (
-        guarded(limits, app=partial(held_pages, release), pages=FairTurns(2, 2)) as address,
+        guarded(limits, app=partial(held_pages, release), pages=LoopTurns(2, 2)) as address,
         ExitStack() as stack,
     ):
         pages = [stack.enter_context(asked(address, "/page")) for _ in range(3)]

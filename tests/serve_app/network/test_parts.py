@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from epd.serve_app.network.packing import Part, pack, parts_of, unpack
 from epd.serve_app.network.part_queue import PartQueue, Shipment
 from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPoolShape
 from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape, token_slots
+from epd.stages.engine.state_pool import StateLayout, StatesShape
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, Offer, Receipt, TransferOutcome
 from epd.transfer.staging import ALIGNMENT, StagingSpace
 from tests.stages.kv_values import put_tokens, tokens_at
@@ -56,6 +58,32 @@ def test_parts_hold_every_token_once_and_are_small(
         expected = torch.zeros_like(got)
         expected[:, :, start:stop] = tokens_at(theirs, token_slots(table, start, stop, BLOCK))
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("max_blocks", [0, 100])
+def test_a_recurrent_state_comes_with_the_last_part(max_blocks: int) -> None:
+    layout = StateLayout(2, 6, 3, 2, 4, 4, torch.bfloat16)
+    shape = replace(SHAPE, states=StatesShape(5, layout))
+    source, target = shape.build(), shape.build()
+    assert source.states is not None
+    assert target.states is not None
+    for each in (source.states.tails, source.states.matrices):
+        each.copy_(torch.arange(each.numel()).view(each.shape) % 97)
+    spans = (KVSpan(0, 0, 8, (3, 7)), KVSpan(1, 0, 8, (2, 5)))
+    parts = parts_of(source, KVChunk(spans, num_kv_tokens=(8, 8), state_slot=4), max_blocks * BLOCK_BYTES[0])
+    ticket = KVTicket("t", "d", "p", "r", 0, 8, ((0, 1), (0, 1)), 2)
+    for part in parts:
+        target.receive(ticket, part.source, unpack(pack(source, part), CPU))  # type: ignore[arg-type]
+    for ours, theirs in zip(
+        (target.states.tails, target.states.matrices),
+        (source.states.tails, source.states.matrices),
+        strict=True,
+    ):
+        assert torch.equal(ours[2], theirs[4])
+        assert not ours[[0, 1, 3, 4]].any()
+    assert [part.state_slot for part in parts] == [None] * (len(parts) - 1) + [4]
+    with pytest.raises(ValueError, match="cannot copy from pools"):
+        SHAPE.build().receive(ticket, parts[-1].source, unpack(pack(source, parts[-1]), CPU))  # type: ignore[arg-type]
 
 
 def test_a_chunk_without_tokens_is_a_part_without_bytes() -> None:

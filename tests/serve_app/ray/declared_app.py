@@ -16,10 +16,11 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
+from epd.serve_app.app_args import AppArgs
 from epd.serve_app.network.memory import PoolFiles, orphans
 from tests.serve_app.conftest import JSON, data_url, image_part, video_part
 from tests.serve_app.deployments import Answered, Question
-from tests.serve_app.ray.ray_session import RaySession
+from tests.serve_app.ray.ray_session import RaySession, delete_app
 from tests.what_waits import what_waits
 
 DEPLOYMENTS = ("Front", "Media", "Stage")
@@ -52,15 +53,16 @@ class Stream:
     async def _lines(self, response: httpx.Response) -> str:
         if response.status_code != httpx.codes.OK:
             return f"refused: {response.status_code}"
+        outcome = "cut: it ended"
         async for line in response.aiter_lines():
             if line == "data: [DONE]":
-                return "whole"
-            if line.startswith("data: "):
+                outcome = "whole"  # and reads on: see `delete_app`
+            elif line.startswith("data: "):
                 chunk = json.loads(line.removeprefix("data: "))
                 if "error" in chunk:
                     return f"an error: {chunk['error']['message']}"
                 self._take(chunk)
-        return "cut: it ended"
+        return outcome
 
     def _take(self, chunk: JSON) -> None:
         self.text += "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
@@ -124,6 +126,10 @@ class DeclaredApp:
         client = _get_global_client()
         assert client is not None
         client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
+
+    def delete(self) -> None:
+        """Returns when nothing of it is left."""
+        delete_app("epd", AppArgs(**self.args).drain_s)
 
     def replicas(self, deployment: str) -> dict[str, int]:
         """The process ids of a deployment's running replicas, by their ids."""
@@ -229,7 +235,7 @@ def declared_app(
         asyncio.run(until(app.is_running, DEPLOYED_S, every_s=0.2))
         yield app
     finally:
-        serve.delete("epd")
+        app.delete()
     assert set(orphans()) <= set(before)
 
 

@@ -195,7 +195,7 @@ async def deployed_on(model: Path, num_nodes: int) -> AsyncIterator[RayDeploymen
         yield deployment
     finally:
         await deployment.service.close()
-        await asyncio.to_thread(serve.delete, "epd")
+        await asyncio.to_thread(app.delete)
 
 
 async def disturbed(

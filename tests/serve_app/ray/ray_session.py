@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -64,6 +65,25 @@ def ray_with_serve() -> Iterator[RaySession]:
         serve.shutdown()
 
 
+def delete_app(name: str, drain_s: float, late_s: float = 60.0) -> None:
+    """Deletes an application, and returns when it is gone. Raises TimeoutError that says who is left.
+
+    Serve's own `delete` waits for a minute, less than a drain may take. A front was seen to wait for a
+    request that had ended: its client left in just that moment, and the proxy's cancel was lost in Ray.
+
+    drain_s: after which its replicas end, whatever they do
+    late_s: what a busy machine may take beyond that
+    """
+    serve.delete(name, _blocking=False)
+    end_s = time.monotonic() + drain_s + late_s
+    while name in serve.status().applications:
+        if time.monotonic() > end_s:
+            actors = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
+            left = [each for each in actors if f"::{name}#" in each]
+            raise TimeoutError(f"{name} is not gone after {drain_s + late_s:.0f} s: {left} are left")
+        time.sleep(0.1)
+
+
 @contextmanager
 def running_app(session: RaySession, address: HttpAddress | None = None, **args: Any) -> Iterator[str]:
     """The application, alone; its URL. It may leave no file of a pool behind.
@@ -71,11 +91,12 @@ def running_app(session: RaySession, address: HttpAddress | None = None, **args:
     address: where its fronts listen themselves; None: behind the session's proxy
     """
     before = orphans()
-    serve.run(application(AppArgs(**args), address), name="epd", route_prefix="/")
+    app_args = AppArgs(**args)
+    serve.run(application(app_args, address), name="epd", route_prefix="/")
     try:
         yield session.url if address is None else address.url
     finally:
-        serve.delete("epd")
+        delete_app("epd", app_args.drain_s)
     assert set(orphans()) <= set(before)
 
 
@@ -118,10 +139,10 @@ async def ray_deployed(
 ) -> AsyncIterator[RayDeployment]:
     """Also an application, the only one. max_wait_s: of the front. args: of the application."""
     args = {"model": path, "num_kv_tokens": 16_384, "allowed_media_path": Path("/"), **args}
-    app = build_app(AppArgs(topology=topology, hang_s=hang_s, **args))
-    await asyncio.to_thread(serve.run, app, name="epd", route_prefix="/")
+    app_args = AppArgs(topology=topology, hang_s=hang_s, **args)
+    await asyncio.to_thread(serve.run, build_app(app_args), name="epd", route_prefix="/")
     try:
         async with ray_front(path, max_wait_s) as deployment:
             yield deployment
     finally:
-        await asyncio.to_thread(serve.delete, "epd")
+        await asyncio.to_thread(delete_app, "epd", app_args.drain_s)

@@ -24,7 +24,7 @@ from epd.serve_app.ray.front import OWNER
 from epd.serve_app.ray.supervisor import ends_once
 from epd.serve_app.ray.tenancy import cluster_now, is_left, is_taken, turn_to_deploy, url_at
 from tests.serve_app.cli.test_serve_command import END_S, READY_S, START, command
-from tests.serve_app.ray.ray_session import IGNORED, RaySession
+from tests.serve_app.ray.ray_session import IGNORED, RaySession, delete_app
 from tests.serve_app.server import wait_until
 
 pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
@@ -173,7 +173,8 @@ def test_an_application_that_others_delete_is_noticed(ray_session: RaySession) -
         time.sleep(1.0)
         assert said == []
         assert is_taken("held", "somebody else")
-        serve.delete("held", _blocking=False)
+        with pytest.raises(TimeoutError, match=r"held is not gone after 0 s: .*held#Front#"):
+            delete_app("held", drain_s=0.0, late_s=0.0)
         wait_until(lambda: is_taken("held", "me"), END_S)
         assert is_left(cluster_now(), "held", "me")
         wait_until(lambda: said == ["it is gone"], END_S)

@@ -1,0 +1,372 @@
+"""Adapts families that keep transformers' interfaces: their processor plans, their own tower encodes.
+
+What an image or a video becomes in the prompt is read off the processor, which is called with pixels that
+have a shape and no values. On an encode worker it is called again, with the pixels, and the model's own
+`get_image_features` or `get_video_features` takes what it returns.
+
+    plan     (height, width)   processor, meta device   "<image>" -> "<img><pad><pad>\\n<pad><pad></img>"
+    encode   uint8 pixels      processor                -> pixel_values, image_sizes ... -> rows [V, C]
+
+An image is encoded whole. Its visual tokens may lie in several runs, with words of the family in between. A
+video is cut where the tower attends across no frames, which is measured: `measured_units`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from epd.chat import ChatMessage
+from epd.encoders.adapter import Embeddings, Grid, MediaPlan, PatchRun, PromptPlan, TowerMerger, VideoFacts
+from epd.encoders.checkpoint import Checkpoint
+from epd.encoders.device import CPU, device_of
+from epd.encoders.families.base import BaseAdapter
+from epd.encoders.families.measured_units import frames_per_unit
+from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
+from epd.encoders.sampling import DEFAULT_FPS, check_wanted, select_frames, source_metadata
+from epd.errors import MediaLimitError, UnsupportedMediaError, UnsupportedModelError
+from epd.frame_sampling import FrameSampling
+from epd.pixel_limits import OWN_LIMITS, PixelLimits, refuse
+from epd.reduction import TowerMerge
+from epd.types import Int64Array, MediaKind, ceil_div
+
+_META = torch.device("meta")
+_FEATURES = {"image": "get_image_features", "video": "get_video_features"}
+# Values of a processor's output that are kept with a plan: sizes and grids have few, pixels many.
+_MOST_FACTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class WholePlan(MediaPlan):
+    """Describes an item that the tower takes whole, in one unit. Its tokens are in one or several runs."""
+
+    @property
+    def is_joined_whole(self) -> bool:
+        return True
+
+
+class _Shown(NamedTuple):
+    """Names what a processor's text depends on: the shape of the pixels, and the times of frames."""
+
+    kind: MediaKind
+    size: tuple[int, int]
+    indices: tuple[int, ...] = ()
+    fps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Expansion:
+    """Holds what a processor makes of one item. facts: sizes and grids, by the names of its outputs."""
+
+    text: ItemText
+    facts: Mapping[str, Tensor]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.text.pad_lengths)
+
+
+class GenericAdapter(BaseAdapter):
+    """Adapts a `model_type` by transformers' own processor and tower."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Raises UnsupportedModelError for a family that lacks an interface."""
+        self.checkpoint = checkpoint
+        self._processor = checkpoint.processor
+        self._class = model_class(checkpoint.config)
+        self._kinds = _kinds(checkpoint, self._class)
+        tokens = {kind: str(getattr(self._processor, f"{kind}_token")) for kind in self._kinds}
+        self.markers = Markers(tokens, tokens)
+        self._expanded = lru_cache(maxsize=256)(self._expand)
+        self._positions = _position_rule(self._class, checkpoint.config)
+        self._unit = frames_per_unit(checkpoint.config, self._rows_of) if "video" in self._kinds else None
+
+    @property
+    def limits_line(self) -> str:
+        cut = "whole" if self._unit is None else f"by {self._unit}"
+        frames = f"; frames are encoded {cut}" if "video" in self._kinds else ""
+        return f"sizes, frames and tokens as transformers' processor has them{frames}"
+
+    def check_pixels(self, media: Collection[tuple[MediaKind, PixelLimits]], most: int | None) -> None:  # noqa: ARG002
+        for _, pixels in media:
+            for name in (*pixels.all_named, *(["detail low"] if pixels.is_low_detail else [])):
+                raise refuse(name, "none, this model family is served by transformers' processor as it is")
+
+    def plan_image(self, height: int, width: int, pixels: PixelLimits = OWN_LIMITS) -> MediaPlan:  # noqa: ARG002
+        if min(height, width) < 1:
+            raise MediaLimitError(f"an image of {width}x{height} pixels shows nothing; send a larger one")
+        return self._plan(_Shown("image", (height, width)))
+
+    def plan_video(
+        self,
+        video: VideoFacts,
+        frame_sampling: FrameSampling,
+        pixels: PixelLimits = OWN_LIMITS,  # noqa: ARG002
+    ) -> MediaPlan:
+        self._check_kind("video")
+        frames = select_frames(video, frame_sampling, lambda part: self._sampled(part, frame_sampling))
+        shown = _Shown("video", (video.height, video.width), frames.indices, frames.fps)
+        plan = self._in_units(self._plan(shown), shown)
+        return replace(
+            plan,
+            times_s=frames.times_s,
+            frame_indices=frames.indices,
+            source_fps=frames.fps,
+            unit_span_s=plan.frames_per_unit / frames.sampled_fps,
+        )
+
+    def _in_units(self, plan: MediaPlan, shown: _Shown) -> MediaPlan:
+        """Cuts a video where a unit alone has the tokens that it has in the whole; else it stays whole."""
+        num_frames = len(shown.indices)
+        if self._unit is not None and num_frames > self._unit:
+            num_units = ceil_div(num_frames, self._unit)
+            each = self._expanded(shown._replace(indices=shown.indices[: self._unit])).num_tokens
+            runs = self._expanded(shown).text.pad_lengths
+            if num_units * each == plan.num_tokens and not any(run % each for run in runs):
+                grid = Grid(num_units, 1, max(1, plan.grid.num_patches // num_units))
+                return MediaPlan("video", plan.size, grid, self._unit, each)
+        return replace(plan, frames_per_unit=num_frames)
+
+    def _check_kind(self, kind: MediaKind) -> None:
+        if kind not in self._kinds:
+            raise UnsupportedMediaError(
+                f"received a medium of kind {kind} for a {self.checkpoint.config.model_type} model; allowed: "
+                f"{' and '.join(self._kinds)} and text; send another medium, or use another model"
+            )
+
+    def _plan(self, shown: _Shown) -> WholePlan:
+        self._check_kind(shown.kind)
+        try:
+            expansion = self._expanded(shown)
+        except (ValueError, ZeroDivisionError) as error:
+            height, width = shown.size
+            raise MediaLimitError(
+                f"a {shown.kind} of {width}x{height} pixels does not suit the model: {error}; crop it first"
+            ) from error
+        grid = Grid(1, 1, _num_patches(expansion))
+        return WholePlan(shown.kind, shown.size, grid, 1, expansion.num_tokens)
+
+    def _sampled(self, video: VideoFacts, frame_sampling: FrameSampling) -> tuple[int, ...]:
+        """Applies the processor's own rule; where a file names no rate, two frames a second."""
+        processor = self._processor.video_processor
+        wanted = frame_sampling.num_frames or (processor.num_frames if frame_sampling.fps is None else None)
+        rate = frame_sampling.fps or processor.fps or DEFAULT_FPS
+        most = min(wanted or math.inf, video.num_frames)
+        check_wanted(frame_sampling, min(most, video.num_frames / video.fps * rate) if not wanted else most)
+        given: dict[str, Any] = {"num_frames": int(most)} if wanted else {"fps": rate}
+        return tuple(int(each) for each in processor.sample_frames(source_metadata(video), **given))
+
+    def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
+        expansions = [self._expanded(_shown(plan)) for plan in media]
+        template = self.checkpoint.chat_template
+        texts = [self._text(each, plan) for each, plan in zip(expansions, media, strict=True)]
+        plan = plan_text_prompt(self.checkpoint, template, self.markers, media, texts, messages)
+        if self._positions is None:
+            return plan
+        positions = self._positions(self._position_inputs(plan.token_ids, expansions))
+        return replace(plan, positions=positions, next_position=int(positions.max()) + 1)
+
+    def _text(self, expansion: _Expansion, plan: MediaPlan) -> ItemText:
+        """Returns the words of an item, with a pad for each run of its tokens, or for each unit."""
+        text, each = expansion.text, plan.tokens_per_unit
+        if plan.is_joined_whole:
+            return text
+        counts = iter(length // each for length in text.pad_lengths)
+        cut = self._pad_pattern.sub(lambda pad: pad.group() * next(counts), text.text)
+        return ItemText(cut, (each,) * plan.num_units)
+
+    def _position_inputs(self, token_ids: Int64Array, expansions: Sequence[_Expansion]) -> dict[str, Tensor]:
+        """Returns what `get_rope_index` may take: ids, kinds of tokens, and the facts of all items."""
+        ids = torch.from_numpy(token_ids)[None]
+        kinds = torch.tensor(self._processor.create_mm_token_type_ids(ids.tolist()))
+        facts: dict[str, list[Tensor]] = {}
+        for expansion in expansions:
+            for name, fact in expansion.facts.items():
+                facts.setdefault(name, []).append(fact)
+        joined = {name: torch.cat(each) for name, each in facts.items()}
+        return {
+            **joined,
+            "input_ids": ids,
+            "mm_token_type_ids": kinds,
+            "attention_mask": torch.ones_like(ids),
+        }
+
+    def resize(self, image: Tensor, plan: MediaPlan) -> Tensor:  # noqa: ARG002
+        """Leaves an image as it is: the processor sizes it."""
+        return image[None]
+
+    def preprocess(self, frames: Tensor, plan: MediaPlan, device: torch.device = CPU) -> Tensor:  # noqa: ARG002
+        """Fills the last unit, and leaves frames on the host: the processor is a part of `encode_batch`."""
+        missing = -len(frames) % plan.frames_per_unit
+        return torch.cat([frames, *[frames[-1:]] * missing]) if missing else frames
+
+    def vision_tower(self, model: nn.Module) -> nn.Module:
+        return model.get_submodule("model")
+
+    def tower_merger(self, tower: nn.Module, merge: TowerMerge) -> TowerMerger:  # noqa: ARG002
+        raise UnsupportedModelError(
+            f"received tower_share for a {self.checkpoint.config.model_type} model, whose tower is "
+            "transformers' own; allowed: families of this project; leave tower_share out"
+        )
+
+    def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
+        return [Embeddings(self._rows_of(tower, run.values, run.kind)) for run in runs]
+
+    def _rows_of(self, tower: Any, frames: Tensor, kind: MediaKind = "video") -> Tensor:
+        """Returns the rows [V, C] of one item, uint8 [N, H, W, 3]."""
+        shown = _Shown(kind, (frames.shape[1], frames.shape[2]), tuple(range(len(frames))), 1.0)
+        outputs, _ = self._processed(shown, frames)
+        features = getattr(tower, _FEATURES[kind])
+        names = inspect.signature(features).parameters
+        dtype = next(tower.parameters()).dtype
+        given = {
+            name: _moved(value, device_of(tower), dtype) for name, value in outputs.items() if name in names
+        }
+        output = features(**given, return_dict=True)
+        if getattr(output, "deepstack_features", None) is not None:
+            raise UnsupportedModelError(
+                f"a {self.checkpoint.config.model_type} tower gives features for later layers (deepstack), "
+                "which are not placed here; use a family of this project"
+            )
+        return torch.cat(list(_rows(output.pooler_output)))
+
+    def _expand(self, shown: _Shown) -> _Expansion:
+        """Calls the processor with pixels of this shape: without values where it can do without."""
+        shape = (len(shown.indices) or 1, *shown.size, 3)
+        try:
+            outputs, text = self._processed(shown, torch.empty(shape, dtype=torch.uint8, device=_META))
+        except Exception:  # noqa: BLE001 # whatever a processor does with pixels that have no values
+            outputs, text = self._processed(shown, torch.zeros((), dtype=torch.uint8).expand(shape))
+        facts = {name: value for name, value in _tensors(outputs) if value.numel() <= _MOST_FACTS}
+        return _Expansion(self._compressed(text), facts)
+
+    def _compressed(self, text: str) -> ItemText:
+        """Replaces each run of pads by one of them, and counts it."""
+        runs = list(self._pad_pattern.finditer(text))
+        lengths = tuple(len(run.group()) // len(run.group(1)) for run in runs)
+        return ItemText(self._pad_pattern.sub(r"\1", text), lengths)
+
+    @property
+    def _pad_pattern(self) -> re.Pattern[str]:
+        pads = "|".join(re.escape(pad) for pad in dict.fromkeys(self.markers.pads.values()))
+        return re.compile(rf"({pads})(?:\1)*")
+
+    def _processed(self, shown: _Shown, frames: Tensor) -> tuple[Mapping[str, Any], str]:
+        """Returns the processor's outputs for one item, uint8 [N, H, W, 3], and the text in its place."""
+        processor, pixels = self._processor, frames.permute(0, 3, 1, 2)
+        settings = processor._merge_kwargs(
+            tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt"
+        )[f"{shown.kind}s_kwargs"]
+        if shown.kind == "image":
+            outputs, texts = processor._process_images([pixels[0]], **settings)
+        else:
+            settings |= {"do_sample_frames": False, "return_metadata": True}
+            outputs, texts = processor._process_videos(
+                [pixels], **settings, video_metadata=[_metadata(shown)]
+            )
+        return outputs, texts[0]
+
+
+def model_class(config: Any) -> Any:
+    """Returns transformers' class of the model without its head. Raises UnsupportedModelError for none."""
+    found = transformers.AutoModel._model_mapping.get(type(config), None)
+    if found is None:
+        raise UnsupportedModelError(
+            f"transformers {transformers.__version__} has no model of type '{config.model_type}'; allowed: "
+            "the types that it lists; install a release that has it"
+        )
+    return found
+
+
+def _kinds(checkpoint: Checkpoint, model: Any) -> tuple[MediaKind, ...]:
+    """Returns what the family sees. Raises UnsupportedModelError for nothing."""
+    processor = checkpoint.processor
+    kinds: list[MediaKind] = ["image", "video"]
+    found = tuple(
+        kind
+        for kind in kinds
+        if hasattr(model, _FEATURES[kind])
+        and hasattr(processor, f"replace_{kind}_token")
+        and getattr(processor, f"{kind}_token", None)
+        and getattr(processor, f"{kind}_processor", None) is not None
+        and not getattr(getattr(processor, f"{kind}_processor"), "use_token_compression", False)
+    )
+    if not found:
+        raise UnsupportedModelError(
+            f"a '{checkpoint.config.model_type}' model has no get_image_features, or its processor no "
+            "replace_image_token, which the generic path takes; use a family of this project"
+        )
+    return found
+
+
+PositionRule = Callable[[Mapping[str, Tensor]], Int64Array]
+
+
+def _position_rule(model: Any, config: Any) -> PositionRule | None:
+    """Returns the family's own rule of M-RoPE positions; None for a family that counts tokens."""
+    if not hasattr(model, "get_rope_index"):
+        return None
+    bare = model.__new__(model)
+    nn.Module.__init__(bare)
+    bare.config = config
+    names = inspect.signature(bare.get_rope_index).parameters
+
+    def positions(inputs: Mapping[str, Tensor]) -> Int64Array:
+        given = {name: value for name, value in inputs.items() if name in names}
+        found: Int64Array = bare.get_rope_index(**given)[0][:, 0].numpy()
+        return found
+
+    return positions
+
+
+def _shown(plan: MediaPlan) -> _Shown:
+    return _Shown(plan.kind, plan.size, plan.frame_indices, plan.source_fps)
+
+
+def _metadata(shown: _Shown) -> Any:
+    num_frames = shown.indices[-1] + 1
+    return transformers.video_utils.VideoMetadata(
+        total_num_frames=num_frames,
+        fps=shown.fps,
+        duration=num_frames / shown.fps,
+        frames_indices=list(shown.indices),
+    )
+
+
+def _num_patches(expansion: _Expansion) -> int:
+    """Returns the patches of an item, where the processor says them; else a usual four for each token."""
+    grids = [fact for name, fact in expansion.facts.items() if name.endswith("grid_thw")]
+    return int(sum(grid.prod() for grid in grids)) or 4 * expansion.num_tokens
+
+
+def _tensors(outputs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    return (
+        (name, value) for name, value in outputs.items() if isinstance(value, Tensor) and not value.is_meta
+    )
+
+
+def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Brings outputs of a processor to the tower: floats in its type."""
+    if isinstance(value, list | tuple):
+        return [_moved(each, device, dtype) for each in value]
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+
+def _rows(features: Any) -> Iterator[Tensor]:
+    """Yields the rows [V, C] of features, nested as a family has them."""
+    if isinstance(features, Tensor):
+        yield features.reshape(-1, features.shape[-1])
+        return
+    for each in features:
+        yield from _rows(each)

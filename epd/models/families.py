@@ -1,0 +1,96 @@
+"""Lists the model families that load, who computes each, and those that are refused.
+
+`epd models` and docs/models.md show these tables. Tests prove each row with a tiny checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from epd.types import MediaKind
+
+FamilyImpl = Literal["native", "transformers"]
+_SEES: tuple[MediaKind, ...] = ("image", "video")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Describes a family by its `model_type`.
+
+    name: of its best known checkpoints.
+    impl: native for an adapter of this project, transformers for its own processor and tower.
+    takes: kinds of media.
+    frames_per_unit: that a video is cut into; None for no videos.
+    limit: what it cannot do here, for people.
+    """
+
+    model_type: str
+    name: str
+    impl: FamilyImpl
+    takes: tuple[MediaKind, ...] = _SEES
+    frames_per_unit: int | None = None
+    limit: str = ""
+
+    def __post_init__(self) -> None:
+        if ("video" in self.takes) != (self.frames_per_unit is not None):
+            raise ValueError(f"{self.model_type} needs frames_per_unit if it takes videos, and only then")
+
+
+def _native(model_type: str, name: str, unit: int) -> Family:
+    return Family(model_type, name, "native", _SEES, unit)
+
+
+def _images(model_type: str, name: str, limit: str = "") -> Family:
+    return Family(model_type, name, "transformers", ("image",), None, limit)
+
+
+def _videos(model_type: str, name: str, unit: int, limit: str = "") -> Family:
+    return Family(model_type, name, "transformers", _SEES, unit, limit)
+
+
+# As in transformers, whose model counts the tokens of both together.
+_ONE_KIND = "no images beside a video"
+
+_ALL = (
+    _images("aria", "Aria"),
+    _images("deepseek_vl", "DeepSeek-VL"),
+    _videos("exaone4_5", "EXAONE 4.5", 2),
+    _videos("glm46v", "GLM-4.6V", 2, _ONE_KIND),
+    _videos("glm4v", "GLM-4.1V", 2, _ONE_KIND),
+    _videos("glm4v_moe", "GLM-4.5V", 2, _ONE_KIND),
+    _videos("glm_ocr", "GLM-OCR", 2, _ONE_KIND),
+    _videos("hyperclovax_vision_v2", "HyperCLOVA X Vision", 2),
+    _images("idefics3", "Idefics3, SmolVLM"),
+    _native("internvl", "InternVL3, 3.5", 1),
+    _images("lighton_ocr", "LightOnOCR"),
+    _images("llava", "LLaVA-1.5"),
+    _images("llava_next", "LLaVA-NeXT (1.6)"),
+    _videos("llava_next_video", "LLaVA-NeXT-Video", 1),
+    _native("llava_onevision", "LLaVA-OneVision", 1),
+    _images("mistral3", "Mistral Small 3.1"),
+    _images("paddleocr_vl", "PaddleOCR-VL"),
+    _native("qwen2_5_vl", "Qwen2.5-VL", 2),
+    Family("qwen2_audio", "Qwen2-Audio", "native", ("audio",)),
+    _videos("qwen2_vl", "Qwen2-VL", 2),
+    _native("qwen3_5", "Qwen3.5", 2),
+    _native("qwen3_5_moe", "Qwen3.5 and 3.6 with experts", 2),
+    _native("qwen3_vl", "Qwen3-VL", 2),
+    _native("qwen3_vl_moe", "Qwen3-VL with experts", 2),
+    _native("smolvlm", "SmolVLM2", 1),
+    _images("video_llama_3", "VideoLLaMA3", "no videos: their tokens depend on their pixels"),
+    _videos("video_llava", "Video-LLaVA", 1),
+    _images("vipllava", "ViP-LLaVA"),
+)
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
+# Families that would load and answer wrongly, and why.
+REFUSED: Mapping[str, str] = {
+    "ernie4_5_vl_moe": "whose experts are chosen by the kind of a token",
+    "gemma3": "whose images are attended in both directions",
+    "gemma3n": "whose images are attended in both directions",
+    "granite4_vision": "whose tower gives features for later layers (deepstack)",
+    "mllama": "whose text attends images in layers of their own",
+    "ovis2": "whose tower embeds tokens of the text too",
+    "paligemma": "whose prompt is attended in both directions",
+}

@@ -1,0 +1,32 @@
+"""Refuses options that nothing here computes yet for language models with a recurrent state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from epd.errors import RequestError
+from epd.reduction import SELECTION_METHODS
+
+# By `model_type` of config.json.
+RECURRENT_FAMILIES = ("qwen3_5", "qwen3_5_moe")
+
+
+def check_options(folder: Path, draft: str, reduction: str, max_ranks: int) -> None:
+    """Raises RequestError for what the model at `folder` cannot be asked to do.
+
+    draft, reduction: methods. max_ranks: processes that share the language model.
+    """
+    model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    if model_type not in RECURRENT_FAMILIES:
+        return
+    received = "for a '{}' model, whose layers have a recurrent state; allowed: {}; use {}"
+    if draft != "none":
+        why = received.format(model_type, "none, since drafts that are wrong cannot be taken back", "none")
+        raise RequestError(f"received the draft {draft} {why}")
+    if reduction not in SELECTION_METHODS:
+        why = received.format(model_type, ", ".join(SELECTION_METHODS), "one of these")
+        raise RequestError(f"received the reduction {reduction} {why}")
+    if max_ranks > 1:
+        why = received.format(model_type, "1", "a larger GPU")
+        raise RequestError(f"received a tensor_parallel_size of {max_ranks} {why}")

@@ -1,0 +1,126 @@
+"""Computes gated delta layers of Qwen3.5: what stands in the place of attention in three of four layers.
+
+rows -> projection | queries, keys, values -> convolution, SiLU | gates | decays | strengths
+                   -> delta rule -> norm of each head, times SiLU of its gate -> output matrix
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from epd.stages.decoder.delta_rule import DeltaInputs, DeltaPlan
+from epd.stages.decoder.linear import Linear
+from epd.stages.decoder.operations import RmsNorm
+
+# Matrices that are multiplied by the same rows, in the order of their products.
+PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+# Added to the squares of a head's channels before the root.
+_LENGTH_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSizes:
+    """Describes the heads. Each head of queries and keys serves as many heads of values as any other."""
+
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def key_channels(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_channels(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Returns how many channels are convolved."""
+        return 2 * self.key_channels + self.value_channels
+
+
+def delta_sizes(config: Any) -> DeltaSizes:
+    """Reads a text configuration of transformers."""
+    return DeltaSizes(
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """Computes a layer up to its output matrix.
+
+    projection: by `PROJECTIONS`. filters: float32 [K, channels].
+    rates, steps: float32 [H], of which the decays are made. norm: of a head's values.
+    """
+
+    sizes: DeltaSizes
+    projection: Linear
+    filters: Tensor
+    rates: Tensor
+    steps: Tensor
+    norm: RmsNorm
+
+    @classmethod
+    def of(cls, module: Any, config: Any, projection: Linear) -> GatedDelta:
+        """Takes the parameters of a module of transformers."""
+        return cls(
+            delta_sizes(config),
+            projection,
+            module.conv1d.weight.detach()[:, 0].t().float().contiguous(),
+            module.A_log.detach().float().exp().neg_(),
+            module.dt_bias.detach().float(),
+            RmsNorm.of(module.norm.weight, config.rms_norm_eps),
+        )
+
+    def __call__(self, rows: Tensor, tails: Tensor, matrices: Tensor, plan: DeltaPlan) -> Tensor:
+        """Returns [T, H * Dv] of normed rows [T, C]. tails, matrices: of all slots, see `DeltaPlan`."""
+        sizes, num_rows = self.sizes, len(rows)
+        widths = [sizes.num_channels, sizes.value_channels, sizes.num_heads, sizes.num_heads]
+        mixed, gates, strengths, decays = torch.split(self.projection(rows), widths, dim=1)
+        mixed = silu(plan.convolve(mixed, self.filters, tails).to(rows.dtype))
+        inputs = self._inputs(mixed, strengths, decays)
+        out = self.norm(plan.attend(inputs, matrices).to(rows.dtype))
+        gates = silu(gates.float()).view(num_rows, sizes.num_heads, sizes.value_dim)
+        return (out * gates).to(rows.dtype).flatten(1)
+
+    def _inputs(self, mixed: Tensor, strengths: Tensor, decays: Tensor) -> DeltaInputs:
+        """Splits convolved rows [T, channels] into heads, [T, H] of strengths and decays beside them."""
+        sizes = self.sizes
+        widths = [sizes.key_channels, sizes.key_channels, sizes.value_channels]
+        queries, keys, values = torch.split(mixed.float(), widths, dim=1)
+        return DeltaInputs(
+            self._directions(queries) * sizes.key_dim**-0.5,
+            self._directions(keys),
+            values.view(-1, sizes.num_heads, sizes.value_dim),
+            self.rates * softplus(decays.float() + self.steps),
+            strengths.sigmoid().float(),
+        )
+
+    def _directions(self, rows: Tensor) -> Tensor:
+        """Returns [T, H, Dk] of length 1, each head of keys as often as it serves one of values."""
+        heads = rows.reshape(-1, self.sizes.num_key_heads, self.sizes.key_dim)
+        unit = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _LENGTH_EPS)
+        return unit.repeat_interleave(self.sizes.num_heads // self.sizes.num_key_heads, dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLayer:
+    """Holds one layer. mixer: in the place of attention. mlp: [T, C] of normed rows [T, C]."""
+
+    attention_norm: RmsNorm
+    mixer: GatedDelta
+    out: Linear
+    mlp_norm: RmsNorm
+    mlp: Callable[[Tensor], Tensor]

@@ -1,0 +1,94 @@
+"""Stores recurrent states: the memory behind the slots of a `KVCacheManager`, which knows what is where.
+
+A slot holds what gated delta layers keep of a sequence, layer by layer: the last inputs of the convolution,
+and a matrix for each head.
+
+    tails       [num_states, num_layers, window, channels]           of the model's type
+    matrices    [num_states, num_layers, H, Dk, Dv]                  float32
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Describes the recurrent state of one sequence.
+
+    num_channels: of the convolution. window: how many of its last inputs are kept.
+    num_heads, key_dim, value_dim: of the matrices. dtype: of the inputs.
+    """
+
+    num_layers: int
+    num_channels: int
+    window: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def tail_bytes(self) -> int:
+        return self.num_layers * self.window * self.num_channels * self.dtype.itemsize
+
+    @property
+    def matrix_bytes(self) -> int:
+        num_values = self.num_layers * self.num_heads * self.key_dim * self.value_dim
+        return num_values * torch.float32.itemsize
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        return self.tail_bytes + self.matrix_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StatesShape:
+    """Sizes the states of one worker."""
+
+    num_states: int
+    layout: StateLayout
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_states * self.layout.bytes_per_sequence
+
+
+class StatePool:
+    """Holds the states of one worker. memory: uint8 [num_bytes]."""
+
+    def __init__(self, shape: StatesShape, memory: Tensor) -> None:
+        self.shape = shape
+        num, layout = shape.num_states, shape.layout
+        matrices, tails = torch.split(memory, [num * layout.matrix_bytes, num * layout.tail_bytes])
+        heads = (layout.num_heads, layout.key_dim, layout.value_dim)
+        self.matrices = matrices.view(torch.float32).view(num, layout.num_layers, *heads)
+        rows = (layout.window, layout.num_channels)
+        self.tails = tails.view(layout.dtype).view(num, layout.num_layers, *rows)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Returns the tails and the matrices of the group's layer `index`, of all slots: views."""
+        return self.tails[:, index], self.matrices[:, index]
+
+    def copy(self, source: StatePool, source_slot: int, target_slot: int) -> None:
+        """Copies a state from another pool of the same layout; from a GPU it is queued and not waited for.
+
+        Raises ValueError for another layout.
+        """
+        if source.shape.layout != self.shape.layout:
+            raise ValueError(
+                f"cannot copy a state of {source.shape.layout} into a pool of {self.shape.layout}"
+            )
+        for ours, theirs in ((self.tails, source.tails), (self.matrices, source.matrices)):
+            ours[target_slot].copy_(theirs[source_slot], non_blocking=True)
+
+    def to_host(self, slot: int) -> StatePool:
+        """Copies a state to slot 0 of a pool of its own in host memory, pinned for a GPU's."""
+        shape = StatesShape(1, self.shape.layout)
+        memory = torch.empty(shape.num_bytes, dtype=torch.uint8, pin_memory=self.matrices.is_cuda)
+        host = StatePool(shape, memory)
+        host.copy(self, slot, 0)
+        return host

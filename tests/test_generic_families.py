@@ -1,0 +1,196 @@
+"""Families that transformers' own processor and tower serve: tokens equal those of `model.generate`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from epd import LLM
+from epd.encoders import Adapter, FrameSampling, VideoFacts, load_adapter
+from epd.encoders.families.generic import GenericAdapter
+from epd.encoders.families.measured_units import frames_per_unit
+from epd.encoders.registry import ADAPTERS
+from epd.engine_config import EngineConfig
+from epd.errors import MediaLimitError, UnsupportedMediaError, UnsupportedModelError
+from epd.models.families import FAMILIES, REFUSED
+from epd.pixel_settings import PixelSettings
+from epd.reduction import ReductionPolicy
+from epd.types import ceil_div
+from tests.colocated import ColocatedPipeline
+from tests.encoders.families import QUESTION, Family
+from tests.encoders.tiny_generic import BUILDERS
+from tests.encoders.tiny_tiles import BUILDERS as NATIVE
+from tests.reference import MAX_TOKENS, generated_as_it_is
+from tests.serve_app.test_llm import encoded_groups
+from tests.test_tile_families import as_sent
+
+GENERIC = {name: each for name, each in FAMILIES.items() if each.impl == "transformers"}
+# Their `generate` counts the image's tokens as a video's, and refuses a prompt with both.
+NOT_MIXED = {name for name, each in GENERIC.items() if "beside" in each.limit}
+CASES = {
+    "text": (),
+    "image": ("image",),
+    "images": ("wide_image", "image"),
+    "video": ("video",),
+    "video and image": ("video", "image"),
+}
+
+
+def _kinds(media: tuple[str, ...]) -> list[str]:
+    return [name.removeprefix("wide_") for name in media]
+
+
+PAIRS = {
+    f"{name}-{case}": (name, media)
+    for name in BUILDERS
+    for case, media in CASES.items()
+    if set(_kinds(media)) <= set(GENERIC[name].takes)
+    and not (name in NOT_MIXED and case == "video and image")
+}
+SAMPLING = FrameSampling(num_frames=6)
+BY_TRANSFORMERS = PixelSettings(model_impl="transformers")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root, made = tmp_path_factory.mktemp("models"), dict[str, Path]()
+
+    def folder(name: str) -> Path:
+        return made.setdefault(name, made.get(name) or {**BUILDERS, **NATIVE}[name](root / name))
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def family(request: pytest.FixtureRequest, folders: Callable[[str], Path]) -> Family:
+    return Family.load(request.param, folders(request.param))
+
+
+def expected(family: Family, media: list[Path]) -> tuple[int, ...]:
+    return generated_as_it_is(family.model, family.their_inputs([as_sent(each) for each in media], SAMPLING))
+
+
+def test_every_family_that_is_listed_is_proven() -> None:
+    assert set(BUILDERS) == set(GENERIC)
+    assert set(FAMILIES) - set(GENERIC) == set(ADAPTERS)
+    assert not set(FAMILIES) & set(REFUSED)
+
+
+@pytest.mark.parametrize(("family", "names"), PAIRS.values(), ids=PAIRS, indirect=["family"])
+def test_tokens_equal_generate(family: Family, media: dict[str, Path], names: tuple[str, ...]) -> None:
+    paths = [media[name] for name in names]
+    pipeline = ColocatedPipeline.load(family.path, EngineConfig(group_tokens=1))
+    answer = pipeline.ask(paths, QUESTION, num_frames=SAMPLING.num_frames, max_tokens=MAX_TOKENS)
+    assert answer.token_ids == expected(family, paths)
+
+
+@pytest.mark.parametrize("name", ["glm4v", "mistral3"])
+def test_handed_over_in_chunks_and_from_the_cache(
+    folders: Callable[[str], Path], media: dict[str, Path], name: str
+) -> None:
+    family = Family.load(name, folders(name))
+    sees_videos = "video" in GENERIC[name].takes
+    paths = [media["video" if sees_videos else "wide_image"]]
+    text = family.adapter.tokenizer.decode(expected(family, paths), skip_special_tokens=True)
+    with LLM(family.path, topology="1e1p1d", max_chunk_tokens=16, num_kv_tokens=4096) as llm:
+        asked: dict[str, Any] = {"frames": SAMPLING.num_frames if sees_videos else None}
+        first = llm.ask(paths, QUESTION, max_tokens=MAX_TOKENS, **asked)
+        num_groups = encoded_groups(llm)
+        second = llm.ask(paths, QUESTION, max_tokens=MAX_TOKENS, **asked)
+        assert encoded_groups(llm) == num_groups > 0
+    assert first.text == second.text == text
+
+
+@pytest.mark.parametrize("name", sorted({**BUILDERS, **NATIVE}))
+def test_what_a_family_takes(folders: Callable[[str], Path], name: str) -> None:
+    """Units of generic families are measured."""
+    unit, adapter = FAMILIES[name].frames_per_unit, load_adapter(folders(name))
+    if unit is None:
+        with pytest.raises(UnsupportedMediaError, match="allowed: image"):
+            adapter.plan_video(VideoFacts(6, 2.0, 90, 120), SAMPLING)
+        return
+    plan = adapter.plan_video(VideoFacts(6, 2.0, 90, 120), SAMPLING)
+    assert (plan.frames_per_unit, plan.num_units) == (unit, ceil_div(plan.num_frames, unit))
+    assert not plan.is_joined_whole
+
+
+def test_a_tower_that_mixes_frames_takes_a_video_whole(folders: Callable[[str], Path]) -> None:
+    config = load_adapter(folders("llava_next_video")).checkpoint.config  # type: ignore[attr-defined]
+
+    def mixed(_tower: Any, frames: torch.Tensor) -> torch.Tensor:
+        return frames.float().flatten(1)[:, :8] + frames.float().mean()
+
+    assert frames_per_unit(config, lambda _tower, frames: frames.float().flatten(1)[:, :8]) == 1
+    assert frames_per_unit(config, mixed) is None
+
+
+def test_what_depends_on_all_frames_stays_whole(folders: Callable[[str], Path]) -> None:
+    """Of many frames each gets fewer pixels, so that a unit alone would have other tokens."""
+    adapter = load_adapter(folders("glm46v"))
+    plan = adapter.plan_video(VideoFacts(40, 2.0, 140, 140), FrameSampling(num_frames=40))
+    assert plan.is_joined_whole
+    assert (plan.num_units, plan.frames_per_unit) == (1, 40)
+
+
+def test_reduction_and_static_frames_work_on_units(
+    folders: Callable[[str], Path], media: dict[str, Path]
+) -> None:
+    pipeline = ColocatedPipeline.load(folders("llava_next_video"), EngineConfig(skip_static=0.0))
+    whole = pipeline.ask([media["video"]], QUESTION, num_frames=6, max_tokens=4)
+    half = ReductionPolicy(retention=0.5)
+    reduced = pipeline.ask([media["video"]], QUESTION, num_frames=6, max_tokens=4, reduction=half)
+    assert reduced.usage.visual_tokens * 2 == whole.usage.visual_tokens
+
+
+@pytest.mark.parametrize("name", ["internvl", "qwen2_5_vl"])
+def test_a_native_family_by_transformers(
+    folders: Callable[[str], Path], media: dict[str, Path], name: str
+) -> None:
+    family = Family.load(name, folders(name))
+    assert not isinstance(family.adapter, GenericAdapter)
+    pipeline = ColocatedPipeline.load(family.path, EngineConfig(model_impl="transformers"))
+    assert isinstance(pipeline.adapter, GenericAdapter)
+    answer = pipeline.ask([media["image"]], QUESTION, max_tokens=MAX_TOKENS)
+    assert answer.token_ids == expected(family, [media["image"]])
+
+
+@pytest.mark.parametrize(("model_type", "impl"), [("glm4v", "native"), ("florence2", "auto")])
+def test_a_family_without_an_adapter_says_what_to_try(tmp_path: Path, model_type: str, impl: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(UnsupportedModelError, match="--model-impl transformers"):
+        load_adapter(tmp_path, pixels=PixelSettings(model_impl=impl))
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_family_that_would_answer_wrongly_is_refused(tmp_path: Path, model_type: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    for pixels in (PixelSettings(), BY_TRANSFORMERS):
+        with pytest.raises(UnsupportedModelError, match=REFUSED[model_type][:20]):
+            load_adapter(tmp_path, pixels=pixels)
+
+
+def test_a_model_without_images_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders("llava"), tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(UnsupportedModelError, match="get_image_features"):
+        load_adapter(folder, pixels=BY_TRANSFORMERS)
+
+
+def test_images_that_show_nothing(folders: Callable[[str], Path]) -> None:
+    adapter: Adapter = load_adapter(folders("llava"))
+    with pytest.raises(MediaLimitError, match="0x9"):
+        adapter.plan_image(9, 0)
+    with pytest.raises(MediaLimitError, match="crop it"):
+        load_adapter(folders("qwen2_vl")).plan_image(1, 5000)
