@@ -18,6 +18,7 @@ from itertools import chain
 
 from epd.errors import InfeasibleError
 from epd.planning.bounds import MeanWork, mean_work
+from epd.planning.files import is_served
 from epd.planning.goodput import MAX_LOAD, Demand, goodput, rate_bound, unloaded
 from epd.planning.space import Degrees, Settings, Space, is_colocated, mixes, reduced, resized
 from epd.profiles.profile import Profile
@@ -128,8 +129,10 @@ class Planner:
         )
 
     def _allows(self, topology: Topology, degrees: Degrees) -> bool:
-        """Returns whether the model's heads can be shared out so."""
+        """Returns whether the model's heads can be shared out so, and a server has such workers."""
         roles = {group.letters: group.roles for group in topology.groups}
+        if not is_served({letters: dict(degrees).get(letters, 1) for letters in roles}):
+            return False
         parallel = self.profile.parallel
         return all(parallel is None or parallel.allows(roles[each], n) for each, n in degrees)
 
