@@ -214,18 +214,20 @@ class Planner:
             num_simulated,
             tuple(self.encoder_scaling(ranked[0].candidate)),
             tuple(ranked[2:4]),
-            self.replicas(),
+            self.replicas(colocated),
         )
 
-    def replicas(self) -> Scored | None:
+    def replicas(self, colocated: Scored | None) -> Scored | None:
         """Returns what one device serves by itself; as many of them share the requests evenly, each its own.
 
+        colocated: whose settings it has, None to search for them
         Its threads are its share of those that read media. None if the model or the objectives are too much.
         """
         if self.space.num_devices == 1:
             return None
         threads = max(1, self._base.cpu_threads // self.space.num_devices)
-        space = replace(self.space, num_devices=1, degrees=(1,))
+        settings = None if colocated is None else replace(colocated.candidate.settings, degrees=())
+        space = replace(self.space, num_devices=1, degrees=(1,), fixed=settings)
         alone = Planner(self.profile, self.demand, space, replace(self._base, cpu_threads=threads))
         try:
             return alone.search().winner

@@ -387,7 +387,7 @@ def test_plain_replicas_are_always_a_candidate(few_requests: None) -> None:
     plan = make_plan(planner(Space(3, chunk_tokens=(2048,)), SLO(5.0, 0.2), **TEXT))
     alone = make_plan(planner(Space(1, chunk_tokens=(2048,)), SLO(5.0, 0.2), **TEXT))
     assert plan.search.replicas is not None
-    assert plan.search.replicas.goodput == alone.goodput
+    assert 0.9 * alone.goodput <= plan.search.replicas.goodput <= alone.goodput
     assert plan.record()["explanation"]["replicas"]["topology"] == "3 x 1epd"
     assert plan.turns is not None
     assert "an objective below" in plan.turns
