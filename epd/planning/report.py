@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
@@ -169,8 +170,8 @@ def _picture(answer: Answer) -> str:
         (offer, offer.price_per_hour or 0.0, 60 * offer.goodput) for offer in answer.offers if offer.plans
     ]
     asked = 60 * answer.rate_per_s if answer.rate_per_s else 0.0
-    most_price = 1.15 * max(price for _, price, _ in shown) or 1.0
-    most_rate = 1.15 * max(asked, *(rate for _, _, rate in shown))
+    most_price = _above(max(price for _, price, _ in shown))
+    most_rate = _above(max(asked, *(rate for _, _, rate in shown)))
     across = (_WIDTH - _LEFT - _RIGHT) / most_price
     up = (_HEIGHT - _TOP - _BOTTOM) / most_rate
     parts = [_axes(most_price, most_rate, answer.best.currency)]
@@ -193,6 +194,12 @@ def _picture(answer: Answer) -> str:
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}" '
         f'font-family="system-ui,sans-serif" font-size="13">{"".join(parts)}</svg>'
     )
+
+
+def _above(value: float) -> float:
+    """Returns a round number above a value, whose quarters are round too: 1, 2, 4 or 8 of a power of ten."""
+    power = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
+    return next(step * power for step in (1, 2, 4, 8, 20) if step * power > 1.02 * value)
 
 
 def _axes(most_price: float, most_rate: float, currency: str) -> str:
