@@ -19,6 +19,8 @@ from epd.topology import Topology
 
 # A smaller gain is not worth the hand-overs: the search resolves little more.
 _WORTH = 1.05
+# Of its time a resource is busy at least, where it binds and not an objective.
+_BINDS = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +295,10 @@ def verdict(result: SearchResult, binding: Bound) -> str:
         gain = winner.goodput / goodput - 1
         found = "no layout serves more" if gain <= 0 else f"the best layout gains {gain:.1%}, too little"
         why = "which no split changes" if not binding.grows else "and every device can do any of it"
-        return f"do not split: {name} serves {goodput:.3g} requests/s, {found}; {binding.what} bind, {why}"
+        busiest, load = f"{binding.what} bind, {why}", binding.load(winner.goodput)
+        if load < _BINDS:
+            busiest = f"latency binds before {binding.what} do, which are {load:.0%} busy"
+        return f"do not split: {name} serves {goodput:.3g} requests/s, {found}; {busiest}"
     return f"split: {winner.candidate.layout} serves {winner.goodput / goodput:.2f} times what {name} does"
 
 

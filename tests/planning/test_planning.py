@@ -14,7 +14,7 @@ from benchmarks.published.table5 import paper_planner, paper_space
 from epd.errors import InfeasibleError, RequestError
 from epd.planning.bounds import outside
 from epd.planning.goodput import MAX_LOAD, Demand, goodput, keeps, rate_bound, simulate_at
-from epd.planning.plan import make_plan, what_binds
+from epd.planning.plan import make_plan, verdict, what_binds
 from epd.planning.search import LEAST_GAIN, Candidate, Planner, Scored
 from epd.planning.space import (
     Settings,
@@ -237,6 +237,9 @@ def test_threads_that_read_media_bind_and_no_device_is_advised() -> None:
     with pytest.raises(InfeasibleError, match="--cpu-threads") as refused:
         make_plan(one, min_rate=60.0)
     assert "devices" not in str(refused.value)
+    assert "reading media: 1 threads bind, which no split changes" in make_plan(one).verdict
+    idle = replace(result, winner=replace(result.winner, goodput=0.5 * binding.rate_per_s))
+    assert "latency binds before reading media: 1 threads do, which are 50% busy" in verdict(idle, binding)
 
 
 def test_text_alone_is_not_disaggregated() -> None:
