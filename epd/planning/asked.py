@@ -12,9 +12,11 @@ from epd.planning.search import OnProgress
 from epd.planning.space import Space, cells_of
 from epd.planning.traffic import planner_for, workload_jobs
 from epd.profiles import MediaRule, Profile
+from epd.profiles.accelerators import CATALOGUE, Devices
 from epd.profiles.files import load_profile
 from epd.simulate import Deployment
 from epd.simulate.drafting import DraftPlan
+from epd.simulate.frame_choice import NO_WISHES, VideoWishes
 from epd.topology import parse_topology
 from epd.workload.config import WorkloadConfig, load_workload
 from epd.workload.metrics import SLO
@@ -42,6 +44,8 @@ def plan(
     draft_acceptance: float = 0.0,
     max_draft: int = DEFAULT_MAX_DRAFT,
     seed: int = 0,
+    wishes: VideoWishes = NO_WISHES,
+    devices: Devices = CATALOGUE,
     on_progress: OnProgress | None = None,
     **requests: Any,
 ) -> Plan:
@@ -49,24 +53,23 @@ def plan(
 
     profile: MODEL@DEVICE or a file of `epd profile`
     workload: a preset or a file; by default images
-    slo_ttft_s, slo_tpot_s: seconds; at least one is needed
+    slo_ttft_s, slo_tpot_s: seconds; without any, the rate that is kept up with
+    min_rate: requests per second that the plan must serve
+    cpu_threads: that read media on each machine; by default its cores, or 64 where these are not known
+    wishes: what requests name for their videos
+    devices: that a profile may name
     requests: fields of the workload in place of its own, such as `rate`, `trace`, `repeat_rate`
     on_progress: called with (candidates done, candidates in all)
     Raises RequestError for a bad option, InfeasibleError if no topology meets the objectives.
     """
-    _check(
-        slo_ttft_s,
-        slo_tpot_s,
-        max_tensor_parallel,
-        {"attainment": attainment, "min retention": min_retention},
-    )
-    loaded = cut_by(load_profile(profile), group_tokens)
+    _check(max_tensor_parallel, {"attainment": attainment, "min retention": min_retention})
+    loaded = cut_by(load_profile(profile, devices), group_tokens)
     loaded.on(max_tensor_parallel)  # raises where the profile cannot tell
     config = workload_config(loaded.media, workload, **requests)
     cells = cells_of(gpus)
     planner = planner_for(
         loaded,
-        workload_jobs(loaded, config, seed),
+        workload_jobs(loaded, config, seed, wishes),
         SLO(slo_ttft_s, slo_tpot_s),
         Space(
             cells[0][1],
@@ -76,7 +79,7 @@ def plan(
         attainment=attainment,
         base=Deployment(
             parse_topology("1epd"),
-            cpu_threads=num_cpu_threads(cpu_threads, loaded, _CPU_THREADS),
+            cpu_threads=num_cpu_threads(cpu_threads, loaded, _threads_beside(loaded, cells[0][1])),
             enable_prefix_caching=config.resolve().has_repeats,
             drafts=draft_plan(draft_acceptance, max_draft),
             encode_beside=encode_beside,
@@ -85,10 +88,13 @@ def plan(
     return make_plan(planner, cells=cells, min_rate=min_rate, on_progress=on_progress)
 
 
-def _check(slo_ttft_s: float | None, slo_tpot_s: float | None, degree: int, shares: dict[str, float]) -> None:
+def _threads_beside(profile: Profile, num_devices: int) -> int:
+    """Returns the threads of a machine with so many devices, where they are known."""
+    return _CPU_THREADS if profile.cores_per_device is None else profile.cores_per_device * num_devices
+
+
+def _check(degree: int, shares: dict[str, float]) -> None:
     """Raises RequestError for options that no plan can have."""
-    if slo_ttft_s is None and slo_tpot_s is None:
-        raise RequestError("received no objective; add --slo-ttft-s or --slo-tpot-s")
     for name, share in shares.items():
         if not 0 < share <= 1:
             raise RequestError(f"{name} is {share}, it must be above 0 and at most 1")

@@ -186,3 +186,25 @@ def _of_cores(profile: Profile, jobs: Sequence[Job], work: MeanWork) -> Iterator
         "take a machine of more cores, or send less media",
         grows=False,
     )
+
+
+def outside(profile: Profile, deployment: Deployment, jobs: Sequence[Job]) -> Iterator[str]:
+    """Yields what these requests need of a profile beyond the range that it was measured or computed for."""
+    longest = max(job.num_prompt_tokens for job in jobs)
+    chunk = min(longest, deployment.language.max_chunk_tokens)
+    largest = max((group.media.num_patches for job in jobs for group in job.groups), default=0)
+    batch = deployment.decode.max_num_seqs
+    for name, table, units, items in (
+        ("encode", profile.encode, largest, 0),
+        ("prefill", profile.prefill, chunk, chunk * (longest - chunk / 2)),
+        ("decode", profile.decode, batch, batch * longest),
+    ):
+        for unit, value, known in (
+            (table.units, units, table.valid_units),
+            (table.items, items, table.valid_items),
+        ):
+            if value > known.high > 0:
+                yield (
+                    f"{name} is extrapolated: {value:,.0f} {unit} are needed, the profile goes to "
+                    f"{known.high:,.0f}"
+                )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,18 +77,16 @@ class PlanFile(_Strict):
         return {"topology": self.topology, **decided}
 
     def _devices(self) -> dict[str, int]:
-        """Returns how many devices a worker has: those that prefill all as many, those that only decode."""
+        """Returns how many devices a worker has: those that only decode, and all others but encoders."""
         groups = parse_topology(self.topology).groups
         degrees = {group.letters: self.settings.tensor_parallel.get(group.letters, 1) for group in groups}
-        encoding = max((degree for letters, degree in degrees.items() if "e" in letters), default=1)
-        prefilling = {degree for letters, degree in degrees.items() if "p" in letters}
-        if encoding > 1 or len(prefilling) > 1:
+        if not is_served(degrees):
             shown = ", ".join(f"{degree} of {letters}" for letters, degree in degrees.items())
             raise RequestError(
-                f"received a plan with these devices a worker: {shown}; allowed are 1 for workers that "
-                "encode, and one number for all that prefill; plan with --max-tensor-parallel 1"
+                f"received a plan with these devices a worker: {shown}; allowed are 1 for workers that only "
+                "encode, and one number for all that do not only decode; plan again with epd plan"
             )
-        (size,) = prefilling
+        size = max(degree for letters, degree in degrees.items() if "p" in letters)
         return {"tensor_parallel_size": size, "decode_tensor_parallel_size": degrees.get("d", size)}
 
     def check_model(self, name: str) -> None:
@@ -98,6 +97,12 @@ class PlanFile(_Strict):
                 f"the plan is for {self.model!r}, the model to serve is {name!r}; plan for this model, or if "
                 f"it is the same say so with --model-name {self.model}"
             )
+
+
+def is_served(degrees: Mapping[str, int]) -> bool:
+    """Returns whether a server has workers of such devices, as `TensorParallel` says. degrees: by letters."""
+    shared = {degree for letters, degree in degrees.items() if letters not in ("e", "d")}
+    return degrees.get("e", 1) == 1 and len(shared) <= 1
 
 
 def _words(name: str) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from epd.errors import InfeasibleError
-from epd.planning.bounds import Bound, bounds
+from epd.planning.bounds import Bound, bounds, outside
 from epd.planning.files import FORMAT
 from epd.planning.goodput import Demand, simulate_at
 from epd.planning.search import OnProgress, Planner, Scored, SearchResult
@@ -19,6 +19,8 @@ from epd.topology import Topology
 
 # A smaller gain is not worth the hand-overs: the search resolves little more.
 _WORTH = 1.05
+# Of its time a resource is busy at least, where it binds and not an objective.
+_BINDS = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Plan:
     reason: why the runner-up lost, None without one
     verdict: whether to split up
     binding: the tightest limit of the winner's rate
+    turns: when the verdict may be another, None where that is not known
     num_cells: copies of the winner
     rest: other cells for the devices that these leave, with the winner's settings
     """
@@ -55,6 +58,7 @@ class Plan:
     verdict: str
     assumptions: tuple[str, ...]
     binding: Bound
+    turns: str | None = None
     num_cells: int = 1
     rest: tuple[Cells, ...] = ()
 
@@ -157,6 +161,9 @@ class Plan:
             "runner_up_lost_because": self.reason,
             "colocated": _scored_record(self.search.colocated),
             "verdict": self.verdict,
+            "turns": self.turns,
+            "replicas": self._replicas_record(),
+            "others": [_scored_record(each) for each in self.search.others],
             "binds": {"what": self.binding.what, "load": round(self.binding.load(self.winner.goodput), 4)},
             "encoder_scaling": [
                 {"encoders": count, "goodput_per_s": round(value, 4)}
@@ -167,6 +174,13 @@ class Plan:
             "num_simulated": self.search.num_simulated,
             "assumptions": list(self.assumptions),
         }
+
+    def _replicas_record(self) -> dict[str, Any] | None:
+        """Returns plain replicas on all devices."""
+        if self.search.replicas is None:
+            return None
+        goodput = self.num_devices * self.search.replicas.goodput
+        return {"topology": f"{self.num_devices} x 1epd", "goodput_per_s": round(goodput, 4)}
 
 
 def _scored_record(scored: Scored | None) -> dict[str, Any] | None:
@@ -203,19 +217,22 @@ def make_plan(
             "each cell has requests of its own; the runner-up's figures and those by number of encoders are "
             "of the first cell",
         )
+    assumptions += tuple(outside(planner.profile, result.winner.candidate.deployment, planner.demand.jobs))
     if len(rest) < len(others):
         left = sum(count * size for count, size in others) - sum(
             each.num_cells * each.scored.candidate.num_devices for each in rest
         )
         assumptions += (f"{left} devices are left over: no cell of them keeps the objectives",)
+    binding = what_binds(planner, result.winner)
     found = Plan(
         planner.profile,
         planner.demand,
         result,
         reason,
-        verdict(result),
+        verdict(result, binding),
         assumptions,
-        what_binds(planner, result.winner),
+        binding,
+        turning_point(planner, result),
         num_cells,
         rest,
     )
@@ -268,20 +285,51 @@ def why_it_lost(planner: Planner, loser: Scored, winner: Scored) -> str:
     )
 
 
-def verdict(result: SearchResult) -> str:
-    """Returns whether to disaggregate, in one sentence."""
-    winner, colocated = result.winner, result.colocated
-    if is_colocated(winner.candidate.topology):
-        return "do not disaggregate: workers that do everything serve the most requests per device"
-    if colocated is None:
-        return f"disaggregate: no colocated layout keeps the objectives, {winner.candidate.layout} does"
-    gain = winner.goodput / colocated.goodput
-    if gain < _WORTH:
-        return (
-            f"do not disaggregate: {winner.candidate.layout} gains {gain - 1:.1%} over "
-            f"{colocated.candidate.layout}, less than the search resolves"
-        )
-    return f"disaggregate: {gain:.2f} times the goodput of {colocated.candidate.layout}"
+def verdict(result: SearchResult, binding: Bound) -> str:
+    """Returns whether to split the stages, beside as many plain replicas, and why."""
+    winner, plain = result.winner, _plain(result)
+    if plain is None:
+        return f"split: one device cannot do everything within the objectives, {winner.candidate.layout} can"
+    name, goodput = plain
+    if is_colocated(winner.candidate.topology) or winner.goodput < _WORTH * goodput:
+        gain = winner.goodput / goodput - 1
+        found = "no layout serves more" if gain <= 0 else f"the best layout gains {gain:.1%}, too little"
+        why = "which no split changes" if not binding.grows else "and every device can do any of it"
+        busiest, load = f"{binding.what} bind, {why}", binding.load(winner.goodput)
+        if load < _BINDS:
+            busiest = f"latency binds before {binding.what} do, which are {load:.0%} busy"
+        return f"do not split: {name} serves {goodput:.3g} requests/s, {found}; {busiest}"
+    return f"split: {winner.candidate.layout} serves {winner.goodput / goodput:.2f} times what {name} does"
+
+
+def _plain(result: SearchResult) -> tuple[str, float] | None:
+    """Returns the better of plain replicas and of workers that do everything behind one router."""
+    num = result.winner.candidate.num_devices
+    found = (
+        [] if result.colocated is None else [(result.colocated.candidate.layout, result.colocated.goodput)]
+    )
+    if result.replicas is not None:
+        found.append((f"{num} x 1epd", num * result.replicas.goodput))
+    return max(found, key=lambda each: each[1], default=None)
+
+
+def turning_point(planner: Planner, result: SearchResult) -> str | None:
+    """Returns when plain replicas stop to be enough: the objective of a token that they miss at their rate.
+
+    None where they are not enough now, or where no answer has a second token.
+    """
+    alone = result.replicas
+    if alone is None or result.winner.goodput >= _WORTH * result.winner.candidate.num_devices * alone.goodput:
+        return None
+    demand = planner.demand_of(alone.candidate)
+    tpot_s = sorted(simulate_at(planner.profile, alone.candidate.deployment, demand, alone.goodput).tpot_s)
+    if not tpot_s:
+        return None
+    place = min(len(tpot_s) - 1, int(demand.attainment * len(tpot_s)))
+    return (
+        f"that may turn with an objective below {tpot_s[place]:.2g} s a token, which plain replicas miss at "
+        "this rate: encoding and prefill stall their answers"
+    )
 
 
 def _rate_binds(found: Plan, min_rate: float) -> str:

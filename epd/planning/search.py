@@ -18,6 +18,7 @@ from itertools import chain
 
 from epd.errors import InfeasibleError
 from epd.planning.bounds import MeanWork, mean_work
+from epd.planning.files import is_served
 from epd.planning.goodput import MAX_LOAD, Demand, goodput, rate_bound, unloaded
 from epd.planning.space import Degrees, Settings, Space, is_colocated, mixes, reduced, resized
 from epd.profiles.profile import Profile
@@ -65,7 +66,8 @@ class Scored:
 class SearchResult:
     """Holds the result of a search.
 
-    runner_up: the best of another topology
+    runner_up: the best of another topology; others: up to two more, of which no better settings were sought
+    replicas: one device of them that does everything, with its share of the threads; None if it cannot
     colocated: the best where every worker does everything
     num_candidates: plain layouts with their settings, and mixes that were looked at
     encoder_scaling: (encoders, goodput) of the winner with more or fewer workers that only encode
@@ -77,6 +79,8 @@ class SearchResult:
     num_candidates: int
     num_simulated: int
     encoder_scaling: tuple[tuple[int, float], ...] = ()
+    others: tuple[Scored, ...] = ()
+    replicas: Scored | None = None
 
 
 class Planner:
@@ -125,8 +129,10 @@ class Planner:
         )
 
     def _allows(self, topology: Topology, degrees: Degrees) -> bool:
-        """Returns whether the model's heads can be shared out so."""
+        """Returns whether the model's heads can be shared out so, and a server has such workers."""
         roles = {group.letters: group.roles for group in topology.groups}
+        if not is_served({letters: dict(degrees).get(letters, 1) for letters in roles}):
+            return False
         parallel = self.profile.parallel
         return all(parallel is None or parallel.allows(roles[each], n) for each, n in degrees)
 
@@ -207,7 +213,26 @@ class Planner:
             done,
             num_simulated,
             tuple(self.encoder_scaling(ranked[0].candidate)),
+            tuple(ranked[2:4]),
+            self.replicas(colocated),
         )
+
+    def replicas(self, colocated: Scored | None) -> Scored | None:
+        """Returns what one device serves by itself; as many of them share the requests evenly, each its own.
+
+        colocated: whose settings it has, None to search for them
+        Its threads are its share of those that read media. None if the model or the objectives are too much.
+        """
+        if self.space.num_devices == 1:
+            return None
+        threads = max(1, self._base.cpu_threads // self.space.num_devices)
+        settings = None if colocated is None else replace(colocated.candidate.settings, degrees=())
+        space = replace(self.space, num_devices=1, degrees=(1,), fixed=settings)
+        alone = Planner(self.profile, self.demand, space, replace(self._base, cpu_threads=threads))
+        try:
+            return alone.search().winner
+        except InfeasibleError:
+            return None
 
     @staticmethod
     def _in_turns(candidates: list[Candidate]) -> Iterator[Candidate]:
@@ -248,18 +273,20 @@ class Planner:
         return LEAST_GAIN * max(own, second)
 
     def _ranked(self, best: dict[str, Scored]) -> list[Scored]:
-        """Returns the best two and the colocated one, scored again on the same scale.
+        """Returns the best four and the colocated one, scored again on the same scale.
 
         Of equals, the one with fewer kinds of workers is first.
         """
         ranked = sorted(best.values(), key=lambda each: -each.goodput)
-        kept = ranked[:2] + [each for each in ranked[2:] if is_colocated(each.candidate.topology)]
+        kept = ranked[:4] + [each for each in ranked[4:] if is_colocated(each.candidate.topology)]
         scored = [Scored(each.candidate, self.goodput(each.candidate, known=each.goodput)) for each in kept]
         return sorted(scored, key=lambda each: (-each.goodput, len(each.candidate.topology.groups)))
 
     def _binding(self, candidates: list[Candidate]) -> str:
         """Returns the objective that is missed even without load, by the layout that comes closest."""
         slo = self.demand.slo
+        if slo.is_empty:
+            return "no layout keeps up with any rate; send less media or take larger devices"
         times = [
             (*unloaded(self.profile, each.deployment, self.demand_of(each)), each)
             for each in _one_of_each_topology(candidates)

@@ -14,6 +14,7 @@ from epd.profiles.media import MediaWork
 from epd.profiles.profile import Profile
 from epd.simulate.clock import ticks_of
 from epd.simulate.deployment import Deployment
+from epd.simulate.frame_choice import NO_WISHES, VideoWishes
 from epd.simulate.requests import GroupWork, Job, JobMaker
 from epd.topology import parse_topology
 from epd.workload.config import WorkloadConfig
@@ -69,11 +70,13 @@ def _settle_s(profile: Profile, jobs: Sequence[Job], alone_s: float, slo: SLO, b
     return max(queues_s, _ANSWERS * (alone_s + steps_s))
 
 
-def workload_jobs(profile: Profile, config: WorkloadConfig, seed: int) -> list[Job]:
-    """Returns requests of a workload, at most MOST_REQUESTS."""
+def workload_jobs(
+    profile: Profile, config: WorkloadConfig, seed: int, wishes: VideoWishes = NO_WISHES
+) -> list[Job]:
+    """Returns requests of a workload, at most MOST_REQUESTS. wishes: for their videos."""
     fields = {"num_requests": MOST_REQUESTS, "duration_s": None, "rate": config.rate or 1.0}
     requests = config.model_copy(update=fields).resolve().requests(seed)
-    return list(JobMaker(profile).jobs(requests))
+    return list(JobMaker(profile, wishes=wishes).jobs(requests))
 
 
 def recent_jobs(profile: Profile, recent: Sequence[Mapping[str, Any]]) -> list[Job]:

@@ -84,12 +84,10 @@ def _parallel(on: Device, of: ModelShape, efficiency: Efficiency) -> ShardedMode
     """Returns how layers are shared out; None for experts, which a server has on one device."""
     if of.language.num_experts > 1:
         return None
-    vision, language = (
-        ParallelStack(each.num_layers, each.hidden, each.num_heads, each.num_kv_heads)
-        for each in (of.vision, of.language)
-    )
+    stack = of.language
+    language = ParallelStack(stack.num_layers, stack.hidden, stack.num_heads, stack.num_kv_heads)
     link_bytes_per_s = on.link_bytes_per_s * efficiency.link
-    return ShardedModel(vision, language, _BYTES_PER_VALUE, link_bytes_per_s, efficiency.reduce_s)
+    return ShardedModel(language, _BYTES_PER_VALUE, link_bytes_per_s, efficiency.reduce_s)
 
 
 def _memory(on: Device, of: ModelShape) -> MemoryNeeds:

@@ -18,6 +18,8 @@ Config = Mapping[str, Any]
 _IN_WINDOW, _IN_FRAME = 128, 1024
 # Text around a frame of a video: `Frame12: <img></img>` beside its digits; SmolVLM2's time and marks, about.
 _INTERNVL_FRAME_TEXT, _SMOLVLM_FRAME_TEXT = 6, 13
+# What processors that cap frames hold a video and a frame to, where their file does not say.
+_FILE_VIDEO_TOKENS, _FILE_SHARE, _FILE_FRAME_TOKENS = 128_000, 0.9, 768
 _QWEN25 = MediaRule("grid", 14, min_pixels=3136, min_frame_pixels=3136, min_frames=4, sampling="units")
 _QWEN3 = MediaRule(
     "grid", 16, min_pixels=65_536, max_pixels=16_777_216, max_video_tokens=12_288, min_frame_pixels=4096,
@@ -44,19 +46,80 @@ def shape_of(name: str, config: Config) -> ModelShape:
 def shape_in(path: Path) -> ModelShape:
     """Reads a folder of a checkpoint, or its config.json. Raises RequestError for what cannot be read.
 
-    The limits of pictures are those of the model's authors: the processor's files are not read.
+    Beside the configuration, the processor's files say how pictures of a Qwen family are sized and sampled.
     """
-    file = path / "config.json" if path.is_dir() else path
+    folder = path if path.is_dir() else path.parent
+    config = _json(path / "config.json" if path.is_dir() else path)
+    shape = shape_of(folder.resolve().name.lower(), config)
+    if shape.media.kind != "grid":
+        return shape
+    return replace(shape, media=_with_files(shape.media, folder))
+
+
+def _json(file: Path) -> Config:
+    """Reads an object. Raises RequestError for anything else."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:120]
         raise RequestError(
-            f"model {str(path)!r} cannot be read: {reason}; give a folder with a config.json, or that file"
+            f"{str(file)!r} cannot be read: {reason}; give a folder with a config.json, or that file"
         ) from None
-    if not isinstance(config, dict):
-        raise RequestError(f"model {str(path)!r} holds a {type(config).__name__}; allowed: a JSON object")
-    return shape_of((path if path.is_dir() else path.parent).resolve().name.lower(), config)
+    if not isinstance(found, dict):
+        raise RequestError(f"{str(file)!r} holds a {type(found).__name__}; allowed: a JSON object")
+    return found
+
+
+def _with_files(rule: MediaRule, folder: Path) -> MediaRule:
+    """Returns the rule with what the processor's files of a folder say, those for videos last."""
+    whole, images, videos = (
+        _json(folder / name) if (folder / name).exists() else {}
+        for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+    )
+    image = {**images, **whole.get("image_processor", {})}
+    video = {**images, **videos, **whole.get("video_processor", {})}
+    least, most = _sizes(image, (rule.min_pixels, rule.max_pixels))
+    frame_least, _ = _sizes(video, (rule.min_frame_pixels, 0))
+    rule = replace(
+        rule,
+        min_pixels=least,
+        max_pixels=most,
+        min_frame_pixels=frame_least if rule.is_timed else least,
+        video_fps=float(video.get("fps") or rule.video_fps),
+        min_frames=int(video.get("min_frames") or rule.min_frames),
+        max_frames=int(video.get("max_frames") or rule.max_frames),
+        num_frames=video.get("num_frames") or rule.num_frames,
+    )
+    return _of_all_frames(rule, video) if rule.is_timed else _of_each_frame(rule, video)
+
+
+def _of_each_frame(rule: MediaRule, video: Config) -> MediaRule:
+    """Returns the rule of Qwen2.5-VL, whose file limits each frame, and may cap it or leave the caps out."""
+    _, most = _sizes(video, (0, rule.max_pixels))
+    if "cap_pixels_per_frame" not in video:
+        return replace(rule, max_frame_pixels=min(most, rule.max_frame_pixels))
+    tokens = int(video.get("max_video_tokens", _FILE_VIDEO_TOKENS) * _FILE_SHARE)
+    is_capped = video["cap_pixels_per_frame"]
+    return replace(rule, max_frame_pixels=most, max_video_tokens=tokens if is_capped else None)
+
+
+def _of_all_frames(rule: MediaRule, video: Config) -> MediaRule:
+    """Returns the rule of Qwen3-VL, whose file limits all frames together, and may cap each."""
+    side = rule.patch * rule.merge
+    _, most = _sizes(video, (0, 0))
+    if most:
+        rule = replace(rule, max_video_tokens=most // (side**2 * rule.frames_per_unit))
+    if "cap_pixels_per_frame" not in video:
+        return rule
+    tokens = video.get("max_video_tokens", _FILE_FRAME_TOKENS)
+    return replace(rule, max_frame_pixels=tokens * side**2 if video["cap_pixels_per_frame"] else most)
+
+
+def _sizes(processor: Config, default: tuple[int, int]) -> tuple[int, int]:
+    """Returns the least and the most pixels that a processor's file names."""
+    size = processor.get("size") or {}
+    least = size.get("shortest_edge") or processor.get("min_pixels") or default[0]
+    return int(least), int(size.get("longest_edge") or processor.get("max_pixels") or default[1])
 
 
 def _text_config(config: Config) -> Config:

@@ -1,4 +1,4 @@
-"""Computes what stages cost on several devices that share every layer: tensor parallelism.
+"""Computes what stages cost on devices that share each layer of the language model: tensor parallelism.
 
 Source: Megatron-LM (arXiv 1909.08053, section 3). Each device has a share of every matrix, and two
 all-reduces a layer add up what they computed. A ring all-reduce of b bytes over n devices moves
@@ -30,26 +30,29 @@ class ParallelStack:
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """Describes a model and its links to share layers between devices.
+    """Describes a language model and its links to share layers between devices.
 
     link_bytes_per_s: that an all-reduce reaches
     reduce_s: of one all-reduce beside its bytes
     """
 
-    vision: ParallelStack
     language: ParallelStack
     bytes_per_value: int
     link_bytes_per_s: float
     reduce_s: float
 
     def allows(self, roles: AbstractSet[Stage], degree: int) -> bool:
-        """Returns whether the heads of all stacks that the roles run can be shared out evenly."""
-        stacks = [self.vision] if "encode" in roles else []
-        stacks += [self.language] if roles & {"prefill", "decode"} else []
-        return all(stack.num_heads % degree == 0 for stack in stacks)
+        """Returns whether a worker can have so many devices: its language model's heads divide by them.
 
-    def stage(self, table: StageTable, stack: ParallelStack, degree: int) -> StageTable:
-        """Returns the costs of a stage on `degree` devices."""
+        The tower runs on the first device, so that a worker that only encodes has one.
+        """
+        if not roles & {"prefill", "decode"}:
+            return degree == 1
+        return self.language.num_heads % degree == self.language.num_kv_heads % degree == 0
+
+    def stage(self, table: StageTable, degree: int) -> StageTable:
+        """Returns the costs of prefill or decoding on `degree` devices."""
+        stack = self.language
         cost, num_reduces = table.cost, _REDUCES_PER_LAYER * stack.num_layers
         bytes_per_unit = stack.hidden * self.bytes_per_value * 2 * (degree - 1) / degree
         return replace(
@@ -63,11 +66,13 @@ class ShardedModel:
         )
 
     def memory(self, needs: MemoryNeeds, degree: int) -> MemoryNeeds:
-        """Returns the needs of one of the devices. Activations and embeddings are on each in full."""
+        """Returns the needs of the first of the devices, which has the tower.
+
+        Activations and embeddings are on each in full.
+        """
         kv_heads = self.language.num_kv_heads
         return replace(
             needs,
-            vision_weight_bytes=ceil_div(needs.vision_weight_bytes, degree),
             language_weight_bytes=ceil_div(needs.language_weight_bytes, degree),
             kv_bytes_per_token=ceil_div(needs.kv_bytes_per_token * ceil_div(kv_heads, degree), kv_heads),
         )

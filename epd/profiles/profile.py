@@ -69,7 +69,10 @@ class Profile:
             raise ValueError(f"beside is {self.beside}, it must be at least 1: nothing gains from company")
 
     def on(self, num_devices: int) -> Profile:
-        """Returns the profile of a worker on several devices. Raises RequestError if layers are not known."""
+        """Returns the profile of a worker on several devices, whose first has the tower alone.
+
+        Raises RequestError if layers are not known.
+        """
         if num_devices == 1:
             return self
         if self.parallel is None:
@@ -77,13 +80,11 @@ class Profile:
                 f"profile {self.name!r} does not know the model's layers, and {num_devices} devices a worker "
                 "are asked for; allowed is 1; take a profile MODEL@DEVICE"
             )
-        vision, language = self.parallel.vision, self.parallel.language
         return replace(
             self,
             memory=self.parallel.memory(self.memory, num_devices),
-            encode=self.parallel.stage(self.encode, vision, num_devices),
-            prefill=self.parallel.stage(self.prefill, language, num_devices),
-            decode=self.parallel.stage(self.decode, language, num_devices),
+            prefill=self.parallel.stage(self.prefill, num_devices),
+            decode=self.parallel.stage(self.decode, num_devices),
         )
 
     def in_workers(self) -> Profile:

@@ -22,6 +22,7 @@ from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.profiles.media import MediaRule, MediaWork
 from epd.profiles.profile import Profile
 from epd.reduction import VisualBudget
+from epd.types import ceil_div
 from epd.workload.requests import RequestShape
 
 
@@ -147,15 +148,20 @@ class _Videos:
     def _kept(self, groups: tuple[MediaWork, ...], retention: float) -> Iterator[MediaWork]:
         """Yields groups with a share of their tokens; it is carried on, so that no rounding adds up.
 
-        Tokens behind the last frame are always kept.
+        A token of each group is kept, and of each time step that has a text before it. Tokens behind the last
+        frame are always kept.
         """
         num_before = num_kept = 0
         for place, group in enumerate(groups, 1):
             extra = self._rule.end_tokens if place == len(groups) else 0
-            num_before += group.num_tokens - extra
-            kept = min(max(1, round(retention * num_before) - num_kept), group.num_tokens - extra)
-            num_kept += kept
-            yield replace(group, num_tokens=kept + extra)
+            num_windows = ceil_div(group.num_frames, self._rule.frames_per_unit) if self._rule.is_timed else 1
+            each, kept = (group.num_tokens - extra) // num_windows, extra
+            for _ in range(num_windows):
+                num_before += each
+                here = min(max(1, round(retention * num_before) - num_kept), each)
+                num_kept += here
+                kept += here
+            yield replace(group, num_tokens=kept)
 
     def _groups(self, num_frames: int) -> tuple[tuple[MediaWork, ...], ...]:
         shares = self._shares(num_frames)

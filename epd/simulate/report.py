@@ -43,7 +43,7 @@ def latencies(result: SimulationResult) -> dict[str, Latency | None]:
 def result_record(result: SimulationResult, slo: SLO) -> dict[str, Any]:
     """Returns the record that `--json` prints. Seconds; without an objective no share keeps it."""
     duration_s = float(result.rows["end"].max()) / 1e12
-    good = None if slo == SLO() else result.attainment(slo)
+    good = None if slo.is_empty else result.attainment(slo)
     return {
         "num_requests": len(result.rows),
         "num_refused": int(result.rows["is_refused"].sum()),

@@ -124,6 +124,11 @@ class SLO:
             if limit_s is not None and not limit_s > 0:
                 raise RequestError(f"the objective {name} is {limit_s}, it must be above 0 seconds")
 
+    @property
+    def is_empty(self) -> bool:
+        """Returns whether there is no limit."""
+        return self.ttft_s is self.tpot_s is self.e2e_s is None
+
     def is_met(self, record: ClientRecord) -> bool:
         """Returns whether a request came to its end within all limits."""
         kept = (

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self, get_args
 
-import typer
 import yaml  # type: ignore[import-untyped]  # its stubs are another package
 
 from epd import console
+from epd.console import note
+from epd.errors import InfeasibleError, RequestError
 from epd.kv.drafting import DEFAULT_MAX_DRAFT
 from epd.planning.asked import DEFAULT_PROFILE
 from epd.planning.asked import plan as planned
+from epd.planning.offers import Fleet, Objective, Offer, Wanted, compare
 from epd.planning.plan import Plan
+from epd.planning.question import Films
+from epd.planning.report import Answer, page
+from epd.profiles.accelerators import CATALOGUE, Devices, load_devices
 from epd.serve_app.cli.options import (
     CpuThreads,
     DraftAcceptance,
     EncodesBeside,
+    Fps,
+    Frames,
     GroupTokens,
     IsJson,
     MaxDraft,
+    MaxVisualTokens,
     Out,
     Profile,
     QuestionsPerMedia,
@@ -30,31 +41,119 @@ from epd.serve_app.cli.options import (
     Trace,
     Workload,
 )
+from epd.serve_app.cli.plan_answers import print_answer, print_plan
+from epd.serve_app.cli.plan_options import (
+    AnswerTokens,
+    Attainment,
+    Budget,
+    DeviceFile,
+    FleetNames,
+    Gpus,
+    MaxDegree,
+    MinRate,
+    MinRetention,
+    Minutes,
+    PlannedModel,
+    RankBy,
+    Report,
+    VideoFps,
+    VideoSize,
+    VideosPerMinute,
+    WhatIf,
+)
+from epd.simulate.frame_choice import VideoWishes
 
-_Gpus = Annotated[int, typer.Option(metavar="N", help="Devices to lay out, 1 to 256.")]
-_Attainment = Annotated[
-    float, typer.Option(metavar="P", help="Share of the requests that must meet the objectives.")
-]
-_MinRate = Annotated[
-    float | None, typer.Option(metavar="R", help="Requests per second that the plan must serve.")
-]
-_MinRetention = Annotated[
-    float, typer.Option(metavar="P", help="Lowest share of visual tokens to keep; below 1 costs accuracy.")
-]
+# Fields that --what-if changes, of the films and of the wishes for their frames.
+_BUYER_FIELDS = ("minutes", "answer_tokens")
+_WISH_FIELDS = {"frames": "num_frames", "fps": "fps", "max_visual_tokens": "max_visual_tokens"}
 
-_MaxDegree = Annotated[
-    int,
-    typer.Option(
-        "--max-tensor-parallel",
-        metavar="N",
-        help="Most devices that a worker may share its layers over: 1, 2, 4 or 8.",
-    ),
-]
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Holds what is asked for, however many devices answer it.
+
+    options: of `epd.planning.asked.plan`, the same for all fleets
+    films: None where a workload or a trace says what requests are
+    """
+
+    options: Mapping[str, Any]
+    wishes: VideoWishes
+    films: Films | None
+    min_rate: float | None
+    devices: Devices = CATALOGUE
+
+    @property
+    def asked_per_s(self) -> float | None:
+        """Returns the rate that must be served."""
+        return self.min_rate if self.films is None else self.films.rate_per_s
+
+    @property
+    def question(self) -> str:
+        """Returns what is asked, for people."""
+        traffic = self.options["trace"] or self.options["workload"] or "images"
+        rate = "" if self.min_rate is None else f", {self.min_rate:.3g} a second"
+        words = [str(self.films) if self.films else f"requests of {traffic}{rate}"]
+        words += [f"{name}={value:g}" for name, value in asdict(self.wishes).items() if value is not None]
+        for name, unit in (("slo_ttft_s", "to the first token"), ("slo_tpot_s", "a token after it")):
+            if self.options[name] is not None:
+                words.append(f"{self.options[name]:g} s {unit} for {self.options['attainment']:.0%} of them")
+        return "; ".join(words)
+
+    def plan(self, num_devices: int, profile: str, min_rate: float | None = None) -> Plan:
+        """Plans with a bar on a terminal. Raises InfeasibleError."""
+        workload = {} if self.films is None else self.films.workload
+        with console.progress_bar(f"layouts of {num_devices} x {profile.rpartition('@')[2]}") as show:
+            return planned(
+                num_devices,
+                profile=profile,
+                min_rate=min_rate,
+                wishes=self.wishes,
+                devices=self.devices,
+                on_progress=show,
+                **self.options,
+                **workload,
+            )
+
+    def changed(self, change: str) -> Self:
+        """Returns what is asked with NAME=VALUE in its place. Raises RequestError."""
+        name, _, text = change.partition("=")
+        field = name.strip().replace("-", "_")
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        known = (*_WISH_FIELDS, *(_BUYER_FIELDS if self.films else ()))
+        if field not in known or not value > 0:
+            names = ", ".join(each.replace("_", "-") for each in known)
+            raise RequestError(
+                f"received what-if {change!r}; allowed: {names}, = and a number; try frames=64"
+            )
+        number: Any = value if field in ("fps", "minutes") else int(value)
+        if field in _WISH_FIELDS:
+            named: dict[str, Any] = {"fps": None, "num_frames": None} if field != "max_visual_tokens" else {}
+            wishes = replace(self.wishes, **{**named, _WISH_FIELDS[field]: number})
+            return replace(self, wishes=wishes)
+        assert self.films is not None
+        return replace(self, films=replace(self.films, **{field: number}))
 
 
 def plan(
-    gpus: _Gpus = 8,
+    gpus: Gpus = 8,
     profile: Profile = DEFAULT_PROFILE,
+    model: PlannedModel = None,
+    fleet: FleetNames = None,
+    devices: DeviceFile = None,
+    budget: Budget = None,
+    rank_by: RankBy = "cost",
+    videos_per_minute: VideosPerMinute = None,
+    minutes: Minutes = 10.0,
+    video_size: VideoSize = "1920x1080",
+    video_fps: VideoFps = 30,
+    answer_tokens: AnswerTokens = 200,
+    fps: Fps = None,
+    frames: Frames = None,
+    max_visual_tokens: MaxVisualTokens = None,
+    what_if: WhatIf = None,
     workload: Workload = None,
     trace: Trace = None,
     repeat_rate: RepeatRate = None,
@@ -62,10 +161,10 @@ def plan(
     questions_per_media: QuestionsPerMedia = None,
     slo_ttft_s: SloTtft = None,
     slo_tpot_s: SloTpot = None,
-    attainment: _Attainment = 0.9,
-    min_rate: _MinRate = None,
-    min_retention: _MinRetention = 1.0,
-    max_tensor_parallel: _MaxDegree = 1,
+    attainment: Attainment = 0.9,
+    min_rate: MinRate = None,
+    min_retention: MinRetention = 1.0,
+    max_tensor_parallel: MaxDegree = 1,
     cpu_threads: CpuThreads = None,
     encode_beside: EncodesBeside = True,
     group_tokens: GroupTokens = None,
@@ -73,69 +172,106 @@ def plan(
     max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     seed: Seed = 0,
     out: Out = None,
+    report: Report = None,
     as_json: IsJson = False,
 ) -> None:
-    """Search for the topology with the highest goodput per device.
+    """Search for the devices and the topology of your traffic.
 
     Tries every layout with its stages apart, two of them merged or all (2e1p1d, 3ep1d, 1e3pd, 2ed2p, 4epd),
     then mixes of such workers (1ed3ep, 1e2ep1d), step by step from the best. epd serve runs each of them.
-    Says when not to disaggregate. When no topology meets the objectives it names what limits them, and exits
-    with code 3. --out writes a plan for epd serve --plan. By default 64 threads read media, or the cores of
-    the profile's machine.
+    Says when not to split the stages, beside as many plain replicas. Without objectives it seeks the rate
+    that is kept up with. With --fleet or --budget it compares devices. When nothing serves what is asked it
+    names what limits it, and exits with code 3. --out writes a plan for epd serve --plan.
     """
-    with console.progress_bar("topologies") as show:
-        found = planned(
-            gpus,
-            profile=profile,
-            workload=workload,
-            trace=trace,
-            repeat_rate=repeat_rate,
-            repeat_skew=repeat_skew,
-            questions_per_media=questions_per_media,
-            slo_ttft_s=slo_ttft_s,
-            slo_tpot_s=slo_tpot_s,
-            attainment=attainment,
-            min_rate=min_rate,
-            min_retention=min_retention,
-            max_tensor_parallel=max_tensor_parallel,
-            cpu_threads=cpu_threads,
-            encode_beside=encode_beside,
-            group_tokens=group_tokens,
-            draft_acceptance=draft_acceptance,
-            max_draft=max_draft,
-            seed=seed,
-            on_progress=show,
-        )
-    if as_json:
-        console.print_json(found.record())
-    else:
-        _print(found)
-    if out is not None:
-        out.write_text(yaml.safe_dump(found.record(), sort_keys=False), encoding="utf-8")
-
-
-def _print(found: Plan) -> None:
-    """Prints the answer, then its assumptions."""
-    out, winner = console.stdout_console(), found.winner
-    cells = f" ({', '.join(map(str, found.cells))})" if len(found.cells) > 1 or found.num_cells > 1 else ""
-    out.print(f"run {found.topology}{cells}: {winner.candidate.settings}")
-    out.print(f"  {found.goodput:.3g} requests/s within the objectives, {found.per_device:.3g} per device")
-    if found.cost_per_thousand is not None:
-        price = found.profile.price_per_hour
-        out.print(f"  {found.cost_per_thousand:.3g} per thousand requests, at {price:g} per device and hour")
-    binding = found.binding
-    out.print(f"  busiest: {binding.what}, {binding.load(winner.goodput):.0%}; for more, {binding.cure}")
-    for worker in found.memory:
-        out.print(f"  memory of {worker}")
-    out.print(found.verdict)
-    if found.search.runner_up is not None:
-        loser = found.search.runner_up
-        out.print(f"second: {loser.candidate.topology} with {loser.goodput:.3g} requests/s; {found.reason}")
-    if found.search.encoder_scaling:
-        steps = ", ".join(f"{count}: {value:.3g}" for count, value in found.search.encoder_scaling)
-        out.print(f"requests/s by number of encoders, all else equal: {steps}")
-    out.print(
-        f"{found.search.num_candidates} candidates, {found.search.num_simulated} simulated; assumptions:"
+    if videos_per_minute is not None and (workload is not None or trace is not None):
+        raise RequestError("received --videos-per-minute and a workload or a trace; give one of the two")
+    if fps is not None and frames is not None:
+        raise RequestError(f"received --fps {fps:g} and --frames {frames}; give one of the two")
+    films = videos_per_minute and Films(videos_per_minute, minutes, video_size, video_fps, answer_tokens)
+    asked = _Asked(
+        {
+            "workload": workload,
+            "trace": trace,
+            "repeat_rate": repeat_rate,
+            "repeat_skew": repeat_skew,
+            "questions_per_media": questions_per_media,
+            "slo_ttft_s": slo_ttft_s,
+            "slo_tpot_s": slo_tpot_s,
+            "attainment": attainment,
+            "min_retention": min_retention,
+            "max_tensor_parallel": max_tensor_parallel,
+            "cpu_threads": cpu_threads,
+            "encode_beside": encode_beside,
+            "group_tokens": group_tokens,
+            "draft_acceptance": draft_acceptance,
+            "max_draft": max_draft,
+            "seed": seed,
+        },
+        VideoWishes(fps, frames, max_visual_tokens),
+        films or None,
+        min_rate,
+        load_devices(devices),
     )
-    for line in found.assumptions:
-        out.print(f"  {line}")
+    if not (fleet or model or budget or films):
+        found = asked.plan(gpus, profile, min_rate)
+        if as_json:
+            console.print_json(found.record())
+        else:
+            print_plan(found)
+        _write(out, [found])
+        return
+    if rank_by not in get_args(Objective):
+        raise RequestError(f"received --rank-by {rank_by!r}; allowed: {', '.join(get_args(Objective))}")
+    wanted = Wanted(asked.asked_per_s, budget, rank_by)  # type: ignore[arg-type]  # checked above
+    known_model, _, device = profile.rpartition("@")
+    fleets = [Fleet.parse(text) for text in fleet or [f"{gpus}x{device}"]]
+    answer = _answer(asked, wanted, model or known_model, fleets, what_if or ())
+    if as_json:
+        console.print_json(answer.record())
+    else:
+        print_answer(answer)
+    if report is not None:
+        report.write_text(page(answer), encoding="utf-8")
+    _write(out, answer.best.plans)
+    answer.check()
+
+
+def _answer(
+    asked: _Asked, wanted: Wanted, model: str, fleets: Sequence[Fleet], changes: Sequence[str]
+) -> Answer:
+    """Compares the fleets, then plans the best again with each change."""
+    if not model:
+        raise RequestError(
+            "received fleets and the file of a profile, which is of one device; allowed: --model with "
+            "fleets, or --profile MODEL@DEVICE; leave --fleet, --budget and --videos-per-minute out"
+        )
+    others = [(change, asked.changed(change)) for change in changes]  # refused before anything is planned
+
+    def offers(of: _Asked, which: Sequence[Fleet]) -> list[Offer]:
+        plan_of = lambda num, device: of.plan(num, f"{model}@{device}")  # noqa: E731 # one line
+        price_of = lambda device: of.devices.named(device).price_per_hour  # noqa: E731 # one line
+        return compare(
+            which,
+            replace(wanted, rate_per_s=of.asked_per_s),
+            plan_of,
+            price_of,
+            lambda each: note(f"planning {each}"),
+        )
+
+    found = offers(asked, fleets)
+    what_ifs = []
+    for change, other in others:
+        try:
+            what_ifs.append((change, offers(other, [found[0].fleet])[0]))
+        except InfeasibleError as error:
+            what_ifs.append((change, Offer(found[0].fleet, reason=str(error))))
+    return Answer(model, asked.question, tuple(found), asked.asked_per_s, tuple(what_ifs))
+
+
+def _write(out: Path | None, plans: Sequence[Plan]) -> None:
+    """Writes the plan, or one for each kind of device, with its name behind the file's."""
+    if out is None:
+        return
+    for plan in plans:
+        path = out if len(plans) == 1 else out.with_stem(f"{out.stem}-{plan.profile.device}")
+        path.write_text(yaml.safe_dump(plan.record(), sort_keys=False), encoding="utf-8")

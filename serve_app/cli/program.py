@@ -37,7 +37,7 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "bench": ("bench:bench", "Measure latency, goodput and SLO attainment of servers."),
         "profile": ("profile:profile", "Measure what each stage costs on this machine."),
         "simulate": ("simulate:simulate", "Simulate a fleet."),
-        "plan": ("plan:plan", "Search for the topology with the highest goodput per device."),
+        "plan": ("plan:plan", "Search for the devices and the topology of your traffic."),
     },
     "Try and evaluate": {
         "demo": ("demo:demo", "Draw a video and check five answers about it."),

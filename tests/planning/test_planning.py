@@ -12,8 +12,9 @@ import yaml
 import epd
 from benchmarks.published.table5 import paper_planner, paper_space
 from epd.errors import InfeasibleError, RequestError
+from epd.planning.bounds import outside
 from epd.planning.goodput import MAX_LOAD, Demand, goodput, keeps, rate_bound, simulate_at
-from epd.planning.plan import make_plan, what_binds
+from epd.planning.plan import make_plan, verdict, what_binds
 from epd.planning.search import LEAST_GAIN, Candidate, Planner, Scored
 from epd.planning.space import (
     Settings,
@@ -27,6 +28,7 @@ from epd.planning.space import (
     topologies,
 )
 from epd.profiles import Profile, analytic_profile
+from epd.profiles.files import load_profile
 from epd.serve_app.cli.program import app
 from epd.simulate import Deployment, JobMaker
 from epd.topology import parse_topology
@@ -235,12 +237,15 @@ def test_threads_that_read_media_bind_and_no_device_is_advised() -> None:
     with pytest.raises(InfeasibleError, match="--cpu-threads") as refused:
         make_plan(one, min_rate=60.0)
     assert "devices" not in str(refused.value)
+    assert "reading media: 1 threads bind, which no split changes" in make_plan(one).verdict
+    idle = replace(result, winner=replace(result.winner, goodput=0.5 * binding.rate_per_s))
+    assert "latency binds before reading media: 1 threads do, which are 50% busy" in verdict(idle, binding)
 
 
 def test_text_alone_is_not_disaggregated() -> None:
     """Without images encoders idle, and with an easy objective merged roles balance themselves."""
     plan = make_plan(planner(Space(3), SLO(5.0, 0.2), **TEXT))
-    assert plan.verdict.startswith("do not disaggregate")
+    assert plan.verdict.startswith("do not split: ")
     assert plan.search.colocated is not None
 
 
@@ -342,7 +347,7 @@ def test_the_command_prints_a_plan_and_writes_it(
     assert text.startswith(f"run {plan['topology']}")
     assert "per thousand requests" in text
     assert "of the device (weights" in text
-    assert "disaggregate" in text
+    assert "split: " in text
     run(*options, "--json")
     assert json.loads(capsys.readouterr().out) == plan
 
@@ -351,7 +356,6 @@ def test_the_command_prints_a_plan_and_writes_it(
     ("options", "code", "words"),
     [
         (["--gpus", "2", "--slo-ttft-s", "0.001"], 3, "TTFT binds"),
-        (["--gpus", "2"], 2, "no objective"),
         (["--gpus", "0", "--slo-ttft-s", "1"], 2, "1 to 256"),
         (["--gpus", "2", "--slo-ttft-s", "1", "--attainment", "1.5"], 2, "attainment"),
         (["--gpus", "2", "--slo-ttft-s", "1", "--out", "/no/where/plan.yaml"], 2, "cannot write"),
@@ -370,7 +374,33 @@ def test_python_plans_as_the_command_does(few_requests: None, capsys: pytest.Cap
 
 
 def test_python_is_refused_what_the_command_is() -> None:
-    with pytest.raises(RequestError, match="received no objective"):
-        epd.plan(4)
     with pytest.raises(RequestError, match="min retention is 0"):
         epd.plan(4, slo_ttft_s=1.0, min_retention=0)
+
+
+def test_without_an_objective_a_plan_is_what_is_kept_up_with(few_requests: None) -> None:
+    """More than within any objective, and still below what all workers could do."""
+    free = epd.plan(2, workload="images")
+    strict = epd.plan(2, workload="images", slo_ttft_s=0.4, slo_tpot_s=0.016)
+    assert strict.goodput < free.goodput <= MAX_LOAD * free.binding.rate_per_s
+
+
+def test_plain_replicas_are_always_a_candidate(few_requests: None) -> None:
+    """Each by itself with its share of the threads: three of them serve three times what one does."""
+    plan = make_plan(planner(Space(3, chunk_tokens=(2048,)), SLO(5.0, 0.2), **TEXT))
+    alone = make_plan(planner(Space(1, chunk_tokens=(2048,)), SLO(5.0, 0.2), **TEXT))
+    assert plan.search.replicas is not None
+    assert 0.9 * alone.goodput <= plan.search.replicas.goodput <= alone.goodput
+    assert plan.record()["explanation"]["replicas"]["topology"] == "3 x 1epd"
+    assert plan.turns is not None
+    assert "an objective below" in plan.turns
+
+
+def test_a_profile_says_where_it_ends() -> None:
+    """Prompts of 46,000 tokens against a profile that was measured to 8,192 at once."""
+    profile = load_profile("benchmarks/results/gpu_profile.json")
+    films = {"videos": "2", "video_s": "600"}
+    jobs = demand(profile, SLO(), 2, **films).jobs
+    lines = list(outside(profile, BASE, jobs))
+    assert any(line.startswith("prefill is extrapolated: ") and "token pairs" in line for line in lines)
+    assert not list(outside(PROFILE, BASE, demand(PROFILE, SLO(), 2, **TEXT).jobs))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from epd.errors import InfeasibleError, RequestError
-from epd.planning.files import PlanFile
+from epd.planning.files import PlanFile, is_served
 from epd.planning.goodput import rate_bound, simulate_at
 from epd.planning.plan import make_plan
 from epd.planning.search import Planner
@@ -62,13 +62,27 @@ def test_numbers_of_workers_use_all_devices() -> None:
 
 
 def test_heads_that_cannot_be_shared_out_are_left_out() -> None:
-    """28 heads of the language model are not for eight, 25 of the largest tower only for one."""
+    """28 heads of the language model are not for eight; a tower of 25 stays on the first device."""
     want = demand(PROFILE, SLO(ttft_s=5.0), 20, **HEAVY)
     planner = Planner(PROFILE, want, Space(8, degrees=(1, 8)), BASE)
     assert {n for each in planner.candidates() for _, n in each.settings.degrees} == set()
     large = Planner(LARGE, demand(LARGE, SLO(ttft_s=5.0), 20, **HEAVY), Space(4, degrees=(1, 2)), BASE)
     shared = {letters for each in large.candidates() for letters, _ in each.settings.degrees}
-    assert shared == {"p", "d", "pd"}
+    assert shared == {"p", "d", "pd", "ep", "ed", "epd"}
+    for each in large.candidates():
+        degrees = {group.letters: each.settings.degree(group.letters) for group in each.topology.groups}
+        assert is_served(degrees), each.layout
+
+
+def test_heads_of_keys_and_values_are_shared_out_too() -> None:
+    """Four of Qwen2.5-VL-7B: four devices, not seven or eight. An encoder has one."""
+    parallel = PROFILE.parallel
+    assert parallel is not None
+    assert [n for n in (1, 2, 4, 7, 8) if parallel.allows({"prefill"}, n)] == [1, 2, 4]
+    assert parallel.allows({"encode", "prefill"}, 4)
+    assert not parallel.allows({"encode"}, 2)
+    assert PROFILE.on(4).encode == PROFILE.encode
+    assert PROFILE.on(4).memory.vision_weight_bytes == PROFILE.memory.vision_weight_bytes
 
 
 def test_a_model_too_large_for_a_device_is_planned_over_two() -> None:
@@ -81,7 +95,7 @@ def test_a_model_too_large_for_a_device_is_planned_over_two() -> None:
     plan = make_plan(Planner(small, want, Space(4, degrees=(1, 2), **settings), BASE))  # type: ignore[arg-type]
     assert plan.num_devices == 4
     record = plan.record()
-    assert record["settings"]["tensor_parallel"] in ({"pd": 2}, {"p": 2}, {"d": 2})
+    assert set(record["settings"]["tensor_parallel"].values()) == {2}
     assert all(each["peak_bytes"] <= 36 * 10**9 for each in record["explanation"]["memory"])
     options = PlanFile.model_validate(record).app_options()
     assert 2 in (options["tensor_parallel_size"], options["decode_tensor_parallel_size"])
@@ -98,6 +112,9 @@ def test_a_model_too_large_for_a_device_is_planned_over_two() -> None:
         ("2e1p3d", {"p": 4, "d": 2}, (4, 2)),
         ("1e1pd", {"pd": 8}, (8, 8)),
         ("1e1pd1d", {"pd": 2, "d": 2}, (2, 2)),
+        ("1ep1d", {"ep": 2}, (2, 1)),
+        ("2epd", {"epd": 4}, (4, 4)),
+        ("1ed2p1d", {"ed": 2, "p": 2, "d": 4}, (2, 4)),
     ],
 )
 def test_a_server_takes_the_devices_of_a_plan(
@@ -113,15 +130,14 @@ def test_a_server_takes_the_devices_of_a_plan(
     ("topology", "devices"),
     [
         ("1e1p1d", {"e": 2}),
-        ("1ep1d", {"ep": 2}),
-        ("1epd", {"epd": 2}),
+        ("1ed1p", {"p": 2}),
         ("1e1p1pd", {"p": 2}),
         ("1e1p1pd", {"pd": 2}),
     ],
 )
 def test_devices_that_a_server_cannot_use_are_refused(topology: str, devices: dict[str, int]) -> None:
-    """An encoder is one process, while a plan shares its tower; and prefill has one number of devices."""
-    with pytest.raises(RequestError, match=r"2 of .*; allowed are 1 for .*--max-tensor-parallel 1"):
+    """An encoder is one process; all that do more than decode have one number of devices."""
+    with pytest.raises(RequestError, match=r"2 of .*; allowed are 1 for workers that only encode"):
         plan_of(topology, devices).app_options()
 
 

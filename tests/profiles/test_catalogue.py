@@ -14,6 +14,7 @@ from epd.profiles.catalogue import MODELS, model_named
 from epd.profiles.configurations import shape_of
 from epd.profiles.files import load_profile
 from tests import ROOT
+from tests.models.processors import PROCESSORS
 from tests.models.published import PUBLISHED
 
 _GIGA = 10**9
@@ -85,6 +86,14 @@ def test_a_folder_and_a_file_are_models(tmp_path: Path) -> None:
     (folder / "config.json").write_text("[")
     with pytest.raises(RequestError, match="cannot be read"):
         load_profile(f"{folder}@l40s")
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-7B", "Qwen3-VL-8B"])
+def test_published_processor_files_say_what_the_catalogue_says(name: str, tmp_path: Path) -> None:
+    for file, content in PROCESSORS[name].files.items():
+        (tmp_path / file).write_text(json.dumps(content))
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name].config))
+    assert model_named(str(tmp_path)).media == MODELS[name.lower()].media
 
 
 def test_devices_are_extended_by_a_file(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""States the question of a buyer, requests about videos, and what a request asks of machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from epd.simulate.clock import TICKS_PER_S
+from epd.simulate.requests import Job
+from epd.workload.requests import Resolution
+
+# Of H.264 as cameras and platforms send it: an assumption. 1080p of 30 frames a second is 5 Mbit/s.
+_BITS_PER_PIXEL = 0.08
+
+
+@dataclass(frozen=True, slots=True)
+class Films:
+    """Describes requests about one video each, as a buyer counts them.
+
+    per_minute: requests; minutes: of each video
+    """
+
+    per_minute: float
+    minutes: float = 10.0
+    size: str = "1920x1080"
+    fps: int = 30
+    answer_tokens: int = 200
+
+    @property
+    def workload(self) -> dict[str, Any]:
+        """Returns the fields of a workload."""
+        part = {
+            "videos": 1,
+            "video_s": f"{60 * self.minutes:g}",
+            "video_size": self.size,
+            "video_fps": self.fps,
+            "output_tokens": self.answer_tokens,
+        }
+        return {"name": "videos", "mix": [part]}
+
+    @property
+    def rate_per_s(self) -> float:
+        return self.per_minute / 60
+
+    def __str__(self) -> str:
+        return (
+            f"{self.per_minute:g} videos a minute of {self.minutes:g} min, {self.size} at {self.fps} "
+            f"frames/s ({self.gbit_per_s:.2g} Gbit/s at {_BITS_PER_PIXEL} bit a pixel), answers of "
+            f"{self.answer_tokens} tokens"
+        )
+
+    @property
+    def gbit_per_s(self) -> float:
+        """Returns what enters by the network."""
+        size = Resolution.parse(self.size)
+        pixels = 60 * self.minutes * self.fps * size.width * size.height
+        return pixels * _BITS_PER_PIXEL * self.rate_per_s / 1e9
+
+
+def demands(jobs: Sequence[Job], rate_per_s: float) -> list[str]:
+    """Returns what a request is, and what a rate of them asks of threads and of the network."""
+    frames = fmean(sum(group.media.num_frames for group in job.groups) for job in jobs)
+    visual, prompt = (
+        fmean(job.num_visual_tokens for job in jobs),
+        fmean(job.num_prompt_tokens for job in jobs),
+    )
+    read_s = fmean(sum(group.decode_ticks for group in job.groups) for job in jobs) / TICKS_PER_S
+    lines = [f"a request has {frames:,.0f} frames, {visual:,.0f} visual and {prompt:,.0f} prompt tokens"]
+    if read_s:
+        lines.append(
+            f"{rate_per_s * read_s:,.1f} CPU threads read media all the time, {read_s:.3g} s for a request"
+        )
+    return lines
