@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,19 +30,28 @@ def context(folder: Path) -> Path:
     return folder
 
 
+def with_pip(environment: Path) -> Path:
+    """An environment with a `pip` that installs into it, and not into that of the tests."""
+    pip = environment / "bin" / "pip"
+    pip.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pip --python "{environment}/bin/python" "$@"\n')
+    pip.chmod(0o755)
+    return environment
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Image]:
     """The stages `wheel` and `cpu`; the first installs nothing that the second could lean on."""
     work = tmp_path_factory.mktemp("image")
     images: dict[str, Image] = {}
     for name in ("wheel", "cpu"):
-        images[name] = Image(work / name, environment_beside(work / f"{name}-environment"))
+        images[name] = Image(work / name, with_pip(environment_beside(work / f"{name}-environment")))
         images[name].follow(STAGES[name].steps, context(work / "context"), images)
     return images
 
 
 def test_the_image_answers(made: dict[str, Image]) -> None:
     entry = last(STAGES["cpu"].steps, "ENTRYPOINT").words
+    assert (made["cpu"].environment / "bin" / entry[0]).exists()
     assert made["cpu"].run([*entry, "demo"]).count("✓") == 5
 
 
