@@ -15,7 +15,6 @@ from epd.client.upload import Uploader
 from epd.console import ShowProgress
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
-from epd.machine import collector_paused
 from epd.models import model_folder
 from epd.serve_app.cli.early_checks import as_path, check_media
 from epd.serve_app.request_options import kind_of, request_fields
@@ -48,7 +47,7 @@ def open_conversation(
     paths = [as_path(path) for path in paths]
     check_media(paths)
     model_folder(model, config.revision)
-    with console.loading(), collector_paused():
+    with console.loading():
         from epd.serve_app.cli.own_model import OwnConversation, open_model  # torch
 
     with open_model(model, config, is_greedy=is_greedy) as service:
