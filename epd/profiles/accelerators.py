@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]  # its stubs are another package
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from epd.errors import RequestError
+from epd.records import BaseModel, ConfigDict, Field, ValidationError
 
 _GIGA, _TERA = 10**9, 10**12
 
