@@ -17,7 +17,7 @@ def check_options(folder: Path, draft: str, reduction: str, max_ranks: int) -> N
 
     draft, reduction: methods. max_ranks: processes that share the language model.
     """
-    model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    model_type = _model_type(folder)
     if model_type not in RECURRENT_FAMILIES:
         return
     received = "for a '{}' model, whose layers have a recurrent state; allowed: {}; use {}"
@@ -30,3 +30,12 @@ def check_options(folder: Path, draft: str, reduction: str, max_ranks: int) -> N
     if max_ranks > 1:
         why = received.format(model_type, "1", "a larger GPU")
         raise RequestError(f"received a tensor_parallel_size of {max_ranks} {why}")
+
+
+def _model_type(folder: Path) -> str | None:
+    """Returns `model_type` of a folder; None for a broken one, which is refused when it is opened."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config.get("model_type") if isinstance(config, dict) else None

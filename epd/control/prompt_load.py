@@ -10,7 +10,9 @@ and encoding too, where it runs those. An idle worker delays no other prompt.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
+from statistics import median
 
 from epd.control.elasticity.rates import RoundCost
 from epd.control.recent import DecayedMean
@@ -19,6 +21,7 @@ from epd.control.retention import PromptLoad
 _COST_MEMORY_S = 20.0  # seconds of work
 _RATE_MEMORY_S = 5.0
 _SHAPE_MEMORY = 20.0  # requests
+_LEADS = 20  # of idle workers: their median, as one may hold the stall of a burst that follows it
 
 
 class PromptLoadEstimator:
@@ -27,7 +30,7 @@ class PromptLoadEstimator:
     def __init__(self) -> None:
         self._cost = RoundCost(_COST_MEMORY_S)
         self._text, self._visual = DecayedMean(_SHAPE_MEMORY), DecayedMean(_SHAPE_MEMORY)
-        self._lead = DecayedMean(_SHAPE_MEMORY)
+        self._leads: deque[float] = deque(maxlen=_LEADS)
         self._rate = 0.0
         self._arrived_s = -math.inf
         self._first_s: dict[str, float] = {}
@@ -53,7 +56,7 @@ class PromptLoadEstimator:
         else:
             took_s = min(prefill_s, now_s - placed_s)
             self._cost.add(1, num_tokens, took_s)
-            self._lead.add(now_s - placed_s - took_s, 1, 1)
+            self._leads.append(now_s - placed_s - took_s)
 
     def load(
         self,
@@ -68,7 +71,7 @@ class PromptLoadEstimator:
         fixed_s, token_s = self._cost.line or (0.0, 0.0)
         backlog_s = sum(fixed_s + token_s * tokens for tokens in ahead) / num_workers
         return PromptLoad(
-            wait_s=max(backlog_s, self._lead.value or 0.0),
+            wait_s=max(backlog_s, median(self._leads) if self._leads else 0.0),
             fixed_s=fixed_s + token_s * (self._text.value or 0.0),
             visual_s=token_s * (self._visual.value or 0.0),
             rate=self._rate_at(now_s) / num_workers,

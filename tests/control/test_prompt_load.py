@@ -27,6 +27,15 @@ def test_a_busy_worker_is_learned_by_its_first_tokens_and_an_idle_one_by_its_pre
     assert estimator.load(now_s, [500, 500, 500, 500], num_workers=2).wait_s == pytest.approx(1.2, rel=0.05)
 
 
+def test_one_request_that_a_burst_held_up_is_not_what_requests_wait() -> None:
+    estimator = PromptLoadEstimator()
+    for number in range(5):
+        placed_s = 10.0 * number
+        waited_s = 0.4 if number == 4 else 0.01
+        estimator.first_token(placed_s + waited_s + 0.1, "p0", placed_s, 100, prefill_s=0.1)
+    assert estimator.load(50.0, [], num_workers=1).wait_s == pytest.approx(0.01)
+
+
 def test_the_rate_of_arrivals_is_followed_and_forgotten() -> None:
     estimator = PromptLoadEstimator()
     for number in range(100):

@@ -66,10 +66,12 @@ class RoundCost:
     def _fitted_slope(self) -> float:
         size, seconds = self._units / self._weight, self._seconds / self._weight
         most = seconds / size
-        known = self._slope if self._slope is not None else most / 2
+        known = min(self._slope if self._slope is not None else most / 2, most)
         spread = self._squares / self._weight - size * size
-        product = self._products / self._weight - size * seconds
         doubt = (_LEAST_SPREAD * size) ** 2
+        if spread < doubt:  # what the times of equal rounds differ by is noise
+            return known
+        product = self._products / self._weight - size * seconds
         return min(max((product + doubt * known) / (spread + doubt), 0.0), most)
 
     @property

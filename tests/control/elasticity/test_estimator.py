@@ -111,6 +111,18 @@ def test_rounds_of_one_size_tell_their_time_and_leave_the_slope_as_it_was() -> N
     assert round_s + 8 * unit_s == pytest.approx(0.05, rel=0.01)
 
 
+def test_noise_in_rounds_of_nearly_one_size_says_nothing_of_the_slope() -> None:
+    """The shorter prompts of a burst took longer, as they waited: that is no cost that falls with length."""
+    cost = RoundCost(20.0)
+    for _ in range(4):
+        cost.add(1, 117, 0.006)
+    for _ in range(8):
+        cost.add(1, 113, 0.012)
+    assert cost.line is not None
+    round_s, unit_s = cost.line
+    assert 0.2 < 115 * unit_s / (round_s + 115 * unit_s) < 0.7
+
+
 # The whole
 
 

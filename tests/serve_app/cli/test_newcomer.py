@@ -263,7 +263,7 @@ ROWS: tuple[tuple[str, str], ...] = (
         "serve --local --address auto",
         "received --local and --address auto; allowed: one of them; leave one out",
     ),
-    ("plan", "received no objective; add --slo-ttft-s or --slo-tpot-s"),
+    ("plan --budget many", "received the rate 'many'; allowed: a number above 0, alone for each second, or"),
     meant("plan", "--slo-ttft", "--slo-ttft-s"),
     meant("plan", "--gpu", "--gpus"),
     meant("simulate", "--workloads", "--workload"),
