@@ -226,7 +226,8 @@ class Board:
         entry = _Entry(member, self._num_arrived, time.monotonic())
         self._num_arrived += 1
         self._entries[member.epoch] = entry
-        self._forget_filled(member)
+        if _gets_a_place(member):
+            self._forget_filled(member)
         self._change()
         self._tasks.spawn(self._watch(entry))
         return entry
@@ -297,7 +298,7 @@ class Board:
             return
         name = entry.member.info.name if entry.member.info else epoch
         logger.warning("%s '%s' is lost: %s", entry.member.kind, name, reason)
-        if entry.member.kind == "stage":
+        if _gets_a_place(entry.member):
             self._vacant[name] = entry.member
             self._forget_filled(entry.member)
 
@@ -377,3 +378,8 @@ def _free_name(prefix: str, taken: Mapping[str, object]) -> str:
     while f"{prefix}{number}" in taken:
         number += 1
     return f"{prefix}{number}"
+
+
+def _gets_a_place(member: Member) -> bool:
+    """Returns whether a member is one of a topology's workers. Those of one process bring their places."""
+    return member.kind == "stage" and bool(member.topology)

@@ -123,6 +123,33 @@ def test_a_place_that_another_worker_has_is_not_given_again() -> None:
     asyncio.run(run())
 
 
+def test_members_without_a_topology_come_and_go_while_a_place_is_vacant() -> None:
+    """A front, and a worker of one process that brings its place."""
+
+    async def run() -> None:
+        board, credentials = Board(), Credentials(bytes(32), "fleet")
+        here = Member("w", "stage", ("127.0.0.1", 1), "here", pid=0, topology="1e1p1d", release="r")
+        own = WorkerInfo("mine", frozenset({"decode"}))
+        await board.follow(here, -1, credentials)
+        await board.accuse("w", "its process has ended")
+        for newcomer in (
+            Member("front", "front", ("127.0.0.1", 1), "here", pid=0),
+            Member("own", "stage", ("127.0.0.1", 1), "here", pid=0, info=own),
+        ):
+            view = await board.follow(newcomer, -1, credentials)
+            assert view is not None
+            assert newcomer.epoch in view.members
+        await board.accuse("own", "it was killed")
+        view = await board.follow(
+            replace(newcomer, epoch="again", info=replace(own, incarnation=1)), -1, credentials
+        )
+        assert view is not None
+        assert view.members.keys() == {"front", "again"}
+        await board.close()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(("num_there", "is_replaced"), [(2, False), (3, True)])
 def test_a_silent_worker_is_replaced_only_by_one_more_than_is_wanted(
     num_there: int, is_replaced: bool, monkeypatch: pytest.MonkeyPatch
