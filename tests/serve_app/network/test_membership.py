@@ -18,6 +18,7 @@ from epd.serve_app.network.board import Board
 from epd.serve_app.network.link import Address
 from epd.serve_app.network.members import Credentials, Kind, Member, ProcessAddress
 from epd.serve_app.network.membership import Membership, end_process, start_ticks
+from epd.serve_app.worker_info import WorkerInfo
 
 SOON_S = 10.0
 
