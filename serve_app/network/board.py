@@ -381,5 +381,5 @@ def _free_name(prefix: str, taken: Mapping[str, object]) -> str:
 
 
 def _gets_a_place(member: Member) -> bool:
-    """Returns whether a member is one of a topology's workers. Those of one process bring their places."""
+    """Returns whether a member is one of a topology's workers, which have places there."""
     return member.kind == "stage" and bool(member.topology)

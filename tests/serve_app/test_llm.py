@@ -118,6 +118,6 @@ def test_the_package_is_light_until_a_model_is_asked_for() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
-    assert done.stdout.strip() == "[] ['LLM', '__version__', 'plan']"
+    assert done.stdout.strip() == "[] ['LLM', '__version__', 'plan', 'verify']"
     with pytest.raises(AttributeError, match="'epd' has no attribute 'LLm'"):
         _ = epd.LLm  # type: ignore[attr-defined]

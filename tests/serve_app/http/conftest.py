@@ -22,7 +22,7 @@ REQUIRED = "EPD_REQUIRE_CHROMIUM"
 _FORGET = "localStorage.clear(); indexedDB.deleteDatabase('epd')"
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # its event loop runs in the test's thread: no other test may begin one
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:

@@ -125,7 +125,7 @@ def test_a_place_that_another_worker_has_is_not_given_again() -> None:
 
 
 def test_members_without_a_topology_come_and_go_while_a_place_is_vacant() -> None:
-    """A front, and a worker of one process that brings its place."""
+    """A front, and a worker that has its place already."""
 
     async def run() -> None:
         board, credentials = Board(), Credentials(bytes(32), "fleet")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -24,10 +25,18 @@ def test_ray_inherits_no_key_of_clients(monkeypatch: pytest.MonkeyPatch) -> None
     assert "EPD_ADMIN_API_KEY" not in os.environ
 
 
-def test_plain_links_are_told_before_a_cluster_is_joined(caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        nobody = f"127.0.0.1:{free.getsockname()[1]}"
-    settings, cluster = ServeSettings(HttpAddress()), RaySettings(address=nobody)
-    with caplog.at_level(logging.INFO), pytest.raises(UnavailableError):
+def test_plain_links_are_told_before_a_cluster_is_joined(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cluster is not there. A real start would end the Ray of the tests behind this one."""
+
+    @contextmanager
+    def joined(_settings: RaySettings) -> Iterator[None]:
+        assert "authenticated and not encrypted" in caplog.text
+        raise UnavailableError("nobody is there")
+        yield
+
+    monkeypatch.setattr("epd.serve_app.ray.server.ray_cluster", joined)
+    settings, cluster = ServeSettings(HttpAddress()), RaySettings(address="127.0.0.1:9")
+    with caplog.at_level(logging.INFO), pytest.raises(UnavailableError, match="nobody"):
         served_app(AppArgs(), settings, cluster).__enter__()
-    assert "authenticated and not encrypted" in caplog.text
