@@ -19,6 +19,8 @@ VOCABULARY = 3  # few tokens, so that prompts often begin alike
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    has_states = True  # drawn requests may keep a recurrent state
+
     @initialize(
         num_blocks=st.integers(4, 24),
         block_size=st.sampled_from([1, 3, 4]),
@@ -43,7 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_states: int,
     ) -> None:
         config = SchedulerConfig(budget, max_seqs, chunk, mode)  # type: ignore[arg-type]
-        spec = KVCacheSpec((num_blocks,) * groups, block_size, num_states)
+        spec = KVCacheSpec((num_blocks,) * groups, block_size, num_states if self.has_states else 0)
         self.scheduler = Scheduler(config, KVCacheManager(spec, enable_prefix_caching=caching))
         self.requests: dict[str, ScheduledRequest] = {}
         self.offloaded: dict[str, int] = {}
