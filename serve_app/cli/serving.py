@@ -6,10 +6,12 @@ other thread    the server: starts, serves until it is to stop, and ends
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Literal, Self
@@ -21,6 +23,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _INTERRUPTED = 130
 # What a start in a cluster of others has to take back what it had begun.
 _TAKE_BACK_S = 90.0
+# The longest that a signal is noticed late.
+_TURN_S = 0.2
 _Event = Literal["signal", "ready", "ended"]
 
 
@@ -41,12 +45,17 @@ class Signals:
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self.events.put("signal")
 
-    def next(self, within_s: float | None = None) -> _Event:
-        """Returns what happens next; `ended` if nothing does in time."""
-        try:
-            return self.events.get(timeout=within_s)
-        except Empty:
-            return "ended"
+    def next(self, within_s: float = math.inf) -> _Event:
+        """Returns what happens next; `ended` if nothing does in time.
+
+        A wait without an end can miss a signal that comes just before it: the interpreter runs handlers only
+        between its own steps. So it waits in short turns.
+        """
+        end_s = time.monotonic() + within_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            with suppress(Empty):
+                return self.events.get(timeout=min(left_s, _TURN_S))
+        return "ended"
 
 
 def serve_until_signal(

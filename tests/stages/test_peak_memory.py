@@ -10,7 +10,7 @@ from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl as configs
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as models
 
 from epd.encoders.families.qwen_tower import prepare_tower
-from epd.profiles.analytic import Transformer
+from epd.profiles.shapes import Transformer
 from epd.stages.peak_memory import peak_bytes
 
 

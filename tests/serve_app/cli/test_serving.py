@@ -17,7 +17,7 @@ from tests.serve_app.server import wait_until
 END_S = 60.0
 # argv: where it stops to go on, and whether it is alone. It says what it does on a line each.
 SERVER = """
-import os, sys, time
+import _thread, os, signal, sys, threading, time
 from contextlib import contextmanager
 from epd.serve_app.cli.serving import Signals, serve_until_signal
 from epd.errors import CancelledError
@@ -35,6 +35,8 @@ def served(stopping):
         raise CancelledError("stopped")
     if sys.argv[1] == "error":
         raise ValueError("no")
+    if sys.argv[1] == "missed":
+        threading.Timer(0.2, _thread.interrupt_main, [signal.SIGTERM]).start()
     yield
     if sys.argv[1] == "drain":
         say("drains")
@@ -82,6 +84,13 @@ def test_a_signal_ends_a_server_that_is_ready(how: signal.Signals) -> None:
     with serve(SERVER, "ready", "shared") as process:
         assert lines_after(process, "ready", how) == ["ends", "returned"]
         assert process.returncode == 0
+
+
+def test_a_signal_that_comes_just_before_the_wait_is_not_missed() -> None:
+    """`interrupt_main` wakes no call, as a signal between the last step and the wait."""
+    with serve(SERVER, "missed", "shared") as process:
+        said, _ = process.communicate(timeout=END_S)
+        assert said.split() == ["starts", "ready", "ends", "returned"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
