@@ -64,6 +64,7 @@ def test_an_encoder_becomes_two_ranks_while_answers_run(ranked: Bench, question:
     for granted in ranked.granted(ranked.step(2)):
         ranked.encode(question, plan, granted, "e0")
     ranked.tell("e0", SetRoles(DECODE))
+    assert ranked.cores["e0"]._builder._ranks is not None
     ranked.finish({"r": (question, plan)})
     ranked.settle()
     assert ranked.tokens("r") == expected
