@@ -25,6 +25,8 @@ PROPAGATING_METHODS = ("fastkv",)
 # Chosen by each question for itself, from a cache that serves all: stages/reduction/question_views.py.
 QUESTION_METHODS = ("funnel", "mustdrop")
 METHODS = SELECTION_METHODS + PREFILL_METHODS + QUESTION_METHODS
+# What they keep of a window before the language model depends on that window alone.
+WINDOW_METHODS = ("uniform", "mustdrop")
 # MustDrop: what is left after neighbours are merged, and after how many of 32 layers text drops more.
 _MERGED_SHARE = 0.76
 _MERGED_PER_READ = 3
@@ -106,6 +108,11 @@ class ReductionPolicy:
     def is_by_question(self) -> bool:
         """Returns whether every question reads a different choice of the cached tokens."""
         return self.is_on and self.method in QUESTION_METHODS
+
+    @property
+    def is_by_window(self) -> bool:
+        """Returns whether windows are chosen from one by one, so that different encoders may."""
+        return self.is_on and self.method in WINDOW_METHODS
 
     @property
     def cached_retention(self) -> float:

@@ -85,6 +85,11 @@ class TensorParallel:
     decode_size: int | None = None
 
     @property
+    def is_uniform(self) -> bool:
+        """Reports whether a worker has the same ranks for every role."""
+        return self.decode_size in (None, self.size)
+
+    @property
     def max_size(self) -> int:
         """Returns the most ranks of any worker."""
         return max(self.size, self.decode_size or 1)

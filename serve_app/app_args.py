@@ -26,7 +26,6 @@ from epd.reduction import (
     DEFAULT_METHOD,
     LEAST_RETENTION,
     METHODS,
-    SELECTION_METHODS,
     ReductionPolicy,
 )
 from epd.serve_app.api_keys import check_keys
@@ -337,8 +336,11 @@ class AppArgs(EngineConfig):
         return TensorParallel(self.tensor_parallel_size, self.decode_tensor_parallel_size)
 
     def num_ranks(self, roles: frozenset[Stage]) -> int:
-        """Returns the processes that share the language model of a worker of these roles."""
-        return self.tensor_parallel.num_ranks(roles)
+        """Returns the processes that share the language model of a worker that starts with these roles.
+
+        Where roles follow the load, any worker may get one.
+        """
+        return self.tensor_parallel.max_size if self.elastic else self.tensor_parallel.num_ranks(roles)
 
     @property
     def max_ranks(self) -> int:
@@ -377,20 +379,16 @@ class AppArgs(EngineConfig):
 
     def _check_ranks(self) -> None:
         """Raises RequestError for what workers of several processes cannot do."""
-        received = f"received a tensor_parallel_size of {self.max_ranks}"
-        if self.max_ranks > 1 and self.elastic:
+        received = f"received a tensor_parallel_size of {self.tensor_parallel_size}"
+        if self.elastic and not self.tensor_parallel.is_uniform:
             raise RequestError(
-                f"{received} and elastic; allowed: workers whose roles stay; leave one of them out"
+                f"{received} and a decode_tensor_parallel_size of {self.decode_tensor_parallel_size} with "
+                "elastic; allowed: the same for both; leave the second out"
             )
         if self.max_ranks > 1 and self.gpus_per_worker not in (None, 0, 1):
             raise RequestError(
                 f"{received} and gpus_per_worker {self.gpus_per_worker:g}; allowed: 1, a GPU for each of the "
                 "processes, or 0; set one of these"
-            )
-        if self.max_ranks > 1 and self.reduction not in SELECTION_METHODS:
-            raise RequestError(
-                f"{received} with the reduction {self.reduction}, which the language model chooses by its "
-                f"heads; allowed: {', '.join(SELECTION_METHODS)}; use one of these"
             )
 
     @property

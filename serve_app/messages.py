@@ -66,8 +66,8 @@ class EncodeGroup(Message[bool]):
 
     The reply is whether it was taken; without frames, it is refused unless it is in the encoder's cache.
     incarnation: of the prefill worker, as in `Reserve`
-    reading: with an item's first group, if the ticket is for what is kept of it; the other groups of the
-        item must come to the same encoder, in any order
+    reading: if the ticket is for what is kept, with the group that the reading begins with; the other groups
+        of the reading must come to the same encoder, in any order
     """
 
     request_id: str
@@ -98,7 +98,7 @@ class Prefill(Message[bool]):
     ticket: at the decode worker that continues it; None if the roles are merged, or it is to come
     awaits_ticket: whether a `Redirect` will bring the ticket, since room is reserved at the same time
     incarnation: of that worker, as in `Reserve`
-    wants_kept: whether one encoder gets all its groups, and can send only what is kept of them
+    wants_kept: whether encoders can send only what is kept of its groups
     """
 
     request: GenerateRequest

@@ -10,10 +10,13 @@ from epd.serve_app.files.settings import FileSettings
 from epd.serve_app.fleet import Fleet
 from epd.serve_app.http.chat_answers import ApiSettings
 from epd.serve_app.media.media_worker import MediaSettings
-from epd.serve_app.orchestration.config import OrchestratorConfig
+from epd.serve_app.orchestration.config import OrchestratorConfig, SwitchLimits
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.worker.worker_stages import WorkerSettings
+
+# A worker that gets a language model of several ranks starts their processes, which import and load.
+_SWITCH_OF_RANKS_S = 300.0
 
 
 def create_service(args: AppArgs, fleet: Fleet, owner: str = "") -> tuple[Orchestrator, ApiSettings]:
@@ -63,6 +66,7 @@ def media_settings(args: AppArgs) -> MediaSettings:
 
 def _orchestrator_config(args: AppArgs) -> OrchestratorConfig:
     return OrchestratorConfig(
+        switching=SwitchLimits() if args.max_ranks == 1 else SwitchLimits(limit_s=_SWITCH_OF_RANKS_S),
         max_waiting=args.max_waiting,
         max_wait_s=args.max_wait_s,
         sharding=args.sharding,

@@ -35,10 +35,25 @@ class Collectives(Protocol):
     def rank(self) -> Rank: ...
 
     def add_up(self, tensor: Tensor) -> None:
-        """Puts the sum of the ranks' tensors, which have one shape, into each of them."""
+        """Puts the sum of the ranks' tensors, which have one shape, into each: the same bits in all."""
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns the ranks' tensors, of one shape, in order to rank 0, and nothing to others."""
+
+
+def summed(part: Tensor, ranks: Collectives | None) -> Tensor:
+    """Returns the sum over all ranks, from which all of them choose alike; may overwrite the part."""
+    if ranks is None:
+        return part
+    whole = part.contiguous()
+    ranks.add_up(whole)
+    return whole
+
+
+def averaged(part: Tensor, ranks: Collectives | None) -> Tensor:
+    """Returns the mean over all ranks as `summed` returns the sum."""
+    whole = summed(part, ranks)
+    return whole if ranks is None else whole.div_(ranks.rank.size)
 
 
 class RankGroup(Collectives, Protocol):

@@ -1,18 +1,20 @@
-"""docs/works-with.md is true: drawn pairs of features answer as they should, or are refused at start."""
+"""docs/works-with.md is true: drawn features together answer as they should, or are refused at start."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 
-from tests.works_with import FEATURES, Feature, Trials, pairs
+from tests.works_with import FEATURES, Feature, Trials, together
 
 _PAGE = Path(__file__).parent.parent / "docs" / "works-with.md"
-_NUM_DRAWN = 4
+# Of pairs, of triples, and of triples with tensor parallelism. `make soak` tries more.
+_NUM_DRAWN = 30 if os.environ.get("EPD_SOAK") else 2
 _NAMED = {each.name: each for each in FEATURES}
 
 
@@ -32,7 +34,25 @@ def refused_pairs() -> set[tuple[str, str]]:
 
 
 REFUSED = sorted(refused_pairs())
-WORKING = [pair for pair in pairs() if (pair[0].name, pair[1].name) not in REFUSED]
+
+
+def working(count: int) -> list[tuple[Feature, ...]]:
+    """So many features of which no two are refused."""
+    refused = {frozenset(pair) for pair in REFUSED}
+    return [
+        features
+        for features in together(count)
+        if not refused & {frozenset(each.name for each in pair) for pair in combinations(features, 2)}
+    ]
+
+
+TRIPLES = working(3)
+RANKED = [features for features in TRIPLES if "tensor parallelism" in {each.name for each in features}]
+DRAWN = [
+    features
+    for among in (working(2), TRIPLES, RANKED)
+    for features in random.Random(45).sample(among, _NUM_DRAWN)
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +65,13 @@ def test_the_page_names_all_features() -> None:
     assert listed == set(_NAMED)
 
 
-@pytest.mark.parametrize(
-    "pair", random.Random(41).sample(WORKING, _NUM_DRAWN), ids=lambda pair: f"{pair[0].name} + {pair[1].name}"
-)
-def test_a_drawn_pair_answers_as_the_features_that_change_answers(
-    trials: Trials, pair: tuple[Feature, Feature]
+@pytest.mark.parametrize("features", DRAWN, ids=lambda drawn: " + ".join(each.name for each in drawn))
+def test_drawn_features_answer_as_those_that_change_answers(
+    trials: Trials, features: tuple[Feature, ...]
 ) -> None:
-    given = trials.given(pair)
+    given = trials.given(features)
     assert given.refusal == ""
-    assert given.texts == trials.expected(pair).texts != frozenset()
+    assert given.texts == trials.expected(features).texts != frozenset()
 
 
 @pytest.mark.parametrize("names", REFUSED, ids=" + ".join)

@@ -1,6 +1,7 @@
 """The features of docs/works-with.md: each as options of a server or fields of a question, and pairs tried.
 
-`python -m tests.works_with` tries every pair, prints what each gave, and last the rows of that page's table.
+`python -m tests.works_with` tries every pair and prints what each gave; with the name of a feature its pairs,
+with several names these features together.
 """
 
 from __future__ import annotations
@@ -78,12 +79,17 @@ FEATURES = (
 )
 
 
-def pairs() -> Iterator[tuple[Feature, Feature]]:
-    """Yields the pairs that can be asked for: an option has one value, and a server one model."""
-    for one, other in combinations(FEATURES, 2):
-        clash = any(other.options.get(name, value) != value for name, value in one.options.items())
-        if not clash and not (one.checkpoint and other.checkpoint):
-            yield one, other
+def together(count: int) -> Iterator[tuple[Feature, ...]]:
+    """Yields so many features that can be asked for at once: each two of them can."""
+    for features in combinations(FEATURES, count):
+        if all(_can_be_asked(*pair) for pair in combinations(features, 2)):
+            yield features
+
+
+def _can_be_asked(one: Feature, other: Feature) -> bool:
+    """An option has one value, and a server one model."""
+    clash = any(other.options.get(name, value) != value for name, value in one.options.items())
+    return not clash and not (one.checkpoint and other.checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +144,8 @@ class Trials:
         return folder / "quantized" if folder.exists() else quantized.build(checkpoint, folder).quantized
 
 
-def _verdict(trials: Trials, one: Feature, other: Feature) -> str:
-    given, expected = trials.given([one, other]), trials.expected([one, other])
+def _verdict(trials: Trials, features: Sequence[Feature]) -> str:
+    given, expected = trials.given(features), trials.expected(features)
     if given.refusal:
         return f"refused: {given.refusal}"
     return "works" if given == expected else f"WRONG: {sorted(given.texts)} for {sorted(expected.texts)}"
@@ -149,9 +155,10 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         trials = Trials(Path(folder))
         wanted = set(sys.argv[1:])
-        for one, other in pairs():
-            if not wanted or {one.name, other.name} & wanted:
-                print(f"{one.name} + {other.name}: {_verdict(trials, one, other)}", flush=True)
+        for features in together(max(2, len(wanted))):
+            names = [each.name for each in features]
+            if not wanted or (wanted & set(names) if len(wanted) < 2 else wanted == set(names)):
+                print(f"{' + '.join(names)}: {_verdict(trials, features)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from epd.encoders import load_adapter
 from epd.encoders.adapter import Embeddings, PromptPlan
 from epd.encoders.groups import prompt_identity
 from epd.encoders.reduction import reduce_prompt
-from epd.encoders.reduction.reading import ItemReduction, is_cut_at_encoder
+from epd.encoders.reduction.reading import ItemReducer, ItemReduction, is_cut_at_encoder
 from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
 from epd.reduction import METHODS, ReductionPolicy
@@ -39,7 +39,6 @@ from epd.shapes import make_scene
 from epd.stages.connectors.in_process import InProcessHub
 from epd.stages.decode import DecodeStage
 from epd.stages.encode.embedding_receiver import EmbeddingSplicer
-from epd.stages.encode.encoder import Readings
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, generation_settings
 from epd.stages.engine.kv_pool import KVPools
@@ -146,12 +145,13 @@ def _sent(
 ) -> Iterator[tuple[PlacedEmbeddings | None, Embeddings]]:
     """Yields what each group completes of the prompt, and what one encoder of all groups sends of it."""
     adapter, whole = pipeline.adapter, [group for group, _ in encoded.groups]
-    splicer, readings = EmbeddingSplicer(adapter, plan), Readings(adapter.join)
+    splicer, readers = EmbeddingSplicer(adapter, plan), dict[int, ItemReducer]()
     for group, embeddings in encoded.groups:
         if is_cut_at_encoder(plan, [each for each in whole if each.item == group.item]):
-            name = f"item {group.item}"
-            readings.open(name, ItemReduction.of(plan, whole, group.item), "r", "p")
-            kept, places = readings.read(name, group, embeddings)
+            reading = ItemReduction.of(plan, whole, group)
+            if reading is not None:
+                readers[group.item] = ItemReducer(adapter.join, reading, group)
+            kept, places = readers[group.item].read(group, embeddings)
             yield splicer.place(group, kept, places), kept
         else:
             yield splicer.push(group, embeddings), embeddings

@@ -4,7 +4,8 @@
     windows    [  w0  )[  w1  )[     w2     )[    w3    )     none reaches into the next group
     sent with       g0: w0, w1     g1: w2        g2: w3
 
-What is kept of a window depends on the windows before it, so one encoder reads a whole item.
+What is kept of a window depends on the windows before it, so one encoder reads a whole item. By methods that
+choose from each window alone, each group has a reading of its own, at whichever encoder has the group.
 
 A prompt is laid out with room for the kept visual tokens, before they are known:
 
@@ -37,38 +38,57 @@ Join = Callable[[Embeddings, MediaPlan, int, int], Embeddings]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemReduction:
-    """Says how the tokens of an item are chosen, and in how many groups they come."""
+    """Says how the tokens of an item are chosen, and in how many groups they come.
+
+    By a method of WINDOW_METHODS, item: what lies in one group, behind num_before tokens.
+    """
 
     policy: ReductionPolicy
     item: MediaItem
     num_groups: int
+    num_before: int = 0
 
     @classmethod
-    def of(cls, prompt: PromptPlan, groups: Sequence[MediaGroup], item: int) -> ItemReduction:
-        """Returns the reading of an item that `is_cut_at_encoder`. groups: of the whole prompt."""
+    def of(cls, prompt: PromptPlan, groups: Sequence[MediaGroup], group: MediaGroup) -> ItemReduction | None:
+        """Returns the reading that begins with a group of an item that `is_cut_at_encoder`, if one does.
+
+        groups: of the whole prompt.
+        """
         assert prompt.reduction is not None
-        num_groups = sum(group.item == item for group in groups)
-        return cls(prompt.reduction.policy, prompt.media[item], num_groups)
+        policy, item = prompt.reduction.policy, prompt.media[group.item]
+        if policy.is_by_window:
+            start, stop = windows_of(item, group)
+            num_before = sum(window.num_tokens for window in item.windows[:start])
+            part = replace(item, units=item.units[start:stop], windows=item.windows[start:stop])
+            return cls(policy, part, 1, num_before)
+        num_groups = sum(each.item == group.item for each in groups)
+        return cls(policy, item, num_groups) if group.index == 0 else None
+
+    @property
+    def is_of_a_group(self) -> bool:
+        """Returns whether it is over with its first group."""
+        return self.num_groups == 1
 
 
 class ItemReducer:
     """Chooses what is kept of an item. Holds what the method remembers of the groups that were read."""
 
-    def __init__(self, join: Join, reading: ItemReduction) -> None:
-        self.num_groups = reading.num_groups
-        self.num_read = 0
+    def __init__(self, join: Join, reading: ItemReduction, first: MediaGroup) -> None:
+        """Takes the first group, with which the reading begins."""
+        self.end = first.index + reading.num_groups
+        self.next = first.index
         self._join = join
         self._item = reading.item
-        self._reducer = TokenReducer(reading.policy, reading.item)
+        self._reducer = TokenReducer(reading.policy, reading.item, reading.num_before)
 
     def read(self, group: MediaGroup, embeddings: Embeddings) -> tuple[Embeddings, Places]:
         """Returns what is kept of the next group, and its places among the tokens of the item.
 
         Raises ValueError for another group than the next.
         """
-        if group.index != self.num_read:
-            raise ValueError(f"received group {group.index}; allowed: {self.num_read}; read groups in order")
-        self.num_read += 1
+        if group.index != self.next:
+            raise ValueError(f"received group {group.index}; allowed: {self.next}; read groups in order")
+        self.next += 1
         rows = self._join(embeddings, self._item.plan, group.start, group.stop)
         kept = list(self._reducer.push(rows))
         places = np.concatenate([_with_keys(each.indices, each.is_key) for each in kept])

@@ -45,14 +45,14 @@ def kept_cells(item: MediaItem, kept: Sequence[Kept]) -> KeptCells:
 class TokenReducer:
     """Holds the state of one item, whose units must arrive in order and without gaps."""
 
-    def __init__(self, policy: ReductionPolicy, item: MediaItem) -> None:
-        """Takes an item of a reduced prompt."""
+    def __init__(self, policy: ReductionPolicy, item: MediaItem, num_before: int = 0) -> None:
+        """Takes an item of a reduced prompt, or a part of its windows behind so many tokens."""
         self._method: Method | None = None
         if not policy.is_in_prefill:
             self._method = new_method(policy.method, _outline(policy, item))
         self._windows = item.windows
         self._next = 0  # window
-        self._num_before = 0  # tokens of the windows before it
+        self._num_before = num_before  # tokens of the windows before it
         self._rest: Embeddings | None = None  # what has come of it
 
     def push(self, embeddings: Embeddings) -> Iterator[Kept]:

@@ -12,7 +12,8 @@ groups     each to the least loaded encoder: intra-request parallelism (EPD, sec
 request    all of a request to one encoder, as long as it is available
 local      to the worker that prefills them
 
-Where one encoder gets all groups, it can drop tokens before it sends them to another worker.
+Where one encoder gets all groups, it can drop tokens before it sends them to another worker. So can several,
+by methods that choose from each window alone.
 """
 
 from __future__ import annotations
@@ -71,6 +72,12 @@ def has_sole_encoder(sharding: Sharding, encoders: Collection[str], prefill_work
 
     encoders: those that take work
     """
+    is_sole = sharding == "request" or len(encoders) == 1
+    return is_sole and sends_groups(sharding, encoders, prefill_worker)
+
+
+def sends_groups(sharding: Sharding, encoders: Collection[str], prefill_worker: str) -> bool:
+    """Returns whether groups go from encoders to another worker. encoders: those that take work"""
     if not encoders or (sharding == "local" and prefill_worker in encoders):
         return False
-    return (sharding == "request" or len(encoders) == 1) and set(encoders) != {prefill_worker}
+    return set(encoders) != {prefill_worker}

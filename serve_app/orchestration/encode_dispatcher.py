@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from epd.control.routing import Router
-from epd.encode.sharding import Sharding, has_sole_encoder
+from epd.encode.sharding import Sharding, has_sole_encoder, sends_groups
 from epd.encoders.groups import MediaGroup
 from epd.errors import UnavailableError
 from epd.serve_app.fleet import Bulk, Fleet, FramesLostError, WorkerLostError, send_surely
@@ -79,6 +79,10 @@ class EncodeDispatcher:
             return None
         name = self._router.encoder(alive)
         return NamedPeer(name, self._fleet.workers[name].incarnation)
+
+    def sends_groups(self, sharding: Sharding, prefill_worker: str) -> bool:
+        """Returns whether groups of a request go from encoders to another worker."""
+        return sends_groups(sharding, self._alive(), prefill_worker)
 
     def wake(self) -> None:
         """Rechecks the encoders, which may have been added or changed."""

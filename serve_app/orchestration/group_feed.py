@@ -319,7 +319,8 @@ class GroupFeed:
     async def _from_cache(self, granted: Grant) -> bool:
         group = self._attempt.answer.plan.groups[granted.group]
         worker = self._dispatcher.encoder_with(group)
-        if granted.ticket.key.reading and not self._is_sole_encoder(worker):
+        is_bound = bool(granted.ticket.key.reading) and self._attempt.sole_encoder is not None
+        if is_bound and not self._is_sole_encoder(worker):
             return False
         if worker is None or not self._isolation.allowed(self._attempt, ("encode", granted.group), [worker]):
             return False
@@ -355,6 +356,6 @@ class GroupFeed:
     def _message(self, granted: Grant) -> EncodeGroup:
         plan = self._attempt.answer.plan
         group, reading = plan.groups[granted.group], None
-        if granted.ticket.key.reading and group.index == 0:
-            reading = ItemReduction.of(plan.prompt, plan.groups, group.item)
+        if granted.ticket.key.reading:
+            reading = ItemReduction.of(plan.prompt, plan.groups, group)
         return EncodeGroup(self._attempt.id, granted.ticket, group, reading=reading)

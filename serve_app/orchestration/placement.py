@@ -124,7 +124,7 @@ class RequestPlacer:
                 plan = attempt.answer.plan
                 request, incarnation = plan.generate_request(attempt.id), round_.seen[1].incarnation
                 attempt.submit(self._sole_encoder(attempt))
-                wants_kept = attempt.sole_encoder is not None
+                wants_kept = attempt.sole_encoder is not None or self._drops_by_window(attempt)
                 awaits_ticket = round_.reserving is not None
                 ticket = None if awaits_ticket else round_.ticket
                 prefill = Prefill(request, plan.groups, ticket, incarnation, wants_kept, awaits_ticket)
@@ -138,9 +138,17 @@ class RequestPlacer:
     def _sole_encoder(self, attempt: Attempt) -> NamedPeer | None:
         """Returns the encoder for all groups of a new request that drops tokens; retries send all tokens."""
         answer = attempt.answer
-        if answer.num_retries or answer.plan.prompt.reduction is None:
+        reduction = answer.plan.prompt.reduction
+        if answer.num_retries or reduction is None or reduction.policy.is_by_window:
             return None
         return self._shared.dispatcher.sole_encoder(self._shared.config.sharding, attempt.prefill_worker)
+
+    def _drops_by_window(self, attempt: Attempt) -> bool:
+        """Returns whether encoders, whichever get its groups, drop tokens of them before they are sent."""
+        reduction, config = attempt.answer.plan.prompt.reduction, self._shared.config
+        if attempt.answer.num_retries or reduction is None or not reduction.policy.is_by_window:
+            return False
+        return self._shared.dispatcher.sends_groups(config.sharding, attempt.prefill_worker)
 
     def _seems_to_have_room(self, attempt: Attempt) -> bool:
         """Returns whether the prompt may be submitted before the decode worker has said that it has room.

@@ -8,7 +8,8 @@ A ticket is owned by the request it was granted to, although others may wait for
 owner ends, the group is granted to one of the others, since the fetching of its frames may have ended too.
 
 Where one encoder gets all groups of a request, it sends only what is kept of items that drop tokens: their
-groups are asked for under the name of a reading, which is of this request alone.
+groups are asked for under the name of a reading, which is of this request alone. So do several encoders where
+each window is chosen from alone: then each group has a reading.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ from epd.stages.memory_sizing import (
 )
 from epd.stages.placement import Placement
 from epd.stages.prefill import PrefillStage
+from epd.stages.ranks.engine_ranks import EngineRanks
 from epd.stages.ranks.group import ProcessRanks
 from epd.stages.ranks.group_pools import PoolSharing
 from epd.stages.ranks.loading import load_with_ranks
@@ -136,9 +137,10 @@ class StageBuilder:
     def __init__(
         self, settings: WorkerSettings, transport: Transport, roles: AbstractSet[Stage] = frozenset()
     ) -> None:
-        """Loads nothing yet. roles: that the worker is started with; with several ranks, it keeps them."""
+        """Loads nothing yet. roles: that the worker is started with."""
         self.settings = settings
-        self._num_ranks = settings.tensor_parallel.num_ranks(roles)
+        sizes = settings.tensor_parallel
+        self._num_ranks = sizes.size if sizes.is_uniform else sizes.num_ranks(roles)
         self.transport = transport
         self.adapter: Adapter = load_adapter(settings.model_path, pixels=settings.engine.pixels)
         self.placement = settings.placement()
@@ -287,6 +289,8 @@ class StageBuilder:
         """Closes the ends of that name, whose pools are no longer used."""
         self.transport.close(name)
         self._use = None
+        if self._ranks is not None and f"{name} kv" in self._pools:
+            EngineRanks(self._ranks, name).close()
         for kind in ("embeddings", "kv"):
             self._pools.pop(f"{name} {kind}", None)
 
@@ -301,12 +305,12 @@ class StageBuilder:
 
     def check_roles(self, missing: AbstractSet[Stage]) -> None:
         """Raises RequestError if the worker cannot be given stages that it does not have."""
-        max_ranks = self.settings.tensor_parallel.max_size
-        if missing and max_ranks > 1:
+        sizes = self.settings.tensor_parallel
+        if missing and not sizes.is_uniform:
             raise RequestError(
-                f"received roles that need {', '.join(sorted(missing))} where up to {max_ranks} processes "
-                "share a language model; allowed: the roles that the worker was started with; start the "
-                "application with another topology"
+                f"received roles that need {', '.join(sorted(missing))} where {sizes.decode_size} processes "
+                f"share the language model of a decode worker and {sizes.size} that of others; allowed: the "
+                "roles that the worker was started with; start the application with one size for all"
             )
 
     def check_ranks(self) -> None:
@@ -327,7 +331,8 @@ class StageBuilder:
         sizes = self._kv_tokens, settings.block_size, settings.num_kv_pools
         shape = kv_shape(model, *sizes, scheduler.max_num_seqs)
         max_ranks = settings.tensor_parallel.max_size
-        sharing = PoolSharing(self._ranks, max_ranks) if max_ranks > 1 else None
+        ranks = None if self._ranks is None else EngineRanks(self._ranks, name)
+        sharing = PoolSharing(ranks, max_ranks) if max_ranks > 1 else None
         pools, connector = self.transport.kv(name, shape, self.placement.device, sharing)
         self._pools[f"{name} kv"], self._use = shape, None
         engine = build_engine(
@@ -338,7 +343,7 @@ class StageBuilder:
             options=options,
             config=scheduler,
             enable_prefix_caching=settings.enable_prefix_caching,
-            ranks=self._ranks,
+            ranks=ranks,
         )
         return engine, connector
 

@@ -4,13 +4,14 @@ A rank computes with its part of matrices, of which all ranks together have the 
 
     columns of a product    QKV, gate and up: a rank has some rows of the matrix, and nothing is exchanged
     sums of a product       output and down: a rank has some columns, and the products are added up
+    experts                 a rank has some channels of each, and routes as all do; the outputs are added up
     vocabulary              a rank embeds its token ids and others' as 0, added up; logits are gathered
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +25,7 @@ from epd.stages.decoder.linear import JoinedLinear, Linear, LinearKind, kind_for
 from epd.stages.decoder.operations import RmsNorm, silu_mul
 from epd.stages.loading.merged_weights import DELTA, GATE_UP, QKV, merged
 from epd.stages.loading.quantized_linear import QuantizedLinear, can_merge, product_of
-from epd.stages.rank import Collectives, Rank
+from epd.stages.rank import Collectives, Rank, summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,7 @@ class SummedLinear:
     ranks: Collectives
 
     def __call__(self, rows: Tensor) -> Tensor:
-        product = self.part(rows)
-        self.ranks.add_up(product)
+        product = summed(self.part(rows), self.ranks)
         return product if self.bias is None else product.add_(self.bias)
 
 
@@ -124,13 +124,14 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True)
 class ModuleMlp:
-    """Computes a mixture of experts as the module of transformers does."""
+    """Computes a mixture of experts as the module of transformers does. ranks: that have channels of each."""
 
     module: nn.Module
+    ranks: Collectives | None
 
     def __call__(self, rows: Tensor) -> Tensor:
         computed: Tensor = self.module(rows[None])
-        return computed[0]
+        return summed(computed[0], self.ranks)
 
 
 # Engines of one model share its merged and its packed matrices.
@@ -205,7 +206,7 @@ def _delta_layer(layer: Any, config: Any, kind: LinearKind) -> DeltaLayer:
 
 def _mlp(mlp: Any, kind: LinearKind, ranks: Collectives | None) -> Callable[[Tensor], Tensor]:
     if hasattr(mlp, "experts"):
-        return ModuleMlp(mlp)
+        return ModuleMlp(mlp, ranks)
     return GatedMlp(_merged(mlp, GATE_UP, kind), _summed(mlp.down_proj, kind, ranks))
 
 
@@ -219,6 +220,9 @@ def _summed(module: Any, kind: LinearKind, ranks: Collectives | None) -> Linear:
     """Returns the product with a matrix whose columns the ranks share."""
     if ranks is None:
         return _linear(module, kind)
+    if isinstance(module, QuantizedLinear):
+        product = product_of([module])
+        return SummedLinear(replace(product, bias=None), product.bias, ranks)
     return SummedLinear(linear(module.weight, None, kind_for(module.weight, kind)), module.bias, ranks)
 
 

@@ -58,20 +58,32 @@ class Readings:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, name: str, reading: ItemReduction, request_id: str, receiver: str) -> None:
-        """Starts a reading, from its first group; the same one once more is ignored."""
-        if name not in self._open:
-            self._open[name] = _Open(ItemReducer(self._join, reading), request_id, receiver)
+    def open(self, job: EncodeJob) -> None:
+        """Starts the reading of a job, if it begins with it; the same one once more is ignored.
 
-    def has_turn(self, name: str, group: MediaGroup) -> bool:
+        One of a single group is not held: it begins and ends with the job's turn.
+        """
+        name, ticket = job.ticket.key.reading, job.ticket
+        if job.reading is None or job.group is None or job.reading.is_of_a_group or name in self._open:
+            return
+        reader = ItemReducer(self._join, job.reading, job.group)
+        self._open[name] = _Open(reader, job.request_id, ticket.receiver)
+
+    def has_turn(self, job: EncodeJob, group: MediaGroup) -> bool:
         """Returns whether no earlier group has to be read first. One that was read has its turn: it fails."""
-        return name in self._open and group.index <= self._open[name].reader.num_read
+        if job.reading is not None and job.reading.is_of_a_group:
+            return True
+        name = job.ticket.key.reading
+        return name in self._open and group.index <= self._open[name].reader.next
 
-    def read(self, name: str, group: MediaGroup, embeddings: Embeddings) -> tuple[Embeddings, Places]:
+    def read(self, job: EncodeJob, group: MediaGroup, embeddings: Embeddings) -> tuple[Embeddings, Places]:
         """Reads a group: see `ItemReducer.read`. Raises ValueError for one that was read before."""
+        if job.reading is not None and job.reading.is_of_a_group:
+            return ItemReducer(self._join, job.reading, group).read(group, embeddings)
+        name = job.ticket.key.reading
         reader = self._open[name].reader
         kept = reader.read(group, embeddings)
-        if reader.num_read == reader.num_groups:
+        if reader.next == reader.end:
             del self._open[name]
         return kept
 
@@ -92,7 +104,7 @@ class EncodeJob:
     frames: gives uint8 [N, h, w, 3] of planned size; called only if the group has to be encoded.
     request_id: of the request that it is for.
     group: if the ticket is of a reading, the whole group.
-    reading: what that is; with the first group of the item.
+    reading: what that is; with the group that it begins with.
     """
 
     ticket: Ticket
@@ -201,9 +213,7 @@ class EncodeStage:
     def submit(self, job: EncodeJob) -> None:
         """Queues a job. Raises InfeasibleError when its result would never fit."""
         self.cache.check_fits(job.num_embeddings)
-        if job.reading is not None:
-            ticket = job.ticket
-            self._readings.open(ticket.key.reading, job.reading, job.request_id, ticket.receiver)
+        self._readings.open(job)
         self._waiting.append(job)
 
     def cancel(self, transfer_id: str) -> None:
@@ -292,7 +302,7 @@ class EncodeStage:
         """Offers what readings keep of encoded groups whose turn it is. What was evicted is encoded again."""
         jobs = [(job.group, job) for job in self._unread if job.group is not None]
         for group, job in sorted(jobs, key=lambda each: each[0].index):
-            if not self._readings.has_turn(job.ticket.key.reading, group):
+            if not self._readings.has_turn(job, group):
                 continue
             if not self.cache.is_ready(job.key):
                 self._unread.remove(job)
@@ -306,7 +316,7 @@ class EncodeStage:
         whole = self._pool.read(self.cache.get(job.key))
         target = self.cache.reserve(ticket.key, ticket.target.num_embeddings, ticket.transfer_id)
         try:
-            kept, places = self._readings.read(ticket.key.reading, group, whole)
+            kept, places = self._readings.read(job, group, whole)
             self._pool.write(target, kept)
             self.cache.commit(ticket.key, places)
             self._offer(job)

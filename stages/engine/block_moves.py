@@ -108,7 +108,20 @@ class ForgetTokens:
     request_id: str
 
 
-PoolMove = CopyBlocks | OffloadTokens | RestoreTokens | ForgetTokens
+@dataclass(frozen=True, slots=True)
+class CopyBehind:
+    """Copies some of a request's tokens to the blocks behind the written ones.
+
+    block_tables: of each layer group. num_tokens: written ones of each.
+    tokens: int64 [k], the same of every group, where they are needed.
+    """
+
+    block_tables: tuple[tuple[int, ...], ...]
+    num_tokens: tuple[int, ...]
+    tokens: Tensor | Int64Array
+
+
+PoolMove = CopyBlocks | OffloadTokens | RestoreTokens | ForgetTokens | CopyBehind
 
 
 class PoolMoves:
@@ -135,6 +148,13 @@ class PoolMoves:
             case ForgetTokens(request_id):
                 self.offloaded.pop(request_id, None)
                 self._offloaded_states.pop(request_id, None)
+            case CopyBehind(tables, lengths, tokens):
+                chosen = torch.as_tensor(tokens, device=self._pools.device)
+                for pool, table, num_tokens in zip(self._pools.groups, tables, lengths, strict=True):
+                    first = ceil_div(num_tokens, pool.block_size) * pool.block_size
+                    slots = token_slots(table, 0, first + len(chosen), pool.block_size)
+                    slots = to_device(slots, chosen.device)
+                    pool.move(slots[chosen], slots[first:])
 
     def _restore(self, move: RestoreTokens) -> None:
         kept = self.offloaded.pop(move.request_id)
@@ -182,14 +202,14 @@ class BlockMoves:
     def copy_behind(self, request_id: str, tokens: Tensor) -> None:
         """Copies some of a request's tokens, int64 [k] on the device, to the blocks behind the written ones.
 
-        In every layer group the same tokens; nothing waits for the device. Not with several ranks, whose
-        runner refuses the segments that would choose tokens.
+        In every layer group the same tokens. Only other ranks, which are told them, wait for the device.
         """
-        for group, pool in enumerate(self._pools.groups):
-            table, size = self._kv.block_table(request_id, group), pool.block_size
-            first = ceil_div(self._kv.num_tokens(request_id, group), size) * size
-            slots = to_device(token_slots(table, 0, first + len(tokens), size), tokens.device)
-            pool.move(slots[tokens], slots[first:])
+        groups = range(len(self._pools.groups))
+        tables = tuple(tuple(self._kv.block_table(request_id, group)) for group in groups)
+        lengths = tuple(self._kv.num_tokens(request_id, group) for group in groups)
+        if self._ranks is not None:
+            self._ranks.tell(CopyBehind(tables, lengths, tokens.cpu().numpy()))
+        self._moves.carry_out(CopyBehind(tables, lengths, tokens))
 
     def restore(self, restore: Restore) -> None:
         """Puts the request's tokens into its new blocks."""

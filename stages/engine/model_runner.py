@@ -88,6 +88,7 @@ class ModelRunner:
         graphs: captures decodes of up to max_num_seqs sequences; None to capture nothing.
         """
         self.pools = pools
+        self._ranks = ranks
         self._embed = embedding_of(model, ranks)
         self._decoder: Decoder = decoder_of(model, adapter, by_modules=by_modules, ranks=ranks)
         self._head: Linear | nn.Module = (
@@ -156,19 +157,20 @@ class ModelRunner:
 
         Raises RequestError for segments that do not keep or read everything, beside recurrent states.
         """
-        if self.pools.states is not None and not all(segment.is_whole for segment in segments):
+        packed = self.packed(segments)
+        if self.pools.states is not None and packed.segments:
             raise RequestError(
                 "received a reduction that drops tokens of some layers, where others have a recurrent state "
                 "of all; allowed: a method that chooses before the language model; use another --reduction"
             )
-        return self.run_packed(self.packed(segments), visual_of(segments), segments)
+        return self.run_packed(packed, visual_of(segments))
 
     def run_decodes(self, segments: Sequence[Segment], token_ids: Tensor | None) -> Tensor:
         """Computes one token of each segment as `run` does.
 
         token_ids: int64 [T], on the device, instead of those of the segments, if they are not known yet.
         """
-        return self.run_packed(self.packed(segments), None, segments, token_ids)
+        return self.run_packed(self.packed(segments), None, token_ids)
 
     def packed(self, segments: Sequence[Segment]) -> PackedPass:
         """Packs segments as this runner's pools need them."""
@@ -176,32 +178,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_packed(
-        self,
-        packed: PackedPass,
-        visual: Embeddings | None,
-        segments: Sequence[Segment] = (),
-        token_ids: Tensor | None = None,
+        self, packed: PackedPass, visual: Embeddings | None, token_ids: Tensor | None = None
     ) -> Tensor:
-        """Computes a pass as `run` does. segments: may be left out where all of them are whole."""
-        are_whole = all(segment.is_whole for segment in segments)
-        if self._graphs is not None and are_whole and self._graphs.fits(packed):
+        """Computes a pass as `run` and `run_decodes` do."""
+        if self._graphs is not None and not packed.segments and self._graphs.fits(packed):
             return self._graphs.run(packed, token_ids)
         arrays = [packed.token_ids, packed.positions, packed.logit_rows, packed.visual_rows]
         inputs = _PassInputs(*arrays_to_device(arrays, self._device))
         if token_ids is not None:
             inputs = replace(inputs, token_ids=token_ids)
-        logits: Tensor = self._head(self._decode(packed, inputs, visual, segments))
+        logits: Tensor = self._head(self._decode(packed, inputs, visual))
         return logits
 
-    def _decode(
-        self,
-        packed: PackedPass,
-        inputs: _PassInputs,
-        visual: Embeddings | None,
-        segments: Sequence[Segment],
-    ) -> Tensor:
+    def _decode(self, packed: PackedPass, inputs: _PassInputs, visual: Embeddings | None) -> Tensor:
         """Returns the last layer's output for the rows that logits are wanted of, [R, C]."""
-        num_layers = self._decoder.num_layers
+        num_layers, segments = self._decoder.num_layers, packed.segments
         plans = self._plans(packed.batches, segments)
         hidden, visual = self._embedded(visual, inputs)
         states = self._states_of(packed)
@@ -250,7 +241,7 @@ class ModelRunner:
                 continue
             view.begin(len(self._caches), self._device)
             slots = question_slots(segment.block_tables[group], cached + end - start, self.pools.block_size)
-            yield ViewedRows(start, end, to_device(slots, self._device), view)
+            yield ViewedRows(start, end, to_device(slots, self._device), view, self._ranks)
 
     def _pruned_rows(
         self, segments: Sequence[Segment], ends: Sequence[int], group: int
@@ -259,7 +250,7 @@ class ModelRunner:
             if segment.num_kept is None:
                 continue
             num_tokens = len(segment.token_ids)
-            rows = end - num_tokens, end, segment.num_kept
+            rows = end - num_tokens, end, segment.num_kept, self._ranks
             if segment.going_on is None:
                 yield ROWS[segment.method](*rows)
                 continue

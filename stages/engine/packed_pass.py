@@ -75,6 +75,7 @@ class PackedPass:
     num_deepstack: layers that have features of the visual tokens.
     batches: of each layer group.
     states: of each segment, see `Segment`; without any for a model that has no recurrent state.
+    segments: all of them, without visual tokens, where one of them is not whole; else none.
     """
 
     token_ids: Int64Array
@@ -84,11 +85,13 @@ class PackedPass:
     num_deepstack: int
     batches: tuple[AttentionBatch, ...]
     states: tuple[tuple[int | None, int], ...] = ()
+    segments: tuple[Segment, ...] = ()
 
 
 def packed_pass(segments: Sequence[Segment], num_groups: int, block_size: int) -> PackedPass:
     """Packs segments. num_groups: of layers. block_size: tokens."""
     ends = ends_of(segments)
+    is_whole = all(segment.is_whole for segment in segments)
     later = [segment.later() for segment in segments]
     placed = [
         (segment.visual, end - len(segment.token_ids))
@@ -104,6 +107,7 @@ def packed_pass(segments: Sequence[Segment], num_groups: int, block_size: int) -
         len(placed[0][0].embeddings.deepstack) if placed else 0,
         attention_batches(segments, num_groups, block_size),
         tuple(segment.states for segment in segments if segment.states is not None),
+        () if is_whole else tuple(replace(segment, visual=None) for segment in segments),
     )
 
 

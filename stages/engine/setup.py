@@ -14,7 +14,7 @@ from epd.encoders import Adapter, Embeddings
 from epd.encoders.device import device_of, to_device
 from epd.encoders.kernels.dispatch import uses_kernels
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
-from epd.errors import RequestError, UnsupportedModelError
+from epd.errors import UnsupportedModelError
 from epd.kv.drafting import Drafting
 from epd.kv.scheduling import SchedulerConfig
 from epd.kv.states import SLOTS_PER_SEQUENCE
@@ -46,16 +46,7 @@ class LeadingRunner(ModelRunner):
         self._group = ranks
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
-        """Computes all segments as `ModelRunner.run` does.
-
-        Raises RequestError for segments that do not keep or read everything, since each rank would choose
-        by its own heads, and RankLostError.
-        """
-        if not all(segment.is_whole for segment in segments):
-            raise RequestError(
-                "received a reduction that the language model chooses by its heads, which several ranks "
-                "share; allowed: a method that chooses before it; choose another --reduction"
-            )
+        """Computes all segments as `ModelRunner.run` does. Raises RankLostError."""
         packed, visual = self.packed(segments), visual_of(segments)
         if visual is not None:
             visual = visual.mapped(lambda rows: to_device(rows, self._device).to(self._dtype))

@@ -16,6 +16,8 @@ from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, multiply_p
 from epd.stages.loading.merged_weights import merged
 from epd.stages.loading.quantized_forms import TensorForm
 
+# Rows of AWQ that share a word of a file.
+_AWQ_ROWS = 8
 _FP8_PARTS, _INT4_PARTS = ("weight", "scales"), ("packed", "zeros", "scales")
 
 
@@ -49,7 +51,6 @@ class QuantizedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, parts: Mapping[str, TensorForm]) -> None:
         """Replaces a linear module. parts: forms of its tensors by the names of parameters."""
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
         for name, form in parts.items():
             empty = torch.empty(form.shape, dtype=form.dtype, device="meta")
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
@@ -60,6 +61,28 @@ class QuantizedLinear(nn.Module):
     def parts(self) -> tuple[str, ...]:
         """Returns the names of the parameters that make up the matrix."""
         return _FP8_PARTS if hasattr(self, "weight") else _INT4_PARTS
+
+    @property
+    def out_features(self) -> int:
+        return len(getattr(self, self.parts[0]))
+
+    @property
+    def in_features(self) -> int:
+        columns: int = getattr(self, self.parts[0]).shape[1]
+        return columns if hasattr(self, "weight") else 2 * columns
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """Returns how many rows, and how many columns, of the matrix can only be cut out together."""
+        if not hasattr(self, "weight"):
+            return _AWQ_ROWS, self.block[1]
+        return self.block[0], self.block[1] if self.scales.shape[1] > 1 else 1
+
+    def unit_of(self, part: str) -> tuple[int, int]:
+        """Returns how many rows and columns of the matrix one of a parameter stands for."""
+        if part == "scales" or part == "zeros":
+            return self.block
+        return (1, 2) if part == "packed" else (1, 1)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Returns [..., N] of rows [..., C]."""

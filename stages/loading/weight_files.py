@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -50,24 +50,56 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """Names a part of a tensor: [start, stop) of its rows, dim 0, or of its columns, dim 1."""
+    """Names a part of a tensor: [start, stop) along a dimension, of each of its pieces.
 
-    dim: Literal[0, 1]
+    num_pieces: that the dimension consists of, such as gate and up of experts.
+    whole: the shape in the model of experts [E, N, C], which files have one by one, or as [E, C, N].
+    """
+
+    dim: int
     start: int
     stop: int
+    num_pieces: int = 1
+    whole: tuple[int, ...] = ()
 
     def shape_of(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the part. Raises ValueError for a tensor that does not have it."""
-        if len(shape) <= self.dim or shape[self.dim] < self.stop:
+        if len(shape) <= self.dim or shape[self.dim] < self.stop * self.num_pieces:
             raise ValueError(f"a tensor of {tuple(shape)} has no part {self}")
-        return *shape[: self.dim], self.stop - self.start, *shape[self.dim + 1 :]
+        return *shape[: self.dim], (self.stop - self.start) * self.num_pieces, *shape[self.dim + 1 :]
+
+    def of_stored(self, shape: Sequence[int], form: TensorForm | None) -> TensorPart | None:
+        """Returns the part of a stored tensor of this shape that becomes this one; None for all of it."""
+        if form is not None:
+            return _part_in_form(self, shape, form)
+        if self.whole and len(shape) == 2:
+            return TensorPart(self.dim - 1, self.start, self.stop)
+        return replace(self, dim=3 - self.dim) if self.is_turned(shape) else self
+
+    def is_turned(self, shape: Sequence[int]) -> bool:
+        """Reports whether a stored tensor of this shape has experts the other way round."""
+        num_experts, *matrix = self.whole or (0,)
+        return tuple(shape) == (num_experts, *reversed(matrix)) != self.whole
+
+
+# Of AWQ's files, which have columns first: in how many of theirs a row and a column of ours lie.
+_AWQ_UNITS = {"packed": ((1, 8), (2, 1)), "zeros": ((1, 8), (1, 1)), "turned": ((1, 1), (1, 1))}
+
+
+def _part_in_form(part: TensorPart, shape: Sequence[int], form: TensorForm) -> TensorPart | None:
+    if form.step == "for_each_row":
+        return None if part.dim == 1 or math.prod(shape) == 1 else part
+    if form.step == "none":
+        return part
+    times, over = _AWQ_UNITS[form.step][part.dim]
+    return TensorPart(1 - part.dim, part.start * times // over, part.stop * times // over)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """Describes a tensor of a file.
 
-    part: what of it is read, all if None.
+    part: what of it is read, all if None. is_turned: its last two dimensions are exchanged then.
     shape: of what is read.
     form: what it becomes in memory, for a tensor of a quantised matrix.
     """
@@ -78,10 +110,16 @@ class StoredTensor:
     dtype: torch.dtype
     part: TensorPart | None = None
     form: TensorForm | None = None
+    is_turned: bool = False
 
     def cut(self, part: TensorPart | None) -> StoredTensor:
-        """Returns a part of a whole tensor. Raises ValueError if it has no such part."""
-        return self if part is None else replace(self, shape=part.shape_of(self.shape), part=part)
+        """Returns a part of a whole tensor, as the model has it. Raises ValueError if it has no such part."""
+        if part is None:
+            return self
+        form = None if self.form is None else replace(self.form, shape=part.shape_of(self.form.shape))
+        read, is_turned = part.of_stored(self.shape, self.form), part.is_turned(self.shape)
+        shape = self.shape if read is None else read.shape_of(self.shape)
+        return replace(self, shape=shape, part=read, form=form, is_turned=is_turned)
 
     @property
     def num_bytes(self) -> int:
@@ -167,9 +205,12 @@ def _read(opened: Any, stored: StoredTensor) -> Tensor:
     if part is None:
         tensor: Tensor = opened.get_tensor(stored.name)
         return tensor
-    rows: Any = opened.get_slice(stored.name)
-    view: Tensor = rows[part.start : part.stop] if part.dim == 0 else rows[:, part.start : part.stop]
-    return view
+    rows, before = opened.get_slice(stored.name), (slice(None),) * part.dim
+    length = rows.get_shape()[part.dim] // part.num_pieces
+    starts = [piece * length for piece in range(part.num_pieces)]
+    views: list[Tensor] = [rows[(*before, slice(at + part.start, at + part.stop))] for at in starts]
+    view = views[0] if len(views) == 1 else torch.cat(views, part.dim)
+    return view.transpose(1, 2) if stored.is_turned else view
 
 
 def mapped_tensors(stored: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, Tensor]]:

@@ -32,8 +32,8 @@ from epd.encoders.checkpoint import published, read_config
 from epd.encoders.embedded import PlainConfig
 from epd.encoders.families.qwen3_vl_modules import Qwen3VLModules
 from epd.encoders.names import ExpertPart, WeightSet, expert_part, is_wanted, name_in_model
-from epd.encoders.quantization import Quantization, read_quantization
-from epd.errors import ModelError, UnsupportedModelError
+from epd.encoders.quantization import read_quantization
+from epd.errors import ModelError
 from epd.host_memory import map_large_tensors
 from epd.stages.attention.support import check_attention
 from epd.stages.device_memory import check_room
@@ -138,8 +138,8 @@ def load_role(
     on_progress: called with the bytes that have been read, and with all of them.
     cut: leaves the part of a rank, which alone is read; not with `weights`.
     Raises ModelError when the files lack a tensor or cannot be read, UnsupportedModelError for attention that
-    nothing here computes, and for weights quantised as nothing here computes, or by a rank, InfeasibleError
-    for weights that the memory has no room for, before any is read.
+    nothing here computes, and for weights quantised as nothing here computes, or can cut, InfeasibleError for
+    weights that the memory has no room for, before any is read.
     """
     start_s = time.perf_counter()
     if placement.device.type == "cpu":
@@ -147,15 +147,14 @@ def load_role(
     try:
         config = read_config(path)
         quantization = read_quantization(path)
-        _check_cut(quantization, cut)
         check_attention(config)
         with _LOADING:
             model = skeleton(config, placement.dtype)
             prune(model, role)
-            parts = cut(model) if cut is not None else {}
             listed = listed_tensors(path) if weights is None else list(tensors_in(weights))
             stored = with_forms(listed, quantization)
             quantize_modules(model, [each.form for each in stored if each.form is not None])
+            parts = cut(model) if cut is not None else {}
             loaded = _fill(model, path, stored, placement, on_progress, parts, is_copied=weights is None)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())
@@ -166,14 +165,6 @@ def load_role(
         "loaded %.2f GB of %s weights, %s, in %.1f s", loaded.num_bytes / 1e9, role, placement, seconds
     )
     return loaded
-
-
-def _check_cut(quantization: Quantization | None, cut: Cut | None) -> None:
-    if cut is not None and quantization is not None:
-        raise UnsupportedModelError(
-            f"received weights quantised by '{quantization.method}' for a tensor parallel size above 1; "
-            "allowed: 1; use the checkpoint that was not quantised"
-        )
 
 
 def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:

@@ -29,6 +29,7 @@ from epd.stages.loading.weights import load_role
 from epd.stages.placement import Placement
 from epd.stages.rank import Rank
 from epd.stages.ranks.communicator import Communicator
+from epd.stages.ranks.engine_ranks import EngineStep
 from epd.stages.ranks.shared_pools import (
     Fence,
     PoolPlace,
@@ -109,7 +110,7 @@ class Follower:
         self.weight_bytes = sum(each.nbytes for each in loaded.model.parameters())
         self._settings = settings
         self._ranks: Communicator | None = None
-        self._engine: _Engine | None = None
+        self._engines: dict[str, _Engine] = {}
 
     def connect(self) -> None:
         settings = self._settings
@@ -122,16 +123,22 @@ class Follower:
         Returns what rank 0 has asked for.
         """
         assert self._ranks is not None
-        if isinstance(step, KVPoolsShape):
-            self._engine = None  # its memory is free before
-            shape = replace(step, rank=self._settings.rank)
-            self._engine = _Engine(self._model, shape, self._settings.placement.device, self._ranks)
+        name = ""
+        if isinstance(step, EngineStep):
+            name, step = step.engine, step.step
+        if step is None or isinstance(step, KVPoolsShape):
+            self._engines.pop(name, None)  # its memory is free before
+        if step is None:
             return None
-        assert self._engine is not None
-        pools = self._engine.pools
+        if isinstance(step, KVPoolsShape):
+            shape, device = replace(step, rank=self._settings.rank), self._settings.placement.device
+            self._engines[name] = _Engine(self._model, shape, device, self._ranks)
+            return None
+        engine = self._engines[name]
+        pools = engine.pools
         match step:
             case PackedPass():
-                self._engine.runner.run_packed(step, self._visual(step))
+                engine.runner.run_packed(step, self._visual(step))
             case SharePools(num_readers):
                 return pools.place(num_readers)
             case Fence():
@@ -139,7 +146,7 @@ class Follower:
             case ReceiveTokens():
                 receive_together(self._ranks, pools, step)
             case _:
-                self._engine.moves.carry_out(step)  # type: ignore[arg-type] # there are no other steps
+                engine.moves.carry_out(step)  # type: ignore[arg-type] # there are no other steps
         return None
 
     def _visual(self, packed: PackedPass) -> Embeddings | None:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from epd.stages.rank import averaged
 from epd.stages.reduction.pruning import PrunedRows, at_slots, coarse
 from epd.stages.reduction.question_views import attention_weights
 
@@ -67,7 +68,7 @@ class ObservedRows(PrunedRows):
         mask = at <= (context - num_tokens + observing)[:, None]
         weights = attention_weights(queries[self.start + observing].transpose(0, 1), seen, mask, scale)
         in_window = slice(context - num_tokens, context)
-        scores = weights[:, in_window].sum(0) / mask[:, in_window].sum(0)
+        scores = averaged(weights[:, in_window].sum(0), self.ranks) / mask[:, in_window].sum(0)
         order = (-coarse(scores)).argsort(stable=True)
         self.going_on.chosen = order[: self.going_on.num_tokens].sort().values
         return order[: self.num_kept].sort().values

@@ -23,6 +23,7 @@ from torch import Tensor
 from epd.encoders.adapter import PromptPlan
 from epd.kv.scheduled_request import PrunedRange
 from epd.reduction import PREFILL_METHODS, PROPAGATING_METHODS
+from epd.stages.rank import Collectives, summed
 from epd.stages.visual_inputs import PlacedEmbeddings
 from epd.types import Int64Array
 
@@ -67,11 +68,15 @@ def window_inputs(prompt: PromptPlan) -> Iterator[WindowInputs]:
 
 @dataclass(frozen=True, slots=True)
 class PrunedRows:
-    """Prunes packed rows [start, stop) of a pass, a window; each layer keeps `num_kept` of them."""
+    """Prunes packed rows [start, stop) of a pass, a window; each layer keeps `num_kept` of them.
+
+    ranks: that share the heads, and choose by all of them.
+    """
 
     start: int
     stop: int
     num_kept: int
+    ranks: Collectives | None
 
     def choose(self, queries: Tensor, keys: Tensor, key_cache: Tensor, scale: float) -> Tensor:  # noqa: ARG002
         """Chooses the window's tokens that one layer keeps, int64 [k], ascending: those of least key norm.
@@ -79,7 +84,7 @@ class PrunedRows:
         queries, keys: [T, H, D] of the whole pass, keys as they are cached.
         key_cache: [num_blocks, block_size, Hkv, D], with these keys in it.
         """
-        return smallest_keys(keys[self.start : self.stop], self.num_kept)
+        return smallest_keys(keys[self.start : self.stop], self.num_kept, self.ranks)
 
     def keep(
         self, chosen: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor
@@ -108,14 +113,14 @@ def coarse(values: Tensor) -> Tensor:
     return (values.view(torch.int32) + (1 << (_NORM_BITS - 1))) >> _NORM_BITS
 
 
-def smallest_keys(keys: Tensor, num_kept: int) -> Tensor:
+def smallest_keys(keys: Tensor, num_kept: int, ranks: Collectives | None = None) -> Tensor:
     """Chooses the keys [n, Hkv, D] of least L2 norm, over all KV heads together: int64 [k], ascending.
 
     Among equal ones, takes those that come first in a fixed order which is spread over the window.
     """
-    norms = keys.float().flatten(1).norm(dim=1)
-    ranks = coarse(norms)
+    norms = summed(keys.float().flatten(1).square().sum(1), ranks).sqrt()
+    places = coarse(norms)
     count = torch.arange(len(keys), device=keys.device, dtype=torch.float64)
     spread = (count * _GOLDEN).frac().argsort()
-    order = spread[ranks[spread].argsort(stable=True)]
+    order = spread[places[spread].argsort(stable=True)]
     return order[:num_kept].sort().values

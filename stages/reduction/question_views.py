@@ -16,6 +16,7 @@ Plain operations, the same on any device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +25,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from epd.encoders.adapter import PromptPlan
-from epd.encoders.device import CPU, to_device
+from epd.encoders.device import CPU, arrays_to_device
 from epd.reduction import layer_counts
+from epd.stages.rank import Collectives, averaged
 from epd.stages.reduction.pruning import at_slots, coarse
 from epd.types import BoolArray
 
@@ -33,19 +35,27 @@ from epd.types import BoolArray
 class QuestionView:
     """Selects the visual tokens that layers read for one prompt, when its question is computed, at once."""
 
+    _visual: Tensor  # this and the next two from `begin` on, on the device
+    _text: Tensor
+    _is_key: Tensor
+
     def __init__(self, prompt: PromptPlan) -> None:
         """Takes a prompt that is reduced by its question."""
         places = [item.token_indices(0, len(item.units)) for item in prompt.media]
         self.start = prompt.prefix_length
-        visual = np.concatenate(places)
-        self._places = visual
-        self._is_key = torch.zeros(len(visual), dtype=torch.bool)
+        self._places = np.concatenate(places)
+        self._guarded = np.zeros(len(self._places), dtype=bool)
         is_text = np.ones(self.start, dtype=bool)
-        is_text[visual] = False
-        self._visual, self._text = torch.from_numpy(visual), torch.from_numpy(np.flatnonzero(is_text))
+        is_text[self._places] = False
+        self._text_places = np.flatnonzero(is_text)
         self._num_survivors = prompt.num_visual_tokens - prompt.num_dropped
         self._counts: tuple[int, ...] = ()  # of each layer, then of those that survive
         self._chosen: list[Tensor] = []  # likewise, into the visual tokens, ascending
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what another rank begins with: nothing that is on a device."""
+        kept = ("start", "_places", "_guarded", "_text_places", "_num_survivors")
+        return {name: getattr(self, name) for name in kept} | {"_counts": (), "_chosen": []}
 
     def num_read(self) -> tuple[int, ...]:
         """Counts the visual tokens that each layer read when the question was computed."""
@@ -53,19 +63,19 @@ class QuestionView:
 
     def guard(self, is_key: BoolArray) -> None:
         """Keeps some tokens through every choice, as far as there is room; bool [start], of those before."""
-        self._is_key = torch.from_numpy(is_key[self._places])
+        self._guarded = is_key[self._places]
 
     def begin(self, num_layers: int, device: torch.device = CPU) -> None:
         """Resets the view, as the question is about to be computed on this device."""
-        num_all = len(self._visual)
-        self._visual, self._text = to_device(self._visual, device), to_device(self._text, device)
-        self._is_key = to_device(self._is_key, device)
+        num_all = len(self._places)
+        arrays = [self._places, self._text_places, self._guarded]
+        self._visual, self._text, self._is_key = arrays_to_device(arrays, device)
         counts = layer_counts(num_all, self._num_survivors, num_layers)
         self._counts = (*counts, self._num_survivors)
         self._chosen = [torch.arange(num_all, device=device)] * (num_layers + 1)
 
     def reads_all(self, layer: int) -> bool:
-        return len(self._chosen[layer]) == len(self._visual)
+        return len(self._chosen[layer]) == len(self._places)
 
     def tokens(self, layer: int, num_tokens: int) -> Tensor:
         """Lists which of the first `num_tokens` tokens the layer reads, int64, ascending, on the device."""
@@ -76,14 +86,15 @@ class QuestionView:
         """Lists which of the first `num_tokens` tokens stay in the cache, as `tokens` does."""
         return self.tokens(len(self._counts) - 1, num_tokens)
 
-    def choose(self, layer: int, weights: Tensor, tokens: Tensor) -> None:
+    def choose(self, layer: int, weights: Tensor, tokens: Tensor, ranks: Collectives | None = None) -> None:
         """Selects the best of what this layer read for the next, or those that survive.
 
         weights: [q, K], of each row of the question the attention to each of `tokens`, int64 [K].
+        ranks: that have weights of other heads.
         """
         chosen = self._chosen[layer]
         at = torch.searchsorted(tokens, self._visual[chosen])
-        best = _best(weights[:, at], self._is_key[chosen], self._counts[layer + 1])
+        best = _best(averaged(weights[:, at], ranks), self._is_key[chosen], self._counts[layer + 1])
         self._chosen[layer + 1] = chosen[best]
 
     def keep(self, layer: int) -> None:
@@ -115,12 +126,14 @@ class ViewedRows:
     """Attends packed rows [start, stop) of a pass, which are one question, by its view.
 
     slots: int64 [context], of all the request's tokens, the question last.
+    ranks: that share the heads, and choose by all of them.
     """
 
     start: int
     stop: int
     slots: Tensor
     view: QuestionView
+    ranks: Collectives | None
 
     def attend(
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor
@@ -146,7 +159,8 @@ class ViewedRows:
             )
             out[self.start : self.stop] = read[0].transpose(0, 1)
         if is_choosing:
-            self.view.choose(layer, attention_weights(rows[0], keys[0], mask, scale), tokens)
+            weights = attention_weights(rows[0], keys[0], mask, scale)
+            self.view.choose(layer, weights, tokens, self.ranks)
         else:
             self.view.keep(layer)
 

@@ -24,11 +24,11 @@ from tests.tiny_models import BUILDERS
 
 FP8_MAX = 448.0
 SIZES = {
-    "hidden_size": 256,
+    "hidden_size": 512,  # two ranks have whole blocks of 128 rows of keys
     "intermediate_size": 384,
     "num_hidden_layers": 2,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
 }
 # AWQ's order: the four bits i of a word, from the lowest, are those of this column of its eight.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

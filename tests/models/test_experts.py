@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from epd.encoders.names import ExpertPart, expert_part
 from epd.errors import ModelError
+from epd.stages.decoder.rank_cut import cut_model
 from epd.stages.loading.weights import in_layout, load_role
 from epd.stages.placement import CPU_FLOAT32
+from epd.stages.rank import Rank
+from epd.topology import TensorParallel
 from tests.models.shrunk import build
+from tests.serve_app.worker.bench import answered
+from tests.stages.ranks.thread_ranks import StartedThreadRanks
 
 PREFIX = "model.language_model.layers.1.mlp.experts"
 
@@ -42,6 +48,29 @@ def test_each_expert_is_in_its_rows(checkpoint: Path) -> None:
         parts = [stored[f"{PREFIX}.{number}.{part}_proj.weight"] for part in ("gate", "up")]
         assert torch.equal(gate_up[number], torch.cat(parts))
         assert torch.equal(down[number], stored[f"{PREFIX}.{number}.down_proj.weight"])
+
+
+@pytest.mark.parametrize("name", ["InternVL3.5-30B-A3B", "Qwen3-VL-30B-A3B"])
+def test_a_rank_has_its_channels_of_every_expert(name: str, tmp_path: Path) -> None:
+    """One by one in the files, and all in one tensor the other way round: of 48 channels the last 24."""
+    path = build(name, tmp_path)
+    whole = load_role(path, "language", CPU_FLOAT32).model.get_submodule(PREFIX)
+    cut = partial(cut_model, rank=Rank(1, 2))
+    part = load_role(path, "language", CPU_FLOAT32, cut=cut).model.get_submodule(PREFIX)
+    gate, up = whole.get_parameter("gate_up_proj").chunk(2, dim=1)
+    assert torch.equal(part.get_parameter("gate_up_proj"), torch.cat([gate[:, 24:], up[:, 24:]], 1))
+    assert torch.equal(part.get_parameter("down_proj"), whole.get_parameter("down_proj")[:, :, 24:])
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+def test_two_ranks_give_the_tokens_of_one(
+    checkpoint: Path, media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.stages.ranks.loading.ProcessRanks", StartedThreadRanks)
+    alone = answered(checkpoint, "1epd", (media["image"],))
+    for topology in ("1epd", "1e1p1d"):
+        ranks = TensorParallel(2)
+        assert answered(checkpoint, topology, (media["image"],), tensor_parallel=ranks) == alone
 
 
 def test_a_missing_expert_is_an_error(checkpoint: Path) -> None:

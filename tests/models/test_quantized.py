@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,20 @@ from transformers import AutoProcessor
 
 from epd.engine_config import EngineConfig
 from epd.errors import ModelError, UnsupportedModelError
-from epd.sampling_params import SamplingParams
 from epd.serve_app.local.fleet import LocalTransport
-from epd.stages.loading.quantized_linear import QuantizedLinear
+from epd.stages.decoder.rank_cut import cut_model
+from epd.stages.loading.quantized_linear import QuantizedLinear, product_of
 from epd.stages.loading.weight_files import num_weight_bytes, write_weights
 from epd.stages.loading.weights import WholeModel, load_role
 from epd.stages.placement import CPU_FLOAT32
-from epd.stages.ranks.loading import load_with_ranks
+from epd.stages.rank import Rank
+from epd.topology import TensorParallel
 from tests.colocated import ColocatedPipeline
 from tests.models.quantized import LAYOUTS, Pair, build, edit_config
 from tests.reference import MAX_TOKENS, generated, processor_inputs
-from tests.serve_app.deployments import Question
-from tests.serve_app.worker.bench import Bench
+from tests.serve_app.worker.bench import answered
 from tests.stages.decoder.text_models import Runner
+from tests.stages.ranks.thread_ranks import StartedThreadRanks
 from tests.tiny_models import load_reference
 
 # Of the largest logit, float32: sums are taken in another order.
@@ -82,26 +84,17 @@ def test_answers_equal_generate(subject: Subject, media: dict[str, Path]) -> Non
     assert max(lengths) > 4
 
 
+def paths_of(media: dict[str, Path]) -> tuple[Path, ...]:
+    return media["video"], media["image"]
+
+
 def test_separate_workers_share_the_weights_and_give_the_same_tokens(
     subject: Subject, media: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_weights(subject.pair.quantized, torch.float32, tmp_path / "weights")
-    plain = answered(subject.pair.plain, "1epd", media)
+    plain = answered(subject.pair.plain, "1epd", paths_of(media))
     monkeypatch.setattr(LocalTransport, "weights", lambda *_: tmp_path / "weights")
-    assert answered(subject.pair.quantized, "1e1p1d", media) == plain
-
-
-def answered(path: Path, topology: str, media: dict[str, Path]) -> list[int]:
-    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
-    question = Question((media["video"], media["image"]), sampling=sampling)
-    bench = Bench(path, topology, {"device": "cpu", "dtype": "float32"})
-    plan = bench.plan(question)
-    assert bench.submit("r", plan, "p0" if topology == "1e1p1d" else "epd0")
-    bench.finish({"r": (question, plan)}, "e0" if topology == "1e1p1d" else "epd0")
-    tokens = bench.tokens("r")
-    bench.settle()
-    assert len(tokens) == 8
-    return tokens
+    assert answered(subject.pair.quantized, "1e1p1d", paths_of(media)) == plain
 
 
 def test_values_stay_as_small_as_in_the_files(subject: Subject) -> None:
@@ -157,7 +150,44 @@ def test_weights_that_are_quantised_without_saying_so_are_refused(subject: Subje
         load_role(folder, "language", CPU_FLOAT32)
 
 
-def test_ranks_refuse_quantised_weights(subject: Subject) -> None:
-    with pytest.raises(UnsupportedModelError, match="tensor parallel size above 1; allowed: 1") as refused:
-        load_with_ranks(subject.pair.quantized, "language", CPU_FLOAT32, 2)
+def test_two_ranks_give_the_same_tokens(
+    subject: Subject, media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd.stages.ranks.loading.ProcessRanks", StartedThreadRanks)
+    plain = answered(subject.pair.plain, "1epd", paths_of(media))
+    for topology in ("1epd", "1e1p1d"):
+        ranks = TensorParallel(2)
+        assert answered(subject.pair.quantized, topology, paths_of(media), tensor_parallel=ranks) == plain
+
+
+def test_each_rank_has_its_part_of_every_value_and_scale(subject: Subject) -> None:
+    """Three groups of 128 channels are one and two."""
+    path = subject.pair.quantized
+    whole = matrices_of(load_role(path, "language", CPU_FLOAT32).model)
+    cuts = [partial(cut_model, rank=Rank(index, 2)) for index in range(2)]
+    parts = [matrices_of(load_role(path, "language", CPU_FLOAT32, cut=cut).model) for cut in cuts]
+    for name, matrix in whole.items():
+        dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
+        ours = torch.cat([part[name] for part in parts], dim)
+        assert torch.equal(ours, matrix)
+        if "mlp" in name:
+            assert [part[name].shape[dim] for part in parts] in ([128, 256], [192, 192])
+
+
+def matrices_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What the quantised matrices of layers stand for."""
+    return {
+        name: product_of([module]).matrix.dequantised(0, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLinear)
+    }
+
+
+def test_ranks_that_would_share_a_scale_are_refused(subject: Subject) -> None:
+    """With four of them 64 rows of keys, or 128 columns, where blocks have 128."""
+    if subject.name not in ("fp8", "awq"):
+        return
+    cut = partial(cut_model, rank=Rank(0, 8))
+    with pytest.raises(UnsupportedModelError, match=r"size of 8 for .* share a scale; allowed: ") as refused:
+        load_role(subject.pair.quantized, "language", CPU_FLOAT32, cut=cut)
     assert "\n" not in str(refused.value)

@@ -13,6 +13,7 @@ from epd.serve_app import composition
 from epd.serve_app.app_args import STAGE_FIELDS, AppArgs
 from epd.serve_app.composition import worker_settings
 from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig, LocalTransport
+from epd.serve_app.service_composition import _orchestrator_config
 from epd.serve_app.worker.worker_stages import StageBuilder
 from epd.stages.engine import setup as engine_setup
 from epd.topology import TensorParallel
@@ -63,17 +64,27 @@ def test_a_worker_builds_its_pool_within_its_share(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"elastic": True}, "size of 2 and elastic; allowed: workers whose roles stay"),
+        (
+            {"elastic": True, "decode_tensor_parallel_size": 4},
+            "size of 2 and a decode_tensor_parallel_size of 4 with elastic; allowed: the same for both",
+        ),
         ({"gpus_per_worker": 0.5}, "size of 2 and gpus_per_worker 0.5; allowed: 1, a GPU for each"),
-        ({"reduction": "mustdrop"}, "the reduction mustdrop, which .* allowed: balanced"),
     ],
 )
-def test_workers_of_several_processes_keep_their_roles_and_all_heads(
+def test_workers_of_several_processes_are_refused_what_they_cannot_do(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):
         AppArgs(tensor_parallel_size=2, **options).resolved()
-    assert AppArgs(tensor_parallel_size=1, **options).resolved().tensor_parallel_size == 1
+
+
+def test_any_worker_of_an_elastic_application_may_become_two_processes() -> None:
+    args = AppArgs(topology="2e1p1d", tensor_parallel_size=2, elastic=True).resolved()
+    assert [args.num_ranks(roles) for roles in args.workers.values() if "video" not in roles] == [2] * 4
+    alone = args.model_copy(update={"elastic": False})
+    assert alone.num_ranks(frozenset({"encode"})) == 1
+    limits = [_orchestrator_config(each).switching.limit_s for each in (args, AppArgs())]
+    assert limits[0] > limits[1], "their processes have to start"
 
 
 @pytest.mark.parametrize(

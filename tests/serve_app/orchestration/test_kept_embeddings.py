@@ -12,7 +12,13 @@ import pytest
 from epd.encode.encoder_cache import CachedGroup
 from epd.encoders import FrameSampling
 from epd.encoders.groups import MediaGroup
-from epd.reduction import PREFILL_METHODS, QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy
+from epd.reduction import (
+    PREFILL_METHODS,
+    QUESTION_METHODS,
+    SELECTION_METHODS,
+    WINDOW_METHODS,
+    ReductionPolicy,
+)
 from epd.sampling_params import SamplingParams
 from epd.serve_app.orchestration.group_feed import ItemFrames
 from epd.serve_app.worker.worker_roles import EncodeRole
@@ -115,6 +121,21 @@ def test_one_encoder_that_gets_all_groups_cuts_them(
     expected = ask(model, "1epd", question, QUARTER)
     assert ask(model, topology, question, QUARTER, sharding=sharding) == expected
     assert bool(sent.num_kept) is is_cut
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize(
+    ("topology", "sharding", "is_cut"),
+    [("4e1p1d", "groups", True), ("1ep1d", "groups", False), ("1e1epd", "local", False)],
+)
+def test_several_encoders_cut_windows_that_are_chosen_from_alone(
+    topology: str, sharding: str, is_cut: bool, checkpoints: dict[str, Path], question: Question, sent: Sent
+) -> None:
+    """Their groups are spread over all of them, and a second method finds them in their caches."""
+    model, policies = checkpoints["qwen2_5_vl"], [ReductionPolicy(each, 0.25) for each in WINDOW_METHODS]
+    expected, sent.num_groups = ask(model, "1epd", question, *policies), 0
+    assert ask(model, topology, question, *policies, sharding=sharding) == expected
+    assert sent.num_kept == (sent.num_groups if is_cut else 0)
 
 
 def test_windows_that_need_a_later_group_are_sent_whole(

@@ -11,6 +11,7 @@ from typing import Any
 from epd.encoders.groups import MediaGroup
 from epd.engine_config import EngineConfig
 from epd.kv.scheduling import SchedulerConfig
+from epd.sampling_params import SamplingParams
 from epd.serve_app.local.fleet import LocalTransport
 from epd.serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
 from epd.serve_app.media_messages import DecodeOrder, ReadFrames
@@ -160,3 +161,22 @@ class Bench:
             assert not core.has_work()
             assert not core.load().kv_usage
             assert num_held(core) == 0
+
+
+def answered(path: Path, topology: str, media: tuple[Path, ...], **settings: Any) -> list[int]:
+    """The tokens of one question about media in 1epd or 1e1p1d, in float32. settings: of workers.
+
+    Drawn, so that they depend on all of the logits: the likeliest one may be the same whatever is computed.
+    """
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True, temperature=2.0, seed=5)
+    question = Question(media, sampling=sampling)
+    bench = Bench(path, topology, {"device": "cpu", "dtype": "float32", **settings})
+    plan = bench.plan(question)
+    assert bench.submit("r", plan, "p0" if topology == "1e1p1d" else "epd0")
+    bench.finish({"r": (question, plan)}, "e0" if topology == "1e1p1d" else "epd0")
+    tokens = bench.tokens("r")
+    bench.settle()
+    for core in bench.cores.values():
+        core.close()
+    assert len(tokens) == 8
+    return tokens

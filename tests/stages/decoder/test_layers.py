@@ -28,8 +28,6 @@ from epd.stages.rank import Rank
 from tests.stages.decoder.test_decoder import assert_close
 from tests.stages.decoder.text_models import CONFIGS, Runner, model_of
 
-DIVISIBLE = [name for name in CONFIGS if "moe" not in name]
-
 
 class Meeting:
     """Where threads leave tensors for each other."""
@@ -65,7 +63,7 @@ def load_part(path: Path, index: int, size: int = 2, role: WeightSet = "language
     return load_role(path, role, CPU_FLOAT32, cut=partial(cut_model, rank=Rank(index, size)))
 
 
-@pytest.mark.parametrize("name", DIVISIBLE)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_two_ranks_compute_what_one_does(name: str, tmp_path: Path) -> None:
     whole = model_of(name)
     whole.save_pretrained(tmp_path)
@@ -157,7 +155,6 @@ def test_the_tower_stays_whole(checkpoints: dict[str, Path]) -> None:
     [
         ("qwen2.5-vl", 4, r"received a tensor parallel size of 4 .* 4 heads and 2 .*allowed: 1, 2; "),
         ("qwen2.5-vl", 3, r"received a tensor parallel size of 3 .*allowed: 1, 2; "),
-        ("qwen3-vl moe", 2, r"which has experts; allowed: 1; "),
     ],
 )
 def test_a_model_that_cannot_be_shared_is_refused(name: str, size: int, message: str, tmp_path: Path) -> None:

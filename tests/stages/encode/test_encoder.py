@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -35,15 +36,17 @@ def reduced(
 def read(
     workers: Workers, clip: Clip, prompt: PromptPlan, groups: list[MediaGroup], order: list[int]
 ) -> list[PlacedEmbeddings]:
-    """What is placed of the groups, which are submitted in that order, one a step."""
+    """What is placed of the groups, submitted in that order, one a step, to the encoders in turns."""
     assert is_cut_at_encoder(prompt, groups)
-    encoder, receiver = workers.encoders[0], workers.receiver
-    num_free = [each.cache.num_free_blocks for each in (encoder, receiver)]
+    receiver = workers.receiver
+    # One encoder has them all from before; of several each encodes and keeps those that it has not.
+    all_workers = (receiver, *workers.encoders) if len(workers.encoders) == 1 else (receiver,)
+    num_free = [each.cache.num_free_blocks for each in all_workers]
     receiver.open("r", [kept_spec(prompt.media[0], group, "n") for group in groups])
     tickets = {grant.group: grant.ticket for grant in receiver.grant()}
     splicer, placed = EmbeddingSplicer(workers.family.adapter, prompt), []
-    for index in order:
-        reading = ItemReduction.of(prompt, groups, 0) if index == 0 else None
+    for index, encoder in zip(order, cycle(workers.encoders), strict=False):
+        reading = ItemReduction.of(prompt, groups, groups[index])
         job = workers.job([clip], groups[index], tickets[index])
         encoder.submit(replace(job, request_id="r", group=groups[index], reading=reading))
         while encoder.step():
@@ -53,10 +56,11 @@ def read(
             placed.append(splicer.place(groups[number], embeddings, places))
             receiver.release("r", number + 1)
     receiver.close("r")
-    encoder.step()
-    assert encoder.num_readings == 0
+    for encoder in workers.encoders:
+        encoder.step()
+        assert encoder.num_readings == 0
     workers.check()
-    assert [each.cache.num_free_blocks for each in (encoder, receiver)] == num_free
+    assert [each.cache.num_free_blocks for each in all_workers] == num_free
     return placed
 
 
@@ -69,12 +73,16 @@ def spliced(
     return [each for each in placed if each is not None]
 
 
-@pytest.mark.parametrize("method", ["balanced", "uniform", "mustdrop"])
+@pytest.mark.parametrize(
+    ("method", "num_encoders"),
+    [("balanced", 1), ("uniform", 1), ("mustdrop", 1), ("uniform", 2), ("mustdrop", 4)],
+)
 def test_what_is_sent_is_what_would_have_been_kept(
-    family: Family, clip: Clip, method: str, monkeypatch: pytest.MonkeyPatch
+    family: Family, clip: Clip, method: str, num_encoders: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Several encoders may choose where each window is chosen from alone."""
     prompt, groups = reduced(family, clip, method, monkeypatch)
-    workers = Workers(family, 1)
+    workers = Workers(family, num_encoders)
     expected = spliced(workers, clip, prompt, groups)
     assert len(groups) > 2
     num_encoded = workers.num_encoded
@@ -97,7 +105,7 @@ def test_what_is_sent_is_what_would_have_been_kept(
                 assert (ours.is_key == theirs.is_key).all()
             else:
                 assert ours.is_key is theirs.is_key is None
-    assert workers.num_encoded == num_encoded
+    assert num_encoders > 1 or workers.num_encoded == num_encoded
 
 
 @pytest.mark.parametrize("a_method", ["balanced", "fastkv"])

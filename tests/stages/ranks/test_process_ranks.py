@@ -7,6 +7,7 @@ import queue
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import Pipe
@@ -158,6 +159,24 @@ def test_more_ranks_than_gpus_are_refused(
     placement = replace(CPU_FLOAT32, device=torch.device("cuda", 1))
     with pytest.raises(RequestError, match=r"size of 4 on 'cuda:1'; allowed: up to 2, the GPUs"):
         ProcessRanks(checkpoints["qwen3_vl"], placement, 4)
+
+
+def test_a_sum_has_the_same_bits_at_all_ranks(tmp_path: Path) -> None:
+    """Else ranks would choose different tokens to drop, or experts, and nothing would tell."""
+    size = 3
+
+    def sums(index: int) -> list[torch.Tensor]:
+        ranks = Communicator(Rank(index, size), tmp_path / "meeting", torch.device("cpu"))
+        draw = torch.Generator().manual_seed(index)
+        tensors = [torch.randn(count, generator=draw) for count in (1, 7, 1000, 100_003)]
+        for tensor in tensors:
+            ranks.add_up(tensor)
+        return tensors
+
+    with ThreadPoolExecutor(size) as threads:
+        first, *others = threads.map(sums, range(size))
+    for other in others:
+        assert all(torch.equal(one, another) for one, another in zip(first, other, strict=True))
 
 
 def test_gpus_follow_each_other_and_meet_over_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

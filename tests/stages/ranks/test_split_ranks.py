@@ -46,8 +46,7 @@ class Group:
     def pools(self) -> SharedPools:
         """The other rank's, once it has done all that it was told."""
         self.ranks.ask(SharePools(0))
-        engine = self.ranks.follower._engine
-        assert engine is not None
+        engine = self.ranks.follower._engines[""]
         return engine.pools
 
 
@@ -66,11 +65,11 @@ class Ranked:
             group.ranks.steps.clear()
         return Deployment(self, 1, random.Random(prefill * 2 + decode), **options)
 
-    def engine(self, *, num_kv_tokens: int = 4096, **options: Any) -> LanguageEngine:
+    def engine(self, *, num_kv_tokens: int = 4096, block_size: int = 8, **options: Any) -> LanguageEngine:
         """The engine of the next worker: of prefill, then of decode."""
         group, size = self.groups[-len(self.sizes)], self.sizes.pop()
         model, ranks = (self.subject.model, None) if size == 1 else (group.part, group.ranks)
-        pools = GroupPools(kv_shape(model, num_kv_tokens, 8), PoolSharing(ranks, 2))
+        pools = GroupPools(kv_shape(model, num_kv_tokens, block_size), PoolSharing(ranks, 2))
         config, others = parted(options)
         adapter, settings = self.subject.adapter, self.subject.settings
         return build_engine(model, adapter, settings, pools, options=config, ranks=ranks, **others)

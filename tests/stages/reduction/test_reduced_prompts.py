@@ -11,12 +11,15 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from epd.encoders import PromptPlan
+from epd.encode.encoder_cache import CachedGroup
+from epd.encoders import FrameSampling, PromptPlan
 from epd.encoders.groups import prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.models import embedded_model_path
 from epd.reduction import SELECTION_METHODS, ReductionPolicy
 from epd.stages.encode.embedding_receiver import EmbeddingSplicer
+from epd.stages.encode.encoder_pool import EncoderPool
+from epd.transfer.connectors import Ticket
 from tests.colocated import ColocatedPipeline, EncodedMedia
 from tests.encoders.families import QUESTION, Family
 from tests.serve_app.deployments import Question, deployed
@@ -169,3 +172,42 @@ def test_the_app_answers_as_the_colocated_pipeline_under_every_policy(
             await deployment.settle()
 
     asyncio.run(run())
+
+
+def test_tokens_sent_to_prefill_fall_with_retention_whatever_the_number_of_encoders(
+    pipeline: ColocatedPipeline, clip: Path, questions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a method that chooses from each window alone, here a unit, as is a group."""
+    monkeypatch.setattr("epd.encoders.reduction.reading.WINDOW_TOKENS", 15)
+    policies = [ReductionPolicy("uniform", share) for share in (0.1, 0.25, 0.5, 1.0)]
+    sampling = FrameSampling(num_frames=24)
+    wanted = [
+        pipeline.ask([clip], questions[0], num_frames=24, reduction=policy, max_tokens=10).token_ids
+        for policy in policies
+    ]
+    received: list[int] = []
+    receive = EncoderPool.receive
+
+    def counted(pool: EncoderPool, ticket: Ticket, source: CachedGroup, source_pool: EncoderPool) -> None:
+        received.append(source.num_embeddings)
+        receive(pool, ticket, source, source_pool)
+
+    monkeypatch.setattr(EncoderPool, "receive", counted)
+
+    async def sent(topology: str) -> list[int]:
+        async with deployed(embedded_model_path(), topology) as deployment:
+            counts = []
+            for policy, tokens in zip(policies, wanted, strict=True):
+                received.clear()
+                question = Question((clip,), questions[0], frame_sampling=sampling)
+                answer = await deployment.ask(question, reduction=policy)
+                assert answer.tokens == tokens
+                assert answer.end is not None
+                assert sum(received) == answer.end.usage.visual_tokens
+                counts.append(sum(received))
+            await deployment.settle()
+            return counts
+
+    alone = asyncio.run(sent("1e1pd"))
+    assert alone == pytest.approx([0.1 * alone[3], 0.25 * alone[3], 0.5 * alone[3], alone[3]], abs=2)
+    assert asyncio.run(sent("2e1pd")) == asyncio.run(sent("4e1p1d")) == alone
