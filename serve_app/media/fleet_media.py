@@ -30,6 +30,7 @@ from epd.serve_app.media_messages import (
     NotHeldError,
     PlanImages,
     ReadFile,
+    ReadPicture,
     ReleaseMedia,
     StoreFile,
 )
@@ -274,6 +275,12 @@ class FleetMedia:
             start += FILE_CHUNK_BYTES
             if start >= num_bytes:
                 raise NotHeldError(f"{source.label} has not arrived whole; ask again")
+
+    async def picture(self, source: MediaSource, max_side: int) -> bytes:
+        """See `MediaService`."""
+        worker, held = await self.place(source)
+        _, jpeg = await self._fleet.fetch("video", worker, ReadPicture(held, max_side))
+        return bytes(jpeg)
 
     def leave(self, source: MediaSource, worker: str) -> None:
         """Notes that a worker has lost a medium."""
