@@ -13,7 +13,7 @@ function showModel() {
   $("knows").hidden = !model?.knows;
   if (!model?.knows) return;
   $("knows").replaceChildren(element("strong", { textContent: model.id }), `: ${model.knows.replace(/\.$/, "")}. For real pictures, start the server with a model's name or folder: `,
-    element("code", { textContent: "epd serve Qwen/Qwen3-VL-2B-Instruct" }), ".");
+    element("code", { textContent: "epd serve Qwen/Qwen3-VL-2B-Instruct" }));
 }
 
 async function showModels(onLimits) {
