@@ -18,6 +18,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 
+import numpy as np
+
 from epd.control.recent import Recent
 from epd.control.routing import Router
 from epd.encoders import MediaPlan
@@ -280,7 +282,7 @@ class FleetMedia:
         """See `MediaService`."""
         worker, held = await self.place(source)
         _, jpeg = await self._fleet.fetch("video", worker, ReadPicture(held, max_side))
-        return bytes(jpeg)
+        return np.asarray(jpeg).tobytes()
 
     def leave(self, source: MediaSource, worker: str) -> None:
         """Notes that a worker has lost a medium."""
