@@ -7,13 +7,17 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-
+from epd.late_module import LateModule
 from epd.types import StageTimings, ceil_div
+
+if TYPE_CHECKING:
+    from rich import console as rich_console
+    from rich import progress as rich_progress
+    from rich import table as rich_table
+else:
+    rich_console, rich_progress, rich_table = map(LateModule, ("rich.console", "rich.progress", "rich.table"))
 
 _MB = 10**6
 _STAGES = {
@@ -33,14 +37,14 @@ class ShowProgress(Protocol):
     def __call__(self, num_done: int, num_all: int, /) -> None: ...
 
 
-def stderr_console() -> Console:
+def stderr_console() -> rich_console.Console:
     """Returns a rich console on the current stderr."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return rich_console.Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def stdout_console() -> Console:
+def stdout_console() -> rich_console.Console:
     """Returns a rich console on the current stdout."""
-    return Console(highlight=False, soft_wrap=True)
+    return rich_console.Console(highlight=False, soft_wrap=True)
 
 
 def stream_text(piece: str) -> None:
@@ -80,8 +84,13 @@ def progress_bar(description: str) -> Iterator[ShowProgress]:
     if not sys.stderr.isatty():
         yield lambda *_: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr_console(), transient=True) as progress:
+    columns = (
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TimeRemainingColumn(),
+    )
+    with rich_progress.Progress(*columns, console=stderr_console(), transient=True) as progress:
         task = progress.add_task(description, total=None)
 
         def show(num_done: int, num_all: int) -> None:
@@ -118,9 +127,9 @@ def loading_bar() -> Iterator[ShowProgress]:
         yield lambda num_done, num_all: show(ceil_div(num_done, _MB), ceil_div(num_all, _MB))
 
 
-def stage_table(columns: Mapping[str, StageTimings]) -> Table:
+def stage_table(columns: Mapping[str, StageTimings]) -> rich_table.Table:
     """Returns a table of stages by name; of video decoding, it shows only the time waited for it."""
-    table = Table("stage", box=None, pad_edge=False)
+    table = rich_table.Table("stage", box=None, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="right")
     for field, name in _STAGES.items():

@@ -1,7 +1,7 @@
 """Defines the messages to media workers.
 
     FetchMedia, then for images and sound PlanImages and ReadImage, for videos ReadFrames and CloseStream;
-    ReleaseMedia
+    ReleaseMedia. ReadPicture for people who want to see what it is
     ReadFile at one worker and StoreFile at another give the second what the first has
 
 A hold keeps the media of one request. Ids of holds and streams begin with their owner, as those of attempts.
@@ -68,6 +68,19 @@ class ReadImage(Message[int]):
     source: HeldItem
     start: int
     stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPicture(Message[int]):
+    """Asks for a small picture of an image, or of a video's first frame: the reply's bulk, a JPEG, uint8 [N].
+
+    The reply is the number of its bytes.
+
+    max_side: of the picture, pixels
+    """
+
+    source: HeldItem
+    max_side: int
 
 
 @dataclass(frozen=True, slots=True)

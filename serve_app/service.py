@@ -416,6 +416,13 @@ class MediaService(Protocol):
         """
         ...
 
+    async def picture(self, source: MediaSource, max_side: int) -> bytes:
+        """Returns a JPEG of an image or of a video's first frame, for people. max_side: of it, pixels.
+
+        source: while its block is open. Raises MediaError, RequestError for sound, UnavailableError.
+        """
+        ...
+
     @property
     def num_spooled_bytes(self) -> int:
         """Returns the bytes of files that were made for requests in flight."""

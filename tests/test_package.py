@@ -178,6 +178,7 @@ _BROUGHT = {
     "starlette": "fastapi",
     "tokenizers": "transformers",
     "pydantic-core": "pydantic",
+    "triton": "torch",  # by the one for GPUs: without them no kernel is imported
 }
 _OPTIONAL = {"opentelemetry"}  # `--otlp-endpoint` says which package it needs
 

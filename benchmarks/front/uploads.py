@@ -3,8 +3,10 @@
     python -m benchmarks.front.uploads [--gigabytes 20] [--uploads 64] [--megabytes 32] [--no-save]
 
 The server is `epd serve --local` in a process of its own. It keeps the files below --folder. The large file
-is sparse, so that only the server writes bytes. Of the uploads at once, every second part loses its
-connection in the middle, and is sent again. The server compares them all by MD5.
+is a short video with a sparse box behind it, so that only the server writes bytes. In its middle the
+connection is lost, and the upload goes on from what the server has. Afterwards the file is asked about.
+Of the uploads at once, every second part loses its connection, and is sent again. The server compares
+them all by MD5.
 
 memory_mib: resident in the server. question_s: of a plain question to its last token, asked again and again.
 Results go to benchmarks/results/uploads.{json,md}.
@@ -16,9 +18,9 @@ import argparse
 import hashlib
 import json
 import multiprocessing
-import os
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import threading
@@ -31,7 +33,7 @@ from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.reporting import RESULTS, Row, markdown, setting
 
@@ -39,7 +41,14 @@ _PART_BYTES, _BLOCK_BYTES = 16 << 20, 1 << 20
 _START_S, _BETWEEN_S = 300.0, 0.2
 _HEAD = b'--x\r\nContent-Disposition: form-data; name="data"; filename="part"\r\n\r\n'
 _TAIL = b"\r\n--x--\r\n"
+_TITLES = {
+    "uploads": "Uploads, and a plain question beside",
+    "memory": "The server's memory while the large file arrives, cut and resumed in its middle",
+}
 _QUESTION = {"model": "shapes-vl-2", "max_tokens": 4, "messages": [{"role": "user", "content": "How many?"}]}
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,9 @@ class Server:
     def post(self, path: str, body: Any) -> Row:
         """Posts JSON; the reply has the status 200."""
         return self._reply(path, [json.dumps(body).encode()], "application/json")
+
+    def get(self, path: str) -> Row:
+        return self._reply(path, [], "", "GET")
 
     def send_part(self, upload: str, content: Sequence[bytes]) -> str:
         """Sends a part; returns its id."""
@@ -74,11 +86,15 @@ class Server:
         lines = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith(name)) >> 10
 
-    def _reply(self, path: str, pieces: Sequence[bytes], kind: str) -> Row:
+    def memory_row(self, what: str, num_bytes: int) -> Row:
+        now, most = self.memory_mib("VmRSS"), self.memory_mib("VmHWM")
+        return {"after": what, "GB": round(num_bytes / 1e9, 1), "memory_mib": now, "most so far": most}
+
+    def _reply(self, path: str, pieces: Sequence[bytes], kind: str, method: str = "POST") -> Row:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=600, blocksize=_BLOCK_BYTES)
         try:
             headers = {"Content-Type": kind, "Content-Length": str(sum(map(len, pieces)))}
-            connection.request("POST", path, iter(pieces), headers)
+            connection.request(method, path, iter(pieces), headers)
             reply = connection.getresponse()
             content = reply.read()
         finally:
@@ -127,16 +143,53 @@ def begun(server: Server, num_bytes: int) -> str:
     return str(server.post("/v1/uploads", asked)["id"])
 
 
-def upload_sparse(server: Server, path: Path) -> None:
-    """Uploads a file part by part."""
+def sparse_video(path: Path, num_bytes: int) -> None:
+    """Writes a video with a free box behind it, of which no block is on disk."""
+    command = [sys.executable, "-m", "epd", "demo-video", str(path), "--seconds", "20", "--seed", "3"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    rest = num_bytes - path.stat().st_size
+    with path.open("ab") as file:
+        file.write(struct.pack(">I4sQ", 1, b"free", rest))  # its size follows its name
+        file.truncate(num_bytes)
+
+
+def upload_sparse(server: Server, path: Path) -> list[Row]:
+    """Uploads a file part by part, cut and resumed in the middle. Returns memory by what was sent."""
     num_bytes = path.stat().st_size
-    upload, parts = begun(server, num_bytes), []
+    upload, parts, memory = begun(server, num_bytes), [], []
+    starts = range(0, num_bytes, _PART_BYTES)
     with path.open("rb") as file:
-        for start in range(0, num_bytes, _PART_BYTES):
+        for number, start in enumerate(starts):
+            if number == len(starts) // 2:
+                server.cut_part(upload, bytes(_PART_BYTES))
+                assert {part["id"] for part in server.get(f"/v1/uploads/{upload}")["parts"]} == set(parts)
             size = min(_PART_BYTES, num_bytes - start)
             blocks = [file.read(min(_BLOCK_BYTES, size - at)) for at in range(0, size, _BLOCK_BYTES)]
             parts.append(server.send_part(upload, blocks))
-    server.post(f"/v1/uploads/{upload}/complete", {"part_ids": parts})
+            if number in _shown(len(starts)):
+                memory.append(server.memory_row("sent", start + size))
+    begun_s = time.monotonic()
+    done = server.post(f"/v1/uploads/{upload}/complete", {"part_ids": parts})
+    memory.append(server.memory_row(f"joined in {time.monotonic() - begun_s:.1f} s", num_bytes))
+    assert done["file"]["bytes"] == num_bytes
+    for what in ("first", "second"):
+        begun_s = time.monotonic()
+        answer = server.post("/v1/chat/completions", about(done["file"]["id"]))["choices"][0]["message"]
+        seconds = time.monotonic() - begun_s
+        memory.append(server.memory_row(f"{what} answer, {answer['content']!r}: {seconds:.1f} s", num_bytes))
+    return memory
+
+
+def _shown(num_parts: int) -> set[int]:
+    return {round(tenth * num_parts / 10) - 1 for tenth in range(1, 11)}
+
+
+def about(file_id: str) -> Row:
+    content = [
+        {"type": "video_url", "video_url": {"url": file_id}},
+        {"type": "text", "text": "Which shape appears first?"},
+    ]
+    return {"model": "shapes-vl-2", "max_tokens": 8, "messages": [{"role": "user", "content": content}]}
 
 
 def upload_many(server: Server, number: int, num_bytes: int) -> None:
@@ -160,8 +213,8 @@ def upload_with_cuts(server: Server, num_bytes: int, number: int) -> None:
     assert done["file"]["bytes"] == len(content)
 
 
-def questions_during(server: Server, action: Callable[[], None]) -> tuple[list[float], float]:
-    """Asks plain questions while a process runs the action. Returns the time of each, and of the action."""
+def questions_during(server: Server, action: Callable[[], _T]) -> tuple[list[float], float, _T]:
+    """Asks plain questions while a process runs the action. Returns the time of each, and the action's."""
     start_s = time.monotonic()
     took_s: list[float] = []
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -172,13 +225,13 @@ def questions_during(server: Server, action: Callable[[], None]) -> tuple[list[f
             server.post("/v1/chat/completions", _QUESTION)
             took_s.append(time.monotonic() - asked_s)
             ended.wait(_BETWEEN_S)
-        work.result()
-    return took_s, time.monotonic() - start_s
+        return took_s, time.monotonic() - start_s, work.result()
 
 
-def row(server: Server, what: str, action: Callable[[], None], num_bytes: int) -> Row:
+def row(server: Server, what: str, action: Callable[[], _T], num_bytes: int) -> tuple[Row, _T]:
+    """Returns what questions and memory were while the action ran, and what it returned."""
     before = server.memory_mib("VmRSS")
-    took_s, seconds = questions_during(server, action)
+    took_s, seconds, result = questions_during(server, action)
     return {
         "uploads": what,
         "seconds": round(seconds, 1),
@@ -188,7 +241,7 @@ def row(server: Server, what: str, action: Callable[[], None], num_bytes: int) -
         "questions": len(took_s),
         "median question_s": round(statistics.median(took_s), 3),
         "slowest": round(max(took_s), 3),
-    }
+    }, result
 
 
 def main() -> None:
@@ -199,30 +252,27 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--no-save", action="store_true")
     wanted = parser.parse_args()
-    here = setting(["fastapi"])
-    results = {"setting": here, "uploads": measured(wanted)}
+    results = {"setting": setting(["fastapi"]), **measured(wanted)}
     print(json.dumps(results, indent=1))
     if not wanted.no_save:
         (RESULTS / "uploads.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        titles = {"uploads": "Uploads, and a plain question beside"}
         sizes = f"--gigabytes {wanted.gigabytes:g} --uploads {wanted.uploads} --megabytes {wanted.megabytes}"
-        page = markdown("Uploads", f"python -m benchmarks.front.uploads {sizes}", results, titles)
+        page = markdown("Uploads", f"python -m benchmarks.front.uploads {sizes}", results, _TITLES)
         (RESULTS / "uploads.md").write_text(page, encoding="utf-8")
 
 
-def measured(wanted: argparse.Namespace) -> list[Row]:
+def measured(wanted: argparse.Namespace) -> dict[str, list[Row]]:
     large, small = int(wanted.gigabytes * 1e9), wanted.megabytes << 20
+    many = f"{wanted.uploads} at once of {wanted.megabytes} MiB"
     with TemporaryDirectory(dir=wanted.folder) as folder, served(Path(folder) / "kept") as server:
-        sparse = Path(folder) / "sparse"
-        sparse.touch()
-        os.truncate(sparse, large)
-
-        many = partial(upload_many, server, wanted.uploads, small)
-        return [
-            row(server, "none", partial(time.sleep, 10), 0),
-            row(server, f"{wanted.uploads} at once of {wanted.megabytes} MiB", many, wanted.uploads * small),
-            row(server, f"one of {wanted.gigabytes:g} GB", partial(upload_sparse, server, sparse), large),
-        ]
+        sparse = Path(folder) / "sparse.mp4"
+        sparse_video(sparse, large)
+        none, _ = row(server, "none", partial(time.sleep, 10), 0)
+        upload_all = partial(upload_many, server, wanted.uploads, small)
+        at_once, _ = row(server, many, upload_all, wanted.uploads * small)
+        upload_one = partial(upload_sparse, server, sparse)
+        one, memory = row(server, f"one of {wanted.gigabytes:g} GB", upload_one, large)
+    return {"uploads": [none, at_once, one], "memory": memory}
 
 
 if __name__ == "__main__":

@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Literal
-
-import httpx
+from typing import TYPE_CHECKING, Any, Literal
 
 from epd.client.body import MediaPart, body_of, media_part, question_content
 from epd.client.endpoint import Endpoint
 from epd.client.events import SSEParser
 from epd.errors import RequestError, UnavailableError
+from epd.late_module import LateModule
 from epd.types import Answer, MediaKind, StageTimings, Usage
+
+if TYPE_CHECKING:
+    import httpx
+else:
+    httpx = LateModule("httpx")
 
 # Files of one question, before they are written as text, which takes a third more; for servers that do not
 # say how large a body may be.

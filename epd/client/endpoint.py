@@ -6,11 +6,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
-import httpx
-
 from epd.errors import EPDError, RequestError, UnavailableError
+from epd.late_module import LateModule
+
+if TYPE_CHECKING:
+    import httpx
+else:
+    httpx = LateModule("httpx")
 
 _TIMEOUT_S = 30.0
 _LAST_PORT = 65535

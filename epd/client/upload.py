@@ -6,17 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from epd.client.endpoint import Endpoint
 from epd.errors import RequestError, UnavailableError
+from epd.late_module import LateModule
+
+if TYPE_CHECKING:
+    import httpx
+else:
+    httpx = LateModule("httpx")
 
 _PART_BYTES = 16 << 20
 _KEPT_S = 24 * 3600  # by the server, for later questions
 _TRIES = 3
-_TIMEOUT = httpx.Timeout(600.0, connect=30.0)
+_TIMEOUT_S, _CONNECT_S = 600.0, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +52,11 @@ class Uploader:
 
     def _post(self, path: str, **content: Any) -> dict[str, Any]:
         shown, url = self.endpoint.shown_url, f"{self.endpoint.url}/v1/{path}"
+        timeout = httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_S)
         for left in reversed(range(_TRIES)):
             try:
                 reply = httpx.post(
-                    url, headers=self.endpoint.headers, timeout=_TIMEOUT, trust_env=False, **content
+                    url, headers=self.endpoint.headers, timeout=timeout, trust_env=False, **content
                 )
             except httpx.HTTPError as error:
                 if not left:

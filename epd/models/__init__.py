@@ -78,11 +78,14 @@ def knowledge_of(folder: Path) -> str | None:
     return next((line.removeprefix(_KNOWS) for line in fields if line.startswith(_KNOWS)), None)
 
 
-def knowledge_line(model: Path | str | None) -> str | None:
-    """Returns what a user should be told of a model that knows little; None of any other."""
+def knowledge_line(model: Path | str | None, way: str = "--model") -> str | None:
+    """Returns what a user should be told of a model that knows little; None of any other.
+
+    way: what stands before another model's name
+    """
     found = find_model(model)
     knows = knowledge_of(found) if isinstance(found, Path) else None
-    return knows and f"{served_name(model)} knows {knows}; for real pictures: --model {EXAMPLE_MODEL}"
+    return knows and f"{served_name(model)} knows {knows}; for real pictures: {way} {EXAMPLE_MODEL}"
 
 
 def served_name(model: Path | str | None) -> str:

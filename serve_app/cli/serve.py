@@ -93,7 +93,7 @@ def serve(
             operation.info("limits of one request: %s; epd config show has all", limits_of(args).line())
             operation.info(args.pixels.line(model_type_of(args.model_path)))
             _say_room(args, where)
-            if (line := knowledge_line(args.model)) is not None:
+            if (line := knowledge_line(args.model, "epd serve")) is not None:
                 operation.info(line)
             seconds = time.monotonic() - start_s
             print(

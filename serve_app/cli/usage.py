@@ -91,6 +91,9 @@ def _meant(name: str, context: Any) -> str:
     plain = name.lower().replace("_", "-")
     if plain in own:
         return f"; did you mean {plain}?"
+    arguments = {each.name for each in params if each.param_type_name == "argument"}
+    if plain in ("--model", "--model-path") and "model" in arguments:
+        return f"; write the model without a name: {context.command_path} MODEL"
     if plain in _ELSEWHERE and plain not in own:
         meant = _ELSEWHERE[plain]
         if meant is None and not get_close_matches(plain, own, cutoff=_NEARLY):

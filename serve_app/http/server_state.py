@@ -12,6 +12,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from epd.control.request_budget import check_json_size
+from epd.errors import RequestError
 from epd.serve_app.clients import Client
 from epd.serve_app.files.batch_store import BatchStore
 from epd.serve_app.files.file_store import FileStore
@@ -39,6 +40,7 @@ from epd.serve_app.service import (
 __all__ = ["ApiSettings", "ParsedRequest", "ServerState"]
 
 _T = TypeVar("_T", bound=BaseModel)
+_PICTURE_SIDE = 320  # pixels
 
 
 class ServerState(ChatAnswers):
@@ -171,6 +173,17 @@ class ServerState(ChatAnswers):
                 self.bodies.release(record)
                 request = self.request_of(record, parsed.messages, options, media)
                 return await self.service.prompts.estimate(request)
+
+    async def picture(self, parsed: ParsedRequest, record: RequestRecord) -> bytes:
+        """Returns a JPEG of the first medium of a request, which is kept by its uuid. Raises EPDError."""
+        if not parsed.references:
+            raise RequestError("received no medium in messages; allowed: an image or a video; add it")
+        first = parsed.references[:1]
+        with self.admitted():
+            async with self.media.sources(record.request_id, first) as (source,):
+                self.named_media.keep(parsed.namespace, first, parsed.client.share)
+                self.bodies.release(record)
+                return await self.media.picture(source, _PICTURE_SIDE)
 
     def finish(self, record: RequestRecord) -> None:
         """Records a finished HTTP request. Called once for each, however it ended."""

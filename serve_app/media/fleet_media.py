@@ -18,6 +18,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 
+import numpy as np
+
 from epd.control.recent import Recent
 from epd.control.routing import Router
 from epd.encoders import MediaPlan
@@ -30,6 +32,7 @@ from epd.serve_app.media_messages import (
     NotHeldError,
     PlanImages,
     ReadFile,
+    ReadPicture,
     ReleaseMedia,
     StoreFile,
 )
@@ -274,6 +277,12 @@ class FleetMedia:
             start += FILE_CHUNK_BYTES
             if start >= num_bytes:
                 raise NotHeldError(f"{source.label} has not arrived whole; ask again")
+
+    async def picture(self, source: MediaSource, max_side: int) -> bytes:
+        """See `MediaService`."""
+        worker, held = await self.place(source)
+        _, jpeg = await self._fleet.fetch("video", worker, ReadPicture(held, max_side))
+        return np.asarray(jpeg).tobytes()
 
     def leave(self, source: MediaSource, worker: str) -> None:
         """Notes that a worker has lost a medium."""

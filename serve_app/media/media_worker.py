@@ -4,6 +4,7 @@
     PlanImages    pixels, kept with the hold          "
     ReadImage     units of a planned image            at once
     ReadFrames    groups of a video's stream          in threads that read
+    ReadPicture   a small picture of a medium         "
     ReadFile      the bytes of a medium, in chunks    "; StoreFile takes them at another media worker
     ReleaseMedia  the hold and all of this is dropped; a fetch in progress ends
 
@@ -33,6 +34,7 @@ from epd.serve_app.media.frame_reader import FrameReader, FrameStream, stream_he
 from epd.serve_app.media.image_planner import ImagePlanner
 from epd.serve_app.media.media_processes import MediaProcesses
 from epd.serve_app.media.media_spool import FetchedFile, FetchedMedia, IncomingFile, MediaSpool, SpoolLimits
+from epd.serve_app.media.pictures import jpeg_of
 from epd.serve_app.media_messages import (
     FILE_CHUNK_BYTES,
     DecodeOrder,
@@ -43,6 +45,7 @@ from epd.serve_app.media_messages import (
     ReadFile,
     ReadFrames,
     ReadImage,
+    ReadPicture,
     ReleaseMedia,
     StoreFile,
 )
@@ -107,7 +110,7 @@ class MediaWorker:
     def __init__(self, settings: MediaSettings, processes: MediaProcesses | None = None) -> None:
         """Starts without media. processes: read the media; by default this process does."""
         self._processes = processes
-        reader = processes.reader if processes else video.OwnReader()
+        self._reader = reader = processes.reader if processes else video.OwnReader()
         self._decoder = processes.decoder if processes else stream_here
         self._spool = MediaSpool(
             settings.fetch, parent=settings.spool_folder, limits=settings.limits, reader=reader
@@ -161,6 +164,8 @@ class MediaWorker:
                 return self._readers.submit(self._chunk, message)
             case ReadFrames():
                 return self._readers.submit(self._read, message)
+            case ReadPicture():
+                return self._readers.submit(self._picture, message)
             case _:
                 return self._at_once(message)
 
@@ -365,6 +370,10 @@ class MediaWorker:
         with self.file_of(message.source).open() as file:
             data = os.pread(file.descriptor, FILE_CHUNK_BYTES, message.start)
             return file.identity.num_bytes, np.frombuffer(data, np.uint8)
+
+    def _picture(self, message: ReadPicture) -> Answer:
+        picture = jpeg_of(self.file_of(message.source), message, self._reader, self._decoder)
+        return len(picture), picture
 
     def _open(self, order: DecodeOrder) -> FrameStream:
         file = self.file_of(order.source)

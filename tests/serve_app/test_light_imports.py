@@ -56,3 +56,14 @@ def test_an_answer_of_the_embedded_model_loads_no_more_of_torch_than_it_needs(tm
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=PATH)
     assert done.stdout == "[]\n"
+
+
+def test_ask_imports_no_client_and_no_tables() -> None:
+    """Both come with a program of httpx's: together a tenth of what it takes to answer."""
+    code = (
+        "import sys\n"
+        "from epd.serve_app.cli import ask\n"
+        "print([name for name in ('httpx', 'rich', 'pygments', 'click') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=PATH)
+    assert done.stdout == "[]\n"

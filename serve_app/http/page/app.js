@@ -12,8 +12,11 @@ import { watchService } from "./service.js";
 import { Timeline } from "./timeline.js";
 
 const dialogue = new Dialogue();
-const timeline = new Timeline($("timeline"));
 const frames = new Frames($("looked-at"), $("player"));
+const timeline = new Timeline($("timeline"), (item, group) => {
+  const time = looked.get(item)?.times[timeline.firstFrame(item, group)];
+  if (time !== undefined) frames.play(asked[item].url, time);
+});
 const media = new MediaList(showState, (entry) => {
   if (running && asked.includes(entry)) return false; // it is being asked about
   if (dialogue.media.includes(entry)) forget();
@@ -119,7 +122,7 @@ function showSpans(spans) {
   for (const { item, frame_times_s: times, kept: windows } of spans) {
     if (times?.length) {
       frames.show(item, asked[item].file.name, asked[item].url, times);
-      looked.set(item, { times: times.join(), windows: [] });
+      looked.set(item, { times, windows: [] });
     }
     if (windows) {
       frames.keep(item, windows);
@@ -133,7 +136,7 @@ function recallKept(retention) {
   for (const [item, { times, windows }] of looked) {
     const entry = asked[item];
     if (windows.length) entry.seen = { times, retention, windows };
-    else if (entry.seen?.times === times && entry.seen.retention === retention) frames.keep(item, entry.seen.windows);
+    else if (entry.seen?.times.join() === times.join() && entry.seen.retention === retention) frames.keep(item, entry.seen.windows);
   }
 }
 
@@ -179,7 +182,7 @@ function showState() {
 
 async function recall() {
   for (const turn of await kept()) {
-    turn.media = turn.media.map(({ file, kind, uuid, fileId }) => Object.assign(new Medium(file, kind, { uuid, fileId }), { isKept: true }));
+    turn.media = turn.media.map(({ file, kind, ...names }) => Object.assign(new Medium(file, kind, names), { isKept: true }));
     turn.media.forEach((medium) => media.put(medium));
     shown = shownTurn(turn);
     shown.add(turn.answer);
@@ -207,6 +210,20 @@ for (const example of document.querySelectorAll(".example")) {
     $("form").requestSubmit();
   });
 }
+function addTyped() {
+  const typed = $("address").value.trim();
+  $("address").value = "";
+  if (typed) media.addAddress(typed);
+}
+
+$("address").addEventListener("change", addTyped);
+$("address").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter") return;
+  event.preventDefault(); // it asks nothing
+  addTyped();
+});
+// A number out of range may stand in the closed fold, where the browser could not show it.
+$("form").addEventListener("invalid", ({ target }) => (target.closest("details").open = true), true);
 $("files").addEventListener("change", () => {
   media.add($("files").files);
   $("files").value = "";

@@ -61,6 +61,7 @@ export class Frames {
   constructor(place, player) {
     Object.assign(this, { place, player });
     this.turn = 0; // of the question; what is still being drawn for an earlier one ends
+    this.playable = new Set(); // URLs of videos that this browser shows
     this.strips = new Map(); // by the number of the medium: {windows, shades, title}; a shade for each frame drawn
   }
 
@@ -92,6 +93,7 @@ export class Frames {
       strip.title.textContent += "; this browser cannot show the video";
       return;
     }
+    this.playable.add(url);
     for (const frame of shown) {
       const isFound = await seeked(video, times[frame]);
       if (turn !== this.turn) return;
@@ -117,6 +119,7 @@ export class Frames {
 
   play(url, seconds) {
     const { player } = this;
+    if (!this.playable.has(url)) return;
     if (player.src !== url) player.src = url;
     player.hidden = false;
     player.currentTime = seconds;

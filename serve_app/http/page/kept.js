@@ -27,9 +27,9 @@ async function use(mode, work) {
 
 // turns: {question, answer, facts, media}
 export function keep(turns) {
-  const media = ({ file, kind, uuid, fileId }) => {
+  const media = ({ file, kind, uuid, fileId, address }) => {
     const bytes = file.size <= MOST_BYTES ? file : null;
-    return { name: file.name, type: file.type, kind, uuid, fileId, bytes };
+    return { name: file.name, type: file.type, kind, uuid, fileId, address, bytes };
   };
   const plain = turns.map((turn) => ({
     question: turn.question, answer: turn.answer, facts: turn.facts, media: turn.media.map(media),

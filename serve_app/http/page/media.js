@@ -1,20 +1,27 @@
 // Keeps the media that questions are about: their files, previews, uploads, and the part that is asked about.
 import { $, button, clock, element, size } from "./dom.js";
-import { getJson } from "./server.js";
+import { getJson, pictureOf } from "./server.js";
 import { Upload } from "./upload.js";
 
 // Larger files go up by themselves; smaller ones come with the question.
 const MOST_INLINE = 8 << 20;
 const BY_NAME = {
-  image: ["heic", "heif", "avif", "bmp", "tif", "tiff"],
+  image: ["heic", "heif", "avif", "bmp", "tif", "tiff", "jpg", "jpeg", "png", "gif", "webp"],
   video: ["avi", "mkv", "mov", "m4v", "ts", "mts", "flv", "wmv"],
   audio: ["wav", "mp3", "flac", "m4a", "ogg", "opus"],
 };
 
 function kindOf(file) {
-  const kind = file.type.split("/")[0], ending = file.name.split(".").at(-1).toLowerCase();
+  const kind = file.type.split("/")[0], ending = file.name.split(/[?#]/)[0].split(".").at(-1).toLowerCase();
   if (kind in BY_NAME) return kind;
   return Object.keys(BY_NAME).find((each) => BY_NAME[each].includes(ending)) ?? null;
+}
+
+// The URL of what was typed: a path is one on the server. null for anything else.
+function urlOf(typed) {
+  if (/^[a-z]+:/i.test(typed)) return typed;
+  const escaped = typed.replace(/[%?#]/g, encodeURIComponent).replace(/^\/+/, "/");
+  return typed.startsWith("/") ? new URL(`file:${escaped}`).href : null;
 }
 
 // Not crypto.randomUUID: it is for pages from this machine or over TLS.
@@ -32,15 +39,17 @@ function dataUrl(file) {
 }
 
 export class Medium {
-  // A medium is sent once, with a name, and by that name alone from then on; or it is a file of the server's.
-  constructor(file, kind, { uuid = newName(), fileId = null } = {}) {
-    Object.assign(this, { file, kind, uuid, fileId, isKept: false, upload: null, duration: null });
+  // A medium is sent once, with a name, and by that name alone from then on; or it is a file of the server's,
+  // or has an address that the server reads.
+  constructor(file, kind, { uuid = newName(), fileId = null, address = null } = {}) {
+    Object.assign(this, { file, kind, uuid, fileId, address, isKept: false, upload: null, duration: null });
     this.url = URL.createObjectURL(file);
   }
 
   // The part of a message. inline: gives the URL of a file that comes with the question, of those that came before too.
   async part(inline = dataUrl) {
     const type = `${this.kind}_url`;
+    if (this.address) return { type, [type]: { url: this.address } };
     if (this.upload || this.fileId) {
       this.fileId ??= await this.upload.done;
       return { type, [type]: { url: this.fileId } };
@@ -72,6 +81,14 @@ export class MediaList {
     }
   }
 
+  // typed: a URL, or a path on the server. Without a known ending it is a video.
+  addAddress(typed) {
+    $("refused").replaceChildren();
+    const address = urlOf(typed), name = typed.split("/").at(-1) || typed;
+    if (!address) this.refuse(`${typed} is neither a URL nor a path on the server: begin with https: or with /.`);
+    else this.put(new Medium(new File([], name), kindOf({ name, type: "" }) ?? "video", { address }));
+  }
+
   refuse(message) {
     $("refused").append(element("li", { textContent: message }));
   }
@@ -87,7 +104,7 @@ export class MediaList {
 
   // Begins to send a large file, or one that the server has lost.
   send(medium) {
-    if (medium.fileId || !this.limits.max_upload_bytes || medium.file.size <= MOST_INLINE) return;
+    if (medium.fileId || medium.address || !this.limits.max_upload_bytes || medium.file.size <= MOST_INLINE) return;
     const bar = element("progress", { max: medium.file.size, value: 0, ariaLabel: `sent of ${medium.file.name}` });
     const note = element("small", { role: "status" });
     const toggle = button("Pause", () => (medium.upload.state === "paused" ? medium.upload.start() : medium.upload.pause()));
@@ -107,16 +124,39 @@ export class MediaList {
 
   preview(medium) {
     const { kind, url } = medium;
-    const blank = element("div", { className: "blank", textContent: kind === "audio" ? "sound" : `${kind}, no preview here` });
+    const blank = element("div", { className: "blank", textContent: kind === "audio" ? "sound" : kind });
     if (kind === "audio") return blank;
+    if (!medium.file.size) {
+      this.showPicture(medium, blank);
+      return blank;
+    }
     const shown = element(kind === "image" ? "img" : "video", { src: url, alt: "", muted: true, preload: "metadata" });
-    shown.addEventListener("error", () => shown.replaceWith(blank));
+    const replace = () => {
+      shown.replaceWith(blank);
+      this.showPicture(medium, blank);
+    };
+    shown.addEventListener("error", replace, { once: true });
     shown.addEventListener("loadedmetadata", () => {
       medium.duration = Number.isFinite(shown.duration) ? shown.duration : null;
-      if (!shown.videoHeight) shown.replaceWith(blank);
+      if (!shown.videoHeight) replace();
       this.changed();
     });
     return shown;
+  }
+
+  // What this browser cannot show, the server can. It has the medium from then on.
+  async showPicture(medium, blank) {
+    try {
+      const picture = await pictureOf(await medium.part());
+      medium.isKept = !medium.address;
+      const shown = element("img", { src: URL.createObjectURL(picture), alt: "", className: "from-server" });
+      shown.addEventListener("load", () => URL.revokeObjectURL(shown.src), { once: true });
+      blank.replaceWith(shown);
+    } catch (error) {
+      blank.textContent = `${medium.kind}, no preview`;
+      blank.title = error.message;
+      if (medium.address && this.entries.includes(medium)) this.refuse(error.message);
+    }
   }
 
   remove(medium) {

@@ -22,6 +22,15 @@ export async function getJson(path, options = {}) {
   return response.json();
 }
 
+// A picture of a medium, which is the part of a message.
+export async function pictureOf(part) {
+  const body = JSON.stringify({ model: $("model").value || undefined, messages: [{ role: "user", content: [part] }] });
+  const response = await fetch("v1/epd/picture", { method: "POST", headers: { "Content-Type": "application/json", ...headers() }, body });
+  const refused = await refusal(response);
+  if (refused) throw new Error(refused.message);
+  return response.blob();
+}
+
 export function postJson(path, body) {
   const asked = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
   return getJson(path, asked);

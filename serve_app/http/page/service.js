@@ -12,8 +12,8 @@ function showModel() {
   showDefaults(model?.defaults);
   $("knows").hidden = !model?.knows;
   if (!model?.knows) return;
-  $("knows").replaceChildren(element("strong", { textContent: model.id }), `: ${model.knows.replace(/\.$/, "")}. For other pictures, start the server with `,
-    element("code", { textContent: "--model FOLDER" }), ", a folder with a checkpoint.");
+  $("knows").replaceChildren(element("strong", { textContent: model.id }), `: ${model.knows.replace(/\.$/, "")}. For real pictures, start the server with a model's name or folder: `,
+    element("code", { textContent: "epd serve Qwen/Qwen3-VL-2B-Instruct" }));
 }
 
 async function showModels(onLimits) {

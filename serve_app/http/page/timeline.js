@@ -13,8 +13,9 @@ function svg(tag, attributes, text) {
 }
 
 export class Timeline {
-  constructor(place) {
-    this.place = place;
+  // onGroup: called with the item and the number of a group of frames that is pressed
+  constructor(place, onGroup) {
+    Object.assign(this, { place, onGroup });
     this.spans = [];
     this.tokens = [];
     this.begun = null;
@@ -46,6 +47,14 @@ export class Timeline {
   token() {
     this.tokens.push((performance.now() - this.begun) / 1000);
     this.redraw();
+  }
+
+  // The number of a group's first frame; undefined while groups before it are not encoded.
+  firstFrame(item, group) {
+    const sizes = new Map();
+    for (const span of this.spans) if (span.item === item && span.frames) sizes.set(span.group, span.frames);
+    const before = Array.from({ length: group }, (_, number) => sizes.get(number));
+    return before.every(Boolean) ? before.reduce((sum, size) => sum + size, 0) : undefined;
   }
 
   redraw() {
@@ -107,6 +116,7 @@ export class Timeline {
       const seconds = (span.stop_s - span.start_s).toFixed(3);
       rect.append(svg("title", {}, `${name}${label && `, group ${label} of item ${span.item}`}: ${seconds} s`));
       box.append(rect);
+      if (label) box.addEventListener("click", () => this.onGroup(span.item, span.group));
       if (wide > 9 * label.length + 4) box.append(svg("text", { x: left + 4, y: top + 17 }, label));
       drawing.append(box);
     }

@@ -1,8 +1,8 @@
-"""Answers what a prompt would use, and texts as tokens and back, without any work of a stage."""
+"""Answers what a prompt would use, what its media look like, and texts as tokens, without a stage's work."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from epd.errors import RequestBudgetError, RequestError
 from epd.serve_app.http.requests.chat_request import ChatRequest
@@ -47,6 +47,19 @@ async def estimate(request: Request) -> EstimateReply:
         reason = str(error)
         return EstimateReply(model=card.name, fits=False, reason=reason, max_model_len=card.max_model_len)
     return _reply(card, found)
+
+
+@prompt_routes.post(
+    "/v1/epd/picture",
+    openapi_extra=body_of("ChatRequest"),
+    response_class=Response,
+    responses={200: {"content": {"image/jpeg": {}}}},
+)
+async def picture(request: Request) -> Response:
+    """Returns a small JPEG of a chat request's first image, or of the first frame of its first video."""
+    server = server_of(request)
+    parsed = await server.read(request)
+    return Response(await server.picture(parsed, record_of(request)), media_type="image/jpeg")
 
 
 def _reply(card: ModelCard, found: Estimate) -> EstimateReply:

@@ -254,6 +254,8 @@ ROWS: tuple[tuple[str, str], ...] = (
     meant("serve", "--tp", "--tensor-parallel-size"),
     meant("serve", "--toplogy", "--topology"),
     meant("serve", "--locl", "--local"),
+    ("serve --model x", "epd serve has no option --model; write the model without a name: epd serve MODEL"),
+    ("serve --model-path x", "no option --model-path; write the model without a name: epd serve MODEL"),
     ("serve --port 99999", "invalid value for '--port': "),
     ("serve --port http", "invalid value for '--port': "),
     ("serve --topology 1x", "topology"),
@@ -293,10 +295,13 @@ ROWS: tuple[tuple[str, str], ...] = (
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stand_in(tmp_path_factory.mktemp("newcomer"))
+
+
+def stand_in(folder: Path) -> Path:
     """Where a newcomer stands: a video, a folder of them, and files that are none."""
     from tests.media import write_video
 
-    folder = tmp_path_factory.mktemp("newcomer")
     write_video(folder / CLIP)
     (folder / FOLDER).mkdir()
     (folder / "empty.mp4").touch()

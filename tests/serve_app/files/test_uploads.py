@@ -6,10 +6,12 @@ import hashlib
 import os
 import socket
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +239,28 @@ def test_many_upload_at_once_are_cut_and_go_on(run_front: RunFront, folder: Path
         assert [front.ask().status_code for _ in range(5)] == [200] * 5
         assert all(whole)
     wait_until(lambda: ".part" not in left_in(folder))
+
+
+def test_a_file_of_any_size_takes_the_same_memory(run_front: RunFront, folder: Path) -> None:
+    """Parts of 32 MiB, joined: of this process, in which the server runs. 20 GB are a benchmark's."""
+    front = run_front(files=FileSettings(folder))
+    block, num_blocks = bytes(1 << 20), 32
+    head = b'--x\r\nContent-Disposition: form-data; name="data"; filename="b"\r\n\r\n'
+    tail = b"\r\n--x--\r\n"
+    length = len(head) + len(tail) + len(block) * num_blocks
+    headers = {"content-type": "multipart/form-data; boundary=x", "content-length": str(length)}
+    upload, ids = begun(front, 2 * len(block) * num_blocks).json()["id"], []
+    tracemalloc.start()
+    try:
+        for _ in range(2):
+            body = iter((head, *repeat(block, num_blocks), tail))
+            reply = front.http.post(f"/v1/uploads/{upload}/parts", content=body, headers=headers)
+            ids.append(reply.json()["id"])
+        assert ended(front, upload, *ids).json()["file"]["bytes"] == 2 * len(block) * num_blocks
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 16 << 20
 
 
 def kept_file(front: Front, content: bytes, purpose: str = "user_data", **headers: str) -> str:

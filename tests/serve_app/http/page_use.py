@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import numpy as np
 from playwright.sync_api import Page, expect
 
 from epd.serve_app.service import AnswerItem, AnswerRequest, StageSpan
+from epd.types import UInt8Array
 from tests.serve_app.fakes import WORDS, FakeService
+from tests.video.pictures import Item, box, coded, heif, ispe
 
 TEXT = "".join(WORDS)
 # Of the newest question.
@@ -75,6 +78,15 @@ class LookingService(FakeService):
             yield item
 
 
+class GroupedService(LookingService):
+    """Which looks at two frames in each group."""
+
+    async def _items(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
+        async for item in super()._items(request):
+            is_group = isinstance(item, StageSpan) and item.stage == "encode"
+            yield replace(item, num_frames=2) if is_group else item  # type: ignore[type-var]
+
+
 def vp9_video(path: Path) -> Path:
     """Four seconds that grow lighter, in a codec that every build of Chromium can play."""
     with av.open(str(path), "w") as container:
@@ -83,4 +95,24 @@ def vp9_video(path: Path) -> Path:
             frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 16 * number, np.uint8), format="rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
+    return path
+
+
+def avi_video(path: Path) -> Path:
+    """Ten frames of MPEG-4 in an AVI, which Chromium does not show: red, and then blue."""
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream("mpeg4", rate=5, width=160, height=90, pix_fmt="yuv420p")
+        for number in range(10):
+            colour = (0, 0, 200) if number else (200, 0, 0)
+            frame = av.VideoFrame.from_ndarray(np.full((90, 160, 3), colour, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def heic_image(path: Path, pixels: UInt8Array) -> Path:
+    """A picture in HEVC, which Chromium does not show."""
+    configuration, data = coded(pixels, "libx265", "yuv444p")
+    height, width = pixels.shape[:2]
+    path.write_bytes(heif([Item(b"hvc1", data, (ispe(width, height), box(b"hvcC", configuration)))]))
     return path

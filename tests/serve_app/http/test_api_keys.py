@@ -78,6 +78,7 @@ ROUTES = {
     "ask": [
         ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/responses"),
         ("POST", "/invocations"), ("POST", "/tokenize"), ("POST", "/v1/epd/estimate"),
+        ("POST", "/v1/epd/picture"),
     ],
     "files": [("GET", "/v1/files"), ("POST", "/v1/files"), ("POST", "/v1/uploads")],
     "batches": [("GET", "/v1/batches"), ("POST", "/v1/batches")],

@@ -36,6 +36,7 @@ OPERATIONS = {
     "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses",
     "GET /v1/models", "GET /v1/models/{name}", "GET /v1/epd/status",
     "POST /v1/epd/roles", "GET /v1/epd/load", "POST /v1/epd/estimate",
+    "POST /v1/epd/picture",
     "POST /v1/files", "GET /v1/files", "GET /v1/files/{file_id}", "GET /v1/files/{file_id}/content",
     "DELETE /v1/files/{file_id}", "POST /v1/batches", "GET /v1/batches", "GET /v1/batches/{batch_id}",
     "POST /v1/batches/{batch_id}/cancel",
@@ -45,9 +46,10 @@ OPERATIONS = {
     "GET /health", "GET /load", "GET /metrics", "GET /ping", "POST /ping", "GET /version",
 }  # fmt: skip
 CHAT = "POST /v1/chat/completions"
+PICTURE = "POST /v1/epd/picture"  # of a medium, which no drawn conversation has
 DRAWN_OF = [
-    *((label, GenerationMode.POSITIVE) for label in sorted(OPERATIONS)),
-    (CHAT, GenerationMode.NEGATIVE),
+    *((label, GenerationMode.POSITIVE) for label in sorted(OPERATIONS - {PICTURE})),
+    *((label, GenerationMode.NEGATIVE) for label in (CHAT, PICTURE)),
 ]
 
 

@@ -300,7 +300,7 @@ def test_the_keyboard_is_enough(front: Front, open_page: Callable[[Front], Page]
     page.keyboard.press("Enter")
     reached = []
     page.get_by_role("heading", name="epd").click()  # from the top of the page on
-    for _ in range(20):
+    for _ in range(21):
         page.keyboard.press("Tab")
         reached.append(
             page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()")
@@ -308,9 +308,9 @@ def test_the_keyboard_is_enough(front: Front, open_page: Callable[[Front], Page]
         assert page.evaluate(_HAS_RING), reached
     assert reached == [
         "model", "sample", "Which shape appears first?", "How many shapes appear in the video?",
-        "Which shape appears after the cross?", "question", "files", "ask", "Options", "system", "fps",
-        "frames", "retention", "reduction", "max-tokens", "temperature", "seed", "key", "schema",
-        "Details: timeline and workers",
+        "Which shape appears after the cross?", "question", "files", "address", "ask", "Options",
+        "system", "fps", "frames", "retention", "reduction", "max-tokens", "temperature", "seed", "key",
+        "schema", "Details: timeline and workers",
     ]  # fmt: skip
     page.locator("#question").focus()
     page.keyboard.type("What?")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import wave
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from playwright.sync_api import Page, Route, expect
 
@@ -24,11 +26,15 @@ from tests.serve_app.http.page_use import (
     ANSWER,
     ERROR,
     TEXT,
+    GroupedService,
     LookingService,
     ask,
     asked,
+    avi_video,
     drop,
+    heic_image,
     open_fold,
+    sent_bytes,
     vp9_video,
 )
 
@@ -60,7 +66,7 @@ def test_the_page_says_what_the_model_knows(front: Front, open_page: OpenPage) -
     page.route("**/v1/models", with_card)
     page.reload()
     expect(page.locator("#knows")).to_contain_text("shapes-vl: drawn shapes, and nothing else.")
-    expect(page.locator("#knows")).to_contain_text("--model")
+    expect(page.locator("#knows")).to_contain_text("epd serve Qwen/")
     expect(page.locator("#knows")).to_be_visible()
     page.get_by_label("Model").select_option("other/vl")
     expect(page.locator("#knows")).to_be_hidden()
@@ -200,6 +206,98 @@ def test_frames_are_one_row_that_seeks_a_player(
     expect(page.locator("#player")).to_have_js_property("currentTime", 0.125)
     assert frames.evaluate_all("all => all.filter((one) => one.tabIndex === 0).length") == 1
     page.set_viewport_size({"width": 1200, "height": 900})
+
+
+def test_the_timeline_seeks_the_player(
+    run_front: Callable[..., Front], open_page: OpenPage, tmp_path: Path
+) -> None:
+    """A group's box, to the time of its first frame: two frames a group, the third begins with the fifth."""
+    service = GroupedService()
+    service.times_s = tuple(number / 2 for number in range(6))
+    page = open_page(run_front(service))
+    drop(page, vp9_video(tmp_path / "clip.webm"), "video/webm")
+    open_fold(page, "Details")
+    asked(page, "What?")
+    expect(page.locator("#looked-at li")).to_have_count(6)
+    expect(page.locator("#player")).to_be_hidden()
+    page.locator("#timeline rect.encode", has_text="group 2 of").dispatch_event("click")
+    expect(page.locator("#player")).to_have_js_property("currentTime", 2)
+    page.locator("#timeline rect.decode_video", has_text="group 1 of").dispatch_event("click")
+    expect(page.locator("#player")).to_have_js_property("currentTime", 1)
+
+
+_COLOUR = """one => {
+  const canvas = document.createElement("canvas"), context = canvas.getContext("2d");
+  context.drawImage(one, 0, 0, 1, 1);
+  return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3).map((value) => Math.round(value / 100));
+}"""
+
+
+def test_what_the_browser_cannot_show_comes_from_the_server(
+    front: Front, open_page: OpenPage, tmp_path: Path
+) -> None:
+    """A HEIC and an AVI, which are sent once: for their pictures."""
+    page = open_page(front)
+    sizes = sent_bytes(page)
+    drop(page, heic_image(tmp_path / "a.heic", np.full((64, 96, 3), (0, 200, 0), np.uint8)), "")
+    drop(page, avi_video(tmp_path / "a.avi"), "video/x-msvideo")
+    pictures = page.locator("#media img.from-server")
+    expect(pictures).to_have_count(2)
+    expect(pictures.first).to_have_js_property("complete", True)
+    expect(pictures.last).to_have_js_property("complete", True)
+    assert [shown.evaluate(_COLOUR) for shown in pictures.all()] == [[0, 2, 0], [2, 0, 0]]
+    asked(page, "What are they?")
+    assert sizes[0] < 2000
+    assert [source.kind for source in front.service.requests[0].media] == ["image", "video"]
+    (tmp_path / "b.avi").write_bytes(b"RIFF and no more")
+    drop(page, tmp_path / "b.avi", "video/x-msvideo")
+    expect(page.locator("#media .blank")).to_have_text("video, no preview")
+    expect(page.locator("#media .blank")).to_have_attribute("title", re.compile("cannot be opened"))
+
+
+def test_a_url_and_a_path_on_the_server_are_media(
+    run_front: Callable[..., Front], open_page: OpenPage, media: dict[str, Path], tmp_path: Path
+) -> None:
+    """Enter in their field adds them, and asks nothing. What the server does not give is said at once."""
+    folder = tmp_path / "films"
+    folder.mkdir()
+    (folder / "50% of a clip #1.mp4").write_bytes(media["video"].read_bytes())
+    front = run_front(fetch=FetchPolicy(media_folder=folder))
+    page = open_page(front)
+    field = page.get_by_role("textbox", name="URL, or path on the server")
+    page.get_by_role("textbox", name="question").fill("What is it?")
+    field.fill(str(folder / "50% of a clip #1.mp4"))
+    field.press("Enter")
+    expect(field).to_have_value("")
+    expect(page.locator("#media img.from-server")).to_have_count(1)
+    assert front.service.requests == []
+    asked(page, "What is it?")
+    assert front.service.files_seen == [[media["video"].read_bytes()]]
+    page.reload()  # its name is kept
+    expect(page.locator("#media img.from-server")).to_have_count(1)
+    asked(page, "And now?")
+    assert front.service.files_seen[1] == front.service.files_seen[0]
+    field.fill("film.mp4")
+    field.press("Enter")
+    expect(page.locator("#refused")).to_contain_text("film.mp4 is neither a URL nor a path on the server")
+    field.fill(str(tmp_path / "other.png"))
+    page.get_by_role("button", name="Start over").click()  # leaving the field adds it too
+    expect(page.locator("#media li")).to_have_count(2)
+    expect(page.locator("#refused")).to_contain_text("allowed")
+
+
+def test_a_number_that_cannot_be_is_shown_where_it_stands(front: Front, open_page: OpenPage) -> None:
+    """Though the fold that it stands in was closed since."""
+    page = open_page(front)
+    open_fold(page, "Options")
+    page.get_by_label("Temperature").fill("9")
+    open_fold(page, "Options")
+    ask(page, "What?")
+    expect(page.get_by_label("Temperature")).to_be_focused()
+    assert front.service.requests == []
+    page.get_by_label("Temperature").fill("1")
+    page.get_by_role("button", name="Ask").click()
+    expect(page.locator(ANSWER)).to_have_text(TEXT)
 
 
 def test_sound_is_a_medium(front: Front, open_page: OpenPage, tmp_path: Path) -> None:
