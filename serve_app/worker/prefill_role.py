@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from epd.control.elasticity import StageSample
 from epd.control.routing import InFlight
@@ -267,6 +267,7 @@ class PrefillRole:
                 "generated_tokens": engine.counts.num_generated_tokens,
                 "preemptions": engine.scheduler.num_preempted,
                 **drafting_counters(engine.counts),
+                **({} if engine.store is None else asdict(engine.store.counts)),
                 "encoder_cache_hits": cache.counts.hits,
                 "encoder_cache_misses": cache.counts.misses,
             },
@@ -284,6 +285,9 @@ class PrefillRole:
         if num_decodes or self._decodes.num_rounds:
             samples["decode"] = self._decodes.sample(num_decodes)
         return samples
+
+    def close(self) -> None:
+        self.stage.engine.close()
 
     def check_integrity(self) -> None:
         self.stage.check_integrity()
