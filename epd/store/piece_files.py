@@ -15,6 +15,7 @@ for longest. A prompt's first pieces are dated later than those after them, whic
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import time
@@ -48,6 +49,17 @@ class StoredFile:
     used_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Describes what a namespace has. about: what it is of. used_s: Unix time of its last use."""
+
+    namespace: str
+    about: Mapping[str, str]
+    num_files: int
+    num_bytes: int
+    used_s: float
+
+
 class PieceFiles:
     """Reads and writes the pieces of one namespace. A reader and a writer may have threads."""
 
@@ -73,13 +85,7 @@ class PieceFiles:
         index: of the piece in its prompt.
         """
         path = self._path(key)
-        try:
-            with path.open("rb", buffering=0) as file:
-                magic, num_bytes, digest = _HEADER.unpack(file.read(_HEADER.size))
-                is_whole = magic == _MAGIC and num_bytes == len(payload) == file.readinto(payload)
-        except (OSError, struct.error):
-            is_whole, digest = False, b""
-        if is_whole and blake2b(payload, digest_size=_DIGEST_BYTES).digest() == digest:
+        if _fill(path, payload):
             _date(path, index)
             return True
         with suppress(OSError):
@@ -106,6 +112,8 @@ class PieceFiles:
                     written += file.write(payload[written:])
             _date(own, index)
             own.replace(path)
+        except FileNotFoundError:  # another writer needed the room
+            return 0
         except OSError:
             own.unlink(missing_ok=True)
             raise
@@ -143,6 +151,35 @@ def _date(path: Path, index: int) -> None:
         os.utime(path, (used_s, used_s))
 
 
+def _fill(path: Path, payload: memoryview) -> bool:
+    """Reads a file's payload. False for a file that is not there, or has another one than its header says."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            head: tuple[bytes, int, bytes] = _HEADER.unpack(file.read(_HEADER.size))
+            magic, num_bytes, digest = head
+            if magic != _MAGIC or not num_bytes == len(payload) == file.readinto(payload):
+                return False
+    except (OSError, struct.error):
+        return False
+    return blake2b(payload, digest_size=_DIGEST_BYTES).digest() == digest
+
+
+def is_whole(path: Path) -> bool:
+    """Returns whether a file has what its header says."""
+    num_bytes = max(path.stat().st_size - _HEADER.size, 0)
+    return _fill(path, memoryview(bytearray(num_bytes)))
+
+
+def contents(folder: Path) -> Iterator[Contents]:
+    """Yields what each namespace of a folder has, by name."""
+    for about in sorted(folder.glob(f"*/{_ABOUT}")):
+        files = list(stored(about.parent))
+        num_bytes = sum(each.num_bytes for each in files)
+        used_s = max((each.used_s for each in files), default=about.stat().st_mtime)
+        facts = json.loads(about.read_text(encoding="utf-8"))
+        yield Contents(about.parent.name, facts, len(files), num_bytes, used_s)
+
+
 def stored(folder: Path) -> Iterator[StoredFile]:
     """Yields the files of all namespaces, also those that are being written or were left by a writer."""
     for parent, _, names in os.walk(folder):
@@ -154,12 +191,15 @@ def stored(folder: Path) -> Iterator[StoredFile]:
                     yield StoredFile(path, stat.st_size, stat.st_mtime)
 
 
-def remove_oldest(folder: Path, most_bytes: int) -> int:
-    """Removes the files that were not used for longest, until `most_bytes` are left. Returns what is left."""
+def remove_oldest(folder: Path, most_bytes: int, before_s: float = math.inf) -> int:
+    """Removes the files that were not used for longest, until `most_bytes` are left. Returns what is left.
+
+    before_s: Unix time; those that were used later stay.
+    """
     files = sorted(stored(folder), key=lambda each: each.used_s)
     left = sum(each.num_bytes for each in files)
     for each in files:
-        if left <= most_bytes:
+        if left <= most_bytes or each.used_s > before_s:
             break
         with suppress(OSError):
             each.path.unlink(missing_ok=True)

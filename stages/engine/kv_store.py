@@ -130,7 +130,7 @@ class KVStore:
 
     def _read(self, piece: Piece) -> Tensor | None:
         payload = torch.empty(self._num_bytes(piece), dtype=torch.uint8)
-        is_read = self._files.read(piece.key, piece.index, memoryview(payload.numpy()))
+        is_read = self._files.read(piece.key, piece.index, payload.numpy().data)
         return payload if is_read else None
 
     def step(self) -> list[TokenSequence]:
@@ -201,7 +201,7 @@ class KVStore:
 
     def _write(self, piece: Piece, payload: Tensor) -> None:
         try:
-            written = self._files.write(piece.key, piece.index, memoryview(payload.numpy()))
+            written = self._files.write(piece.key, piece.index, payload.numpy().data)
             self.counts.store_written_bytes += written
         except OSError as error:
             self._can_write = False
