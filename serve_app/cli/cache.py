@@ -25,7 +25,7 @@ _Days = Annotated[
 
 @cache.callback()
 def _cache() -> None:
-    """Look at the keys and values of media that are kept in a folder, or remove them."""
+    """List or remove what --cache-dir keeps."""
 
 
 @cache.command()

@@ -44,12 +44,12 @@ _MOST_WAITING = 1 << 28
 
 @dataclass(slots=True)
 class StoreCounts:
-    """Counts so far. store_failures: pieces that were expected and not there, or not whole."""
+    """Counts so far. num_failed: pieces that were expected and not there, or not whole."""
 
-    store_read_tokens: int = 0
-    store_read_bytes: int = 0
-    store_written_bytes: int = 0
-    store_failures: int = 0
+    read_tokens: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    num_failed: int = 0
 
 
 @dataclass(slots=True)
@@ -152,7 +152,7 @@ class KVStore:
     def _place(self, sequence: TokenSequence, piece: Piece, payload: Tensor | None) -> bool:
         """Writes a piece to the pools. Returns False if it could not be."""
         if payload is None:
-            self.counts.store_failures += 1
+            self.counts.num_failed += 1
             return False
         blocks = self._kv.restore(sequence.scheduled.identity, piece.start, piece.stop)
         if blocks is None:
@@ -163,8 +163,8 @@ class KVStore:
             ids = torch.tensor([each[group] for each in blocks], device=storage.device)
             values = part.view(storage.dtype).view(len(blocks), *storage.shape[1:])
             storage.index_copy_(0, ids, values.to(storage.device))
-        self.counts.store_read_tokens += piece.num_tokens
-        self.counts.store_read_bytes += len(payload)
+        self.counts.read_tokens += piece.num_tokens
+        self.counts.read_bytes += len(payload)
         return True
 
     # To disk
@@ -202,7 +202,7 @@ class KVStore:
     def _write(self, piece: Piece, payload: Tensor) -> None:
         try:
             written = self._files.write(piece.key, piece.index, payload.numpy().data)
-            self.counts.store_written_bytes += written
+            self.counts.written_bytes += written
         except OSError as error:
             self._can_write = False
             folder = self._files.folder

@@ -57,8 +57,8 @@ def test_a_second_life_computes_only_the_questions(
     engine = life(any_family, tmp_path, **options)
     assert run(any_family, engine, seed=1) <= least(any_family) < first
     assert engine.store is not None
-    assert engine.store.counts.store_read_tokens > 0
-    assert engine.store.counts.store_written_bytes == engine.store.counts.store_failures == 0
+    assert engine.store.counts.read_tokens > 0
+    assert engine.store.counts.written_bytes == engine.store.counts.num_failed == 0
     assert files_of(tmp_path) == names, "nothing is written twice"
 
 
@@ -103,7 +103,7 @@ def test_what_is_damaged_is_computed_again(a_family: Subject, tmp_path: Path, da
     DAMAGES[damage](files_of(tmp_path)[0])
     run(a_family, engine := life(a_family, tmp_path), seed=2)
     assert engine.store is not None
-    assert engine.store.counts.store_failures + engine.store.counts.store_written_bytes > 0
+    assert engine.store.counts.num_failed + engine.store.counts.written_bytes > 0
     if damage != "a folder":
         assert run(a_family, life(a_family, tmp_path), seed=3) <= least(a_family), "it is kept anew"
 
