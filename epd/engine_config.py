@@ -7,6 +7,7 @@ description as its help; `epd serve` and its YAML get it by `AppArgs`, and `epd.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Self
 
 from epd.devices import DTYPE_NAMES, check_device, check_dtype
@@ -103,6 +104,16 @@ class EngineConfig(PixelSettings):
         default=None,
         description="Layers of the tower before neighbours are merged; by default a quarter. Only with "
         "tower_share.",
+    )
+    cache_dir: Path | None = Field(
+        default=None,
+        description="Folder in which keys and values of media are kept, so that a later question about them "
+        "finds them after a restart, and in other workers that have the folder; by default none are.",
+    )
+    cache_bytes: int = Field(
+        default=20_000_000_000,
+        ge=1_000_000,
+        description="Bytes of cache_dir at most; what was not used for longest goes first.",
     )
     revision: str | None = Field(
         default=None,

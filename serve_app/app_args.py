@@ -57,6 +57,7 @@ STAGE_FIELDS = (
     "max_num_seqs",
     "decode_max_num_seqs",
     "encode_beside",
+    "image_background",
     *(name for name in ENGINE_FIELDS if name != "group_tokens"),  # groups are cut before
 )
 MEDIA_FIELDS = (
@@ -370,7 +371,7 @@ class AppArgs(EngineConfig):
         path = self.model_path
         weight_files(path)
         check_options(path, self.draft, self.reduction, self.max_ranks)
-        names = ("allowed_media_path", "trace_dir", "files_dir", "api_keys_file")
+        names = ("allowed_media_path", "trace_dir", "files_dir", "api_keys_file", "cache_dir")
         paths = {name: (folder := getattr(self, name)) and folder.resolve() for name in names}
         is_folder = isinstance(find_model(self.model), Path)
         # A model of the hub keeps its name, and gets the commit: each machine has a cache of its own.
@@ -384,6 +385,11 @@ class AppArgs(EngineConfig):
             raise RequestError(
                 f"{received} and a decode_tensor_parallel_size of {self.decode_tensor_parallel_size} with "
                 "elastic; allowed: the same for both; leave the second out"
+            )
+        if self.max_ranks > 1 and self.cache_dir is not None:
+            raise RequestError(
+                f"received a cache_dir and {received.removeprefix('received ')}, where each process has some "
+                "heads; allowed: 1; leave one of them out"
             )
         if self.max_ranks > 1 and self.gpus_per_worker not in (None, 0, 1):
             raise RequestError(

@@ -49,6 +49,7 @@ def worker_settings(args: AppArgs) -> WorkerSettings:
         max_batch_patches=args.max_batch_patches,
         max_resize_pixels=args.limits.max_resize_pixels,
         decode_scheduler=args.scheduler(is_decode=True),
+        image_background=args.image_background,
     )
 
 

@@ -44,6 +44,7 @@ ROOMS: dict[str, dict[str, str]] = {
     "epd": {
         ".": "",
         "kv": ".",
+        "store": ". kv",
         "encode": ".",
         "transfer": ". encode kv",
         "workload": ".",

@@ -73,6 +73,7 @@ FEATURES = (
     _model("AWQ weights", "awq"),
     _model("experts", "InternVL3.5-30B-A3B"),
     _model("recurrent states", "qwen3_5"),
+    Feature("keys and values on disk", {"cache_dir": Path("kept")}),
     Feature("a schema", fields={"response_format": _FORMAT}, changes_answers=True),
     Feature("several choices", fields={"n": 2}),
     Feature("logprobs", fields={"logprobs": True, "top_logprobs": 2}),
@@ -121,6 +122,8 @@ class Trials:
 
     def _ask(self, features: Sequence[Feature]) -> Given:
         options = {name: value for each in features for name, value in each.options.items()}
+        if "cache_dir" in options:  # one for all servers: none may find what another's features changed
+            options["cache_dir"] = self._folder / options["cache_dir"]
         fields = {name: value for each in features for name, value in each.fields.items()}
         model = next((self._built(each.checkpoint) for each in features if each.checkpoint), _MODEL)
         try:

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 
 from epd.kv.block_pool import BlockPool, BlockTable
 from epd.kv.kv_checks import check_cache
-from epd.kv.kv_identity import TokenIdentity
+from epd.kv.kv_identity import ROW_BYTES, TokenIdentity
 from epd.kv.kv_request import RequestBlocks, Shortage
 from epd.kv.prefix_cache import CachedBlock, PrefixCache, PrefixMatch
 from epd.kv.states import SLOTS_PER_SEQUENCE, StateSlots
+from epd.types import ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +279,51 @@ class KVCacheManager:
                 copies.append(_own_copy(group, new, old.blocks[old.num_whole], old.num_tokens))
         child.refresh()
         return copies
+
+    def restore(self, identity: TokenIdentity, start: int, stop: int) -> list[tuple[int, ...]] | None:
+        """Puts tokens [start, stop), which were kept elsewhere, into the prefix cache behind [0, start).
+
+        start: in whole blocks. Returns the ids of the blocks, of each one by layer group, to be written at
+        once; None, and changes nothing, where there is no room, or [0, start) is not cached any more.
+        """
+        path = self._cache.match(identity, start, needs_state=False).path
+        num_blocks = ceil_div(stop - start, self.block_size)
+        # What it comes behind must not be evicted for it.
+        num_idle = sum(map(self._cache.is_idle, path))
+        if len(path) * self.block_size != start or not self._has_room(
+            [num_blocks + num_idle] * len(self._pools)
+        ):
+            return None
+        for node in path:
+            self._cache.pin(node)
+        self._make_room([num_blocks] * len(self._pools), f"{stop - start} restored tokens")
+        restored = list(zip(*(pool.take(num_blocks) for pool in self._pools), strict=True))
+        self._add_restored(path, identity, stop, restored)
+        for node in reversed(path):
+            self._cache.unpin(node)
+        return restored
+
+    def _add_restored(
+        self,
+        path: list[CachedBlock],
+        identity: TokenIdentity,
+        stop: int,
+        restored: Sequence[tuple[int, ...]],
+    ) -> None:
+        """Adds blocks behind a path of pinned nodes, which gets those that are whole."""
+        size = self.block_size
+        for key, blocks in zip(identity.chunks(len(path) * size, stop, size), restored, strict=True):
+            num_tokens = len(key) // ROW_BYTES
+            parent = path[-1] if path else self._cache.root
+            for pool, block in zip(self._pools, blocks, strict=True):
+                pool.write(block, 0, num_tokens)
+            if num_tokens == size:
+                path.append(self._cache.child(parent, key, blocks))
+                self._cache.pin(path[-1])
+            else:
+                self._cache.add_partial(parent, key, blocks)
+            for pool, block in zip(self._pools, blocks, strict=True):
+                pool.release(block)  # it is the prefix cache's
 
     def truncate(self, request_id: str, num_tokens: int, layer_group: int | None = None) -> list[BlockCopy]:
         """Frees blocks past `num_tokens`, of all layer groups or one; tokens past it are forgotten.

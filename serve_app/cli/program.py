@@ -56,6 +56,7 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "status": ("status:status", "Show the workers, queues and traffic of a server."),
         "config": ("config:config", "Show the resolved configuration of a server."),
         "keys": ("keys:keys", "Make keys for the clients of a server."),
+        "cache": ("cache:cache", "List or remove what --cache-dir keeps."),
     },
 }
 _COMMANDS = {name: entry for group in _GROUPS.values() for name, entry in group.items()}

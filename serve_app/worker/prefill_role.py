@@ -26,6 +26,7 @@ from epd.serve_app.worker.worker_roles import Clock, ReportBuffer, Rounds
 from epd.serve_app.worker.worker_stages import drafting_counters
 from epd.stages.engine.faults import RequestFault
 from epd.stages.engine.generation import GenerateRequest, StepResult
+from epd.stages.engine.kv_store import StoreCounts
 from epd.stages.prefill import PrefillStage
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, TransferOutcome
@@ -267,6 +268,7 @@ class PrefillRole:
                 "generated_tokens": engine.counts.num_generated_tokens,
                 "preemptions": engine.scheduler.num_preempted,
                 **drafting_counters(engine.counts),
+                **({} if engine.store is None else _store_counters(engine.store.counts)),
                 "encoder_cache_hits": cache.counts.hits,
                 "encoder_cache_misses": cache.counts.misses,
             },
@@ -285,9 +287,21 @@ class PrefillRole:
             samples["decode"] = self._decodes.sample(num_decodes)
         return samples
 
+    def close(self) -> None:
+        self.stage.engine.close()
+
     def check_integrity(self) -> None:
         self.stage.check_integrity()
         self.feeds.check_integrity()
+
+
+def _store_counters(counts: StoreCounts) -> dict[str, float]:
+    return {
+        "store_read_tokens": counts.read_tokens,
+        "store_read_bytes": counts.read_bytes,
+        "store_written_bytes": counts.written_bytes,
+        "store_failures": counts.num_failed,
+    }
 
 
 def _place(groups: Sequence[MediaGroup], number: int) -> tuple[int, int]:

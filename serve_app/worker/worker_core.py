@@ -294,7 +294,7 @@ class WorkerCore:
         wanted = stages_of(roles)
         for stage in [stage for stage in self.hosted if stage not in wanted]:
             if not self.hosted[stage].has_work():
-                del self.hosted[stage]
+                _end(self.hosted.pop(stage))
                 self._builder.close(endpoint(self.name, stage))
         self._builder.drop_models(wanted | self.hosted.keys())
 
@@ -324,6 +324,8 @@ class WorkerCore:
         """Ends the threads and processes that the worker has started."""
         if self._beside is not None:
             self._beside.close()
+        for role in self.hosted.values():
+            _end(role)
         self._builder.end_ranks()
 
     def has_work(self) -> bool:
@@ -388,3 +390,9 @@ def _highest(usages: Sequence[float | None]) -> float | None:
 def _summed(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = {name for each in counters for name in each}
     return {name: sum(each.get(name, 0) for each in counters) for name in sorted(names)}
+
+
+def _end(role: Role) -> None:
+    """Ends what runs beside a role."""
+    if isinstance(role, PrefillRole):
+        role.close()

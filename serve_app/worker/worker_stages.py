@@ -30,6 +30,7 @@ from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool, Encoder
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import EngineCounts, generation_settings
 from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
+from epd.stages.engine.kv_store import open_files
 from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
 from epd.stages.loading.weights import WholeModel
 from epd.stages.memory_sizing import (
@@ -66,6 +67,7 @@ class WorkerSettings:
     num_sharing: workers of this process, which share its GPU
     tensor_parallel: processes that share the language model of a worker
     encode_beside: in workers with other stages too, the tower runs in a thread of its own
+    image_background: colour behind transparent images, which changes what is kept of them
     samples_load: reports have samples by which load is estimated: where roles or replicas may follow it
     """
 
@@ -84,6 +86,7 @@ class WorkerSettings:
     num_sharing: int = 1
     tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
     encode_beside: bool = True
+    image_background: str = ""
     samples_load: bool = True
 
     @property
@@ -278,6 +281,9 @@ class StageBuilder:
         options = self.settings.engine
         options = options if decodes else options.model_copy(update={"enforce_eager": True})
         engine, connector = self._engine(name, self.settings.scheduler, options)
+        if options.cache_dir is not None:
+            facts = {"image_background": self.settings.image_background}
+            engine.keep_in(open_files(self.settings.model_path, options, engine.pools.shape, facts))
         return PrefillStage(engine, connector)
 
     def decode(self, name: str) -> DecodeStage:

@@ -23,6 +23,7 @@ from epd.kv.scheduling import Scheduler, SchedulerConfig
 from epd.stages.engine.block_moves import BlockMoves
 from epd.stages.engine.faults import FaultCounts, run_apart
 from epd.stages.engine.generation import Admission, EngineCounts, Extent, GenerateRequest, StepResult
+from epd.stages.engine.kv_store import KVStore
 from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.run_ahead import RunAhead
 from epd.stages.engine.sequence import ComputedChunk, TokenSequence, sample_chunks
@@ -31,6 +32,8 @@ from epd.stages.rank import RankGroup
 from epd.stages.sampling.detokenizer import AnswerEnds
 from epd.stages.sampling.sampler import SampledToken
 from epd.stages.visual_inputs import PlacedEmbeddings, VisualInputs
+from epd.store.piece_files import PieceFiles
+from epd.store.pieces import PIECE_TOKENS
 from epd.types import ceil_div
 
 
@@ -80,6 +83,7 @@ class LanguageEngine:
             else None
         )
         self._fault_counts = FaultCounts()
+        self.store: KVStore | None = None
         self.grammars = GrammarBuilder(tokenizer, eos_ids)
 
     # Requests
@@ -89,8 +93,19 @@ class LanguageEngine:
         if request.request_id in self._sequences or self.scheduler.is_held(request.request_id):
             raise RequestError(f"request id '{request.request_id}' is in use; choose another")
         sequence = self._choice(request, 0, VisualInputs(request.prompt, request.num_prompt_tokens))
-        self.scheduler.add(sequence.scheduled)
+        self.scheduler.check_fits(sequence.scheduled)
         self._sequences[sequence.request_id] = sequence
+        if self.store is None or not self.store.begin(sequence):
+            self.scheduler.add(sequence.scheduled)
+
+    def keep_in(self, files: PieceFiles, piece_tokens: int = PIECE_TOKENS) -> None:
+        """Keeps keys and values of media in files, from now on, and brings them back."""
+        self.store = KVStore(files, self.kv, self.pools, piece_tokens)
+
+    def close(self) -> None:
+        """Ends what runs beside it."""
+        if self.store is not None:
+            self.store.close()
 
     def can_admit(self, request: GenerateRequest) -> bool:
         """Reports whether the request would get its blocks in the next step. Changes nothing."""
@@ -246,6 +261,7 @@ class LanguageEngine:
         start_s = self._now_s()
         result = StepResult()
         self._take_grammars()
+        self._take_restored()
         if self._run_ahead is not None and (ahead := self._run_ahead.step(self._sequences)):
             self._commit(ahead, result)
             self._count(len(ahead), result)
@@ -290,6 +306,11 @@ class LanguageEngine:
         for sequence in self._sequences.values():
             if not sequence.scheduled.may_sample:
                 sequence.scheduled.may_sample = sequence.may_sample
+
+    def _take_restored(self) -> None:
+        """Queues the requests whose keys and values have been brought back."""
+        for sequence in self.store.step() if self.store is not None else ():
+            self.scheduler.add(sequence.scheduled)
 
     def _fail(self, request: ScheduledRequest, cause: Exception, result: StepResult) -> None:
         """Forgets a request that raises, with all its sequences; blocks that go elsewhere stay held."""
@@ -413,6 +434,8 @@ class LanguageEngine:
             return
         self._note_guarded(chunk, sequence)
         self.scheduler.advance(chunk.request, chunk.stop)
+        if self.store is not None:
+            self.store.keep(sequence)
         self._drop_tokens(sequence)
         self._drop_embeddings(sequence)
         if tokens:
@@ -465,6 +488,8 @@ class LanguageEngine:
     def _remove(self, sequence: TokenSequence, *, hold: bool = False) -> None:
         del self._sequences[sequence.request_id]
         self._moves.forget(sequence.request_id)
+        if self.store is not None and self.store.forget(sequence.request_id):
+            return  # it is not in a queue yet
         self.scheduler.remove(sequence.scheduled, hold=hold)
 
     def _note_guarded(self, chunk: Chunk, sequence: TokenSequence) -> None:
@@ -498,5 +523,6 @@ class LanguageEngine:
         """Raises AssertionError unless scheduler, cache and requests agree."""
         self.scheduler.check_integrity()
         queued = {each.request_id for each in (*self.scheduler.waiting, *self.scheduler.running)}
+        queued |= set() if self.store is None else self.store.restoring
         if queued != self._sequences.keys() or not self._moves.offloaded <= queued:
             raise AssertionError(f"sequences {set(self._sequences)} are not those queued, {queued}")

@@ -193,6 +193,32 @@ class KVCacheMachine(RuleBasedStateMachine):
         return request_id, self.requests[request_id]
 
     @precondition(lambda self: self.requests)
+    @rule(data=st.data(), num_tokens=st.integers(1, 8), num_before=st.integers(0, 6))
+    def restore(self, data: st.DataObject, num_tokens: int, num_before: int) -> None:
+        """What another life has kept of a prompt comes back behind what is cached."""
+        identity = self.some(data)[1].identity
+        self.carry_out_copies()
+        start = num_before * BLOCK_SIZE
+        stop = min(start + num_tokens, len(identity))
+        if stop <= start or not self.manager.enable_prefix_caching or self.states:
+            return
+        before, is_cached = self.state(), self.manager.num_cached(identity, start) == start
+        blocks = self.manager.restore(identity, start, stop)
+        if blocks is None:
+            assert self.state() == before
+            lacks = min(self.manager.num_free_blocks(group) for group in (0, 1)) < -(
+                -num_tokens // BLOCK_SIZE
+            )
+            assert not is_cached or lacks or num_before
+            return
+        assert is_cached
+        for at, row in enumerate(rows_of(identity, stop)[start:]):
+            for group in (0, 1):
+                self.memory[group][blocks[at // BLOCK_SIZE][group]][at % BLOCK_SIZE] = row
+        assert self.manager.num_cached(identity, stop) == stop
+        self.findable.append(rows_of(identity, stop))
+
+    @precondition(lambda self: self.requests)
     @rule(data=st.data(), added=st.integers(0, 8))
     def allocate(self, data: st.DataObject, added: int) -> None:
         request_id, _ = self.some(data)

@@ -41,6 +41,8 @@ GIVEN: dict[str, Any] = {
     "skip_static": 0.5,
     "tower_share": 0.5,
     "tower_merge_layer": 2,
+    "cache_dir": Path("kept"),
+    "cache_bytes": 1 << 30,
     "revision": "v1",
     "draft": "auto",
     "max_draft": 4,

@@ -1,0 +1,142 @@
+"""What a second question about a video costs in another life of a server, the first one killed.
+
+    python -m benchmarks.serving.second_life --minutes 10 --rounds 3 --write
+
+Each round starts three servers in turn, asks each a short text first, and kills the second one:
+
+    without a cache_dir            first question
+    with an empty one              first question | another one | SIGKILL
+    with what that one has left                     another one
+
+The results go to benchmarks/results/second_life.{json,md} with --write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+
+from benchmarks.reporting import RESULTS, Row, markdown, setting
+from epd.shapes import make_scene
+from epd.store.piece_files import stored
+from epd.video.demo_video import write_demo_video
+
+_FIRST, _OTHER = "Describe the video.", "How many shapes are there?"
+_READY_S, _ANSWER_S = 120.0, 1800.0
+_COUNTERS = ("encoded_patches", "computed_tokens", "store_read_tokens")
+
+
+class Life:
+    """One process of a server."""
+
+    def __init__(self, port: int) -> None:
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=_ANSWER_S)
+
+    def is_ready(self) -> bool:
+        try:
+            return self._http.get("/health").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def ask(self, text: str, video: Path | None = None) -> float:
+        """Returns the seconds of an answer of one word."""
+        media = [] if video is None else [{"type": "video_url", "video_url": {"url": video.as_uri()}}]
+        content = [*media, {"type": "text", "text": text}]
+        body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 1}
+        start_s = time.monotonic()
+        self._http.post("/v1/chat/completions", json=body).raise_for_status()
+        return time.monotonic() - start_s
+
+    def counters(self) -> dict[str, int]:
+        time.sleep(1.5)  # workers report their load each second
+        text = self._http.get("/metrics").text
+        found = {name: re.search(rf"^epd_{name}_total (\S+)$", text, re.M) for name in _COUNTERS}
+        return {name: int(float(value[1])) if value else 0 for name, value in found.items()}
+
+
+@contextmanager
+def life(folder: Path, options: Sequence[str]) -> Iterator[Life]:
+    """Yields a server that reads media in `folder`, and has answered a text. It is killed at the end."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "epd", "serve", "--local", "--port", str(port)]
+    command += ["--allowed-media-path", str(folder), *options]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            started, end_s = Life(port), time.monotonic() + _READY_S
+            while not started.is_ready():
+                if server.poll() is not None or time.monotonic() > end_s:
+                    raise SystemExit("epd serve did not start; run it yourself to see why")
+                time.sleep(0.1)
+            started.ask("What is shown?")
+            yield started
+        finally:
+            server.send_signal(signal.SIGKILL)
+
+
+def one_round(video: Path, options: Sequence[str]) -> Row:
+    with TemporaryDirectory() as kept:
+        with life(video.parent, options) as plain:
+            without_s = plain.ask(_FIRST, video)
+        with life(video.parent, [*options, "--cache-dir", kept]) as first:
+            first_s = first.ask(_FIRST, video)
+            same_s = first.ask(_OTHER, video)
+            first.counters()
+        stored_bytes = sum(each.num_bytes for each in stored(Path(kept)))
+        with life(video.parent, [*options, "--cache-dir", kept]) as second:
+            other_s = second.ask(_OTHER, video)
+            counted = second.counters()
+    return {
+        "first, without": round(without_s, 2),
+        "first, with": round(first_s, 2),
+        "second, same life": round(same_s, 3),
+        "second, after SIGKILL": round(other_s, 3),
+        "share of the first": round(other_s / first_s, 4),
+        "cost of keeping": round(first_s / without_s, 3),
+        "stored_mb": round(stored_bytes / 1e6, 1),
+        **counted,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--options", default="--topology 1e1p1d", help="of epd serve")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/second_life.*")
+    asked = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        video = Path(folder, "video.mp4")
+        write_demo_video(video, make_scene(1, asked.minutes * 60), fps=4, height=224, width=224)
+        rows = []
+        for _ in range(asked.rounds):
+            rows.append(one_round(video, asked.options.split()))
+            print(json.dumps(rows[-1]), flush=True)
+    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    results = {"setting": setting(["torch"], options=asked.options), "rounds": rows, "medians": [medians]}
+    command = f"python -m benchmarks.serving.second_life --minutes {asked.minutes:g} --rounds {asked.rounds}"
+    titles = {"medians": f"A video of {asked.minutes:g} minutes, medians; seconds", "rounds": "Each round"}
+    text = markdown("A second life", command, results, titles)
+    print(text)
+    if asked.write:
+        (RESULTS / "second_life.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        (RESULTS / "second_life.md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

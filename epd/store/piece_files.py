@@ -1,0 +1,207 @@
+"""Keeps pieces as files of one folder, which processes and machines may share.
+
+    folder/models.json                     digests of models' files
+    folder/<namespace>/about.json          what the namespace is of, for people
+    folder/<namespace>/<2 of key>/<key>    header | payload
+
+    header    magic | bytes of the payload | digest of the payload
+
+A file is written under another name and then renamed, so that it is whole or not there. Its name stands for
+its content, so it never changes, and two writers write the same. One that does not match its header is a miss
+and is removed. The time of a file is that of its last use. Where room is short, those go that were not used
+for longest. A prompt's first pieces are dated later than those after them, which are worth nothing alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import NamedTemporaryFile, mkstemp
+
+from epd.errors import RequestError
+
+_ABOUT = "about.json"
+_MAGIC = b"EPDKV001"
+_HEADER = struct.Struct("<8sQ16s")
+_DIGEST_BYTES = 16
+# Of the room, what stays after some were removed: so that not every write removes.
+_LEFT = 0.9
+# Bytes written by this process after which those of others are counted again.
+_RECOUNT = 1 << 28
+# Seconds by which a piece is dated before the one that it follows.
+_STEP_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """Describes a file. used_s: Unix time of its last use."""
+
+    path: Path
+    num_bytes: int
+    used_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Describes what a namespace has. about: what it is of. used_s: Unix time of its last use."""
+
+    namespace: str
+    about: Mapping[str, str]
+    num_files: int
+    num_bytes: int
+    used_s: float
+
+
+class PieceFiles:
+    """Reads and writes the pieces of one namespace. A reader and a writer may have threads."""
+
+    def __init__(self, folder: Path, namespace: str, max_bytes: int, about: Mapping[str, str]) -> None:
+        """Makes the folders. max_bytes: of all namespaces together. Raises as `make_folder`."""
+        self.folder = folder
+        self.max_bytes = max_bytes
+        self._own = folder / namespace
+        self._num_bytes: int | None = None  # of all files, once they were counted
+        self._num_uncounted = 0
+        make_folder(self._own)
+        (self._own / _ABOUT).write_text(json.dumps(dict(about), indent=1), encoding="utf-8")
+
+    def __contains__(self, key: str) -> bool:
+        return self._path(key).exists()
+
+    def _path(self, key: str) -> Path:
+        return self._own / key[:2] / key
+
+    def read(self, key: str, index: int, payload: memoryview) -> bool:
+        """Fills a payload, of the right number of bytes. False, for one that is not there or not whole.
+
+        index: of the piece in its prompt.
+        """
+        path = self._path(key)
+        if _fill(path, payload):
+            _date(path, index)
+            return True
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        return False
+
+    def write(self, key: str, index: int, payload: memoryview) -> int:
+        """Keeps a payload. Returns the bytes written: none where it is there, or larger than the room.
+
+        Raises OSError for a disk that does not take it.
+        """
+        path, size = self._path(key), _HEADER.size + len(payload)
+        if path.exists() or not self._has_room(size):
+            return 0
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        opened, name = mkstemp(prefix=".", dir=path.parent)  # of this user alone
+        own = Path(name)
+        try:
+            with open(opened, "wb", buffering=0) as file:
+                digest = blake2b(payload, digest_size=_DIGEST_BYTES).digest()
+                file.write(_HEADER.pack(_MAGIC, len(payload), digest))
+                written = 0
+                while written < len(payload):
+                    written += file.write(payload[written:])
+            _date(own, index)
+            own.replace(path)
+        except FileNotFoundError:  # another writer needed the room
+            return 0
+        except OSError:
+            own.unlink(missing_ok=True)
+            raise
+        self._num_bytes = (self._num_bytes or 0) + size
+        self._num_uncounted += size
+        return size
+
+    def _has_room(self, size: int) -> bool:
+        """Makes room for a file. Returns False for one that is larger than all room."""
+        if size > self.max_bytes:
+            return False
+        if self._num_bytes is None or self._num_uncounted > _RECOUNT:
+            self._num_bytes, self._num_uncounted = sum(each.num_bytes for each in stored(self.folder)), 0
+        if self._num_bytes + size > self.max_bytes:
+            self._num_bytes = remove_oldest(self.folder, int(self.max_bytes * _LEFT) - size)
+        return True
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, for this user alone. Raises RequestError for one that cannot be written."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        NamedTemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise RequestError(
+            f"received the cache directory '{folder}', which cannot be written: {error.strerror}; allowed: a "
+            "folder of this user; choose another"
+        ) from error
+
+
+def _date(path: Path, index: int) -> None:
+    """Dates a file as used now; of a prompt, later pieces a little earlier."""
+    used_s = time.time() - index * _STEP_S
+    with suppress(OSError):
+        os.utime(path, (used_s, used_s))
+
+
+def _fill(path: Path, payload: memoryview) -> bool:
+    """Reads a file's payload. False for a file that is not there, or has another one than its header says."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            head: tuple[bytes, int, bytes] = _HEADER.unpack(file.read(_HEADER.size))
+            magic, num_bytes, digest = head
+            if magic != _MAGIC or not num_bytes == len(payload) == file.readinto(payload):
+                return False
+    except (OSError, struct.error):
+        return False
+    return blake2b(payload, digest_size=_DIGEST_BYTES).digest() == digest
+
+
+def is_whole(path: Path) -> bool:
+    """Returns whether a file has what its header says."""
+    num_bytes = max(path.stat().st_size - _HEADER.size, 0)
+    return _fill(path, memoryview(bytearray(num_bytes)))
+
+
+def contents(folder: Path) -> Iterator[Contents]:
+    """Yields what each namespace of a folder has, by name."""
+    for about in sorted(folder.glob(f"*/{_ABOUT}")):
+        files = list(stored(about.parent))
+        num_bytes = sum(each.num_bytes for each in files)
+        used_s = max((each.used_s for each in files), default=about.stat().st_mtime)
+        facts = json.loads(about.read_text(encoding="utf-8"))
+        yield Contents(about.parent.name, facts, len(files), num_bytes, used_s)
+
+
+def stored(folder: Path) -> Iterator[StoredFile]:
+    """Yields the files of all namespaces, also those that are being written or were left by a writer."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = Path(parent, name)
+            if path.suffix != ".json":
+                with suppress(OSError):
+                    stat = path.stat()
+                    yield StoredFile(path, stat.st_size, stat.st_mtime)
+
+
+def remove_oldest(folder: Path, most_bytes: int, before_s: float = math.inf) -> int:
+    """Removes the files that were not used for longest, until `most_bytes` are left. Returns what is left.
+
+    before_s: Unix time; those that were used later stay.
+    """
+    files = sorted(stored(folder), key=lambda each: each.used_s)
+    left = sum(each.num_bytes for each in files)
+    for each in files:
+        if left <= most_bytes or each.used_s > before_s:
+            break
+        with suppress(OSError):
+            each.path.unlink(missing_ok=True)
+        left -= each.num_bytes
+    return left

@@ -1,0 +1,73 @@
+"""The command `epd cache`."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from epd import console
+from epd.errors import RequestError
+from epd.store.piece_files import Contents, contents, is_whole, remove_oldest, stored
+
+cache = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+_DAY_S = 86_400.0
+_Folder = Annotated[Path, typer.Argument(help="The --cache-dir of a server or a command.")]
+_Model = Annotated[str | None, typer.Option(metavar="NAME", help="Only what is kept of this model.")]
+_Days = Annotated[
+    float, typer.Option("--unused-days", metavar="N", help="Only what was not used for N days.", min=0)
+]
+
+
+@cache.callback()
+def _cache() -> None:
+    """List or remove what --cache-dir keeps."""
+
+
+@cache.command()
+def ls(folder: _Folder) -> None:
+    """List what is kept, by model and settings."""
+    for each in _contents(folder):
+        used = datetime.fromtimestamp(each.used_s, UTC)
+        size = f"{each.num_bytes / 1e6:,.1f} MB"
+        of = f"{each.about.get('model', '?')} {each.about.get('visual', '')}".rstrip()
+        num = console.counted(each.num_files, "piece")
+        console.stream_text(
+            f"{each.namespace[:8]}  {num:>12}  {size:>14}  last used {used:%Y-%m-%d %H:%M} UTC  {of}\n"
+        )
+
+
+@cache.command()
+def rm(folder: _Folder, model: _Model = None, unused_days: _Days = 0.0) -> None:
+    """Remove what is kept. A server that uses the folder computes it again."""
+    most_s = time.time() - unused_days * _DAY_S
+    removed = 0
+    for each in _contents(folder):
+        if model in (None, each.about.get("model")):
+            before = sum(file.num_bytes for file in stored(folder / each.namespace))
+            removed += before - remove_oldest(folder / each.namespace, 0, before_s=most_s)
+    console.stream_text(f"removed {removed / 1e6:,.1f} MB\n")
+
+
+@cache.command()
+def verify(folder: _Folder) -> None:
+    """Read every piece, and remove those that are damaged. Ends with code 1 if there are any."""
+    files = [file for each in _contents(folder) for file in stored(folder / each.namespace)]
+    damaged = [file.path for file in files if not is_whole(file.path)]
+    for path in damaged:
+        path.unlink(missing_ok=True)
+        console.stream_text(f"removed {path}, which is damaged\n")
+    console.stream_text(f"{console.counted(len(files), 'piece')}, {len(damaged)} damaged\n")
+    if damaged:
+        raise typer.Exit(1)
+
+
+def _contents(folder: Path) -> list[Contents]:
+    """Reads what the folder has. Raises RequestError for one that is not there."""
+    if not folder.is_dir():
+        raise RequestError(f"received '{folder}', which is no folder; allowed: a --cache-dir; name one")
+    return list(contents(folder))

@@ -1,0 +1,264 @@
+"""Keeps keys and values of media on disk, and brings them back before a request is admitted.
+
+    add: what is on disk behind what is cached?   no  -> the scheduler's queue
+                     | yes
+    a thread reads pieces ahead  ->  step: into the prefix cache, in order  ->  the queue, as for any hit
+
+    step: a chunk is computed  ->  whole pieces are copied to the host  ->  a thread writes them
+
+Neither reading nor writing holds up a step. What cannot be read, or has no room, is computed as ever. No
+question is kept: a prompt's pieces end with its last visual token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from epd.engine_config import EngineConfig
+from epd.errors import UnsupportedModelError
+from epd.kv.kv_cache import KVCacheManager
+from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
+from epd.stages.engine.sequence import TokenSequence
+from epd.store.namespace import model_digest, namespace
+from epd.store.piece_files import PieceFiles, make_folder
+from epd.store.pieces import PIECE_TOKENS, Piece, pieces
+from epd.types import ceil_div
+
+logger = logging.getLogger(__name__)
+
+NO_FACTS: Mapping[str, str] = {}
+# Pieces of a request that are read ahead of the pools.
+_READ_AHEAD = 4
+# Bytes that wait to be written; what comes on top is not kept.
+_MOST_WAITING = 1 << 28
+
+
+@dataclass(slots=True)
+class StoreCounts:
+    """Counts so far. num_failed: pieces that were expected and not there, or not whole."""
+
+    read_tokens: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    num_failed: int = 0
+
+
+@dataclass(slots=True)
+class _Restore:
+    """Brings back a prompt's pieces.
+
+    missing: that are not read yet. reading: that are, or are being read, in order.
+    """
+
+    sequence: TokenSequence
+    missing: deque[Piece]
+    reading: deque[tuple[Piece, Future[Tensor | None]]]
+
+
+class KVStore:
+    """Keeps the pieces of one engine. Not thread-safe."""
+
+    def __init__(
+        self, files: PieceFiles, kv: KVCacheManager, pools: KVPools, piece_tokens: int = PIECE_TOKENS
+    ) -> None:
+        """piece_tokens: of a piece, made whole blocks.
+
+        Raises UnsupportedModelError for a model that keeps more of a prompt than keys and values.
+        """
+        if kv.spec.num_states:
+            raise UnsupportedModelError(
+                "received a cache_dir for a model with a recurrent state, which is not kept; allowed: none; "
+                "leave cache_dir out"
+            )
+        self.counts = StoreCounts()
+        self._files = files
+        self._kv = kv
+        self._pools = pools
+        self._piece_tokens = ceil_div(piece_tokens, kv.block_size) * kv.block_size
+        self._restores: dict[str, _Restore] = {}
+        self._to_keep: dict[str, deque[Piece]] = {}  # of requests that are prefilled, the next one first
+        self._reader = ThreadPoolExecutor(1, "read-kv")
+        self._writer = ThreadPoolExecutor(1, "write-kv")
+        self._num_waiting = 0  # bytes that wait for the writer
+        self._waiting = Lock()
+        self._can_write = True
+
+    @property
+    def restoring(self) -> set[str]:
+        """Returns the requests that wait for what is on disk."""
+        return set(self._restores)
+
+    # Back from disk
+
+    def begin(self, sequence: TokenSequence) -> bool:
+        """Starts to bring back a prompt's pieces. Returns False if there is none behind what is cached."""
+        if not _is_kept(sequence):
+            return False
+        num_tokens = sequence.request.prompt.prefix_length
+        every = list(pieces(sequence.scheduled.identity, num_tokens, self._piece_tokens))
+        self._to_keep[sequence.request_id] = deque(every)
+        missing = deque(self._behind_cached(sequence, every))
+        if not missing:
+            return False
+        self._restores[sequence.request_id] = _Restore(sequence, missing, deque())
+        self._read_ahead(self._restores[sequence.request_id])
+        return True
+
+    def _behind_cached(self, sequence: TokenSequence, every: list[Piece]) -> Iterator[Piece]:
+        """Yields the pieces on disk that follow those in the prefix cache."""
+        num_cached = self._kv.num_cached(sequence.scheduled.identity, every[-1].stop)
+        for piece in every:
+            if piece.stop <= num_cached:
+                continue
+            if piece.key not in self._files:
+                return
+            yield piece
+
+    def _read_ahead(self, restore: _Restore) -> None:
+        while restore.missing and len(restore.reading) < _READ_AHEAD:
+            piece = restore.missing.popleft()
+            restore.reading.append((piece, self._reader.submit(self._read, piece)))
+
+    def _read(self, piece: Piece) -> Tensor | None:
+        payload = torch.empty(self._num_bytes(piece), dtype=torch.uint8)
+        is_read = self._files.read(piece.key, piece.index, payload.numpy().data)
+        return payload if is_read else None
+
+    def step(self) -> list[TokenSequence]:
+        """Puts what was read into the prefix cache. Returns the requests that wait no longer."""
+        over = [each.sequence for each in self._restores.values() if self._advance(each)]
+        for sequence in over:
+            del self._restores[sequence.request_id]
+        return over
+
+    def _advance(self, restore: _Restore) -> bool:
+        """Takes what was read, in order. Returns whether the request is to be computed from there."""
+        while restore.reading and restore.reading[0][1].done():
+            piece, read = restore.reading.popleft()
+            if not self._place(restore.sequence, piece, read.result()):
+                return True
+            self._read_ahead(restore)
+        return not restore.reading
+
+    def _place(self, sequence: TokenSequence, piece: Piece, payload: Tensor | None) -> bool:
+        """Writes a piece to the pools. Returns False if it could not be."""
+        if payload is None:
+            self.counts.num_failed += 1
+            return False
+        blocks = self._kv.restore(sequence.scheduled.identity, piece.start, piece.stop)
+        if blocks is None:
+            return False
+        sizes = [len(blocks) * num_bytes for num_bytes in self._bytes_per_block]
+        for group, part in enumerate(torch.split(payload, sizes)):
+            storage = self._pools.groups[group].storage
+            ids = torch.tensor([each[group] for each in blocks], device=storage.device)
+            values = part.view(storage.dtype).view(len(blocks), *storage.shape[1:])
+            storage.index_copy_(0, ids, values.to(storage.device))
+        self.counts.read_tokens += piece.num_tokens
+        self.counts.read_bytes += len(payload)
+        return True
+
+    # To disk
+
+    def keep(self, sequence: TokenSequence) -> None:
+        """Keeps what has been computed of a prompt's pieces."""
+        following = self._to_keep.get(sequence.request_id)
+        if following is None:
+            return
+        while following and following[0].stop <= sequence.scheduled.num_computed:
+            piece = following.popleft()
+            if self._can_write and sequence.tokens.is_key is None and piece.key not in self._files:
+                self._write_behind(piece, self._kv_of(sequence.request_id, piece))
+        if not following:
+            del self._to_keep[sequence.request_id]
+
+    def _kv_of(self, request_id: str, piece: Piece) -> Tensor:
+        """Copies a piece out of the pools, uint8 [bytes], on the host."""
+        size = self._kv.block_size
+        parts = []
+        for group, pool in enumerate(self._pools.groups):
+            table = self._kv.block_table(request_id, group)
+            ids = torch.tensor(table[piece.start // size : ceil_div(piece.stop, size)])
+            taken = pool.storage.index_select(0, ids.to(pool.storage.device))
+            parts.append(taken.contiguous().cpu().flatten().view(torch.uint8))
+        return torch.cat(parts)
+
+    def _write_behind(self, piece: Piece, payload: Tensor) -> None:
+        with self._waiting:
+            if self._num_waiting + len(payload) > _MOST_WAITING:
+                return
+            self._num_waiting += len(payload)
+        self._writer.submit(self._write, piece, payload)
+
+    def _write(self, piece: Piece, payload: Tensor) -> None:
+        try:
+            written = self._files.write(piece.key, piece.index, payload.numpy().data)
+            self.counts.written_bytes += written
+        except OSError as error:
+            self._can_write = False
+            folder = self._files.folder
+            logger.warning("keys and values are kept in %s no longer: %s", folder, error.strerror)
+        finally:
+            with self._waiting:
+                self._num_waiting -= len(payload)
+
+    # Both
+
+    @property
+    def _bytes_per_block(self) -> list[int]:
+        size = self._kv.block_size
+        return [size * group.layout.bytes_per_token for group in self._pools.groups]
+
+    def _num_bytes(self, piece: Piece) -> int:
+        return ceil_div(piece.num_tokens, self._kv.block_size) * sum(self._bytes_per_block)
+
+    def forget(self, request_id: str) -> bool:
+        """Ends what is done for a request. Returns whether it waited for what is on disk."""
+        self._to_keep.pop(request_id, None)
+        restore = self._restores.pop(request_id, None)
+        for _, read in restore.reading if restore is not None else ():
+            read.cancel()
+        return restore is not None
+
+    def close(self) -> None:
+        """Ends the threads, once what waits is written."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._writer.shutdown()
+
+
+def open_files(
+    model: Path, options: EngineConfig, shape: KVPoolsShape, facts: Mapping[str, str] = NO_FACTS
+) -> PieceFiles:
+    """Opens the files of a model's keys and values in `options.cache_dir`.
+
+    facts: whatever else changes them. Raises RequestError for a folder that cannot be written.
+    """
+    assert options.cache_dir is not None
+    folder = options.cache_dir.expanduser()
+    about = {
+        "model": model.name,
+        "layouts": "; ".join(str(layout) for layout in shape.layouts),
+        "block_size": str(shape.block_size),
+        "model_impl": options.model_impl,
+        "visual": options.visual_text,
+        **facts,
+    }
+    make_folder(folder)
+    digest = model_digest(model, folder)
+    return PieceFiles(folder, namespace({**about, "digest": digest}), options.cache_bytes, about)
+
+
+def _is_kept(sequence: TokenSequence) -> bool:
+    """Returns whether a prompt has media, and all of its layers keep all of its tokens."""
+    scheduled, request = sequence.scheduled, sequence.request
+    is_whole = not scheduled.pruned and not scheduled.num_to_drop and sequence.view is None
+    return is_whole and request.parent is None and request.prompt.prefix_length > 0 and sequence.index == 0

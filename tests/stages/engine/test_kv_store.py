@@ -1,0 +1,174 @@
+"""Keys and values on disk: another life of an engine computes the questions alone, with the same tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from epd.encoders.groups import prompt_identity
+from epd.sampling_params import SamplingParams
+from epd.stages.engine.engine import LanguageEngine
+from epd.store.piece_files import PieceFiles, stored
+from tests.stages.conftest import Subject
+from tests.stages.prompts import MAX_TOKENS, Drive
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+
+_PIECE = 16
+
+
+def life(subject: Subject, folder: Path, max_bytes: int = 1 << 30, **options: object) -> LanguageEngine:
+    """A new engine, with nothing in memory, over a folder."""
+    engine = subject.engine(enable_prefix_caching=True, **options)
+    engine.keep_in(PieceFiles(folder, "tests", max_bytes, {}), _PIECE)
+    return engine
+
+
+def run(subject: Subject, engine: LanguageEngine, count: int = 5, seed: int = 0) -> int:
+    """Answers the mix rightly. Returns the tokens that were computed for it."""
+    before = engine.counts.num_computed_tokens
+    prompts = subject.mix(count)
+    assert Drive(engine, seed).run(prompts) == {name: prompt.expected for name, prompt in prompts.items()}
+    assert engine.kv.usage == 0
+    engine.close()
+    return engine.counts.num_computed_tokens - before
+
+
+def least(subject: Subject, count: int = 5) -> int:
+    """The tokens that are computed where all media are cached. Questions that begin alike may need fewer."""
+    prompts = subject.mix(count).values()
+    return sum(len(each.plan) - each.plan.prefix_length + len(each.expected) - 1 for each in prompts)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(each.path for each in stored(folder))
+
+
+@pytest.mark.parametrize("options", [{}, {"block_size": 5}])
+def test_a_second_life_computes_only_the_questions(
+    any_family: Subject, tmp_path: Path, options: dict[str, int]
+) -> None:
+    first = run(any_family, life(any_family, tmp_path, **options))
+    names = files_of(tmp_path)
+    engine = life(any_family, tmp_path, **options)
+    assert run(any_family, engine, seed=1) <= least(any_family) < first
+    assert engine.store is not None
+    assert engine.store.counts.read_tokens > 0
+    assert engine.store.counts.written_bytes == engine.store.counts.num_failed == 0
+    assert files_of(tmp_path) == names, "nothing is written twice"
+
+
+def test_media_need_not_come_again(a_family: Subject, tmp_path: Path) -> None:
+    """Another question about the same media, of which no embedding arrives in the second life."""
+    prompt = a_family.prompts[3]
+    run(a_family, life(a_family, tmp_path))
+    engine = life(a_family, tmp_path)
+    other = a_family.adapter.plan_prompt([item.plan for item in prompt.plan.media], "And where is it?")
+    engine.add(type(prompt)(other, prompt.mm_hashes, (), ()).request("second"))
+    drive = Drive(engine, 0)
+    for _ in range(10_000):
+        drive.step()
+        if not engine.has_work():
+            break
+    engine.close()
+    in_memory = Drive(a_family.engine(enable_prefix_caching=True), 0)
+    asked = type(prompt)(other, prompt.mm_hashes, prompt.groups, ())
+    assert drive.tokens("second") == in_memory.run({"second": asked})["second"]
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut off": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "one bit": lambda path: path.write_bytes(flipped(path.read_bytes(), -1)),
+    "header": lambda path: path.write_bytes(flipped(path.read_bytes(), 3)),
+    "missing": lambda path: path.unlink(),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "another piece's": lambda path: path.write_bytes(b"x" * path.stat().st_size),
+}
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    changed = bytearray(data)
+    changed[at] ^= 1
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_is_computed_again(a_family: Subject, tmp_path: Path, damage: str) -> None:
+    run(a_family, life(a_family, tmp_path))
+    DAMAGES[damage](files_of(tmp_path)[0])
+    run(a_family, engine := life(a_family, tmp_path), seed=2)
+    assert engine.store is not None
+    assert engine.store.counts.num_failed + engine.store.counts.written_bytes > 0
+    if damage != "a folder":
+        assert run(a_family, life(a_family, tmp_path), seed=3) <= least(a_family), "it is kept anew"
+
+
+def test_a_disk_that_is_full_ends_writing_alone(
+    a_family: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(PieceFiles, "write", full)
+    run(a_family, life(a_family, tmp_path))
+    assert not files_of(tmp_path)
+    assert [each.message for each in caplog.records if "no longer" in each.message] == [
+        f"keys and values are kept in {tmp_path} no longer: No space left on device"
+    ]
+
+
+def test_the_folder_stays_within_its_room(a_family: Subject, tmp_path: Path) -> None:
+    run(a_family, life(a_family, tmp_path / "all"))
+    total = sum(each.num_bytes for each in stored(tmp_path / "all"))
+    for seed in range(3):
+        run(a_family, life(a_family, tmp_path / "half", total // 2), seed=seed)
+        assert 0 < sum(each.num_bytes for each in stored(tmp_path / "half")) <= total // 2
+
+
+def test_requests_that_leave_while_they_wait_leave_nothing(a_family: Subject, tmp_path: Path) -> None:
+    run(a_family, life(a_family, tmp_path))
+    engine = life(a_family, tmp_path)
+    prompts = a_family.mix(5)
+    for name, prompt in prompts.items():
+        engine.add(prompt.request(name))
+    for number, name in enumerate(prompts):
+        engine.abort(name)
+        if number == 2:
+            engine.step()
+        engine.check_integrity()
+    assert not engine.has_work()
+    assert engine.kv.usage == 0
+    engine.close()
+
+
+def test_little_room_in_the_cache_gives_the_same_tokens(a_family: Subject, tmp_path: Path) -> None:
+    """What is brought back is evicted again before, or while, the request is admitted."""
+    longest = max(len(prompt.plan) for prompt in a_family.prompts) + MAX_TOKENS
+    run(a_family, life(a_family, tmp_path, block_size=8))
+    run(a_family, life(a_family, tmp_path, num_kv_tokens=longest + 32, block_size=8), count=15, seed=4)
+
+
+def test_a_prompt_with_a_salt_finds_nothing_of_others(a_family: Subject, tmp_path: Path) -> None:
+    prompt = a_family.prompts[3]
+    run(a_family, life(a_family, tmp_path))
+    engine = life(a_family, tmp_path)
+    request = prompt.request("salted")
+    salted = prompt_identity(prompt.plan, prompt.mm_hashes, cache_salt="of another")
+    engine.add(replace(request, identity=salted))
+    assert engine.store is not None
+    assert not engine.store.restoring
+    engine.add(prompt.request("plain"))
+    assert engine.store.restoring == {"plain"}
+    engine.close()
+
+
+def test_several_answers_share_what_is_kept(a_family: Subject, tmp_path: Path) -> None:
+    sampling = SamplingParams(max_tokens=2, n=2)
+    Drive(engine := life(a_family, tmp_path), 0).run(a_family.mix(5), sampling=sampling)
+    engine.close()
+    assert run(a_family, life(a_family, tmp_path), seed=5) <= least(a_family)

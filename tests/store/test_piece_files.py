@@ -1,0 +1,167 @@
+"""Files of pieces: whole or not there, within their room, and those of another model are never read."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from epd.errors import RequestError
+from epd.serve_app.cli.program import app
+from epd.store.namespace import model_digest, namespace
+from epd.store.piece_files import PieceFiles, remove_oldest, stored
+
+_ROOM = 1 << 20
+
+
+def files_in(folder: Path, name: str = "n", room: int = _ROOM) -> PieceFiles:
+    return PieceFiles(folder, name, room, {"model": name})
+
+
+def payload_of(number: int, size: int = 1000) -> bytes:
+    return bytes([number % 251]) * size
+
+
+def put(files: PieceFiles, number: int, index: int = 0, size: int = 1000) -> int:
+    return files.write(key_of(number), index, memoryview(payload_of(number, size)))
+
+
+def got(files: PieceFiles, number: int, size: int = 1000) -> bytes | None:
+    payload = bytearray(size)
+    return bytes(payload) if files.read(key_of(number), 0, memoryview(payload)) else None
+
+
+def key_of(number: int) -> str:
+    return f"{number:032x}"
+
+
+def test_what_was_written_is_read_by_another(tmp_path: Path) -> None:
+    assert put(files_in(tmp_path), 1) > 1000
+    assert put(files_in(tmp_path), 1) == 0, "it is there"
+    assert got(files_in(tmp_path), 1) == payload_of(1)
+    assert got(files_in(tmp_path, "other"), 1) is None
+    assert got(files_in(tmp_path), 2) is None
+    assert [each.path.stat().st_mode & 0o077 for each in stored(tmp_path)] == [0]
+
+
+def test_a_payload_of_another_size_is_a_miss(tmp_path: Path) -> None:
+    files = files_in(tmp_path)
+    put(files, 1)
+    assert got(files, 1, size=999) is None
+    assert key_of(1) not in files, "it was removed"
+
+
+def test_those_that_were_used_last_stay(tmp_path: Path) -> None:
+    """Of one prompt, the first pieces: those after them are worth nothing without them."""
+    files = files_in(tmp_path, room=11_000)
+    for index in range(10):
+        put(files, index, index)
+    for path in (each.path for each in stored(tmp_path)):
+        stat = path.stat()
+        os.utime(path, (stat.st_mtime - 60, stat.st_mtime - 60))
+    assert got(files, 9) is not None
+    put(files, 10)
+    left = [number for number in range(11) if key_of(number) in files]
+    assert left == [*range(len(left) - 2), 9, 10]
+    assert sum(each.num_bytes for each in stored(tmp_path)) <= 11_000
+
+
+def test_one_that_is_larger_than_all_room_is_not_kept(tmp_path: Path) -> None:
+    files = files_in(tmp_path, room=5000)
+    put(files, 1)
+    assert put(files, 2, size=6000) == 0
+    assert key_of(1) in files
+
+
+def write_all(folder: str, first: int) -> None:
+    files = files_in(Path(folder), room=50_000)
+    for number in range(first, first + 100):
+        put(files, number)
+
+
+def test_two_writers_share_a_folder(tmp_path: Path) -> None:
+    """Half of what they write is the same. Whatever is there is whole."""
+    context = get_context("fork")
+    writers = [context.Process(target=write_all, args=(str(tmp_path), first)) for first in (0, 50)]
+    for each in writers:
+        each.start()
+    for each in writers:
+        each.join()
+    assert [each.exitcode for each in writers] == [0, 0]
+    files = files_in(tmp_path, room=50_000)
+    there = [number for number in range(150) if key_of(number) in files]
+    assert there
+    assert all(got(files, number) == payload_of(number) for number in there)
+    assert len(there) == len(list(stored(tmp_path))), "nothing half written is left"
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RequestError, match="cannot be written"):
+        files_in(tmp_path / "file")
+
+
+def test_any_changed_file_of_a_model_is_another_digest(tmp_path: Path) -> None:
+    model, kept = tmp_path / "model", tmp_path / "kept"
+    model.mkdir()
+    kept.mkdir()
+    weights, config = model / "model.safetensors", model / "config.json"
+    weights.write_bytes(b"w" * 100)
+    config.write_text("{}", encoding="utf-8")
+    digests = {model_digest(model, kept)}
+    assert {model_digest(model, kept)} == digests
+    weights.write_bytes(b"w" * 99 + b"v")
+    digests.add(model_digest(model, kept))
+    config.write_text('{"rope_theta": 1}', encoding="utf-8")
+    digests.add(model_digest(model, kept))
+    config.rename(model / "other.json")
+    digests.add(model_digest(model, kept))
+    assert len(digests) == 4
+
+
+def test_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"w")
+    first = model_digest(model, tmp_path)
+    monkeypatch.setattr("epd.store.namespace.file_digest", lambda *_: pytest.fail("read again"))
+    assert model_digest(model, tmp_path) == first
+
+
+def test_any_fact_is_another_namespace() -> None:
+    facts = {"dtype": "float32", "visual": ""}
+    names = {namespace(facts), namespace(facts | {"dtype": "bfloat16"}), namespace(facts | {"visual": "x"})}
+    assert len(names) == 3
+
+
+def run(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["cache", *words])
+    return done.exit_code, done.output
+
+
+def test_the_command_lists_verifies_and_removes(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        for number in range(3):
+            put(files_in(tmp_path, name), number)
+    code, listed = run("ls", str(tmp_path))
+    assert (code, [line.split()[-1] for line in listed.splitlines()]) == (0, ["one", "two"])
+    assert run("verify", str(tmp_path)) == (0, "6 pieces, 0 damaged\n")
+    damaged = next(stored(tmp_path / "one")).path
+    os.truncate(damaged, 500)
+    code, said = run("verify", str(tmp_path))
+    assert code == 1
+    assert said.splitlines() == [f"removed {damaged}, which is damaged", "6 pieces, 1 damaged"]
+    assert run("rm", str(tmp_path), "--unused-days", "1") == (0, "removed 0.0 MB\n")
+    assert run("rm", str(tmp_path), "--model", "one")[0] == 0
+    assert len(list(stored(tmp_path / "one"))) == 0
+    assert len(list(stored(tmp_path / "two"))) == 3
+    assert remove_oldest(tmp_path, 0) == 0
+
+
+def test_the_command_refuses_what_is_no_folder(tmp_path: Path) -> None:
+    code, said = run("ls", str(tmp_path / "none"))
+    assert code == 2
+    assert "which is no folder; allowed: a --cache-dir; name one" in said
