@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from epd.errors import UnsupportedModelError
-from epd.stages.attention.support import RECURRENT
+from epd.stages.attention.support import RECURRENT, WINDOWED
 from epd.stages.decoder.text_model import text_model
 from epd.stages.loading.merged_weights import GATE_UP, QKV
 from epd.stages.loading.weight_files import TensorPart
@@ -48,6 +48,8 @@ def check_divisible(model: Any, size: int) -> None:
         )
     if config.model_type in RECURRENT:
         raise UnsupportedModelError(f"{received}, which has a recurrent state; allowed: 1; use a larger GPU")
+    if config.model_type in WINDOWED:
+        raise UnsupportedModelError(f"{received}, which has sliding windows; allowed: 1; use a larger GPU")
     if any(hasattr(layer.mlp, "experts") for layer in model.get_decoder().layers):
         raise UnsupportedModelError(f"{received}, which has experts; allowed: 1; use a larger GPU")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

@@ -109,6 +109,8 @@ class LanguageEngine:
             request, index, self._tokenizer, ends, visual, self._longest(request), matcher, drafts
         )
         sequence.scheduled.state_stops = self._state_stops(request)
+        if self._runner.attends_both_ways:
+            sequence.attend_both_ways()
         return sequence
 
     def _state_stops(self, request: GenerateRequest) -> tuple[int, ...]:

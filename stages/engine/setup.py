@@ -23,7 +23,7 @@ from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerationSettings
 from epd.stages.engine.graphs import CudaGraphMaker, GraphMaker
 from epd.stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape, StorageOrder
-from epd.stages.engine.model_runner import ModelRunner, kv_layout, state_layout
+from epd.stages.engine.model_runner import ModelRunner, kv_layout, kv_layouts, state_layout
 from epd.stages.engine.packed_pass import Segment, visual_of
 from epd.stages.engine.state_pool import StatesShape
 from epd.stages.rank import RankGroup
@@ -156,7 +156,7 @@ def kv_shape(
     layout = kv_layout(model)
     num_tokens = num_kv_tokens or default_kv_tokens(layout.bytes_per_token, num_pools)
     order: StorageOrder = "blocks" if _is_on_gpu(model) else "heads"
-    groups = (KVGroupShape(num_tokens // block_size, layout),)
+    groups = tuple(KVGroupShape(num_tokens // block_size, *each) for each in kv_layouts(model))
     return KVPoolsShape(groups, block_size, order, states=states_shape(model, max_num_seqs))
 
 

@@ -26,8 +26,8 @@ from epd.errors import RequestError
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.kv_identity import TokenIdentity
 from epd.kv.scheduling import SchedulerConfig
+from epd.layer_kinds import RECURRENT_FAMILIES
 from epd.models import embedded_model_path
-from epd.recurrent_models import RECURRENT_FAMILIES
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.cli.program import app
