@@ -325,7 +325,7 @@ class StageBuilder:
     ) -> tuple[LanguageEngine, KVConnector]:
         settings, model = self.settings, self._language_model()
         sizes = self._kv_tokens, settings.block_size, settings.num_kv_pools
-        shape = kv_shape(model, *sizes, scheduler.max_num_seqs)
+        shape = kv_shape(model, *sizes, scheduler.max_num_seqs, scheduler.max_chunk_tokens)
         max_ranks = settings.tensor_parallel.max_size
         sharing = PoolSharing(self._ranks, max_ranks) if max_ranks > 1 else None
         pools, connector = self.transport.kv(name, shape, self.placement.device, sharing)

@@ -282,6 +282,8 @@ class _Cutter:
         # Padding repeats the first block, so it is unwritten where the context ends in that block.
         reach = np.where(contexts < block_size, _EVERYWHERE, num_blocks[:, None] * block_size)
         is_unwritten = (loose.positions >= contexts) & (loose.positions < reach)
+        if self._batch.window is not None:
+            is_unwritten |= loose.positions <= self._past[segments, None] - self._batch.window
         is_unwritten[:, width:] = False  # not used
         last_seen = self._past[segments, None, None] + np.arange(num_each)[:, None]
         is_seen = loose.positions[:, None, :width] <= last_seen

@@ -118,7 +118,7 @@ def attention_batches(
     both_ways = [segment.is_both_ways for segment in segments]
     seen = np.array(both_ways) if any(both_ways) else None
     return tuple(
-        batch if window is seen is None else replace(batch, window=window, both_ways=seen)
+        batch if window is None and seen is None else replace(batch, window=window, both_ways=seen)
         for batch, window in zip(batches, windows, strict=True)
     )
 

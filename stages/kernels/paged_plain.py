@@ -39,22 +39,31 @@ def attend_plain(
             last_seen = torch.where(segments.both_ways[some.segments, None], contexts[:, None] - 1, at)
         first_seen = None if segments.window is None else at - segments.window + 1
         tables = segments.block_tables[some.segments]
-        gathered = [_gather(cache, tables, contexts, some.max_context) for cache in (key_cache, value_cache)]
+        first = None if first_seen is None else first_seen[:, :1]
+        gathered = [
+            _gather(cache, tables, contexts, some.max_context, first) for cache in (key_cache, value_cache)
+        ]
         padded = torch.cat([query, query.new_zeros(1, *query.shape[1:])])[rows]
         out[rows] = _attend(padded, gathered[0], gathered[1], (first_seen, last_seen), scale)
     return out[:num_rows]
 
 
-def _gather(cache: Tensor, tables: Tensor, contexts: Tensor, max_context: int) -> Tensor:
+def _gather(
+    cache: Tensor, tables: Tensor, contexts: Tensor, max_context: int, first: Tensor | None
+) -> Tensor:
     """Gathers [N, max_context, Hkv, D] by block tables [N, max_blocks]; zeros past contexts, int32 [N].
 
+    first: [N, 1], that are attended; zeros before.
     What a table has past its context is not read.
     """
     starts = torch.arange(0, max_context, cache.shape[1], device=cache.device)
     is_read = (starts < contexts[:, None]) & (tables[:, : len(starts)] >= 0)
     blocks = cache[torch.where(is_read, tables[:, : len(starts)], 0)]
     tokens = blocks.flatten(1, 2)[:, :max_context]
-    is_held = torch.arange(max_context, device=cache.device) < contexts[:, None]
+    at = torch.arange(max_context, device=cache.device)
+    is_held = at < contexts[:, None]
+    if first is not None:
+        is_held &= at >= first
     return torch.where(is_held[..., None, None], tokens, 0)
 
 

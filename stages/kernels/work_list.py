@@ -154,8 +154,15 @@ def _cut(tiles: Tiles, num_more: int) -> Tiles:
     tile, piece = np.repeat(np.arange(len(counts)), counts), _numbers(counts)
     lows = tiles.lows[tile] + piece * keys
     highs = np.minimum(lows + keys, tiles.highs[tile])
-    columns = (tiles.tables, tiles.first_rows, tiles.num_rows, tiles.last_keys)
-    return Tiles(*(column[tile] for column in columns), lows, highs, tiles.first_keys[tile])
+    return Tiles(
+        tiles.tables[tile],
+        tiles.first_rows[tile],
+        tiles.num_rows[tile],
+        tiles.last_keys[tile],
+        lows,
+        highs,
+        tiles.first_keys[tile],
+    )
 
 
 def _columns_of(tiles: Tiles) -> tuple[Int64Array, ...]:

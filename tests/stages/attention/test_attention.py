@@ -111,9 +111,10 @@ def filled(case: Case, order: StorageOrder = "blocks") -> tuple[Tensor, Tensor]:
         tokens = np.arange(len(keys))
         blocks = case.batch.block_tables[s, tokens // case.batch.block_size]
         past = len(keys) - int(np.diff(case.batch.query_starts)[s])
-        places = (blocks[:past], tokens[:past] % case.batch.block_size)
-        caches[0][places] = keys[:past]
-        caches[1][places] = values[:past]
+        seen = slice(max(0, past - (case.batch.window or 2**30) + 1), past)
+        places = (blocks[seen], tokens[seen] % case.batch.block_size)
+        caches[0][places] = keys[seen]
+        caches[1][places] = values[seen]
         new_keys.append(keys[past:])
         new_values.append(values[past:])
     slots = torch.from_numpy(case.batch.slot_mapping)
