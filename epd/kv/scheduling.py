@@ -99,7 +99,7 @@ class Scheduler:
         """Raises InfeasibleError for a request that could never run to its end."""
         needed = max(self._reserved_tokens(request), self._most_held(request))
         for group, num_blocks in enumerate(self.kv.spec.num_blocks):
-            if self.kv.spec.most_blocks(group, needed, request.longest_range) > num_blocks:
+            if self.kv.spec.most_blocks(group, needed, self._num_ahead(request)) > num_blocks:
                 raise InfeasibleError(
                     f"a request of {request.num_prompt_tokens} prompt tokens and up to "
                     f"{request.max_total_tokens} in all does not fit into a KV cache of "
@@ -127,8 +127,13 @@ class Scheduler:
 
     def _most_blocks(self, request: ScheduledRequest) -> list[int]:
         """Returns the blocks of each layer group that a request needs to run."""
-        spec, needed, at_once = self.kv.spec, self._reserved_tokens(request), request.longest_range
-        return [spec.most_blocks(group, needed, at_once) for group in range(len(spec.num_blocks))]
+        spec, needed, ahead = self.kv.spec, self._reserved_tokens(request), self._num_ahead(request)
+        return [spec.most_blocks(group, needed, ahead) for group in range(len(spec.num_blocks))]
+
+    def _num_ahead(self, request: ScheduledRequest) -> int:
+        """Returns for how many tokens windows have room: a chunk, and what the end of a prompt needs more."""
+        at_once = max(self.kv.spec.num_ahead, request.longest_range)
+        return at_once + 1 + (request.num_seqs - 1) * self.kv.block_size
 
     def remove(self, request: ScheduledRequest, *, hold: bool = False) -> None:
         """Takes a request out, finished or aborted. hold: its blocks stay until `release`."""
@@ -187,9 +192,8 @@ class Scheduler:
             return
         for request in [each for each in self.running if not each.is_decoding]:
             if request in self.running:
-                at_once = max(spec.num_ahead, request.longest_range) if spec.num_windows else 1
-                stop = max(min(request.num_computed + at_once, request.num_tokens), request.num_computed + 1)
-                self._make_room(request, stop - request.num_dropped, output)
+                more = min(self._num_ahead(request), self._reserved_tokens(request) - request.num_held)
+                self._make_room(request, request.num_held + max(more if spec.num_windows else 1, 1), output)
 
     def schedule_ahead(self, num_unread: int) -> list[Chunk]:
         """Reserves blocks for the next token of each decode, whose last `num_unread` tokens are unknown yet.
@@ -374,7 +378,7 @@ class Scheduler:
                 request.request_id,
                 request.identity,
                 max_cached=at_most,
-                num_ahead=request.longest_range,
+                num_ahead=self._num_ahead(request),
             )
             found = self.kv.num_tokens(request.request_id)
             at_most = request.uncut(found)

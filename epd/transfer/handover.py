@@ -267,7 +267,14 @@ class DecodeReception:
         most = len(identity) - (self._cache.spec.num_states > 0)
         whole = self._cache.num_cached(identity, most, awaits_state=True)
         whole = whole // self._cache.block_size * self._cache.block_size
-        self._cache.open(request_id, identity, max_cached=whole, is_shareable=is_shareable, awaits_state=True)
+        self._cache.open(
+            request_id,
+            identity,
+            max_cached=whole,
+            is_shareable=is_shareable,
+            awaits_state=True,
+            num_ahead=num_output_tokens,
+        )
         needed = num_tokens + num_output_tokens
         if not self._cache.can_allocate(request_id, needed, arriving=num_tokens):
             self._cache.free(request_id)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from epd.errors import RequestError
 from epd.kv.drafting import MOST_DRAFTS, Drafting
-from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv.kv_cache import KVCacheManager
+from epd.kv.kv_spec import KVCacheSpec
 from epd.kv.scheduled_request import ScheduledRequest
 from epd.kv.scheduler_output import Chunk, SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from epd.errors import InfeasibleError
-from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_identity import token_identity
+from epd.kv.kv_spec import KVCacheSpec
 from epd.kv.scheduled_request import ScheduledRequest
 from epd.kv.scheduler_output import SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig

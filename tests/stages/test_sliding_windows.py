@@ -83,6 +83,10 @@ def test_several_answers_go_on_at_a_decode_worker(windowed: Subject) -> None:
     deployment.settle()
 
 
+def test_decodes_that_are_launched_ahead_change_no_token(windowed: Subject) -> None:
+    check(windowed, Drive(windowed.engine(async_scheduling=True, block_size=4), seed=2), 8)
+
+
 @pytest.mark.parametrize("draft", ["prompt-lookup", "recycling"])
 def test_drafts_change_no_token(windowed: Subject, draft: str) -> None:
     engine = windowed.engine(draft=draft)
