@@ -222,7 +222,7 @@ class BlockTable:
 
     def take(self, count: int) -> None:
         """Adds fresh blocks. Raises ValueError when fewer are free."""
-        self.blocks += self.pool.take(count, self.blocks[-1] if self.held else None)
+        self.blocks += self.pool.take(count, self.blocks[-1] if len(self.blocks) > self.num_freed else None)
 
     def write(self, num_tokens: int) -> None:
         """Records the next `num_tokens` tokens as written; they must have room."""

@@ -29,9 +29,21 @@ class RequestBlocks:
     """Holds a request's block table for each layer group, and pins on the nodes of its whole blocks.
 
     state: its recurrent state; None for a model that has none.
+    windows: its tables of layer groups with a window.
+    keeps_all: whether every token has a place of its own in every layer.
     """
 
-    __slots__ = ("capacity", "identity", "is_shareable", "next_share", "path", "state", "tables")
+    __slots__ = (
+        "capacity",
+        "identity",
+        "is_shareable",
+        "keeps_all",
+        "next_share",
+        "path",
+        "state",
+        "tables",
+        "windows",
+    )
 
     def __init__(
         self,
@@ -42,6 +54,8 @@ class RequestBlocks:
     ) -> None:
         self.tables = tables
         self.state = state
+        self.windows = [table for table in tables if isinstance(table, WindowTable)]
+        self.keeps_all = state is None and not self.windows
         self.identity = identity
         self.is_shareable = is_shareable
         self.path: list[CachedBlock] = []
@@ -75,16 +89,6 @@ class RequestBlocks:
         """Returns, for each layer group, the blocks that a child with `num_tokens` tokens does not share."""
         added = max(num_tokens - self.num_tokens, 0)
         return [table.num_added_by_fork(added) for table in self.tables]
-
-    @property
-    def windows(self) -> list[WindowTable]:
-        """Lists the tables of layer groups with a window."""
-        return [table for table in self.tables if isinstance(table, WindowTable)]
-
-    @property
-    def keeps_all(self) -> bool:
-        """Returns whether every token has a place of its own in every layer."""
-        return self.state is None and not self.windows
 
     @property
     def kept(self) -> tuple[tuple[int, ...], ...] | None:
