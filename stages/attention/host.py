@@ -279,16 +279,18 @@ class _Cutter:
         else:
             loose = all_blocks(tables[segments], num_blocks, block_size)
         width = int((self._contexts - self._num_in_runs)[segments].max())
-        # Padding repeats the first block, so it is unwritten where the context ends in that block.
-        reach = np.where(contexts < block_size, _EVERYWHERE, num_blocks[:, None] * block_size)
+        # Padding repeats the first block, so it is unwritten where the context ends in that block, and where
+        # a window begins in it.
+        window, is_partial = self._batch.window, contexts < block_size
+        reach = np.where(is_partial | (window is not None), _EVERYWHERE, num_blocks[:, None] * block_size)
         is_unwritten = (loose.positions >= contexts) & (loose.positions < reach)
-        if self._batch.window is not None:
-            is_unwritten |= loose.positions <= self._past[segments, None] - self._batch.window
+        if window is not None:
+            is_unwritten |= loose.positions <= self._past[segments, None] - window
         is_unwritten[:, width:] = False  # not used
         last_seen = self._past[segments, None, None] + np.arange(num_each)[:, None]
         is_seen = loose.positions[:, None, :width] <= last_seen
-        if self._batch.window is not None:
-            is_seen &= loose.positions[:, None, :width] > last_seen - self._batch.window
+        if window is not None:
+            is_seen &= loose.positions[:, None, :width] > last_seen - window
         return GatheredPiece(
             Rows.of((self._starts[segments][:, None] + np.arange(num_each)).ravel()),
             bool(self._merges[segments[0]]),

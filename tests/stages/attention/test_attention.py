@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2Model
 
 from epd.kv.drafting import MOST_DRAFTS
+from epd.stages.attention import host
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, register, write_kv
 from epd.stages.attention.gathered import GatheredPiece
 from epd.stages.attention.host import HostPlan
@@ -169,11 +170,17 @@ WINDOWS: list[tuple[int | None, tuple[int, ...]]] = [
 @pytest.mark.parametrize(("window", "both_ways"), WINDOWS)
 @pytest.mark.parametrize("shuffled", [True, False])
 def test_windows_and_tokens_that_attend_each_other(
-    window: int | None, both_ways: tuple[int, ...], shuffled: bool
+    window: int | None, both_ways: tuple[int, ...], shuffled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lens = [(1, 1300), (40, 190), (3, 20), (1, 24), (16, 70), (600, 610), (5, 1205), (1, 25)]
+    monkeypatch.setattr(host, "_MASKED_ROWS", 16)
+    lens = [(1, 300), (40, 90), (3, 20), (1, 24), (16, 70), (5, 205), (1, 25)]
     check(within(make_case(lens, (4, 2, 16), shuffled=shuffled), window, both_ways))
     check(within(make_case(lens[:1], (4, 2, 16), shuffled=shuffled), window))
+
+
+def test_what_lies_before_a_window_in_its_first_block_is_not_read() -> None:
+    """Nor where that block pads a table that is shorter than others."""
+    check(within(make_case([(1, 32), (1, 35), (1, 3)], (4, 2, 16), 16), 10))
 
 
 SMALL = (4, 2, 16)
