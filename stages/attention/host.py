@@ -231,8 +231,11 @@ class _Cutter:
             blocks = loose[done // block_size : ceil_div(done + num_tokens, block_size)]
             pieces.append(UnmaskedPiece(rows, num_done + done > 0, BlockSpan.of(blocks, num_tokens)))
         new = table[past // block_size : ceil_div(past + stop - start, block_size)]
-        last = UnmaskedPiece if self._is_both_ways(segment) else CausalPiece
-        pieces.append(last(rows, past > 0, BlockSpan.of(new, stop - start, past % block_size)))
+        span = BlockSpan.of(new, stop - start, past % block_size)
+        is_both_ways = self._is_both_ways(segment)
+        pieces.append(
+            UnmaskedPiece(rows, past > 0, span) if is_both_ways else CausalPiece(rows, past > 0, span)
+        )
         return pieces
 
     def _is_both_ways(self, segment: int) -> bool:
