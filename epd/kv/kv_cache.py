@@ -237,8 +237,8 @@ class KVCacheManager:
         if lacks or num_states:
             purpose = f"room for {num_tokens} tokens of request '{request_id}'"
             self._make_room(missing, purpose, num_states)
-        for table in request.windows:
-            table.await_tokens(max(arriving, table.num_tokens))
+        for window in request.windows:
+            window.await_tokens(max(arriving, window.num_tokens))
         for table, count in zip(request.tables, missing, strict=True):
             table.take(count)
         if request.state is not None:
