@@ -41,6 +41,7 @@ class _Family:
 
 
 ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
+    "gemma3": _Family("gemma3:Gemma3Adapter"),
     "internvl": _Family("internvl:InternVLAdapter"),
     "llava_onevision": _Family("llava_onevision:LlavaOnevisionAdapter"),
     "qwen2_5_vl": _Family("qwen2_5_vl:Qwen2_5VLAdapter"),

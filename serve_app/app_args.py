@@ -17,11 +17,11 @@ from epd.encode.sharding import Sharding
 from epd.engine_config import ENGINE_FIELDS, EngineConfig
 from epd.errors import RequestError
 from epd.kv.scheduling import SchedulerConfig
+from epd.layer_kinds import check_options
 from epd.machine import usable_cpus
 from epd.models import MODEL_HELP, as_given, find_model, model_folder, served_name
 from epd.models.folder import weight_files
 from epd.pixel_settings import PIXEL_FIELDS
-from epd.recurrent_models import check_options
 from epd.reduction import (
     DEFAULT_METHOD,
     LEAST_RETENTION,

@@ -30,7 +30,7 @@ from epd.stages.device_memory import total_bytes
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
 from epd.stages.engine.model_runner import kv_layout
-from epd.stages.engine.setup import BLOCK_SIZE, build_engine, states_shape
+from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape, states_shape
 from epd.stages.placement import Placement
 from epd.stages.rank import RankGroup
 
@@ -190,16 +190,27 @@ def measured_kv_tokens(
     if passes.num_captured and ranks is None:
         graph_bytes = _graph_bytes(device, lambda: _capture(model, adapter, settings, passes.num_captured))
     states = states_shape(model, passes.num_seqs)
-    return kv_tokens_beside(
-        memory_of(device),
-        (sum(peaks) if passes.encode_beside else max(peaks)) + graph_bytes,
-        share.embedding_bytes + (0 if states is None else states.num_bytes),
-        kv_layout(model).bytes_per_token,
-        share.options.gpu_memory_utilization,
-        model=share.name,
-        device=str(device),
-        letters=share.letters,
-    )
+    memory, fixed_bytes = memory_of(device), share.embedding_bytes + (states.num_bytes if states else 0)
+
+    def num_tokens_beside(num_bytes: int, bytes_per_token: int) -> int:
+        return kv_tokens_beside(
+            memory,
+            (sum(peaks) if passes.encode_beside else max(peaks)) + graph_bytes,
+            fixed_bytes + num_bytes,
+            bytes_per_token,
+            share.options.gpu_memory_utilization,
+            model=share.name,
+            device=str(device),
+            letters=share.letters,
+        )
+
+    num_tokens = num_tokens_beside(0, kv_layout(model).bytes_per_token)
+    shape = kv_shape(model, num_tokens, max_num_seqs=passes.num_seqs, max_chunk_tokens=passes.chunk_tokens)
+    bounded = [each for each in shape.groups if each.num_blocks < shape.groups[0].num_blocks]
+    if not bounded:
+        return num_tokens
+    window_bytes = sum(each.num_blocks * BLOCK_SIZE * each.layout.bytes_per_token for each in bounded)
+    return num_tokens_beside(window_bytes, shape.groups[0].layout.bytes_per_token)
 
 
 def _peak_bytes(device: torch.device, action: Callable[[], None]) -> int:

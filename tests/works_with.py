@@ -15,14 +15,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from PIL import Image
+
 from epd import LLM
 from epd.errors import EPDError
 from epd.shapes import make_scene
 from epd.video.demo_video import write_demo_video
+from tests.encoders.tiny_gemma import build_gemma3
+from tests.media import draw_frames
 from tests.models import quantized, shrunk
 from tests.tiny_models import build_qwen3_5
 
 _MODEL = "shapes-vl-2"
+_IMAGES_ALONE = "gemma3"  # is asked about an image, since it takes no videos
 _QUESTION = "Describe the video."
 _FIELDS = {"max_tokens": 40, "temperature": 0}
 _SCHEMA = {
@@ -74,6 +79,7 @@ FEATURES = (
     _model("experts", "InternVL3.5-30B-A3B"),
     _model("recurrent states", "qwen3_5"),
     Feature("keys and values on disk", {"cache_dir": Path("kept")}),
+    _model("sliding windows", _IMAGES_ALONE),
     Feature("a schema", fields={"response_format": _FORMAT}, changes_answers=True),
     Feature("several choices", fields={"n": 2}),
     Feature("logprobs", fields={"logprobs": True, "top_logprobs": 2}),
@@ -102,12 +108,17 @@ class Given:
 
 
 class Trials:
-    """Asks one question about one video of servers with drawn features. folder: for files that it writes."""
+    """Asks one question about one video or image of servers with drawn features.
+
+    folder: for files that it writes.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._clip = folder / "clip.mp4"
         write_demo_video(self._clip, make_scene(5, 6.0), fps=4, height=120, width=160)
+        self._image = folder / "image.png"
+        Image.fromarray(next(draw_frames(1, 120, 160, seed=1))).save(self._image)
         self._given: dict[tuple[str, ...], Given] = {}
 
     def expected(self, features: Iterable[Feature]) -> Given:
@@ -126,14 +137,16 @@ class Trials:
             options["cache_dir"] = self._folder / options["cache_dir"]
         fields = {name: value for each in features for name, value in each.fields.items()}
         model = next((self._built(each.checkpoint) for each in features if each.checkpoint), _MODEL)
+        has_image = any(each.checkpoint == _IMAGES_ALONE for each in features)
+        kind, path = ("image_url", self._image) if has_image else ("video_url", self._clip)
+        medium = {"type": kind, kind: {"url": path.as_uri()}}
         try:
             with LLM(model, num_threads=1, num_kv_tokens=4096, **options) as llm:
-                return Given(frozenset(self._texts(llm, fields)))
+                return Given(frozenset(self._texts(llm, medium, fields)))
         except EPDError as error:
             return Given(refusal=str(error))
 
-    def _texts(self, llm: LLM, fields: Mapping[str, Any]) -> Iterator[str]:
-        medium = {"type": "video_url", "video_url": {"url": self._clip.as_uri()}}
+    def _texts(self, llm: LLM, medium: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[str]:
         message = {"role": "user", "content": [medium, {"type": "text", "text": _QUESTION}]}
         for choice in llm.chat([message], **_FIELDS, **fields)["choices"]:
             yield choice["message"]["content"]
@@ -142,6 +155,8 @@ class Trials:
         folder = self._folder / checkpoint
         if checkpoint == "qwen3_5":
             return folder if folder.exists() else build_qwen3_5(folder)
+        if checkpoint == _IMAGES_ALONE:
+            return folder if folder.exists() else build_gemma3(folder)
         if checkpoint not in quantized.LAYOUTS:
             return folder if folder.exists() else shrunk.build(checkpoint, folder)
         return folder / "quantized" if folder.exists() else quantized.build(checkpoint, folder).quantized

@@ -85,7 +85,8 @@ class GenericAdapter(BaseAdapter):
         self._class = model_class(checkpoint.config)
         self._kinds = _kinds(checkpoint, self._class)
         tokens = {kind: str(getattr(self._processor, f"{kind}_token")) for kind in self._kinds}
-        self.markers = Markers(tokens, tokens)
+        pads = {kind: _pad(self._processor, kind, token) for kind, token in tokens.items()}
+        self.markers = Markers(tokens, pads)
         self._expanded = lru_cache(maxsize=256)(self._expand)
         self._positions = _position_rule(self._class, checkpoint.config)
         self._unit = frames_per_unit(checkpoint.config, self._rows_of) if "video" in self._kinds else None
@@ -306,6 +307,14 @@ def _kinds(checkpoint: Checkpoint, model: Any) -> tuple[MediaKind, ...]:
             "replace_image_token, which the generic path takes; use a family of this project"
         )
     return found
+
+
+def _pad(processor: Any, kind: MediaKind, token: str) -> str:
+    """Returns the token that a medium's tokens are made of, which may be another than marks its place."""
+    ids = getattr(processor, f"{kind}_token_ids", None) or [None]
+    if ids[0] is None or processor.tokenizer.convert_tokens_to_ids(token) in ids:
+        return token
+    return str(processor.tokenizer.convert_ids_to_tokens(ids[0]))
 
 
 PositionRule = Callable[[Mapping[str, Tensor]], Int64Array]

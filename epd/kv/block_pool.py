@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 from epd.types import ceil_div
 
+# In the place of a block that a table has given up, or never had: always the first ones of a table.
+FREED = -1
+
 
 class BlockPool:
     """Manages blocks 0 to num_blocks - 1 with reference counts; one without references is free.
@@ -162,20 +165,34 @@ def _widest_run(values: NDArray[np.bool_]) -> tuple[int, int]:
 
 
 class BlockTable:
-    """Lists the blocks of one request in one layer group. Unwritten tokens are in unshared blocks."""
+    """Lists the blocks of one request in one layer group. Unwritten tokens are in unshared blocks.
 
-    __slots__ = ("block_size", "blocks", "num_tokens", "pool")
+    num_freed: leading blocks that are FREED, of a table with a window: see `epd/kv/windows.py`.
+    """
+
+    __slots__ = ("block_size", "blocks", "num_freed", "num_tokens", "pool")
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self.pool = pool
         self.block_size = block_size
         self.blocks: list[int] = []
         self.num_tokens = 0
+        self.num_freed = 0
 
     @property
     def room(self) -> int:
         """Returns the number of tokens that can still be written."""
         return len(self.blocks) * self.block_size - self.num_tokens
+
+    @property
+    def usable_room(self) -> int:
+        """Returns how many tokens can be written before blocks must be taken."""
+        return self.room
+
+    @property
+    def held(self) -> list[int]:
+        """Lists the blocks that it holds."""
+        return self.blocks[self.num_freed :]
 
     @property
     def num_behind(self) -> int:
@@ -192,13 +209,20 @@ class BlockTable:
         """Returns whether the last written block is not full."""
         return self.num_tokens % self.block_size > 0
 
-    def num_missing(self, added: int) -> int:
-        """Returns how many blocks `added` more tokens need beyond those of the table."""
+    def num_missing(self, added: int, arriving: int = 0) -> int:  # noqa: ARG002 # for a table with a window
+        """Returns how many blocks `added` more tokens need beyond those of the table.
+
+        arriving: tokens that are written together, once they come from elsewhere.
+        """
         return max(ceil_div(self.num_tokens + added, self.block_size) - len(self.blocks), 0)
+
+    def num_added_by_fork(self, added: int) -> int:
+        """Returns the blocks that a fork with `added` more tokens does not share."""
+        return ceil_div(self.num_tokens + added, self.block_size) - self.num_whole
 
     def take(self, count: int) -> None:
         """Adds fresh blocks. Raises ValueError when fewer are free."""
-        self.blocks += self.pool.take(count, self.blocks[-1] if self.blocks else None)
+        self.blocks += self.pool.take(count, self.blocks[-1] if len(self.blocks) > self.num_freed else None)
 
     def write(self, num_tokens: int) -> None:
         """Records the next `num_tokens` tokens as written; they must have room."""
@@ -225,13 +249,16 @@ class BlockTable:
         size = self.block_size
         return all(
             self.pool.num_written(block) >= min(self.num_tokens - index * size, size)
-            for index, block in enumerate(self.blocks)
+            for index, block in enumerate(self.held, start=self.num_freed)
         )
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Adds whole blocks of written tokens that have other holders."""
+        """Adds whole blocks of written tokens that have other holders, or are FREED."""
         for block in blocks:
-            self.pool.share(block)
+            if block == FREED:
+                self.num_freed += 1
+            else:
+                self.pool.share(block)
         self.blocks += blocks
         self.num_tokens += len(blocks) * self.block_size
 
@@ -263,14 +290,19 @@ class BlockTable:
     def cut(self, num_tokens: int) -> None:
         """Releases the blocks past `num_tokens`."""
         keep = ceil_div(num_tokens, self.block_size)
-        self.pool.release(*self.blocks[keep:])
+        self.pool.release(*self.blocks[max(keep, self.num_freed) :])
         del self.blocks[keep:]
+        self.num_freed = min(self.num_freed, keep)
         self.num_tokens = min(self.num_tokens, num_tokens)
 
     def check_integrity(self) -> None:
         """Raises AssertionError for a block held twice, tokens without one, or a shared one to be written."""
-        if len(set(self.blocks)) < len(self.blocks) or self.room < 0:
+        if len(set(self.held)) < len(self.held) or self.room < 0:
             raise AssertionError(f"{self.num_tokens} tokens in blocks {self.blocks}")
-        shared = [block for block in self.blocks[self.num_whole :] if self.pool.references(block) != 1]
+        shared = [
+            block
+            for block in self.blocks[max(self.num_whole, self.num_freed) :]
+            if self.pool.references(block) != 1
+        ]
         if shared:
             raise AssertionError(f"blocks {shared} are still to be written and have other holders")

@@ -5,12 +5,14 @@ alike. A block that is still to be written is held by one table only. A layer gr
 layers that share a block table. All groups of a request grow by the same tokens; `num_tokens` counts those
 of group 0 where no other is named.
 
-What layers keep of a sequence is of two kinds:
+What layers keep of a sequence is of three kinds:
 
     full attention     keys and values of each token, in blocks
+    sliding window     those of the last tokens, in blocks that are freed behind it: see `epd/kv/windows.py`
     recurrent state    one state of all tokens so far, in a slot: see `epd/kv/states.py`
 
-A model of the second kind finds a cached prefix only up to a block after which its state was kept.
+A model of other kinds than the first finds a cached prefix only up to a block after which its state and the
+blocks of its windows were kept.
 """
 
 from __future__ import annotations
@@ -22,28 +24,11 @@ from epd.kv.block_pool import BlockPool, BlockTable
 from epd.kv.kv_checks import check_cache
 from epd.kv.kv_identity import ROW_BYTES, TokenIdentity
 from epd.kv.kv_request import RequestBlocks, Shortage
+from epd.kv.kv_spec import KVCacheSpec
 from epd.kv.prefix_cache import CachedBlock, PrefixCache, PrefixMatch
-from epd.kv.states import SLOTS_PER_SEQUENCE, StateSlots
+from epd.kv.states import StateSlots
+from epd.kv.windows import WindowTable
 from epd.types import ceil_div
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheSpec:
-    """Sizes the cache.
-
-    num_blocks: of each layer group with full attention. block_size: tokens.
-    num_states: slots of recurrent states; 0 for a model without them.
-    """
-
-    num_blocks: tuple[int, ...]
-    block_size: int
-    num_states: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.num_blocks or min(self.num_blocks) < 1 or self.block_size < 1:
-            raise ValueError(f"a KV cache needs at least 1 layer group of 1 block of 1 token, got {self}")
-        if self.num_states and self.num_states < SLOTS_PER_SEQUENCE:
-            raise ValueError(f"a sequence needs {SLOTS_PER_SEQUENCE} slots for its state, got {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +64,10 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self._pools = [make_pool(num_blocks) for num_blocks in spec.num_blocks]
         self._states = make_pool(spec.num_states) if spec.num_states else None
-        self._cache = PrefixCache(self._pools, spec.block_size, self._states)
+        self._num_full = spec.num_full
+        kept = [] if self._states is None else [self._states]
+        kept += self._pools[self._num_full :]
+        self._cache = PrefixCache(self._pools[: self._num_full], spec.block_size, kept)
         self._requests: dict[str, RequestBlocks] = {}
 
     # Questions: none of them changes anything.
@@ -94,6 +82,8 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return 0
         max_tokens = len(identity) if max_tokens is None else max_tokens
+        if awaits_state and self.spec.num_windows:
+            return 0
         match = self._cache.match(identity, max_tokens, needs_state=not awaits_state)
         return len(match.path) * self.block_size + match.num_partial
 
@@ -102,12 +92,29 @@ class KVCacheManager:
         return self._requests[request_id].tables[layer_group].num_tokens
 
     def block_table(self, request_id: str, layer_group: int = 0) -> Sequence[int]:
-        """Returns the ids of the request's blocks, those still unwritten too. Not a copy: do not keep it."""
+        """Returns the ids of the request's blocks, those still unwritten too. Not a copy: do not keep it.
+
+        What lies before a window is FREED.
+        """
         return self._requests[request_id].tables[layer_group].blocks
+
+    def num_held_blocks(self, request_id: str, layer_group: int = 0) -> int:
+        """Returns how many blocks the request holds."""
+        table = self._requests[request_id].tables[layer_group]
+        return len(table.blocks) - table.num_freed
 
     def num_free_blocks(self, layer_group: int = 0) -> int:
         """Returns how many blocks are available: free ones, and cached ones that no request uses."""
-        return self._pools[layer_group].num_free + self._cache.num_idle
+        return self._pools[layer_group].num_free + self._num_idle(layer_group)
+
+    def _num_idle(self, layer_group: int) -> int:
+        if layer_group < self._num_full:
+            return self._cache.num_idle
+        return self._cache.num_idle_kept(self._kept_index(layer_group))
+
+    def _kept_index(self, layer_group: int) -> int:
+        """Returns the place of a layer group with a window among the pools of what is kept."""
+        return layer_group - self._num_full + int(self._states is not None)
 
     def current_state(self, request_id: str) -> int | None:
         """Returns the slot with the state of the written tokens; None without any."""
@@ -123,7 +130,7 @@ class KVCacheManager:
         """Returns whether this many slots are available: free ones, and snapshots that nobody else holds."""
         if self._states is None or count <= self._states.num_free:
             return True
-        return count <= self._states.num_free + self._cache.num_idle_states
+        return count <= self._states.num_free + self._cache.num_idle_kept(0)
 
     @property
     def usage(self) -> float:
@@ -136,12 +143,12 @@ class KVCacheManager:
         """Returns the number of cached blocks of each layer group that were evicted so far."""
         return self._cache.num_evictions
 
-    def can_allocate(self, request_id: str, num_tokens: int) -> bool:
+    def can_allocate(self, request_id: str, num_tokens: int, *, arriving: int = 0) -> bool:
         """Returns whether `allocate` would find room now."""
         request = self._requests[request_id]
         if num_tokens <= request.capacity:
             return True
-        return self._has_room(request.num_missing(num_tokens), request.num_missing_states)
+        return self._has_room(request.num_missing(num_tokens, arriving), request.num_missing_states)
 
     def can_fork(self, request_id: str, num_tokens: int = 0) -> bool:
         """Returns whether `fork`, then `allocate` of `num_tokens` for the child, would find room now."""
@@ -154,7 +161,11 @@ class KVCacheManager:
         request = self._requests[request_id]
         num_shared = sum(node.num_pins > 1 for node in request.path)
         missing = zip(request.tables, request.num_missing(num_tokens), strict=True)
-        blocks = tuple(len(table.blocks) + count - num_shared for table, count in missing)
+        # What windows lack is looked up again each time: their blocks are held for a while alone.
+        blocks = tuple(
+            0 if isinstance(table, WindowTable) else len(table.blocks) + count - num_shared
+            for table, count in missing
+        )
         return Shortage(blocks, self._cache.num_pinned, request.num_missing_states)
 
     def may_fit(self, shortage: Shortage) -> bool:
@@ -182,42 +193,53 @@ class KVCacheManager:
         max_cached: int,
         is_shareable: bool = True,
         awaits_state: bool = False,
+        num_ahead: int = 0,
     ) -> list[BlockCopy]:
         """Starts a request with the cached part of its prompt, at most `max_cached` tokens: see `num_tokens`.
 
         Whole blocks are shared; part of a block is copied, unless there is no room for the copy. With
         is_shareable=False nothing is shared either way: for a request whose layers will be pruned, so that
         its blocks are written again. With awaits_state=True blocks are shared without their recurrent state:
-        that comes from elsewhere before the next commit, which must be of further tokens.
+        that comes from elsewhere before the next commit, which must be of further tokens. With windows
+        nothing is shared then.
+        num_ahead: tokens of it that are computed at once, if they may be more than `KVCacheSpec.num_ahead`.
         Raises ValueError for a request that is open already.
         """
         request = self._new_request(request_id, identity, is_shareable and self.enable_prefix_caching)
+        for table in request.windows:
+            table.num_ahead = max(table.num_ahead, num_ahead)
+        max_cached = 0 if awaits_state and request.windows else max_cached
         copies: list[BlockCopy] = []
         if request.is_shareable:
             match = self._cache.match(identity, max_cached, needs_state=not awaits_state)
             self._share_path(request, match.path)
-            if request.state is None:
+            if request.keeps_all:
                 copies = self._copy_partial(request, match)
-            elif request.path and awaits_state:
+            elif request.path and awaits_state and request.state is not None:
                 request.state.is_awaited = True
             elif request.path:
-                request.state.share(self._cache.use_state(request.path[-1]))
+                request.take_kept(self._cache.use_state(request.path[-1]))
         request.refresh()
         return copies
 
-    def allocate(self, request_id: str, num_tokens: int) -> None:
+    def allocate(self, request_id: str, num_tokens: int, *, arriving: int = 0) -> None:
         """Makes room for tokens [0, num_tokens). Evicts if necessary; never shrinks.
 
+        In layers with a window it is room for the next `num_ahead` of them.
+        arriving: tokens that come from elsewhere and are committed at once; what is behind a window then
+        needs no room.
         Raises ValueError, and changes nothing, when there is no room: see `can_allocate`.
         """
         request = self._requests[request_id]
         if num_tokens <= request.capacity:
             return
-        missing, num_states = request.num_missing(num_tokens), request.num_missing_states
+        missing, num_states = request.num_missing(num_tokens, arriving), request.num_missing_states
         lacks = any(count > table.pool.num_free for table, count in zip(request.tables, missing, strict=True))
         if lacks or num_states:
             purpose = f"room for {num_tokens} tokens of request '{request_id}'"
             self._make_room(missing, purpose, num_states)
+        for window in request.windows:
+            window.await_tokens(max(arriving, window.num_tokens))
         for table, count in zip(request.tables, missing, strict=True):
             table.take(count)
         if request.state is not None:
@@ -246,6 +268,7 @@ class KVCacheManager:
         request.identity = identity
         if request.state is not None and added:
             request.state.advance()
+        if not request.keeps_all:
             request.refresh()
         if num_tokens >= request.next_share and request.is_shareable:
             self._share_whole_blocks(request)
@@ -269,6 +292,8 @@ class KVCacheManager:
         child = self._new_request(child_id, parent.identity, parent.is_shareable)
         for node in parent.path:
             self._pin(child, node)
+        for table, other in zip(child.windows, parent.windows, strict=True):
+            table.num_ahead = other.num_ahead
         current = self.current_state(request_id)
         if child.state is not None and current is not None:
             child.state.share(current)
@@ -331,11 +356,11 @@ class KVCacheManager:
         With `layer_group`, `num_tokens` counts that group's tokens. A request whose groups differ in length
         is no longer shareable. A block that is cut in the middle and has other holders is copied.
         Raises ValueError, and changes nothing, when there is no room for such a copy, a length is negative,
-        or tokens are forgotten that a recurrent state holds.
+        or tokens are forgotten that a recurrent state holds, or that have freed blocks behind a window.
         """
         request = self._requests[request_id]
         kept = self._kept(request, num_tokens, layer_group)
-        if min(kept) < 0 or (request.state is not None and min(kept) < request.num_tokens):
+        if min(kept) < 0 or (not request.keeps_all and min(kept) < request.num_tokens):
             raise ValueError(f"request '{request_id}' of {request.lengths} tokens cannot be cut to {kept}")
         needed = [int(table.splits_shared(num)) for table, num in zip(request.tables, kept, strict=True)]
         self._make_room(needed, f"the copies for a cut of request '{request_id}' to {kept} tokens")
@@ -355,11 +380,11 @@ class KVCacheManager:
 
         num_tokens: of each layer group, how many are kept. The request is no longer shareable.
         Raises ValueError, and changes nothing, when the blocks behind have no room for so many, or the
-        request has a recurrent state.
+        request has a recurrent state or a window.
         """
         request = self._requests[request_id]
         for table, num in zip(request.tables, num_tokens, strict=True):
-            if not 0 <= num <= table.num_behind or request.state is not None:
+            if not 0 <= num <= table.num_behind or not request.keeps_all:
                 raise ValueError(
                     f"request '{request_id}' cannot keep {list(num_tokens)} tokens: {table.num_behind} have "
                     f"room behind the {table.num_tokens} written ones; allocate first"
@@ -378,7 +403,11 @@ class KVCacheManager:
         request = self._requests.pop(request_id)
         if request.state is not None:
             request.state.release()
-        elif request.is_shareable and all(table.has_written_partial for table in request.tables):
+        if (
+            request.keeps_all
+            and request.is_shareable
+            and all(table.has_written_partial for table in request.tables)
+        ):
             self._keep_partial(request)
         for table in request.tables:
             table.cut(0)
@@ -394,26 +423,33 @@ class KVCacheManager:
         return [self.num_free_blocks(group) for group in range(len(self._pools))]
 
     def _has_room(self, needed: Sequence[int], num_states: int = 0) -> bool:
-        idle = self._cache.num_idle
-        has_blocks = all(num <= pool.num_free + idle for num, pool in zip(needed, self._pools, strict=True))
-        return has_blocks and self.has_states(num_states)
+        return self._has_blocks(needed) and self.has_states(num_states)
+
+    def _has_blocks(self, needed: Sequence[int]) -> bool:
+        return all(
+            num <= pool.num_free or num <= pool.num_free + self._num_idle(group)
+            for group, (num, pool) in enumerate(zip(needed, self._pools, strict=True))
+        )
 
     def _make_room(self, needed: Sequence[int], purpose: str, num_states: int = 0) -> None:
         """Evicts until `needed` blocks of each layer group are free, and `num_states` slots.
 
         Raises ValueError, and changes nothing, if that cannot be.
         """
-        lacking = max([num - pool.num_free for num, pool in zip(needed, self._pools, strict=True)])
-        if lacking > self._cache.num_idle:
+        if not self._has_blocks(needed):
             raise ValueError(
                 f"{purpose} needs {list(needed)} blocks, {self._all_free()} are free; free a request first"
             )
         if not self.has_states(num_states):
             raise ValueError(f"{purpose} needs {num_states} states, 0 are free; free a request first")
+        pairs = list(zip(needed, self._pools, strict=True))
+        lacking = max([num - pool.num_free for num, pool in pairs[: self._num_full]])
         if lacking > 0:
             self._cache.evict(lacking)
         if self._states is not None:
-            self._cache.drop_states(max(num_states - self._states.num_free, 0))
+            self._cache.drop_states(0, num_states)
+        for group in range(self._num_full, len(pairs)):
+            self._cache.drop_states(self._kept_index(group), needed[group])
 
     def _kept(self, request: RequestBlocks, num_tokens: int, layer_group: int | None) -> list[int]:
         """Returns for how many tokens each layer group keeps its blocks."""
@@ -431,10 +467,17 @@ class KVCacheManager:
 
     def _new_request(self, request_id: str, identity: TokenIdentity, is_shareable: bool) -> RequestBlocks:
         self._check_new(request_id)
-        tables = [BlockTable(pool, self.block_size) for pool in self._pools]
+        tables = [self._table(group) for group in range(len(self._pools))]
         state = None if self._states is None else StateSlots(self._states)
         request = self._requests[request_id] = RequestBlocks(tables, identity, is_shareable, state)
         return request
+
+    def _table(self, layer_group: int) -> BlockTable:
+        spec, pool = self.spec, self._pools[layer_group]
+        window = spec.windows[layer_group] if spec.windows else None
+        if window is None:
+            return BlockTable(pool, spec.block_size)
+        return WindowTable(pool, spec.block_size, window, spec.num_ahead)
 
     def _pin(self, request: RequestBlocks, node: CachedBlock) -> None:
         self._cache.pin(node)
@@ -449,14 +492,15 @@ class KVCacheManager:
     def _share_path(self, request: RequestBlocks, path: Sequence[CachedBlock]) -> None:
         for node in path:
             self._pin(request, node)
-        for group, table in enumerate(request.tables):
+        for group, table in enumerate(request.tables[: self._num_full]):
             table.share([node.blocks[group] for node in path])
 
     def _keep_state(self, request: RequestBlocks) -> None:
-        """Lets the prefix cache hold the state of a request's written tokens, all in whole blocks."""
-        state, is_whole = request.state, request.num_tokens == len(request.path) * self.block_size
-        if state is not None and state.current is not None and request.path and is_whole:
-            self._cache.keep_state(request.path[-1], state.current)
+        """Lets the prefix cache hold what follows a request's written tokens, all in whole blocks."""
+        is_whole = request.num_tokens == len(request.path) * self.block_size
+        kept = request.kept if request.path and is_whole else None
+        if kept:
+            self._cache.keep_state(request.path[-1], kept)
 
     def _copy_partial(self, request: RequestBlocks, match: PrefixMatch) -> list[BlockCopy]:
         """Copies the cached part of one more block into a block of the request's own, if there is room."""

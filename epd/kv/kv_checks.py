@@ -24,21 +24,28 @@ def check_cache(
     """
     cache.check_integrity()
     for group, pool in enumerate(pools):
-        pool.check_integrity()
-        held = Counter(chain.from_iterable(request.tables[group].blocks for request in requests))
-        held.update(node.blocks[group] for node in cache.nodes())
-        pool.check_holders(held)
+        held = Counter(chain.from_iterable(request.tables[group].held for request in requests))
+        if pool not in cache.kept:
+            held.update(node.blocks[group] for node in cache.nodes())
+        _check_pool(pool, held, cache)
     if states is not None:
-        states.check_integrity()
-        held = Counter(cache.snapshots.values())
-        held.update(slot for request in requests if request.state is not None for slot in request.state.held)
-        states.check_holders(held)
+        slots = (request.state.held for request in requests if request.state is not None)
+        _check_pool(states, Counter(chain.from_iterable(slots)), cache)
     pins = Counter(node for request in requests for node in request.path)
     for node in cache.nodes():
         if node.num_pins != pins[node]:
             raise AssertionError(f"{node.num_pins} pins are counted, {pins[node]} are held")
     for request in requests:
         _check_request(request, cache)
+
+
+def _check_pool(pool: BlockPool, held: Counter[int], cache: PrefixCache) -> None:
+    """held: by requests and nodes; what snapshots hold is added."""
+    pool.check_integrity()
+    if pool in cache.kept:
+        index = cache.kept.index(pool)
+        held.update(chain.from_iterable(kept[index] for kept in cache.snapshots.values()))
+    pool.check_holders(held)
 
 
 def _check_request(request: RequestBlocks, cache: PrefixCache) -> None:

@@ -8,7 +8,7 @@ from epd.kv.block_pool import BlockTable
 from epd.kv.kv_identity import TokenIdentity
 from epd.kv.prefix_cache import CachedBlock
 from epd.kv.states import StateSlots
-from epd.types import ceil_div
+from epd.kv.windows import WindowTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,21 @@ class RequestBlocks:
     """Holds a request's block table for each layer group, and pins on the nodes of its whole blocks.
 
     state: its recurrent state; None for a model that has none.
+    windows: its tables of layer groups with a window.
+    keeps_all: whether every token has a place of its own in every layer.
     """
 
-    __slots__ = ("capacity", "identity", "is_shareable", "next_share", "path", "state", "tables")
+    __slots__ = (
+        "capacity",
+        "identity",
+        "is_shareable",
+        "keeps_all",
+        "next_share",
+        "path",
+        "state",
+        "tables",
+        "windows",
+    )
 
     def __init__(
         self,
@@ -42,6 +54,8 @@ class RequestBlocks:
     ) -> None:
         self.tables = tables
         self.state = state
+        self.windows = [table for table in tables if isinstance(table, WindowTable)]
+        self.keeps_all = state is None and not self.windows
         self.identity = identity
         self.is_shareable = is_shareable
         self.path: list[CachedBlock] = []
@@ -58,7 +72,7 @@ class RequestBlocks:
 
     def refresh(self) -> None:
         """Derives counts from tables and path, so that most tokens need one comparison."""
-        room = 0 if self.num_missing_states else min([table.room for table in self.tables])
+        room = 0 if self.num_missing_states else min([table.usable_room for table in self.tables])
         self.capacity = self.num_tokens + room
         self.next_share = (len(self.path) + 1) * self.tables[0].block_size
 
@@ -67,14 +81,34 @@ class RequestBlocks:
         """Returns how many slots its next tokens need."""
         return 0 if self.state is None else self.state.num_missing
 
-    def num_missing(self, num_tokens: int) -> list[int]:
+    def num_missing(self, num_tokens: int, arriving: int = 0) -> list[int]:
         added = num_tokens - self.num_tokens
-        return [table.num_missing(added) for table in self.tables]
+        return [table.num_missing(added, arriving) for table in self.tables]
 
     def num_added_by_fork(self, num_tokens: int = 0) -> list[int]:
         """Returns, for each layer group, the blocks that a child with `num_tokens` tokens does not share."""
         added = max(num_tokens - self.num_tokens, 0)
-        return [ceil_div(t.num_tokens + added, t.block_size) - t.num_whole for t in self.tables]
+        return [table.num_added_by_fork(added) for table in self.tables]
+
+    @property
+    def kept(self) -> tuple[tuple[int, ...], ...] | None:
+        """Returns what a prompt that begins with the written tokens needs beside their blocks, if it is here.
+
+        The slot of the recurrent state, if there is any, then the blocks of each window.
+        """
+        windows = tuple(table.kept for table in self.windows)
+        if self.state is None:
+            return windows
+        return None if self.state.current is None else ((self.state.current,), *windows)
+
+    def take_kept(self, kept: tuple[tuple[int, ...], ...]) -> None:
+        """Begins with what another request has kept after the blocks that are shared."""
+        if self.state is not None:
+            self.state.share(kept[0][0])
+        windows = self.windows
+        for table, blocks in zip(windows, kept[len(kept) - len(windows) :], strict=True):
+            table.share_window(blocks, self.tables[0].num_whole)
 
     def blocks_at(self, index: int) -> tuple[int, ...]:
-        return tuple(table.blocks[index] for table in self.tables)
+        """Returns the block at a place of each table without a window."""
+        return tuple(table.blocks[index] for table in self.tables if not isinstance(table, WindowTable))

@@ -11,7 +11,7 @@ order in which nodes became idle is an order of eviction that takes leaves first
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -51,8 +51,12 @@ class PrefixMatch:
 class PrefixCache:
     """Keeps the trie, its pins and the eviction order of idle nodes. It holds each of its blocks once."""
 
-    def __init__(self, pools: Sequence[BlockPool], block_size: int, states: BlockPool | None = None) -> None:
-        """states: slots of recurrent states, of a model that has them."""
+    def __init__(self, pools: Sequence[BlockPool], block_size: int, kept: Sequence[BlockPool] = ()) -> None:
+        """Takes the pools of layer groups whose tokens are all kept.
+
+        kept: of what is kept after some nodes alone, of a model that has such: slots of recurrent states, and
+        blocks of windows.
+        """
         self.root = CachedBlock(None, b"", ())
         self.block_size = block_size
         self.num_evictions = 0
@@ -60,9 +64,9 @@ class PrefixCache:
         self._pools = pools
         # In order of eviction. A plain dict would search past everything removed at its start.
         self._idle: OrderedDict[CachedBlock, None] = OrderedDict()
-        self._states = states
-        # Slots with the state after a node's last token; the one that was used last comes last.
-        self.snapshots: OrderedDict[CachedBlock, int] = OrderedDict()
+        self.kept = kept
+        # What is kept after a node's last token, of each of those pools; what was used last comes last.
+        self.snapshots: OrderedDict[CachedBlock, tuple[tuple[int, ...], ...]] = OrderedDict()
 
     @property
     def num_idle(self) -> int:
@@ -75,10 +79,10 @@ class PrefixCache:
     def match(self, identity: TokenIdentity, max_tokens: int, *, needs_state: bool = True) -> PrefixMatch:
         """Returns the longest cached prefix of at most `max_tokens` tokens. Changes nothing.
 
-        Where there are recurrent states it has whole blocks. needs_state: a snapshot was kept after the last.
+        Where there are snapshots it has whole blocks. needs_state: one was kept after the last.
         """
         match = self._longest(identity, max_tokens)
-        if self._states is None:
+        if not self.kept:
             return match
         while needs_state and match.path and match.path[-1] not in self.snapshots:
             match.path.pop()
@@ -138,38 +142,44 @@ class PrefixCache:
         if node in self._idle:
             self._idle.move_to_end(node)
 
-    def keep_state(self, node: CachedBlock, slot: int) -> None:
-        """Keeps the state after a node's last token, unless there is one already."""
-        assert self._states is not None
+    def keep_state(self, node: CachedBlock, kept: tuple[tuple[int, ...], ...]) -> None:
+        """Keeps what is needed after a node's last token, unless it is kept already."""
         if node not in self.snapshots:
-            self._states.share(slot)
-            self.snapshots[node] = slot
+            for pool, numbers in zip(self.kept, kept, strict=True):
+                for number in numbers:
+                    pool.share(number)
+            self.snapshots[node] = kept
         self.snapshots.move_to_end(node)
 
-    def use_state(self, node: CachedBlock) -> int:
-        """Returns the slot with the state after a node's last token, which is used now."""
+    def use_state(self, node: CachedBlock) -> tuple[tuple[int, ...], ...]:
+        """Returns what is kept after a node's last token, which is used now."""
         self.snapshots.move_to_end(node)
         return self.snapshots[node]
 
-    @property
-    def num_idle_states(self) -> int:
-        """Returns the number of snapshots that nobody else holds."""
-        return len(self._idle_states())
+    def num_idle_kept(self, index: int) -> int:
+        """Returns how many slots or blocks of a pool of `kept` snapshots alone hold."""
+        held, pool = self._held_by_snapshots(index), self.kept[index]
+        return sum(pool.references(number) == count for number, count in held.items())
 
-    def _idle_states(self) -> list[CachedBlock]:
-        states = self._states
-        assert states is not None
-        return [node for node, slot in self.snapshots.items() if states.references(slot) == 1]
+    def _held_by_snapshots(self, index: int) -> Counter[int]:
+        return Counter(number for kept in self.snapshots.values() for number in kept[index])
 
-    def drop_states(self, count: int) -> None:
-        """Drops the snapshots that have not been used for longest, of those that nobody else holds."""
-        for node in self._idle_states()[:count]:
-            self._drop_state(node)
+    def drop_states(self, index: int, num_free: int) -> None:
+        """Drops snapshots until so many of a pool are free, those first that have not been used for longest.
+
+        Those of which requests hold all stay: nothing would become free.
+        """
+        pool, held = self.kept[index], self._held_by_snapshots(index)
+        for node, kept in list(self.snapshots.items()):
+            if pool.num_free >= num_free:
+                return
+            if any(pool.references(number) == held[number] for number in kept[index]):
+                held.subtract(kept[index])
+                self._drop_state(node)
 
     def _drop_state(self, node: CachedBlock) -> None:
-        slot = self.snapshots.pop(node, None)
-        if self._states is not None and slot is not None:
-            self._states.release(slot)
+        for pool, numbers in zip(self.kept, self.snapshots.pop(node, ()), strict=False):
+            pool.release(*numbers)
 
     def evict(self, count: int) -> None:
         """Drops the `count` nodes that have been idle longest, leaves first."""

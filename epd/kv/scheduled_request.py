@@ -115,6 +115,11 @@ class ScheduledRequest:
         pruned = self.pruned_range(num_tokens)
         return num_tokens if pruned is None else min(num_tokens, pruned.start)
 
+    @property
+    def longest_range(self) -> int:
+        """Returns the most tokens that are computed at once whatever the limits: 0 without any."""
+        return max((pruned.num_inputs for pruned in self.pruned), default=0)
+
     def num_written(self, num_computed: int) -> int:
         """Returns how many tokens need room while the pruned ranges past `num_computed` are computed."""
         return max((p.start + p.num_inputs for p in self.pruned if p.stop > num_computed), default=0)

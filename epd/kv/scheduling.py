@@ -99,7 +99,7 @@ class Scheduler:
         """Raises InfeasibleError for a request that could never run to its end."""
         needed = max(self._reserved_tokens(request), self._most_held(request))
         for group, num_blocks in enumerate(self.kv.spec.num_blocks):
-            if ceil_div(needed, self.kv.spec.block_size) > num_blocks:
+            if self.kv.spec.most_blocks(group, needed, self._num_ahead(request)) > num_blocks:
                 raise InfeasibleError(
                     f"a request of {request.num_prompt_tokens} prompt tokens and up to "
                     f"{request.max_total_tokens} in all does not fit into a KV cache of "
@@ -119,11 +119,21 @@ class Scheduler:
 
     def can_admit(self, request: ScheduledRequest) -> bool:
         """Returns whether `request` would run at once if it were added now: first in the queue, with room."""
-        needed = ceil_div(self._reserved_tokens(request), self.kv.spec.block_size)
-        has_blocks = all(self.kv.num_free_blocks(g) >= needed for g in range(len(self.kv.spec.num_blocks)))
+        pairs = enumerate(self._most_blocks(request))
+        has_blocks = all(self.kv.num_free_blocks(group) >= needed for group, needed in pairs)
         place = request.priority, self._rank(request)
         is_first = all((each.priority, each.rank) > place for each in self.waiting)
         return is_first and self._has_slot(request) and has_blocks and self.kv.has_states(1)
+
+    def _most_blocks(self, request: ScheduledRequest) -> list[int]:
+        """Returns the blocks of each layer group that a request needs to run."""
+        spec, needed, ahead = self.kv.spec, self._reserved_tokens(request), self._num_ahead(request)
+        return [spec.most_blocks(group, needed, ahead) for group in range(len(spec.num_blocks))]
+
+    def _num_ahead(self, request: ScheduledRequest) -> int:
+        """Returns for how many tokens windows have room: a chunk, and what the end of a prompt needs more."""
+        at_once = max(self.kv.spec.num_ahead, request.longest_range)
+        return at_once + 1 + (request.num_seqs - 1) * self.kv.block_size
 
     def remove(self, request: ScheduledRequest, *, hold: bool = False) -> None:
         """Takes a request out, finished or aborted. hold: its blocks stay until `release`."""
@@ -173,12 +183,17 @@ class Scheduler:
         return budget
 
     def _reserve_states(self, output: SchedulerOutput) -> None:
-        """Gives each prefill a slot for its next state; its blocks it has had since its admission."""
-        if not self.kv.spec.num_states:
+        """Gives each prefill a slot for its next state, and room in windows for its next chunk.
+
+        Its other blocks it has had since its admission.
+        """
+        spec = self.kv.spec
+        if not spec.keeps_states:
             return
         for request in [each for each in self.running if not each.is_decoding]:
             if request in self.running:
-                self._make_room(request, request.num_held + 1, output)
+                more = min(self._num_ahead(request), self._reserved_tokens(request) - request.num_held)
+                self._make_room(request, request.num_held + max(more if spec.num_windows else 1, 1), output)
 
     def schedule_ahead(self, num_unread: int) -> list[Chunk]:
         """Reserves blocks for the next token of each decode, whose last `num_unread` tokens are unknown yet.
@@ -269,11 +284,11 @@ class Scheduler:
         if request.num_offloaded:
             return False
         size = self.kv.block_size
-        needed = ceil_div(self._reserved_tokens(request), size)
-        needed += sum(1 + ceil_div(each.num_drafts, size) for each in self.running)
+        others = sum(1 + ceil_div(each.num_drafts, size) for each in self.running)
         has_states = self.kv.has_states(1 + len(self.running))
         return has_states and all(
-            self.kv.num_free_blocks(g) >= needed for g in range(len(self.kv.spec.num_blocks))
+            self.kv.num_free_blocks(group) >= needed + others
+            for group, needed in enumerate(self._most_blocks(request))
         )
 
     def _admit_first(self, output: SchedulerOutput) -> bool:
@@ -313,12 +328,11 @@ class Scheduler:
         others = sum(each.num_seqs for each in self.running if each not in preemptible)
         is_alone = len(preemptible) == len(self.running)
         has_slot = is_alone or others + request.num_seqs <= self.config.max_num_seqs
-        needed = ceil_div(self._reserved_tokens(request), self.kv.spec.block_size)
         return has_slot and all(
             self.kv.num_free_blocks(group)
-            + sum(len(self.kv.block_table(each.request_id, group)) for each in preemptible)
+            + sum(self.kv.num_held_blocks(each.request_id, group) for each in preemptible)
             >= needed
-            for group in range(len(self.kv.spec.num_blocks))
+            for group, needed in enumerate(self._most_blocks(request))
         )
 
     def _has_slot(self, request: ScheduledRequest) -> bool:
@@ -346,12 +360,13 @@ class Scheduler:
             num_computed = max(self.kv.num_tokens(request.request_id), request.num_offloaded)
             needed = self._reserved_tokens(request, num_computed)
         self._refused = None
-        if not self.kv.can_allocate(request.request_id, needed):
+        arriving = request.num_offloaded - request.num_dropped
+        if not self.kv.can_allocate(request.request_id, needed, arriving=arriving):
             least = self._reserved_tokens(request, request.num_tokens)  # if pruned ranges were cached by then
             self._refused = request, self.kv.shortage(request.request_id, least)
             self.kv.free(request.request_id)
             return None
-        self.kv.allocate(request.request_id, needed)
+        self.kv.allocate(request.request_id, needed, arriving=arriving)
         request.num_computed = self.kv.num_tokens(request.request_id) + request.num_dropped
         return copies
 
@@ -359,7 +374,12 @@ class Scheduler:
         """Starts with the cached tokens, but never inside a pruned range: that is computed at once."""
         at_most = request.num_offloaded or request.num_tokens - 1
         while True:
-            copies = self.kv.open(request.request_id, request.identity, max_cached=at_most)
+            copies = self.kv.open(
+                request.request_id,
+                request.identity,
+                max_cached=at_most,
+                num_ahead=self._num_ahead(request),
+            )
             found = self.kv.num_tokens(request.request_id)
             at_most = request.uncut(found)
             if at_most == found or request.num_offloaded > found:

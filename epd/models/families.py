@@ -57,6 +57,7 @@ _ALL = (
     _images("aria", "Aria"),
     _images("deepseek_vl", "DeepSeek-VL"),
     _videos("exaone4_5", "EXAONE 4.5", 2),
+    Family("gemma3", "Gemma 3", "native", ("image",), None, "no videos: its processor has none"),
     _videos("glm46v", "GLM-4.6V", 2, _ONE_KIND),
     _videos("glm4v", "GLM-4.1V", 2, _ONE_KIND),
     _videos("glm4v_moe", "GLM-4.5V", 2, _ONE_KIND),
@@ -87,7 +88,6 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 # Families that would load and answer wrongly, and why.
 REFUSED: Mapping[str, str] = {
     "ernie4_5_vl_moe": "whose experts are chosen by the kind of a token",
-    "gemma3": "whose images are attended in both directions",
     "gemma3n": "whose images are attended in both directions",
     "granite4_vision": "whose tower gives features for later layers (deepstack)",
     "mllama": "whose text attends images in layers of their own",

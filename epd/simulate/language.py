@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from epd.control.elasticity import StageSample
 from epd.errors import InfeasibleError
 from epd.kv.block_pool import BlockPool
-from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv.kv_cache import KVCacheManager
+from epd.kv.kv_spec import KVCacheSpec
 from epd.kv.scheduled_request import ScheduledRequest
 from epd.kv.scheduler_output import Chunk, SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig

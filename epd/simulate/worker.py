@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-from epd.kv.kv_cache import KVCacheSpec
+from epd.kv.kv_spec import KVCacheSpec
 from epd.profiles.profile import Profile
 from epd.simulate.clock import EventPriority, EventQueue
 from epd.simulate.deployment import Deployment

@@ -101,7 +101,7 @@ class KVOutbox:
         """
         sending = self._sending[self._current[request_id]]
         lengths = self._lengths(sending.ticket)
-        spans = self._spans(sending, lengths)
+        spans = self._spans(sending, lengths, is_last=state is not None)
         if state is not None:
             sending.is_last_sent = True
             slot = self._cache.current_state(request_id)
@@ -171,12 +171,17 @@ class KVOutbox:
         groups = range(len(ticket.block_tables))
         return tuple(min(self._cache.num_tokens(ticket.request_id, g), ticket.num_tokens) for g in groups)
 
-    def _spans(self, sending: _Sending, lengths: Sequence[int]) -> tuple[KVSpan, ...]:
-        """Returns the unoffered part of tokens [0, length) of each layer group, and marks it as offered."""
+    def _spans(self, sending: _Sending, lengths: Sequence[int], *, is_last: bool) -> tuple[KVSpan, ...]:
+        """Returns the unoffered part of tokens [0, length) of each layer group, and marks it as offered.
+
+        Windows come last: before, blocks that are offered would be freed behind them.
+        """
         size, spans = self._cache.block_size, []
         for group, (start, stop) in enumerate(zip(sending.num_sent, lengths, strict=True)):
-            if stop > start:
+            has_window = group >= self._cache.spec.num_full
+            if stop > start and (is_last or not has_window):
                 table = self._cache.block_table(sending.ticket.request_id, group)
+                start = max(start, self._cache.spec.first_attended(group, stop))
                 spans.append(KVSpan(group, start, stop, tuple(table[start // size : ceil_div(stop, size)])))
                 sending.num_sent[group] = stop
         return tuple(spans)
@@ -262,20 +267,32 @@ class DecodeReception:
         most = len(identity) - (self._cache.spec.num_states > 0)
         whole = self._cache.num_cached(identity, most, awaits_state=True)
         whole = whole // self._cache.block_size * self._cache.block_size
-        self._cache.open(request_id, identity, max_cached=whole, is_shareable=is_shareable, awaits_state=True)
-        if not self._cache.can_allocate(request_id, num_tokens + num_output_tokens):
+        self._cache.open(
+            request_id,
+            identity,
+            max_cached=whole,
+            is_shareable=is_shareable,
+            awaits_state=True,
+            num_ahead=num_output_tokens,
+        )
+        needed = num_tokens + num_output_tokens
+        if not self._cache.can_allocate(request_id, needed, arriving=num_tokens):
             self._cache.free(request_id)
             return None
-        self._cache.allocate(request_id, num_tokens + num_output_tokens)
+        self._cache.allocate(request_id, needed, arriving=num_tokens)
         ticket = self._issue(request_id, sender, num_tokens)
-        cached = [(0, ticket.num_cached)] if ticket.num_cached else []
         groups = range(len(ticket.block_tables))
         lengths = tuple(num_tokens for _ in groups)
         self._open[request_id] = _IncomingHandover(
-            ticket, identity, [list(cached) for _ in groups], lengths, is_shareable
+            ticket, identity, [self._here(ticket, group) for group in groups], lengths, is_shareable
         )
         self._connector.expect(ticket)
         return ticket
+
+    def _here(self, ticket: KVTicket, group: int) -> list[tuple[int, int]]:
+        """Returns the tokens that need not be sent: cached ones, and those behind a window."""
+        num_tokens = max(ticket.num_cached, self._cache.spec.first_attended(group, ticket.num_tokens))
+        return [(0, num_tokens)] if num_tokens else []
 
     def poll(self) -> list[HandoverEnd]:
         """Takes arrived offers. Returns the requests that are complete, and those that never will be.
@@ -314,8 +331,8 @@ class DecodeReception:
 
     def _check_fits(self, num_tokens: int) -> None:
         spec = self._cache.spec
-        capacity = min(spec.num_blocks) * spec.block_size
-        if num_tokens > capacity:
+        capacity = min(spec.num_blocks[: spec.num_full]) * spec.block_size
+        if any(spec.most_blocks(group, num_tokens) > each for group, each in enumerate(spec.num_blocks)):
             raise InfeasibleError(
                 f"{num_tokens} tokens of prompt and output do not fit into a KV cache of {capacity}; "
                 f"shorten the prompt or give the decode worker more blocks"

@@ -92,7 +92,7 @@ class PrefillRole:
         """
         engine = self.stage.engine
         scheduler, size = engine.scheduler, engine.kv.block_size
-        if request.num_prompt_tokens >= min(engine.kv.spec.num_blocks) * size:
+        if request.num_prompt_tokens >= min(engine.kv.spec.num_blocks[: engine.kv.spec.num_full]) * size:
             return True
         taken = sum(each.num_seqs for each in (*scheduler.waiting, *scheduler.running))
         if taken and taken + num_seqs > scheduler.config.max_num_seqs:

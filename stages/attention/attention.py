@@ -5,6 +5,7 @@
     packed queries     | s0 s0 s0 | s1 | s2 s2 |            query_starts 0 3 4 6
     keys of segment s  [ 0 ........... context_lens[s] )    the new tokens are the last ones
     row i of q new     [ 0 ... context - q + i ]            attended, in the order of the block table
+    with a window of w     [ ... w tokens ... ]             of these the last w
 
 Source of the layout: Kwon et al. 2023, "Efficient Memory Management for LLM Serving with PagedAttention".
 """
@@ -27,7 +28,7 @@ from epd.stages.attention.pieces import is_one_piece
 from epd.stages.attention.support import check_arguments
 from epd.stages.reduction.pruning import PrunedRows
 from epd.stages.reduction.question_views import ViewedRows
-from epd.types import Int32Array, Int64Array
+from epd.types import BoolArray, Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,9 @@ class AttentionBatch:
     block_tables: int32 [S, max_blocks], what lies past a segment's last block is not read.
     slot_mapping: int64 [T], where each new token goes: block * block_size + place in the block.
     block_size: tokens.
+    window: tokens that one attends, itself included, and none before; None for all. What a table has before
+    the first of these is not read.
+    both_ways: bool [S], segments whose new tokens attend all of each other; None for none.
     """
 
     query_starts: Int32Array
@@ -46,6 +50,8 @@ class AttentionBatch:
     block_tables: Int32Array
     slot_mapping: Int64Array
     block_size: int
+    window: int | None = None
+    both_ways: BoolArray | None = None
 
     def __post_init__(self) -> None:
         num_segments = len(self.context_lens)

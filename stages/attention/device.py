@@ -39,7 +39,7 @@ from epd.stages.kernels.work_list import (
     segment_tiles,
     work_list,
 )
-from epd.types import Int32Array, Int64Array, ceil_div
+from epd.types import BoolArray, Int32Array, Int64Array, ceil_div
 
 # What a GPU could read in the time of the two launches more that a layer takes: 3 microseconds at 2.8 TB/s.
 LAUNCH_BYTES = 8 * 2**20
@@ -106,7 +106,7 @@ def prefix_tiles(
     highs = lows + np.array([run.num_tokens for run in runs], np.int64)[owner]
     num_rows = np.minimum(tile_tokens, sizes[owner] - skipped)
     first = first_place + (np.cumsum(sizes) - sizes)[owner] + skipped
-    return Tiles(tables, first, num_rows, highs, lows, highs), rows
+    return Tiles(tables, first, num_rows, highs, lows, highs, np.zeros_like(lows)), rows
 
 
 def own_tiles(runs: Sequence[SharedRun], query_starts: Int32Array, context_lens: Int32Array) -> Tiles:
@@ -121,7 +121,8 @@ def own_tiles(runs: Sequence[SharedRun], query_starts: Int32Array, context_lens:
         found.append((segment, low, int(context_lens[segment])))
     segments, lows, highs = np.array(found, np.int64).T
     last = context_lens.astype(np.int64)[segments] - 1
-    return Tiles(segments, query_starts.astype(np.int64)[segments], np.ones_like(segments), last, lows, highs)
+    rows = query_starts.astype(np.int64)[segments]
+    return Tiles(segments, rows, np.ones_like(segments), last, lows, highs, np.zeros_like(lows))
 
 
 if TYPE_CHECKING:
@@ -196,6 +197,8 @@ class PassWork:
         context_lens: Int32Array,
         runs: Sequence[SharedRun],
         heads: DeviceHeads,
+        window: int | None = None,
+        both_ways: BoolArray | None = None,
     ) -> PassWork:
         """Lists the work of a pass, see `AttentionBatch`, in two sets, each of which may be empty.
 
@@ -207,7 +210,9 @@ class PassWork:
         short, tall = heads.tile(1), heads.tile(MOST_SHORT + 1)
         rows = np.arange(query_starts[-1], dtype=np.int64)
         sets = [
-            segment_tiles(query_starts, context_lens, np.flatnonzero(is_alone & kind), tile.tokens)
+            segment_tiles(
+                query_starts, context_lens, np.flatnonzero(is_alone & kind), tile.tokens, window, both_ways
+            )
             for kind, tile in ((lens <= MOST_SHORT, short), (lens > MOST_SHORT, tall))
         ]
         if runs:
@@ -232,18 +237,24 @@ class DevicePlan:
 
     @classmethod
     def build(cls, batch: AttentionBatch, device: torch.device, heads: DeviceHeads) -> DevicePlan:
-        runs = heads.shared(batch.query_starts, batch.context_lens, batch.block_tables, batch.block_size)
-        listed = PassWork.of(batch.query_starts, batch.context_lens, runs, heads)
+        runs: Sequence[SharedRun] = ()
+        if batch.window is None:
+            runs = heads.shared(batch.query_starts, batch.context_lens, batch.block_tables, batch.block_size)
+        listed = PassWork.of(
+            batch.query_starts, batch.context_lens, runs, heads, batch.window, batch.both_ways
+        )
         lens = np.diff(batch.query_starts)
         is_short = lens <= MOST_SHORT
         chosen = [np.flatnonzero(kind) for kind in (is_short, ~is_short) if kind.any()]
         sets = [each for each in zip(listed.work.items, listed.tiles, strict=True) if len(each[0])]
         segments = [one.astype(np.int32) for one in chosen]
-        slots, starts, contexts, tables, rows, merges, entries, *moved = arrays_to_device(
+        both_ways = np.zeros(len(lens), np.int32) if batch.both_ways is None else batch.both_ways
+        slots, starts, contexts, both, tables, rows, merges, entries, *moved = arrays_to_device(
             [
                 batch.slot_mapping,
                 batch.query_starts,
                 batch.context_lens,
+                both_ways.astype(np.int32),
                 batch.block_tables,
                 listed.rows.astype(np.int32),
                 listed.work.merges,
@@ -259,7 +270,8 @@ class DevicePlan:
             for each, one in zip(moved[len(sets) :], chosen, strict=True)
         )
         work = PagedWork(items, rows, merges, entries, listed.work.num_parts, tables)
-        return cls(slots, PagedSegments(starts, contexts, tables), alike, work)
+        is_both = None if batch.both_ways is None else both.bool()
+        return cls(slots, PagedSegments(starts, contexts, tables, batch.window, is_both), alike, work)
 
     @classmethod
     def of_decodes(
@@ -299,7 +311,8 @@ class DevicePlan:
     ) -> Tensor:
         """Attends by Triton's kernels, compiled on a GPU, interpreted elsewhere if that is asked for."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        kernels.attend_tiles(query, key_cache, value_cache, self.work, out, scale=scale)
+        window = self.segments.window is not None
+        kernels.attend_tiles(query, key_cache, value_cache, self.work, out, scale=scale, is_windowed=window)
         return out
 
 

@@ -7,12 +7,14 @@ logarithms of their sums (Dao et al. 2022, "FlashAttention"; Juravsky et al. 202
     causal     the new tokens of a chunk among themselves
     gathered   the rest: short contexts, and the loose blocks of long ones, padded side by side, and beside
                them the long runs of one segment alone
+
+With a sliding window, tables are narrowed to the blocks that are attended, and chunks become masked pieces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,7 @@ from epd.stages.attention.pieces import (
     Attended,
     BlockSpan,
     CausalPiece,
+    MaskedPiece,
     Piece,
     Rows,
     SharedRun,
@@ -50,6 +53,8 @@ _FEW = 2
 # Tokens of a run or of a chunk's past that are read at once. What is read is copied first, and a long context
 # of a large model would need as much memory again as one of its layers.
 _MOST_AT_ONCE = 8192
+# Rows of a chunk with a window that are computed at once.
+_MASKED_ROWS = 512
 # A batch of gathered segments costs about as much as this many padded tokens.
 _BATCH_COST_TOKENS = 256
 
@@ -62,7 +67,7 @@ class HostPlan:
 
     @classmethod
     def build(cls, batch: AttentionBatch) -> HostPlan:
-        return cls(_one_decode(batch) or tuple(_Cutter(batch).cut()))
+        return cls(_one_decode(batch) or tuple(_Cutter(_narrowed(batch)).cut()))
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """Attends as `epd.stages.attention.attention.attend` does."""
@@ -102,13 +107,30 @@ def _one_decode(batch: AttentionBatch) -> tuple[Piece, ...]:
     if len(batch.slot_mapping) != 1:
         return ()
     context, block_size = int(batch.context_lens[0]), batch.block_size
-    table = batch.block_tables[0, : ceil_div(context, block_size)]
+    start = 0 if batch.window is None else max(0, context - batch.window)
+    table = batch.block_tables[0, start // block_size : ceil_div(context, block_size)]
     first = int(table[0])
-    if context > _MOST_AT_ONCE:
+    if context - start > _MOST_AT_ONCE:
         return ()
     if int(table[-1]) - first + 1 != len(table) or (table[1:] - table[:-1] != 1).any():
         return ()
-    return (UnmaskedPiece(Rows(slice(0, 1), 1), False, BlockSpan(context, first, first + len(table))),)
+    keys = BlockSpan(context - start, first, first + len(table), skipped=start % block_size)
+    return (UnmaskedPiece(Rows(slice(0, 1), 1), False, keys),)
+
+
+def _narrowed(batch: AttentionBatch) -> AttentionBatch:
+    """Returns the batch without the blocks that lie before every window, if it has one."""
+    if batch.window is None:
+        return batch
+    past = batch.context_lens - np.diff(batch.query_starts)
+    dropped = np.maximum(past - batch.window + 1, 0) // batch.block_size
+    last = batch.block_tables.shape[1] - 1
+    columns = np.minimum(np.arange(last + 1) + dropped[:, None], last)
+    return replace(
+        batch,
+        context_lens=(batch.context_lens - dropped * batch.block_size).astype(np.int32),
+        block_tables=np.take_along_axis(batch.block_tables, columns, axis=1),
+    )
 
 
 class _Cutter:
@@ -128,7 +150,9 @@ class _Cutter:
 
     def cut(self) -> list[Piece]:
         is_chunk = self._lens > _MOST_TOGETHER
-        pieces = self._cut_runs(is_chunk)
+        if self._batch.both_ways is not None:
+            is_chunk |= self._batch.both_ways
+        pieces = [] if self._batch.window else self._cut_runs(is_chunk)
         for segment in np.flatnonzero(is_chunk).tolist():
             pieces += self._cut_chunk(segment)
         alike: dict[tuple[int, bool, int], list[int]] = {}
@@ -192,6 +216,8 @@ class _Cutter:
 
     def _cut_chunk(self, segment: int) -> list[Piece]:
         """Cuts what is in no run of a longer segment: its past, then the new tokens among themselves."""
+        if self._batch.window is not None:
+            return list(self._cut_masked(segment, self._batch.window))
         start, stop = self._starts[segment : segment + 2].tolist()
         past, block_size = int(self._past[segment]), self._batch.block_size
         rows = Rows(slice(start, stop), stop - start)
@@ -205,8 +231,34 @@ class _Cutter:
             blocks = loose[done // block_size : ceil_div(done + num_tokens, block_size)]
             pieces.append(UnmaskedPiece(rows, num_done + done > 0, BlockSpan.of(blocks, num_tokens)))
         new = table[past // block_size : ceil_div(past + stop - start, block_size)]
-        pieces.append(CausalPiece(rows, past > 0, BlockSpan.of(new, stop - start, past % block_size)))
+        span = BlockSpan.of(new, stop - start, past % block_size)
+        is_both_ways = self._is_both_ways(segment)
+        pieces.append(
+            UnmaskedPiece(rows, past > 0, span) if is_both_ways else CausalPiece(rows, past > 0, span)
+        )
         return pieces
+
+    def _is_both_ways(self, segment: int) -> bool:
+        return self._batch.both_ways is not None and bool(self._batch.both_ways[segment])
+
+    def _cut_masked(self, segment: int, window: int) -> Iterator[Piece]:
+        """Cuts the rows of a chunk so that each piece reads little more than its rows attend."""
+        start, stop = self._starts[segment : segment + 2].tolist()
+        past, block_size = int(self._past[segment]), self._batch.block_size
+        is_both_ways = self._is_both_ways(segment)
+        for first in range(start, stop, _MASKED_ROWS):
+            last = min(first + _MASKED_ROWS, stop)
+            at = np.arange(first, last) - start + past  # of the rows
+            low = max(0, int(at[0]) - window + 1)
+            high = int(self._contexts[segment]) if is_both_ways else int(at[-1]) + 1
+            keys = np.arange(low, high)
+            is_seen = keys > at[:, None] - window
+            if not is_both_ways:
+                is_seen &= keys <= at[:, None]
+            blocks = self._batch.block_tables[segment, low // block_size : ceil_div(high, block_size)]
+            span = BlockSpan.of(blocks.astype(np.int64), high - low, low % block_size)
+            mask = torch.from_numpy(np.where(is_seen, _ZERO, _MINUS_INFINITY))
+            yield MaskedPiece(Rows(slice(first, last), last - first), False, span, mask)
 
     def _cut_alike(self, segments: Int64Array) -> list[Piece]:
         """Cuts the rest of segments with equally many new tokens, and spans of about the same length."""
@@ -230,12 +282,18 @@ class _Cutter:
         else:
             loose = all_blocks(tables[segments], num_blocks, block_size)
         width = int((self._contexts - self._num_in_runs)[segments].max())
-        # Padding repeats the first block, so it is unwritten where the context ends in that block.
-        reach = np.where(contexts < block_size, _EVERYWHERE, num_blocks[:, None] * block_size)
+        # Padding repeats the first block, so it is unwritten where the context ends in that block, and where
+        # a window begins in it.
+        window, is_partial = self._batch.window, contexts < block_size
+        reach = np.where(is_partial | (window is not None), _EVERYWHERE, num_blocks[:, None] * block_size)
         is_unwritten = (loose.positions >= contexts) & (loose.positions < reach)
+        if window is not None:
+            is_unwritten |= loose.positions <= self._past[segments, None] - window
         is_unwritten[:, width:] = False  # not used
         last_seen = self._past[segments, None, None] + np.arange(num_each)[:, None]
         is_seen = loose.positions[:, None, :width] <= last_seen
+        if window is not None:
+            is_seen &= loose.positions[:, None, :width] > last_seen - window
         return GatheredPiece(
             Rows.of((self._starts[segments][:, None] + np.arange(num_each)).ravel()),
             bool(self._merges[segments[0]]),

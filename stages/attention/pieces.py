@@ -252,6 +252,28 @@ class CausalPiece:
         return Attended(out.permute(2, 0, 1, 3), log_sums.permute(2, 0, 1))
 
 
+@dataclass(frozen=True, slots=True)
+class MaskedPiece:
+    """Lets rows attend some of the keys. mask: float32 [N, K], minus infinity where a row does not."""
+
+    rows: Rows
+    merges: bool
+    keys: BlockSpan
+    mask: Tensor
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
+        keys, values = self.keys.read(keys, values)
+        each_head = (-1, query.shape[2], -1, -1)
+        out, log_sums = _flash(
+            query.permute(1, 2, 0, 3),
+            keys[:, None].expand(each_head),
+            values[:, None].expand(each_head),
+            attn_mask=self.mask.to(query.dtype),
+            scale=scale,
+        )
+        return Attended(out.permute(2, 0, 1, 3), log_sums.permute(2, 0, 1))
+
+
 def is_one_piece(cache: Tensor) -> bool:
     """Reports whether the tokens of a head follow each other from block to block."""
     return cache.stride(0) == cache.shape[1] * cache.stride(1)

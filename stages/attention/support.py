@@ -20,6 +20,8 @@ _HARMLESS = frozenset({"dropout", "position_ids", "use_cache", "cache_position",
 _WITH_SINKS = frozenset({"gpt_oss"})
 # Text models whose layers without attention have a recurrent state that our decoder computes.
 RECURRENT = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
+# Text models with sliding windows in some layers, whose images attend in both directions.
+WINDOWED = frozenset({"gemma3_text"})
 # Fields of a text configuration that change attention or logits, with the value that leaves them as they are.
 _CHANGING: Mapping[str, object] = {
     "attn_logit_softcapping": None,
@@ -27,6 +29,7 @@ _CHANGING: Mapping[str, object] = {
     "attention_chunk_size": None,
     "logit_scale": None,
     "logits_scaling": 1.0,
+    "use_bidirectional_attention": False,
 }
 
 
@@ -51,11 +54,20 @@ def _unsupported(config: Any) -> Iterator[str]:
             yield f"{name}={value}"
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or (["sliding_attention"] if window else []))
-    if "sliding_attention" in kinds and _is_narrow(window, config):
+    is_refused = config.model_type not in WINDOWED
+    if is_refused and "sliding_attention" in kinds and _is_narrow(window, config):
         yield f"sliding_window={window} in a context of {getattr(config, 'max_position_embeddings', None)}"
     computed = {"linear_attention"} if config.model_type in RECURRENT else set()
     for kind in sorted(kinds - {"sliding_attention", "full_attention"} - computed):
         yield f"layer_types with '{kind}'"
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """Returns of each layer how many tokens one of them attends, itself included; None for all before it."""
+    if config.model_type not in WINDOWED:
+        return [None] * config.num_hidden_layers
+    window = config.sliding_window if _is_narrow(config.sliding_window, config) else None
+    return [window if kind == "sliding_attention" else None for kind in config.layer_types]
 
 
 def _is_narrow(window: int | None, config: Any) -> bool:
@@ -67,12 +79,15 @@ def _is_narrow(window: int | None, config: Any) -> bool:
 def check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Raises UnsupportedModelError for an argument of an attention function that would change its result.
 
-    module: the attention layer. A window as wide as the model's context changes nothing.
+    module: the attention layer. A window as wide as the model's context changes nothing; of text models
+    whose windows are known, plans have them.
     """
+    config = getattr(module, "config", None)
     for name, value in arguments.items():
         if value is None or name in _HARMLESS:
             continue
-        if name == "sliding_window" and not _is_narrow(value, getattr(module, "config", None)):
+        is_known = getattr(config, "model_type", None) in WINDOWED
+        if name == "sliding_window" and (is_known or not _is_narrow(value, config)):
             continue
         raise UnsupportedModelError(
             f"{type(module).__name__} asks for attention with {name}, which the paged attention does not "

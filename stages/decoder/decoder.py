@@ -123,9 +123,12 @@ class FusedDecoder:
 
     @property
     def waits(self) -> bool:
-        """Reports whether passes cannot be captured: a layer reads something back, or has runs of states."""
+        """Reports whether passes cannot be captured: a layer reads something back, has states or a window."""
         layers = self._layers.layers
-        return any(isinstance(each, DeltaLayer) or isinstance(each.mlp, ModuleMlp) for each in layers)
+        return any(
+            isinstance(each, DeltaLayer) or isinstance(each.mlp, ModuleMlp) or each.is_local
+            for each in layers
+        )
 
     def warm_up(self, caches: tuple[Tensor, Tensor]) -> None:
         """Launches every kernel of a layer, so that no request waits for one; what is in the caches stays."""
@@ -146,11 +149,13 @@ class FusedDecoder:
 
     def run(self, hidden: Tensor, inputs: DecoderInputs, layers: range, rows: Tensor | None = None) -> Tensor:
         rotations = Rotations.of(self._model, inputs.positions, hidden.dtype)
+        local = self._model.local and Rotations.of(self._model.local, inputs.positions, hidden.dtype)
         deepstack = inputs.visual.deepstack if inputs.visual is not None else ()
         residual, added = hidden, None
         for index in layers:
             self.before_layer()
-            attended = self._attend(index, residual, added, inputs, rotations)
+            turned = local if local and self._is_local(index) else rotations
+            attended = self._attend(index, residual, added, inputs, turned)
             if index + 1 == self.num_layers and rows is not None and index >= len(deepstack):
                 residual, attended, rows = _only(rows, residual), _only(rows, attended), None
             added = self._mix(index, residual, attended)
@@ -160,6 +165,10 @@ class FusedDecoder:
             return residual if added is None else residual.add_(added)
         normed = add_rms_norm(residual, added, self._layers.norm)
         return normed if rows is None else _only(rows, normed)
+
+    def _is_local(self, index: int) -> bool:
+        layer = self._layers.layers[index]
+        return isinstance(layer, DecoderLayer) and layer.is_local
 
     def _attend(
         self,
@@ -194,7 +203,11 @@ class FusedDecoder:
     def _mix(self, index: int, residual: Tensor, attended: Tensor) -> Tensor:
         """Adds what was attended to the residual, and returns what the layer adds after that: [T, C]."""
         layer = self._layers.layers[index]
-        return layer.mlp(add_rms_norm(residual, layer.out(attended), layer.mlp_norm))
+        if isinstance(layer, DeltaLayer) or layer.later_norms is None:
+            return layer.mlp(add_rms_norm(residual, layer.out(attended), layer.mlp_norm))
+        behind_attention, behind_mlp = layer.later_norms
+        added = add_rms_norm(layer.out(attended), None, behind_attention)
+        return add_rms_norm(layer.mlp(add_rms_norm(residual, added, layer.mlp_norm)), None, behind_mlp)
 
 
 class ModulesDecoder:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from epd.stages.attention.support import RECURRENT
+from epd.stages.attention.support import RECURRENT, WINDOWED
 from epd.stages.decoder.delta_layer import DeltaLayer, GatedDelta
 from epd.stages.decoder.linear import JoinedLinear, Linear, LinearKind, kind_for, linear, linear_kind
-from epd.stages.decoder.operations import RmsNorm, silu_mul
+from epd.stages.decoder.operations import RmsNorm, gelu_mul, silu_mul
 from epd.stages.loading.merged_weights import DELTA, GATE_UP, QKV, merged
 from epd.stages.loading.quantized_linear import QuantizedLinear, can_merge, product_of
 from epd.stages.rank import Collectives, Rank, summed
@@ -88,11 +88,13 @@ class GatheredHead:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Holds one layer with full attention.
+    """Holds one layer with attention.
 
     qkv, out: of attention; gates of queries, if there are any, follow the query of each head.
     head_norms: of queries and of keys, where the model has them.
     mlp: [T, C] of normed rows [T, C].
+    later_norms: of what attention and MLP add, where the model has them.
+    is_local: whether it has a sliding window.
     """
 
     attention_norm: RmsNorm
@@ -101,6 +103,8 @@ class DecoderLayer:
     out: Linear
     mlp_norm: RmsNorm
     mlp: Callable[[Tensor], Tensor]
+    later_norms: tuple[RmsNorm, RmsNorm] | None = None
+    is_local: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +121,10 @@ class GatedMlp:
 
     gate_up: Linear
     down: Linear
+    activate: Callable[[Tensor], Tensor] = silu_mul
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return self.down(silu_mul(self.gate_up(rows)))
+        return self.down(self.activate(self.gate_up(rows)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +179,9 @@ def _layers(decoder: Any, ranks: Collectives | None) -> DecoderLayers:
 
 
 def _norm(module: Any, config: Any) -> RmsNorm:
-    return RmsNorm.of(module.weight, config.rms_norm_eps, is_centred=config.model_type in RECURRENT)
+    return RmsNorm.of(
+        module.weight, config.rms_norm_eps, is_centred=config.model_type in RECURRENT | WINDOWED
+    )
 
 
 def _layer(layer: Any, config: Any, kind: LinearKind, ranks: Collectives | None) -> DecoderLayer | DeltaLayer:
@@ -183,13 +190,20 @@ def _layer(layer: Any, config: Any, kind: LinearKind, ranks: Collectives | None)
     attention = layer.self_attn
     norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
     query_norm, key_norm = [_norm(norm, config) for norm in norms] or (None, None)
+    before_mlp, later_norms = layer.post_attention_layernorm, None
+    if hasattr(layer, "pre_feedforward_layernorm"):
+        before_mlp = layer.pre_feedforward_layernorm
+        behind = layer.post_attention_layernorm, layer.post_feedforward_layernorm
+        later_norms = _norm(behind[0], config), _norm(behind[1], config)
     return DecoderLayer(
         attention_norm=_norm(layer.input_layernorm, config),
         qkv=_merged(attention, QKV, kind),
         head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
         out=_summed(attention.o_proj, kind, ranks),
-        mlp_norm=_norm(layer.post_attention_layernorm, config),
-        mlp=_mlp(layer.mlp, kind, ranks),
+        mlp_norm=_norm(before_mlp, config),
+        mlp=_mlp(layer.mlp, kind, ranks, gelu_mul if config.model_type in WINDOWED else silu_mul),
+        later_norms=later_norms,
+        is_local=bool(getattr(attention, "is_sliding", False)),
     )
 
 
@@ -204,10 +218,15 @@ def _delta_layer(layer: Any, config: Any, kind: LinearKind) -> DeltaLayer:
     )
 
 
-def _mlp(mlp: Any, kind: LinearKind, ranks: Collectives | None) -> Callable[[Tensor], Tensor]:
+def _mlp(
+    mlp: Any,
+    kind: LinearKind,
+    ranks: Collectives | None,
+    activate: Callable[[Tensor], Tensor] = silu_mul,
+) -> Callable[[Tensor], Tensor]:
     if hasattr(mlp, "experts"):
         return ModuleMlp(mlp, ranks)
-    return GatedMlp(_merged(mlp, GATE_UP, kind), _summed(mlp.down_proj, kind, ranks))
+    return GatedMlp(_merged(mlp, GATE_UP, kind), _summed(mlp.down_proj, kind, ranks), activate)
 
 
 def _kind(modules: Iterable[nn.Module]) -> LinearKind:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from epd.encoders import kernels as shared_kernels
 from epd.encoders.kernels.dispatch import uses_kernels
@@ -140,6 +140,12 @@ def split_gates(qkv: Tensor, heads: tuple[int, int, int]) -> tuple[Tensor, Tenso
     queries, others = torch.split(qkv, [2 * num_heads * dim, 2 * num_kv_heads * dim], dim=1)
     queries, gates = queries.view(-1, num_heads, 2, dim).unbind(2)
     return torch.cat([queries.flatten(1), others], dim=1), gates.flatten(1)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """Returns gelu(gate) * up as `silu_mul` does, with the hyperbolic tangent's approximation, in torch."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu(gate, approximate="tanh").mul_(up)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

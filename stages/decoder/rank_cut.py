@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from epd.errors import UnsupportedModelError
-from epd.stages.attention.support import RECURRENT
+from epd.stages.attention.support import RECURRENT, WINDOWED
 from epd.stages.decoder.text_model import text_model
 from epd.stages.loading.merged_weights import GATE_UP, QKV
 from epd.stages.loading.quantized_linear import QuantizedLinear
@@ -50,6 +50,8 @@ def check_divisible(model: Any, size: int) -> None:
         )
     if config.model_type in RECURRENT:
         raise UnsupportedModelError(f"{received}, which has a recurrent state; allowed: 1; use a larger GPU")
+    if config.model_type in WINDOWED:
+        raise UnsupportedModelError(f"{received}, which has sliding windows; allowed: 1; use a larger GPU")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     fitting = [str(each) for each in range(1, kv_heads + 1) if not heads % each and not kv_heads % each]
     if str(size) not in fitting:

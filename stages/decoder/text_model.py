@@ -3,19 +3,21 @@
 Qwen2, Qwen2.5, Qwen3, with experts too, Llama and Mistral share one stack: RMS norm, attention with rotary
 positions, RMS norm, gated SiLU. What differs are biases, norms of queries and keys, and how M-RoPE deals
 frequencies to its three rows. Qwen3.5 has gated delta layers in place of most attention, gates of queries,
-heads that are rotated in part, and norms whose weights are centred on 1.
+heads that are rotated in part, and norms whose weights are centred on 1. Gemma 3 has such norms too, behind
+attention and MLP as well as before them, a gated GELU, and layers with sliding windows, whose rotary
+positions have a base of their own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from epd.encoders.device import to_device
-from epd.stages.attention.support import RECURRENT
+from epd.stages.attention.support import RECURRENT, WINDOWED
 
 # How the frequencies of a head are dealt to rows of positions: all to one; the first ones to time, the next
 # to height, the rest to width; or by turns, and what is left to time.
@@ -24,6 +26,7 @@ Dealing = Literal["plain", "in_sections", "by_turns"]
 _KNOWN: dict[str, Dealing] = {
     "llama": "plain",
     "mistral": "plain",
+    "gemma3_text": "plain",
     "qwen2": "plain",
     "qwen3": "plain",
     "qwen3_moe": "plain",
@@ -39,6 +42,7 @@ _KNOWN: dict[str, Dealing] = {
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "dynamic"})
 _MODULES = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
 _LAYER_MODULES = frozenset({"mlp", "input_layernorm", "post_attention_layernorm"})
+_MORE_NORMS = frozenset({"pre_feedforward_layernorm", "post_feedforward_layernorm"})
 _DELTA = frozenset({"conv1d", "norm", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"})
 _PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 _HEAD_NORMS = frozenset({"q_norm", "k_norm"})
@@ -55,6 +59,7 @@ class TextModel:
     rope_scale: that cosines and sines are multiplied by.
     row_of_frequency: int64 [R / 2], the row of positions that a frequency turns by; None with one row.
     has_gates: whether what is attended is multiplied by gates that come with the queries.
+    local: the same model in layers with sliding windows, if these have rotary positions of their own.
     """
 
     num_heads: int
@@ -66,6 +71,7 @@ class TextModel:
     rope_scale: float
     row_of_frequency: Tensor | None
     has_gates: bool = False
+    local: TextModel | None = None
 
 
 def text_model(decoder: Any) -> TextModel | None:
@@ -75,6 +81,8 @@ def text_model(decoder: Any) -> TextModel | None:
     if dealing is None or not _is_plain(config) or not _has_known_modules(decoder):
         return None
     attention = next(layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn"))
+    if config.model_type in WINDOWED:
+        return _with_local(config, decoder.rotary_emb, attention)
     rotary, is_recurrent = decoder.rotary_emb, config.model_type in RECURRENT
     is_whole = len(rotary.inv_freq) == attention.head_dim // 2
     if attention.head_dim % 2 or not (is_whole or is_recurrent):
@@ -92,6 +100,26 @@ def text_model(decoder: Any) -> TextModel | None:
         row_of_frequency=None if rows is None else to_device(rows, rotary.inv_freq.device),
         has_gates=is_recurrent,
     )
+
+
+def _with_local(config: Any, rotary: Any, attention: Any) -> TextModel | None:
+    """Describes a model whose layers have rotary positions by their kind; None for heads that differ."""
+    if attention.head_dim % 2:
+        return None
+    local, whole = (
+        TextModel(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            scale=attention.scaling,
+            eps=config.rms_norm_eps,
+            inv_freq=getattr(rotary, f"{kind}_inv_freq"),
+            rope_scale=getattr(rotary, f"{kind}_attention_scaling"),
+            row_of_frequency=None,
+        )
+        for kind in ("sliding_attention", "full_attention")
+    )
+    return replace(whole, local=local)
 
 
 def rows_of_frequencies(dealing: Dealing, sections: list[int], num_frequencies: int) -> Tensor | None:
@@ -112,6 +140,11 @@ def rows_of_frequencies(dealing: Dealing, sections: list[int], num_frequencies: 
 
 
 def _is_plain(config: Any) -> bool:
+    if config.model_type in WINDOWED:
+        kinds = set(config.layer_types)
+        ropes = {rope["rope_type"] for rope in config.rope_parameters.values()}
+        is_known = kinds == {"sliding_attention", "full_attention"} and ropes <= _STATIC_ROPE - {"dynamic"}
+        return is_known and config.hidden_activation == "gelu_pytorch_tanh"
     rope = config.rope_parameters or {}
     kind, context = rope.get("rope_type", "default"), config.max_position_embeddings
     if kind == "dynamic" and rope.get("original_max_position_embeddings", context) != context:
@@ -135,7 +168,8 @@ def _has_known_mixer(layer: Any) -> bool:
     if _children(layer) == _LAYER_MODULES | {"linear_attn"}:
         return _children(layer.linear_attn) == _DELTA
     known = (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS)
-    return _children(layer) == _LAYER_MODULES | {"self_attn"} and _children(layer.self_attn) in known
+    modules = _children(layer) - {"self_attn"}
+    return modules in (_LAYER_MODULES, _LAYER_MODULES | _MORE_NORMS) and _children(layer.self_attn) in known
 
 
 def _children(module: nn.Module) -> frozenset[str]:

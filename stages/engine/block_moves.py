@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from epd.encoders.device import to_device
+from epd.kv.block_pool import FREED
 from epd.kv.kv_cache import BlockCopy, KVCacheManager
 from epd.kv.scheduler_output import Preemption, Restore
 from epd.stages.engine.kv_pool import KVPool, KVPools, token_slots
@@ -129,7 +130,7 @@ class PoolMoves:
 
     def __init__(self, pools: KVPools) -> None:
         self._pools = pools
-        self.offloaded: dict[str, list[KVPool]] = {}  # of each layer group
+        self.offloaded: dict[str, list[tuple[KVPool, int]]] = {}  # of each layer group, and the first token
         self._offloaded_states: dict[str, StatePool] = {}
 
     def carry_out(self, move: PoolMove) -> None:
@@ -138,7 +139,7 @@ class PoolMoves:
                 self._pools.copy_blocks(copies)
             case OffloadTokens(request_id, tables, num_tokens, state):
                 self.offloaded[request_id] = [
-                    pool.to_host(table, num_tokens)
+                    _offloaded(pool, table, num_tokens)
                     for pool, table in zip(self._pools.groups, tables, strict=True)
                 ]
                 if self._pools.states is not None and state is not None:
@@ -158,12 +159,20 @@ class PoolMoves:
 
     def _restore(self, move: RestoreTokens) -> None:
         kept = self.offloaded.pop(move.request_id)
-        for pool, table, host in zip(self._pools.groups, move.block_tables, kept, strict=True):
-            slots = token_slots(table, move.start, move.stop, pool.block_size)
-            pool.copy(host, torch.arange(move.start, move.stop), slots)
+        for pool, table, (host, first) in zip(self._pools.groups, move.block_tables, kept, strict=True):
+            start = max(move.start, first)
+            slots = token_slots(table, start, move.stop, pool.block_size)
+            pool.copy(host, torch.arange(start - first, move.stop - first), slots)
         state = self._offloaded_states.pop(move.request_id, None)
         if self._pools.states is not None and state is not None and move.state is not None:
             self._pools.states.copy(state, 0, move.state)
+
+
+def _offloaded(pool: KVPool, table: Sequence[int], num_tokens: int) -> tuple[KVPool, int]:
+    """Returns a copy of a request's tokens in host memory, and which is the first: that of its window."""
+    num_freed = table.count(FREED)
+    first = num_freed * pool.block_size
+    return pool.to_host(table[num_freed:], num_tokens - first), first
 
 
 class BlockMoves:

@@ -65,7 +65,7 @@ class _Arrays:
     """Holds the arrays of a batch of B, G layer groups.
 
     slots: int64 [G, B]. token_ids: int64 [B]. positions: int64 [rows, B]. contexts: int32 [G, B].
-    own, together: items, int32 [G, I, 7]. rows: int32 [G, 2 B]. merges: int32 [G, B, 3].
+    own, together: items, int32 [G, I, 8]. rows: int32 [G, 2 B]. merges: int32 [G, B, 3].
     entries: int32 [G, E]. See `WorkList`.
     tables: int32 [max_blocks, G, B], last, so that columns that no table of the batch has need not be copied.
     """

@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from epd.errors import RequestError
-from epd.kv.drafting import Drafting
-from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv.drafting import MOST_DRAFTS, Drafting
+from epd.kv.kv_cache import KVCacheManager
+from epd.kv.kv_spec import KVCacheSpec
 from epd.kv.scheduled_request import ScheduledRequest
 from epd.kv.scheduler_output import Chunk, SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig
@@ -63,7 +64,13 @@ class LanguageEngine:
         num_blocks = (pool.num_blocks - runner.num_spare_blocks for pool in runner.pools.groups)
         states = runner.pools.shape.states
         num_states = 0 if states is None else states.num_states
-        spec = KVCacheSpec(tuple(num_blocks), runner.pools.block_size, num_states)
+        spec = KVCacheSpec(
+            tuple(num_blocks),
+            runner.pools.block_size,
+            num_states,
+            tuple(group.window for group in runner.pools.shape.groups),
+            max(config.max_chunk_tokens, 1 + MOST_DRAFTS),
+        )
         self.kv = KVCacheManager(spec, enable_prefix_caching=enable_prefix_caching)
         self.scheduler = Scheduler(config, self.kv)
         self._runner = runner
@@ -123,19 +130,28 @@ class LanguageEngine:
         sequence = TokenSequence(
             request, index, self._tokenizer, ends, visual, self._longest(request), matcher, drafts
         )
-        sequence.scheduled.state_stops = self._state_stops(request)
+        if self._runner.attends_both_ways:
+            sequence.attend_both_ways()
+        sequence.scheduled.state_stops = self._state_stops(request, sequence.scheduled)
         return sequence
 
-    def _state_stops(self, request: GenerateRequest) -> tuple[int, ...]:
-        """Returns after which tokens the recurrent state is kept, for prompts that begin alike.
+    def _state_stops(self, request: GenerateRequest, scheduled: ScheduledRequest) -> tuple[int, ...]:
+        """Returns after which tokens the state, or the window, is kept, for prompts that begin alike.
 
         The last whole blocks of what all questions about the media share, and of the prompt.
         """
-        if not self.kv.spec.num_states or not self.kv.enable_prefix_caching:
+        if not self.kv.spec.keeps_states or not self.kv.enable_prefix_caching:
             return ()
-        size, last = self.kv.block_size, request.num_prompt_tokens - 1
-        stops = {length // size * size for length in (request.prompt.prefix_length, last)}
+        last = request.num_prompt_tokens - 1
+        stops = {self._whole(scheduled, length) for length in (request.prompt.prefix_length, last)}
         return tuple(sorted(stops - {0}))
+
+    def _whole(self, scheduled: ScheduledRequest, num_tokens: int) -> int:
+        """Returns the most of the first tokens that are whole blocks, and cut nothing computed at once."""
+        size = self.kv.block_size
+        whole = num_tokens // size * size
+        uncut = scheduled.uncut(whole)
+        return whole if uncut == whole else self._whole(scheduled, uncut)
 
     def _longest(self, request: GenerateRequest) -> int:
         """Returns the limit of prompt and answer in the empty cache.
@@ -144,7 +160,7 @@ class LanguageEngine:
         """
         spec, num_dropped = self.kv.spec, request.prompt.num_dropped
         num_prompt_blocks = ceil_div(request.num_prompt_tokens, spec.block_size) if num_dropped else 0
-        num_blocks = min(spec.num_blocks) - (request.parent is not None) - num_prompt_blocks
+        num_blocks = min(spec.num_blocks[: spec.num_full]) - (request.parent is not None) - num_prompt_blocks
         return num_blocks * spec.block_size + num_dropped + request.num_dropped
 
     def add_embeddings(self, request_id: str, placed: PlacedEmbeddings) -> None:

@@ -267,10 +267,14 @@ class KVPool:
 
 @dataclass(frozen=True, slots=True)
 class KVGroupShape:
-    """Describes the pool of one layer group, apart from its block size."""
+    """Describes the pool of one layer group, apart from its block size.
+
+    window: tokens that its layers attend; None for all.
+    """
 
     num_blocks: int
     layout: KVLayout
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

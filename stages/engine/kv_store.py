@@ -74,9 +74,10 @@ class KVStore:
 
         Raises UnsupportedModelError for a model that keeps more of a prompt than keys and values.
         """
-        if kv.spec.num_states:
+        if kv.spec.num_states or kv.spec.num_windows:
+            what = "a recurrent state" if kv.spec.num_states else "sliding windows"
             raise UnsupportedModelError(
-                "received a cache_dir for a model with a recurrent state, which is not kept; allowed: none; "
+                f"received a cache_dir for a model with {what}, of which not all is kept; allowed: none; "
                 "leave cache_dir out"
             )
         self.counts = StoreCounts()

@@ -21,7 +21,7 @@ from epd.encoders.kernels.dispatch import uses_kernels
 from epd.errors import RequestError
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
 from epd.stages.attention.device import DeviceHeads
-from epd.stages.attention.support import RECURRENT
+from epd.stages.attention.support import RECURRENT, WINDOWED, layer_windows
 from epd.stages.decoder.decoder import Decoder, DecoderInputs, FusedDecoder, LayerCaches, decoder_of
 from epd.stages.decoder.delta_layer import delta_sizes
 from epd.stages.decoder.delta_rule import DeltaPlan
@@ -97,6 +97,8 @@ class ModelRunner:
         self._device = device_of(model.get_decoder())
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self._max_positions: int = model.get_decoder().config.max_position_embeddings
+        self.attends_both_ways = model.get_decoder().config.model_type in WINDOWED
+        self._windows = [group.window for group in pools.shape.groups]
         # Of each layer, its group, the first for one without attention, and its caches.
         self._groups, self._caches = _places(model.get_decoder().config, pools)
         num_heads = model.get_decoder().config.num_attention_heads
@@ -117,8 +119,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _warm_up(self, num_heads: int) -> None:
         """Compiles the kernels of every pass. num_heads: of queries."""
-        for pool in self.pools.groups:
-            warm_up(*pool.layer(0), num_heads)
+        for pool, window in zip(self.pools.groups, self._windows, strict=True):
+            warm_up(*pool.layer(0), num_heads, window)
             if isinstance(self._decoder, FusedDecoder):
                 self._decoder.warm_up(pool.layer(0))
 
@@ -155,13 +157,16 @@ class ModelRunner:
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """Computes all segments in one pass, filling the cache. Returns logits [R, V], R = all num_logits.
 
-        Raises RequestError for segments that do not keep or read everything, beside recurrent states.
+        Raises RequestError for segments that do not keep or read everything, beside recurrent states and
+        windows.
         """
         packed = self.packed(segments)
-        if self.pools.states is not None and packed.segments:
+        kept = "a recurrent state of all" if self.pools.states is not None else None
+        kept = "a sliding window" if self.attends_both_ways else kept
+        if kept is not None and packed.segments:
             raise RequestError(
-                "received a reduction that drops tokens of some layers, where others have a recurrent state "
-                "of all; allowed: a method that chooses before the language model; use another --reduction"
+                f"received a reduction that drops tokens of some layers, where others have {kept}; allowed: "
+                "a method that chooses before the language model; use another --reduction"
             )
         return self.run_packed(packed, visual_of(segments))
 
@@ -174,7 +179,7 @@ class ModelRunner:
 
     def packed(self, segments: Sequence[Segment]) -> PackedPass:
         """Packs segments as this runner's pools need them."""
-        return packed_pass(segments, len(self.pools.groups), self.pools.block_size)
+        return packed_pass(segments, self._windows, self.pools.block_size)
 
     @torch.inference_mode()
     def run_packed(
@@ -201,7 +206,7 @@ class ModelRunner:
             return self._decoder.run(hidden, whole, range(num_layers), inputs.logit_rows)
         # Before anything runs, since a view begins anew whenever its question is planned.
         rest = [segment.later() for segment in segments]
-        batches = attention_batches(rest, len(self.pools.groups), self.pools.block_size)
+        batches = attention_batches(rest, self._windows, self.pools.block_size)
         later_plans = self._plans(batches, rest)
         num_whole = num_whole_layers(num_layers, len(visual.deepstack) if visual is not None else 0)
         hidden = self._decoder.run(hidden, whole, range(num_whole))
@@ -275,26 +280,38 @@ def _has_state(config: Any) -> list[bool]:
 
 
 def _places(config: Any, pools: KVPools) -> tuple[list[int], list[tuple[Tensor, Tensor]]]:
-    """Returns of each layer its group, and its part of the pools."""
+    """Returns of each layer its group, the last one for those with windows, and its part of the pools."""
     groups, caches, num_states = list[int](), list[tuple[Tensor, Tensor]](), 0
     owners = [group for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)]
-    for index, has_state in enumerate(_has_state(config)):
+    windows, has_states = layer_windows(config), _has_state(config)
+    layers = [layer for layer, has_state in enumerate(has_states) if not has_state]
+    places = {layer: place for place, layer in enumerate(sorted(layers, key=lambda each: windows[each] or 0))}
+    for index, has_state in enumerate(has_states):
         if has_state and pools.states is not None:
             groups.append(0)
             caches.append(pools.states.layer(num_states))
             num_states += 1
         else:
-            groups.append(owners[index - num_states])
-            caches.append(pools.layer(index - num_states))
+            groups.append(owners[places[index]])
+            caches.append(pools.layer(places[index]))
     return groups, caches
 
 
 def kv_layout(model: Any) -> KVLayout:
-    """Describes what a token of `model` leaves in the cache, all layers with full attention in one group."""
+    """Describes what a token of `model` leaves in the cache, of all layers with attention."""
     config = model.get_decoder().config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dtype = next(model.get_decoder().parameters()).dtype
     return KVLayout(_has_state(config).count(False), config.num_key_value_heads, head_dim, dtype)
+
+
+def kv_layouts(model: Any) -> list[tuple[KVLayout, int | None]]:
+    """Describes the same for each layer group, with its window: layers of all tokens come first."""
+    whole, windows = kv_layout(model), layer_windows(model.get_decoder().config)
+    kinds = sorted(set(windows), key=lambda window: window or 0)
+    if len(kinds) == 1:
+        return [(whole, kinds[0])]
+    return [(replace(whole, num_layers=windows.count(kind)), kind) for kind in kinds]
 
 
 def state_layout(model: Any) -> StateLayout | None:
@@ -309,17 +326,17 @@ def state_layout(model: Any) -> StateLayout | None:
     return StateLayout(num_layers, sizes.num_channels, window, *heads, dtype)
 
 
-def warm_up(key_cache: Tensor, value_cache: Tensor, num_query_heads: int) -> None:
+def warm_up(key_cache: Tensor, value_cache: Tensor, num_query_heads: int, window: int | None = None) -> None:
     """Launches every kernel that passes over caches of these shapes need, so that no request waits for one.
 
-    key_cache, value_cache: [num_blocks, block_size, Hkv, D]; what is in them stays.
+    key_cache, value_cache: [num_blocks, block_size, Hkv, D]; what is in them stays. window: of the layers.
     """
     block_size, head_dim = key_cache.shape[1], key_cache.shape[3]
     heads = DeviceHeads.of(key_cache, num_query_heads)
     for num_new in (1, MOST_SHORT + 1):  # a decode step and a chunk are tiled apart
         starts, contexts = np.array([0, num_new], np.int32), np.array([_LONG_TOKENS], np.int32)
         table = np.zeros((1, ceil_div(_LONG_TOKENS, block_size)), np.int32)
-        batch = AttentionBatch(starts, contexts, table, np.zeros(num_new, np.int64), block_size)
+        batch = AttentionBatch(starts, contexts, table, np.zeros(num_new, np.int64), block_size, window)
         plan = AttentionPlan.build(batch, key_cache.device, heads)
         keys, values = (cache[0, :1].repeat(num_new, 1, 1) for cache in (key_cache, value_cache))
         write_kv(keys, values, key_cache, value_cache, plan.slot_mapping)

@@ -36,6 +36,7 @@ class Segment:
     going_on: receives which continue, where those that are attended most are kept and continue.
     view: what of the cache a question reads, if not all.
     states: slots of the recurrent state that is read, None at the start, and of the one that is written.
+    is_both_ways: whether all of its tokens attend each other.
     """
 
     token_ids: Int64Array
@@ -49,6 +50,7 @@ class Segment:
     going_on: GoingOn | None = None
     view: QuestionView | None = None
     states: tuple[int | None, int] | None = None
+    is_both_ways: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -88,8 +90,8 @@ class PackedPass:
     segments: tuple[Segment, ...] = ()
 
 
-def packed_pass(segments: Sequence[Segment], num_groups: int, block_size: int) -> PackedPass:
-    """Packs segments. num_groups: of layers. block_size: tokens."""
+def packed_pass(segments: Sequence[Segment], windows: Sequence[int | None], block_size: int) -> PackedPass:
+    """Packs segments. windows: of each layer group, see `AttentionBatch`. block_size: tokens."""
     ends = ends_of(segments)
     is_whole = all(segment.is_whole for segment in segments)
     later = [segment.later() for segment in segments]
@@ -105,18 +107,24 @@ def packed_pass(segments: Sequence[Segment], num_groups: int, block_size: int) -
         _logit_rows(later, ends_of(later)),
         _joined(rows) if rows else np.empty(0, dtype=np.int64),
         len(placed[0][0].embeddings.deepstack) if placed else 0,
-        attention_batches(segments, num_groups, block_size),
+        attention_batches(segments, windows, block_size),
         tuple(segment.states for segment in segments if segment.states is not None),
         () if is_whole else tuple(replace(segment, visual=None) for segment in segments),
     )
 
 
 def attention_batches(
-    segments: Sequence[Segment], num_groups: int, block_size: int
+    segments: Sequence[Segment], windows: Sequence[int | None], block_size: int
 ) -> tuple[AttentionBatch, ...]:
     """Describes the attention of each layer group."""
     ends = ends_of(segments)
-    return tuple(_attention_batch(segments, ends, group, block_size) for group in range(num_groups))
+    batches = (_attention_batch(segments, ends, group, block_size) for group in range(len(windows)))
+    both_ways = [segment.is_both_ways for segment in segments]
+    seen = np.array(both_ways) if any(both_ways) else None
+    return tuple(
+        batch if window is None and seen is None else replace(batch, window=window, both_ways=seen)
+        for batch, window in zip(batches, windows, strict=True)
+    )
 
 
 def visual_of(segments: Sequence[Segment]) -> Embeddings | None:

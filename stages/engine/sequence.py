@@ -131,6 +131,7 @@ class TokenSequence:
         self.text = TextStream(tokenizer, request.sampling, ends)
         self.finish_reason: FinishReason | None = None
         self.ends = ends
+        self._both_ways: frozenset[int] = frozenset()
         self._tables: list[Int32Array] = []
 
     @property
@@ -151,6 +152,13 @@ class TokenSequence:
     def known_ids(self) -> Int64Array:
         """Returns prompt and answer so far, int64 [num_tokens]."""
         return self.tokens.ids[: self.scheduled.num_tokens]
+
+    def attend_both_ways(self) -> None:
+        """Lets the visual tokens of each run attend each other, so that a run is computed at once."""
+        runs = [] if self.request.parent else list(_visual_runs(self.request.prompt))
+        runs = [run for run in runs if run.stop <= self.scheduled.num_prompt_tokens]
+        self.scheduled.pruned = tuple(PrunedRange(run.start, run.stop, len(run)) for run in runs)
+        self._both_ways = frozenset(run.start for run in runs)
 
     def draft(self, num_sequences: int) -> None:
         """Guesses tokens that may follow, to be computed along with the last one in a pass of so many."""
@@ -193,6 +201,7 @@ class TokenSequence:
             visual=visual,
             num_logits=num_logits,
             states=self._states(kv),
+            is_both_ways=start in self._both_ways,
             view=self.view if self.view is not None and start == self.view.start else None,
         )
         window = self._windows.get(start)
@@ -270,6 +279,19 @@ def _uncut_ranges(
     yield from (window.pruned for window in windows)
     if view is not None:
         yield PrunedRange(view.start, num_prompt, num_prompt - view.start)
+
+
+def _visual_runs(prompt: PromptPlan) -> Iterator[range]:
+    """Yields the prompt tokens of visual tokens that follow each other without any between."""
+    units = [unit for item in prompt.media for unit in item.units if unit.length]
+    start = stop = units[0].offset if units else 0
+    for unit in units:
+        if unit.offset > stop:
+            yield range(start, stop)
+            start = unit.offset
+        stop = unit.stop
+    if stop > start:
+        yield range(start, stop)
 
 
 def sequence_id(request_id: str, index: int) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -23,10 +24,11 @@ from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerationSettings
 from epd.stages.engine.graphs import CudaGraphMaker, GraphMaker
 from epd.stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape, StorageOrder
-from epd.stages.engine.model_runner import ModelRunner, kv_layout, state_layout
+from epd.stages.engine.model_runner import ModelRunner, kv_layout, kv_layouts, state_layout
 from epd.stages.engine.packed_pass import Segment, visual_of
 from epd.stages.engine.state_pool import StatesShape
 from epd.stages.rank import RankGroup
+from epd.types import ceil_div
 
 BLOCK_SIZE = 16
 # KV caches take together at most this share of the memory, and each no more tokens than this.
@@ -90,7 +92,8 @@ def build_engine(
     config = config or DEFAULT_SCHEDULER
     if pools is None:
         num_pools = 1 if ranks is None else ranks.rank.size
-        shape = kv_shape(model, options.num_kv_tokens, block_size, num_pools, config.max_num_seqs)
+        seqs, chunk = config.max_num_seqs, config.max_chunk_tokens
+        shape = kv_shape(model, options.num_kv_tokens, block_size, num_pools, seqs, chunk)
         pools = shape.build(device=device_of(model))
     if ranks is None:
         runner = ModelRunner(
@@ -138,17 +141,29 @@ def kv_shape(
     block_size: int = BLOCK_SIZE,
     num_pools: int = 1,
     max_num_seqs: int = DEFAULT_SCHEDULER.max_num_seqs,
+    max_chunk_tokens: int = DEFAULT_SCHEDULER.max_chunk_tokens,
 ) -> KVPoolsShape:
     """Describes pools for a model, in the order that suits its device.
 
     num_kv_tokens: their room; by default `default_kv_tokens`.
-    max_num_seqs: answers that grow at once.
+    max_num_seqs: answers that grow at once. max_chunk_tokens: of a prompt in one pass.
     """
     layout = kv_layout(model)
     num_tokens = num_kv_tokens or default_kv_tokens(layout.bytes_per_token, num_pools)
     order: StorageOrder = "blocks" if _is_on_gpu(model) else "heads"
-    groups = (KVGroupShape(num_tokens // block_size, layout),)
-    return KVPoolsShape(groups, block_size, order, states=states_shape(model, max_num_seqs))
+    num_blocks = num_tokens // block_size
+    groups = [KVGroupShape(num_blocks, *each) for each in kv_layouts(model)]
+    for number, group in enumerate(groups):
+        if group.window is not None:
+            most = window_blocks(group.window, block_size, max_num_seqs, max_chunk_tokens)
+            groups[number] = replace(group, num_blocks=min(num_blocks, most))
+    return KVPoolsShape(tuple(groups), block_size, order, states=states_shape(model, max_num_seqs))
+
+
+def window_blocks(window: int, block_size: int, max_num_seqs: int, max_chunk_tokens: int) -> int:
+    """Returns the blocks for so many windows, those of kept prompts, and a chunk: no more are ever needed."""
+    each = ceil_div(window, block_size) + 1
+    return (max_num_seqs + _NUM_KEPT_STATES) * each + ceil_div(max_chunk_tokens, block_size)
 
 
 def states_shape(model: Any, max_num_seqs: int) -> StatesShape | None:

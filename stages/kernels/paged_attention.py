@@ -60,6 +60,7 @@ def _attend_keys(  # type: ignore[no-untyped-def] # arguments are pointers, numb
     start,
     high,
     last_key,
+    first_key,
     blocks_of_table,
     entry_stride,
     block_stride,
@@ -72,6 +73,7 @@ def _attend_keys(  # type: ignore[no-untyped-def] # arguments are pointers, numb
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
     IS_SEEN: tl.constexpr,
+    IS_WINDOWED: tl.constexpr,
 ):
     """Performs one step of a tile, from key `start` on. IS_SEEN: every row sees all of its BLOCK_N keys."""
     highest, total, weighted = state
@@ -88,6 +90,8 @@ def _attend_keys(  # type: ignore[no-untyped-def] # arguments are pointers, numb
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     if not IS_SEEN:
         is_seen = is_key[None, :] & (key[None, :] <= last_key[:, None])
+        if IS_WINDOWED:
+            is_seen = is_seen & (key[None, :] >= first_key[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
     return _absorb(scores, v, highest, total, weighted)
 
@@ -121,9 +125,10 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
     LEAST_TALL: tl.constexpr,
+    IS_WINDOWED: tl.constexpr,
 ):
     # The last first: of a chunk these attend most keys, and would be waited for at the end.
-    item = items + (tl.num_programs(0) - 1 - tl.program_id(0)) * 7
+    item = items + (tl.num_programs(0) - 1 - tl.program_id(0)) * 8
     table = tl.load(item)
     first_row = tl.load(item + 1)
     num_rows = tl.load(item + 2)
@@ -137,6 +142,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
     is_row = (row < TOKENS * GROUP) & (token < num_rows)
     first_last = tl.load(item + 3)
     last_key = first_last + token
+    first_key = token
+    if IS_WINDOWED:
+        first_key += tl.load(item + 6)
     dim = tl.arange(0, BLOCK_D)
     is_value = is_row[:, None] & (dim < HEAD_DIM)[None, :]
     packed = tl.load(rows + first_row + token, mask=is_row, other=0).to(tl.int64)
@@ -152,25 +160,27 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
     blocks_of_table = block_tables + table.to(tl.int64) * table_stride
     head_start = kv_head * head_stride
     masked = low
-    if BLOCK_M >= LEAST_TALL:
+    if BLOCK_M >= LEAST_TALL and not IS_WINDOWED:
         # What the first token sees all others see: of a long context nearly every step needs no mask.
         masked += tl.maximum(tl.minimum(high, first_last + 1) - low, 0) // BLOCK_N * BLOCK_N
         for start in range(low, masked, BLOCK_N):
             state = _attend_keys(
-                state, q, keys, values, start, high, last_key, blocks_of_table, entry_stride, block_stride,
-                slot_stride, head_start, scale_log2, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, UPCAST, True,
+                state, q, keys, values, start, high, last_key, first_key, blocks_of_table, entry_stride,
+                block_stride, slot_stride, head_start, scale_log2, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+                UPCAST, True, False,
             )  # fmt: skip
     for start in range(masked, high, BLOCK_N):
         state = _attend_keys(
-            state, q, keys, values, start, high, last_key, blocks_of_table, entry_stride, block_stride,
-            slot_stride, head_start, scale_log2, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, UPCAST, False,
+            state, q, keys, values, start, high, last_key, first_key, blocks_of_table, entry_stride,
+            block_stride, slot_stride, head_start, scale_log2, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+            UPCAST, False, IS_WINDOWED,
         )  # fmt: skip
     highest, total, weighted = state
 
     divisor = tl.where(total == 0.0, 1.0, total)
     at = head[:, None] * HEAD_DIM + dim[None, :]
     attended = weighted / divisor[:, None]
-    part = tl.load(item + 6)  # not before, or it would take a register all the time
+    part = tl.load(item + 7)  # not before, or it would take a register all the time
     if part < 0:
         out_place = out + packed[:, None] * out_token_stride + at
         tl.store(out_place, attended.to(out.dtype.element_ty), mask=is_value)
@@ -234,11 +244,13 @@ def attend_tiles(
     out: Tensor,
     *,
     scale: float,
+    is_windowed: bool = False,
 ) -> None:
     """Fills out [T, Hq, D], contiguous and of the query's dtype.
 
     query: [T, Hq, D], channels contiguous.
     key_cache, value_cache: [num_blocks, block_size, Hkv, D], of the same strides; blocks may lie apart.
+    is_windowed: whether rows see nothing before the first keys of their items.
     Sums are float32; float32 inputs are multiplied as IEEE has it.
     """
     num_heads, head_dim = query.shape[1:]
@@ -272,6 +284,7 @@ def attend_tiles(
             BLOCK_D=tile.block_d,
             UPCAST=not query.is_cuda,  # the interpreter multiplies bfloat16 as if it were integers
             LEAST_TALL=_LEAST_TALL,
+            IS_WINDOWED=is_windowed,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )

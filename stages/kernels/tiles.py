@@ -14,7 +14,7 @@ from epd.stages.kernels.tiling import Tiling
 class PagedWork:
     """Holds the kernels' work, int32 on the device: see `epd.stages.kernels.work_list.WorkList`.
 
-    sets: items [I, 7] that are launched together, and their tiles.
+    sets: items [I, 8] that are launched together, and their tiles.
     rows: [P], packed rows that items refer to. merges: [M, 3]. entries: [E].
     block_tables: [S, max_blocks], of any strides.
     """
@@ -44,8 +44,11 @@ class PagedSegments:
     """Locates the segments of a pass, int32 on the device; see `AttentionBatch`.
 
     block_tables: [S, max_blocks], of any strides.
+    both_ways: bool [S].
     """
 
     query_starts: Tensor
     context_lens: Tensor
     block_tables: Tensor
+    window: int | None = None
+    both_ways: Tensor | None = None

@@ -26,11 +26,11 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from epd.types import Int32Array, Int64Array, ceil_div
+from epd.types import BoolArray, Int32Array, Int64Array, ceil_div
 
 LEAST_KEYS = 256  # of an item, unless its tile has no more
 _ALIGNMENT = 64  # keys; a block of keys of any tiling
-ITEM_WIDTH = 7
+ITEM_WIDTH = 8
 MERGE_WIDTH = 3
 
 
@@ -38,9 +38,10 @@ MERGE_WIDTH = 3
 class WorkList:
     """Holds the items of sets of tiles, and what is to be merged.
 
-    items: of each set int32 [I, 7], of each item the block table, where its rows begin in the list of rows,
+    items: of each set int32 [I, 8], of each item the block table, where its rows begin in the list of rows,
     their number, the last key of the first row (the next row has the next), the first key, the key behind the
-    last, and the first of its rows among the parts, or -1 where it writes the result.
+    last, the first key that a window leaves to the first row (the next row has the next; it may be negative),
+    and the first of its rows among the parts, or -1 where it writes the result.
     merges: int32 [M, 3], of rows with several pieces: the packed row, its first entry, and the number of
     entries, which may be 0.
     entries: int32 [E], rows among the parts. num_parts: rows of all parts.
@@ -62,7 +63,7 @@ class WorkList:
         return WorkList(tuple(items), merges, entries, self.num_parts)
 
 
-_NOTHING = np.array([0, 0, 0, 0, 0, 0, -1], np.int32)
+_NOTHING = np.array([0, 0, 0, 0, 0, 0, 0, -1], np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Tiles:
     last_keys: Int64Array
     lows: Int64Array
     highs: Int64Array
+    first_keys: Int64Array
 
     @classmethod
     def joined(cls, parts: Sequence[Tiles]) -> Tiles:
@@ -85,7 +87,12 @@ class Tiles:
 
 
 def segment_tiles(
-    query_starts: Int32Array, context_lens: Int32Array, segments: Int64Array, tile_tokens: int
+    query_starts: Int32Array,
+    context_lens: Int32Array,
+    segments: Int64Array,
+    tile_tokens: int,
+    window: int | None = None,
+    both_ways: BoolArray | None = None,
 ) -> Tiles:
     """Tiles some segments of a pass, each with all of its keys: see `AttentionBatch`.
 
@@ -100,8 +107,12 @@ def segment_tiles(
     lens = np.repeat(lens, per_segment)
     first = _numbers(per_segment) * tile_tokens
     rows = np.minimum(tile_tokens, lens - first)
-    last = context_lens.astype(np.int64)[owner] - lens + first
-    return Tiles(owner, starts[owner] + first, rows, last, np.zeros_like(first), last + rows)
+    contexts = context_lens.astype(np.int64)[owner]
+    at = contexts - lens + first  # of the first row
+    last = at if both_ways is None else np.where(both_ways[owner], contexts - 1, at)
+    highs = np.minimum(last + rows, contexts)
+    first_keys = np.zeros_like(first) if window is None else at - window + 1
+    return Tiles(owner, starts[owner] + first, rows, last, np.maximum(first_keys, 0), highs, first_keys)
 
 
 def work_list(sets: Sequence[Tiles], rows: Int64Array, num_more: int) -> WorkList:
@@ -144,7 +155,13 @@ def _cut(tiles: Tiles, num_more: int) -> Tiles:
     lows = tiles.lows[tile] + piece * keys
     highs = np.minimum(lows + keys, tiles.highs[tile])
     return Tiles(
-        tiles.tables[tile], tiles.first_rows[tile], tiles.num_rows[tile], tiles.last_keys[tile], lows, highs
+        tiles.tables[tile],
+        tiles.first_rows[tile],
+        tiles.num_rows[tile],
+        tiles.last_keys[tile],
+        lows,
+        highs,
+        tiles.first_keys[tile],
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from epd.kv.kv_cache import BlockCopy, KVCacheManager, KVCacheSpec
+from epd.kv.kv_cache import BlockCopy, KVCacheManager
 from epd.kv.kv_identity import TokenIdentity, token_identity
+from epd.kv.kv_spec import KVCacheSpec
 from epd.types import PlaceholderRange
 
 DOG, CAT = b"dog" + bytes(13), b"cat" + bytes(13)

@@ -3,7 +3,7 @@
 The machine carries out what the manager decides on a simulated memory: every slot holds the identity row of
 the token that was written there, or the garbage of a rejected draft. Whatever a table or a cached node says
 that it holds must be there, in the slots it names. A recurrent state is simulated as the rows of all tokens
-that led to it.
+that led to it. Of a layer group with a window, what is behind it is nowhere.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from epd.kv.kv_cache import BlockCopy, KVCacheManager, KVCacheSpec
+from epd.kv.block_pool import FREED
+from epd.kv.kv_cache import BlockCopy, KVCacheManager
 from epd.kv.kv_identity import ROW_BYTES, TokenIdentity, token_identity
+from epd.kv.kv_spec import KVCacheSpec
 from epd.types import PlaceholderRange
 
 BLOCK_SIZE = 3
 TIGHT, ROOMY = (5, 7), (400, 400)
 # No recurrent states, the fewest that a sequence can do with, a few, and enough for all snapshots.
 NUM_STATES = st.sampled_from([0, 0, 0, 2, 5, 400])
+# Of the second layer group, in tokens; and how many are written at once there.
+WINDOWS = st.sampled_from([None, None, None, 1, 3, 5])
+NUM_AHEAD = 4
 # Few tokens and few media, so that requests often begin alike.
 QUESTIONS = st.builds(
     lambda tokens, length: tokens[:length],
@@ -69,9 +74,16 @@ def num_common(a: Sequence[Row], b: Sequence[Row]) -> int:
 
 
 class KVCacheMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.sampled_from([TIGHT, TIGHT, ROOMY]), enable=IS_CACHING, num_states=NUM_STATES)
-    def start(self, num_blocks: tuple[int, ...], enable: bool, num_states: int) -> None:
-        spec = KVCacheSpec(num_blocks, BLOCK_SIZE, num_states)
+    @initialize(
+        num_blocks=st.sampled_from([TIGHT, TIGHT, ROOMY]),
+        enable=IS_CACHING,
+        num_states=NUM_STATES,
+        window=WINDOWS,
+    )
+    def start(self, num_blocks: tuple[int, ...], enable: bool, num_states: int, window: int | None) -> None:
+        spec = KVCacheSpec(num_blocks, BLOCK_SIZE, num_states, (None, window), NUM_AHEAD)
+        self.window = window
+        self.keeps_all = not num_states and window is None
         self.manager = KVCacheManager(spec, enable_prefix_caching=enable)
         self.states: list[list[Row]] = [[] for _ in range(num_states)]
         self.memory: list[list[list[Row]]] = [[[b""] * BLOCK_SIZE for _ in range(num)] for num in num_blocks]
@@ -94,13 +106,19 @@ class KVCacheMachine(RuleBasedStateMachine):
     def write(self, request_id: str, group: int, start: int, rows: Sequence[Row]) -> None:
         blocks = self.manager.block_table(request_id, group)
         for at, row in enumerate(rows, start=start):
+            assert blocks[at // BLOCK_SIZE] != FREED
             self.memory[group][blocks[at // BLOCK_SIZE]][at % BLOCK_SIZE] = row
 
     def read(self, request_id: str, group: int) -> list[Row]:
-        slots = [
-            row for block in self.manager.block_table(request_id, group) for row in self.memory[group][block]
-        ]
+        slots: list[Row] = []
+        for block in self.manager.block_table(request_id, group):
+            slots += [b""] * BLOCK_SIZE if block == FREED else self.memory[group][block]
         return slots[: self.manager.num_tokens(request_id, group)]
+
+    def attended(self, rows: Sequence[Row], group: int) -> list[Row]:
+        """What the next token attends, and what lies with it in a block; nothing in the place of the rest."""
+        first = self.manager.spec.first_attended(group, len(rows)) // BLOCK_SIZE * BLOCK_SIZE
+        return [b""] * first + list(rows[first:])
 
     # What is to be compared before and after
 
@@ -145,7 +163,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         found = self.manager.num_tokens(request_id)
         if not is_shareable:
             assert found == 0
-        elif self.states:
+        elif not self.keeps_all:
             assert (found, copies) == (cached, [])
         else:
             assert found in (cached, cached // BLOCK_SIZE * BLOCK_SIZE)
@@ -177,7 +195,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert self.state() == before
         wanted = rows_of(identity, len(identity))[:max_tokens]
         longest = max((self.num_findable(rows, wanted) for rows in self.findable), default=0)
-        if self.manager.num_evictions or 0 < len(self.states) < 400:
+        if self.manager.num_evictions or 0 < len(self.states) < 400 or self.window is not None:
             assert cached <= longest
         else:
             assert cached == longest
@@ -186,7 +204,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     def num_findable(self, rows: Sequence[Row], wanted: Sequence[Row]) -> int:
         """A state is that of all its tokens, or of no use."""
         num = num_common(rows, wanted)
-        return num if not self.states or num == len(rows) else 0
+        return num if self.keeps_all or num == len(rows) else 0
 
     def some(self, data: st.DataObject) -> tuple[str, Model]:
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
@@ -235,6 +253,10 @@ class KVCacheMachine(RuleBasedStateMachine):
         num_free = [pool.num_free for pool in self.manager._pools]
         held = [len(self.manager.block_table(request_id, group)) for group in (0, 1)]
         self.manager.allocate(request_id, num_tokens)
+        if self.window is not None:
+            assert self.room(request_id, 0) >= added
+            assert self.room(request_id, 1) >= min(added, NUM_AHEAD)
+            return
         taken = [len(self.manager.block_table(request_id, group)) - held[group] for group in (0, 1)]
         num_evicted = max(0, *(taken[group] - num_free[group] for group in (0, 1)))
         assert self.manager._cache.eviction_order() == order[num_evicted:]
@@ -285,7 +307,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.findable.append(model.rows[0][: stop // BLOCK_SIZE * BLOCK_SIZE])
 
     def is_findable(self, num_tokens: int, keeps_state: bool) -> bool:
-        return not self.states or (keeps_state and num_tokens % BLOCK_SIZE == 0)
+        return self.keeps_all or (keeps_state and num_tokens % BLOCK_SIZE == 0)
 
     def is_cached(self, model: Model) -> bool:
         return model.is_shareable and self.manager.enable_prefix_caching
@@ -325,7 +347,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         lengths = [len(rows) for rows in model.rows]
         cut = lengths[0] - num_tokens
         before = self.state()
-        if (group is None and min(lengths) < cut) or (self.states and num_tokens < lengths[0]):
+        if (group is None and min(lengths) < cut) or (not self.keeps_all and num_tokens < lengths[0]):
             with pytest.raises(ValueError, match="cannot be cut"):
                 self.manager.truncate(request_id, num_tokens, group)
             assert self.state() == before
@@ -341,7 +363,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             del model.rows[index][max(0, lengths[index] - cut if group is None else num_tokens) :]
         model.is_shareable &= len(model.rows[0]) == len(model.rows[1])
 
-    @precondition(lambda self: not self.states and any(one.is_private for one in self.requests.values()))
+    @precondition(lambda self: self.keeps_all and any(one.is_private for one in self.requests.values()))
     @rule(data=st.data())
     def prune(self, data: st.DataObject) -> None:
         """Every other token of one layer group goes; the rest moves together, in the same blocks."""
@@ -367,7 +389,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         rooms = [len(self.manager.block_table(request_id, group)) * BLOCK_SIZE for group in (0, 1)]
         lengths = [len(rows) for rows in kept]
         lacks = any(start + num > room for start, num, room in zip(starts, lengths, rooms, strict=True))
-        if lacks or self.states:
+        if lacks or not self.keeps_all:
             before = self.state()
             with pytest.raises(ValueError, match="room behind"):
                 self.manager.keep_behind(request_id, lengths)
@@ -390,7 +412,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         model = self.requests.pop(request_id)
         is_written = self.manager.is_written(request_id)
         self.manager.free(request_id)
-        if self.is_cached(model) and not self.states:
+        if self.is_cached(model) and self.keeps_all:
             whole = len(model.rows[0]) // BLOCK_SIZE * BLOCK_SIZE
             self.findable.append(model.rows[0] if is_written else model.rows[0][:whole])
 
@@ -407,6 +429,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.manager.check_integrity()
         for group, num_blocks in enumerate(self.manager.spec.num_blocks):
             held = {block for name in self.requests for block in self.manager.block_table(name, group)}
+            held -= {FREED}
             assert 0 <= self.manager.num_free_blocks(group) <= num_blocks - len(held)
         assert 0 <= self.manager.usage <= 1
 
@@ -414,18 +437,24 @@ class KVCacheMachine(RuleBasedStateMachine):
     @invariant()
     def everything_is_where_it_is_said_to_be(self) -> None:
         for request_id, model in self.requests.items():
-            assert [self.read(request_id, group) for group in (0, 1)] == model.rows
+            for group in (0, 1):
+                assert self.read(request_id, group) == self.attended(model.rows[group], group)
             current, following = self.slots(request_id)
             assert current is None or (self.states[current] == model.rows[0] and current != following)
         for node in self.manager._cache.nodes():
             rows = [node.key[at : at + ROW_BYTES] for at in range(0, len(node.key), ROW_BYTES)]
             for group, block in enumerate(node.blocks):
                 assert self.memory[group][block][: len(rows)] == rows
-            slot, above = self.manager._cache.snapshots.get(node), node.parent
-            while slot is not None and above is not None:
+            kept, above = self.manager._cache.snapshots.get(node), node.parent
+            while kept is not None and above is not None:
                 split = [above.key[at : at + ROW_BYTES] for at in range(0, len(above.key), ROW_BYTES)]
                 rows, above = split + rows, above.parent
-            assert slot is None or self.states[slot] == rows
+            if kept is not None and self.states:
+                assert self.states[kept[0][0]] == rows
+            if kept is not None and self.window is not None:
+                last = [row for block in kept[-1] for row in self.memory[1][block]]
+                first = self.manager.spec.first_attended(1, len(rows)) // BLOCK_SIZE * BLOCK_SIZE
+                assert last == rows[first:]
 
     @rule()
     def carry_out(self) -> None:

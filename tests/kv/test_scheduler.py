@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from epd.errors import InfeasibleError
-from epd.kv.kv_cache import BlockCopy, KVCacheManager, KVCacheSpec
+from epd.kv.kv_cache import BlockCopy, KVCacheManager
 from epd.kv.kv_identity import token_identity
+from epd.kv.kv_spec import KVCacheSpec
 from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
 from epd.kv.scheduler_output import SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig

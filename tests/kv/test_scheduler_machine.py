@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from epd.errors import InfeasibleError
-from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_identity import token_identity
+from epd.kv.kv_spec import KVCacheSpec
 from epd.kv.scheduled_request import ScheduledRequest
 from epd.kv.scheduler_output import SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig
@@ -31,6 +32,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(["recompute", "offload"]),
         caching=st.booleans(),
         num_states=st.sampled_from([0, 0, 2, 3, 8]),
+        window=st.sampled_from([None, None, 1, 5, 12]),
     )
     def start(
         self,
@@ -43,9 +45,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode: str,
         caching: bool,
         num_states: int,
+        window: int | None,
     ) -> None:
         config = SchedulerConfig(budget, max_seqs, chunk, mode)  # type: ignore[arg-type]
-        spec = KVCacheSpec((num_blocks,) * groups, block_size, num_states if self.has_states else 0)
+        window = window if self.has_states else None
+        spec = KVCacheSpec(
+            (num_blocks,) * (groups + (window is not None)),
+            block_size,
+            num_states if self.has_states else 0,
+            (None,) * groups + ((window,) if window is not None else ()),
+            max(chunk, 5),
+        )
         self.scheduler = Scheduler(config, KVCacheManager(spec, enable_prefix_caching=caching))
         self.requests: dict[str, ScheduledRequest] = {}
         self.offloaded: dict[str, int] = {}
@@ -82,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
         )
         spec = self.scheduler.kv.spec
-        if spec.num_states:
+        if spec.keeps_states:
             request.state_stops = (len(tokens) // spec.block_size * spec.block_size,)
         try:
             self.scheduler.add(request)

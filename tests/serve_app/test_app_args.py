@@ -17,6 +17,7 @@ from epd.serve_app.service_composition import _orchestrator_config
 from epd.serve_app.worker.worker_stages import StageBuilder
 from epd.stages.engine import setup as engine_setup
 from epd.topology import TensorParallel
+from tests.encoders.tiny_gemma import build_gemma3
 from tests.tiny_models import build_qwen3_5
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -103,6 +104,25 @@ def test_models_with_recurrent_states_refuse_what_is_not_computed(
         AppArgs(model=path, **options).resolved()
     assert "\n" not in str(refused.value)
     assert AppArgs(model=path).resolved().model == path
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"reduction": "fastkv"},
+            "the reduction fastkv for a 'gemma3' model, .* a sliding window; ",
+        ),
+        ({"tensor_parallel_size": 2}, "size of 2 for a 'gemma3' model, .* allowed: 1; use a larger GPU"),
+    ],
+)
+def test_models_with_windows_refuse_what_is_not_computed(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = build_gemma3(tmp_path)
+    with pytest.raises(RequestError, match=message):
+        AppArgs(model=path, **options).resolved()
+    assert AppArgs(model=path, draft="auto", reduction="balanced").resolved().model == path
 
 
 def test_processes_of_a_worker_share_its_room_and_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from epd.stages.engine.generation import GenerationSettings
 from epd.stages.engine.setup import build_engine
 from tests.encoders.conftest import families, family
 from tests.encoders.families import Clip, Family, Media, Picture
+from tests.encoders.tiny_gemma import build_gemma3
 from tests.encoders.tiny_tiles import BUILDERS
 from tests.engine_options import parted
 from tests.positions import trained_positions_in
@@ -31,9 +32,16 @@ __all__ = ["families", "family"]
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", "smolvlm", "shapes-vl")
 # Whose layers have a recurrent state, with experts too.
 RECURRENT = ("qwen3_5", "qwen3_5_moe")
-BUILDERS_HERE = BUILDERS | {"qwen3_5_moe": partial(build_qwen3_5, **EXPERTS)}
+BUILDERS_HERE = BUILDERS | {"qwen3_5_moe": partial(build_qwen3_5, **EXPERTS), "gemma3": build_gemma3}
 SAMPLING = FrameSampling(num_frames=6)
 MIX: tuple[tuple[str, ...], ...] = ((), ("image",), ("video",), ("wide_image", "image"), ("tall_video",))
+# Of a family that sees no videos.
+IMAGES: tuple[tuple[str, ...], ...] = (
+    (),
+    ("image",),
+    ("wide_image", "image"),
+    ("image", "wide_image", "image"),
+)
 
 
 @dataclass(slots=True)
@@ -89,13 +97,18 @@ def recurrent(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]
     return subjects(request.param)
 
 
+@pytest.fixture
+def windowed(subjects: Callable[[str], Subject]) -> Subject:
+    return subjects("gemma3")
+
+
 def make(name: str, path: Path, media: dict[str, Path]) -> Subject:
     adapter, model = load_adapter(path), load_reference(path)
     processor = AutoProcessor.from_pretrained(path, local_files_only=True)
     family = Family(name, path, adapter, model, processor)
     settings = GenerationSettings(eos_ids=frozenset())  # every answer is as long as may be
     prompts = []
-    for index, names in enumerate(MIX):
+    for index, names in enumerate(IMAGES if name == "gemma3" else MIX):
         paths = [media[each] for each in names]
         question = QUESTIONS[index % len(QUESTIONS)]
         prompt = prompt_of(adapter, model, paths, question, SAMPLING, group_tokens=1 if index % 2 else 20)

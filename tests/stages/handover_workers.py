@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_identity import TokenIdentity, token_identity
+from epd.kv.kv_spec import KVCacheSpec
 from epd.sampling_params import SamplingParams
 from epd.stages.connectors.mailbox import MailboxConnector
 from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPools, KVPoolsShape, token_slots

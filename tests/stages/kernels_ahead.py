@@ -19,7 +19,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,8 @@ def attention_launches(
         )
         write_slots(keys, values, *caches, plan.slot_mapping)
         plan.attend_by_kernels(query, *caches, dim**-0.5)
+        windowed = replace(batch, window=1024)
+        DevicePlan.build(windowed, torch.device("cuda"), unit).attend_by_kernels(query, *caches, dim**-0.5)
 
     return recorded(launch)
 
@@ -284,7 +286,8 @@ def warm_up_launches() -> list[Launch]:
                 switches.enter_context(patch(f"{module}.uses_kernels", lambda _: True))
             switches.enter_context(patch("epd.stages.attention.device._num_processors", lambda _: 132))
             switches.enter_context(patch("epd.stages.attention.device._chip", lambda _: 90))
-            warm_up(storage[:, 3, 0], storage[:, 3, 1], 28)
+            for window in (None, 1024):
+                warm_up(storage[:, 3, 0], storage[:, 3, 1], 28, window)
 
     return recorded(launch)
 

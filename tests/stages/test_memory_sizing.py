@@ -19,6 +19,8 @@ from epd.serve_app.local.fleet import LocalTransport
 from epd.serve_app.worker.worker_core import stages_of
 from epd.serve_app.worker.worker_stages import StageBuilder, WorkerSettings
 from epd.stages import memory_sizing
+from epd.stages.engine.kv_pool import KVPoolsShape
+from epd.stages.engine.setup import kv_shape
 from epd.stages.loading.weights import load_role
 from epd.stages.memory_sizing import (
     GPUMemory,
@@ -34,6 +36,7 @@ from epd.stages.peak_memory import peak_bytes
 from epd.stages.placement import CPU_FLOAT32, Placement
 from epd.topology import parse_topology
 from tests.encoders.families import Family
+from tests.encoders.tiny_gemma import build_gemma3
 from tests.tiny_audio import build_qwen2_audio
 from tests.tiny_models import load_reference
 
@@ -297,6 +300,26 @@ def test_the_passes_are_as_large_as_settings_allow(family: Family, monkeypatch: 
         for n in (32, 256)  # type: ignore[misc]
     )
     assert large > 3 * small
+
+
+def test_what_windows_do_not_need_is_room_for_tokens(
+    tmp_path: Path, gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory is full: pools of windows are bounded, and the rest is for layers that keep all tokens."""
+    family = Family.load("gemma3", build_gemma3(tmp_path / "model"))
+    monkeypatch.setattr(memory_sizing, "run_prefill", lambda *_: None)
+    arguments = (family.model, None, family.adapter, GENERATION, ON_GPU)
+    largest = kv_shape(family.model, 2**24, max_num_seqs=4, max_chunk_tokens=64)
+    num_tokens = measured_kv_tokens(*arguments, LargestPasses(4096, 64, num_seqs=4))
+    assert num_tokens is not None
+    shape = kv_shape(family.model, num_tokens, max_num_seqs=4, max_chunk_tokens=64)
+    full, window = shape.groups
+    assert window.num_blocks == largest.groups[1].num_blocks == (4 + 8) * (2 + 1) + 4
+    whole = memory_sizing.kv_layout(family.model).bytes_per_token
+    monkeypatch.setattr(memory_sizing, "kv_shape", lambda *_, **__: KVPoolsShape((full,), 16))
+    kept = measured_kv_tokens(*arguments, LargestPasses(4096, 64, num_seqs=4))
+    assert kept is not None
+    assert shape.num_bytes == pytest.approx(kept * whole, abs=16 * whole)
 
 
 def test_recurrent_states_are_taken_off_the_room_of_tokens(

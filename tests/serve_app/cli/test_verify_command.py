@@ -17,6 +17,7 @@ from epd.models import embedded_model_path
 from epd.serve_app.cli.program import app
 from epd.serve_app.verification import CaseReport
 from epd.stages.decoder.decoder import FusedDecoder
+from tests.encoders.tiny_gemma import build_gemma3
 from tests.encoders.tiny_generic import BUILDERS as GENERIC
 from tests.encoders.tiny_tiles import BUILDERS
 
@@ -35,6 +36,12 @@ def test_a_family_is_equal(tmp_path: Path, media: dict[str, Path], name: str) ->
     assert all(each.is_equal and each.logit_difference < 1e-3 for each in found)
     # The authors' layout differs where a span is longer in time than in rows and columns.
     assert [each.has_own_positions for each in found] == [False, False, name == "qwen2_5_vl"]
+
+
+def test_a_family_with_windows_is_equal(tmp_path: Path, media: dict[str, Path]) -> None:
+    found = reports(build_gemma3(tmp_path / "gemma3"), [media["image"]])
+    assert [each.case for each in found] == ["text", "image.png"]
+    assert all(each.is_equal and each.logit_difference < 1e-3 for each in found)
 
 
 @pytest.mark.parametrize("layer", [0, 2, 3])

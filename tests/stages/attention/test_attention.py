@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2Model
 
 from epd.kv.drafting import MOST_DRAFTS
+from epd.stages.attention import host
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, register, write_kv
 from epd.stages.attention.gathered import GatheredPiece
 from epd.stages.attention.host import HostPlan
@@ -64,18 +65,38 @@ def make_case(
     )
 
 
+def within(case: Case, window: int | None, both_ways: tuple[int, ...] = ()) -> Case:
+    """The same pass with a window, and with segments whose new tokens attend each other."""
+    is_both = np.isin(np.arange(len(case.keys)), both_ways)
+    batch = replace(case.batch, window=window, both_ways=is_both if both_ways else None)
+    return replace(case, batch=batch)
+
+
+def freed(batch: AttentionBatch) -> AttentionBatch:
+    """The same pass when blocks that lie before every window are nobody's."""
+    if batch.window is None:
+        return batch
+    past = batch.context_lens - np.diff(batch.query_starts)
+    first = np.maximum(past - batch.window + 1, 0) // batch.block_size
+    is_freed = np.arange(batch.block_tables.shape[1]) < first[:, None]
+    return replace(batch, block_tables=np.where(is_freed, -1, batch.block_tables).astype(np.int32))
+
+
 def naive(case: Case, scale: float) -> Tensor:
     """float64 [T, Hq, D]: the formula, row by row and head by head."""
+    window, both_ways = case.batch.window or 2**30, case.batch.both_ways
     rows = []
     for s, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
         start, stop = case.batch.query_starts[s : s + 2].tolist()
         group = case.query.shape[1] // keys.shape[1]
         for i, row in enumerate(case.query[start:stop].double()):
-            seen = len(keys) - (stop - start) + i + 1
+            place = len(keys) - (stop - start) + i
+            is_both = both_ways is not None and both_ways[s]
+            seen = slice(max(0, place - window + 1), len(keys) if is_both else place + 1)
             heads = []
             for head, one in enumerate(row):
-                weights = (keys[:seen, head // group].double() @ one * scale).softmax(0)
-                heads.append(weights @ values[:seen, head // group].double())
+                weights = (keys[seen, head // group].double() @ one * scale).softmax(0)
+                heads.append(weights @ values[seen, head // group].double())
             rows.append(torch.stack(heads))
     return torch.stack(rows)
 
@@ -91,9 +112,10 @@ def filled(case: Case, order: StorageOrder = "blocks") -> tuple[Tensor, Tensor]:
         tokens = np.arange(len(keys))
         blocks = case.batch.block_tables[s, tokens // case.batch.block_size]
         past = len(keys) - int(np.diff(case.batch.query_starts)[s])
-        places = (blocks[:past], tokens[:past] % case.batch.block_size)
-        caches[0][places] = keys[:past]
-        caches[1][places] = values[:past]
+        seen = slice(max(0, past - (case.batch.window or 2**30) + 1), past)
+        places = (blocks[seen], tokens[seen] % case.batch.block_size)
+        caches[0][places] = keys[seen]
+        caches[1][places] = values[seen]
         new_keys.append(keys[past:])
         new_values.append(values[past:])
     slots = torch.from_numpy(case.batch.slot_mapping)
@@ -107,7 +129,7 @@ def check(case: Case, tolerance: float = 2e-6) -> None:
     scale = case.query.shape[-1] ** -0.5
     expected = naive(case, scale)
     for order in ORDERS:
-        ours = attend(case.query, *filled(case, order), AttentionPlan.build(case.batch, "cpu"), scale)
+        ours = attend(case.query, *filled(case, order), AttentionPlan.build(freed(case.batch), "cpu"), scale)
         assert ours.shape == case.query.shape
         assert ours.dtype == case.query.dtype
         assert (ours.double() - expected).abs().max() < tolerance
@@ -134,6 +156,30 @@ def pieces_of(case: Case) -> tuple[Piece, ...]:
 def test_mixed_pass(block_size: int, heads: tuple[int, int, int], shuffled: bool) -> None:
     lens = [(1, 1), (1, 40), (5, 5), (3, 20), (1, 39), (7, 18), (1, 150), (4, 4), (1, 16)]
     check(make_case(lens, heads, block_size, shuffled=shuffled))
+
+
+WINDOWS: list[tuple[int | None, tuple[int, ...], bool]] = [
+    (24, (), True),
+    (24, (1, 4), False),
+    (1, (), True),
+    (None, (1, 4), True),
+    (200, (4,), False),
+]
+
+
+@pytest.mark.parametrize(("window", "both_ways", "shuffled"), WINDOWS)
+def test_windows_and_tokens_that_attend_each_other(
+    window: int | None, both_ways: tuple[int, ...], shuffled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_MASKED_ROWS", 16)
+    lens = [(1, 300), (40, 90), (3, 20), (1, 24), (16, 70), (5, 205), (1, 25)]
+    check(within(make_case(lens, (4, 2, 16), shuffled=shuffled), window, both_ways))
+    check(within(make_case(lens[:1], (4, 2, 16), shuffled=shuffled), window))
+
+
+def test_what_lies_before_a_window_in_its_first_block_is_not_read() -> None:
+    """Nor where that block pads a table that is shorter than others."""
+    check(within(make_case([(1, 32), (1, 35), (1, 3)], (4, 2, 16), 16), 10))
 
 
 SMALL = (4, 2, 16)

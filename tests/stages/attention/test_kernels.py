@@ -20,7 +20,7 @@ from epd.encoders.patches import PatchSpec, patchify
 from epd.stages.attention import device as attention_device
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
 from epd.stages.attention.device import DecodeRoom, DecodeWork, DeviceHeads, DevicePlan, decode_work
-from tests.stages.attention.test_attention import Case, filled, make_case, naive, share
+from tests.stages.attention.test_attention import Case, filled, freed, make_case, naive, share, within
 
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
 on_gpu = pytest.mark.skipif(not HAS_GPU, reason="no GPU in this machine")
@@ -32,6 +32,7 @@ class Pass:
 
     num_processors: that the device is taken to have; the more, the more splits.
     num_shared: leading blocks of all segments with one new token that are the same.
+    window, both_ways: see `within`.
     """
 
     lens: tuple[tuple[int, int], ...]
@@ -40,6 +41,8 @@ class Pass:
     dtype: torch.dtype = torch.float32
     num_processors: int = 1
     num_shared: int = 0
+    window: int | None = None
+    both_ways: tuple[int, ...] = ()
 
 
 # Few programs each: interpreted, one takes milliseconds.
@@ -56,6 +59,10 @@ PASSES = [
     Pass(((1, 40), (12, 30)), (4, 2, 32), 4, torch.float16),
     Pass(((1, 40), (12, 30)), (4, 2, 32), 4, torch.bfloat16),
     Pass(((40, 300), (9, 200), (20, 20)), (4, 2, 24), 16, torch.float16),  # most keys are seen by every row
+    # A window, also of segments whose tokens attend each other; some tiles are cut.
+    Pass(((1, 40), (30, 90), (3, 20), (20, 60), (1, 7)), (4, 2, 16), 4, window=12, both_ways=(1,)),
+    Pass(((70, 800), (1, 900)), (4, 1, 16), 16, num_processors=4, window=700),
+    Pass(((30, 90), (1, 33)), (4, 2, 24), 16, both_ways=(0,)),
 ]
 LARGE_PASSES = [
     Pass(tuple((1, 200 + 87 * i) for i in range(32)), (28, 4, 128), 16),
@@ -82,7 +89,7 @@ def in_float32(case: Case) -> Case:
 def case_of(one: Pass) -> Case:
     """The segments of a pass, with the blocks that they share."""
     case = make_case(list(one.lens), one.heads, one.block_size, one.dtype)
-    return sharing(case, one.num_shared)
+    return within(sharing(case, one.num_shared), one.window, one.both_ways)
 
 
 def sharing(case: Case, num_blocks: int) -> Case:
@@ -109,7 +116,7 @@ def compare_attention(one: Pass, device: str, *, is_large: bool = False) -> None
     scale = one.heads[2] ** -0.5
     key_cache, value_cache = (cache.to(device) for cache in filled(case))
     with sharing_pays():
-        plan = DevicePlan.build(case.batch, torch.device(device), heads_of(one, key_cache))
+        plan = DevicePlan.build(freed(case.batch), torch.device(device), heads_of(one, key_cache))
     assert (len(plan.work.rows) > len(case.query)) == (one.num_shared > 0)
     ours = plan.attend_by_kernels(case.query.to(device), key_cache, value_cache, scale)
     assert ours.dtype == one.dtype
@@ -192,7 +199,7 @@ def compare_moves(device: str, dtype: torch.dtype = torch.float32) -> None:
 def test_the_plain_twin_attends_from_the_same_inputs(one: Pass) -> None:
     case = in_float32(case_of(replace(one, dtype=torch.float32)))
     caches = filled(case)
-    plan = DevicePlan.build(case.batch, torch.device("cpu"), heads_of(one, caches[0]))
+    plan = DevicePlan.build(freed(case.batch), torch.device("cpu"), heads_of(one, caches[0]))
     scale = one.heads[2] ** -0.5
     ours = plan.attend(case.query, *caches, scale)
     assert (ours.double() - naive(case, scale)).abs().max() < TOLERANCE[torch.float32]

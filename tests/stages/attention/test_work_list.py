@@ -47,7 +47,7 @@ def check(lens: Lens, runs: Sequence[SharedRun], listed: PassWork) -> None:
         list
     )  # of each row: first key, behind last, part
     for items, tile in zip(listed.work.items, listed.tiles, strict=True):
-        for table, first, number, last, low, high, part in items.tolist():
+        for table, first, number, last, low, high, _, part in items.tolist():
             assert 0 < number <= tile.tokens
             for row in range(number):
                 packed = listed.rows[first + row]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_identity import token_identity
+from epd.kv.kv_spec import KVCacheSpec
 from epd.kv.scheduled_request import ScheduledRequest
 from epd.kv.scheduler_output import Preemption, Restore
 from epd.stages.engine.block_moves import BlockMoves

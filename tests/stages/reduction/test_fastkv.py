@@ -23,11 +23,12 @@ from epd.encoders import Embeddings, PromptPlan, concatenated
 from epd.encoders.groups import prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.errors import RequestError
-from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_identity import TokenIdentity
+from epd.kv.kv_spec import KVCacheSpec
 from epd.kv.scheduling import SchedulerConfig
+from epd.layer_kinds import RECURRENT_FAMILIES
 from epd.models import embedded_model_path
-from epd.recurrent_models import RECURRENT_FAMILIES
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.cli.program import app

@@ -19,8 +19,9 @@ from epd.encoders import PromptPlan, load_adapter
 from epd.encoders.reduction.merging import MergedNeighbours
 from epd.engine_config import EngineConfig
 from epd.errors import InfeasibleError
-from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_identity import token_identity
+from epd.kv.kv_spec import KVCacheSpec
 from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
 from epd.kv.scheduler_output import SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig

@@ -1,4 +1,7 @@
-"""Refuses options that nothing here computes yet for language models with a recurrent state."""
+"""Refuses options that nothing here computes yet for language models with layers of other kinds.
+
+Those with a recurrent state, and those with a sliding window.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from epd.reduction import SELECTION_METHODS
 
 # By `model_type` of config.json.
 RECURRENT_FAMILIES = ("qwen3_5", "qwen3_5_moe")
+WINDOWED_FAMILIES = ("gemma3",)
 
 
 def check_options(folder: Path, draft: str, reduction: str, max_ranks: int) -> None:
@@ -18,10 +22,12 @@ def check_options(folder: Path, draft: str, reduction: str, max_ranks: int) -> N
     draft, reduction: methods. max_ranks: processes that share the language model.
     """
     model_type = _model_type(folder)
-    if model_type not in RECURRENT_FAMILIES:
+    if model_type not in (*RECURRENT_FAMILIES, *WINDOWED_FAMILIES):
         return
-    received = "for a '{}' model, whose layers have a recurrent state; allowed: {}; use {}"
-    if draft != "none":
+    is_recurrent = model_type in RECURRENT_FAMILIES
+    what = "a recurrent state" if is_recurrent else "a sliding window"
+    received = f"for a '{{}}' model, whose layers have {what}; allowed: {{}}; use {{}}"
+    if draft != "none" and is_recurrent:
         why = received.format(model_type, "none, since drafts that are wrong cannot be taken back", "none")
         raise RequestError(f"received the draft {draft} {why}")
     if reduction not in SELECTION_METHODS:
