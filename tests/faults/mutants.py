@@ -152,7 +152,7 @@ MUTANTS = (
     Mutant(
         "reports no failed hand-over", "copies",
         "serve_app/worker/prefill_role.py",
-        "reports.events.append(RequestFailed(end.request_id, error, is_final=False))",
+        "reports.events.append(RequestFailed(request_id, error, is_final=False))",
     ),
     Mutant(
         "takes a member back", "board",
