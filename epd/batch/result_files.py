@@ -138,7 +138,9 @@ def _open_locked(path: Path) -> IO[bytes]:
         file = path.open("a+b")
     except OSError as error:
         if error.errno in _DISK_ERRORS:
-            raise StorageFullError(f"cannot write '{path}': {error.strerror}; go on when it works") from error
+            raise StorageFullError(
+                f"cannot write '{path}': {error.strerror}; run it again when the disk works"
+            ) from error
         raise RequestError(
             f"cannot write '{path}': {error.strerror}; name a file in a folder of yours"
         ) from error

@@ -74,6 +74,7 @@ def test_a_prompt_looks_for_one_other_decode_worker_at_a_time() -> None:
         fleet.asked.clear()
         assert not await bench.placement.moves.redirect_once(attempt)
         assert fleet.asked == []
+        assert redirecting == {attempt.id: attempt}
 
     asyncio.run(run())
 
