@@ -12,7 +12,10 @@ FROM python:${PYTHON}-slim AS cpu
 # Torch's index of CPU wheels leaves out 3 GB of NVIDIA's libraries: --build-arg PIP_EXTRA_INDEX_URL=...
 ARG PIP_EXTRA_INDEX_URL=
 COPY --from=wheel /wheels /wheels
-COPY constraints.txt /wheels/
+COPY constraints.txt constraints-hashes.txt /wheels/
+# --build-arg REQUIRE_HASHES=1 takes the archives that were tested and no others, on x86-64 from the usual index.
+ARG REQUIRE_HASHES=
+RUN [ -z "${REQUIRE_HASHES:-}" ] || pip install --no-cache-dir --no-deps --require-hashes -r /wheels/constraints-hashes.txt
 RUN pip install --no-cache-dir -c /wheels/constraints.txt "$(ls /wheels/*.whl)[serve]"
 COPY LICENSE NOTICE /licenses/
 RUN useradd --create-home --uid 1000 epd && install --directory --owner epd /work

@@ -97,9 +97,8 @@ release: $(STAMP) ## build the wheel twice with equal bytes, the source archive,
 	$(PYTHON) -m venv build/sbom && build/sbom/bin/pip install --quiet -c constraints.txt 'cyclonedx-bom==7.5.0' "$$(ls dist/*.whl)[serve]"
 	build/sbom/bin/cyclonedx-py environment --output-reproducible --output-file dist/sbom.json build/sbom
 
-hashes: $(STAMP) ## write build/constraints-hashes.txt: what this machine would install of epd-vlm[serve], for pip --require-hashes
-	mkdir -p build
-	$(BIN)/python -m tests.deploy.hashes build/constraints-hashes.txt
+hashes: $(STAMP) ## write constraints-hashes.txt: the archives of epd-vlm[serve] in its image, for pip --require-hashes
+	$(BIN)/python -m tests.deploy.hashes constraints-hashes.txt
 
 site: $(STAMP) ## the documents as a site with search and the Python API, in build/site
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target build/sphinx sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19

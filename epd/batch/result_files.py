@@ -7,6 +7,7 @@ lock ends with its process.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -18,11 +19,13 @@ from typing import IO
 
 from epd.batch.lines import JSON
 from epd.batch.records import key_of, reason_of
-from epd.errors import RequestError
+from epd.errors import EPDError, RequestError, StorageFullError
 
 # Bounds the loss when a machine crashes; a process that is killed loses nothing.
 _SYNC_S = 1.0
 _TAIL_BYTES = 1 << 16
+# Of a disk, which may work again, and not of a path.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 # Start of every record.
 _BEGINNING = b'{"id": '
 
@@ -70,22 +73,25 @@ class ResultFiles:
         self._results = _open_locked(out)
         try:
             self._errors = _open_locked(errors_path(out))
-        except RequestError:
+        except EPDError:
             self._results.close()
             raise
         self._synced_s = time.monotonic()
         try:
             for file in (self._results, self._errors):
                 _cut_torn_line(file)
-        except RequestError:
+        except (RequestError, OSError):
             self._errors.close()
             self._results.close()
             raise
 
     def close(self) -> None:
-        self._sync()
-        self._errors.close()
-        self._results.close()
+        """Closes the files and ends their locks, also where the disk fails. Raises OSError then."""
+        try:
+            self._sync()
+        finally:
+            self._errors.close()
+            self._results.close()
 
     def forget_failed(self) -> None:
         """Drops all failures, so that their lines are asked again."""
@@ -131,6 +137,10 @@ def _open_locked(path: Path) -> IO[bytes]:
     try:
         file = path.open("a+b")
     except OSError as error:
+        if error.errno in _DISK_ERRORS:
+            raise StorageFullError(
+                f"cannot write '{path}': {error.strerror}; run it again when the disk works"
+            ) from error
         raise RequestError(
             f"cannot write '{path}': {error.strerror}; name a file in a folder of yours"
         ) from error

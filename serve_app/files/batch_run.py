@@ -19,7 +19,7 @@ from epd.batch.http_backend import HttpBackend
 from epd.batch.line_files import whole_lines
 from epd.batch.line_index import LineIndex
 from epd.batch.lines import BOM, LineDefaults
-from epd.batch.result_files import errors_path
+from epd.batch.result_files import ResultFiles, errors_path
 from epd.batch.tasks import Answered, BackendCounts, MediaTask, Outcome
 from epd.errors import RequestError
 from epd.serve_app.files.batch_records import BatchError, BatchErrors, RequestCounts, StoredBatch
@@ -136,7 +136,8 @@ class BatchRun:
         self._set(status, **self._results(), **{f"{status}_at": int(time.time())})
 
     def _results(self) -> dict[str, str | None]:
-        """Returns the ids of the files of results, which are the client's from now on."""
+        """Returns the ids of the files of results, which are the client's from now on: whole lines."""
+        ResultFiles(self._out).close()  # cuts off the half of a line that was written last
         paths = {"output": self._out, "error": errors_path(self._out)}
         return {f"{name}_file_id": self._adopt(path, name) for name, path in paths.items()}
 

@@ -284,31 +284,34 @@ class DecodeMoves:
     async def redirect_once(self, attempt: Attempt) -> bool:
         """Has the prefill worker hand a request over to another decode worker.
 
-        The former decode worker discards what had arrived. Returns False if nothing has changed. If that
-        worker is lost meanwhile, the request is retried.
+        The former decode worker discards what had arrived. Returns False if nothing has changed. If the one
+        that has it then was lost meanwhile, the request is retried.
         """
         requests, seen = self._shared.requests, self._calls.seen(attempt)
         if attempt.id in requests.redirecting:
             return False
         with requests.redirected(attempt):
-            is_redirected = await self._redirect_once(attempt)
-        if not is_redirected and self._calls.seen(attempt) != seen:
+            room = await self._redirect_once(attempt)
+        if room is not None:
+            seen[1] = SeenWorker(is_alive=True, incarnation=room.incarnation)
+        if self._calls.seen(attempt) != seen:
             attempt.end(Outcome.LOST)
-        return is_redirected
+        return room is not None
 
-    async def _redirect_once(self, attempt: Attempt) -> bool:
+    async def _redirect_once(self, attempt: Attempt) -> _Room | None:
+        """Returns the room that it goes to; None if nothing has changed."""
         former, prefiller = attempt.decode_worker, attempt.prefill_worker
         room = await self._other_decoder(attempt, self._calls.reservation(attempt))
         if room is None:
-            return False
+            return None
         message = Redirect(attempt.id, room.ticket, room.incarnation)
         is_taken = await self._calls.ask_or_redo(attempt, "prefill", prefiller, message)
         if is_taken and attempt.decode_worker == former:
             attempt.decode_at(room.worker)
             await self._calls.abort(attempt, former)
-            return True
+            return room
         await self._calls.abort(attempt, room.worker)
-        return False
+        return None
 
     async def move(self, attempt: Attempt) -> bool:
         """Begins to move a running answer to another decode worker. Must not be cancelled.

@@ -211,9 +211,12 @@ class PrefillRole:
         """Reports hand-overs; a request is retried if its decode worker did not take it despite room."""
         for end in result.handovers:
             if end.outcome is not TransferOutcome.DELIVERED:
-                error = UnavailableError(f"the hand-over ended as {end.outcome}: {end.error}; retry")
-                self.abort([end.request_id], reports)
-                reports.events.append(RequestFailed(end.request_id, error, is_final=False))
+                self._lose(end.request_id, f"the hand-over ended as {end.outcome}: {end.error}", reports)
+
+    def _lose(self, request_id: str, reason: str, reports: ReportBuffer) -> None:
+        self.abort([request_id], reports)
+        error = UnavailableError(f"{reason}; retry")
+        reports.events.append(RequestFailed(request_id, error, is_final=False))
 
     def has_work(self) -> bool:
         return self.stage.has_work()
@@ -232,9 +235,10 @@ class PrefillRole:
         """Returns the requests in transit to a lost decode worker: redirect or abort them."""
         return tuple(self.stage.drop_receiver(endpoint(worker, "decode")))
 
-    def drop_stages(self, worker: str, stages: frozenset[Stage]) -> None:
-        if "decode" in stages:
-            self.stage.drop_receiver(endpoint(worker, "decode"))
+    def drop_stages(self, worker: str, stages: frozenset[Stage], reports: ReportBuffer) -> None:
+        """Fails requests whose hand-over had failed at a closed stage: no step learns of that any more."""
+        for request_id in self.drop_peer(worker) if "decode" in stages else ():
+            self._lose(request_id, f"worker '{worker}' has closed its stage", reports)
 
     def remaining(self) -> RemainingWork:
         waiting = {each.request_id for each in self.stage.engine.scheduler.waiting if not each.num_offloaded}

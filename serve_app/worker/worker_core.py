@@ -164,7 +164,7 @@ class WorkerCore:
                 return self._onload(message.roles)
             case StagesClosed():
                 for role in self.hosted.values():
-                    role.drop_stages(message.name, message.stages)
+                    role.drop_stages(message.name, message.stages, self._reports)
             case _:
                 raise TypeError(f"a worker takes no {type(message).__name__}")
         return None

@@ -81,7 +81,7 @@ class Role(Protocol):
         """Handles the loss of another worker: see `epd.serve_app.messages.PeerLost`."""
         ...
 
-    def drop_stages(self, worker: str, stages: frozenset[Stage]) -> None:
+    def drop_stages(self, worker: str, stages: frozenset[Stage], reports: ReportBuffer) -> None:
         """Drops transfers to stages that another worker has closed, as they will never be answered."""
         ...
 
@@ -222,7 +222,7 @@ class EncodeRole:
         self.stage.drop_receiver(endpoint(worker, "prefill"))
         return ()
 
-    def drop_stages(self, worker: str, stages: frozenset[Stage]) -> None:
+    def drop_stages(self, worker: str, stages: frozenset[Stage], reports: ReportBuffer) -> None:  # noqa: ARG002 - has nothing to report
         if "prefill" in stages:
             self.stage.drop_receiver(endpoint(worker, "prefill"))
 
@@ -299,7 +299,7 @@ class DecodeRole:
         senders = (endpoint(worker, "prefill"), endpoint(worker, "decode"))
         return tuple(lost for sender in senders for lost in self.stage.fail_sender(sender))
 
-    def drop_stages(self, worker: str, stages: frozenset[Stage]) -> None:
+    def drop_stages(self, worker: str, stages: frozenset[Stage], reports: ReportBuffer) -> None:  # noqa: ARG002 - what was to be moved continues here
         if "decode" in stages:
             self.stage.drop_receiver(endpoint(worker, "decode"))
 

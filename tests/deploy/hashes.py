@@ -1,9 +1,9 @@
-"""Writes what epd-vlm[serve] needs on this machine, each package at its version and with its archive's hash.
+"""Writes what epd-vlm[serve] needs in its image, each package at its version and with its archive's hash.
 
-    python -m tests.deploy.hashes FILE
+    python -m tests.deploy.hashes constraints-hashes.txt
 
 `pip install --require-hashes --no-deps -r FILE` then takes these archives and no others. They are those that
-pip would take here: of this system, this Python and the index that it is configured for.
+pip would take on this system, in the image's Python, from the index that it is configured for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 from tests import ROOT
 
+HEAD = "# Archives of epd-vlm[serve] for Python 3.12 on Linux, x86-64; `make hashes` writes them.\n"
+_PYTHON = "3.12"
 _RESOLVE = ["install", "--quiet", "--dry-run", "--ignore-installed", "--only-binary", ":all:"]
 
 
@@ -39,11 +41,12 @@ def resolved() -> dict[str, Any]:
     """Returns pip's report of what it would install."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
-        options = ["-c", "constraints.txt", "--report", str(path), ".[serve]"]
+        target = ["--python-version", _PYTHON, "--target", folder]
+        options = [*target, "-c", "constraints.txt", "--report", str(path), ".[serve]"]
         subprocess.run([sys.executable, "-m", "pip", *_RESOLVE, *options], cwd=ROOT, check=True)
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text("\n".join(lines(resolved())) + "\n")
+    Path(sys.argv[1]).write_text(HEAD + "\n".join(lines(resolved())) + "\n")

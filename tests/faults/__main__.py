@@ -1,6 +1,6 @@
 """Runs many seeds, and says of each that fails how to repeat it with the faults that it needs.
 
-python -m tests.faults --seeds 1000 --start 1 --results benchmarks/results/faults.md
+python -m tests.faults --seeds 1000 --results benchmarks/results/faults.md   goes on after those counted there
 python -m tests.faults --start 17 --seeds 1 --trace --only 0,3
 python -m tests.faults --aim machines
 """
@@ -8,6 +8,7 @@ python -m tests.faults --aim machines
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 import time
@@ -34,15 +35,28 @@ _OTHERS = ("cut", "switch", "drain", "clock", "board", "front", "copy")
 
 @dataclass
 class Totals:
-    """Sums up seeds. failed: those with findings."""
+    """Sums up seeds. failed: those with findings. next_seed: after the last one."""
 
     num_seeds: int = 0
     virtual_s: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     failed: list[int] = field(default_factory=list)
+    next_seed: int = 0
+
+    @classmethod
+    def read(cls, path: Path) -> Totals:
+        """Reads what earlier runs have counted; nothing if there is no file."""
+        if not path.exists():
+            return cls()
+        kept = json.loads(path.read_text())
+        return cls(**kept | {"counts": Counter(kept["counts"])})
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(vars(self), indent=1) + "\n")
 
     def add(self, result: Result) -> None:
         self.num_seeds += 1
+        self.next_seed = result.plan.seed + 1
         self.virtual_s += result.virtual_s
         self.counts += result.counts
         if result.findings:
@@ -119,11 +133,11 @@ def _explain(result: Result, pool: Pool) -> None:
 def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=100, help="how many seeds")
-    parser.add_argument("--start", type=int, default=0, help="the first seed")
+    parser.add_argument("--start", type=int, help="the first seed; by default the first that is not counted")
     parser.add_argument("--aim", choices=AIMS, default="", help="of all seeds; by default each has its own")
     parser.add_argument("--only", help="numbers of the faults that are kept, with commas, of one seed")
     parser.add_argument("--trace", action="store_true", help="print all that happens")
-    parser.add_argument("--results", type=Path, help="file that gets the table")
+    parser.add_argument("--results", type=Path, help="page of all runs, which are counted beside it")
     return parser.parse_args()
 
 
@@ -137,11 +151,14 @@ def _plan(seed: int, pool: Pool, only: str | None, aim: str) -> FaultPlan:
 
 
 def main() -> int:
-    arguments, totals = _parsed(), Totals()
+    arguments = _parsed()
+    counted = None if arguments.results is None else arguments.results.with_suffix(".json")
+    totals = Totals() if counted is None else Totals.read(counted)
+    start, num_failed = totals.next_seed if arguments.start is None else arguments.start, len(totals.failed)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="epd-faults-") as folder, read_once():
         pool, said_s = build_pool(Path(folder)), time.monotonic()
-        for seed in range(arguments.start, arguments.start + arguments.seeds):
+        for seed in range(start, start + arguments.seeds):
             result = simulate(
                 _plan(seed, pool, arguments.only, arguments.aim), pool, is_printed=arguments.trace
             )
@@ -151,18 +168,25 @@ def main() -> int:
             if time.monotonic() - said_s > _PROGRESS_S:
                 said_s = time.monotonic()
                 print(f"{totals.num_seeds} seeds, {len(totals.failed)} failed", flush=True)
+                _keep(totals, counted)
     print(totals.table())
-    if arguments.results is not None:
-        arguments.results.write_text(_page(totals, arguments))
-    return 1 if totals.failed else 0
+    _keep(totals, counted)
+    return 1 if len(totals.failed) > num_failed else 0
 
 
-def _page(totals: Totals, arguments: argparse.Namespace) -> str:
-    command = f"python -m tests.faults --start {arguments.start} --seeds {arguments.seeds}"
-    command += f" --aim {arguments.aim!r}" if arguments.aim else ""
-    head = f"# Simulated faults\n\n{totals.table()}\n\nRepeat it with `{command}`.\n"
-    _, title, broken = _text(arguments.results).partition(BROKEN)
-    return f"{head}\n{title}{broken}" if title else head
+def _keep(totals: Totals, counted: Path | None) -> None:
+    """Writes the counts, and the page beside them."""
+    if counted is not None:
+        totals.write(counted)
+        page = counted.with_suffix(".md")
+        page.write_text(_page(totals, page))
+
+
+def _page(totals: Totals, page: Path) -> str:
+    """Returns a page with a new table; what follows from its first heading on stays."""
+    _, heading, rest = _text(page).partition("\n## ")
+    words = "These are all runs of `make faults`, each with the code of its day. The next has new seeds."
+    return f"# Simulated faults\n\n{totals.table()}\n\n{words}\n{heading}{rest}"
 
 
 def _text(page: Path) -> str:

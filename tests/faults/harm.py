@@ -11,12 +11,14 @@ from typing import Any
 from epd.errors import EPDError, InternalError
 from epd.serve_app.messages import owner_of
 from epd.serve_app.network.media_server import MediaServer
+from epd.serve_app.worker.peer_losses import named_peer
 from epd.topology import Stage
 from tests.faults.plan import Fault, FaultPlan
 from tests.faults.world import Part, World, id_of
 
 _SILENT_S = 3.0  # a machine that is lost for longer says nothing more
 _MUTE_S = 1.0  # after its end
+_WITH_BOARD = 0.4  # of the boards that end: a worker of their machine ends too
 _AFTER = {"PeerLost": "after a loss", "Offload": "after a switch"}  # messages that strikes may wait for first
 _SWITCHED: tuple[frozenset[Stage], ...] = (
     frozenset({"encode"}),
@@ -63,6 +65,8 @@ class Harm:
             world.clock.jump(f"m{int(fault.target * 3)}", fault.other)
         elif fault.kind == "board":
             world.kill_board()
+            if fault.other < _WITH_BOARD and workers:
+                world.kill(_chosen(workers, fault.target), "its machine is lost with the board")
         elif fault.kind == "front":
             self._kill_front(_chosen(world.fronts, fault.target) if world.fronts else None)
         elif fault.kind in ("kill", "machine", "freeze", "cut", "drain", "copy") and workers:
@@ -142,12 +146,16 @@ class Harm:
         elif fault.struck == "board":
             world.later(fault.lasts_s, world.kill_board)
         elif fault.struck == "front":
-            mine = [each for each in world.fronts if each.server.owner == owner_of(id_of(message))]
-            chosen = mine or world.fronts
+            owner = owner_of(id_of(message))
+            mine = [each for each in world.fronts if each.server.owner == owner]
+            chosen = mine or [each for each in world.fronts if each.front is not None and each.front.leads]
             world.later(fault.lasts_s, self._kill_front, chosen[0] if chosen else None)
-        elif fault.struck in ("itself", "another"):
+        elif fault.struck in ("itself", "named", "another"):
+            named = named_peer(message)  # type: ignore[arg-type]
             others = [each for each in world.workers() if each is not part]
-            struck = _chosen(others, fault.target) if fault.struck == "another" and others else part
+            if fault.struck == "named":
+                others = [each for each in others if named is not None and each.name == named.name]
+            struck = _chosen(others, fault.target) if fault.struck != "itself" and others else part
             self._mute(struck, fault)
             world.later(fault.lasts_s, world.kill, struck, "struck")
 

@@ -65,12 +65,12 @@ MUTANTS = (
     ),
     Mutant("leaves prompts that are over", "hand-overs", _READER, "if over:", "if False:"),
     Mutant(
-        "redirects what looks for room already", "hand-overs",
+        "redirects what looks for room already", "second losses",
         _READER,
         "if attempt.id in self._shared.requests.redirecting:",
         "if False:",
     ),
-    Mutant("saves what has no token", "hand-overs", _READER, " and attempt.answer.has_begun", ""),
+    Mutant("saves what has no token", "unheard tokens", _READER, " and attempt.answer.has_begun", ""),
     Mutant("saves what decode lost", "hand-overs", _READER, "attempt.id not in lost and", "True and"),
     Mutant(
         "keeps groups of a lost encoder", "encoders",
@@ -103,7 +103,7 @@ MUTANTS = (
     ),
     Mutant(
         "sends what names a lost worker",
-        "losses while placing",
+        "second losses",
         _CALLS,
         "if is_taken and self.seen(attempt) != seen:",
         "if False:",
@@ -124,10 +124,10 @@ MUTANTS = (
         _CALLS, "if is_taken or attempt.decode_worker == room.worker:", "if is_taken:",
     ),
     Mutant(
-        "redirects what is redirected already", "moves",
+        "redirects what is redirected already", "little room",
         _CALLS, "if attempt.id in requests.redirecting:", "if requests.redirecting.pop(attempt.id, None):",
     ),
-    Mutant("forgets where an answer is moved to", "moves", _READER, "attempt.moving_to,", ""),
+    Mutant("forgets where an answer is moved to", "moved answers", _READER, "attempt.moving_to,", ""),
     Mutant(
         "leaves receipts of a lost receiver", "moves",
         _HANDOVER, "self._receipts += self._connector.poll()",
@@ -152,10 +152,16 @@ MUTANTS = (
     Mutant(
         "reports no failed hand-over", "copies",
         "serve_app/worker/prefill_role.py",
-        "reports.events.append(RequestFailed(end.request_id, error, is_final=False))",
+        "reports.events.append(RequestFailed(request_id, error, is_final=False))",
     ),
     Mutant(
-        "takes a member back", "board",
+        "tells nobody what failed at a closed stage", "closed stages",
+        "serve_app/worker/prefill_role.py",
+        'self.drop_peer(worker) if "decode" in stages else ()',
+        'self.drop_peer(worker)[:0] if "decode" in stages else ()',
+    ),
+    Mutant(
+        "takes a member back", "late members",
         _BOARD,
         "return self._has_former and (seen >= 0 or member.is_ready) and time.monotonic() > self._regrouped_s",
         "return False",
@@ -174,7 +180,7 @@ MUTANTS = (
     ),
     Mutant("tells nobody of closed stages", "switches", _SWITCH, "await self._report_closed()"),
     Mutant(
-        "leaves an abandoned switch", "switches",
+        "leaves an abandoned switch", "lost leaders",
         _SWITCH, "if info.is_alive and is_abandoned:", "if False:",
     ),
 )  # fmt: skip

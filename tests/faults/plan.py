@@ -27,8 +27,9 @@ FaultKind = Literal[
     "poison",
     "copy",
 ]
-# Whom a strike meets: the worker of the message, another one, the request's front or client, or the board.
-Struck = Literal["itself", "another", "front", "client", "board"]
+# Whom a strike meets: the worker of the message, the one that it names, another one, the request's front or
+# client, or the board.
+Struck = Literal["itself", "named", "another", "front", "client", "board"]
 # What the worker of the message says no more before a strike: nothing, to workers (receipts), or to fronts.
 Muted = Literal["", "workers", "fronts"]
 
@@ -83,11 +84,21 @@ AIMS: Mapping[str, Aim] = MappingProxyType({
     "losses while placing": Aim({"strike": 1}, ("Prefill", "Reserve", "Redirect", "Reserve after a loss"),
                                 ("itself", "another"), ("", "fronts"), _SPLIT, max_nth=8),
     "leaving clients": Aim({"strike": 6, "switch": 3, "drain": 1, "kill": 2},
-                           ("Reserve after a loss", "Redirect", "Move", "Pause", "Reserve after a switch"),
+                           ("Reserve after a loss", "Redirect", "Redirect after a switch", "Move", "Pause"),
                            ("client",), ("",), _SPLIT, max_nth=3),
+    "second losses": Aim({"strike": 6, "kill": 1}, ("Prefill", "Reserve", "Redirect", "Redirect"),
+                         ("named", "named", "itself"), ("",), _SPLIT, num_faults=(3, 7)),
+    "unheard tokens": Aim({"strike": 1}, ("SpanDone", "TokenOutput"), ("itself",), ("fronts",), _SPLIT,
+                          num_faults=(1, 3), max_nth=12),
+    "closed stages": Aim({"switch": 4, "copy": 3, "freeze": 2}, topologies=_SPLIT, num_faults=(4, 8)),
+    "moved answers": Aim({"switch": 4, "strike": 2}, ("Move",), ("named",), ("fronts",), _SPLIT,
+                         num_faults=(4, 8), max_nth=2),
+    "late members": Aim({"board": 1, "freeze": 2}, num_faults=(2, 4)),
+    "lost leaders": Aim({"switch": 3, "strike": 3}, ("Offload", "AskRemaining", "Onload"), ("front",),
+                        num_fronts=(2, 3), max_nth=2),
     "moves": Aim({"strike": 4, "switch": 4, "drain": 1},
-                 ("HandedOver after a switch", "Move", "Pause", "Reserve after a switch"),
-                 ("itself", "itself", "another"), ("", "workers", "fronts"), _SPLIT, max_nth=3),
+                 ("HandedOver after a switch", "Move", "Move", "Pause", "Reserve after a switch"),
+                 ("itself", "named", "named", "another"), ("", "workers", "fronts"), _SPLIT, max_nth=3),
     "copies": Aim({"copy": 3, "switch": 1, "kill": 1}),
     "little room": Aim({"strike": 4, "switch": 3, "drain": 2, "kill": 2},
                        ("Pause", "Move", "Redirect", "Reserve after a loss"), topologies=_SPLIT,

@@ -8,14 +8,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
 from epd.encoders import Adapter, load_adapter
 from epd.sampling_params import SamplingParams
 from epd.serve_app.media import image_planner
+from epd.serve_app.network import memory
+from epd.serve_app.network.connector import ProcessTransport
 from epd.serve_app.orchestration import request_planner
 from epd.serve_app.worker import worker_stages
+from epd.stages.engine.generation import GenerationSettings, generation_settings
 from epd.stages.loading.weights import WholeModel
 from epd.stages.placement import Placement
 from tests.media import write_image, write_video
@@ -69,9 +73,13 @@ def _question(rng: Random, media: dict[str, Path], number: int) -> Question:
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """Lets all workers of this process share the model that the first one has read."""
+    """Lets all workers of this process share the model that the first one has read.
+
+    Names of their shared memory are in a folder of its own: other programs remove what seems to be left.
+    """
     adapters: dict[str, Adapter] = {}
     models: dict[Path, WholeModel] = {}
+    settings: dict[Path, GenerationSettings] = {}
 
     def adapter(path: str | Path, **options: Any) -> Adapter:
         key = f"{path} {options}"
@@ -80,9 +88,21 @@ def read_once() -> Iterator[None]:
     def whole(path: Path, placement: Placement, weights: Path) -> WholeModel:
         return models.get(path) or models.setdefault(path, WholeModel(path, placement, weights))
 
+    def generation(path: Path, adapter: Adapter) -> GenerationSettings:
+        return settings.get(path) or settings.setdefault(path, generation_settings(path, adapter))
+
+    def weights(transport: ProcessTransport, path: Path, placement: Placement) -> Path | None:
+        return path if path in models else written(transport, path, placement)
+
+    written = ProcessTransport.weights
+
     with ExitStack() as stack:
         for module in (worker_stages, request_planner, image_planner):
             stack.enter_context(mock.patch.object(module, "load_adapter", adapter))
         stack.enter_context(mock.patch.object(worker_stages, "WholeModel", whole))
+        stack.enter_context(mock.patch.object(worker_stages, "generation_settings", generation))
+        stack.enter_context(mock.patch.object(ProcessTransport, "weights", weights))
+        folder = stack.enter_context(TemporaryDirectory(prefix="epd-faults-"))
+        stack.enter_context(mock.patch.object(memory, "_MEMORY_FOLDER", Path(folder)))
         stack.callback(gc.unfreeze)
         yield

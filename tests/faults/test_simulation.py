@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.faults.__main__ import MAX_BLAMED, needed
+from tests.faults.__main__ import MAX_BLAMED, Totals, needed
 from tests.faults.mutants import MUTANTS, ROOT, broken, verdict
 from tests.faults.plan import AIMS, Fault, drawn
 from tests.faults.pool import Pool, build_pool, read_once
-from tests.faults.simulation import simulate
+from tests.faults.simulation import Result, simulate
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:__array_wrap__ must accept:DeprecationWarning",
@@ -93,6 +94,19 @@ def test_a_failing_plan_is_reduced_to_the_faults_that_it_needs() -> None:
     plan = replace(drawn(0, 40), faults=tuple(Fault(float(number), "kill") for number in range(6)))
     smallest = needed(plan, lambda each: {fault.at_s for fault in each.faults} >= {1.0, 4.0})
     assert [fault.at_s for fault in smallest.faults] == [1.0, 4.0]
+
+
+def test_runs_are_counted_together_and_go_on_with_new_seeds(tmp_path: Path) -> None:
+    counted = tmp_path / "faults.json"
+    for seed, found in ((7, []), (8, ["left behind"])):
+        totals = Totals.read(counted)
+        totals.add(Result(drawn(seed, 40), found, Counter(answered=9, kill=1), "", 1800.0))
+        totals.write(counted)
+    totals = Totals.read(counted)
+    assert (totals.num_seeds, totals.next_seed, totals.failed) == (2, 9, [8])
+    rows = dict(totals.rows)
+    assert rows["answers with the undisturbed tokens"] == "18"
+    assert rows["simulated hours"] == "1.0"
 
 
 def test_a_broken_line_is_found_and_whole_again(pool: Pool) -> None:

@@ -74,6 +74,7 @@ def test_a_prompt_looks_for_one_other_decode_worker_at_a_time() -> None:
         fleet.asked.clear()
         assert not await bench.placement.moves.redirect_once(attempt)
         assert fleet.asked == []
+        assert redirecting == {attempt.id: attempt}
 
     asyncio.run(run())
 
@@ -92,5 +93,22 @@ def test_a_prompt_is_retried_if_its_decode_worker_is_lost_and_no_other_has_room(
         async with asyncio.timeout(5):
             assert await attempt.wait() is Outcome.LOST
         assert ("p0", Redirect) not in fleet.asked
+
+    asyncio.run(run())
+
+
+def test_a_prompt_is_retried_if_its_next_decode_worker_is_lost_before_the_prompt_is_counted_there() -> None:
+    """Who handles the loss finds it at its former worker."""
+
+    async def run() -> None:
+        fleet = MovingFleet({"p0": 1, "d0": 1, "d1": 1})
+        bench = Bench(fleet.room, fleet)
+        attempt = await placed_at(bench, "p0", "d0")
+        bench.placement.moves._policy.router.add("d0", num_decodes=1)
+        fleet.on[Redirect] = lambda: fleet.lost.add("d1")
+        assert await bench.placement.moves.redirect_once(attempt)
+        assert attempt.decode_worker == "d1"
+        async with asyncio.timeout(5):
+            assert await attempt.wait() is Outcome.LOST
 
     asyncio.run(run())

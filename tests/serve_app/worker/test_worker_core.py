@@ -23,7 +23,7 @@ from epd.serve_app.messages import (
     WorkerEvent,
 )
 from epd.serve_app.orchestration.request_planner import AnswerPlan
-from epd.serve_app.role_messages import SetRoles
+from epd.serve_app.role_messages import SetRoles, StagesClosed
 from tests.serve_app.deployments import MAX_TOKENS, Question
 from tests.serve_app.worker.bench import Bench
 
@@ -218,6 +218,22 @@ def test_a_decode_worker_that_forgot_a_request_makes_it_fail_at_prefill(
     bench.submit("r", plan)
     bench.tell("d0", Abort(("r",)))
     failed = [event for _, event in bench.step(6) if isinstance(event, RequestFailed)]
+    assert [(event.request_id, event.is_final) for event in failed] == [("r", False)]
+    bench.settle()
+
+
+def test_what_a_closed_stage_had_not_taken_fails_at_prefill(bench: Bench, question: Question) -> None:
+    """Its decode worker has said so, and closes its stage before that was read."""
+    plan = bench.plan(question)
+    bench.submit("r", plan)
+    for granted in bench.granted(bench.step(2)):
+        bench.encode(question, plan, granted, "e0")
+    bench.step(2)
+    bench.tell("d0", Abort(("r",)))
+    for _ in range(3):
+        bench.cores["d0"].step()
+    bench.tell("p0", StagesClosed("d0", frozenset({"decode"})))
+    failed = [event for _, event in bench.step(2) if isinstance(event, RequestFailed)]
     assert [(event.request_id, event.is_final) for event in failed] == [("r", False)]
     bench.settle()
 
