@@ -121,6 +121,8 @@ def test_handed_over_in_chunks_and_from_the_cache(
 def test_what_a_family_takes(folders: Callable[[str], Path], name: str) -> None:
     """Units of generic families are measured."""
     unit, adapter = FAMILIES[name].frames_per_unit, load_adapter(folders(name))
+    with pytest.raises(UnsupportedMediaError, match="hears nothing"):
+        _ = adapter.audio
     if unit is None:
         with pytest.raises(UnsupportedMediaError, match="allowed: image"):
             adapter.plan_video(VideoFacts(6, 2.0, 90, 120), SAMPLING)

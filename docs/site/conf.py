@@ -29,6 +29,7 @@ exclude_patterns = ["CHANGELOG.md"]  # a section for each version says "Added"
 html_theme = "furo"
 html_title = f"epd {version}"
 html_show_copyright = False
+html_extra_path = ["../openapi.json", "../notebooks"]
 myst_heading_anchors = 4
 # Links to source files and folders are for readers of the repository.
 suppress_warnings = ["myst.xref_missing", "myst.header", "toc.not_included", "misc.highlighting_failure"]

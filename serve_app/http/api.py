@@ -90,7 +90,9 @@ def create_api(service: AnswerService, media: MediaService, settings: ApiSetting
     media: keeps the media of requests to the service
     """
     server = ServerState(service, media, settings or ApiSettings())
-    app = _App(title="epd", openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan)
+    app = _App(
+        title="epd", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan
+    )
     app.state.server = server
     has_key = server.settings.api_key is not None or server.clients is not None
     hosts = HostCheck(server.settings.allowed_hosts, has_key=has_key)

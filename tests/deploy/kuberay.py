@@ -131,7 +131,9 @@ def unplaced(service: Object, deployments: Iterable[Object]) -> list[str]:
 
     Those that ask for GPUs choose first; the others take pods without one first, as Ray's scheduler does.
     """
-    pods = [[group.num_cpus, group.num_gpus] for group in groups(service) for _ in range(group.num_pods)]
+    pods = [
+        _Room(each.num_cpus, [1.0] * each.num_gpus) for each in groups(service) for _ in range(each.num_pods)
+    ]
     found = []
     for deployment in sorted(deployments, key=lambda each: -each["ray_actor_options"].get("num_gpus", 0)):
         num, options = deployment["num_replicas"], deployment["ray_actor_options"]
@@ -142,14 +144,28 @@ def unplaced(service: Object, deployments: Iterable[Object]) -> list[str]:
     return found
 
 
-def _place(pods: list[list[int]], wanted: tuple[float, float]) -> bool:
+@dataclass(slots=True)
+class _Room:
+    """What is free of a pod. gpus: the share of each."""
+
+    cpus: float
+    gpus: list[float]
+
+    def take(self, cpus: float, gpus: float) -> bool:
+        """Takes whole GPUs, or a share of one. Returns whether there is room."""
+        share, num = (gpus, 1) if 0 < gpus < 1 else (1.0, int(gpus))
+        chosen = [number for number, free in enumerate(self.gpus) if free >= share - 1e-6][:num]
+        if self.cpus < cpus or len(chosen) < num:
+            return False
+        self.cpus -= cpus
+        for number in chosen:
+            self.gpus[number] -= share
+        return True
+
+
+def _place(pods: list[_Room], wanted: tuple[float, float]) -> bool:
     """Takes CPUs and GPUs of the first pod that has them. Returns whether there is one."""
-    for pod in sorted(pods, key=lambda each: each[1]):
-        if pod[0] >= wanted[0] and pod[1] >= wanted[1]:
-            pod[0] -= int(wanted[0])
-            pod[1] -= int(wanted[1])
-            return True
-    return False
+    return any(pod.take(*wanted) for pod in sorted(pods, key=lambda each: len(each.gpus)))
 
 
 def _refusals(service: Object) -> Iterator[str]:

@@ -1,37 +1,57 @@
-"""KubeRay's schema of a RayService, as far as docs/deploy/kuberay.yaml uses it, and the check against it.
+"""Schemas of the objects that docs/deploy/chart makes, as far as it uses them, and the check against them.
 
     CRD=ray-operator/config/crd/bases/ray.io_rayservices.yaml
     git -C KUBERAY show v1.7.0:$CRD | python -m tests.deploy.schema
+    python -m tests.deploy.schema DEFINITIONS PODMONITOR
 
-writes tests/deploy/rayservice_schema.yaml again. Objects that the manifest has keep the names and types of
-all their fields; of objects that it has not, nothing below is kept, so a manifest that begins to use one
-needs the file written again: until then its contents are refused.
+The first writes tests/deploy/rayservice_schema.yaml again, the second object_schemas.yaml beside it: of
+Kubernetes' `_definitions.json` and the CRD of PodMonitor in Prometheus' operator. Objects that the chart has
+keep the names and types of all their fields; of objects that it has not, nothing below is kept, so a chart
+that begins to use one needs the file written again: until then its contents are refused.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonschema import Draft202012Validator
 
-from tests import ROOT
+from tests.deploy.chart import objects
 
 FILE = Path(__file__).with_name("rayservice_schema.yaml")
-MANIFEST = ROOT / "docs" / "deploy" / "kuberay.yaml"
+OTHERS = Path(__file__).with_name("object_schemas.yaml")
+ALL_ON = {
+    name: {"enabled": True} for name in ("autoscaling", "podDisruptionBudget", "podMonitor", "dashboard")
+}
+_KINDS = {
+    "ConfigMap": "io.k8s.api.core.v1.ConfigMap",
+    "NetworkPolicy": "io.k8s.api.networking.v1.NetworkPolicy",
+    "PodDisruptionBudget": "io.k8s.api.policy.v1.PodDisruptionBudget",
+}
 _KEPT = ("type", "enum", "required", "pattern", "minimum", "maximum", "minItems", "additionalProperties")
+_END = "...\n"
 _INT_OR_STRING, _ANY_FIELDS = "x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields"
 
 Schema = Mapping[str, Any]
 
 
-def violations(service: object) -> list[str]:
-    """What KubeRay's schema says of a RayService; fields that it does not know are errors."""
-    validator = Draft202012Validator(_closed(yaml.safe_load(FILE.read_text(encoding="utf-8"))))
-    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(service)]
+def violations(found: Mapping[str, Any]) -> list[str]:
+    """What the schema of its kind says of an object; fields that it does not know are errors."""
+    errors = _validator(found["kind"]).iter_errors(found)
+    return [f"{error.json_path}: {error.message}" for error in errors]
+
+
+@cache
+def _validator(kind: str) -> Draft202012Validator:
+    if kind == "RayService":
+        return Draft202012Validator(_closed(yaml.safe_load(FILE.read_text(encoding="utf-8"))))
+    return Draft202012Validator(_closed(yaml.safe_load(OTHERS.read_text(encoding="utf-8"))[kind]))
 
 
 def _closed(schema: Schema) -> dict[str, Any]:
@@ -51,6 +71,8 @@ def _closed(schema: Schema) -> dict[str, Any]:
 def pruned(schema: Schema, used: list[Any]) -> dict[str, Any]:
     """The schema, as far as these values use it."""
     kept = {name: schema[name] for name in (*_KEPT, _INT_OR_STRING, _ANY_FIELDS) if name in schema}
+    if isinstance(schema.get("additionalProperties"), dict):
+        kept["additionalProperties"] = pruned(schema["additionalProperties"], [])
     if "items" in schema and used:
         kept["items"] = pruned(schema["items"], [each for value in used for each in value])
     if "properties" in schema and used:
@@ -69,20 +91,54 @@ def _lines(schema: Schema, indent: str = "") -> Iterator[str]:
             yield from _lines(value, indent + " ")
         else:
             text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
-            yield f"{indent}{name}: {text.splitlines()[0]}"
+            yield f"{indent}{name}: {' '.join(text.removesuffix(_END).split())}"
+
+
+def _of_crd(crd: Any) -> Schema:
+    (version,) = (each for each in crd["spec"]["versions"] if each["name"] == "v1")
+    schema: Schema = version["schema"]["openAPIV3Schema"]
+    return schema
+
+
+def _resolved(schema: Any, definitions: Mapping[str, Any]) -> Any:
+    """The schema with what it refers to in its place, and with the first of several types."""
+    if not isinstance(schema, dict):
+        return schema
+    name = schema.get("$ref", "").rpartition("/")[2]
+    if name.endswith("IntOrString"):
+        return {_INT_OR_STRING: True}
+    whole = definitions[name] if name else schema
+    found = {key: _resolved(value, definitions) for key, value in whole.items() if key != "properties"}
+    if isinstance(found.get("type"), list):
+        found["type"] = found["type"][0]
+    if "properties" in whole:
+        found["properties"] = {key: _resolved(each, definitions) for key, each in whole["properties"].items()}
+    return found
+
+
+def _write(file: Path, head: list[str], schema: Schema) -> None:
+    lines = [f"# {line}" for line in (*head, "Written by tests/deploy/schema.py, which says how.")]
+    file.write_text("\n".join([*lines, *_lines(schema)]) + "\n", encoding="utf-8")
+
+
+def _with_metadata(schema: dict[str, Any]) -> dict[str, Any]:
+    schema["properties"]["metadata"] = {"type": "object", _ANY_FIELDS: True}  # Kubernetes' own
+    return schema
 
 
 def main() -> None:
-    crd = yaml.safe_load(sys.stdin)
-    (version,) = (each for each in crd["spec"]["versions"] if each["name"] == "v1")
-    service, _ = yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8"))
-    schema = pruned(version["schema"]["openAPIV3Schema"], [service])
-    schema["properties"]["metadata"][_ANY_FIELDS] = True  # Kubernetes' own, which no CRD describes
-    head = [
-        "# Part of ray-operator/config/crd/bases/ray.io_rayservices.yaml of KubeRay 1.7.0 (v1; Apache-2.0).",
-        "# Written by tests/deploy/schema.py, which says how.",
-    ]
-    FILE.write_text("\n".join([*head, *_lines(schema)]) + "\n", encoding="utf-8")
+    shown = {each["kind"]: each for each in objects(ALL_ON)}
+    if len(sys.argv) == 1:
+        crd = "ray-operator/config/crd/bases/ray.io_rayservices.yaml"
+        schema = _with_metadata(pruned(_of_crd(yaml.safe_load(sys.stdin)), [shown["RayService"]]))
+        _write(FILE, [f"Part of {crd} of KubeRay 1.7.0 (v1; Apache-2.0)."], schema)
+        return
+    definitions = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["$defs"]
+    schemas = {kind: _resolved(definitions[name], definitions) for kind, name in _KINDS.items()}
+    schemas["PodMonitor"] = _of_crd(yaml.safe_load(Path(sys.argv[2]).read_text(encoding="utf-8")))
+    head = ["Parts of the schemas of Kubernetes 1.37 and of Prometheus' operator 0.93 (both Apache-2.0)."]
+    found = {kind: _with_metadata(pruned(each, [shown[kind]])) for kind, each in schemas.items()}
+    _write(OTHERS, head, found)
 
 
 if __name__ == "__main__":

@@ -128,10 +128,10 @@ def families() -> str:
 
 def page(text: str) -> str:
     """The page with its tables anew."""
-    return _with_block(_with_block(text, _START, table()), _FAMILIES, families())
+    return with_block(with_block(text, _START, table()), _FAMILIES, families())
 
 
-def _with_block(text: str, start: str, block: str) -> str:
+def with_block(text: str, start: str, block: str) -> str:
     before, rest = text.split(start)
     return before + start + block + _END + rest.partition(_END)[2]
 

@@ -19,6 +19,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 
 from epd.video import FetchPolicy
+from tests.openapi_file import FILE
 from tests.serve_app.conftest import QUESTION, Front, media_settings, running_front
 from tests.serve_app.fakes import FakeService
 
@@ -67,6 +68,11 @@ def test_the_schema_is_written_once_for_each_prefix(offline: Front) -> None:
     written = app.openapi_under("/team")  # type: ignore[attr-defined]
     assert app.openapi_under("/team") is written  # type: ignore[attr-defined]
     assert json.loads(written) == {"servers": [{"url": "/team"}]} | app.openapi()
+
+
+def test_the_file_of_the_schema_is_what_a_server_gives(offline: Front) -> None:
+    given = offline.http.get("/openapi.json").json()
+    assert json.loads(FILE.read_text(encoding="utf-8")) == given, "run python -m tests.openapi_file"
 
 
 @cache

@@ -94,19 +94,29 @@ def test_options_are_those_of_a_chat(front: Front) -> None:
         "stop": ["x"], "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2,
         "ignore_eos": True, "stop_token_ids": [9], "include_stop_str_in_output": True,
         "logit_bias": {"5": -1.0}, "bad_words": ["red", "two"], "priority": 3, "cache_salt": "s",
-        "epd": {"fps": 2.0, "retention": 0.5, "deadline_s": 9.0},
+        "epd": {"retention": 0.5, "deadline_s": 9.0},
+        "media_io_kwargs": {"video": {"fps": 2.0}}, "mm_processor_kwargs": {"fps": 2.0},
     }  # fmt: skip
     include = ["message.output_text.logprobs"]
     ours = ask(front, **options, max_output_tokens=40, include=include, top_logprobs=2)
     assert ours.status_code == 200, ours.text
     assert front.ask(**options, max_tokens=40, logprobs=True, top_logprobs=2).status_code == 200
     one, other = front.service.requests
+    assert one.frame_sampling.fps == 2.0
     for name in ("sampling", "frame_sampling", "reduction", "priority", "cache_salt", "retention_min"):
         assert getattr(one, name) == getattr(other, name)
     reply = ours.json()
     assert [reply[name] for name in ("temperature", "top_p", "max_output_tokens")] == [0.5, 0.9, 40]
     assert ask(front, model="none").status_code == 404
     assert ask(front, priority=-1).status_code == 403
+
+
+def test_an_expression_holds_the_answer_as_a_chats(front: Front) -> None:
+    options: JSON = {"structured_outputs": {"regex": "a+"}, "stream": True}
+    assert ask(front, **options, stream_options={"include_obfuscation": True}).status_code == 200
+    assert front.ask(**options).status_code == 200
+    one, other = front.service.requests
+    assert one.sampling.grammar == other.sampling.grammar != ""
 
 
 def test_what_was_asked_for_comes_back(front: Front) -> None:

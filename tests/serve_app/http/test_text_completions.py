@@ -83,6 +83,13 @@ def test_options_are_those_of_a_chat(front: Front) -> None:
     assert front.http.post(PATH, json={"prompt": "a", "priority": -1}, headers=ADMIN).status_code == 200
 
 
+def test_an_expression_holds_the_answer_as_a_chats(front: Front) -> None:
+    assert ask(front, structured_outputs={"regex": "a+"}).status_code == 200
+    assert front.ask(structured_outputs={"regex": "a+"}).status_code == 200
+    ours, chat = front.service.requests
+    assert ours.sampling.grammar == chat.sampling.grammar != ""
+
+
 @pytest.mark.parametrize(
     ("prompt", "tokens"),
     [

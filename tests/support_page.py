@@ -1,0 +1,215 @@
+"""Writes the tables of docs/support.md, each cell with the test behind it: `python -m tests.support_page`.
+
+What a test proves is read from the cases that it is run with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+from epd.encoders.registry import ADAPTERS
+from epd.models.families import FAMILIES
+from tests import ROOT, conftest, test_generic_families, test_tile_families, test_tokens
+from tests.encoders.tiny_generic import BUILDERS as GENERIC
+from tests.encoders.tiny_tiles import BUILDERS as NATIVE
+from tests.models.page import with_block
+from tests.models.published import PUBLISHED
+from tests.request_fields_page import CHAT, ROUTES, TESTS, Route
+from tests.stages.conftest import FAMILIES as SPLIT
+from tests.stages.conftest import RECURRENT
+
+PAGE = ROOT / "docs" / "support.md"
+MEDIA = ("text", "image", "images", "video", "video and image", "audio")
+_OPEN = "not compared"
+TOPOLOGIES = ("1e1p1d", "several decode workers", "on Ray", "tensor parallel")
+_SHRUNK = {each.config["model_type"] for each in PUBLISHED.values()}
+_SEES = {name for name, each in FAMILIES.items() if "image" in each.takes}
+_IMAGES_ALONE = {name for name in _SEES if "video" not in FAMILIES[name].takes}
+_TRIED = {*GENERIC, *NATIVE}
+# Of several with one adapter, one is tried.
+_BY_ADAPTER = {name for name in ADAPTERS if ADAPTERS[name] in [ADAPTERS.get(each) for each in _TRIED]}
+_HTTP = "tests/serve_app/http"
+
+Cells = Iterable[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """A test, with the cells (family, column) that it proves. answers: as `generate`; else it is refused."""
+
+    mark: str
+    test: str
+    cells: frozenset[tuple[str, str]]
+    answers: bool = True
+
+
+def _proof(mark: str, test: str, cells: Cells, *, answers: bool = True) -> Proof:
+    return Proof(mark, test, frozenset(cells), answers)
+
+
+_refusal = partial(_proof, answers=False)
+
+
+def _named(pairs: Iterable[str]) -> Cells:
+    """Of the ids of a test: family-case."""
+    found = (name.partition("-")[::2] for name in pairs)
+    return ((family, case) for family, case in found if case in MEDIA)
+
+
+PROOFS = (
+    _proof(
+        "t", "tests/test_tokens.py::test_tokens_equal_generate", product(conftest.SUBJECTS, test_tokens.CASES)
+    ),
+    _proof("f", "tests/test_tile_families.py::test_tokens_equal_generate", _named(test_tile_families.PAIRS)),
+    _proof(
+        "g", "tests/test_generic_families.py::test_tokens_equal_generate", _named(test_generic_families.PAIRS)
+    ),
+    _proof(
+        "s",
+        "tests/models/test_answers.py::test_answers_equal_generate",
+        product(_SHRUNK, ("text", "image", "video", "1e1p1d")),
+    ),
+    _proof(
+        "r",
+        "tests/stages/test_recurrent_states.py::test_tokens_equal_generate",
+        product(RECURRENT, ("text", "image", "images", "video")),
+    ),
+    _proof(
+        "a", "tests/test_audio.py::test_tokens_equal_generate", product(["qwen2_audio"], ("text", "audio"))
+    ),
+    _refusal(
+        "n",
+        "tests/test_generic_families.py::test_what_a_family_takes",
+        [
+            *product(_IMAGES_ALONE, ("video", "video and image")),
+            *product(_SEES & (_TRIED | _BY_ADAPTER), ["audio"]),
+        ],
+    ),
+    _refusal(
+        "m",
+        "tests/test_audio.py::test_models_refuse_what_they_cannot_take",
+        product(["qwen2_audio"], ("image", "images", "video", "video and image")),
+    ),
+    _proof(
+        "h",
+        "tests/test_generic_families.py::test_handed_over_in_chunks_and_from_the_cache",
+        product(("glm4v", "mistral3"), ["1e1p1d"]),
+    ),
+    _proof(
+        "d",
+        "tests/stages/test_split_stages.py::test_tokens_equal_generate",
+        product(SPLIT, ["several decode workers"]),
+    ),
+    _proof(
+        "e",
+        "tests/stages/test_recurrent_states.py::test_answers_go_on_at_decode_workers_and_move_between_them",
+        product(RECURRENT, ["several decode workers"]),
+    ),
+    _proof(
+        "y",
+        "tests/serve_app/ray/test_app.py::test_tokens_equal_the_colocated_pipeline",
+        [("qwen2_5_vl", "on Ray")],
+    ),
+    _proof(
+        "p",
+        "tests/stages/ranks/test_split_ranks.py::test_tokens_equal_generate_whatever_the_sizes",
+        product(("qwen2_5_vl", "qwen3_vl"), ["tensor parallel"]),
+    ),
+    _refusal(
+        "w",
+        "tests/test_works_with.py::test_a_refused_pair_is_refused_in_one_line",
+        [("qwen3_5", "tensor parallel")],
+    ),
+)
+
+
+def models(columns: tuple[str, ...]) -> str:
+    """Returns a row for each family with how each cell is proven, and one row for all without a proof."""
+    head = f"| model_type | {' | '.join(columns)} |\n{'|---' * (len(columns) + 1)}|\n"
+    rows = {name: [_cell(name, column) for column in columns] for name in FAMILIES}
+    named = [f"| `{name}` | {' | '.join(row)} |\n" for name, row in rows.items() if set(row) != {_OPEN}]
+    others = f"| each other | {' | '.join([_OPEN] * len(columns))} |\n" if len(named) < len(rows) else ""
+    return head + "".join(named) + others
+
+
+def _cell(family: str, column: str) -> str:
+    found = [proof for proof in PROOFS if (family, column) in proof.cells]
+    marks = " ".join(f"`{proof.mark}`" for proof in found)
+    return _OPEN if not found else f"{'' if found[0].answers else 'no '}{marks}"
+
+
+def letters() -> str:
+    lines = (f"| `{proof.mark}` | `{proof.test}` |\n" for proof in PROOFS)
+    return "| letter | test |\n|---|---|\n" + "".join(lines)
+
+
+# Fields of the API
+
+FILES: Mapping[str, str] = {
+    "chat": "test_completions.py",
+    "completions": "test_text_completions.py",
+    "responses": "test_responses.py",
+}
+
+
+def fields() -> str:
+    """Returns the fields of all routes, those that are alike in one row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted({name for route in ROUTES for name in route.here()}):
+        rows.setdefault(tuple(_state(route, name) for route in ROUTES), []).append(f"`{name}`")
+    lines = (f"| {', '.join(names)} | {' | '.join(states)} |\n" for states, names in sorted(rows.items()))
+    head = " | ".join(f"{route}, `{file}`" for route, file in FILES.items())
+    return f"| fields | {head} |\n|---|---|---|---|\n" + "".join(lines)
+
+
+def _state(route: Route, name: str) -> str:
+    if name in route.others.refused:
+        return "refused `q`"
+    if name in route.others.no_effect:
+        return "no effect `z`"
+    if name not in route.model.model_fields:
+        return "refused `u`"
+    return f"done `{TESTS[name]}`" if route is CHAT and name in TESTS else "done"
+
+
+def done_in(route: Route, name: str) -> str:
+    """Returns the file of tests that asks for a field which is done."""
+    return (
+        TESTS.get(name, "test_completions.py") if route is CHAT else list(FILES.values())[ROUTES.index(route)]
+    )
+
+
+# Of each route, in the files of the head.
+FIELD_TESTS: Mapping[str, tuple[str, ...]] = {
+    "q": ("test_every_field_that_is_not_done_is_refused_by_name",) * 3,
+    "z": ("test_harmless_fields_are_taken",) * 3,
+    "u": ("test_an_unknown_field_is_refused_by_name", *["test_what_cannot_be_done_is_named"] * 2),
+}
+
+
+def _field_letters() -> str:
+    lines = (
+        f"| `{mark}` | {', '.join(f'`{each}`' for each in dict.fromkeys(tests))} |\n"
+        for mark, tests in FIELD_TESTS.items()
+    )
+    return "| letter | test in the file of the route |\n|---|---|\n" + "".join(lines)
+
+
+def page(text: str) -> str:
+    """Returns the page with its tables anew."""
+    blocks = {
+        "media": models(MEDIA),
+        "topologies": models(TOPOLOGIES),
+        "letters": letters(),
+        "fields": fields() + "\n" + _field_letters(),
+    }
+    for name, block in blocks.items():
+        text = with_block(text, f"<!-- {name}: python -m tests.support_page -->\n", block)
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
