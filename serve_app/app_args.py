@@ -368,12 +368,30 @@ class AppArgs(EngineConfig):
         path = self.model_path
         weight_files(path)
         check_options(path, self.draft, self.reduction, self.max_ranks)
+        self._check_adapters()
         names = ("allowed_media_path", "trace_dir", "files_dir", "api_keys_file")
         paths = {name: (folder := getattr(self, name)) and folder.resolve() for name in names}
         is_folder = isinstance(find_model(self.model), Path)
         # A model of the hub keeps its name, and gets the commit: each machine has a cache of its own.
-        model = {"model": path.resolve()} if is_folder else {"revision": path.name}
+        model: dict[str, object] = {"model": path.resolve()} if is_folder else {"revision": path.name}
+        if self.lora_modules:
+            model["lora_modules"] = frozenset(f"{each.name}={each.path.resolve()}" for each in self.adapters)
         return self.model_copy(update={**model, **paths})
+
+    def _check_adapters(self) -> None:
+        """Raises RequestError for LoRA adapters that cannot be served, ModelNotFoundError for others."""
+        for each in self.adapters:
+            each.check()
+            if each.name == self.served_name:
+                raise RequestError(
+                    f"received a LoRA module of the name '{each.name}', which is the model's own; allowed: "
+                    "another name; rename it"
+                )
+        if self.adapters and self.max_ranks > 1:
+            raise RequestError(
+                f"received lora_modules and a tensor_parallel_size of {self.max_ranks}; allowed: 1; use a "
+                "larger GPU, or merge the adapter into the model"
+            )
 
     def _check_ranks(self) -> None:
         """Raises RequestError for what workers of several processes cannot do."""

@@ -28,6 +28,7 @@ def create_service(args: AppArgs, fleet: Fleet, owner: str = "") -> tuple[Orches
         group_tokens=args.group_tokens,
         limits=args.limits,
         pixels=args.pixels,
+        lora_modules=args.adapters,
     )
     service = Orchestrator(fleet, planner, _orchestrator_config(args), owner=owner)
     return service, _api_settings(args, planner, owner)

@@ -190,14 +190,18 @@ class ChatChunk(BaseModel):
 
 
 class ModelEntry(BaseModel):
-    """A model. limits: the ceilings of one request. defaults: of its options. knows: where that is little."""
+    """A model, or a LoRA adapter as one.
+
+    root: the folder of an adapter. parent: the model that it computes beside.
+    limits: the ceilings of one request. defaults: of its options. knows: where that is little.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "epd"
     root: str
-    parent: None = None
+    parent: str | None = None
     max_model_len: int | None = None
     knows: str | None = None
     limits: dict[str, int | None]

@@ -54,7 +54,9 @@ class OwnService:
 
     @property
     def model(self) -> str:
-        return self._answers.service.models[0].name
+        """Returns the model that is asked unless a request names one: an adapter, where one is served."""
+        first, *adapters = self._answers.service.models
+        return adapters[0].name if len(adapters) == 1 else first.name
 
     @property
     def status(self) -> ServiceStatus:

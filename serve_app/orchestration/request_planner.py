@@ -21,6 +21,7 @@ from epd.encoders.groups import plan_groups, prompt_identity, salted
 from epd.encoders.prompt.raw_prompt import plan_tokens
 from epd.errors import MediaError, RequestError
 from epd.kv.answer_length import TYPICAL_TOKENS
+from epd.lora_modules import LoRAModule
 from epd.models import knowledge_of
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.sampling_params import SamplingParams
@@ -90,12 +91,14 @@ class RequestPlanner:
         group_tokens: int = GROUP_TOKENS,
         limits: RequestLimits | None = None,
         pixels: PixelSettings = AUTHORS_LIMITS,
+        lora_modules: Sequence[LoRAModule] = (),
     ) -> None:
         """Opens the model's folder. Raises ModelError.
 
         name: requests use it for the model; by default the folder's name
         limits: see `self.limits`
         pixels: of images and frames; the workers must have the same
+        lora_modules: adapters that the workers have, too
         """
         self.adapter = load_adapter(model_path, pixels=pixels)
         self.settings = generation_settings(model_path, self.adapter)
@@ -110,8 +113,16 @@ class RequestPlanner:
             self.settings.context_tokens,
             knowledge_of(model_path),
         )
+        self.cards = (
+            self.card,
+            *(self.card.with_adapter(each.name, str(each.path)) for each in lora_modules),
+        )
         # Ceilings of one request, lowered to what can fit the model's context.
         self.limits = _limits_of(self.card.max_model_len, self.adapter.tokenizer, limits or RequestLimits())
+
+    def _adapter_of(self, model: str) -> str:
+        """Returns the adapter that a request names as its model; empty for the model alone."""
+        return model if any(card.name == model and card.parent for card in self.cards) else ""
 
     def plan(self, request: AnswerRequest, images: Mapping[int, MediaPlan] | None = None) -> AnswerPlan:
         """Plans a request. Raises MediaError, RequestError.
@@ -158,12 +169,13 @@ class RequestPlanner:
         made = self._within_budget(adapter, request, images)
         plans, prompt = made.plans, made.prompt
         sampling = self.settings.completed(request.sampling, len(prompt), adapter.tokenizer)
+        sampling = replace(sampling, lora=self._adapter_of(request.model))
         hashes = tuple(salted(source.mm_hash, request.cache_salt) for source in request.media)
         groups = plan_groups(plans, hashes, model=self._revision, group_tokens=self._group_tokens)
         seed = request.sampling.seed
         return AnswerPlan(
             prompt=prompt,
-            identity=prompt_identity(prompt, hashes, request.cache_salt),
+            identity=prompt_identity(prompt, hashes, request.cache_salt, sampling.lora),
             groups=tuple(groups),
             media=plans,
             mm_hashes=hashes,

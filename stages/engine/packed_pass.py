@@ -36,6 +36,7 @@ class Segment:
     going_on: receives which continue, where those that are attended most are kept and continue.
     view: what of the cache a question reads, if not all.
     states: slots of the recurrent state that is read, None at the start, and of the one that is written.
+    lora: name of the adapter that the request wants; empty for the model alone.
     """
 
     token_ids: Int64Array
@@ -49,6 +50,7 @@ class Segment:
     going_on: GoingOn | None = None
     view: QuestionView | None = None
     states: tuple[int | None, int] | None = None
+    lora: str = ""
 
     @property
     def is_whole(self) -> bool:
@@ -75,6 +77,7 @@ class PackedPass:
     num_deepstack: layers that have features of the visual tokens.
     batches: of each layer group.
     states: of each segment, see `Segment`; without any for a model that has no recurrent state.
+    adapters: of each segment, see `Segment.lora`; without any where none has one.
     """
 
     token_ids: Int64Array
@@ -84,6 +87,7 @@ class PackedPass:
     num_deepstack: int
     batches: tuple[AttentionBatch, ...]
     states: tuple[tuple[int | None, int], ...] = ()
+    adapters: tuple[str, ...] = ()
 
 
 def packed_pass(segments: Sequence[Segment], num_groups: int, block_size: int) -> PackedPass:
@@ -96,6 +100,7 @@ def packed_pass(segments: Sequence[Segment], num_groups: int, block_size: int) -
         if segment.visual is not None
     ]
     rows = [visual.indices + start for visual, start in placed]
+    adapters = tuple(segment.lora for segment in segments)
     return PackedPass(
         _joined([segment.token_ids for segment in segments]),
         _joined([segment.positions for segment in segments]),
@@ -104,6 +109,7 @@ def packed_pass(segments: Sequence[Segment], num_groups: int, block_size: int) -
         len(placed[0][0].embeddings.deepstack) if placed else 0,
         attention_batches(segments, num_groups, block_size),
         tuple(segment.states for segment in segments if segment.states is not None),
+        adapters if any(adapters) else (),
     )
 
 

@@ -193,6 +193,7 @@ class TokenSequence:
             visual=visual,
             num_logits=num_logits,
             states=self._states(kv),
+            lora=self.request.sampling.lora,
             view=self.view if self.view is not None and start == self.view.start else None,
         )
         window = self._windows.get(start)

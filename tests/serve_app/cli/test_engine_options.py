@@ -42,6 +42,7 @@ GIVEN: dict[str, Any] = {
     "tower_share": 0.5,
     "tower_merge_layer": 2,
     "revision": "v1",
+    "lora_modules": frozenset({"pets=adapter"}),
     "draft": "auto",
     "max_draft": 4,
 }
@@ -57,7 +58,8 @@ def flags_of(name: str) -> list[str]:
     flag, value = f"--{name.replace('_', '-')}", GIVEN[name]
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
-    return [flag, str(value)]
+    values = value if isinstance(value, frozenset) else [value]
+    return [part for each in values for part in (flag, str(each))]
 
 
 def test_every_field_has_another_value_here() -> None:
