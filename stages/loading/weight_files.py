@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from epd.encoders import internvl_chat
 from epd.encoders.quantization import Quantization, read_quantization
 from epd.errors import ModelError
 from epd.models.folder import weight_files
@@ -70,6 +71,7 @@ class StoredTensor:
     part: what of it is read, all if None.
     shape: of what is read.
     form: what it becomes in memory, for a tensor of a quantised matrix.
+    source: its name in the file, where that is another.
     """
 
     file: Path
@@ -78,6 +80,14 @@ class StoredTensor:
     dtype: torch.dtype
     part: TensorPart | None = None
     form: TensorForm | None = None
+    source: str | None = None
+
+    def named(self, names: Sequence[str]) -> Iterator[StoredTensor]:
+        """Returns as many equal parts of its rows as there are names, with these."""
+        rows = self.shape[0] // len(names) if len(names) > 1 else 0
+        for at, name in enumerate(names):
+            part = TensorPart(0, at * rows, (at + 1) * rows) if rows else None
+            yield replace(self.cut(part), name=name, source=self.name)
 
     def cut(self, part: TensorPart | None) -> StoredTensor:
         """Returns a part of a whole tensor. Raises ValueError if it has no such part."""
@@ -123,8 +133,14 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
 
 
 def listed_tensors(path: Path) -> list[StoredTensor]:
-    """Lists the same without their forms. Raises OSError, ValueError, SafetensorError, ModelError."""
-    return [tensor for file in weight_files(path) for tensor in tensors_in(file)]
+    """Lists the same without their forms, by the names of transformers.
+
+    Raises OSError, ValueError, SafetensorError, ModelError.
+    """
+    stored = [tensor for file in weight_files(path) for tensor in tensors_in(file)]
+    if not internvl_chat.is_authors_layout(path):
+        return stored
+    return [part for each in stored for part in each.named(internvl_chat.names_of_parts(each.name))]
 
 
 def with_forms(stored: list[StoredTensor], quantization: Quantization | None) -> list[StoredTensor]:
@@ -163,11 +179,11 @@ def read_tensors(stored: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor,
 
 def _read(opened: Any, stored: StoredTensor) -> Tensor:
     """Reads a tensor, or a view of a part of it, which keeps the memory of all of it."""
-    part = stored.part
+    part, name = stored.part, stored.source or stored.name
     if part is None:
-        tensor: Tensor = opened.get_tensor(stored.name)
+        tensor: Tensor = opened.get_tensor(name)
         return tensor
-    rows: Any = opened.get_slice(stored.name)
+    rows: Any = opened.get_slice(name)
     view: Tensor = rows[part.start : part.stop] if part.dim == 0 else rows[:, part.start : part.stop]
     return view
 
