@@ -41,6 +41,10 @@ class LoRAModule:
                 "save_pretrained has written"
             )
 
+    def resolved(self) -> LoRAModule:
+        """Returns the same with an absolute path, for workers that run elsewhere."""
+        return LoRAModule(self.name, self.path.resolve())
+
     def __str__(self) -> str:
         return f"{self.name}={self.path}"
 
@@ -57,3 +61,22 @@ def lora_modules(texts: Iterable[str]) -> tuple[LoRAModule, ...]:
                 f"received {count} LoRA modules of the name '{name}'; allowed: one of each; rename the others"
             )
     return tuple(modules)
+
+
+def check_served(modules: Iterable[LoRAModule], model_name: str, max_ranks: int) -> None:
+    """Checks adapters before weights are read. max_ranks: processes that share the language model.
+
+    Raises RequestError for adapters that cannot be served, ModelNotFoundError for folders without one.
+    """
+    for each in modules:
+        each.check()
+        if each.name == model_name:
+            raise RequestError(
+                f"received a LoRA module of the name '{each.name}', which is the model's own; allowed: "
+                "another name; rename it"
+            )
+        if max_ranks > 1:
+            raise RequestError(
+                f"received lora_modules and a tensor_parallel_size of {max_ranks}; allowed: 1; use a larger "
+                "GPU, or merge the adapter into the model"
+            )

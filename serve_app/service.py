@@ -156,6 +156,7 @@ class TokenDelta:
     logprobs: one for each token id if requested, else empty
     finish_reason: set on the last piece
     num_prompt_tokens: of the request
+    thinks: whether its prompt ends within a thought, where the service looks for that
     """
 
     index: int
@@ -164,6 +165,7 @@ class TokenDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     num_prompt_tokens: int = 0
+    thinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,7 @@ FEATURES = (
     _model("AWQ weights", "awq"),
     _model("experts", "InternVL3.5-30B-A3B"),
     _model("recurrent states", "qwen3_5"),
+    Feature("parsers", {"reasoning_parser": "qwen3", "tool_call_parser": "qwen3_coder"}),
     Feature("LoRA adapters", has_adapter=True, changes_answers=True),
     Feature("a schema", fields={"response_format": _FORMAT}, changes_answers=True),
     Feature("several choices", fields={"n": 2}),

@@ -41,6 +41,8 @@ _MAX_SHORT_CHARS = 2000
 _MAX_SHORT_MESSAGES = 16
 _MAX_SHORT_WORDS = 16
 _MAX_SHORT_VISUAL_TOKENS = 1024
+# Tokens at the end of a prompt among which a mark is looked for.
+_MARK_TOKENS = 16
 # Content, frame sampling and size; the model is fixed for a planner.
 _PlanKey = tuple[str, FrameSampling, PixelLimits]
 
@@ -92,6 +94,7 @@ class RequestPlanner:
         limits: RequestLimits | None = None,
         pixels: PixelSettings = AUTHORS_LIMITS,
         lora_modules: Sequence[LoRAModule] = (),
+        thought_mark: str = "",
     ) -> None:
         """Opens the model's folder. Raises ModelError.
 
@@ -99,6 +102,7 @@ class RequestPlanner:
         limits: see `self.limits`
         pixels: of images and frames; the workers must have the same
         lora_modules: adapters that the workers have, too
+        thought_mark: with which a prompt ends that leaves a model thinking; empty to look for none
         """
         self.adapter = load_adapter(model_path, pixels=pixels)
         self.settings = generation_settings(model_path, self.adapter)
@@ -106,6 +110,7 @@ class RequestPlanner:
         self._adapters = _Adapters(model_path, self.adapter, pixels)
         self._plans: Recent[_PlanKey, MediaPlan] = Recent(_MAX_KNOWN_PLANS)
         self._group_tokens = group_tokens
+        self._thought_mark = thought_mark
         self._revision = weights_revision(model_path)
         self.card = ModelCard(
             name or model_path.name,
@@ -123,6 +128,12 @@ class RequestPlanner:
     def _adapter_of(self, model: str) -> str:
         """Returns the adapter that a request names as its model; empty for the model alone."""
         return model if any(card.name == model and card.parent for card in self.cards) else ""
+
+    def _ends_in_thought(self, prompt: PromptPlan, tokenizer: Any) -> bool:
+        if not self._thought_mark:
+            return False
+        end: str = tokenizer.decode(prompt.token_ids[-_MARK_TOKENS:].tolist())
+        return end.rstrip().endswith(self._thought_mark)
 
     def plan(self, request: AnswerRequest, images: Mapping[int, MediaPlan] | None = None) -> AnswerPlan:
         """Plans a request. Raises MediaError, RequestError.
@@ -186,6 +197,7 @@ class RequestPlanner:
             priority=request.priority,
             notes=(self.adapter.limits_line, *(plan.line for plan in plans)) if request.wants_spans else (),
             choice=made.line,
+            thinks=self._ends_in_thought(prompt, adapter.tokenizer),
         )
 
     def tokens_of(self, text: str, with_special: bool) -> tuple[int, ...]:
