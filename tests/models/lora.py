@@ -49,7 +49,8 @@ def draw(base: Path, folder: Path, seed: int, targets: Sequence[str] = ALL, **co
     config: rank, alpha, and more of PEFT's settings; strength: a factor of what is drawn
     """
     rank, alpha, strength = config.pop("rank", 4), config.pop("alpha", 8), config.pop("strength", 1.0)
-    generator, weights, tensors = torch.Generator().manual_seed(seed), load_file(base / _WEIGHTS), {}
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    weights = {name: each for file in base.glob("*.safetensors") for name, each in load_file(file).items()}
     for name, weight in weights.items():
         module, _, kind = name.rpartition(".")
         if kind != "weight" or ".layers." not in name or module.rpartition(".")[2] not in targets:
@@ -61,6 +62,8 @@ def draw(base: Path, folder: Path, seed: int, targets: Sequence[str] = ALL, **co
         start = f"base_model.model.{module}"
         tensors |= {f"{start}.lora_A.weight": a, f"{start}.lora_B.weight": b}
     merged = shutil.copytree(base, folder / f"merged-{seed}")
+    for shard in merged.glob("*.safetensors*"):
+        shard.unlink()
     save_file(weights, merged / _WEIGHTS, metadata={"format": "pt"})
     stated = peft_config(list(targets), rank, alpha, **config)
     return Drawn(write_adapter(folder / f"adapter-{seed}", stated, tensors), merged)
