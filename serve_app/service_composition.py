@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from epd.answer_parsers import REASONING_PARSERS, tool_call_parser_of
 from epd.control.elasticity import ControllerConfig
+from epd.encoders.checkpoint import Checkpoint
 from epd.errors import ModelError
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.files.settings import FileSettings
@@ -105,8 +106,9 @@ def _api_settings(args: AppArgs, planner: RequestPlanner, front: str) -> ApiSett
 
 def _shown_parser(planner: RequestPlanner) -> str:
     """Returns the parser of the calls that the model's template shows; it may have none."""
+    checkpoint: Checkpoint | None = getattr(planner.adapter, "checkpoint", None)
     try:
-        return tool_call_parser_of(planner.adapter.checkpoint.tool_template)
+        return tool_call_parser_of(checkpoint.tool_template if checkpoint is not None else "")
     except ModelError:
         return tool_call_parser_of("")
 

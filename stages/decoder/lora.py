@@ -209,4 +209,5 @@ def _merged(
     """Joins what is added to the modules of one product: A above each other, B along a diagonal."""
     a = [parts[each].a for each in modules if each in parts]
     b = [parts[each].b if each in parts else torch.zeros(sizes[each][0], 0) for each in modules]
-    return LowRank(torch.cat(a), torch.block_diag(*b))
+    diagonal: Tensor = torch.block_diag(*b)  # type: ignore[no-untyped-call]
+    return LowRank(torch.cat(a), diagonal)

@@ -126,7 +126,7 @@ class ModelRunner:
             served = ", ".join(self._adapters) or "none"
             raise RequestError(f"received the LoRA module '{unknown}'; allowed: {served}; use one of these")
         numbers = [self._adapters.get(name, -1) for name in packed.adapters]
-        return LoRARows.of(numbers, np.diff(packed.batches[0].query_starts), self._device)
+        return LoRARows.of(numbers, np.diff(packed.batches[0].query_starts).tolist(), self._device)
 
     @property
     def num_spare_blocks(self) -> int:

@@ -129,7 +129,7 @@ def _turned_forms(
     _check_shape(f"{matrix}.scales", scales, (num_groups, rows))
     taken: Step = "raised_zeros_across" if quantization.has_low_zeros else "zeros_across"
     steps: tuple[Step, Step] = ("packed", "zeros") if is_awq else ("packed_down", taken)
-    stored = ("qweight", steps[0]), ("qzeros", steps[1]), ("scales", "turned")
+    stored: list[tuple[str, Step]] = [("qweight", steps[0]), ("qzeros", steps[1]), ("scales", "turned")]
     return _int4_forms(matrix, (rows, columns, num_groups), scales.dtype, stored)
 
 
@@ -151,7 +151,7 @@ def _compressed_forms(
     points = _found(f"{matrix}.{zeros[0]}", known)
     if quantization.has_zeros:
         _check_shape(f"{matrix}.{zeros[0]}", points, (ceil_div(rows, 8), num_groups))
-    stored = ("weight_packed", "packed_across"), zeros, ("weight_scale", "none")
+    stored: list[tuple[str, Step]] = [("weight_packed", "packed_across"), zeros, ("weight_scale", "none")]
     return _int4_forms(matrix, (rows, columns, num_groups), scales.dtype, stored)
 
 

@@ -53,7 +53,8 @@ def draw(base: Path, folder: Path, seed: int, targets: Sequence[str] = ALL, **co
     weights = {name: each for file in base.glob("*.safetensors") for name, each in load_file(file).items()}
     for name, weight in weights.items():
         module, _, kind = name.rpartition(".")
-        if kind != "weight" or ".layers." not in name or module.rpartition(".")[2] not in targets:
+        is_other = kind != "weight" or ".layers." not in name or ".experts." in name
+        if is_other or module.rpartition(".")[2] not in targets:
             continue
         a = torch.randn(rank, weight.shape[1], generator=generator) * weight.shape[1] ** -0.5
         b = torch.randn(len(weight), rank, generator=generator) * weight.std() * strength

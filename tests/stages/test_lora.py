@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from epd.lora_modules import LoRAModule, lora_modules
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest
+from epd.stages.engine.packed_pass import Segment
 from epd.stages.loading.lora_files import read_lora
 from tests.models.lora import ALL, draw, peft_config, renamed, write_adapter
 from tests.stages.conftest import BUILDERS_HERE, Subject, make
@@ -87,10 +88,24 @@ def test_gated_delta_layers_take_adapters(tmp_path: Path, media: dict[str, Path]
 
 
 @pytest.mark.parametrize(("chunk", "caching"), [(4096, True), (7, False)])
-def test_adapters_and_the_model_share_passes(served: Served, chunk: int, caching: bool) -> None:
+def test_adapters_and_the_model_share_passes(
+    served: Served, chunk: int, caching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = SchedulerConfig(max_chunk_tokens=chunk, max_num_batched_tokens=max(chunk, 32))
-    drive = Drive(served.engine(config=config, enable_prefix_caching=caching), seed=chunk)
-    served.check(drive, served.prompts)
+    engine = served.engine(config=config, enable_prefix_caching=caching)
+    run, raised = engine._runner.run, list[Exception]()
+
+    def noting(segments: Sequence[Segment]) -> torch.Tensor:
+        """A pass that raises is run again in parts, which would hide it."""
+        try:
+            return run(segments)
+        except Exception as error:
+            raised.append(error)
+            raise
+
+    monkeypatch.setattr(engine._runner, "run", noting)
+    served.check(Drive(engine, seed=chunk), served.prompts)
+    assert not raised
     truths = {(name.partition(" ")[2], prompt.expected) for name, prompt in served.prompts.items()}
     assert len(truths) == len(served.prompts), "an adapter changes every answer"
 

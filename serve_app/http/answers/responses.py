@@ -161,7 +161,7 @@ class ChunkBuilder:
     def _is_text(self, delta: TokenDelta) -> bool:
         """Returns whether a piece is one chunk with a text alone."""
         has_more = delta.finish_reason or self._has_logprobs or delta.index not in self._begun
-        has_more = has_more or self._parsing
+        has_more = has_more or self._parsing is not None
         return bool(delta.text) and not has_more and self._so_far is None
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
