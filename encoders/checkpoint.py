@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from epd.encoders import embedded
+from epd.encoders import embedded, internvl_chat
 from epd.encoders.quantization import read_quantization
 from epd.errors import ModelError
 from epd.models.folder import check_folder
@@ -87,7 +87,7 @@ def read_model_type(path: Path) -> str:
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(model_type, str):
         raise ModelError(f"'{config_path}' names no model_type; it should be a transformers configuration")
-    return model_type
+    return internvl_chat.OURS if model_type == internvl_chat.AUTHORS else model_type
 
 
 def read_config(path: Path) -> Any:

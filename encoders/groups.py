@@ -102,14 +102,18 @@ def salted(mm_hash: str, cache_salt: str) -> str:
     ).hexdigest()
 
 
-def _salt_digest(cache_salt: str) -> bytes:
-    return hashlib.blake2b(cache_salt.encode(), digest_size=DIGEST_BYTES).digest()
+def _salt_digest(cache_salt: str, lora: str = "") -> bytes:
+    key = hashlib.blake2b(lora.encode()).digest() if lora else b""
+    return hashlib.blake2b(cache_salt.encode(), digest_size=DIGEST_BYTES, key=key).digest()
 
 
-def prompt_identity(prompt: PromptPlan, mm_hashes: Sequence[str], cache_salt: str = "") -> TokenIdentity:
+def prompt_identity(
+    prompt: PromptPlan, mm_hashes: Sequence[str], cache_salt: str = "", lora: str = ""
+) -> TokenIdentity:
     """Identifies every token of the prompt.
 
-    mm_hashes: of each item's bytes. cache_salt: tokens are shared only with requests of the same salt.
+    mm_hashes: of each item's bytes.
+    cache_salt, lora: tokens are shared only with requests of the same salt and the same adapter.
 
     A unit of a video is known by its own frames, so a longer look at the same video begins with equal tokens.
     What is kept of a window depends on all that came before it, too: the prefix cache compares that anyway.
@@ -122,7 +126,7 @@ def prompt_identity(prompt: PromptPlan, mm_hashes: Sequence[str], cache_salt: st
         for item, mm_hash in zip(prompt.media, mm_hashes, strict=True)
         for unit in _units(item, mm_hash, reduction)
     ]
-    salt = _salt_digest(cache_salt) if cache_salt else b""
+    salt = _salt_digest(cache_salt, lora) if cache_salt or lora else b""
     return token_identity(prompt.token_ids.tolist(), units, salt)
 
 

@@ -20,6 +20,7 @@ from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.initialization import no_init_weights
 from transformers.vision_utils import get_vision_window_index
 
+from epd.encoders import internvl_chat
 from epd.encoders.published_settings import with_processor_files
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
 
 def read_config(path: Path) -> Any:
     """Reads a folder's config.json. Raises OSError, and what transformers does."""
+    if internvl_chat.is_authors_layout(path):
+        return transformers.InternVLConfig.from_dict(internvl_chat.settings_of(path))
     return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from epd.encoders import internvl_chat
 from epd.errors import ModelError
 
 _IMAGES, _VIDEOS, _BOTH = (
@@ -68,6 +69,10 @@ def with_processor_files(path: Path, read_config: Callable[[Path], Any]) -> Iter
     read_config: called if something lacks.
     Raises ModelError where nothing is known for the family, or its patches have another size.
     """
+    if internvl_chat.is_authors_layout(path):
+        with _replaced(path, internvl_chat.processor_files(path)) as folder:
+            yield folder
+        return
     if _has_settings(path):
         yield path
         return
@@ -79,12 +84,19 @@ def with_processor_files(path: Path, read_config: Callable[[Path], Any]) -> Iter
         _IMAGES,
         config.model_type,
     )
+    with _replaced(path, {name: json.dumps(content) for name, content in files.items()}) as folder:
+        yield folder
+
+
+@contextmanager
+def _replaced(path: Path, files: Mapping[str, str]) -> Iterator[Path]:
+    """Provides a folder like `path` with these files in place of its own."""
     with tempfile.TemporaryDirectory() as folder:
         for file in path.iterdir():
-            Path(folder, file.name).symlink_to(file.resolve())
+            if file.name not in files:
+                Path(folder, file.name).symlink_to(file.resolve())
         for name, content in files.items():
-            Path(folder, name).unlink(missing_ok=True)
-            Path(folder, name).write_text(json.dumps(content), encoding="utf-8")
+            Path(folder, name).write_text(content, encoding="utf-8")
         yield Path(folder)
 
 

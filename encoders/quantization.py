@@ -19,7 +19,8 @@ _GROUPS = (32, 64, 128)
 SUPPORTED = (
     "FP8 (e4m3) with a scale for each block of 128 x 128, row or matrix, activations not quantised or "
     "dynamically (quant_method fp8; compressed-tensors in the format float-quantized), AWQ of 4 bits with "
-    "zero points, in the gemm layout, in groups of 32, 64 or 128 (quant_method awq)"
+    "zero points, in the gemm layout, GPTQ of 4 bits without desc_act, compressed-tensors of 4 bits in the "
+    "format pack-quantized, each in groups of 32, 64 or 128"
 )
 
 
@@ -30,11 +31,15 @@ class Quantization:
     method: as the configuration names it.
     bits: of a value, 8 for FP8.
     block: rows and columns of a matrix that share a scale; None if each row has one, or all rows the same.
+    has_zeros: whether groups of 4 bits have zero points in the files.
+    has_low_zeros: whether these lie one step too low, as GPTQ first wrote them.
     """
 
     method: str
     bits: Literal[4, 8]
     block: tuple[int, int] | None
+    has_zeros: bool = True
+    has_low_zeros: bool = False
 
 
 def read_quantization(path: Path) -> Quantization | None:
@@ -91,7 +96,7 @@ class _Found:
 
 
 def _quantization(found: _Found) -> Quantization:
-    readers = {"awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed}
+    readers = {"awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": _compressed}
     if found.method not in readers:
         bits = found.settings.get("bits")
         raise found.unsupported("a method that is not known" if bits is None else f"bits {bits!r}")
@@ -103,6 +108,16 @@ def _awq(found: _Found) -> Quantization:
     found.expect("version", "gemm", "GEMM", default=found.settings.get("format", "gemm"))
     found.expect("zero_point", True, default=True)
     return Quantization(found.method, 4, (1, found.expect("group_size", *_GROUPS)))
+
+
+def _gptq(found: _Found) -> Quantization:
+    found.expect("bits", 4)
+    found.expect("desc_act", False, default=False)
+    layout = found.expect("checkpoint_format", "gptq", "gptq_v2", default="gptq")
+    group = (1, found.expect("group_size", *_GROUPS))
+    if any(not name.startswith("-:") for name in found.settings.get("dynamic") or {}):
+        raise found.unsupported("settings of single modules (dynamic)")
+    return Quantization(found.method, 4, group, has_low_zeros=layout == "gptq")
 
 
 def _fp8(found: _Found) -> Quantization:
@@ -117,9 +132,11 @@ def _compressed(found: _Found) -> Quantization:
     groups = found.settings.get("config_groups") or {}
     if len(groups) != 1:
         raise found.unsupported(f"{len(groups)} config_groups")
-    found.expect("format", "float-quantized")
+    is_packed = found.expect("format", "float-quantized", "pack-quantized") == "pack-quantized"
     found.expect("kv_cache_scheme", None)
     (scheme,) = groups.values()
+    if is_packed:
+        return _packed(found.within(scheme, "config_groups"))
     found.within(scheme, "config_groups").expect("output_activations", None)
     if activations := scheme.get("input_activations"):
         inputs = found.within(activations, "input_activations")
@@ -134,3 +151,17 @@ def _compressed(found: _Found) -> Quantization:
         return Quantization(found.method, 8, None)
     weights.expect("block_structure", list(FP8_BLOCK))
     return Quantization(found.method, 8, FP8_BLOCK)
+
+
+def _packed(found: _Found) -> Quantization:
+    """Reads a scheme of weights of 4 bits whose activations are not quantised (w4a16)."""
+    found.expect("input_activations", None)
+    found.expect("output_activations", None)
+    weights = found.within(found.settings.get("weights") or {}, "weights")
+    weights.expect("type", "int")
+    weights.expect("num_bits", 4)
+    weights.expect("strategy", "group")
+    weights.expect("actorder", None, False, "static", "weight")
+    group = (1, weights.expect("group_size", *_GROUPS))
+    is_symmetric = weights.expect("symmetric", True, False, default=True)
+    return Quantization(found.method, 4, group, has_zeros=not is_symmetric)

@@ -21,6 +21,7 @@ from epd.kv.drafting import (
     DraftMethod,
     as_draft_method,
 )
+from epd.lora_modules import LoRAModule, lora_modules
 from epd.pixel_settings import PIXEL_FIELDS, PixelSettings, option
 from epd.records import Field, PydanticCustomError, ValidationInfo, field_validator
 from epd.reduction import LEAST_TOWER_SHARE, TowerMerge, check_tolerance, tower_merge
@@ -30,6 +31,7 @@ _CHECKS: Mapping[str, Callable[..., object]] = {
     "device": check_device,
     "dtype": check_dtype,
     "max_draft": lambda value: DraftConfig(max_draft=value),
+    "lora_modules": lambda value: lora_modules(value or ()),
     "skip_static": check_tolerance,
     "tower_share": lambda value: value is None or TowerMerge(value),
     "tower_merge_layer": lambda value: TowerMerge(1, value),
@@ -120,6 +122,11 @@ class EngineConfig(PixelSettings):
         description="Branch, tag or commit of a model that is named as at the Hugging Face Hub; by default "
         "main.",
     )
+    lora_modules: frozenset[str] | None = Field(
+        default=None,
+        description="LoRA adapters that requests may name as their model: NAME=PATH with the folder of "
+        "PEFT's files; repeat the option for more.",
+    )
     draft: DraftMethod = Field(
         default=DEFAULT_DRAFT,
         description="What proposes the next tokens, for one pass to check: none, prompt-lookup (repetition), "
@@ -134,6 +141,11 @@ class EngineConfig(PixelSettings):
     @classmethod
     def _known_method(cls, name: object) -> object:
         return _allowed(as_draft_method, name)
+
+    @field_validator("lora_modules", mode="before")
+    @classmethod
+    def _given_modules(cls, given: object) -> object:
+        return given or None
 
     @field_validator(*_CHECKS)
     @classmethod
@@ -150,6 +162,11 @@ class EngineConfig(PixelSettings):
     def engine(self) -> EngineConfig:
         """Returns these fields alone, of a record that has more."""
         return EngineConfig(**{name: getattr(self, name) for name in ENGINE_FIELDS})
+
+    @property
+    def adapters(self) -> tuple[LoRAModule, ...]:
+        """Returns the LoRA adapters, by name. Raises RequestError."""
+        return lora_modules(self.lora_modules or ())
 
     @property
     def drafting(self) -> DraftConfig:

@@ -87,6 +87,7 @@ class SamplingParams:
     grammar: that the answer follows, as `epd.stages.grammar` writes it; empty for any answer.
     bad_words: that the answer does not contain, as the tokenizer writes them, with or without a space.
     bad_token_ids: the tokens of these words, see `stages/sampling/sampling_state.py`; None where not known.
+    lora: name of the adapter that computes beside the model; empty for the model alone.
     """
 
     max_tokens: int | None = None
@@ -109,6 +110,7 @@ class SamplingParams:
     grammar: str = ""
     bad_words: tuple[str, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] | None = None
+    lora: str = ""
 
     def __post_init__(self) -> None:
         for name, allowed in _RANGES.items():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from epd.answer_parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, check_parser
 from epd.colour import parse_colour
 from epd.control.request_budget import RequestLimits
 from epd.control.retention import RetentionConfig, levels_down_to
@@ -18,6 +20,7 @@ from epd.engine_config import ENGINE_FIELDS, EngineConfig
 from epd.errors import RequestError
 from epd.kv.scheduling import SchedulerConfig
 from epd.layer_kinds import check_options
+from epd.lora_modules import check_served
 from epd.machine import usable_cpus
 from epd.models import MODEL_HELP, as_given, find_model, model_folder, served_name
 from epd.models.folder import weight_files
@@ -40,6 +43,13 @@ KEY_VARIABLES = {"api_key": "EPD_API_KEY", "admin_api_key": "EPD_ADMIN_API_KEY"}
 # Those that `epd serve` reads if a flag is not given.
 ENVIRONMENT = {**KEY_VARIABLES, "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 
+
+# Fields that are names, and what refuses those that are not known.
+_NAMES: Mapping[str, Callable[[str], object]] = {
+    "image_background": parse_colour,
+    "reasoning_parser": partial(check_parser, "reasoning_parser"),
+    "tool_call_parser": partial(check_parser, "tool_call_parser"),
+}
 
 # Of one file: what a connection may send in one request.
 MAX_UPLOAD_BYTES = 128 << 20
@@ -194,6 +204,19 @@ class AppArgs(EngineConfig):
         description="Names that clients may call the server by, besides its address; by default any, except "
         "on loopback without a key.",
     )
+    reasoning_parser: str | None = Field(
+        default=None,
+        description="Part what the model thinks from its answer, as the fields reasoning and "
+        f"reasoning_content: {', '.join(REASONING_PARSERS)}.",
+    )
+    tool_call_parser: str | None = Field(
+        default=None,
+        description=f"How the model writes calls of functions: {', '.join(TOOL_CALL_PARSERS)}; by default "
+        "what its chat template shows.",
+    )
+    enable_auto_tool_choice: bool = Field(
+        default=True, description="Let the model choose whether to call a function."
+    )
     trace_dir: Path | None = Field(default=None, description="Folder for a Chrome trace of each request.")
     max_traces: int = Field(
         default=256, ge=1, description="Traces kept in trace_dir; the oldest are deleted."
@@ -270,11 +293,12 @@ class AppArgs(EngineConfig):
     def _kept_path(cls, model: object) -> object:
         return as_given(model) if isinstance(model, str) else model
 
-    @field_validator("image_background")
+    @field_validator(*_NAMES)
     @classmethod
-    def _checked_colour(cls, name: str) -> str:
+    def _known_name(cls, name: str | None, info: ValidationInfo) -> str | None:
         try:
-            parse_colour(name)
+            if name is not None:
+                _NAMES[info.field_name or ""](name)
         except RequestError as error:
             raise PydanticCustomError("name", "{reason}", {"reason": str(error)}) from None
         return name
@@ -371,11 +395,14 @@ class AppArgs(EngineConfig):
         path = self.model_path
         weight_files(path)
         check_options(path, self.draft, self.reduction, self.max_ranks)
+        check_served(self.adapters, self.served_name, self.max_ranks)
         names = ("allowed_media_path", "trace_dir", "files_dir", "api_keys_file", "cache_dir")
         paths = {name: (folder := getattr(self, name)) and folder.resolve() for name in names}
         is_folder = isinstance(find_model(self.model), Path)
         # A model of the hub keeps its name, and gets the commit: each machine has a cache of its own.
-        model = {"model": path.resolve()} if is_folder else {"revision": path.name}
+        model: dict[str, object] = {"model": path.resolve()} if is_folder else {"revision": path.name}
+        if self.lora_modules:
+            model["lora_modules"] = frozenset(str(each.resolved()) for each in self.adapters)
         return self.model_copy(update={**model, **paths})
 
     def _check_ranks(self) -> None:

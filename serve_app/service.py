@@ -156,6 +156,7 @@ class TokenDelta:
     logprobs: one for each token id if requested, else empty
     finish_reason: set on the last piece
     num_prompt_tokens: of the request
+    thinks: whether its prompt ends within a thought, where the service looks for that
     """
 
     index: int
@@ -164,6 +165,7 @@ class TokenDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     num_prompt_tokens: int = 0
+    thinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,12 +252,20 @@ class ModelCard:
     """A model that can be named in a request. created_s: Unix time in seconds. max_model_len: tokens.
 
     knows: what it knows, where its card says that this is little
+    root: folder of an adapter, as it was given; None for a model
+    parent: the model that an adapter computes beside
     """
 
     name: str
     created_s: int
     max_model_len: int | None = None
     knows: str | None = None
+    root: str | None = None
+    parent: str | None = None
+
+    def with_adapter(self, name: str, root: str) -> ModelCard:
+        """Returns the card of this model with a LoRA adapter."""
+        return replace(self, name=name, root=root, parent=self.name)
 
 
 @dataclass(frozen=True, slots=True)

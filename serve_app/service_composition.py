@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from epd.answer_parsers import REASONING_PARSERS, tool_call_parser_of
 from epd.control.elasticity import ControllerConfig
+from epd.encoders.checkpoint import Checkpoint
+from epd.errors import ModelError
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.files.settings import FileSettings
 from epd.serve_app.fleet import Fleet
@@ -31,6 +34,8 @@ def create_service(args: AppArgs, fleet: Fleet, owner: str = "") -> tuple[Orches
         group_tokens=args.group_tokens,
         limits=args.limits,
         pixels=args.pixels,
+        lora_modules=args.adapters,
+        thought_mark=REASONING_PARSERS[args.reasoning_parser][0] if args.reasoning_parser else "",
     )
     service = Orchestrator(fleet, planner, _orchestrator_config(args), owner=owner)
     return service, _api_settings(args, planner, owner)
@@ -98,7 +103,19 @@ def _api_settings(args: AppArgs, planner: RequestPlanner, front: str) -> ApiSett
         log_stats_s=None if args.disable_log_stats else args.log_stats_interval,
         files=_file_settings(args),
         front=front,
+        reasoning_parser=args.reasoning_parser,
+        tool_call_parser=args.tool_call_parser or _shown_parser(planner),
+        enable_auto_tool_choice=args.enable_auto_tool_choice,
     )
+
+
+def _shown_parser(planner: RequestPlanner) -> str:
+    """Returns the parser of the calls that the model's template shows; it may have none."""
+    checkpoint: Checkpoint | None = getattr(planner.adapter, "checkpoint", None)
+    try:
+        return tool_call_parser_of(checkpoint.tool_template if checkpoint is not None else "")
+    except ModelError:
+        return tool_call_parser_of("")
 
 
 def _file_settings(args: AppArgs) -> FileSettings | None:

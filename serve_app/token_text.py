@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from tokenizers import decoders
@@ -9,6 +10,9 @@ from tokenizers import decoders
 from epd.serve_app.service import TokenLogprob
 from epd.stages.sampling.detokenizer import TokenBytes
 from epd.stages.sampling.sampler import SampledToken
+
+# How vocabularies with byte fallback name the byte of a character that has no token.
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenTexts:
@@ -34,5 +38,8 @@ class TokenTexts:
     def _data(self, token_id: int) -> bytes:
         if self._bytes is not None:
             return self._bytes[token_id]
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if isinstance(token, str) and (byte := _BYTE.fullmatch(token)):
+            return bytes.fromhex(byte[1])
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=True)
         return text.encode()

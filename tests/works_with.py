@@ -19,11 +19,12 @@ from PIL import Image
 
 from epd import LLM
 from epd.errors import EPDError
+from epd.models import model_folder
 from epd.shapes import make_scene
 from epd.video.demo_video import write_demo_video
 from tests.encoders.tiny_gemma import build_gemma3
 from tests.media import draw_frames
-from tests.models import quantized, shrunk
+from tests.models import lora, quantized, shrunk
 from tests.tiny_models import build_qwen3_5
 
 _MODEL = "shapes-vl-2"
@@ -45,6 +46,7 @@ class Feature:
     options: of `epd serve`
     fields: of a request
     checkpoint: a random model to build, in place of the embedded one
+    has_adapter: whether an adapter is drawn for the model, and asked
     changes_answers: whether an answer may differ from one without the feature
     """
 
@@ -52,6 +54,7 @@ class Feature:
     options: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None
+    has_adapter: bool = False
     changes_answers: bool = False
 
 
@@ -80,6 +83,8 @@ FEATURES = (
     _model("recurrent states", "qwen3_5"),
     Feature("keys and values on disk", {"cache_dir": Path("kept")}),
     _model("sliding windows", _IMAGES_ALONE),
+    Feature("parsers", {"reasoning_parser": "qwen3", "tool_call_parser": "qwen3_coder"}),
+    Feature("LoRA adapters", has_adapter=True, changes_answers=True),
     Feature("a schema", fields={"response_format": _FORMAT}, changes_answers=True),
     Feature("several choices", fields={"n": 2}),
     Feature("logprobs", fields={"logprobs": True, "top_logprobs": 2}),
@@ -140,6 +145,8 @@ class Trials:
         has_image = any(each.checkpoint == _IMAGES_ALONE for each in features)
         kind, path = ("image_url", self._image) if has_image else ("video_url", self._clip)
         medium = {"type": kind, kind: {"url": path.as_uri()}}
+        if any(each.has_adapter for each in features):
+            options["lora_modules"], fields["model"] = [f"drawn={self._adapter(model)}"], "drawn"
         try:
             with LLM(model, num_threads=1, num_kv_tokens=4096, **options) as llm:
                 return Given(frozenset(self._texts(llm, medium, fields)))
@@ -150,6 +157,16 @@ class Trials:
         message = {"role": "user", "content": [medium, {"type": "text", "text": _QUESTION}]}
         for choice in llm.chat([message], **_FIELDS, **fields)["choices"]:
             yield choice["message"]["content"]
+
+    def _adapter(self, model: Path | str) -> Path:
+        """Draws an adapter of a model, for the values that it has when it is not quantised."""
+        base = model_folder(None) if isinstance(model, str) else model
+        base = base.parent / "plain" if base.name == "quantized" else base
+        folder = self._folder / f"lora-{base.parent.name}-{base.name}"
+        if not folder.exists():
+            folder.mkdir()
+            lora.draw(base, folder, seed=1, strength=8.0)
+        return folder / "adapter-1"
 
     def _built(self, checkpoint: str) -> Path:
         folder = self._folder / checkpoint

@@ -230,7 +230,8 @@ def _entries(request: Request) -> list[ModelEntry]:
         ModelEntry(
             id=card.name,
             created=card.created_s,
-            root=card.name,
+            root=card.root or card.name,
+            parent=card.parent,
             max_model_len=card.max_model_len,
             knows=card.knows,
             limits=limits,

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from epd.answer_parsers import AnswerParsing
 from epd.chat import ChatMessage
 from epd.control.request_budget import RequestLimits
-from epd.errors import OverloadedError
+from epd.errors import OverloadedError, RequestError
 from epd.frame_sampling import FrameSampling
 from epd.machine import steady_time_s
 from epd.reduction import KEEP_ALL, ReductionPolicy, VisualBudget
@@ -22,7 +23,7 @@ from epd.serve_app.clients import THIS_PROCESS, Client
 from epd.serve_app.files.settings import FileSettings
 from epd.serve_app.http.format_checks import FormatChecks
 from epd.serve_app.http.guard.body_reader import BodyLimits
-from epd.serve_app.http.requests.answer_format import answer_format, no_turns
+from epd.serve_app.http.requests.answer_format import answer_format, chooses_calls, no_turns, offers_tools
 from epd.serve_app.http.requests.chat_request import ChatRequest, EpdOptions
 from epd.serve_app.http.requests.named_media import NamedMedia, namespace_of
 from epd.serve_app.http.requests.request_cost import budget_of
@@ -73,6 +74,8 @@ class ApiSettings:
     otlp_endpoint: base URL of a collector that gets OpenTelemetry traces
     log_stats_s: interval of the log's lines of figures; None writes none
     files: where files of clients and batches are kept; None keeps none
+    reasoning_parser, tool_call_parser: of `epd.answer_parsers`, how answers are read
+    enable_auto_tool_choice: whether a model may choose to call a function
     front: the label of this server's metrics; empty where it is the only one at its address
     """
 
@@ -96,6 +99,9 @@ class ApiSettings:
     otlp_endpoint: str | None = None
     log_stats_s: float | None = None
     files: FileSettings | None = None
+    reasoning_parser: str | None = None
+    tool_call_parser: str = "hermes"
+    enable_auto_tool_choice: bool = True
     front: str = ""
 
     def defaults(self) -> dict[str, str | float | int | None]:
@@ -197,6 +203,11 @@ class ChatAnswers:
     def check_chat(self, chat: ChatRequest) -> ModelCard:
         """Checks everything but the amounts of a request. Returns its model. Raises EPDError."""
         check_supported(chat)
+        if not self.settings.enable_auto_tool_choice and chooses_calls(chat):
+            raise RequestError(
+                "received tools with tool_choice auto; allowed: none, required or a function, since this "
+                "server runs without enable_auto_tool_choice; set tool_choice"
+            )
         return model_named(chat.model, self.service.models)
 
     async def accepted(self, parsed: ParsedRequest, record: RequestRecord, model: ModelCard) -> ParsedRequest:
@@ -207,6 +218,19 @@ class ChatAnswers:
         if wanted is None:
             return parsed
         return replace(parsed, grammar=await self.formats.checked(wanted, parsed.client.share))
+
+    def parsing_of(self, parsed: ParsedRequest) -> AnswerParsing | None:
+        """Returns how the answer is read; None if it is content alone.
+
+        An answer that is held to a format has no thoughts, and required calls are written as Hermes has them.
+        """
+        chat = parsed.chat
+        reasoning = None if parsed.grammar else self.settings.reasoning_parser
+        if not offers_tools(chat):
+            return AnswerParsing(reasoning) if reasoning else None
+        calls = "hermes" if parsed.grammar else self.settings.tool_call_parser
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in chat.tools or ()}
+        return AnswerParsing(reasoning, calls, schemas)
 
     async def items(
         self, parsed: ParsedRequest, record: RequestRecord

@@ -119,7 +119,10 @@ class CallReport(BaseModel):
 
 
 class ReplyMessage(BaseModel):
-    """An answer. content: null beside calls alone. tool_calls: null without any."""
+    """An answer. content: null beside calls alone. tool_calls: null without any.
+
+    reasoning: what the model thought before, only there if it did. reasoning_content: its former name.
+    """
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -128,6 +131,8 @@ class ReplyMessage(BaseModel):
     audio: None = None
     function_call: None = None
     tool_calls: list[CallReport] | None = None
+    reasoning: str | None = Field(default=None, exclude_if=lambda thought: thought is None)
+    reasoning_content: str | None = Field(default=None, exclude_if=lambda thought: thought is None)
 
 
 class Choice(BaseModel):
@@ -167,6 +172,8 @@ class CallDelta(BaseModel):
 class Delta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[CallDelta] | None = None
 
 
@@ -190,14 +197,18 @@ class ChatChunk(BaseModel):
 
 
 class ModelEntry(BaseModel):
-    """A model. limits: the ceilings of one request. defaults: of its options. knows: where that is little."""
+    """A model, or a LoRA adapter as one.
+
+    root: the folder of an adapter. parent: the model that it computes beside.
+    limits: the ceilings of one request. defaults: of its options. knows: where that is little.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "epd"
     root: str
-    parent: None = None
+    parent: str | None = None
     max_model_len: int | None = None
     knows: str | None = None
     limits: dict[str, int | None]

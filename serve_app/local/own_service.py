@@ -24,7 +24,6 @@ from epd.sampling_params import SamplingParams
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.answers.responses import ChunkBuilder, CompletionBuilder
 from epd.serve_app.http.chat_answers import ApiSettings, ChatAnswers, ParsedRequest
-from epd.serve_app.http.requests.answer_format import offers_tools
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.request_parsing import describe
 from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
@@ -54,7 +53,9 @@ class OwnService:
 
     @property
     def model(self) -> str:
-        return self._answers.service.models[0].name
+        """Returns the model that is asked unless a request names one: an adapter, where one is served."""
+        first, *adapters = self._answers.service.models
+        return adapters[0].name if len(adapters) == 1 else first.name
 
     @property
     def status(self) -> ServiceStatus:
@@ -83,7 +84,7 @@ class OwnService:
     async def _complete(self, body: JSON) -> JSON:
         record = RequestRecord(is_answer=True)
         parsed = await self._parsed(body, record)
-        builder = CompletionBuilder(record, parsed.chat.n or 1, **_form(parsed))
+        builder = CompletionBuilder(record, parsed.chat.n or 1, **_form(self._answers, parsed))
         async with aclosing(self._answers.items(parsed, record)) as answer:
             async for items in answer:
                 for item in items:
@@ -95,7 +96,8 @@ class OwnService:
         try:
             record = RequestRecord(is_answer=True)
             parsed = await self._parsed(body, record)
-            builder = ChunkBuilder(record, parsed.chat.n or 1, includes_usage=True, **_form(parsed))
+            form = _form(self._answers, parsed)
+            builder = ChunkBuilder(record, parsed.chat.n or 1, includes_usage=True, **form)
             async with aclosing(self._answers.items(parsed, record)) as answer:
                 async for items in answer:
                     for item in items:
@@ -122,8 +124,8 @@ def _named(reference: MediaReference) -> MediaReference:
     return reference if path is None else replace(reference, label=f"'{path}'")
 
 
-def _form(parsed: ParsedRequest) -> dict[str, bool]:
-    return {"has_logprobs": bool(parsed.chat.logprobs), "reads_tools": offers_tools(parsed.chat)}
+def _form(answers: ChatAnswers, parsed: ParsedRequest) -> dict[str, Any]:
+    return {"has_logprobs": bool(parsed.chat.logprobs), "parsing": answers.parsing_of(parsed)}
 
 
 @contextmanager

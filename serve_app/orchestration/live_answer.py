@@ -72,6 +72,7 @@ class AnswerPlan:
     plan_s: seconds that planning took
     expected_tokens: of all answers, to plan for
     notes, choice: as of `StageSpan`
+    thinks: as of `TokenDelta`
     """
 
     prompt: PromptPlan
@@ -86,6 +87,7 @@ class AnswerPlan:
     priority: int = 0
     notes: tuple[str, ...] = ()
     choice: str = ""
+    thinks: bool = False
 
     def generate_request(self, request_id: str) -> GenerateRequest:
         return GenerateRequest(
@@ -239,6 +241,7 @@ class LiveAnswer:
                 tuple([self._texts.logprob(output.token) for output in outputs]) if wants_logprobs else (),
                 choice.finish_reason,
                 self._num_prompt_tokens,
+                self.plan.thinks,
             )
         )
 

@@ -99,7 +99,7 @@ class Orchestrator:
 
     @property
     def models(self) -> Sequence[ModelCard]:
-        return (self._planner.card,)
+        return self._planner.cards
 
     @property
     def router(self) -> Router:

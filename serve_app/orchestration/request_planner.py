@@ -21,6 +21,7 @@ from epd.encoders.groups import plan_groups, prompt_identity, salted
 from epd.encoders.prompt.raw_prompt import plan_tokens
 from epd.errors import MediaError, RequestError
 from epd.kv.answer_length import TYPICAL_TOKENS
+from epd.lora_modules import LoRAModule
 from epd.models import knowledge_of
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.sampling_params import SamplingParams
@@ -40,6 +41,8 @@ _MAX_SHORT_CHARS = 2000
 _MAX_SHORT_MESSAGES = 16
 _MAX_SHORT_WORDS = 16
 _MAX_SHORT_VISUAL_TOKENS = 1024
+# Tokens at the end of a prompt among which a mark is looked for.
+_MARK_TOKENS = 16
 # Content, frame sampling and size; the model is fixed for a planner.
 _PlanKey = tuple[str, FrameSampling, PixelLimits]
 
@@ -90,12 +93,16 @@ class RequestPlanner:
         group_tokens: int = GROUP_TOKENS,
         limits: RequestLimits | None = None,
         pixels: PixelSettings = AUTHORS_LIMITS,
+        lora_modules: Sequence[LoRAModule] = (),
+        thought_mark: str = "",
     ) -> None:
         """Opens the model's folder. Raises ModelError.
 
         name: requests use it for the model; by default the folder's name
         limits: see `self.limits`
         pixels: of images and frames; the workers must have the same
+        lora_modules: adapters that the workers have, too
+        thought_mark: with which a prompt ends that leaves a model thinking; empty to look for none
         """
         self.adapter = load_adapter(model_path, pixels=pixels)
         self.settings = generation_settings(model_path, self.adapter)
@@ -103,6 +110,7 @@ class RequestPlanner:
         self._adapters = _Adapters(model_path, self.adapter, pixels)
         self._plans: Recent[_PlanKey, MediaPlan] = Recent(_MAX_KNOWN_PLANS)
         self._group_tokens = group_tokens
+        self._thought_mark = thought_mark
         self._revision = weights_revision(model_path)
         self.card = ModelCard(
             name or model_path.name,
@@ -110,8 +118,22 @@ class RequestPlanner:
             self.settings.context_tokens,
             knowledge_of(model_path),
         )
+        self.cards = (
+            self.card,
+            *(self.card.with_adapter(each.name, str(each.path)) for each in lora_modules),
+        )
         # Ceilings of one request, lowered to what can fit the model's context.
         self.limits = _limits_of(self.card.max_model_len, self.adapter.tokenizer, limits or RequestLimits())
+
+    def _adapter_of(self, model: str) -> str:
+        """Returns the adapter that a request names as its model; empty for the model alone."""
+        return model if any(card.name == model and card.parent for card in self.cards) else ""
+
+    def _ends_in_thought(self, prompt: PromptPlan, tokenizer: Any) -> bool:
+        if not self._thought_mark:
+            return False
+        end: str = tokenizer.decode(prompt.token_ids[-_MARK_TOKENS:].tolist())
+        return end.rstrip().endswith(self._thought_mark)
 
     def plan(self, request: AnswerRequest, images: Mapping[int, MediaPlan] | None = None) -> AnswerPlan:
         """Plans a request. Raises MediaError, RequestError.
@@ -158,12 +180,13 @@ class RequestPlanner:
         made = self._within_budget(adapter, request, images)
         plans, prompt = made.plans, made.prompt
         sampling = self.settings.completed(request.sampling, len(prompt), adapter.tokenizer)
+        sampling = replace(sampling, lora=self._adapter_of(request.model))
         hashes = tuple(salted(source.mm_hash, request.cache_salt) for source in request.media)
         groups = plan_groups(plans, hashes, model=self._revision, group_tokens=self._group_tokens)
         seed = request.sampling.seed
         return AnswerPlan(
             prompt=prompt,
-            identity=prompt_identity(prompt, hashes, request.cache_salt),
+            identity=prompt_identity(prompt, hashes, request.cache_salt, sampling.lora),
             groups=tuple(groups),
             media=plans,
             mm_hashes=hashes,
@@ -174,6 +197,7 @@ class RequestPlanner:
             priority=request.priority,
             notes=(self.adapter.limits_line, *(plan.line for plan in plans)) if request.wants_spans else (),
             choice=made.line,
+            thinks=self._ends_in_thought(prompt, adapter.tokenizer),
         )
 
     def tokens_of(self, text: str, with_special: bool) -> tuple[int, ...]:

@@ -23,8 +23,10 @@ from epd.stages.attention.support import RECURRENT, check_attention
 from epd.stages.decoder.delta_layer import DeltaLayer
 from epd.stages.decoder.delta_rule import DeltaPlan
 from epd.stages.decoder.layers import DecoderLayer, DecoderLayers, ModuleMlp, layers_of
+from epd.stages.decoder.lora import LoRAAdapters, LoRAPass, LoRARows
 from epd.stages.decoder.operations import Rotations, add_rms_norm, norm_rotate_write, split_gates
 from epd.stages.decoder.text_model import TextModel, text_model
+from epd.stages.loading.lora_files import unsupported
 from epd.stages.rank import Collectives
 
 _ATTENTION = "epd_paged"
@@ -55,12 +57,14 @@ class DecoderInputs:
     positions: int64 [rows, T], three rows for M-RoPE, else one.
     visual_rows: int64 [V], the packed rows of visual tokens.
     visual: their embeddings; None without any.
+    lora: which adapters the rows have; None without any.
     """
 
     positions: Tensor
     paged: LayerCaches
     visual_rows: Tensor
     visual: Embeddings | None = None
+    lora: LoRARows | None = None
 
 
 class Decoder(Protocol):
@@ -70,6 +74,9 @@ class Decoder(Protocol):
 
     @property
     def num_layers(self) -> int: ...
+
+    def add_adapters(self, adapters: LoRAAdapters) -> None:
+        """Lets the rows of passes have adapters from now on. Raises UnsupportedModelError if they cannot."""
 
     def run(self, hidden: Tensor, inputs: DecoderInputs, layers: range, rows: Tensor | None = None) -> Tensor:
         """Returns what the layers make of hidden [T, C], which may be overwritten: [T, C].
@@ -110,7 +117,11 @@ class FusedDecoder:
         self._model = model
         self._layers = layers
         self._heads = (model.num_heads, model.num_kv_heads, model.head_dim)
+        self._lora = LoRAPass()
         self.before_layer: Callable[[], None] = _nothing
+
+    def add_adapters(self, adapters: LoRAAdapters) -> None:
+        self._layers, self._lora = adapters.wrapped(self._layers), adapters.current
 
     @property
     def num_layers(self) -> int:
@@ -152,11 +163,13 @@ class FusedDecoder:
         local = self._model.local and Rotations.of(self._model.local, inputs.positions, hidden.dtype)
         deepstack = inputs.visual.deepstack if inputs.visual is not None else ()
         residual, added = hidden, None
+        self._lora.rows = inputs.lora
         for index in layers:
             self.before_layer()
             turned = local if local and self._is_local(index) else rotations
             attended = self._attend(index, residual, added, inputs, turned)
             if index + 1 == self.num_layers and rows is not None and index >= len(deepstack):
+                self._lora.select(rows)
                 residual, attended, rows = _only(rows, residual), _only(rows, attended), None
             added = self._mix(index, residual, attended)
             if index < len(deepstack):
@@ -225,6 +238,10 @@ class ModulesDecoder:
     def num_layers(self) -> int:
         layers: Any = self._decoder.layers
         return len(layers)
+
+    def add_adapters(self, adapters: LoRAAdapters) -> None:
+        name, where = next(iter(adapters.numbers)), "layers that transformers' modules compute"
+        raise unsupported(name, where, "a language model that our decoder computes")
 
     def run(self, hidden: Tensor, inputs: DecoderInputs, layers: range, rows: Tensor | None = None) -> Tensor:
         extra: dict[str, Any] = {}

@@ -152,12 +152,16 @@ class DecodeGraphs:
         return _Captured(arrays, plans, maker.capture(run))
 
     def fits(self, packed: PackedPass) -> bool:
-        """Reports whether a pass may be replayed: one token of each of some requests, with its logits."""
+        """Reports whether a pass may be replayed: one token of each of some requests, with its logits.
+
+        What adapters add was not captured.
+        """
         num_rows = len(packed.token_ids)
         return (
             num_rows == len(packed.logit_rows) == len(packed.batches[0].context_lens)
             and num_rows <= self._sizes[-1]
             and not len(packed.visual_rows)
+            and not packed.adapters
             and _num_columns(packed) <= self._shape.max_blocks
         )
 

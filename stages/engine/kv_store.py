@@ -254,8 +254,9 @@ def open_files(
         **facts,
     }
     make_folder(folder)
-    digest = model_digest(model, folder)
-    return PieceFiles(folder, namespace({**about, "digest": digest}), options.cache_bytes, about)
+    digests = {each.name: model_digest(each.path, folder) for each in options.adapters}
+    facts = {**about, **digests, "": model_digest(model, folder)}
+    return PieceFiles(folder, namespace(facts), options.cache_bytes, about)
 
 
 def _is_kept(sequence: TokenSequence) -> bool:

@@ -7,7 +7,7 @@ Tokens are packed by `stages/engine/packed_pass.py`, layers computed by `stages/
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from epd.encoders import Adapter, Embeddings, place
 from epd.encoders.device import arrays_to_device, device_of, to_device
 from epd.encoders.kernels.dispatch import uses_kernels
 from epd.errors import RequestError
+from epd.lora_modules import LoRAModule
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
 from epd.stages.attention.device import DeviceHeads
 from epd.stages.attention.support import RECURRENT, WINDOWED, layer_windows
@@ -27,6 +28,7 @@ from epd.stages.decoder.delta_layer import delta_sizes
 from epd.stages.decoder.delta_rule import DeltaPlan
 from epd.stages.decoder.layers import embedding_of, head_of
 from epd.stages.decoder.linear import Linear
+from epd.stages.decoder.lora import LoRARows, read_adapters
 from epd.stages.engine.decode_graphs import DecodeGraphs, DecodeShape, graph_sizes
 from epd.stages.engine.graphs import GraphMaker
 from epd.stages.engine.kv_pool import KVLayout, KVPools
@@ -89,6 +91,7 @@ class ModelRunner:
         """
         self.pools = pools
         self._ranks = ranks
+        self._adapters: Mapping[str, int] = {}
         self._embed = embedding_of(model, ranks)
         self._decoder: Decoder = decoder_of(model, adapter, by_modules=by_modules, ranks=ranks)
         self._head: Linear | nn.Module = (
@@ -110,6 +113,23 @@ class ModelRunner:
     def call_between_layers(self, function: Callable[[], None]) -> None:
         """Calls a function before each layer from now on, but for those of captured passes."""
         self._decoder.before_layer = function
+
+    def serve_adapters(self, model: Any, modules: Sequence[LoRAModule]) -> None:
+        """Reads adapters of the model that requests may name. Raises ModelError, UnsupportedModelError."""
+        adapters = read_adapters(modules, model)
+        self._adapters = adapters.numbers
+        self._decoder.add_adapters(adapters)
+
+    def _lora_rows(self, packed: PackedPass) -> LoRARows | None:
+        """Returns the adapters of the rows. Raises RequestError for one that is not served."""
+        if not packed.adapters:
+            return None
+        unknown = next((name for name in packed.adapters if name and name not in self._adapters), None)
+        if unknown is not None:
+            served = ", ".join(self._adapters) or "none"
+            raise RequestError(f"received the LoRA module '{unknown}'; allowed: {served}; use one of these")
+        numbers = [self._adapters.get(name, -1) for name in packed.adapters]
+        return LoRARows.of(numbers, np.diff(packed.batches[0].query_starts).tolist(), self._device)
 
     @property
     def num_spare_blocks(self) -> int:
@@ -201,7 +221,8 @@ class ModelRunner:
         plans = self._plans(packed.batches, segments)
         hidden, visual = self._embedded(visual, inputs)
         states = self._states_of(packed)
-        whole = DecoderInputs(inputs.positions, self._caches_of(plans, states), inputs.visual_rows, visual)
+        caches, lora = self._caches_of(plans, states), self._lora_rows(packed)
+        whole = DecoderInputs(inputs.positions, caches, inputs.visual_rows, visual, lora)
         if all(segment.going_on is None for segment in segments):
             return self._decoder.run(hidden, whole, range(num_layers), inputs.logit_rows)
         # Before anything runs, since a view begins anew whenever its question is planned.
@@ -213,7 +234,8 @@ class ModelRunner:
         going_on = [(len(segment.token_ids), segment.going_on) for segment in segments]
         rows = rows_going_on(going_on, self._device)
         caches = self._caches_of(later_plans, None)
-        later = DecoderInputs(inputs.positions[:, rows], caches, inputs.visual_rows)
+        lora = None if lora is None else lora.only(rows)
+        later = DecoderInputs(inputs.positions[:, rows], caches, inputs.visual_rows, lora=lora)
         return self._decoder.run(hidden[rows], later, range(num_whole, num_layers), inputs.logit_rows)
 
     def _caches_of(self, plans: Sequence[AttentionPlan], states: DeltaPlan | None) -> LayerCaches:

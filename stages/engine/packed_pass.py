@@ -37,6 +37,7 @@ class Segment:
     view: what of the cache a question reads, if not all.
     states: slots of the recurrent state that is read, None at the start, and of the one that is written.
     is_both_ways: whether all of its tokens attend each other.
+    lora: name of the adapter that the request wants; empty for the model alone.
     """
 
     token_ids: Int64Array
@@ -51,6 +52,7 @@ class Segment:
     view: QuestionView | None = None
     states: tuple[int | None, int] | None = None
     is_both_ways: bool = False
+    lora: str = ""
 
     @property
     def is_whole(self) -> bool:
@@ -78,6 +80,7 @@ class PackedPass:
     batches: of each layer group.
     states: of each segment, see `Segment`; without any for a model that has no recurrent state.
     segments: all of them, without visual tokens, where one of them is not whole; else none.
+    adapters: of each segment, see `Segment.lora`; without any where none has one.
     """
 
     token_ids: Int64Array
@@ -88,6 +91,7 @@ class PackedPass:
     batches: tuple[AttentionBatch, ...]
     states: tuple[tuple[int | None, int], ...] = ()
     segments: tuple[Segment, ...] = ()
+    adapters: tuple[str, ...] = ()
 
 
 def packed_pass(segments: Sequence[Segment], windows: Sequence[int | None], block_size: int) -> PackedPass:
@@ -101,6 +105,7 @@ def packed_pass(segments: Sequence[Segment], windows: Sequence[int | None], bloc
         if segment.visual is not None
     ]
     rows = [visual.indices + start for visual, start in placed]
+    adapters = tuple(segment.lora for segment in segments)
     return PackedPass(
         _joined([segment.token_ids for segment in segments]),
         _joined([segment.positions for segment in segments]),
@@ -110,6 +115,7 @@ def packed_pass(segments: Sequence[Segment], windows: Sequence[int | None], bloc
         attention_batches(segments, windows, block_size),
         tuple(segment.states for segment in segments if segment.states is not None),
         () if is_whole else tuple(replace(segment, visual=None) for segment in segments),
+        adapters if any(adapters) else (),
     )
 
 

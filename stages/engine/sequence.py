@@ -202,6 +202,7 @@ class TokenSequence:
             num_logits=num_logits,
             states=self._states(kv),
             is_both_ways=start in self._both_ways,
+            lora=self.request.sampling.lora,
             view=self.view if self.view is not None and start == self.view.start else None,
         )
         window = self._windows.get(start)

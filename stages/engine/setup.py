@@ -104,6 +104,8 @@ def build_engine(
             graphs=None if options.enforce_eager else graphs or _graph_maker(model),
             max_num_seqs=config.max_num_seqs,
         )
+        if options.adapters:
+            runner.serve_adapters(model, options.adapters)
     else:
         ranks.tell(pools.shape)
         with ranks.computing():

@@ -5,6 +5,9 @@ that matrices are merged by their rows as any others are:
 
     files   FP8     weight [N, C] | weight_scale_inv or weight_scale [N / 128, C / 128], [N, 1] or [1]
             AWQ     qweight int32 [C, N / 8] | qzeros int32 [C / G, N / 8] | scales [C / G, N]
+            GPTQ    qweight int32 [C / 8, N] | qzeros, scales as AWQ's
+            packed  weight_packed int32 [N, C / 8] | weight_scale [N, C / G] | weight_shape int64 [2], or
+                    weight_zero_point int32 [N / 8, C / G]
     memory  FP8     weight [N, C] | scales [N / 128, C / 128] or [N, 1]
             4 bits  packed uint8 [N, C / 2] | zeros uint8 [N, C / G] | scales [N, C / G]
 
@@ -15,7 +18,7 @@ further right in its high bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,8 +28,14 @@ from torch import Tensor
 from epd.encoders.quantization import Quantization
 from epd.types import ceil_div
 
-# What is done to a stored tensor: nothing, one scale is given to each row, or AWQ's layout is taken apart.
-Step = Literal["none", "for_each_row", "packed", "zeros", "turned"]
+# What is done to a stored tensor: nothing, one scale is given to each row, or a layout is taken apart: first
+# AWQ's, then that of words along columns or rows, whose values follow each other. Zero points that lie a step
+# too low, as GPTQ first wrote them, are raised; those of symmetric values are in the middle.
+Step = Literal[
+    "none", "for_each_row", "packed", "zeros", "turned",
+    "packed_down", "packed_across", "zeros_across", "raised_zeros_across", "zeros_down", "middle",
+]  # fmt: skip
+_MIDDLE = 8  # the value of 4 bits that stands for 0 where there are no zero points
 # AWQ has eight values in a word, and these are the four bits of it that column 0, 1, ... of the eight has.
 _PLACE_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
 _SCALES = ("weight_scale_inv", "weight_scale", "scales")
@@ -50,10 +59,11 @@ class TensorForm:
         """Returns the stored tensor in this form."""
         if self.step == "for_each_row":
             return stored.reshape(-1, 1).expand(self.shape).contiguous()
-        if self.step == "packed":
-            return pack(awq_values(stored).t(), self.block[1])
-        if self.step == "zeros":
-            return awq_values(stored).t().contiguous()
+        if self.step == "middle":
+            return torch.full(self.shape, _MIDDLE, dtype=self.dtype, device=stored.device)
+        if self.step in _VALUES:
+            values = _VALUES[self.step](stored)[: self.shape[0]]
+            return pack(values, self.block[1]) if "packed" in self.step else values.contiguous()
         return stored.t().contiguous() if self.step == "turned" else stored
 
 
@@ -78,7 +88,9 @@ def forms_of(
         if part == "weight" and tensor.dtype == torch.float8_e4m3fn:
             forms.update(_fp8_forms(matrix, known, quantization))
         elif part == "qweight":
-            forms.update(_awq_forms(matrix, known, quantization))
+            forms.update(_turned_forms(matrix, known, quantization))
+        elif part == "weight_packed":
+            forms.update(_compressed_forms(matrix, known, quantization))
         elif part == "packed":
             forms.update(_packed_forms(matrix, known))
     return forms
@@ -104,24 +116,78 @@ def _fp8_forms(
     yield name, form
 
 
-def _awq_forms(
+def _turned_forms(
     matrix: str, known: Mapping[str, _Stored], quantization: Quantization
 ) -> Iterator[tuple[str, TensorForm]]:
+    """Returns the forms of AWQ's and of GPTQ's tensors, which have the matrix the other way round."""
     weight, zeros, scales = (_found(f"{matrix}.{part}", known) for part in ("qweight", "qzeros", "scales"))
-    if quantization.block is None or weight.dtype != torch.int32 or len(weight.shape) != 2:
-        raise ValueError(f"{matrix}.qweight is {weight.dtype} {weight.shape}, which is not the layout of AWQ")
-    block, byte = quantization.block, torch.uint8
-    columns, rows = weight.shape[0], 8 * weight.shape[1]
-    num_groups, rest = divmod(columns, block[1])
-    if rest:
-        raise ValueError(f"{matrix}.qweight has {columns} columns, which groups of {block[1]} do not divide")
-    _check_shape(f"{matrix}.qzeros", zeros, (num_groups, rows // 8))
+    is_awq = quantization.method == "awq"
+    _check_words(f"{matrix}.qweight", weight, quantization)
+    columns, rows = weight.shape[0] * (1 if is_awq else 8), weight.shape[1] * (8 if is_awq else 1)
+    num_groups = _num_groups(f"{matrix}.qweight", columns, quantization)
+    _check_shape(f"{matrix}.qzeros", zeros, (num_groups, ceil_div(rows, 8)))
     _check_shape(f"{matrix}.scales", scales, (num_groups, rows))
-    turned = (rows, num_groups)
-    values = TensorForm(f"{matrix}.packed", (rows, columns // 2), byte, block, "packed")
-    yield f"{matrix}.qweight", values
-    yield f"{matrix}.qzeros", TensorForm(f"{matrix}.zeros", turned, byte, block, "zeros")
-    yield f"{matrix}.scales", TensorForm(f"{matrix}.scales", turned, scales.dtype, block, "turned")
+    taken: Step = "raised_zeros_across" if quantization.has_low_zeros else "zeros_across"
+    steps: tuple[Step, Step] = ("packed", "zeros") if is_awq else ("packed_down", taken)
+    stored: list[tuple[str, Step]] = [("qweight", steps[0]), ("qzeros", steps[1]), ("scales", "turned")]
+    return _int4_forms(matrix, (rows, columns, num_groups), scales.dtype, stored)
+
+
+def _compressed_forms(
+    matrix: str, known: Mapping[str, _Stored], quantization: Quantization
+) -> Iterator[tuple[str, TensorForm]]:
+    """Returns the forms of the tensors that compressed-tensors packs."""
+    weight, scales = (_found(f"{matrix}.{part}", known) for part in ("weight_packed", "weight_scale"))
+    if f"{matrix}.weight_g_idx" in known:
+        raise ValueError(f"{matrix} has weight_g_idx, groups of columns that do not follow each other")
+    _check_words(f"{matrix}.weight_packed", weight, quantization)
+    rows, columns = weight.shape[0], 8 * weight.shape[1]
+    num_groups = _num_groups(f"{matrix}.weight_packed", columns, quantization)
+    _check_shape(f"{matrix}.weight_scale", scales, (rows, num_groups))
+    # Symmetric values have no zero points. What else lies there for each matrix stands for them.
+    zeros: tuple[str, Step] = ("weight_shape", "middle")
+    if quantization.has_zeros:
+        zeros = ("weight_zero_point", "zeros_down")
+    points = _found(f"{matrix}.{zeros[0]}", known)
+    if quantization.has_zeros:
+        _check_shape(f"{matrix}.{zeros[0]}", points, (ceil_div(rows, 8), num_groups))
+    stored: list[tuple[str, Step]] = [("weight_packed", "packed_across"), zeros, ("weight_scale", "none")]
+    return _int4_forms(matrix, (rows, columns, num_groups), scales.dtype, stored)
+
+
+def _check_words(name: str, weight: _Stored, quantization: Quantization) -> None:
+    if quantization.block is None or weight.dtype != torch.int32 or len(weight.shape) != 2:
+        raise ValueError(
+            f"{name} is {weight.dtype} {weight.shape}, which is not the layout of {quantization.method}"
+        )
+
+
+def _num_groups(name: str, columns: int, quantization: Quantization) -> int:
+    assert quantization.block is not None
+    num_groups, rest = divmod(columns, quantization.block[1])
+    if rest:
+        raise ValueError(
+            f"{name} has {columns} columns, which groups of {quantization.block[1]} do not divide"
+        )
+    return num_groups
+
+
+def _int4_forms(
+    matrix: str,
+    sizes: tuple[int, int, int],
+    scales: torch.dtype,
+    stored: Sequence[tuple[str, Step]],
+) -> Iterator[tuple[str, TensorForm]]:
+    """Returns the forms of values, zero points and scales, of these names and steps. sizes: N, C, C / G."""
+    rows, columns, num_groups = sizes
+    block = (1, columns // num_groups)
+    kept = (
+        ("packed", columns // 2, torch.uint8),
+        ("zeros", num_groups, torch.uint8),
+        ("scales", num_groups, scales),
+    )
+    for (name, step), (part, width, dtype) in zip(stored, kept, strict=True):
+        yield f"{matrix}.{name}", TensorForm(f"{matrix}.{part}", (rows, width), dtype, block, step)
 
 
 def _packed_forms(matrix: str, known: Mapping[str, _Stored]) -> Iterator[tuple[str, TensorForm]]:
@@ -147,6 +213,24 @@ def awq_values(words: Tensor) -> Tensor:
     pairs = words.contiguous().view(torch.uint8)
     values = torch.stack((pairs & 15, pairs >> 4), -1).view(len(words), -1, 8)
     return values[..., list(_PLACE_OF_COLUMN)].flatten(1)
+
+
+def word_values(words: Tensor) -> Tensor:
+    """Returns the values of words in which they follow each other, uint8 [M, N] of int32 [M, N / 8]."""
+    pairs = words.contiguous().view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), -1).view(len(words), -1)
+
+
+# Values, [N, C] or [N, C / G], by the step that takes them out of words.
+_VALUES: Mapping[Step, Callable[[Tensor], Tensor]] = {
+    "packed": lambda words: awq_values(words).t(),
+    "zeros": lambda words: awq_values(words).t(),
+    "packed_down": lambda words: word_values(words.t()),
+    "packed_across": word_values,
+    "zeros_across": lambda words: word_values(words).t(),
+    "raised_zeros_across": lambda words: (word_values(words).t() + 1) & 15,
+    "zeros_down": lambda words: word_values(words.t()).t(),
+}
 
 
 def pack(values: Tensor, group: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -19,11 +19,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from epd.encoders import internvl_chat
 from epd.encoders.quantization import Quantization, read_quantization
 from epd.errors import ModelError
 from epd.models.folder import weight_files
 from epd.stages.loading.merged_weights import in_merged_order
-from epd.stages.loading.quantized_forms import TensorForm, forms_of
+from epd.stages.loading.quantized_forms import Step, TensorForm, forms_of
+from epd.types import ceil_div
 
 _MAPPED_BYTES = 512 << 20
 # Bytes of a file, and places in it, that distinguish one set of weights from another.
@@ -82,8 +84,18 @@ class TensorPart:
         return tuple(shape) == (num_experts, *reversed(matrix)) != self.whole
 
 
-# Of AWQ's files, which have columns first: in how many of theirs a row and a column of ours lie.
-_AWQ_UNITS = {"packed": ((1, 8), (2, 1)), "zeros": ((1, 8), (1, 1)), "turned": ((1, 1), (1, 1))}
+# Of files of 4 bits, by step: whether they have columns first, and in how many of theirs a row and a column
+# of ours lie. A column of our packed values is two of the matrix.
+_UNITS: Mapping[Step, tuple[bool, tuple[tuple[int, int], tuple[int, int]]]] = {
+    "packed": (True, ((1, 8), (2, 1))),
+    "zeros": (True, ((1, 8), (1, 1))),
+    "turned": (True, ((1, 1), (1, 1))),
+    "packed_down": (True, ((1, 1), (1, 4))),
+    "zeros_across": (True, ((1, 8), (1, 1))),
+    "raised_zeros_across": (True, ((1, 8), (1, 1))),
+    "packed_across": (False, ((1, 1), (1, 4))),
+    "zeros_down": (False, ((1, 8), (1, 1))),
+}
 
 
 def _part_in_form(part: TensorPart, shape: Sequence[int], form: TensorForm) -> TensorPart | None:
@@ -91,8 +103,12 @@ def _part_in_form(part: TensorPart, shape: Sequence[int], form: TensorForm) -> T
         return None if part.dim == 1 or math.prod(shape) == 1 else part
     if form.step == "none":
         return part
-    times, over = _AWQ_UNITS[form.step][part.dim]
-    return TensorPart(1 - part.dim, part.start * times // over, part.stop * times // over)
+    if form.step == "middle":
+        return None
+    is_turned, units = _UNITS[form.step]
+    times, over = units[part.dim]
+    dim = 1 - part.dim if is_turned else part.dim
+    return TensorPart(dim, part.start * times // over, ceil_div(part.stop * times, over))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +118,7 @@ class StoredTensor:
     part: what of it is read, all if None. is_turned: its last two dimensions are exchanged then.
     shape: of what is read.
     form: what it becomes in memory, for a tensor of a quantised matrix.
+    source: its name in the file, where that is another.
     """
 
     file: Path
@@ -111,11 +128,21 @@ class StoredTensor:
     part: TensorPart | None = None
     form: TensorForm | None = None
     is_turned: bool = False
+    source: str | None = None
+
+    def named(self, names: Sequence[str]) -> Iterator[StoredTensor]:
+        """Returns as many equal parts of its rows as there are names, with these."""
+        rows = self.shape[0] // len(names) if len(names) > 1 else 0
+        for at, name in enumerate(names):
+            part = TensorPart(0, at * rows, (at + 1) * rows) if rows else None
+            yield replace(self.cut(part), name=name, source=self.name)
 
     def cut(self, part: TensorPart | None) -> StoredTensor:
         """Returns a part of a whole tensor, as the model has it. Raises ValueError if it has no such part."""
         if part is None:
             return self
+        if self.part is not None:
+            raise ValueError(f"{self.name} is a part of {self.source} already, and cannot be cut again")
         form = None if self.form is None else replace(self.form, shape=part.shape_of(self.form.shape))
         read, is_turned = part.of_stored(self.shape, self.form), part.is_turned(self.shape)
         shape = self.shape if read is None else read.shape_of(self.shape)
@@ -161,8 +188,14 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
 
 
 def listed_tensors(path: Path) -> list[StoredTensor]:
-    """Lists the same without their forms. Raises OSError, ValueError, SafetensorError, ModelError."""
-    return [tensor for file in weight_files(path) for tensor in tensors_in(file)]
+    """Lists the same without their forms, by the names of transformers.
+
+    Raises OSError, ValueError, SafetensorError, ModelError.
+    """
+    stored = [tensor for file in weight_files(path) for tensor in tensors_in(file)]
+    if not internvl_chat.is_authors_layout(path):
+        return stored
+    return [part for each in stored for part in each.named(internvl_chat.names_of_parts(each.name))]
 
 
 def with_forms(stored: list[StoredTensor], quantization: Quantization | None) -> list[StoredTensor]:
@@ -201,11 +234,11 @@ def read_tensors(stored: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor,
 
 def _read(opened: Any, stored: StoredTensor) -> Tensor:
     """Reads a tensor, or a view of a part of it, which keeps the memory of all of it."""
-    part = stored.part
+    part, name = stored.part, stored.source or stored.name
     if part is None:
-        tensor: Tensor = opened.get_tensor(stored.name)
+        tensor: Tensor = opened.get_tensor(name)
         return tensor
-    rows, before = opened.get_slice(stored.name), (slice(None),) * part.dim
+    rows, before = opened.get_slice(name), (slice(None),) * part.dim
     length = rows.get_shape()[part.dim] // part.num_pieces
     starts = [piece * length for piece in range(part.num_pieces)]
     views: list[Tensor] = [rows[(*before, slice(at + part.start, at + part.stop))] for at in starts]

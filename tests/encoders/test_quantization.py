@@ -17,6 +17,7 @@ from tests.models.quantized import LAYOUTS, compressed
 
 FP8, AWQ = LAYOUTS["fp8"].config, LAYOUTS["awq"].config
 CHANNELS = LAYOUTS["fp8-dynamic"].config
+GPTQ, W4A16 = LAYOUTS["gptq"].config, LAYOUTS["w4a16"].config
 
 
 def written(folder: Path, settings: Any, **more: Any) -> Path:
@@ -47,6 +48,16 @@ READ = [
     (compressed("block", block_structure=[128, 128]), Quantization("compressed-tensors", 8, (128, 128))),
     (AWQ, Quantization("awq", 4, (1, 128))),
     (changed(AWQ, "group_size", 64), Quantization("awq", 4, (1, 64))),
+    (GPTQ, Quantization("gptq", 4, (1, 128), has_low_zeros=True)),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 32},
+     Quantization("gptq", 4, (1, 32), has_low_zeros=True)),
+    (changed(GPTQ, "checkpoint_format", "gptq_v2"), Quantization("gptq", 4, (1, 128))),
+    (GPTQ | {"dynamic": {"-:.*visual.*": {}}}, Quantization("gptq", 4, (1, 128), has_low_zeros=True)),
+    (W4A16, Quantization("compressed-tensors", 4, (1, 128), has_zeros=False)),
+    (changed(W4A16, "config_groups.group_0.weights.symmetric", False),
+     Quantization("compressed-tensors", 4, (1, 128))),
+    (changed(W4A16, "config_groups.group_0.weights.actorder", "static"),
+     Quantization("compressed-tensors", 4, (1, 128), has_zeros=False)),
     (None, None),
 ]  # fmt: skip
 
@@ -60,7 +71,19 @@ def test_what_is_supported_is_read(tmp_path: Path, settings: Any, expected: Quan
 
 _GROUP = "config_groups.group_0"
 REFUSED = {
-    "'gptq' with bits 4": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "'gptq' with desc_act True": changed(GPTQ, "desc_act", True),
+    "'gptq' with bits 8": changed(GPTQ, "bits", 8),
+    "'gptq' with group_size -1": changed(GPTQ, "group_size", -1),
+    "'gptq' with checkpoint_format 'marlin'": changed(GPTQ, "checkpoint_format", "marlin"),
+    r"'gptq' with settings of single modules \(dynamic\)": GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}},
+    "'compressed-tensors' with weights.strategy 'channel'": changed(
+        W4A16, f"{_GROUP}.weights.strategy", "channel"
+    ),
+    "with weights.actorder 'group'": changed(W4A16, f"{_GROUP}.weights.actorder", "group"),
+    "with weights.num_bits 8": changed(W4A16, f"{_GROUP}.weights.num_bits", 8),
+    r"with config_groups.input_activations {'num_bits': 8}": changed(
+        W4A16, f"{_GROUP}.input_activations", {"num_bits": 8}
+    ),
     "'bitsandbytes' with a method that is not known": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "'None' with bits 4": {"bits": 4},
     "'awq' with bits 8": changed(AWQ, "bits", 8),
@@ -71,7 +94,7 @@ REFUSED = {
     "'fp8' with fmt 'e5m2'": changed(FP8, "fmt", "e5m2"),
     "'fp8' with scale_fmt 'ue8m0'": changed(FP8, "scale_fmt", "ue8m0"),
     r"'fp8' with weight_block_size \[1, 32\]": changed(FP8, "weight_block_size", [1, 32]),
-    "with format 'pack-quantized'": changed(CHANNELS, "format", "pack-quantized"),
+    "with format 'int-quantized'": changed(CHANNELS, "format", "int-quantized"),
     "with 2 config_groups": changed(CHANNELS, "config_groups", {"group_0": {}, "group_1": {}}),
     "with 0 config_groups": changed(CHANNELS, "config_groups", None),
     "with kv_cache_scheme {'num_bits': 8}": changed(CHANNELS, "kv_cache_scheme", {"num_bits": 8}),

@@ -49,6 +49,19 @@ def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
     }
 
 
+def w4a16(*, symmetric: bool) -> dict[str, Any]:
+    """The configuration that llm-compressor writes for weights of 4 bits."""
+    weights = {
+        "num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": symmetric,
+        "dynamic": False, "actorder": None,
+    }  # fmt: skip
+    scheme = {"weights": weights, "input_activations": None, "output_activations": None}
+    return compressed("group") | {
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], **scheme}},
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """One way to publish quantised weights.
@@ -93,6 +106,17 @@ LAYOUTS = {
         },
         torch.float16,
     ),
+    "gptq": Layout(
+        "qwen2_5_vl",
+        "Qwen2.5-VL",
+        {
+            "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False,
+            "checkpoint_format": "gptq", "lm_head": False, "true_sequential": True, "damp_percent": 0.1,
+        },
+        torch.float16,
+    ),
+    "w4a16": Layout("qwen3_vl", "Qwen3-VL", w4a16(symmetric=True), torch.bfloat16),
+    "w4a16-zeros": Layout("qwen3_vl", "Qwen3-VL", w4a16(symmetric=False), torch.bfloat16),
 }  # fmt: skip
 
 
@@ -142,6 +166,10 @@ def quantized_parts(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tenso
     """The tensors that are published instead of a weight, by the ends of their names, and its values."""
     if name == "awq":
         return awq_parts(weight, 128)
+    if name == "gptq":
+        return gptq_parts(weight, 128)
+    if name.startswith("w4a16"):
+        return packed_parts(weight, 128, symmetric=name == "w4a16")
     if name == "fp8":
         rows, columns = weight.shape
         blocks = weight.view(rows // 128, 128, columns // 128, 128)
@@ -174,4 +202,46 @@ def awq_words(values: Tensor) -> Tensor:
     for word in range(words.shape[1]):
         for place, column in enumerate(AWQ_ORDER):
             words[:, word] |= values[:, 8 * word + column].long() << 4 * place
+    return words.where(words < 2**31, words - 2**32).int()
+
+
+def gptq_parts(weight: Tensor, group: int) -> tuple[dict[str, Tensor], Tensor]:
+    """As AutoGPTQ has them: zero points one too low, and the group of each column beside them."""
+    values, zeros, scales, stands_for = four_bits(weight, group, least=1)
+    parts = {
+        "qweight": words_of(values).t().contiguous(),
+        "qzeros": words_of((zeros - 1).t()),
+        "scales": scales.t().contiguous(),
+        "g_idx": (torch.arange(weight.shape[1]) // group).int(),
+    }
+    return parts, stands_for
+
+
+def packed_parts(weight: Tensor, group: int, *, symmetric: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """As compressed-tensors packs them: signed values, each 8 too high to be written."""
+    values, zeros, scales, stands_for = four_bits(weight, group, zero=8 if symmetric else None)
+    shape = torch.tensor(weight.shape)
+    parts = {"weight_packed": words_of(values), "weight_scale": scales, "weight_shape": shape}
+    points = {} if symmetric else {"weight_zero_point": words_of(zeros.t()).t().contiguous()}
+    return parts | points, stands_for
+
+
+def four_bits(
+    weight: Tensor, group: int, least: int = 0, zero: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Values [N, C] and zero points [N, C / G] of 0 to 15, scales [N, C / G], and what they stand for."""
+    grouped = weight.view(len(weight), -1, group)
+    low, high = grouped.amin(2), grouped.amax(2)
+    scales = ((high - low if zero is None else 2 * grouped.abs().amax(2)) / 15).half().float()
+    zeros = (-low / scales).round().clamp(least, 15) if zero is None else torch.full_like(scales, zero)
+    values = (grouped / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
+    stands_for = ((values - zeros[..., None]) * scales[..., None]).flatten(1)
+    return values.flatten(1).int(), zeros.int(), scales.half(), stands_for
+
+
+def words_of(values: Tensor) -> Tensor:
+    """int32 [M, N / 8] of values of 4 bits, [M, N]: the first of eight in the lowest bits."""
+    words = torch.zeros(len(values), values.shape[1] // 8, dtype=torch.int64)
+    for place in range(8):
+        words |= values[:, place::8].long() << 4 * place
     return words.where(words < 2**31, words - 2**32).int()

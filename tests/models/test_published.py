@@ -186,12 +186,12 @@ def test_old_and_new_keys_of_the_rotation_say_the_same(checkpoint: Checkpoint, t
 def test_weights_quantised_by_another_method_are_refused_in_one_line(
     place: str, opened: Callable[[Path], Any], tmp_path: Path
 ) -> None:
-    settings = {"bits": 4, "group_size": 128, "quant_method": "gptq", "sym": True}
+    settings = {"bits": 4, "group_size": 128, "quant_method": "gptq", "desc_act": True}
     published = PUBLISHED["Qwen3-VL-8B"].config
     text = published["text_config"] | ({} if place == "whole" else {"quantization_config": settings})
     whole = {"quantization_config": settings} if place == "whole" else {}
     written(published | {"text_config": text} | whole, tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"by 'gptq' with bits 4 .*allowed: FP8") as caught:
+    with pytest.raises(UnsupportedModelError, match=r"by 'gptq' with desc_act True .*allowed: FP8") as caught:
         opened(tmp_path)
     assert "\n" not in str(caught.value)
 

@@ -18,6 +18,7 @@ from epd.serve_app.service import (
     AnswerItem,
     AnswerRequest,
     Estimate,
+    FinishReason,
     HeldItem,
     ModelCard,
     RoleSwitch,
@@ -90,6 +91,7 @@ class FakeService:
     switched: list[tuple[str, frozenset[Stage]]] = field(default_factory=list)
     _kept: list[AsyncGenerator[Sequence[AnswerItem], None]] = field(default_factory=list)
     prompts: FakePrompts = field(default_factory=FakePrompts)
+    thinks: bool = False
     models: tuple[ModelCard, ...] = (ModelCard("shapes-vl", 1_700_000_000, 4096), ModelCard("other/vl", 1))
 
     def answer(self, request: AnswerRequest) -> AsyncGenerator[Sequence[AnswerItem], None]:
@@ -134,7 +136,9 @@ class FakeService:
                 for rank in range(request.sampling.logprobs)
             )
             logprobs = (TokenLogprob(number, word, word.encode(), -0.25, others),)
-        return TokenDelta(choice, word, (number,), logprobs, "stop" if last else None, USAGE.prompt_tokens)
+        reason: FinishReason | None = "stop" if last else None
+        num_tokens = USAGE.prompt_tokens
+        return TokenDelta(choice, word, (number,), logprobs, reason, num_tokens, thinks=self.thinks)
 
     async def switch_roles(self, worker: str, roles: frozenset[Stage]) -> RoleSwitch:
         if self.switch_error is not None:

@@ -1,10 +1,12 @@
-"""Reports calls of functions in OpenAI's JSON: those of a whole answer, and their pieces in a stream."""
+"""Reports thoughts and calls of functions in the JSON of OpenAI and vLLM, whole and as pieces in a stream."""
 
 from __future__ import annotations
 
 import hashlib
 
-from epd.serve_app.http.answers.tool_calls import CallPiece, Piece, ToolCallReader
+from epd.serve_app.http.answers.answer_reader import AnswerReader, Piece
+from epd.serve_app.http.answers.reasoning import Thought
+from epd.serve_app.http.answers.tool_calls import CallPiece
 from epd.serve_app.http.protocol import (
     CallDelta,
     CallReport,
@@ -23,26 +25,32 @@ def call_id(request_id: str, choice: int, index: int) -> str:
     return f"call_{hashlib.blake2b(name.encode(), digest_size=_ID_BYTES).hexdigest()}"
 
 
-def reply_of(text: str, request_id: str, choice: int) -> ReplyMessage:
-    """Returns the message of a whole answer that may call functions."""
-    reader = ToolCallReader()
+def reply_of(reader: AnswerReader, text: str, request_id: str, choice: int) -> ReplyMessage:
+    """Returns the message of a whole answer. reader: a new one."""
     content: list[str] = []
+    thoughts: list[str] = []
     calls: list[CallReport] = []
     for piece in (*reader.push(text), *reader.finish()):
         if isinstance(piece, str):
             content.append(piece)
+        elif isinstance(piece, Thought):
+            thoughts.append(piece.text)
         elif piece.name is not None:
             function = FunctionReport(name=piece.name, arguments=piece.arguments)
             calls.append(CallReport(id=call_id(request_id, choice, piece.index), function=function))
         else:
             calls[piece.index].function.arguments += piece.arguments
-    return ReplyMessage(content="".join(content) or (None if calls else ""), tool_calls=calls or None)
+    said = "".join(content) or (None if calls else "")
+    thought = "".join(thoughts) or None
+    return ReplyMessage(content=said, tool_calls=calls or None, reasoning=thought, reasoning_content=thought)
 
 
 def delta_of(piece: Piece, request_id: str, choice: int) -> Delta:
     """Returns the delta of a piece of an answer."""
     if isinstance(piece, str):
         return Delta(content=piece)
+    if isinstance(piece, Thought):
+        return Delta(reasoning=piece.text, reasoning_content=piece.text)
     return Delta(tool_calls=[_call_delta(piece, request_id, choice)])
 
 

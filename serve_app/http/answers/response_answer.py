@@ -3,6 +3,7 @@
 created, in_progress
     output_item.added   content_part.added   output_text.delta ...   .done   content_part.done   .done
     output_item.added   function_call_arguments.delta ...            .done                       .done
+    output_item.added   reasoning_text.delta ...                     .done                       .done
 completed, or incomplete where the answer was cut
 """
 
@@ -13,7 +14,10 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from epd.answer_parsers import AnswerParsing
+from epd.serve_app.http.answers.answer_reader import AnswerReader, Piece, reader_of
 from epd.serve_app.http.answers.call_reports import call_id
+from epd.serve_app.http.answers.reasoning import Thought
 from epd.serve_app.http.answers.response_protocol import (
     CachedTokens,
     IncompleteDetails,
@@ -22,29 +26,33 @@ from epd.serve_app.http.answers.response_protocol import (
     ResponseCall,
     ResponseLogprob,
     ResponseMessage,
+    ResponseReasoning,
     ResponseReply,
     ResponseText,
+    ResponseThought,
     ResponseTopLogprob,
     ResponseUsage,
 )
 from epd.serve_app.http.answers.responses import checked_end, epd_report, finite
-from epd.serve_app.http.answers.tool_calls import CallPiece, Piece, ToolCallReader
+from epd.serve_app.http.answers.tool_calls import CallPiece
 from epd.serve_app.http.protocol import ErrorReply
 from epd.serve_app.observability.record import RequestRecord
 from epd.serve_app.service import AnswerEnd, AnswerItem, FinishReason, TokenDelta, TokenLogprob
 
 Event = dict[str, Any]
+Item = ResponseMessage | ResponseCall | ResponseReasoning
 
 
 class ResponseBuilder:
     """Gathers the items of an answer into a response, and says by events how it grows."""
 
-    def __init__(self, record: RequestRecord, begun: ResponseReply, *, reads_tools: bool) -> None:
-        """Takes begun: the response without output; reads_tools: whether the answer may call functions."""
+    def __init__(self, record: RequestRecord, begun: ResponseReply, *, parsing: AnswerParsing | None) -> None:
+        """Takes begun: the response without output; parsing: how it is read, None for a text alone."""
         self._record = record
         self._begun = begun
-        self._reader = ToolCallReader() if reads_tools else None
-        self._items: list[ResponseMessage | ResponseCall] = []
+        self._parsing = parsing
+        self._reader: AnswerReader | None = None
+        self._items: list[Item] = []
         self._is_open = self._has_begun = False
         self._pieces: list[str] = []  # of the open item
         self._logprobs: list[ResponseLogprob] = []
@@ -89,6 +97,8 @@ class ResponseBuilder:
         if not isinstance(item, TokenDelta):
             return
         yield from self._start()
+        if self._parsing is not None and self._reader is None:
+            self._reader = reader_of(self._parsing, thinks=item.thinks)
         if self._reader is None:
             if item.text or item.logprobs:
                 yield from self._text(item.text, item.logprobs)
@@ -104,7 +114,10 @@ class ResponseBuilder:
 
     def _read(self, pieces: Sequence[Piece]) -> Iterator[Event]:
         for piece in pieces:
-            yield from self._text(piece) if isinstance(piece, str) else self._call(piece)
+            if isinstance(piece, Thought):
+                yield from self._thought(piece.text)
+            else:
+                yield from self._text(piece) if isinstance(piece, str) else self._call(piece)
 
     def _ended(self) -> Iterator[Event]:
         """Yields the events of what is left of the answer, closing its last item."""
@@ -112,13 +125,13 @@ class ResponseBuilder:
         yield from self._start()
         if self._reader is not None:
             yield from self._read(self._reader.finish())
-        if not self._items:
+        if all(isinstance(each, ResponseReasoning) for each in self._items):
             yield from self._text("")
         yield from self._close("completed" if self._reason == "stop" else "incomplete")
 
     # Items
 
-    def _open(self, item: ResponseMessage | ResponseCall) -> Iterator[Event]:
+    def _open(self, item: Item) -> Iterator[Event]:
         yield from self._close("completed")
         self._items.append(item)
         self._is_open, self._pieces, self._logprobs = True, [], []
@@ -137,6 +150,12 @@ class ResponseBuilder:
         if text or reported:
             yield self._of_text("output_text.delta", delta=text, logprobs=reported)
 
+    def _thought(self, text: str) -> Iterator[Event]:
+        if not self._is_open or not isinstance(self._items[-1], ResponseReasoning):
+            yield from self._open(ResponseReasoning(id=self._name("rs"), status="in_progress", content=[]))
+        self._pieces.append(text)
+        yield self._of_text("reasoning_text.delta", delta=text)
+
     def _call(self, piece: CallPiece) -> Iterator[Event]:
         if piece.name is not None:
             number = call_id(self._record.request_id, 0, piece.index)
@@ -153,8 +172,11 @@ class ResponseBuilder:
             return
         whole, item = "".join(self._pieces), self._items[-1]
         self._is_open = False
-        done: ResponseMessage | ResponseCall
-        if isinstance(item, ResponseMessage):
+        done: Item
+        if isinstance(item, ResponseReasoning):
+            yield self._of_text("reasoning_text.done", text=whole)
+            done = item.model_copy(update={"status": status, "content": [ResponseThought(text=whole)]})
+        elif isinstance(item, ResponseMessage):
             part = ResponseText(text=whole, logprobs=self._logprobs)
             yield self._of_text("output_text.done", text=whole, logprobs=self._logprobs)
             yield self._of_text("content_part.done", part=part)

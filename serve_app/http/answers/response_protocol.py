@@ -49,6 +49,21 @@ class ResponseCall(BaseModel):
     arguments: str
 
 
+class ResponseThought(BaseModel):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class ResponseReasoning(BaseModel):
+    """What a model thought before its answer. content: one text, none before it has begun."""
+
+    id: str
+    type: Literal["reasoning"] = "reasoning"
+    status: ItemStatus
+    summary: list[ResponseText] = []
+    content: list[ResponseThought]
+
+
 class CachedTokens(BaseModel):
     cached_tokens: int
 
@@ -82,7 +97,7 @@ class ResponseReply(BaseModel):
     status: ItemStatus
     incomplete_details: IncompleteDetails | None = None
     model: str
-    output: list[ResponseMessage | ResponseCall] = []
+    output: list[ResponseMessage | ResponseCall | ResponseReasoning] = []
     usage: ResponseUsage | None = None
     instructions: str | None
     max_output_tokens: int | None

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from json.encoder import encode_basestring  # json.dumps of one text, not in ASCII
 from typing import Literal
 
+from epd.answer_parsers import AnswerParsing
 from epd.errors import EPDError
 from epd.reduction import KeptCells
+from epd.serve_app.http.answers.answer_reader import AnswerReader, reader_of
 from epd.serve_app.http.answers.call_reports import delta_of, reply_of
-from epd.serve_app.http.answers.tool_calls import ToolCallReader
 from epd.serve_app.http.protocol import (
     ChatChunk,
     ChatCompletion,
@@ -62,12 +63,18 @@ class CompletionBuilder:
     """Gathers the pieces of all choices into one completion."""
 
     def __init__(
-        self, record: RequestRecord, num_choices: int, *, has_logprobs: bool, reads_tools: bool = False
+        self,
+        record: RequestRecord,
+        num_choices: int,
+        *,
+        has_logprobs: bool,
+        parsing: AnswerParsing | None = None,
     ) -> None:
-        """Takes reads_tools: whether the answer may call functions."""
+        """Takes parsing: how the answer is read; None if it is content alone."""
         self._record = record
         self._has_logprobs = has_logprobs
-        self._reads_tools = reads_tools
+        self._parsing = parsing
+        self._thinks = False
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(num_choices)]
         self._reasons: list[FinishReason] = ["length"] * num_choices
@@ -76,6 +83,7 @@ class CompletionBuilder:
     def add(self, item: AnswerItem) -> None:
         if isinstance(item, TokenDelta):
             self._texts[item.index].append(item.text)
+            self._thinks = item.thinks
             self._logprobs[item.index] += item.logprobs
             self._reasons[item.index] = item.finish_reason or self._reasons[item.index]
         elif isinstance(item, AnswerEnd):
@@ -99,8 +107,10 @@ class CompletionBuilder:
 
     def _choice(self, index: int) -> Choice:
         text, reason = "".join(self._texts[index]), self._reasons[index]
-        is_read = self._reads_tools
-        message = reply_of(text, self._record.request_id, index) if is_read else ReplyMessage(content=text)
+        message = ReplyMessage(content=text)
+        if self._parsing is not None:
+            reader = reader_of(self._parsing, thinks=self._thinks)
+            message = reply_of(reader, text, self._record.request_id, index)
         return Choice(
             index=index,
             message=message,
@@ -125,14 +135,14 @@ class ChunkBuilder:
         *,
         includes_usage: bool,
         has_logprobs: bool,
-        reads_tools: bool = False,
+        parsing: AnswerParsing | None = None,
         counts_on: bool = False,
     ) -> None:
-        """Takes reads_tools: whether the answer may call functions; counts_on: usage in every chunk."""
+        """Takes parsing: how the answer is read, None for content alone; counts_on: usage in every chunk."""
         self._record = record
-        self._reads_tools = reads_tools
+        self._parsing = parsing
         self._so_far: UsageReport | None = usage_of(0, 0) if counts_on else None
-        self._readers: dict[int, ToolCallReader] = {}
+        self._readers: dict[int, AnswerReader] = {}
         self._includes_usage = includes_usage
         self._has_logprobs = has_logprobs
         self._begun: set[int] = set()
@@ -151,7 +161,7 @@ class ChunkBuilder:
     def _is_text(self, delta: TokenDelta) -> bool:
         """Returns whether a piece is one chunk with a text alone."""
         has_more = delta.finish_reason or self._has_logprobs or delta.index not in self._begun
-        has_more = has_more or self._reads_tools
+        has_more = has_more or self._parsing is not None
         return bool(delta.text) and not has_more and self._so_far is None
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
@@ -216,10 +226,12 @@ class ChunkBuilder:
         return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
 
     def _deltas(self, delta: TokenDelta) -> list[Delta]:
-        """Returns the text of a piece, or the pieces of calls and texts in it."""
-        if not self._reads_tools:
+        """Returns the text of a piece, or the pieces of thoughts, calls and texts in it."""
+        if self._parsing is None:
             return [Delta(content=delta.text)] if delta.text else []
-        reader = self._readers.setdefault(delta.index, ToolCallReader())
+        if delta.index not in self._readers:
+            self._readers[delta.index] = reader_of(self._parsing, thinks=delta.thinks)
+        reader = self._readers[delta.index]
         pieces = reader.push(delta.text) + (reader.finish() if delta.finish_reason else [])
         return [delta_of(piece, self._record.request_id, delta.index) for piece in pieces]
 

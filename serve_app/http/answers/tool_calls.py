@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from epd.serve_app.http.answers.reasoning import overlap
+from epd.serve_app.http.answers.written_calls import ReadCall
+
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _MAX_HEAD_CHARS = 1024
@@ -34,7 +37,9 @@ Piece = str | CallPiece
 class ToolCallReader:
     """Reads one answer, piece by piece."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: ReadCall | None = None) -> None:
+        """Takes read: what reads a whole call; None for calls of Hermes, which are read as they grow."""
+        self._read = read
         self.num_calls = 0
         self._held = ""
         self._state: Literal["content", "head", "arguments", "tail"] = "content"
@@ -69,7 +74,7 @@ class ToolCallReader:
         if mark:
             self._held, self._state = rest, "head"
         else:
-            num_certain = len(before) - _overlap(before)
+            num_certain = len(before) - overlap(before, _BEGIN)
             before, self._held = before[:num_certain], before[num_certain:]
         if not before.strip() and self.num_calls:  # between calls
             self._held = self._held if mark else before + self._held
@@ -77,7 +82,7 @@ class ToolCallReader:
             yield before
 
     def _head(self) -> Iterator[Piece]:
-        found = _HEAD.match(self._held[:_MAX_HEAD_CHARS])
+        found = None if self._read else _HEAD.match(self._held[:_MAX_HEAD_CHARS])
         if found:
             self._held, self._state = self._held[found.end() :], "arguments"
             self._depth, self._is_quoted, self._is_escaped = 0, False, False
@@ -85,7 +90,7 @@ class ToolCallReader:
         elif _END in self._held:
             body, _, self._held = self._held.partition(_END)
             self._state = "content"
-            call = _parsed(body)
+            call = (self._read or _parsed)(body)
             yield self._begun(*call) if call else _BEGIN + body + _END
 
     def _begun(self, name: str, arguments: str = "") -> CallPiece:
@@ -117,11 +122,6 @@ class ToolCallReader:
             self._state = "content"
         self._held = rest if mark else self._held[-len(_END) :]
         yield from ()
-
-
-def _overlap(text: str) -> int:
-    """Returns how many characters at the end of a text may begin a call."""
-    return next((size for size in range(len(_BEGIN) - 1, 0, -1) if text.endswith(_BEGIN[:size])), 0)
 
 
 def _parsed(body: str) -> tuple[str, str] | None:

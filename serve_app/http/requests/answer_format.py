@@ -25,6 +25,11 @@ def offers_tools(chat: ChatRequest) -> bool:
     return bool(chat.tools) and chat.tool_choice != "none"
 
 
+def chooses_calls(chat: ChatRequest) -> bool:
+    """Returns whether the model chooses to call a function, or not."""
+    return offers_tools(chat) and chat.tool_choice in (None, "auto")
+
+
 def no_turns(chat: ChatRequest) -> tuple[ChatMessage, ...]:
     """Returns the messages that are no turns: variables of the template, offered functions.
 
@@ -41,7 +46,7 @@ def no_turns(chat: ChatRequest) -> tuple[ChatMessage, ...]:
 def required_calls(chat: ChatRequest) -> AnswerFormat | None:
     """Returns the format of an answer that must call a function; None for any other. Raises RequestError."""
     choice = chat.tool_choice
-    if not offers_tools(chat) or choice in (None, "auto"):
+    if not offers_tools(chat) or chooses_calls(chat):
         return None
     if isinstance(choice, ToolChoice):
         tools = [tool for tool in chat.tools or () if tool.function.name == choice.function.name]

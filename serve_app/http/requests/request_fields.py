@@ -42,9 +42,10 @@ _CONTENT = frozenset({
     "text", "image", "images", "image_url", "video", "videos", "video_url", "audio_url", "input_audio",
     "file", "file_id", "tool_calls", "function_call",
 })  # fmt: skip
+_REASONING = "the server's reasoning_parser decides"
 # Accepted with any value: they do not change answers here.
 NO_EFFECT: Mapping[str, str] = {
-    "include_reasoning": "reasoning is not separated from the answer",
+    "include_reasoning": _REASONING,
     "keep_alive": "the model stays loaded",
     "metadata": "nothing is stored",
     "prediction": "it would be for speed alone",
@@ -54,11 +55,11 @@ NO_EFFECT: Mapping[str, str] = {
     "return_mm_kwargs": "only routes that render prompts read it",
     "return_token_offsets": "only routes that render prompts read it",
     "safety_identifier": "users are not distinguished",
-    "separate_reasoning": "reasoning is not separated from the answer",
+    "separate_reasoning": _REASONING,
     "service_tier": "there is one",
     "session_id": "prefixes are found by their content",
     "store": "nothing is stored",
-    "stream_reasoning": "reasoning is not separated from the answer",
+    "stream_reasoning": _REASONING,
     "usage": "it is in every answer, and in streams as `stream_options` says",
     "user": "users are not distinguished",
 }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from epd.serve_app.http.answers.answer_response import AnswerForm, AnswerResponse
 from epd.serve_app.http.answers.responses import ChunkBuilder, CompletionBuilder
-from epd.serve_app.http.requests.answer_format import offers_tools
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.server_state import ParsedRequest, ServerState
 from epd.serve_app.observability.record import RequestRecord
@@ -22,7 +22,7 @@ def wanted_usage(chat: ChatRequest) -> tuple[bool, bool]:
 def chat_answer(server: ServerState, parsed: ParsedRequest, record: RequestRecord) -> AnswerResponse:
     """Returns the response that answers: a completion or a stream of chunks."""
     chat = parsed.chat
-    options = {"has_logprobs": bool(chat.logprobs), "reads_tools": offers_tools(chat)}
+    options: dict[str, Any] = {"has_logprobs": bool(chat.logprobs), "parsing": server.parsing_of(parsed)}
     includes_usage, counts_on = wanted_usage(chat)
     form = AnswerForm(
         whole=partial(CompletionBuilder, record, chat.n or 1, **options),

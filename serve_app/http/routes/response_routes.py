@@ -11,7 +11,6 @@ from pydantic import BaseModel
 from epd.serve_app.http.answers.answer_response import AnswerForm, AnswerResponse
 from epd.serve_app.http.answers.response_answer import ResponseBuilder
 from epd.serve_app.http.answers.response_protocol import ResponseReply
-from epd.serve_app.http.requests.answer_format import offers_tools
 from epd.serve_app.http.requests.response_request import ResponseRequest, chat_of
 from epd.serve_app.http.routes.prompt_routes import EVENT_STREAM, body_of, server_of
 from epd.serve_app.http.server_state import ServerState
@@ -31,9 +30,8 @@ async def responses(request: Request) -> Response:
     server, record = server_of(request), record_of(request)
     wanted, num_bytes = await server.read_json(request, ResponseRequest)
     parsed = await server.checked(request, chat_of(wanted), num_bytes)
-    make = partial(
-        ResponseBuilder, record, _begun(server, wanted, record), reads_tools=offers_tools(parsed.chat)
-    )
+    begun, parsing = _begun(server, wanted, record), server.parsing_of(parsed)
+    make = partial(ResponseBuilder, record, begun, parsing=parsing)
     form = AnswerForm(whole=make, events=make)
     return AnswerResponse(form, server.items(parsed, record), record, server.settings.keep_alive_s)
 

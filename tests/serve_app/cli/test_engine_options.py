@@ -44,6 +44,7 @@ GIVEN: dict[str, Any] = {
     "cache_dir": Path("kept"),
     "cache_bytes": 1 << 30,
     "revision": "v1",
+    "lora_modules": frozenset({"pets=adapter"}),
     "draft": "auto",
     "max_draft": 4,
 }
@@ -59,7 +60,8 @@ def flags_of(name: str) -> list[str]:
     flag, value = f"--{name.replace('_', '-')}", GIVEN[name]
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
-    return [flag, str(value)]
+    values = value if isinstance(value, frozenset) else [value]
+    return [part for each in values for part in (flag, str(each))]
 
 
 def test_every_field_has_another_value_here() -> None:
