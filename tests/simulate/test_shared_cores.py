@@ -15,7 +15,7 @@ from epd.planning.goodput import Demand, goodput, rate_bound
 from epd.profiles import HostCosts, Overhead, Profile, PromptRule, analytic_profile
 from epd.profiles.cost import StageCost
 from epd.profiles.files import dump_profile, parse_profile
-from epd.profiles.speed import SpeedSampler, core_speed
+from epd.profiles.measuring import SpeedSampler, core_speed
 from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
 from epd.simulate.clock import EventPriority, EventQueue, ticks_of
 from epd.simulate.machine import SharedCores
