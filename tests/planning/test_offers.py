@@ -1,4 +1,7 @@
-"""Fleets compared for a buyer: sizes, ranks, budgets, mixes, what-ifs, the page, and what is refused."""
+"""Fleets compared for a buyer: sizes, ranks, budgets, mixes, what-ifs, the page, and what is refused.
+
+Modules: `epd/planning/asked.py`, `epd/planning/question.py`, `epd/planning/report.py`.
+"""
 
 from __future__ import annotations
 

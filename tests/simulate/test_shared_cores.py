@@ -1,4 +1,7 @@
-"""Workers that share the cores of one machine, and what the application costs there."""
+"""Workers that share the cores of one machine, and what the application costs there.
+
+Modules: `epd/profiles/host.py`, `epd/profiles/measuring.py`, `epd/simulate/machine.py`.
+"""
 
 from __future__ import annotations
 
