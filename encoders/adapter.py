@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from epd.chat import ChatMessage
 from epd.encoders.device import CPU
-from epd.errors import ModelError
 from epd.frame_sampling import FrameSampling
 from epd.pixel_limits import OWN_LIMITS, PixelLimits
 from epd.reduction import ReductionPolicy, TowerMerge, Window, num_survivors
@@ -287,14 +286,6 @@ class PromptPlan:
         """Returns the part before the question as a prompt of its own."""
         stop = self.prefix_length
         return replace(self, token_ids=self.token_ids[:stop], positions=self.positions[:, :stop])
-
-    def check_begins_with(self, prefix: Int64Array) -> None:
-        """Checks that the prompt begins with the prefix of a prompt with another question, int64 [n].
-
-        Raises ModelError if the question changes what comes before it.
-        """
-        if not np.array_equal(prefix, self.token_ids[: len(prefix)]):
-            raise ModelError("the chat template puts the question before the media; it must come after them")
 
 
 @dataclass(frozen=True, slots=True)

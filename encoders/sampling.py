@@ -188,3 +188,14 @@ class SourceMetadata:
 def source_metadata(video: VideoFacts) -> SourceMetadata:
     """Describes a video before any of its frames is decoded."""
     return SourceMetadata(video.num_frames, video.fps, video.num_frames / video.fps)
+
+
+def shown_metadata(frame_indices: Sequence[int], fps: float) -> dict[str, Any]:
+    """Describes a video by the frames that were taken of it, as transformers' processors read it."""
+    num_frames = frame_indices[-1] + 1
+    return {
+        "total_num_frames": num_frames,
+        "fps": fps,
+        "duration": num_frames / fps,
+        "frames_indices": list(frame_indices),
+    }

@@ -24,6 +24,7 @@ from epd import video
 from epd.encoders import Adapter, FrameSampling, MediaPlan, PromptPlan, concatenated, load_adapter
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.device import device_of, to_host
+from epd.encoders.sampling import shown_metadata
 from epd.engine_config import EngineConfig
 from epd.serve_app.llm import LLM
 from epd.stages.engine.layer_probe import LayerProbe, segment_of
@@ -219,7 +220,7 @@ class Comparison:
             if each.plan.kind == "image":
                 given["images"] = [[pixels[0]]] if nests else [pixels[0]]
                 continue
-            facts = [_metadata(each.plan)]
+            facts = [shown_metadata(each.plan.frame_indices, each.plan.source_fps)]
             given |= {"videos": [[pixels]] if nests else [pixels], "do_sample_frames": False}
             given["video_metadata"] = [facts] if nests else facts
         inputs = self._processor(text=[text], return_tensors="pt", **given)
@@ -299,16 +300,6 @@ class Comparison:
     def _differs(self, theirs: Tensor, ours: Tensor) -> bool:
         most = self._tolerance * float(theirs.abs().max())
         return float((ours.float() - theirs.float()).abs().max()) > most
-
-
-def _metadata(plan: MediaPlan) -> Any:
-    number = plan.frame_indices[-1] + 1
-    return transformers.video_utils.VideoMetadata(
-        total_num_frames=number,
-        fps=plan.source_fps,
-        duration=number / plan.source_fps,
-        frames_indices=list(plan.frame_indices),
-    )
 
 
 def _name(case: Sequence[Path]) -> str:

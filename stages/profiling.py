@@ -17,8 +17,7 @@ from epd.encoders.batch import FrameEncoder
 from epd.host_memory import resident_bytes, resident_peak_bytes
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles import MemoryNeeds, Profile, StageTable, fit_table
-from epd.profiles.measuring import Action, measurement, table, timed
-from epd.profiles.speed import core_speed
+from epd.profiles.measuring import Action, core_speed, measurement, table, timed
 from epd.stages.device_memory import total_bytes
 from epd.stages.encode.beside_cost import beside_of, wall_clock
 from epd.stages.engine.generation import generation_settings

@@ -22,6 +22,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -214,7 +215,7 @@ class MediaContext:
             check_question(asked)
         messages = one_turn(self.kinds, asked) if isinstance(asked, str) else asked
         prompt = reduce_prompt(self._adapter.plan_chat(self.plans, messages), self.reduction)
-        prompt.check_begins_with(self.prefix_ids)
+        assert np.array_equal(self.prefix_ids, prompt.token_ids[: len(self.prefix_ids)])
         identity = prompt_identity(prompt, self.mm_hashes)
         options = {} if max_tokens is None else {"max_tokens": max_tokens}
         sampling = self._settings.defaults.with_options(options)

@@ -17,7 +17,6 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from epd.encoders.checkpoint import Checkpoint, open_checkpoint
 from epd.encoders.groups import cut
 from epd.encoders.names import is_wanted
 from epd.frame_sampling import FrameSampling
+from epd.profiles.measuring import timed
 from epd.stages.loading.weights import load_role, skeleton
 from epd.stages.placement import CPU_FLOAT32
 from tests.encoders.tiny_tiles import BUILDERS
@@ -177,12 +177,6 @@ def preprocess_row(
         "bit_equal": is_equal,
         "repeats": repeats,
     }
-
-
-def timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def noise(*shape: int) -> Tensor:

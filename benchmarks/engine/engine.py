@@ -44,6 +44,7 @@ from epd.encoders.adapter import Adapter, PatchRun
 from epd.encoders.groups import prompt_identity
 from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
+from epd.profiles.measuring import timed
 from epd.sampling_params import SamplingParams
 from epd.shapes import SceneRenderer, make_questions, make_scene
 from epd.stages.engine.engine import LanguageEngine
@@ -271,7 +272,7 @@ def _step(
     seconds: list[tuple[float, float]] = []
     for repeat in range(repeats):
         work = (engine.step, bare.step) if repeat % 2 else (bare.step, engine.step)
-        spent = {each: _timed(each) for each in work}
+        spent = {each: timed(each) for each in work}
         seconds.append((spent[engine.step], spent[bare.step]))
     for name in names:
         engine.abort(name)
@@ -308,12 +309,6 @@ class BareForward:
         ).last_hidden_state
         self._head(hidden[:, -1]).argmax(-1)
         self._position += length
-
-
-def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def memory_rows(counts: Sequence[int]) -> list[Row]:

@@ -22,7 +22,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +36,7 @@ from epd.encoders.adapter import Adapter
 from epd.encoders.groups import prompt_identity
 from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
+from epd.profiles.measuring import timed
 from epd.sampling_params import SamplingParams
 from epd.stages.decoder.layers import GatedMlp, head_of, layers_of
 from epd.stages.engine.engine import LanguageEngine
@@ -161,7 +161,7 @@ def _row(
     spent: dict[str, list[float]] = {name: [] for name in work}
     for repeat in range(repeats):
         for name in sorted(work, reverse=bool(repeat % 2)):
-            spent[name].append(_timed(work[name]))
+            spent[name].append(timed(work[name]))
     for each in decodings.values():
         each.end()
     row = {
@@ -176,12 +176,6 @@ def _row(
     }
     print(row, file=sys.stderr)
     return row
-
-
-def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def plot(sections: Sequence[str]) -> None:

@@ -19,8 +19,8 @@ from epd.profiles.host import WAYS, HostCosts
 from epd.profiles.profile import Profile
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.deployment import Deployment
+from epd.simulate.placement import kept_job
 from epd.simulate.requests import JobMaker
-from epd.simulate.retention import kept_job
 from epd.simulate.simulation import Simulation
 from epd.topology import parse_topology
 from epd.types import Float64Array

@@ -32,7 +32,13 @@ from epd.encoders.device import CPU, device_of
 from epd.encoders.families.base import BaseAdapter
 from epd.encoders.families.measured_units import frames_per_unit
 from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
-from epd.encoders.sampling import DEFAULT_FPS, check_wanted, select_frames, source_metadata
+from epd.encoders.sampling import (
+    DEFAULT_FPS,
+    check_wanted,
+    select_frames,
+    shown_metadata,
+    source_metadata,
+)
 from epd.errors import MediaLimitError, UnsupportedMediaError, UnsupportedModelError
 from epd.frame_sampling import FrameSampling
 from epd.pixel_limits import OWN_LIMITS, PixelLimits, refuse
@@ -272,7 +278,7 @@ class GenericAdapter(BaseAdapter):
         else:
             settings |= {"do_sample_frames": False, "return_metadata": True}
             outputs, texts = processor._process_videos(
-                [pixels], **settings, video_metadata=[_metadata(shown)]
+                [pixels], **settings, video_metadata=[shown_metadata(shown.indices, shown.fps)]
             )
         return outputs, texts[0]
 
@@ -339,16 +345,6 @@ def _position_rule(model: Any, config: Any) -> PositionRule | None:
 
 def _shown(plan: MediaPlan) -> _Shown:
     return _Shown(plan.kind, plan.size, plan.frame_indices, plan.source_fps)
-
-
-def _metadata(shown: _Shown) -> Any:
-    num_frames = shown.indices[-1] + 1
-    return transformers.video_utils.VideoMetadata(
-        total_num_frames=num_frames,
-        fps=shown.fps,
-        duration=num_frames / shown.fps,
-        frames_indices=list(shown.indices),
-    )
 
 
 def _num_patches(expansion: _Expansion) -> int:

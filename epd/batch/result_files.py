@@ -3,10 +3,13 @@
 A run that is killed leaves at most a torn last line, which the next run cuts off. Each line is added to the
 end with one write, so readers never see half of one. The files are locked while a run writes to them; the
 lock ends with its process.
+
+`write_table` makes one table of both: a row for each line that was answered or explained.
 """
 
 from __future__ import annotations
 
+import csv
 import errno
 import fcntl
 import json
@@ -18,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from epd.batch.lines import JSON
-from epd.batch.records import key_of, reason_of
+from epd.batch.records import answer_text, key_of, reason_of
 from epd.errors import EPDError, RequestError, StorageFullError
 
 # Bounds the loss when a machine crashes; a process that is killed loses nothing.
@@ -181,3 +184,40 @@ def _record(text: bytes, name: str) -> JSON:
     if not isinstance(record, dict):
         raise RequestError(f"'{name}' holds {text[:60]!r}, which is not a result; name another file")
     return record
+
+
+_COLUMNS = (
+    "id", "media", "question", "answer", "finish_reason", "expected", "is_right", "prompt_tokens",
+    "completion_tokens", "line", "error", "message",
+)  # fmt: skip
+
+
+def write_table(table: Path, results: Path) -> None:
+    """Writes the table of the results of a run, and of its failures. A reader never sees half of it."""
+    beside = table.with_name(f".{table.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(map(_row, _records(results)))
+        writer.writerows(map(_row, _records(errors_path(results))))
+    beside.replace(table)
+
+
+def _records(path: Path) -> Iterator[JSON]:
+    with path.open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
+def _row(record: JSON) -> JSON:
+    """Returns the cells of a record of either form."""
+    row = {**record, "media": "; ".join(record.get("media", ()))}
+    if "custom_id" in record:
+        row["id"] = record["custom_id"]
+        completion = (record["response"] or {}).get("body") or {}
+        if record["error"] is None:
+            row |= {"answer": answer_text(completion), "usage": completion.get("usage")}
+            row["finish_reason"] = completion["choices"][0]["finish_reason"]
+    row |= row.get("usage") or {}
+    if record.get("error"):
+        row["error"], row["message"] = reason_of(record)
+    return row

@@ -1,9 +1,12 @@
-"""Samples how busy each stage is, in few samples however long a run is."""
+"""Samples how busy each stage is, in few samples however long a run is, and plots it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from epd.picture import picture
 
 _MAX_SAMPLES = 512
 
@@ -60,3 +63,19 @@ def _shares(before: Sample, after: Sample) -> dict[str, float]:
     if span_s <= 0:
         return {}
     return {name: (busy_s - before.busy_s.get(name, 0.0)) / span_s for name, busy_s in after.busy_s.items()}
+
+
+def plot_utilisation(utilisation: Utilisation, path: Path) -> None:
+    """Draws a line for each stage: the share of each stretch of time that it worked."""
+    with picture(path, 10, 4) as figure:
+        axes = figure.subplots()
+        steps = utilisation.steps()
+        start_s = utilisation.samples[0].time_s if utilisation.samples else 0.0
+        names = list(dict.fromkeys(name for _, shares in steps for name in shares))
+        times_s = [time_s - start_s for time_s, _ in steps]
+        for name in names:
+            axes.plot(times_s, [shares.get(name, 0.0) for _, shares in steps], label=name)
+        axes.set(xlabel="s", ylabel="share of time busy", ylim=(0, 1.05))
+        axes.grid(alpha=0.3)
+        if names:
+            axes.legend()

@@ -172,11 +172,6 @@ class EncoderCacheManager:
         """Returns the holders of the entry; none for an unknown one."""
         return frozenset(self._entries[key].holders) if key in self._entries else frozenset()
 
-    def clear_idle(self) -> None:
-        """Evicts every entry without a holder."""
-        for key in list(self._idle):
-            self._evict(key)
-
     @property
     def num_free_blocks(self) -> int:
         """Returns the blocks of no entry; those of idle entries are not counted."""

@@ -1,12 +1,14 @@
-"""States the question of a buyer, requests about videos, and what a request asks of machines."""
+"""States the question of a buyer, requests about videos and their rate, and what they ask of machines."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from epd.errors import RequestError
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.requests import Job
 from epd.workload.requests import Resolution
@@ -73,3 +75,34 @@ def demands(jobs: Sequence[Job], rate_per_s: float) -> list[str]:
             f"{rate_per_s * read_s:,.1f} CPU threads read media all the time, {read_s:.3g} s for a request"
         )
     return lines
+
+
+_SECONDS = {
+    "s": 1,
+    "sec": 1,
+    "min": 60,
+    "minute": 60,
+    "h": 3600,
+    "hour": 3600,
+    "day": 86_400,
+    "month": 2_628_000,
+}
+
+
+def rate_of(text: str | float) -> float:
+    """Returns a rate per second of 20, 20/s, 20/min, 1000/h or 5000/day.
+
+    Raises RequestError for anything but a number above 0 and a unit of time.
+    """
+    number, _, unit = str(text).partition("/")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    seconds = _SECONDS.get(unit.strip() or "s")
+    if not 0 < value < math.inf or seconds is None:
+        raise RequestError(
+            f"received the rate {text!r}; allowed: a number above 0, alone for each second, or with one of "
+            f"{', '.join(f'/{name}' for name in _SECONDS)}; try 20/min"
+        )
+    return value / seconds

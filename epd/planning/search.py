@@ -20,7 +20,7 @@ from epd.errors import InfeasibleError
 from epd.planning.bounds import MeanWork, mean_work
 from epd.planning.files import is_served
 from epd.planning.goodput import MAX_LOAD, Demand, goodput, rate_bound, unloaded
-from epd.planning.space import Degrees, Settings, Space, is_colocated, mixes, reduced, resized
+from epd.planning.space import Degrees, Settings, Space, is_colocated, reduced, resized
 from epd.profiles.profile import Profile
 from epd.simulate.deployment import Deployment
 from epd.topology import Topology
@@ -111,18 +111,14 @@ class Planner:
 
     def candidates(self) -> list[Candidate]:
         """Returns the plain layouts whose weights fit, with all settings, the highest bounds first."""
-        return self._fitting(
+        return self.fitting(
             (topology, settings)
             for topology, degrees in self.space.layouts()
             for settings in self.space.settings(topology, degrees)
         )
 
-    def mixed_candidates(self) -> list[Candidate]:
-        """Returns every mix of workers of one device whose weights fit, with all settings: very many."""
-        every = mixes(self.space.num_devices)
-        return self._fitting((topology, each) for topology in every for each in self.space.settings(topology))
-
-    def _fitting(self, points: Iterable[tuple[Topology, Settings]]) -> list[Candidate]:
+    def fitting(self, points: Iterable[tuple[Topology, Settings]]) -> list[Candidate]:
+        """Returns those of the points whose weights fit, the highest bounds first."""
         found = (self._candidate(*point) for point in points if self._allows(point[0], point[1].degrees))
         return sorted(
             (each for each in found if each is not None), key=lambda each: (-each.bound, each.layout)
@@ -178,11 +174,6 @@ class Planner:
     def goodput(self, candidate: Candidate, at_least: float = 0.0, known: float | None = None) -> float:
         demand = self.demand_of(candidate)
         return goodput(self.profile, candidate.deployment, demand, at_least=at_least, known=known)
-
-    def exhaustive(self) -> Scored:
-        """Returns the best plain layout, each simulated to the end: a slow check of `search`."""
-        scored = [Scored(each, self.goodput(each)) for each in self.candidates()]
-        return max(scored, key=lambda each: each.goodput)
 
     def search(self, on_progress: OnProgress | None = None) -> SearchResult:
         """Searches the space. Raises InfeasibleError, which names the constraint, when nothing fits."""
@@ -248,7 +239,7 @@ class Planner:
         seen = {(each.layout, each.settings) for each in tried}
         while True:
             tops = sorted(best.values(), key=lambda each: -each.goodput)[:2]
-            steps = self._fitting(
+            steps = self.fitting(
                 step
                 for each in tops
                 for step in self.space.steps(each.candidate.topology, each.candidate.settings)

@@ -33,7 +33,7 @@ class Profile:
     prompt: tokens around a text
     parallel: to run a worker on several devices, None where the layers are not known
     beside: times as long that a batch and a pass of one worker take while both run; 2 is half a device each
-    core_speed: of a CPU core when all of this was measured, see `epd/profiles/speed.py`; None if not measured
+    core_speed: of a CPU core when all of this was measured, by `SpeedSampler` or `core_speed`; None if not
     """
 
     name: str

@@ -19,7 +19,6 @@ from epd.profiles.profile import Profile
 from epd.simulate.clock import EventPriority, EventQueue, ticks_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeSide, EncodeTask
-from epd.simulate.language import LanguageSide
 from epd.simulate.machine import Machine
 from epd.simulate.receiving import GroupReceiver, group_key
 from epd.simulate.requests import RequestState
@@ -157,19 +156,14 @@ class MediaFlow:
         if not self._deployment.enable_prefix_caching or not num_groups:
             return set(range(num_groups))
         self._workers[state.prefill_worker].wake()  # blocks that steps under way have evicted are gone by now
-        kv = self._language(state.prefill_worker).kv
+        kv = self._workers[state.prefill_worker].language_side.kv
         num_cached = kv.num_cached(state.identity, state.job.num_prompt_tokens - 1)
         return {group for group in range(num_groups) if state.starts[group + 1] > num_cached}
-
-    def _language(self, name: str) -> LanguageSide:
-        side = self._workers[name].language
-        assert side is not None
-        return side
 
     def _submit(self, state: RequestState) -> None:
         """Hands the request to its prefill worker."""
         state.is_added = True
-        self._language(state.prefill_worker).add(state)
+        self._workers[state.prefill_worker].language_side.add(state)
         self._workers[state.prefill_worker].wake()
 
     def deal(self, state: RequestState, groups: Sequence[int]) -> None:
@@ -241,7 +235,7 @@ class MediaFlow:
             state.media_read = max(state.media_read, state.placed)  # of caches alone nothing is read
         if state.is_added:
             self._workers[state.prefill_worker].wake()
-            self._language(state.prefill_worker).set_ready(state)
+            self._workers[state.prefill_worker].language_side.set_ready(state)
         elif not state.missing:
             self._submit(state)
 

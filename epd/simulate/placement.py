@@ -1,12 +1,20 @@
-"""Places simulated requests and switches roles, as the live policies say of simulated workers.
+"""Places requests, switches roles and sets retention as the live policies say of simulated workers.
 
 A switch follows the paper (EPD, section 3.4): offload, the worker gets nothing new and completes its work;
-migrate and onload, `switch_s`; then it takes its new roles.
+migrate and onload, `switch_s`; then it takes its new roles. No drain waits, since siblings get its work:
+
+    prompts that are not computed     to another prefill worker, from their beginning
+    room reserved for answers         to another decode worker
+    answers under way                 with their keys and values, to another decode worker
+
+A prompt's embeddings move along at no cost. Work without room at any sibling is completed here.
+
+A simulator need not know which tokens are kept: every group has its share of those that its job keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -22,13 +30,15 @@ from epd.control.elasticity import (
     WorkerSample,
 )
 from epd.control.placement import Candidates, PlacementPolicy, Step
+from epd.control.prompt_load import PromptLoadEstimator
+from epd.control.retention import RetentionConfig, RetentionController
 from epd.control.routing import Router
 from epd.errors import InfeasibleError, OverloadedError
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
 from epd.simulate.clock import EventQueue, seconds_of
 from epd.simulate.deployment import Deployment
-from epd.simulate.requests import Job, RequestState
+from epd.simulate.requests import GroupWork, Job, RequestState
 from epd.simulate.worker import SimulatedWorker
 from epd.topology import Stage
 
@@ -124,16 +134,13 @@ class SimulatedPlacer:
         """Returns the answer of the worker: whether it has room. Prompts are always taken."""
         if step == "submit" and not state.placement.is_merged:
             return True
-        prefill = self._workers[state.prefill_worker].language
-        assert prefill is not None
-        prefill.check_fits(state.job)
+        self._workers[state.prefill_worker].language_side.check_fits(state.job)
         if step == "submit" or state.job.output_tokens == 1:  # nothing to decode: no room is needed
             return True
         decoder = self._workers[state.decode_worker]
-        assert decoder.language is not None
-        decoder.language.check_fits(state.job)
+        decoder.language_side.check_fits(state.job)
         decoder.wake()  # blocks of the steps under way are taken before others
-        return decoder.language.reserve(state)
+        return decoder.language_side.reserve(state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +196,130 @@ def sample_of(worker: SimulatedWorker, since_s: float) -> WorkerSample:
         sides = worker.language.samples()
         stages |= {stage: sides[stage] for stage in sides.keys() & worker.roles}
     return WorkerSample(worker.name, worker.roles, since_s, stages, kv_usage, worker.is_switching)
+
+
+class SimulatedRetention:
+    """Sets the level when requests come, and not between them. levels: of each request, by its index."""
+
+    def __init__(self, config: RetentionConfig, num_prefillers: int) -> None:
+        self.controller = RetentionController(config)
+        self.levels: dict[int, float] = {}
+        self._estimator = PromptLoadEstimator()
+        self._num_prefillers = num_prefillers
+        self._ahead: dict[str, int] = {}  # tokens of prompts that are not computed
+
+    def reduced(self, now: int, job: Job, *, num_waiting: int, kv_usage: float) -> Job:
+        """Returns the job with its kept tokens. now: ticks."""
+        now_s = seconds_of(now)
+        load = self._estimator.load(
+            now_s,
+            self._ahead.values(),
+            num_workers=self._num_prefillers,
+            num_waiting=num_waiting,
+            kv_usage=kv_usage,
+        )
+        level = self.levels[job.index] = self.controller.look(now_s, load)
+        self._estimator.arrived(now_s, job.text_tokens, job.num_visual_tokens)
+        kept = kept_job(job, level)
+        self._ahead[str(job.index)] = kept.num_prompt_tokens
+        return kept
+
+    def first_token(self, state: RequestState) -> None:
+        placed_s, first_s = seconds_of(state.placed), seconds_of(state.first_token)
+        begun_s = seconds_of(max(state.placed, state.encoded))
+        tokens = state.job.num_prompt_tokens
+        self._estimator.first_token(first_s, state.prefill_worker, placed_s, tokens, first_s - begun_s)
+        self._ahead.pop(state.request_id, None)
+
+    def ended(self, state: RequestState) -> None:
+        self._ahead.pop(state.request_id, None)
+
+
+def kept_job(job: Job, retention: float) -> Job:
+    """Returns the job with that share of its visual tokens, rounded, with at least one in each group."""
+    groups: list[GroupWork] = []
+    num_kept = num_before = 0
+    for group in job.groups:
+        num_before += group.media.num_tokens
+        here = min(max(1, round(retention * num_before) - num_kept), group.media.num_tokens)
+        groups.append(replace(group, media=replace(group.media, num_tokens=here)))
+        num_kept += here
+    return replace(job, groups=tuple(groups))
+
+
+AfterTransfer = Callable[[int, Callable[[], None]], None]
+
+
+class Offloading:
+    """Moves requests between workers; only while the one that is left is between two passes."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        workers: Mapping[str, SimulatedWorker],
+        router: Router,
+        after_transfer: AfterTransfer,
+    ) -> None:
+        """after_transfer calls a function when that number of bytes has been sent."""
+        self._kv_bytes = profile.memory.kv_bytes_per_token
+        self._workers = workers
+        self._router = router
+        self._after_transfer = after_transfer
+
+    def move_prompts(
+        self, worker: SimulatedWorker, states: Iterable[RequestState], others: Sequence[str]
+    ) -> None:
+        """Moves prompts to the prefill workers `others`; a merged one keeps its own."""
+        for state in states:
+            is_merged = state.placement.is_merged
+            if state.prefill_worker != worker.name or state.first_token >= 0 or is_merged or not others:
+                continue
+            state.placement.move_prefill(next(self._router.prefill_order(others)))
+            if state.is_added:
+                self._to_prefill(worker, self._workers[state.prefill_worker], state)
+
+    @staticmethod
+    def _to_prefill(worker: SimulatedWorker, other: SimulatedWorker, state: RequestState) -> None:
+        worker.language_side.withdraw(state.request_id)
+        other.language_side.add(state)
+        other.wake()
+
+    def move_answers(
+        self, worker: SimulatedWorker, states: Iterable[RequestState], others: Sequence[str]
+    ) -> None:
+        """Moves answers to the decode workers `others`, as far as they have room."""
+        for state in states:
+            if state.decode_worker == worker.name != state.prefill_worker or state.adopted >= 0:
+                self._move_answer(worker, state, others)
+
+    def _move_answer(self, worker: SimulatedWorker, state: RequestState, others: Sequence[str]) -> None:
+        side, is_moving = worker.language, state.adopted >= 0
+        if state.decode_worker != worker.name or side is None:
+            return
+        num_sent = side.tokens_of(state.request_id) if is_moving else state.num_sent
+        if num_sent is None:
+            return
+        before, state.num_sent = state.num_sent, num_sent
+        order = self._router.decode_order(others)
+        name = next((each for each in order if self._has_room(each, state)), None)
+        if name is None:
+            state.num_sent = before
+            return
+        state.placement.move_decode(name)
+        if is_moving:
+            side.withdraw(state.request_id)
+            self._after_transfer(num_sent * self._kv_bytes, lambda: self._arrive(state))
+        elif state.job.output_tokens > 1:
+            side.cancel(state)
+
+    def _has_room(self, name: str, state: RequestState) -> bool:
+        if state.job.output_tokens == 1:  # nothing to decode: it is there in name only
+            return True
+        worker = self._workers[name]
+        worker.wake()
+        return worker.language_side.reserve(state)
+
+    def _arrive(self, state: RequestState) -> None:
+        worker = self._workers[state.decode_worker]
+        worker.wake()
+        worker.language_side.adopt(state)

@@ -22,14 +22,19 @@ from epd.profiles.profile import Profile
 from epd.simulate.clock import EventPriority, EventQueue, seconds_of, ticks_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeTask
-from epd.simulate.language import LanguageSide, PassResult
+from epd.simulate.language import PassResult
 from epd.simulate.machine import Machine, OwnDevices, SharedCores
 from epd.simulate.media_flow import MediaFlow
-from epd.simulate.offloading import Offloading
-from epd.simulate.placement import Elasticity, RoleSwitching, SimulatedPlacer, sample_of
+from epd.simulate.placement import (
+    Elasticity,
+    Offloading,
+    RoleSwitching,
+    SimulatedPlacer,
+    SimulatedRetention,
+    sample_of,
+)
 from epd.simulate.records import RecordTable, SimulationResult, WorkSpan
 from epd.simulate.requests import Job, RequestState, identity_of
-from epd.simulate.retention import SimulatedRetention
 from epd.simulate.worker import SimulatedWorker
 from epd.topology import Stage, role_letters
 
@@ -142,7 +147,7 @@ class Simulation:
         """Returns the job with the tokens that the load allows."""
         if self._retention is None:
             return job
-        prefillers = [self._language(name) for name in self._candidates.taking("prefill")]
+        prefillers = [self._workers[name].language_side for name in self._candidates.taking("prefill")]
         usage = max((side.kv.usage for side in prefillers), default=0.0)
         waiting = self._placer.num_waiting
         return self._retention.reduced(self.events.now, job, num_waiting=waiting, kv_usage=usage)
@@ -172,11 +177,6 @@ class Simulation:
     def _begin(self, state: RequestState) -> None:
         self._placed[state.request_id] = state
         self._media.begin(state)
-
-    def _language(self, name: str) -> LanguageSide:
-        side = self._workers[name].language
-        assert side is not None
-        return side
 
     def _encoded(self, worker: SimulatedWorker, tasks: list[EncodeTask]) -> None:
         self._media.encoded(worker, tasks)
@@ -208,7 +208,7 @@ class Simulation:
         if state.decode_worker == worker.name:
             return
         if state.job.output_tokens == 1:
-            self._language(worker.name).release(state.request_id)
+            self._workers[worker.name].language_side.release(state.request_id)
             self._end(state)
             return
         tokens = state.job.num_prompt_tokens
@@ -220,11 +220,11 @@ class Simulation:
 
     def _handed_over(self, prefill: SimulatedWorker, state: RequestState) -> None:
         state.adopted = self.events.now
-        self._language(prefill.name).release(state.request_id)
+        self._workers[prefill.name].language_side.release(state.request_id)
         prefill.wake()
         decode = self._workers[state.decode_worker]
         decode.wake()
-        self._language(decode.name).adopt(state)
+        self._workers[decode.name].language_side.adopt(state)
 
     # Roles
 

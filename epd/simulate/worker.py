@@ -104,6 +104,12 @@ class SimulatedWorker:
             )
 
     @property
+    def language_side(self) -> LanguageSide:
+        """Returns the side of a worker that prefills or decodes, for those who know that it does."""
+        assert self.language is not None
+        return self.language
+
+    @property
     def is_busy(self) -> bool:
         """Returns whether a turn is under way. A batch beside the passes is in no turn."""
         return self._passing.task is not None or (self._encoding.task is not None and not self._is_beside)
@@ -197,10 +203,9 @@ class SimulatedWorker:
         self.wake()
 
     def _end_pass(self) -> None:
-        assert self.language is not None
         self.last_ticks = self._end(self._passing)
         self._was_encoding = False
-        self._on_passed(self, self.language.end())
+        self._on_passed(self, self.language_side.end())
         self.wake()
 
     def _end(self, lane: _Lane) -> int:

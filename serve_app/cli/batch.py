@@ -19,13 +19,11 @@ from epd.batch.folder import TABLE_SUFFIX, is_lines, read_questions, write_lines
 from epd.batch.http_backend import HttpBackend
 from epd.batch.line_index import LineIndex
 from epd.batch.lines import LineDefaults
-from epd.batch.plot import plot_utilisation
 from epd.batch.progress import StatusFile, batch_bar
-from epd.batch.result_files import errors_path
+from epd.batch.result_files import errors_path, write_table
 from epd.batch.summary import Summary
-from epd.batch.table import write_table
 from epd.batch.tasks import Backend
-from epd.batch.utilisation import Utilisation
+from epd.batch.utilisation import Utilisation, plot_utilisation
 from epd.control.request_budget import RequestLimits
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError

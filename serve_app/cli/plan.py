@@ -1,4 +1,4 @@
-"""The command `epd plan`."""
+"""The command `epd plan`, which prints plans, and answers that compare fleets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self, get_args
 
 import yaml  # type: ignore[import-untyped]  # its stubs are another package
+from rich.table import Table
 
 from epd import console
 from epd.console import note
@@ -15,11 +16,12 @@ from epd.errors import InfeasibleError, RequestError
 from epd.kv.drafting import DEFAULT_MAX_DRAFT
 from epd.planning.asked import DEFAULT_PROFILE
 from epd.planning.asked import plan as planned
-from epd.planning.offers import Fleet, Objective, Offer, Wanted, compare
+from epd.planning.offers import EXPECTED_ERROR, Fleet, Objective, Offer, Wanted, compare
 from epd.planning.plan import Plan
 from epd.planning.question import Films
-from epd.planning.report import Answer, page
+from epd.planning.report import Answer, page, shown_price
 from epd.profiles.accelerators import CATALOGUE, Devices, load_devices
+from epd.serve_app.cli.flags import with_options_of
 from epd.serve_app.cli.options import (
     CpuThreads,
     DraftAcceptance,
@@ -41,7 +43,6 @@ from epd.serve_app.cli.options import (
     Trace,
     Workload,
 )
-from epd.serve_app.cli.plan_answers import print_answer, print_plan
 from epd.serve_app.cli.plan_options import (
     AnswerTokens,
     Attainment,
@@ -137,6 +138,29 @@ class _Asked:
         return replace(self, films=replace(self.films, **{field: number}))
 
 
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """Declares the options that `epd.planning.asked.plan` takes as they are."""
+
+    workload: Workload = None
+    trace: Trace = None
+    repeat_rate: RepeatRate = None
+    repeat_skew: RepeatSkew = None
+    questions_per_media: QuestionsPerMedia = None
+    slo_ttft_s: SloTtft = None
+    slo_tpot_s: SloTpot = None
+    attainment: Attainment = 0.9
+    min_retention: MinRetention = 1.0
+    max_tensor_parallel: MaxDegree = 1
+    cpu_threads: CpuThreads = None
+    encode_beside: EncodesBeside = True
+    group_tokens: GroupTokens = None
+    draft_acceptance: DraftAcceptance = 0.0
+    max_draft: MaxDraft = DEFAULT_MAX_DRAFT
+    seed: Seed = 0
+
+
+@with_options_of(_Options)
 def plan(
     gpus: Gpus = 8,
     profile: Profile = DEFAULT_PROFILE,
@@ -154,26 +178,11 @@ def plan(
     frames: Frames = None,
     max_visual_tokens: MaxVisualTokens = None,
     what_if: WhatIf = None,
-    workload: Workload = None,
-    trace: Trace = None,
-    repeat_rate: RepeatRate = None,
-    repeat_skew: RepeatSkew = None,
-    questions_per_media: QuestionsPerMedia = None,
-    slo_ttft_s: SloTtft = None,
-    slo_tpot_s: SloTpot = None,
-    attainment: Attainment = 0.9,
     min_rate: MinRate = None,
-    min_retention: MinRetention = 1.0,
-    max_tensor_parallel: MaxDegree = 1,
-    cpu_threads: CpuThreads = None,
-    encode_beside: EncodesBeside = True,
-    group_tokens: GroupTokens = None,
-    draft_acceptance: DraftAcceptance = 0.0,
-    max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
-    seed: Seed = 0,
     out: Out = None,
     report: Report = None,
     as_json: IsJson = False,
+    **options: Any,
 ) -> None:
     """Search for the devices and the topology of your traffic.
 
@@ -183,30 +192,13 @@ def plan(
     that is kept up with. With --fleet or --budget it compares devices. When nothing serves what is asked it
     names what limits it, and exits with code 3. --out writes a plan for epd serve --plan.
     """
-    if videos_per_minute is not None and (workload is not None or trace is not None):
+    if videos_per_minute is not None and (options["workload"], options["trace"]) != (None, None):
         raise RequestError("received --videos-per-minute and a workload or a trace; give one of the two")
     if fps is not None and frames is not None:
         raise RequestError(f"received --fps {fps:g} and --frames {frames}; give one of the two")
     films = videos_per_minute and Films(videos_per_minute, minutes, video_size, video_fps, answer_tokens)
     asked = _Asked(
-        {
-            "workload": workload,
-            "trace": trace,
-            "repeat_rate": repeat_rate,
-            "repeat_skew": repeat_skew,
-            "questions_per_media": questions_per_media,
-            "slo_ttft_s": slo_ttft_s,
-            "slo_tpot_s": slo_tpot_s,
-            "attainment": attainment,
-            "min_retention": min_retention,
-            "max_tensor_parallel": max_tensor_parallel,
-            "cpu_threads": cpu_threads,
-            "encode_beside": encode_beside,
-            "group_tokens": group_tokens,
-            "draft_acceptance": draft_acceptance,
-            "max_draft": max_draft,
-            "seed": seed,
-        },
+        options,
         VideoWishes(fps, frames, max_visual_tokens),
         films or None,
         min_rate,
@@ -275,3 +267,81 @@ def _write(out: Path | None, plans: Sequence[Plan]) -> None:
     for plan in plans:
         path = out if len(plans) == 1 else out.with_stem(f"{out.stem}-{plan.profile.device}")
         path.write_text(yaml.safe_dump(plan.record(), sort_keys=False), encoding="utf-8")
+
+
+def print_plan(found: Plan) -> None:
+    """Prints a plan, then its assumptions."""
+    out, winner = console.stdout_console(), found.winner
+    cells = f" ({', '.join(map(str, found.cells))})" if len(found.cells) > 1 or found.num_cells > 1 else ""
+    out.print(f"run {found.topology}{cells}: {winner.candidate.settings}")
+    kept = "that are kept up with" if found.demand.slo.is_empty else "within the objectives"
+    out.print(f"  {found.goodput:.3g} requests/s {kept}, {found.per_device:.3g} per device")
+    if found.cost_per_thousand is not None:
+        price = shown_price(found.profile.price_per_hour, found.profile.currency)
+        cost = shown_price(found.cost_per_thousand, found.profile.currency)
+        out.print(f"  {cost} per thousand requests, at {price} per device and hour")
+    binding = found.binding
+    out.print(f"  busiest: {binding.what}, {binding.load(winner.goodput):.0%}; for more, {binding.cure}")
+    for worker in found.memory:
+        out.print(f"  memory of {worker}")
+    out.print(found.verdict + (f"; {found.turns}" if found.turns else ""))
+    _print_others(found)
+    out.print(
+        f"{found.search.num_candidates} candidates, {found.search.num_simulated} simulated; assumptions:"
+    )
+    for line in (*found.assumptions, EXPECTED_ERROR):
+        out.print(f"  {line}")
+
+
+def _print_others(found: Plan) -> None:
+    """Prints the runners-up, plain replicas and goodput by number of encoders."""
+    out, search = console.stdout_console(), found.search
+    if search.runner_up is not None:
+        loser = search.runner_up
+        out.print(f"second: {loser.candidate.layout} with {loser.goodput:.3g} requests/s; {found.reason}")
+    names = ("third", "fourth")
+    for name, each in zip(names, search.others, strict=False):
+        out.print(f"{name}: {each.candidate.layout} with {each.goodput:.3g} requests/s")
+    if search.replicas is not None:
+        num = winner_devices(found)
+        out.print(f"plain: {num} x 1epd with {num * search.replicas.goodput:.3g} requests/s")
+    if search.encoder_scaling:
+        steps = ", ".join(f"{count}: {value:.3g}" for count, value in search.encoder_scaling)
+        out.print(f"requests/s by number of encoders, all else equal: {steps}")
+
+
+def winner_devices(found: Plan) -> int:
+    """Returns the devices of the winner's cell, which runners-up have too."""
+    return found.winner.candidate.num_devices
+
+
+def print_answer(answer: Answer) -> None:
+    """Prints the question, the fleets in their order, and the plan of the best."""
+    out = console.stdout_console()
+    out.print(f"{answer.model}: {answer.question}")
+    for line in answer.demands:
+        out.print(f"  {line}")
+    table = Table("fleet", "layout", box=None, pad_edge=False)
+    for name in ("requests/min", "asked", "price/h", "per thousand", "kW"):
+        table.add_column(name, justify="right")
+    for offer in answer.offers:
+        table.add_row(*_row(offer, answer))
+    out.print(table)
+    for offer in answer.offers:
+        if offer.reason:
+            out.print(f"{offer.name}: {offer.reason}")
+    out.print(answer.conclusion)
+    for line in answer.what_if_lines:
+        out.print(f"  {line}")
+    for plan in answer.best.plans:
+        print_plan(plan)
+
+
+def _row(offer: Offer, answer: Answer) -> tuple[str, ...]:
+    if not offer.plans:
+        return offer.name, "none", "", "no", "", "", ""
+    asked = "" if answer.rate_per_s is None else "yes" if offer.serves(answer.rate_per_s) else "no"
+    power = "" if offer.power_kw is None else f"{offer.power_kw:.3g}"
+    cost = shown_price(offer.cost_per_thousand, offer.currency)
+    price = shown_price(offer.price_per_hour, offer.currency)
+    return offer.name, offer.layout, f"{60 * offer.goodput:.3g}", asked, price, cost, power

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from epd.planning.question import rate_of
 from epd.serve_app.cli.options import _output
-from epd.workload.rates import rate_of
 
 _ASKED, _FLEETS = "What is asked", "Devices to choose from"
 

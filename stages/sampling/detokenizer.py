@@ -245,11 +245,6 @@ class TextStream:
         self._checker = StopChecker(stop, include_stop=params.include_stop_str_in_output)
 
     @property
-    def stop_string(self) -> str | None:
-        """Returns the stop string that ended the text."""
-        return self._checker.matched
-
-    @property
     def is_stopped(self) -> bool:
         return self._checker.matched is not None
 

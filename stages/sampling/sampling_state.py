@@ -140,21 +140,18 @@ class SamplingState:
         prompt_ids: Int64Array,
         output_ids: Iterable[int] = (),
         *,
-        eos_ids: frozenset[int] = frozenset(),
-        ending_ids: frozenset[int] | None = None,
+        ending_ids: frozenset[int] = frozenset(),
         matcher: Matcher | None = None,
         bad_words: BadWords | None = None,
     ) -> None:
         """Creates a state. seed: as resolved for this sequence, whatever params say. prompt_ids: int64 [T].
 
-        output_ids: what has been generated before. eos_ids: the checkpoint's end tokens.
-        ending_ids: all that end the answer, where the caller has them already.
+        output_ids: what has been generated before. ending_ids: all that end the answer.
         """
         self.params = params
         self.seed = seed
         self.matcher = matcher
         self.num_generated = 0
-        ending_ids = params.ending_ids(eos_ids) if ending_ids is None else ending_ids
         self.ending_ids = ending_ids if params.min_tokens else frozenset()
         is_changed = params.has_penalties or bool(params.logit_bias) or matcher is not None
         is_likeliest = params.is_greedy and not is_changed and bad_words is None

@@ -1,4 +1,7 @@
-"""A line that is no request fails alone; a file that holds no lines is named for what it is."""
+"""A line that is no request fails alone; a file that holds no lines is named for what it is.
+
+Modules: `epd/batch/line_files.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run answers or explains every line once, however often it is stopped."""
+"""A run answers or explains every line once, however often it is stopped.
+
+Modules: `epd/batch/summary.py`, `epd/batch/tasks.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Lines are grouped by the content of their media, in one pass that holds none of them."""
+"""Lines are grouped by the content of their media, in one pass that holds none of them.
+
+Modules: `epd/batch/media_names.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Results are whole lines, written once, whatever a killed run left behind."""
+"""Results are whole lines, written once, whatever a killed run left behind.
+
+Modules: `epd/batch/records.py`.
+"""
 
 from __future__ import annotations
 

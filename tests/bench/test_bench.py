@@ -1,4 +1,7 @@
-"""Rounds against servers of known delays: measured right, sent on time, in turns, fresh."""
+"""Rounds against servers of known delays: measured right, sent on time, in turns, fresh.
+
+Modules: `epd/bench/media.py`, `epd/bench/report.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One request at a time: what is measured, and what every failure is called."""
+"""One request at a time: what is measured, and what every failure is called.
+
+Modules: `epd/bench/body.py`.
+"""
 
 from __future__ import annotations
 

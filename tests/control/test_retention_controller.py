@@ -1,4 +1,7 @@
-"""The level of retention: what lowers it, what raises it again, and how often it can change at all."""
+"""The level of retention: what lowers it, what raises it again, and how often it can change at all.
+
+Modules: `epd/control/retention.py`.
+"""
 
 from __future__ import annotations
 

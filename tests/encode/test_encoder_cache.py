@@ -85,15 +85,6 @@ def test_a_holder_cannot_hold_twice() -> None:
         cache.acquire(A, "reader")
 
 
-def test_idle_entries_can_be_cleared() -> None:
-    cache = filled(EncoderCacheManager(3, 2), A, B)
-    cache.acquire(B, "reader")
-    cache.clear_idle()
-    assert A not in cache
-    assert B in cache
-    cache.check_integrity()
-
-
 @pytest.mark.parametrize("damage", ["lose", "share", "idle"])
 def test_check_integrity_sees_damage(damage: str) -> None:
     cache = filled(EncoderCacheManager(3, 2), A, B)

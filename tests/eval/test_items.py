@@ -1,4 +1,7 @@
-"""How questions are put, how answers are judged, and which videos a seed draws."""
+"""How questions are put, how answers are judged, and which videos a seed draws.
+
+Modules: `epd/eval/demo.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Verdicts survive a kill, and rows say of them what counting by hand does."""
+"""Verdicts survive a kill, and rows say of them what counting by hand does.
+
+Modules: `epd/eval/plan.py`, `epd/eval/report.py`, `epd/eval/rows.py`.
+"""
 
 from __future__ import annotations
 

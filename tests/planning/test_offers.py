@@ -1,4 +1,7 @@
-"""Fleets compared for a buyer: sizes, ranks, budgets, mixes, what-ifs, the page, and what is refused."""
+"""Fleets compared for a buyer: sizes, ranks, budgets, mixes, what-ifs, the page, and what is refused.
+
+Modules: `epd/planning/asked.py`, `epd/planning/question.py`, `epd/planning/report.py`.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,9 @@ from epd.planning.asked import plan as planned
 from epd.planning.files import load_plan
 from epd.planning.offers import EXPECTED_ERROR, Fleet, FleetPart, Offer, Wanted, compare
 from epd.planning.plan import Plan
-from epd.planning.question import Films
+from epd.planning.question import Films, rate_of
 from epd.planning.report import Answer, page
 from epd.serve_app.cli.program import app
-from epd.workload.rates import rate_of
 from tests import ROOT
 
 PRICES = {"h100": 3.0, "l40s": 1.0, "l4": 0.7}

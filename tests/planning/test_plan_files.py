@@ -1,4 +1,7 @@
-"""From `epd plan --out plan.yaml` to the arguments of `epd serve --plan plan.yaml`; nothing is started."""
+"""From `epd plan --out plan.yaml` to the arguments of `epd serve --plan plan.yaml`; nothing is started.
+
+Modules: `epd/planning/files.py`.
+"""
 
 from __future__ import annotations
 

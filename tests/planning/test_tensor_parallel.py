@@ -1,4 +1,7 @@
-"""Workers on several devices: what they cost, what they hold, and when a plan takes them."""
+"""Workers on several devices: what they cost, what they hold, and when a plan takes them.
+
+Modules: `epd/profiles/parallel.py`.
+"""
 
 from __future__ import annotations
 

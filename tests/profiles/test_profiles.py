@@ -1,4 +1,7 @@
-"""Profiles: the cost formula, its fit, JSON, and what is computed for devices that are not at hand."""
+"""Profiles: the cost formula, its fit, JSON, and what is computed for devices that are not at hand.
+
+Modules: `epd/profiles/cost.py`, `epd/profiles/files.py`, `epd/profiles/media.py`, `epd/profiles/profile.py`.
+"""
 
 from __future__ import annotations
 

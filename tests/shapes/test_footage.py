@@ -1,4 +1,7 @@
-"""However a scene is filmed, looking at the frames finds its truth; filmed plainly, not a bit changes."""
+"""However a scene is filmed, looking at the frames finds its truth; filmed plainly, not a bit changes.
+
+Modules: `epd/shapes/draw.py`.
+"""
 
 from __future__ import annotations
 

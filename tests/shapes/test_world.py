@@ -1,4 +1,7 @@
-"""The shapes world keeps its promises: objects never collide, answers follow from what is on screen."""
+"""The shapes world keeps its promises: objects never collide, answers follow from what is on screen.
+
+Modules: `epd/shapes/questions.py`.
+"""
 
 from __future__ import annotations
 

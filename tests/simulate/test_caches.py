@@ -1,4 +1,7 @@
-"""Media that come again: what the caches of encoders and receivers save, by the live classes."""
+"""Media that come again: what the caches of encoders and receivers save, by the live classes.
+
+Modules: `epd/simulate/receiving.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Role switching in the simulator: the paper's load, loads that come and go, switches that fail."""
+"""Role switching in the simulator: the paper's load, loads that come and go, switches that fail.
+
+Modules: `epd/simulate/work_done.py`.
+"""
 
 from __future__ import annotations
 

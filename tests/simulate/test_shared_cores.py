@@ -1,4 +1,7 @@
-"""Workers that share the cores of one machine, and what the application costs there."""
+"""Workers that share the cores of one machine, and what the application costs there.
+
+Modules: `epd/profiles/host.py`, `epd/profiles/measuring.py`, `epd/simulate/machine.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from epd.planning.goodput import Demand, goodput, rate_bound
 from epd.profiles import HostCosts, Overhead, Profile, PromptRule, analytic_profile
 from epd.profiles.cost import StageCost
 from epd.profiles.files import dump_profile, parse_profile
-from epd.profiles.speed import SpeedSampler, core_speed
+from epd.profiles.measuring import SpeedSampler, core_speed
 from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
 from epd.simulate.clock import EventPriority, EventQueue, ticks_of
 from epd.simulate.machine import SharedCores

@@ -13,8 +13,8 @@ from epd.profiles import Profile, StageCost, analytic_profile
 from epd.profiles.media import MediaWork
 from epd.simulate import Deployment, Job, Simulation, SimulationResult
 from epd.simulate.clock import ticks_of
+from epd.simulate.placement import SimulatedRetention, kept_job
 from epd.simulate.requests import GroupWork
-from epd.simulate.retention import SimulatedRetention, kept_job
 from epd.topology import parse_topology
 from epd.workload.metrics import SLO
 

@@ -1,4 +1,8 @@
-"""The simulator: order of events, exact fast path, conservation, and stories of single requests."""
+"""The simulator: order of events, exact fast path, conservation, and stories of single requests.
+
+Modules: `epd/simulate/clock.py`, `epd/simulate/deployment.py`, `epd/simulate/encoding.py`,
+`epd/simulate/language.py`, `epd/simulate/media_flow.py`, `epd/simulate/records.py`, `epd/simulate/worker.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Transfers told as stories: what is late, lost, unwanted or in another process."""
+"""Transfers told as stories: what is late, lost, unwanted or in another process.
+
+Modules: `epd/transfer/connectors.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a source is, by its content; what is wrong with it, by its error."""
+"""What a source is, by its content; what is wrong with it, by its error.
+
+Modules: `video/containers/info.py`, `video/decoding/pixels.py`, `video/sources/source.py`.
+"""
 
 from __future__ import annotations
 
@@ -138,17 +141,18 @@ def test_probe_names_what_the_container_says(clip: Clip) -> None:
     info = video.probe(clip("h264_b.mp4"))
     assert (info.codec, info.width, info.height, info.fps, info.num_frames) == ("h264", 128, 96, 30.0, 60)
     assert info.duration_s == 2.0
-    assert info.keyframe_times_s_from_index is not None
-    assert len(info.keyframe_times_s_from_index) == 4
+    assert info.keyframe_ticks_from_index is not None
+    decoded_s = [info.seconds(tick) for tick in info.keyframe_ticks_from_index]
+    assert decoded_s == pytest.approx([each - 2 / 30 for each in (0.0, 0.5, 1.0, 1.5)])  # two frames ahead
     assert video.probe(clip("rotated_90.mp4")).width == 96
 
 
 def test_keyframes_are_listed_without_reading_the_file_and_not_at_all_where_there_is_no_index(
     clip: Clip,
 ) -> None:
-    assert len(video.probe(clip("h264.mkv")).keyframe_times_s_from_index or ()) == 4
+    assert len(video.probe(clip("h264.mkv")).keyframe_ticks_from_index or ()) == 4
     for name in ("h264.ts", "h264_fragmented.mp4"):
-        assert video.probe(clip(name)).keyframe_times_s_from_index is None
+        assert video.probe(clip(name)).keyframe_ticks_from_index is None
 
 
 def test_limits_are_checked_at_probe(clip: Clip) -> None:

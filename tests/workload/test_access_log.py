@@ -1,4 +1,7 @@
-"""Our own access log as a trace: lines as `epd.serve_app.observability.record` and the ingress write them."""
+"""Our own access log as a trace: lines as `epd.serve_app.observability.record` and the ingress write them.
+
+Modules: `epd/workload/trace_media.py`.
+"""
 
 from __future__ import annotations
 

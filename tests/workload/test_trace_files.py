@@ -1,4 +1,7 @@
-"""Traces as spreadsheets, pandas and other programs write them are read, or refused by the line."""
+"""Traces as spreadsheets, pandas and other programs write them are read, or refused by the line.
+
+Modules: `epd/workload/trace.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Workloads: spreads, mixes, repeats, seeds; presets, files and traces."""
+"""Workloads: spreads, mixes, repeats, seeds; presets, files and traces.
+
+Modules: `epd/workload/config.py`, `epd/workload/distributions.py`, `epd/workload/requests.py`.
+"""
 
 from __future__ import annotations
 

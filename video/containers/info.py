@@ -81,12 +81,6 @@ class VideoInfo:
     shown: Shown | None = None
 
     @property
-    def keyframe_times_s_from_index(self) -> tuple[float, ...] | None:
-        """The listed keyframes, seconds from the start of the video; None without a complete index."""
-        ticks = self.keyframe_ticks_from_index
-        return None if ticks is None else tuple(self.seconds(tick) for tick in ticks)
-
-    @property
     def is_without_pts(self) -> bool:
         """Whether packets do not say when they are shown: see `avi_times.py`."""
         return self.is_numbered or self.container_format in _FORMATS_OF_DECODE_TIMES

@@ -75,9 +75,14 @@ def exact_resize(pixels: UInt8Array, size: Size | None) -> UInt8Array:
     """Resizes by torchvision's antialiased bicubic on uint8; `size` is (height, width), None keeps it."""
     if size is None or pixels.shape[:2] == tuple(size):
         return pixels
-    from epd.video.decoding.resizing import resize  # torch: seconds and hundreds of megabytes
+    import torch  # seconds and hundreds of megabytes
 
-    return resize(pixels, size)
+    if not pixels.flags.writeable:  # torch warns of memory it may not write; it only reads here
+        pixels = pixels.copy()
+    image = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)  # uint8 [1, 3, H, W], channels last
+    resized = torch.nn.functional.interpolate(image, size, mode="bicubic", antialias=True)
+    result: UInt8Array = resized[0].permute(1, 2, 0).numpy()
+    return result
 
 
 def _stored_size(size: Size, matrix: DisplayMatrix | None) -> Size:

@@ -1,4 +1,7 @@
-"""What is learned of a load from arrivals and metrics alone, and what is predicted from it."""
+"""What is learned of a load from arrivals and metrics alone, and what is predicted from it.
+
+Modules: `epd/control/elasticity/cluster.py`, `epd/control/elasticity/rates.py`.
+"""
 
 from __future__ import annotations
 

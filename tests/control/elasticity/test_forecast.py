@@ -1,4 +1,7 @@
-"""What becomes of a load: against hand-computed flows, and more workers are never worse."""
+"""What becomes of a load: against hand-computed flows, and more workers are never worse.
+
+Modules: `epd/control/elasticity/history.py`.
+"""
 
 from __future__ import annotations
 

@@ -196,14 +196,13 @@ def test_what_makes_no_sense_gives_one_line(
     assert result.stdout == ""
 
 
-def test_lines_are_answered_without_ray_and_web_server(
-    lines: Path, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_lines_are_answered_without_ray_and_web_server(lines: Path, tmp_path: Path) -> None:
+    """By the embedded model, which starts without transformers."""
     program = (
         "import sys; sys.modules |= dict.fromkeys(('ray', 'fastapi', 'starlette', 'uvicorn'));"
         "from epd.serve_app.cli.program import main; main()"
     )
-    options = ["--model", str(checkpoints["qwen2_5_vl"]), "--max-tokens", "2", "--num-kv-tokens", "4096"]
+    options = ["--max-tokens", "2", "--num-kv-tokens", "4096"]
     command = [sys.executable, "-c", program, "batch", str(lines), str(tmp_path / "out.jsonl"), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1, done.stderr

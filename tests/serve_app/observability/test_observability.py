@@ -1,4 +1,8 @@
-"""Health, status, metrics and the log: what operators see, and what nobody may see."""
+"""Health, status, metrics and the log: what operators see, and what nobody may see.
+
+Modules: `serve_app/observability/logs.py`, `serve_app/observability/metrics.py`,
+`serve_app/observability/record.py`.
+"""
 
 from __future__ import annotations
 

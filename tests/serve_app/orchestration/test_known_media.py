@@ -1,4 +1,7 @@
-"""What was learnt of a medium is kept by its content: nobody opens it again to plan a second question."""
+"""What was learnt of a medium is kept by its content: nobody opens it again to plan a second question.
+
+Modules: `epd/control/recent.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Formats are built in a bounded process: hostile ones are refused in seconds, and nothing else stops."""
+"""Formats are built in a bounded process: hostile ones are refused in seconds, and nothing else stops.
+
+Modules: `stages/grammar/child.py`, `stages/grammar/formats.py`, `stages/grammar/limits.py`.
+"""
 
 from __future__ import annotations
 

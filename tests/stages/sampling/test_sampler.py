@@ -62,7 +62,8 @@ def random_logits(seed: int, rows: int, spread: float = 3.0, *, ties: bool = Fal
 
 
 def state(params: SamplingParams, seed: int = 0, output: tuple[int, ...] = ()) -> SamplingState:
-    return SamplingState(params, seed, PROMPT, output, eos_ids=frozenset([0, VOCAB - 1]))
+    ending_ids = params.ending_ids(frozenset([0, VOCAB - 1]))
+    return SamplingState(params, seed, PROMPT, output, ending_ids=ending_ids)
 
 
 def rows_of(params: SamplingParams, seeds: range) -> list[SamplingRow]:
@@ -313,7 +314,8 @@ def test_biased_tokens_are_those_of_biased_logits(params: SamplingParams) -> Non
 def test_an_answer_does_not_end_before_min_tokens() -> None:
     params = SamplingParams(min_tokens=2, stop_token_ids=(2, 10**9))
     logits = torch.tensor([[3.0, 1.0, 2.0, 0.0]])
-    sequence = SamplingState(params, 0, np.array([1]), eos_ids=frozenset([0]))
+    ending_ids = params.ending_ids(frozenset([0]))
+    sequence = SamplingState(params, 0, np.array([1]), ending_ids=ending_ids)
     assert sample(logits.expand(2, -1), [SamplingRow(sequence), SamplingRow(sequence, (1, 1))]) == [
         SampledToken(1),
         SampledToken(0),
@@ -321,7 +323,8 @@ def test_an_answer_does_not_end_before_min_tokens() -> None:
     for _ in range(2):
         sequence.append(1)
     assert sample(logits, [SamplingRow(sequence)]) == [SampledToken(0)]
-    ignoring = SamplingState(replace(params, ignore_eos=True), 0, np.array([1]), eos_ids=frozenset([0]))
+    params = replace(params, ignore_eos=True)
+    ignoring = SamplingState(params, 0, np.array([1]), ending_ids=params.ending_ids(frozenset([0])))
     assert sample(logits, [SamplingRow(ignoring)]) == [SampledToken(0)]
 
 

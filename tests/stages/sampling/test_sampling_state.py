@@ -36,9 +36,9 @@ def test_a_token_completes_a_word_where_the_others_stand_before_it(
 def state(words: Sequence[Sequence[int]], output: Sequence[int] = (), **options: object) -> SamplingState:
     matcher = options.pop("matcher", None)
     params = SamplingParams(**options)  # type: ignore[arg-type]
-    eos_ids = frozenset([5])
+    ids = params.ending_ids(frozenset([5]))
     return SamplingState(
-        params, 0, np.array([1, 2]), output, eos_ids=eos_ids, matcher=matcher, bad_words=BadWords(words)  # type: ignore[arg-type]
+        params, 0, np.array([1, 2]), output, ending_ids=ids, matcher=matcher, bad_words=BadWords(words)  # type: ignore[arg-type]
     )  # fmt: skip
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from epd.video.children.process import ChildServer
-from epd.video.children.syscall_filter import filter_program
-from epd.video.children.walls import LANDLOCK, NETWORK, REQUIRED_WALLS, SECCOMP
+from epd.video.children.walls import LANDLOCK, NETWORK, REQUIRED_WALLS, SECCOMP, filter_program
 
 MODES = ["as it is", "without namespaces", "user", "user without namespaces"]
 

@@ -1,4 +1,7 @@
-"""Animated pictures as videos: every frame as its format means it, at its true time, once. Within limits."""
+"""Animated pictures as videos: every frame as its format means it, at its true time, once. Within limits.
+
+Modules: `video/containers/animated_files.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a picture means in RGB: transparency on white, deep samples rescaled. Pixels are computed by hand."""
+"""What a picture means in RGB: transparency on white, deep samples rescaled. Pixels are computed by hand.
+
+Modules: `video/containers/images.py`, `video/containers/orientation.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Times that containers do not hold, or that FFmpeg guesses wrong: the number in each picture tells."""
+"""Times that containers do not hold, or that FFmpeg guesses wrong: the number in each picture tells.
+
+Modules: `video/containers/timestamps.py`.
+"""
 
 from __future__ import annotations
 

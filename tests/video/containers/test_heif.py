@@ -1,4 +1,7 @@
-"""HEIC and AVIF whole: tiles joined, alpha on white, cropped, turned and mirrored; or refused by name."""
+"""HEIC and AVIF whole: tiles joined, alpha on white, cropped, turned and mirrored; or refused by name.
+
+Modules: `video/containers/heif_boxes.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The length of a video is what is shown of it: a plain decode of the whole file is the witness.
 
 Headers say otherwise: they count what edit lists hide, what was cut off and other tracks, or say nothing.
+
+Modules: `video/containers/mp4_edits.py`, `video/containers/probe.py`, `video/containers/steady_clock.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What planning learns of a medium: the same as probing it, from one opening, within bounds for any claim."""
+"""What planning learns of a medium: the same as probing it, from one opening, within bounds for any claim.
+
+Modules: `video/containers/limits.py`, `video/containers/mp4_boxes.py`, `video/containers/mp4_claims.py`.
+"""
 
 from __future__ import annotations
 

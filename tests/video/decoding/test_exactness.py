@@ -1,4 +1,7 @@
-"""Every way of decoding equals the plain sequential loop, bit for bit."""
+"""Every way of decoding equals the plain sequential loop, bit for bit.
+
+Modules: `video/reference.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Fetching: bytes from allowed places only, within limits, whatever redirects and names do."""
+"""Fetching: bytes from allowed places only, within limits, whatever redirects and names do.
+
+Modules: `video/sources/addresses.py`, `video/sources/data_uri.py`, `video/sources/policy.py`.
+"""
 
 from __future__ import annotations
 
