@@ -15,6 +15,7 @@ from pathlib import Path
 from epd.errors import ModelError
 from epd.models.folder import check_folder, weight_files
 
+_FOLDER = "models--"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 MAIN = "main"
@@ -40,7 +41,7 @@ class HubModel:
 
     @property
     def _folder(self) -> Path:
-        return cache_folder() / f"models--{self.name.replace('/', '--')}"
+        return cache_folder() / f"{_FOLDER}{self.name.replace('/', '--')}"
 
     def cached(self) -> Path | None:
         """Returns the model's folder in the cache; None unless all of its files are there."""
@@ -69,6 +70,12 @@ def hub_model(text: str, revision: str | None = None) -> HubModel | None:
     if _NAME.fullmatch(text) is None or Path(Path(text).parts[0]).is_dir():
         return None
     return HubModel(text, revision or MAIN)
+
+
+def name_of(folder: Path) -> str:
+    """Returns the name at the hub of a model's folder in a cache; of another folder, the folder's own."""
+    above = folder.parent.parent.name
+    return above.removeprefix(_FOLDER).replace("--", "/") if above.startswith(_FOLDER) else folder.name
 
 
 def cache_folder() -> Path:

@@ -17,7 +17,7 @@ from epd import __version__
 _FORMAT = 1
 _NAME_BYTES = 16
 _DIGESTS = "models.json"
-_SUFFIXES = frozenset((".safetensors", ".bin", ".json", ".model", ".txt", ".jinja"))
+_SUFFIXES = frozenset((".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".tiktoken"))
 
 
 def namespace(facts: Mapping[str, str]) -> str:

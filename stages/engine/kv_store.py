@@ -26,6 +26,7 @@ from torch import Tensor
 from epd.engine_config import EngineConfig
 from epd.errors import UnsupportedModelError
 from epd.kv.kv_cache import KVCacheManager
+from epd.models.hub import name_of
 from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
 from epd.stages.engine.sequence import TokenSequence
 from epd.store.namespace import model_digest, namespace
@@ -246,7 +247,6 @@ def open_files(
     assert options.cache_dir is not None
     folder = options.cache_dir.expanduser()
     about = {
-        "model": model.name,
         "layouts": "; ".join(str(layout) for layout in shape.layouts),
         "block_size": str(shape.block_size),
         "model_impl": options.model_impl,
@@ -255,8 +255,8 @@ def open_files(
     }
     make_folder(folder)
     digests = {each.name: model_digest(each.path, folder) for each in options.adapters}
-    facts = {**about, **digests, "": model_digest(model, folder)}
-    return PieceFiles(folder, namespace(facts), options.cache_bytes, about)
+    name = namespace({**about, **digests, "": model_digest(model, folder)})
+    return PieceFiles(folder, name, options.cache_bytes, {"model": name_of(model), **about})
 
 
 def _is_kept(sequence: TokenSequence) -> bool:

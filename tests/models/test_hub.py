@@ -15,7 +15,7 @@ import pytest
 from epd.errors import RequestError
 from epd.models import embedded_model_path, find_model, served_name
 from epd.models.folder import INDEX
-from epd.models.hub import HubModel
+from epd.models.hub import HubModel, name_of
 from epd.serve_app.app_args import MEDIA_FIELDS, STAGE_FIELDS, AppArgs
 from tests.models.fake_hub import COMMIT, FakeHub, served_hub
 
@@ -186,3 +186,10 @@ def test_a_folder_comes_before_a_name_of_the_hub(tmp_path: Path, monkeypatch: py
         assert find_model(path) == Path(path)
     with pytest.raises(RequestError, match="received the revision 'v1' of 'shapes-vl', which is no model"):
         find_model("shapes-vl", "v1")
+
+
+def test_a_folder_of_the_cache_has_the_models_name(tmp_path: Path) -> None:
+    assert name_of(tmp_path / "models--Qwen--Qwen2.5-VL-7B-Instruct" / "snapshots" / "0a1b") == (
+        "Qwen/Qwen2.5-VL-7B-Instruct"
+    )
+    assert name_of(tmp_path / "mine") == "mine"
