@@ -309,8 +309,11 @@ class KVCacheManager:
         """Puts tokens [start, stop), which were kept elsewhere, into the prefix cache behind [0, start).
 
         start: in whole blocks. Returns the ids of the blocks, of each one by layer group, to be written at
-        once; None, and changes nothing, where there is no room, or [0, start) is not cached any more.
+        once; None, and changes nothing, where there is no room, [0, start) is not cached any more, or a model
+        keeps more of a prompt than keys and values of all tokens.
         """
+        if self.spec.keeps_states:
+            return None
         path = self._cache.match(identity, start, needs_state=False).path
         num_blocks = ceil_div(stop - start, self.block_size)
         # What it comes behind must not be evicted for it.
