@@ -46,7 +46,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("cht clip.mp4", "no such command 'cht'; did you mean chat?"),
     ("server", "no such command 'server'; did you mean serve?"),
     ("servr", "no such command 'servr'; did you mean serve?"),
-    ("bacth a.jsonl b.jsonl", "no such command 'bacth'; did you mean batch, bench?"),
+    ("bacth a.jsonl b.jsonl", "no such command 'bacth'; did you mean batch, cache, bench?"),
     ("benchmark", "no such command 'benchmark'; did you mean bench?"),
     ("bnech", "no such command 'bnech'; did you mean bench, batch?"),
     ("plans", "no such command 'plans'; did you mean plan?"),
