@@ -80,13 +80,23 @@ PROOFS = (
     _proof(
         "a", "tests/test_audio.py::test_tokens_equal_generate", product(["qwen2_audio"], ("text", "audio"))
     ),
+    _proof(
+        "b",
+        "tests/test_gemma3.py::test_tokens_equal_generate",
+        product(["gemma3"], ("text", "image", "images")),
+    ),
     _refusal(
         "n",
         "tests/test_generic_families.py::test_what_a_family_takes",
         [
-            *product(_IMAGES_ALONE, ("video", "video and image")),
+            *product(_IMAGES_ALONE & (_TRIED | _BY_ADAPTER), ("video", "video and image")),
             *product(_SEES & (_TRIED | _BY_ADAPTER), ["audio"]),
         ],
+    ),
+    _refusal(
+        "l",
+        "tests/test_gemma3.py::test_videos_and_sound_are_refused_in_one_line",
+        product(["gemma3"], ("video", "video and image", "audio")),
     ),
     _refusal(
         "m",
@@ -97,6 +107,14 @@ PROOFS = (
         "h",
         "tests/test_generic_families.py::test_handed_over_in_chunks_and_from_the_cache",
         product(("glm4v", "mistral3"), ["1e1p1d"]),
+    ),
+    _proof(
+        "c", "tests/test_gemma3.py::test_handed_over_in_chunks_and_from_the_cache", [("gemma3", "1e1p1d")]
+    ),
+    _proof(
+        "k",
+        "tests/stages/test_sliding_windows.py::test_answers_go_on_at_decode_workers_and_move_between_them",
+        [("gemma3", "several decode workers")],
     ),
     _proof(
         "d",
@@ -121,7 +139,7 @@ PROOFS = (
     _refusal(
         "w",
         "tests/test_works_with.py::test_a_refused_pair_is_refused_in_one_line",
-        [("qwen3_5", "tensor parallel")],
+        [("qwen3_5", "tensor parallel"), ("gemma3", "tensor parallel")],
     ),
 )
 

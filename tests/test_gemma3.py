@@ -67,7 +67,9 @@ def test_handed_over_in_chunks_and_from_the_cache(family: Family, media: dict[st
     assert answers == [text, text]
 
 
-def test_a_video_is_refused_in_one_line(family: Family) -> None:
+def test_videos_and_sound_are_refused_in_one_line(family: Family) -> None:
+    with pytest.raises(UnsupportedMediaError, match="hears nothing"):
+        _ = family.adapter.audio
     with pytest.raises(UnsupportedMediaError, match="a video for a gemma3 model; allowed: images and text"):
         family.adapter.plan_video(VideoFacts(6, 2.0, 90, 120), SAMPLING)
 

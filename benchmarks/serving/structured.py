@@ -38,6 +38,7 @@ from tests.colocated import ColocatedPipeline
 
 _TEMPERATURE = 1.5
 _MAX_TOKENS = 3900
+_REPORT_S = 10.0
 _IN_FLIGHT = 24
 _KV_TOKENS = 4096
 _STEPS, _WARM_STEPS, _REPEATS = 100, 30, 15
@@ -94,7 +95,7 @@ def schema_row(count: int, seed: int = 0, num_kv_tokens: int = _KV_TOKENS) -> Ro
     start_s = time.monotonic()
     with served_locally(args, address):
         found = asyncio.run(_documents(address.url, count, seed))
-        metrics = httpx.get(f"{address.url}/metrics", trust_env=False).text
+        metrics = _metrics_with(address.url, found["tokens"])
     return {
         "schemas": count,
         "valid documents": found["valid"],
@@ -104,6 +105,16 @@ def schema_row(count: int, seed: int = 0, num_kv_tokens: int = _KV_TOKENS) -> Ro
         "in flight": _IN_FLIGHT,
         "seconds": round(time.monotonic() - start_s, 1),
     }
+
+
+def _metrics_with(url: str, num_tokens: int) -> str:
+    """Returns the metrics once workers have reported so many tokens, which they do a little later."""
+    end_s = time.monotonic() + _REPORT_S
+    while True:
+        metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+        if counted_in(metrics, "epd_generated_tokens_total") >= num_tokens or time.monotonic() > end_s:
+            return metrics
+        time.sleep(0.1)
 
 
 async def _documents(url: str, count: int, seed: int) -> Counter[str]:

@@ -180,15 +180,14 @@ class ModelRunner:
         Raises RequestError for segments that do not keep or read everything, beside recurrent states and
         windows.
         """
-        packed = self.packed(segments)
         kept = "a recurrent state of all" if self.pools.states is not None else None
         kept = "a sliding window" if self.attends_both_ways else kept
-        if kept is not None and packed.segments:
+        if kept is not None and not all(segment.is_whole for segment in segments):
             raise RequestError(
                 f"received a reduction that drops tokens of some layers, where others have {kept}; allowed: "
                 "a method that chooses before the language model; use another --reduction"
             )
-        return self.run_packed(packed, visual_of(segments))
+        return self.run_packed(self.packed(segments), visual_of(segments))
 
     def run_decodes(self, segments: Sequence[Segment], token_ids: Tensor | None) -> Tensor:
         """Computes one token of each segment as `run` does.

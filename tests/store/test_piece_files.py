@@ -1,4 +1,7 @@
-"""Files of pieces: whole or not there, within their room, and those of another model are never read."""
+"""Files of pieces: whole or not there, within their room, and those of another model are never read.
+
+Modules: `epd/store/namespace.py`.
+"""
 
 from __future__ import annotations
 

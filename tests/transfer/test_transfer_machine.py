@@ -163,7 +163,8 @@ class TransferMachine(RuleBasedStateMachine):
         caches = [worker.cache for worker in (*self.encoders.values(), *self.receivers.values())]
         assert [cache.num_held for cache in caches] == [0] * len(caches)
         for cache in caches:
-            cache.clear_idle()
+            for key in cache.eviction_order():
+                cache._evict(key)
             assert cache.num_free_blocks == cache.num_blocks
 
 

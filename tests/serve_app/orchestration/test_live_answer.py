@@ -17,6 +17,8 @@ from epd.types import Usage
 
 
 class _Plan(SimpleNamespace):
+    thinks = False
+
     def usage(self, num_tokens: int) -> Usage:
         return Usage(0, 0, 2, num_tokens, 0)
 

@@ -23,7 +23,7 @@ class _Answer(LiveAnswer):
         request: Any = SimpleNamespace(request_id="q", wants_spans=False)
         sampling = SimpleNamespace(n=2, logprobs=None)
         plan: Any = SimpleNamespace(
-            plan_s=0.0, prompt=(1, 2), sampling=sampling, usage=lambda _: Usage(0, 0, 2, 0)
+            plan_s=0.0, prompt=(1, 2), sampling=sampling, usage=lambda _: Usage(0, 0, 2, 0), thinks=False
         )
         super().__init__(request, plan, Any, lambda: 1.0, Any)  # type: ignore[arg-type]
 

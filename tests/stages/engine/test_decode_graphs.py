@@ -6,7 +6,7 @@ nothing of the pass before, and the block of the rows that pad a batch is not a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,19 +53,21 @@ class Repeats:
 
 @dataclass
 class Watched:
-    """What runners did meanwhile. eager: the segments of each pass that was not replayed."""
+    """What runners did meanwhile. eager: the passes that were not replayed."""
 
-    eager: list[Sequence[Segment]] = field(default_factory=list)
+    eager: list[PackedPass] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
     runners: list[ModelRunner] = field(default_factory=list)
 
     @property
     def num_eager_decodes(self) -> int:
-        return sum(all(_is_decode(segment) for segment in segments) for segments in self.eager)
+        return sum(map(_has_decodes_alone, self.eager))
 
 
-def _is_decode(segment: Segment) -> bool:
-    return len(segment.token_ids) == 1 and segment.num_cached[0] > 0 and segment.visual is None
+def _has_decodes_alone(packed: PackedPass) -> bool:
+    batch = packed.batches[0]
+    is_each_one = bool((np.diff(batch.query_starts) == 1).all() and (batch.context_lens > 1).all())
+    return is_each_one and not len(packed.visual_rows)
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +84,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
         found.batches.append(len(packed.token_ids))
         return run(graphs, packed, token_ids)
 
-    def watching(runner: ModelRunner, packed: Any, inputs: Any, visual: Any, segments: Any) -> Tensor:
-        found.eager.append(segments)
-        return decode(runner, packed, inputs, visual, segments)
+    def watching(runner: ModelRunner, packed: PackedPass, inputs: Any, visual: Any) -> Tensor:
+        found.eager.append(packed)
+        return decode(runner, packed, inputs, visual)
 
     def building(runner: ModelRunner, *arguments: Any) -> Any:
         found.runners.append(runner)

@@ -1,4 +1,7 @@
-"""Keys and values on disk: another life of an engine computes the questions alone, with the same tokens."""
+"""Keys and values on disk: another life of an engine computes the questions alone, with the same tokens.
+
+Modules: `epd/store/pieces.py`.
+"""
 
 from __future__ import annotations
 
