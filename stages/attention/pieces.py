@@ -17,7 +17,7 @@ import threading
 from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -231,6 +231,14 @@ class UnmaskedPiece:
         return Attended(out.view(*shape, dim).transpose(0, 1), log_sums.view(shape).transpose(0, 1))
 
 
+def _by_row(query: Tensor, keys: Tensor, values: Tensor, **which: Any) -> Attended:
+    """Attends where rows attend different keys. which: of them, as the kernel has it."""
+    each_head = (-1, query.shape[2], -1, -1)
+    spread = (keys[:, None].expand(each_head), values[:, None].expand(each_head))
+    out, log_sums = _flash(query.permute(1, 2, 0, 3), *spread, **which)
+    return Attended(out.permute(2, 0, 1, 3), log_sums.permute(2, 0, 1))
+
+
 @dataclass(frozen=True, slots=True)
 class CausalPiece:
     """Lets row i attend the keys up to its own: as many keys as rows."""
@@ -240,16 +248,7 @@ class CausalPiece:
     keys: BlockSpan
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
-        keys, values = self.keys.read(keys, values)
-        each_head = (-1, query.shape[2], -1, -1)
-        out, log_sums = _flash(
-            query.permute(1, 2, 0, 3),
-            keys[:, None].expand(each_head),
-            values[:, None].expand(each_head),
-            is_causal=True,
-            scale=scale,
-        )
-        return Attended(out.permute(2, 0, 1, 3), log_sums.permute(2, 0, 1))
+        return _by_row(query, *self.keys.read(keys, values), is_causal=True, scale=scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,16 +261,8 @@ class MaskedPiece:
     mask: Tensor
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
-        keys, values = self.keys.read(keys, values)
-        each_head = (-1, query.shape[2], -1, -1)
-        out, log_sums = _flash(
-            query.permute(1, 2, 0, 3),
-            keys[:, None].expand(each_head),
-            values[:, None].expand(each_head),
-            attn_mask=self.mask.to(query.dtype),
-            scale=scale,
-        )
-        return Attended(out.permute(2, 0, 1, 3), log_sums.permute(2, 0, 1))
+        mask = self.mask.to(query.dtype)
+        return _by_row(query, *self.keys.read(keys, values), attn_mask=mask, scale=scale)
 
 
 def is_one_piece(cache: Tensor) -> bool:
