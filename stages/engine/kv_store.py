@@ -6,8 +6,8 @@
 
     step: a chunk is computed  ->  whole pieces are copied to the host  ->  a thread writes them
 
-Neither reading nor writing holds up a step. What cannot be read, or has no room, is computed as ever. No
-question is kept: a prompt's pieces end with its last visual token.
+Disks hold up no step, but a step waits for the copies of its pieces to the host. What cannot be read, or has
+no room, is computed as ever. No question is kept: a prompt's pieces end with its last visual token.
 """
 
 from __future__ import annotations
