@@ -24,7 +24,7 @@ from tests.encoders.tiny_tiles import BUILDERS
 from tests.engine_options import parted
 from tests.positions import trained_positions_in
 from tests.reference import processor_inputs
-from tests.stages.prompts import MAX_TOKENS, QUESTIONS, Prompt, prompt_of
+from tests.stages.prompts import MAX_TOKENS, QUESTIONS, Drive, Prompt, prompt_of
 from tests.tiny_models import EXPERTS, build_qwen3_5, load_reference
 
 __all__ = ["families", "family"]
@@ -62,6 +62,14 @@ class Subject:
     def mix(self, count: int) -> dict[str, Prompt]:
         """The first `count` prompts, again from the start when there are not as many."""
         return {f"r{i}": self.prompts[i % len(self.prompts)] for i in range(count)}
+
+
+def check(subject: Subject, drive: Drive, count: int) -> None:
+    """All requests of the mix get the tokens of `generate`, and nothing is left behind."""
+    prompts = subject.mix(count)
+    tokens = drive.run(prompts)
+    assert tokens == {name: prompt.expected for name, prompt in prompts.items()}
+    assert drive.engine.kv.usage == 0
 
 
 @pytest.fixture(scope="session")

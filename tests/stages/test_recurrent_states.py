@@ -16,18 +16,10 @@ from epd.stages.decoder.decoder import FusedDecoder
 from epd.stages.decoder.rank_cut import check_divisible
 from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.packed_pass import Segment
-from tests.stages.conftest import Subject
+from tests.stages.conftest import Subject, check
 from tests.stages.prompts import Drive
 from tests.stages.split_deployment import GREEDY, Deployment
 from tests.stages.test_moving import run_moving
-
-
-def check(subject: Subject, drive: Drive, count: int) -> None:
-    """All requests of the mix get the tokens of `generate`, and nothing is left behind."""
-    prompts = subject.mix(count)
-    tokens = drive.run(prompts)
-    assert tokens == {name: prompt.expected for name, prompt in prompts.items()}
-    assert drive.engine.kv.usage == 0
 
 
 @pytest.mark.parametrize(("count", "chunk"), [(1, 4096), (5, 4096), (5, 1), (16, 7), (16, 64)])

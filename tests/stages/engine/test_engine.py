@@ -9,19 +9,11 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.decoder.decoder import FusedDecoder, ModulesDecoder
 from epd.stages.engine.generation import Extent
-from tests.stages.conftest import Subject
+from tests.stages.conftest import Subject, check
 from tests.stages.prompts import Drive
 
 # transformers near 5.17 hands torch tensors to numpy in InternVL's processor, in a way that numpy 2 regrets.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
-
-
-def check(subject: Subject, drive: Drive, count: int) -> None:
-    """All requests of the mix get the tokens of `generate`, and nothing is left behind."""
-    prompts = subject.mix(count)
-    tokens = drive.run(prompts)
-    assert tokens == {name: prompt.expected for name, prompt in prompts.items()}
-    assert drive.engine.kv.usage == 0
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 4096])
