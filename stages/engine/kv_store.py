@@ -254,8 +254,8 @@ def open_files(
         **facts,
     }
     make_folder(folder)
-    digests = {each.name: model_digest(each.path, folder) for each in options.adapters}
-    name = namespace({**about, **digests, "": model_digest(model, folder)})
+    digests = {f"lora {each.name}": model_digest(each.path, folder) for each in options.adapters}
+    name = namespace({**about, **digests, "weights": model_digest(model, folder)})
     return PieceFiles(folder, name, options.cache_bytes, {"model": name_of(model), **about})
 
 

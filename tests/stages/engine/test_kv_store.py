@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from epd.encoders.groups import prompt_identity
+from epd.engine_config import EngineConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.kv_store import open_files
 from epd.store.piece_files import PieceFiles, stored
-from tests.stages.conftest import Subject
+from tests.stages.conftest import Subject, check
 from tests.stages.prompts import MAX_TOKENS, Drive
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
@@ -34,9 +36,7 @@ def life(subject: Subject, folder: Path, max_bytes: int = 1 << 30, **options: ob
 def run(subject: Subject, engine: LanguageEngine, count: int = 5, seed: int = 0) -> int:
     """Answers the mix rightly. Returns the tokens that were computed for it."""
     before = engine.counts.num_computed_tokens
-    prompts = subject.mix(count)
-    assert Drive(engine, seed).run(prompts) == {name: prompt.expected for name, prompt in prompts.items()}
-    assert engine.kv.usage == 0
+    check(subject, Drive(engine, seed), count)
     engine.close()
     return engine.counts.num_computed_tokens - before
 
@@ -175,3 +175,15 @@ def test_several_answers_share_what_is_kept(a_family: Subject, tmp_path: Path) -
     Drive(engine := life(a_family, tmp_path), 0).run(a_family.mix(5), sampling=sampling)
     engine.close()
     assert run(a_family, life(a_family, tmp_path), seed=5) <= least(a_family)
+
+
+def test_an_adapters_name_hides_no_other_fact(a_family: Subject, tmp_path: Path) -> None:
+    """One may be called as a fact is that changes what is kept."""
+    for name in ("model", "adapter"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    shape, modules = a_family.engine().pools.shape, frozenset([f"visual={tmp_path / 'adapter'}"])
+    for skip_static in (0.0, 0.5):
+        options = EngineConfig(cache_dir=tmp_path / "kept", lora_modules=modules, skip_static=skip_static)
+        open_files(tmp_path / "model", options, shape)
+    assert len(list((tmp_path / "kept").glob("*/about.json"))) == 2
