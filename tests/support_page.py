@@ -153,6 +153,14 @@ def models(columns: tuple[str, ...]) -> str:
     return head + "".join(named) + others
 
 
+def with_names(table: str) -> str:
+    """Returns a table with the checkpoints of each family, and whether an adapter of ours computes it."""
+    for name, family in FAMILIES.items():
+        by = ", native" if family.impl == "native" else ""
+        table = table.replace(f"| `{name}` |", f"| `{name}`: {family.name}{by} |")
+    return table
+
+
 def _cell(family: str, column: str) -> str:
     found = [proof for proof in PROOFS if (family, column) in proof.cells]
     marks = " ".join(f"`{proof.mark}`" for proof in found)
@@ -219,7 +227,7 @@ def _field_letters() -> str:
 def page(text: str) -> str:
     """Returns the page with its tables anew."""
     blocks = {
-        "media": models(MEDIA),
+        "media": with_names(models(MEDIA)),
         "topologies": models(TOPOLOGIES),
         "letters": letters(),
         "fields": fields() + "\n" + _field_letters(),
