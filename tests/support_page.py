@@ -182,9 +182,11 @@ FILES: Mapping[str, str] = {
 
 
 def fields() -> str:
-    """Returns the fields of all routes, those that are alike in one row."""
+    """Returns the fields that a route takes, those that are alike in one row; openapi.json has the others."""
     rows: dict[tuple[str, ...], list[str]] = {}
-    for name in sorted({name for route in ROUTES for name in route.here()}):
+    for name in sorted(
+        {name for route in ROUTES for name in route.here() if name not in route.others.refused}
+    ):
         rows.setdefault(tuple(_state(route, name) for route in ROUTES), []).append(f"`{name}`")
     lines = (f"| {', '.join(names)} | {' | '.join(states)} |\n" for states, names in sorted(rows.items()))
     head = " | ".join(f"{route}, `{file}`" for route, file in FILES.items())
