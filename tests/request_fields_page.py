@@ -109,14 +109,12 @@ class Route:
         return done | no_effect | refused
 
     def table(self) -> str:
-        """Fields that are alike in one row. Those without effect or refused as a chat's are left out."""
+        """Fields that are done or advised on, and not as a chat's, alike ones in one row."""
         chats = CHAT.here() if self is not CHAT else {}
         rows: dict[str, list[str]] = {}
         for name, here in self.here().items():
-            if here == chats.get(name) and name not in self.model.model_fields:
-                continue
-            words = "as a chat's" if here == chats.get(name) else here
-            rows.setdefault(words, []).append(f"`{name}`")
+            if here != chats.get(name) and (name in self.model.model_fields or name in self.others.advice):
+                rows.setdefault(here, []).append(f"`{name}`")
         return _HEAD + "".join(f"| {', '.join(names)} | {words} |\n" for words, names in rows.items())
 
     def put_into(self, text: str) -> str:

@@ -153,6 +153,14 @@ def models(columns: tuple[str, ...]) -> str:
     return head + "".join(named) + others
 
 
+def with_names(table: str) -> str:
+    """Returns a table with the checkpoints of each family, and whether an adapter of ours computes it."""
+    for name, family in FAMILIES.items():
+        by = ", native" if family.impl == "native" else ""
+        table = table.replace(f"| `{name}` |", f"| `{name}`: {family.name}{by} |")
+    return table
+
+
 def _cell(family: str, column: str) -> str:
     found = [proof for proof in PROOFS if (family, column) in proof.cells]
     marks = " ".join(f"`{proof.mark}`" for proof in found)
@@ -174,9 +182,11 @@ FILES: Mapping[str, str] = {
 
 
 def fields() -> str:
-    """Returns the fields of all routes, those that are alike in one row."""
+    """Returns the fields that a route takes, those that are alike in one row; openapi.json has the others."""
     rows: dict[tuple[str, ...], list[str]] = {}
-    for name in sorted({name for route in ROUTES for name in route.here()}):
+    for name in sorted(
+        {name for route in ROUTES for name in route.here() if name not in route.others.refused}
+    ):
         rows.setdefault(tuple(_state(route, name) for route in ROUTES), []).append(f"`{name}`")
     lines = (f"| {', '.join(names)} | {' | '.join(states)} |\n" for states, names in sorted(rows.items()))
     head = " | ".join(f"{route}, `{file}`" for route, file in FILES.items())
@@ -219,7 +229,7 @@ def _field_letters() -> str:
 def page(text: str) -> str:
     """Returns the page with its tables anew."""
     blocks = {
-        "media": models(MEDIA),
+        "media": with_names(models(MEDIA)),
         "topologies": models(TOPOLOGIES),
         "letters": letters(),
         "fields": fields() + "\n" + _field_letters(),

@@ -15,8 +15,6 @@ from transformers import AutoConfig
 from epd.encoders.names import WeightSet
 from epd.engine_config import DEFAULT_ENGINE
 from epd.kv.scheduling import SchedulerConfig
-from epd.models.families import FAMILIES
-from epd.serve_app.cli.models import COLUMNS, cells
 from epd.serve_app.worker.worker_stages import embedding_layout
 from epd.stages.engine.model_runner import kv_layout
 from epd.stages.engine.setup import states_shape
@@ -27,7 +25,6 @@ from tests.models.recurrent import RECURRENT
 
 PAGE = ROOT / "docs" / "models.md"
 _START, _END = "<!-- python -m tests.models.page -->\n", "<!-- end -->\n"
-_FAMILIES = "<!-- families: python -m tests.models.page -->\n"
 CARD_BYTES = 80 * 10**9
 # A worker that computes or continues answers needs room for this context, or it fits in name alone.
 LEAST_TOKENS = 32_768
@@ -120,15 +117,9 @@ def _room(num_tokens: int) -> str:
     return f"{num_tokens // 1000:,}" if num_tokens >= LEAST_TOKENS else "no"
 
 
-def families() -> str:
-    """What `epd models` lists."""
-    head = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
-    return head + "".join(f"| {' | '.join(cells(family))} |\n" for family in FAMILIES.values())
-
-
 def page(text: str) -> str:
     """The page with its tables anew."""
-    return with_block(with_block(text, _START, table()), _FAMILIES, families())
+    return with_block(text, _START, table())
 
 
 def with_block(text: str, start: str, block: str) -> str:

@@ -51,7 +51,7 @@ COMPLETION_FIELDS = OtherFields(
 
 # What is not the same as of a chat request, in Markdown, by field.
 COMPLETION_HONOURED: Mapping[str, str] = {
-    "prompt": "a text, a list of texts, a list of token ids, or a list of such lists; see below",
+    "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
     "max_tokens": (
         "longest answer, tokens; 16 by default, `null` as a chat's; 0 with `echo`: nothing is generated"
     ),

@@ -88,7 +88,10 @@ RESPONSE_FIELDS = OtherFields(
 
 # What is not the same as of a chat request, in Markdown, by field.
 RESPONSE_HONOURED: Mapping[str, str] = {
-    "input": "a text, or items: messages, `function_call`, `function_call_output`, `reasoning`; see below",
+    "input": (
+        "a text, or items: messages, `function_call`, `function_call_output` with texts and `input_image`, "
+        "`reasoning`, which is left out"
+    ),
     "instructions": "a message of the system before the input",
     "stream": "OpenAI's typed events, with a comment while nothing comes",
     "stream_options": "`include_obfuscation`, which changes nothing",
