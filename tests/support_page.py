@@ -74,7 +74,7 @@ PROOFS = (
     ),
     _proof(
         "r",
-        "tests/stages/test_recurrent_states.py::test_tokens_equal_generate",
+        "tests/stages/test_layer_kinds.py::test_tokens_equal_generate",
         product(RECURRENT, ("text", "image", "images", "video")),
     ),
     _proof(
@@ -113,18 +113,13 @@ PROOFS = (
     ),
     _proof(
         "k",
-        "tests/stages/test_sliding_windows.py::test_answers_go_on_at_decode_workers_and_move_between_them",
-        [("gemma3", "several decode workers")],
+        "tests/stages/test_layer_kinds.py::test_answers_go_on_at_decode_workers_and_move_between_them",
+        product(("gemma3", *RECURRENT), ["several decode workers"]),
     ),
     _proof(
         "d",
         "tests/stages/test_split_stages.py::test_tokens_equal_generate",
         product(SPLIT, ["several decode workers"]),
-    ),
-    _proof(
-        "e",
-        "tests/stages/test_recurrent_states.py::test_answers_go_on_at_decode_workers_and_move_between_them",
-        product(RECURRENT, ["several decode workers"]),
     ),
     _proof(
         "y",

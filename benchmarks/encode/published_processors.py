@@ -15,11 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from benchmarks.reporting import RESULTS, table
 from epd.encoders import FrameSampling, MediaPlan, VideoFacts, load_adapter
 from epd.pixel_settings import AUTHORS, AUTHORS_LIMITS, BARE_PROCESSOR, PixelSettings
-from tests.models.processors import write_processor
+from tests.models.processors import qwen_bytes, write_processor
 from tests.models.published import PUBLISHED
+from tests.models.real_tokenizer import qwen_tokenizer
+from tests.models.shrunk import special_ids
 
 PAGE = RESULTS / "published_processors.md"
 FPS = 30.0
@@ -61,10 +65,18 @@ def groups() -> list[Group]:
     return [Group(members[0], tuple(members)) for members in found.values()]
 
 
-def opened(name: str, folder: Path, pixels: PixelSettings = AUTHORS_LIMITS) -> Any:
-    """The adapter of a checkpoint, whose published files are written to a folder."""
-    write_processor(name, folder)
-    (folder / "config.json").write_text(json.dumps(PUBLISHED[name].config), encoding="utf-8")
+def opened(
+    name: str, folder: Path, pixels: PixelSettings = AUTHORS_LIMITS, *, has_words: bool = False
+) -> Any:
+    """The adapter of a checkpoint, whose published files are written to a folder.
+
+    has_words: with the real tokenizer, for who counts tokens of a text
+    """
+    write_processor(name, folder, qwen_tokenizer if has_words else qwen_bytes)
+    config = PUBLISHED[name].config
+    if not has_words:
+        config = config | special_ids(config, AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return load_adapter(folder, pixels=pixels)
 
 

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from tests import tiny_models
-from tests.encoders.tiny_tiles import _template, _text_ids, _tokenizer
+from tests.encoders.tiny_tiles import _template, _text_ids, byte_tokenizer
 
 SIDE, WINDOW, IMAGE_TOKENS = 56, 24, 16
 _NAMES = {
@@ -43,7 +43,7 @@ def build_gemma3(folder: Path, seed: int = 0, **text: Any) -> Path:
     layers without windows that are stretched by 8.
     text: other sizes of the language model.
     """
-    tokenizer = _tokenizer(tuple(_NAMES.values()), _template("<start_of_image>", ""), _NAMES)
+    tokenizer = byte_tokenizer(tuple(_NAMES.values()), _template("<start_of_image>", ""), _NAMES)
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in _NAMES.items()}
     config = Gemma3Config(
         text_config={**_TEXT, **_text_ids(tokenizer), **text},

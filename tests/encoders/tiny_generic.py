@@ -12,7 +12,7 @@ from typing import Any
 import transformers as hf
 from transformers import PreTrainedTokenizerFast
 
-from tests.encoders.tiny_tiles import _TEXT, _template, _text_ids, _tokenizer
+from tests.encoders.tiny_tiles import _TEXT, _template, _text_ids, byte_tokenizer
 from tests.tiny_models import _save
 
 SIDE = 28
@@ -36,7 +36,7 @@ def _named(image: str = "<image>", video: str | None = "<video>", *more: str, ar
     """Returns a tokenizer that knows the tokens of media, as attributes too. around: a medium in a prompt."""
     names = {"image_token": image} | ({"video_token": video} if video else {})
     template = _template(around.replace("X", image), around.replace("X", video or ""))
-    return _tokenizer((*names.values(), *more), template, names)
+    return byte_tokenizer((*names.values(), *more), template, names)
 
 
 def _ids(tokenizer: PreTrainedTokenizerFast, **tokens: str) -> dict[str, int]:
@@ -228,7 +228,7 @@ def build_idefics3(folder: Path, seed: int = 0) -> Path:
         "end_of_utterance_token": "<end_of_utterance>",
     }
     rows = tuple(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4))
-    tokenizer = _tokenizer((*names.values(), *rows), _template("<image>", ""), names)
+    tokenizer = byte_tokenizer((*names.values(), *rows), _template("<image>", ""), names)
     config = hf.Idefics3Config(
         text_config={**_text(tokenizer, "llama"), "pad_token_id": None},
         vision_config={
@@ -293,7 +293,7 @@ def _pixtral(
     processor_class: Any = hf.PixtralProcessor,
 ) -> Path:
     names = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
-    tokenizer = _tokenizer(tuple(names.values()), _template("[IMG]", ""), names)
+    tokenizer = byte_tokenizer(tuple(names.values()), _template("[IMG]", ""), names)
     tower = {
         "model_type": "pixtral",
         "hidden_size": 32,

@@ -71,7 +71,7 @@ if processing_smolvlm.num2words is None:
 
 def build_llava_onevision(folder: Path, seed: int = 0) -> Path:
     """LLaVA-OneVision: canvases of up to nine tiles, shrunk to what two tiles hold."""
-    tokenizer = _tokenizer(("<image>", "<video>"), _template("<image>", "<video>\n"))
+    tokenizer = byte_tokenizer(("<image>", "<video>"), _template("<image>", "<video>\n"))
     pinpoints = [[SIDE * rows, SIDE * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
     config = LlavaOnevisionConfig(
         text_config={"model_type": "qwen2", **_TEXT, **_text_ids(tokenizer)},
@@ -102,7 +102,7 @@ def build_internvl(folder: Path, seed: int = 0) -> Path:
         "context_image_token": "<IMG_CONTEXT>",
         "video_token": "<video>",
     }
-    tokenizer = _tokenizer(tuple(names.values()), _template("<IMG_CONTEXT>\n", "<video>\n"), names)
+    tokenizer = byte_tokenizer(tuple(names.values()), _template("<IMG_CONTEXT>\n", "<video>\n"), names)
     config = InternVLConfig(
         text_config={"model_type": "qwen2", **_TEXT, **_text_ids(tokenizer)},
         vision_config={**_VISION, "image_size": [SIDE, SIDE], "patch_size": [_PATCH, _PATCH]},
@@ -130,7 +130,7 @@ def build_smolvlm(folder: Path, seed: int = 0) -> Path:
         "end_of_utterance_token": "<end_of_utterance>",
     }
     rows = tuple(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4))
-    tokenizer = _tokenizer((*names.values(), *rows), _template("<image>", "<video>"), names)
+    tokenizer = byte_tokenizer((*names.values(), *rows), _template("<image>", "<video>"), names)
     config = SmolVLMConfig(
         text_config={"model_type": "llama", **_TEXT, **_text_ids(tokenizer), "pad_token_id": None},
         vision_config=_VISION,
@@ -163,7 +163,7 @@ def _template(image: str, video: str) -> str:
     return _TEMPLATE.replace("IMAGE", image).replace("VIDEO", video)
 
 
-def _tokenizer(
+def byte_tokenizer(
     special: tuple[str, ...], template: str, names: dict[str, str] | None = None
 ) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer with the family's special tokens, which it also has as attributes, with ids."""

@@ -17,14 +17,17 @@ the default system message, and the order of media and text.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+from tests.encoders.tiny_tiles import byte_tokenizer
 from tests.models.published import PUBLISHED, Config
 from tests.models.real_tokenizer import qwen_tokenizer
+from training.checkpoint import SPECIAL_TOKENS
 
 _CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
@@ -225,18 +228,29 @@ PROCESSORS: Mapping[str, ProcessorFiles] = {
 }
 
 
+def qwen_bytes(more: tuple[str, ...], names: Mapping[str, str] | None) -> Any:
+    """The special tokens of `qwen_tokenizer`, and bytes: read in no time, where only media are planned."""
+    return byte_tokenizer((*SPECIAL_TOKENS, *more), "", dict(names or {}))
+
+
+_Make = Callable[[tuple[str, ...], Mapping[str, str] | None], Any]
+
+
 @cache
-def _tokenizer_files(tokens: tuple[str, ...], names: tuple[tuple[str, str], ...]) -> dict[str, bytes]:
+def _tokenizer_files(
+    make: _Make, tokens: tuple[str, ...], names: tuple[tuple[str, str], ...]
+) -> dict[str, bytes]:
     """The content of a tokenizer's files by name: writing one of 150,000 tokens takes 2 s of CPU."""
     with TemporaryDirectory() as folder:
-        qwen_tokenizer(tokens, dict(names) or None).save_pretrained(folder)
+        make(tokens, dict(names) or None).save_pretrained(folder)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
-def write_processor(name: str, folder: Path) -> Path:
-    """Writes the processor files of a checkpoint, its template, and the real tokenizer with its tokens."""
+def write_processor(name: str, folder: Path, tokenizer: _Make = qwen_tokenizer) -> Path:
+    """Writes the processor files of a checkpoint, its template, and a tokenizer with its special tokens."""
     published = PROCESSORS[name]
-    for file, content in _tokenizer_files(published.tokens, tuple((published.names or {}).items())).items():
+    names = tuple((published.names or {}).items())
+    for file, content in _tokenizer_files(tokenizer, published.tokens, names).items():
         (folder / file).write_bytes(content)
     for file, content in published.files.items():
         (folder / file).write_text(json.dumps(content), encoding="utf-8")

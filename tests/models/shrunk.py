@@ -42,6 +42,7 @@ from tests.encoders import tiny_tiles
 from tests.models.files import parts_in_files
 from tests.models.processors import write_processor
 from tests.models.published import PUBLISHED, Config
+from tests.models.real_tokenizer import qwen_tokenizer
 
 HEAD_DIM = 32
 _NUM_LAYERS = 4  # as many as deepstack has, and one
@@ -60,11 +61,14 @@ def build(checkpoint: str, folder: Path) -> Path:
     return _built(checkpoint, folder, _shrunk(published, processor.tokenizer))
 
 
-def build_with_published_files(checkpoint: str, folder: Path) -> Path:
-    """Writes a shrunk checkpoint that has the published processor files and a real tokenizer."""
-    write_processor(checkpoint, folder)
-    published, tokenizer = PUBLISHED[checkpoint].config, AutoTokenizer.from_pretrained(folder)
-    config = _shrunk(published, tokenizer) | _whole_pictures(published)
+def build_with_published_files(checkpoint: str, folder: Path, tokenizer: Any = qwen_tokenizer) -> Path:
+    """Writes a shrunk checkpoint that has the published processor files and a real tokenizer.
+
+    tokenizer: `qwen_bytes` where its size does not matter
+    """
+    write_processor(checkpoint, folder, tokenizer)
+    published, read = PUBLISHED[checkpoint].config, AutoTokenizer.from_pretrained(folder)
+    config = _shrunk(published, read) | _whole_pictures(published)
     vision = config["vision_config"]
     sizes = {key: value for key, value in published["vision_config"].items() if key in _PICTURE_SIZES}
     return _built(checkpoint, folder, config | {"vision_config": vision | sizes})
@@ -225,7 +229,7 @@ def _internvl(published: Config) -> Any:
         "video_token": "<video>",
     }
     template = tiny_tiles._template("<IMG_CONTEXT>\n", "<video>\n")
-    tokenizer = tiny_tiles._tokenizer(tuple(names.values()), template, names)
+    tokenizer = tiny_tiles.byte_tokenizer(tuple(names.values()), template, names)
     size = {"height": _side(published), "width": _side(published)}
     return InternVLProcessor(
         image_processor=GotOcr2ImageProcessor(size=size, crop_to_patches=True, max_patches=6),
@@ -238,7 +242,7 @@ def _internvl(published: Config) -> Any:
 
 def _llava_onevision(published: Config) -> Any:
     template = tiny_tiles._template("<image>", "<video>\n")
-    tokenizer = tiny_tiles._tokenizer(("<image>", "<video>"), template)
+    tokenizer = tiny_tiles.byte_tokenizer(("<image>", "<video>"), template)
     side, patches = _side(published), _side(published) // _PATCH
     size = {"height": side, "width": side}
     return LlavaOnevisionProcessor(
@@ -261,7 +265,7 @@ def _smolvlm(published: Config) -> Any:
     }
     rows = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
     template = tiny_tiles._template("<image>", "<video>")
-    tokenizer = tiny_tiles._tokenizer((*names.values(), *rows), template, names)
+    tokenizer = tiny_tiles.byte_tokenizer((*names.values(), *rows), template, names)
     tile, whole = {"longest_edge": _side(published)}, {"longest_edge": 3 * _side(published)}
     return SmolVLMProcessor(
         image_processor=SmolVLMImageProcessor(size=whole, max_image_size=tile),

@@ -22,7 +22,7 @@ SIZES = ("64x48", "640x360", "1280x720", "720x1280", "1920x1080", "3840x2160", "
 
 @pytest.fixture(scope="module", params=NAMES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    return request.param, opened(request.param, tmp_path_factory.mktemp("published"))
+    return request.param, opened(request.param, tmp_path_factory.mktemp("published"), has_words=True)
 
 
 def drawn(draw: random.Random) -> tuple[VideoSpec, VideoFacts]:

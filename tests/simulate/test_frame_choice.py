@@ -28,7 +28,7 @@ ANSWER = 200
 
 @pytest.fixture(scope="module", params=NAMES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    return request.param, opened(request.param, tmp_path_factory.mktemp("published"))
+    return request.param, opened(request.param, tmp_path_factory.mktemp("published"), has_words=True)
 
 
 def drawn(seed: int) -> tuple[RequestShape, VideoWishes]:

@@ -105,6 +105,12 @@ def recurrent(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]
     return subjects(request.param)
 
 
+@pytest.fixture(params=["gemma3", *RECURRENT])
+def other_layers(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]) -> Subject:
+    """With sliding windows, or with a recurrent state."""
+    return subjects(request.param)
+
+
 @pytest.fixture
 def windowed(subjects: Callable[[str], Subject]) -> Subject:
     return subjects("gemma3")

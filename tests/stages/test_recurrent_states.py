@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from epd.errors import UnsupportedModelError
-from epd.kv.scheduling import SchedulerConfig
-from epd.sampling_params import SamplingParams
 from epd.stages.decoder.decoder import FusedDecoder
 from epd.stages.decoder.rank_cut import check_divisible
 from epd.stages.engine.model_runner import ModelRunner
@@ -19,40 +17,6 @@ from epd.stages.engine.packed_pass import Segment
 from tests.stages.conftest import Subject, check
 from tests.stages.prompts import Drive
 from tests.stages.split_deployment import GREEDY, Deployment
-from tests.stages.test_moving import run_moving
-
-
-@pytest.mark.parametrize(("count", "chunk"), [(1, 4096), (5, 4096), (5, 1), (16, 7), (16, 64)])
-def test_tokens_equal_generate(recurrent: Subject, count: int, chunk: int) -> None:
-    config = SchedulerConfig(max_chunk_tokens=chunk, max_num_batched_tokens=max(chunk, 32))
-    engine = recurrent.engine(config=config, enable_prefix_caching=False)
-    check(recurrent, Drive(engine, seed=chunk + count), count)
-    assert isinstance(engine._runner._decoder, FusedDecoder)
-
-
-@pytest.mark.parametrize("mode", ["recompute", "offload"])
-@pytest.mark.parametrize("caching", [False, True], ids=["no prefix cache", "prefix cache"])
-def test_preemption_changes_no_token(recurrent: Subject, mode: str, caching: bool) -> None:
-    longest = max(len(prompt.plan) for prompt in recurrent.prompts)
-    config = SchedulerConfig(max_chunk_tokens=32, preemption=mode)  # type: ignore[arg-type]
-    engine = recurrent.engine(
-        config=config, block_size=4, num_kv_tokens=2 * longest + 24, enable_prefix_caching=caching
-    )
-    for seed in range(2):
-        check(recurrent, Drive(engine, seed), 12)
-    assert engine.scheduler.num_preempted > 0, "the pool was meant to be too small"
-
-
-def test_several_answers_share_the_state_of_their_prompt(recurrent: Subject) -> None:
-    prompt = recurrent.prompts[2]
-    sampling = SamplingParams(max_tokens=10, temperature=1.0, n=4)
-    together = Drive(recurrent.engine(), seed=0).run({"r": prompt}, sampling=sampling, seed=5)["r"]
-    alone: tuple[int, ...] = ()
-    for seed in range(5, 9):
-        single = SamplingParams(max_tokens=10, temperature=1.0)
-        alone += Drive(recurrent.engine(), seed=1).run({"r": prompt}, sampling=single, seed=seed)["r"]
-    assert together == alone
-    assert len(set(alone)) > 4, "different seeds should give different answers"
 
 
 def test_prefix_hits_give_the_same_tokens_and_save_work(recurrent: Subject) -> None:
@@ -80,26 +44,6 @@ def test_a_second_question_begins_with_the_state_after_the_media(recurrent: Subj
     assert Drive(engine, seed=0).run({"second": other}) == alone
     size = engine.kv.block_size
     assert engine.counts.num_cached_tokens - before == other.plan.prefix_length // size * size > 0
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_answers_go_on_at_decode_workers_and_move_between_them(recurrent: Subject, seed: int) -> None:
-    """The state travels with the last of the keys and values."""
-    prompts = recurrent.mix(8)
-    deployment = Deployment(recurrent, 3, random.Random(seed))
-    assert run_moving(deployment, prompts, GREEDY) > 5
-    assert {name: deployment.tokens(name) for name in prompts} == {
-        name: prompt.expected for name, prompt in prompts.items()
-    }
-
-
-def test_several_answers_go_on_at_a_decode_worker(recurrent: Subject) -> None:
-    sampling = SamplingParams(max_tokens=10, temperature=1.0, n=3)
-    prompts = {"r": recurrent.prompts[2]}
-    together = Drive(recurrent.engine(), seed=0).run(prompts, sampling=sampling, seed=3)
-    deployment = Deployment(recurrent, 1, random.Random(0))
-    assert deployment.run(prompts, sampling) == together
-    deployment.settle()
 
 
 def test_what_cannot_be_computed_is_refused_in_one_line(recurrent: Subject) -> None:

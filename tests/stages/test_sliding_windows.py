@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch
 from epd.errors import RequestError, UnsupportedModelError
 from epd.kv.block_pool import FREED
 from epd.kv.scheduling import SchedulerConfig
-from epd.sampling_params import SamplingParams
 from epd.stages.decoder.decoder import FusedDecoder
 from epd.stages.decoder.rank_cut import check_divisible
 from epd.stages.memory_sizing import text_request
@@ -19,60 +17,6 @@ from epd.types import ceil_div
 from tests.encoders.tiny_gemma import WINDOW
 from tests.stages.conftest import Subject, check
 from tests.stages.prompts import Drive
-from tests.stages.split_deployment import GREEDY, Deployment
-from tests.stages.test_moving import run_moving
-
-
-@pytest.mark.parametrize(("count", "chunk"), [(1, 4096), (4, 4096), (4, 1), (16, 7), (16, 64)])
-def test_tokens_equal_generate(windowed: Subject, count: int, chunk: int) -> None:
-    config = SchedulerConfig(max_chunk_tokens=chunk, max_num_batched_tokens=max(chunk, 32))
-    engine = windowed.engine(config=config, enable_prefix_caching=False)
-    check(windowed, Drive(engine, seed=chunk + count), count)
-    assert isinstance(engine._runner._decoder, FusedDecoder)
-
-
-@pytest.mark.parametrize("mode", ["recompute", "offload"])
-@pytest.mark.parametrize("caching", [False, True], ids=["no prefix cache", "prefix cache"])
-def test_preemption_changes_no_token(windowed: Subject, mode: str, caching: bool) -> None:
-    longest = max(len(prompt.plan) for prompt in windowed.prompts)
-    config = SchedulerConfig(max_chunk_tokens=32, preemption=mode)  # type: ignore[arg-type]
-    engine = windowed.engine(
-        config=config, block_size=4, num_kv_tokens=2 * longest + 24, enable_prefix_caching=caching
-    )
-    for seed in range(2):
-        check(windowed, Drive(engine, seed), 12)
-    assert engine.scheduler.num_preempted > 0, "the pool was meant to be too small"
-
-
-def test_several_answers_share_their_prompt(windowed: Subject) -> None:
-    prompt = windowed.prompts[2]
-    sampling = SamplingParams(max_tokens=10, temperature=1.0, n=4)
-    together = Drive(windowed.engine(), seed=0).run({"r": prompt}, sampling=sampling, seed=5)["r"]
-    alone: tuple[int, ...] = ()
-    for seed in range(5, 9):
-        single = SamplingParams(max_tokens=10, temperature=1.0)
-        alone += Drive(windowed.engine(), seed=1).run({"r": prompt}, sampling=single, seed=seed)["r"]
-    assert together == alone
-    assert len(set(alone)) > 4, "different seeds should give different answers"
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_answers_go_on_at_decode_workers_and_move_between_them(windowed: Subject, seed: int) -> None:
-    prompts = windowed.mix(8)
-    deployment = Deployment(windowed, 3, random.Random(seed))
-    assert run_moving(deployment, prompts, GREEDY) > 5
-    assert {name: deployment.tokens(name) for name in prompts} == {
-        name: prompt.expected for name, prompt in prompts.items()
-    }
-
-
-def test_several_answers_go_on_at_a_decode_worker(windowed: Subject) -> None:
-    sampling = SamplingParams(max_tokens=10, temperature=1.0, n=3)
-    prompts = {"r": windowed.prompts[2]}
-    together = Drive(windowed.engine(), seed=0).run(prompts, sampling=sampling, seed=3)
-    deployment = Deployment(windowed, 1, random.Random(0))
-    assert deployment.run(prompts, sampling) == together
-    deployment.settle()
 
 
 def test_decodes_that_are_launched_ahead_change_no_token(windowed: Subject) -> None:

@@ -24,6 +24,7 @@ from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.local.server import served_locally
 from tests.encoders.tiny_tiles import BUILDERS
 from tests.media import write_video
+from tests.models.processors import qwen_bytes
 from tests.models.shrunk import build_with_published_files
 from tests.serve_app.conftest import data_url, video_part
 from tests.serve_app.local.test_batch import read, run
@@ -35,8 +36,8 @@ COMMANDS = ("ask", "chat", "batch", "eval", "serve")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny weights with the files that Qwen2.5-VL publishes."""
-    return build_with_published_files("Qwen2.5-VL-3B", tmp_path_factory.mktemp("published"))
+    """Tiny weights with the files that Qwen2.5-VL publishes, and bytes as tokens."""
+    return build_with_published_files("Qwen2.5-VL-3B", tmp_path_factory.mktemp("published"), qwen_bytes)
 
 
 @pytest.fixture(scope="module")

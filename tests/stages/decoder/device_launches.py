@@ -90,13 +90,8 @@ def _plan(key_cache: Tensor, num_heads: int) -> AttentionPlan:
     return AttentionPlan.build(batch, "cuda", DeviceHeads.of(key_cache, num_heads))
 
 
-def of_one_layer(name: str) -> Counter[str]:
-    """What a layer adds to a pass."""
-    found = []
-    for num_layers in (1, 2):
-        kernels, operations = launches(name, num_layers)
-        found.append(Counter([each.name for each in kernels] + operations))
-    return found[1] - found[0]
+def counted(kernels: list[Launch], operations: list[str]) -> Counter[str]:
+    return Counter([each.name for each in kernels] + operations)
 
 
 def variants(found: list[Launch]) -> set[tuple[str, str, str, str]]:
@@ -105,8 +100,8 @@ def variants(found: list[Launch]) -> set[tuple[str, str, str, str]]:
 
 def main() -> None:
     for name in ("qwen2", "qwen2.5-vl", "qwen3", "qwen3-vl", "llama with biases"):
-        counts = of_one_layer(name)
-        kernels, _ = launches(name, 3)
+        two, three = (launches(name, num_layers) for num_layers in (2, 3))
+        counts, kernels = counted(*three) - counted(*two), three[0]
         warm, _ = launches(name, 3, is_warm_up=True)
         others = {"_attend_kernel", "_merge_kernel"}  # that `epd.stages.engine.model_runner` launches
         missing = {each[0] for each in variants(kernels) - variants(warm)} - others
