@@ -1,4 +1,4 @@
-"""Requests as Open WebUI sends them to a server of OpenAI's API: its list of models, a chat, a chat's title."""
+"""Requests as Open WebUI sends them to a server: its list of models, a chat, a chat's title."""
 
 from __future__ import annotations
 
