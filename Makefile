@@ -100,8 +100,12 @@ release: $(STAMP) ## build the wheel twice with equal bytes, the source archive,
 hashes: $(STAMP) ## write constraints-hashes.txt: the archives of epd-vlm[serve] in its image, for pip --require-hashes
 	$(BIN)/python -m tests.deploy.hashes constraints-hashes.txt
 
-site: $(STAMP) ## the documents as a site with search and the Python API, in build/site
+# Once it is there, the site is made without a network.
+build/sphinx/.installed: $(STAMP) Makefile
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target build/sphinx sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
+	touch $@
+
+site: build/sphinx/.installed ## the documents as a site with search and the Python API, in build/site
 	PYTHONPATH=build/sphinx $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs/site . build/site
 
 bench: $(STAMP) ## run the benchmarks; results go to benchmarks/results

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from epd.serve_app.verification import verify
 
 __all__ = ["LLM", "__version__", "plan", "verify"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _HEAVY = {
     "LLM": "epd.serve_app.llm",
     "plan": "epd.planning.asked",

@@ -284,6 +284,7 @@ def test_flags_that_stand_alone_exist(texts: dict[str, str]) -> None:
         if path.suffix in (".py", ".sh")
     ]
     docker = {"--shm-size", "--rm", "--gpus", "--target", "--build-arg", "--security-opt", "--stop-timeout"}
+    docker |= {"--add-host"}
     others = {"--help", *docker}
     named = {
         (doc, flag)

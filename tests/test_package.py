@@ -141,6 +141,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(sdist, wheel, environment, here)
 
 
+def test_a_major_version_of_pyav_that_nobody_tried_is_not_installed() -> None:
+    """PyAV 19 takes no `metadata_errors`, so no video could be opened by what pip installed."""
+    (line,) = (each for each in _PROJECT["dependencies"] if each.startswith("av"))
+    (tested,) = re.findall(r"^av==(\d+)\.", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert line.endswith(f",<{int(tested) + 1}")
+
+
 def test_every_file_of_the_packages_is_in_both_archives(installed: Installed) -> None:
     expected = {_in_wheel(name) for name in _listed(*PACKAGES)}
     assert {

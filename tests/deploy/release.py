@@ -3,18 +3,28 @@
     python -m tests.deploy.release FOLDER
 
 Both are built from what git lists, as the last commit's time; other files of the folder are left out.
+The wheel lists its dependencies in the versions that were tested, as CycloneDX, where PEP 770 has such lists.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
+import zipfile
+from base64 import urlsafe_b64encode
+from copy import copy
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+import epd
 from tests import ROOT
 
 _BUILD = "import sys; from setuptools import build_meta as b; getattr(b, 'build_' + sys.argv[1])(sys.argv[2])"
@@ -47,7 +57,45 @@ def build(kind: str, folder: Path, time_s: int) -> Path:
             stdout=subprocess.DEVNULL, check=True,
         )  # fmt: skip
     (made,) = folder.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    if kind == "wheel":
+        _add_sbom(made)
     return made
+
+
+def sbom() -> dict[str, Any]:
+    """Returns what the wheel needs, without extras, in the versions of the image, as CycloneDX."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / "constraints-hashes.txt").read_text().replace("_", "-")
+    tested = dict(re.findall(r"^([^\s=]+)==([^\s;]+)", text, re.MULTILINE))
+    needed = sorted(re.split(r"[<>=\[]", each)[0] for each in project["dependencies"])
+    own = _component(project["name"], epd.__version__)
+    components = [_component(name, tested[name]) for name in needed]
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": {**own, "licenses": [{"license": {"id": project["license"]}}]}},
+        "components": components,
+        "dependencies": [{"ref": own["bom-ref"], "dependsOn": [each["bom-ref"] for each in components]}],
+    }
+
+
+def _component(name: str, version: str) -> dict[str, Any]:
+    url = f"pkg:pypi/{name}@{version}"
+    return {"type": "library", "bom-ref": url, "name": name, "version": version, "purl": url}
+
+
+def _add_sbom(wheel: Path) -> None:
+    """Adds the list to a wheel, and to the record of its files, which stays the last of them."""
+    with zipfile.ZipFile(wheel) as archive:
+        *files, (record, lines) = [(info, archive.read(info)) for info in archive.infolist()]
+    added, text = copy(record), json.dumps(sbom(), indent=1).encode()
+    added.filename = record.filename.replace("RECORD", "sboms/epd-vlm.cdx.json")
+    digest = urlsafe_b64encode(sha256(text).digest()).rstrip(b"=").decode()
+    lines += f"{added.filename},sha256={digest},{len(text)}\n".encode()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for info, data in (*files, (added, text), (record, lines)):
+            archive.writestr(info, data)
 
 
 def _copy(file: Path, target: Path) -> None:

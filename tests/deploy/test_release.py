@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import tomllib
 import zipfile
+from base64 import urlsafe_b64encode
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import yaml
 
 import epd
 from tests import ROOT
-from tests.deploy.release import twice
+from tests.deploy.release import sbom, twice
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -27,8 +30,29 @@ def test_two_builds_of_a_wheel_have_equal_bytes(tmp_path: Path) -> None:
     wheel = twice(tmp_path / "one", _TIME_S)
     with zipfile.ZipFile(wheel) as archive:
         files = archive.infolist()
-    assert [file.filename for file in files if file.filename.endswith("licenses/NOTICE")]
+        names = [file.filename for file in files]
+        record = archive.read(names[-1]).decode().splitlines()
+        (name,) = (each for each in names if each.endswith(".dist-info/sboms/epd-vlm.cdx.json"))
+        text = archive.read(name)
+    assert [name for name in names if name.endswith("licenses/NOTICE")]
+    digest = urlsafe_b64encode(sha256(text).digest()).rstrip(b"=").decode()
+    assert f"{name},sha256={digest},{len(text)}" in record
+    assert sorted(line.split(",")[0] for line in record) == sorted(names)
+    assert json.loads(text) == sbom()
     assert {datetime(*file.date_time, tzinfo=UTC).timestamp() for file in files} == {_TIME_S}
+
+
+def test_the_list_in_a_wheel_has_every_dependency_in_its_tested_version() -> None:
+    listed = sbom()
+    tested = re.findall(
+        r"^\S+==[^\s;]+", (ROOT / "constraints-hashes.txt").read_text().replace("_", "-"), re.MULTILINE
+    )
+    parts = {each["name"]: each["version"] for each in listed["components"]}
+    assert len(parts) == len(PROJECT["dependencies"])
+    assert [name for name, version in parts.items() if f"{name}=={version}" not in tested] == []
+    assert listed["metadata"]["component"]["purl"] == f"pkg:pypi/{PROJECT['name']}@{epd.__version__}"
+    (edge,) = listed["dependencies"]
+    assert edge["dependsOn"] == [each["purl"] for each in listed["components"]]
 
 
 def jobs(path: Path) -> dict[str, Any]:
