@@ -36,8 +36,8 @@ _DIGEST_BYTES = 16
 _LEFT = 0.9
 # Bytes written by this process after which those of others are counted again.
 _RECOUNT = 1 << 28
-# Seconds by which a piece is dated before the one that it follows.
-_STEP_S = 1e-3
+# Seconds by which a piece is dated before the one that it follows: more than passes between their writes.
+_STEP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
