@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import blake2b, file_digest
 from pathlib import Path
 
@@ -56,6 +57,11 @@ def _read(file: Path) -> dict[str, str]:
 
 
 def _write(file: Path, digests: Mapping[str, str]) -> None:
+    """Keeps digests, if the disk takes them: else they are made again."""
     own = file.with_name(f"{file.name}.{os.getpid()}")
-    own.write_text(json.dumps(digests, indent=1), encoding="utf-8")
-    own.replace(file)
+    with suppress(OSError):
+        own.write_text(json.dumps(digests, indent=1), encoding="utf-8")
+        own.replace(file)
+        return
+    with suppress(OSError):
+        own.unlink(missing_ok=True)

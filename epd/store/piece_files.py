@@ -1,7 +1,7 @@
 """Keeps pieces as files of one folder, which processes and machines may share.
 
     folder/models.json                     digests of models' files
-    folder/<namespace>/about.json          what the namespace is of, for people
+    folder/<namespace>/about.json          what the namespace is of, for people, from its first piece on
     folder/<namespace>/<2 of key>/<key>    header | payload
 
     header    magic | bytes of the payload | digest of the payload
@@ -36,8 +36,8 @@ _DIGEST_BYTES = 16
 _LEFT = 0.9
 # Bytes written by this process after which those of others are counted again.
 _RECOUNT = 1 << 28
-# Seconds by which a piece is dated before the one that it follows.
-_STEP_S = 1e-3
+# Seconds by which a piece is dated before the one that it follows: more than passes between their writes.
+_STEP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class PieceFiles:
         self._own = folder / namespace
         self._num_bytes: int | None = None  # of all files, once they were counted
         self._num_uncounted = 0
+        self._about = json.dumps(dict(about), indent=1).encode()
         make_folder(self._own)
-        (self._own / _ABOUT).write_text(json.dumps(dict(about), indent=1), encoding="utf-8")
 
     def __contains__(self, key: str) -> bool:
         return self._path(key).exists()
@@ -100,23 +100,15 @@ class PieceFiles:
         path, size = self._path(key), _HEADER.size + len(payload)
         if path.exists() or not self._has_room(size):
             return 0
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        opened, name = mkstemp(prefix=".", dir=path.parent)  # of this user alone
-        own = Path(name)
+        digest = blake2b(payload, digest_size=_DIGEST_BYTES).digest()
         try:
-            with open(opened, "wb", buffering=0) as file:
-                digest = blake2b(payload, digest_size=_DIGEST_BYTES).digest()
-                file.write(_HEADER.pack(_MAGIC, len(payload), digest))
-                written = 0
-                while written < len(payload):
-                    written += file.write(payload[written:])
-            _date(own, index)
-            own.replace(path)
+            if not (self._own / _ABOUT).exists():
+                _put(self._own / _ABOUT, memoryview(self._about))
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            header = _HEADER.pack(_MAGIC, len(payload), digest)
+            _put(path, memoryview(header), payload, index=index)
         except FileNotFoundError:  # another writer needed the room
             return 0
-        except OSError:
-            own.unlink(missing_ok=True)
-            raise
         self._num_bytes = (self._num_bytes or 0) + size
         self._num_uncounted += size
         return size
@@ -142,6 +134,23 @@ def make_folder(folder: Path) -> None:
             f"received the cache directory '{folder}', which cannot be written: {error.strerror}; allowed: a "
             "folder of this user; choose another"
         ) from error
+
+
+def _put(path: Path, *parts: memoryview, index: int = 0) -> None:
+    """Writes a file as a whole, dated as `_date` does. Raises OSError, and leaves nothing."""
+    opened, name = mkstemp(prefix=".", dir=path.parent)  # of this user alone
+    own = Path(name)
+    try:
+        with open(opened, "wb", buffering=0) as file:
+            for part in parts:
+                written = 0
+                while written < len(part):
+                    written += file.write(part[written:])
+        _date(own, index)
+        own.replace(path)
+    except OSError:
+        own.unlink(missing_ok=True)
+        raise
 
 
 def _date(path: Path, index: int) -> None:

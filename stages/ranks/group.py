@@ -34,6 +34,8 @@ from epd.stages.ranks.follower import FollowerSettings, Ready
 
 logger = logging.getLogger(__name__)
 _BOOT = "import sys; sys.path[:] = {path!r}; from epd.stages.ranks.follower import main; main({descriptor})"
+# Whoever has it may run code in a cluster of Ray, which no other rank needs.
+_TOKEN = "RAY_AUTH_TOKEN"
 # A part of the weights may be as large as a GPU, and come from a slow disk.
 _START_S = 1800.0
 
@@ -50,6 +52,7 @@ class _Follower:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                env={name: value for name, value in os.environ.items() if name != _TOKEN},
                 start_new_session=True,
             )
         self.connection = Connection(ours.detach())

@@ -12,9 +12,12 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from random import Random
+from tempfile import mkstemp
 from threading import Event
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
@@ -25,6 +28,7 @@ from epd.serve_app.files.batch_store import BatchStore
 from epd.serve_app.files.file_store import FileStore
 from epd.serve_app.files.records import FINAL
 from epd.serve_app.files.settings import FileSettings
+from epd.store import piece_files
 from tests.batch.fakes import FakeBackend
 from tests.faults.virtual_time import Clock, decided
 
@@ -98,20 +102,40 @@ class Disk:
 
         return done
 
+    def _half_writing(self, write: Callable[[Any], int], place: int) -> Callable[[Any], int]:
+        """Returns what writes to a descriptor: half of it where the disk is full, or the server ends."""
+
+        def half_written(content: Any) -> int:
+            fault = self._fault("write", _path(place))
+            if fault in ("full", "ends"):
+                write(content[: len(content) // 2])
+            self._fail(fault)
+            return write(content)
+
+        return half_written
+
+    def _made(self, *, prefix: str, dir: Path) -> tuple[int, str]:
+        self._fail(self._fault("open", dir))
+        return mkstemp(prefix=prefix, dir=dir)
+
+    @contextmanager
+    def _opened(self, descriptor: int, *arguments: Any, **options: Any) -> Iterator[Any]:
+        """Opens a descriptor as a file whose writes fail."""
+        with open(descriptor, *arguments, **options) as file:
+            yield SimpleNamespace(write=self._half_writing(file.write, descriptor))
+
     @contextmanager
     def failing(self) -> Iterator[None]:
         """Lets the operations of this process fail."""
         write = os.write
 
         def half_written(descriptor: int, content: bytes) -> int:
-            fault = self._fault("write", _path(descriptor))
-            if fault in ("full", "ends"):
-                write(descriptor, content[: len(content) // 2])
-            self._fail(fault)
-            return write(descriptor, content)
+            return self._half_writing(partial(write, descriptor), descriptor)(content)
 
         with (
             mock.patch.object(os, "write", half_written),
+            mock.patch.object(piece_files, "open", self._opened, create=True),
+            mock.patch.object(piece_files, "mkstemp", self._made),
             mock.patch.object(os, "fsync", self._failing("fsync", os.fsync)),
             mock.patch.object(Path, "open", self._failing("open", Path.open)),
             mock.patch.object(Path, "replace", self._failing("replace", Path.replace)),

@@ -141,7 +141,9 @@ class Harm:
 
     def _strike(self, fault: Fault, part: Part, message: object) -> None:
         world, index = self._world, index_of(message)
-        if fault.struck == "client" and index in self._clients:
+        if fault.struck == "nobody":
+            self._mute(part, fault)
+        elif fault.struck == "client" and index in self._clients:
             world.later(fault.lasts_s, self._clients[index].cancel)
         elif fault.struck == "board":
             world.later(fault.lasts_s, world.kill_board)

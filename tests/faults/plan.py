@@ -28,8 +28,8 @@ FaultKind = Literal[
     "copy",
 ]
 # Whom a strike meets: the worker of the message, the one that it names, another one, the request's front or
-# client, or the board.
-Struck = Literal["itself", "named", "another", "front", "client", "board"]
+# client, or the board. Nobody: the worker of the message only says nothing for a while.
+Struck = Literal["itself", "named", "another", "front", "client", "board", "nobody"]
 # What the worker of the message says no more before a strike: nothing, to workers (receipts), or to fronts.
 Muted = Literal["", "workers", "fronts"]
 
@@ -90,7 +90,9 @@ AIMS: Mapping[str, Aim] = MappingProxyType({
                          ("named", "named", "itself"), ("",), _SPLIT, num_faults=(3, 7)),
     "unheard tokens": Aim({"strike": 1}, ("SpanDone", "TokenOutput"), ("itself",), ("fronts",), _SPLIT,
                           num_faults=(1, 3), max_nth=12),
-    "closed stages": Aim({"switch": 4, "copy": 3, "freeze": 2}, topologies=_SPLIT, num_faults=(4, 8)),
+    "closed stages": Aim({"switch": 4, "strike": 3, "copy": 2, "freeze": 1},
+                         ("SpanDone", "SpanDone", "TokenOutput", "SetRoles", "StagesClosed"), ("nobody",),
+                         ("workers", "workers", "fronts"), _SPLIT, num_faults=(4, 8), max_nth=8),
     "moved answers": Aim({"switch": 4, "strike": 2}, ("Move",), ("named",), ("fronts",), _SPLIT,
                          num_faults=(4, 8), max_nth=2),
     "late members": Aim({"board": 1, "freeze": 2}, num_faults=(2, 4)),

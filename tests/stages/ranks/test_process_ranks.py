@@ -14,6 +14,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,9 +40,10 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def pipeline(checkpoints: dict[str, Path]) -> Iterator[ColocatedPipeline]:
     """Two ranks of the checkpoint with deepstack features."""
-    made = ColocatedPipeline.load(
-        checkpoints["qwen3_vl"], EngineConfig(tensor_parallel_size=2, num_kv_tokens=4096)
-    )
+    with mock.patch.dict(os.environ, RAY_AUTH_TOKEN="secret"):
+        made = ColocatedPipeline.load(
+            checkpoints["qwen3_vl"], EngineConfig(tensor_parallel_size=2, num_kv_tokens=4096)
+        )
     yield made
     ranks_of(made).close()
 
@@ -54,6 +56,13 @@ def ranks_of(pipeline: ColocatedPipeline) -> ProcessRanks:
 
 def is_running(process_id: int) -> bool:
     return Path(f"/proc/{process_id}").exists()
+
+
+def test_the_other_process_has_no_token_of_ray(pipeline: ColocatedPipeline) -> None:
+    (other,) = ranks_of(pipeline)._followers
+    environment = Path(f"/proc/{other.process.pid}/environ").read_bytes()
+    assert b"PATH=" in environment
+    assert b"secret" not in environment
 
 
 def test_two_processes_answer_as_one_does(
