@@ -100,7 +100,7 @@ class LanguageEngine:
         if request.request_id in self._sequences or self.scheduler.is_held(request.request_id):
             raise RequestError(f"request id '{request.request_id}' is in use; choose another")
         sequence = self._choice(request, 0, VisualInputs(request.prompt, request.num_prompt_tokens))
-        self.scheduler.check_fits(sequence.scheduled)
+        self.scheduler.reservations.check_fits(sequence.scheduled)
         self._sequences[sequence.request_id] = sequence
         if self.store is None or not self.store.begin(sequence):
             self.scheduler.add(sequence.scheduled)

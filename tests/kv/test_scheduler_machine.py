@@ -253,7 +253,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.scheduler.waiting and output.admitted:
             assert max(each.priority for each in output.admitted) <= self.scheduler.waiting[0].priority
         if self.scheduler.waiting and self.scheduler._has_slot(self.scheduler.waiting[0]):
-            assert self.scheduler._open(self.scheduler.waiting[0]) is None, "it would have fitted"
+            assert self.scheduler.reservations.open(self.scheduler.waiting[0]) is None, "it would have fitted"
         assert num_seqs <= config.max_num_seqs or len({r.split("#")[0] for r in self.running}) == 1
         names = [chunk.request.request_id for chunk in output.chunks]
         assert len(set(names)) == len(names)
