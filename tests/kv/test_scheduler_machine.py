@@ -285,8 +285,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         current, following = kv.current_state(request.request_id), kv.next_state(request.request_id)
         assert (current is None) == (request.num_computed == 0)
         assert following is not None
-        assert kv._states is not None
-        assert kv._states.references(following) == 1
+        assert kv._room.states is not None
+        assert kv._room.states.references(following) == 1
 
     def follow_moves(self, output: SchedulerOutput) -> None:
         """What was offloaded comes back whole, and only that."""
