@@ -19,8 +19,8 @@ from epd.encoders.adapter import Embeddings
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.groups import plan_groups, prompt_identity
 from epd.encoders.reduction import reduce_prompt
+from epd.engine_config import RECURRENT_FAMILIES
 from epd.kv.scheduling import SchedulerConfig
-from epd.layer_kinds import RECURRENT_FAMILIES
 from epd.reduction import KEEP_ALL, PREFILL_METHODS, QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.stages.attention import device as attention_device
