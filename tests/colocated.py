@@ -52,7 +52,7 @@ from epd.stages.media import PlannedMedia, audio_part, plan_clip, plan_pixels, p
 from epd.stages.memory_sizing import LargestPasses, MemoryShare, measured_kv_tokens
 from epd.stages.placement import Placement, use_threads
 from epd.stages.rank import RankGroup
-from epd.stages.ranks.loading import load_with_ranks
+from epd.stages.ranks.group import load_with_ranks
 from epd.types import Answer, Int64Array, MediaKind, StageTimings
 
 # Of a reduced video a group leaves few tokens: a pass waits for this share of what a whole group has.

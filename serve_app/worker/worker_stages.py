@@ -44,9 +44,8 @@ from epd.stages.memory_sizing import (
 from epd.stages.placement import Placement
 from epd.stages.prefill import PrefillStage
 from epd.stages.ranks.engine_ranks import EngineRanks
-from epd.stages.ranks.group import ProcessRanks
+from epd.stages.ranks.group import ProcessRanks, load_with_ranks
 from epd.stages.ranks.group_pools import PoolSharing
-from epd.stages.ranks.loading import load_with_ranks
 from epd.topology import Stage, TensorParallel, role_letters
 from epd.transfer.connectors import EncoderConnector, KVConnector
 
