@@ -128,11 +128,12 @@ def decode_groups(
     plans = [item.plan for item in media]
     groups = plan_groups(plans, [""] * len(plans), model="", group_tokens=group_tokens)
     for item, its_groups in groupby(groups, lambda group: group.item):
-        if media[item].image is None:
+        image = media[item].image
+        if image is None:
             yield from _decode_video(media[item], list(its_groups), timings)
         else:
             for group in its_groups:
-                yield DecodedGroup(group, media[item].pixels_of(group))
+                yield DecodedGroup(group, image[group.start : group.stop])
 
 
 def _decode_video(
