@@ -17,6 +17,7 @@ import torch
 from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encode.encoder_cache import EncoderCacheManager
 from epd.encoders import Adapter, load_adapter
+from epd.encoders.batch import FrameEncoder
 from epd.encoders.names import WeightSet
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import InfeasibleError, RequestError
@@ -260,16 +261,11 @@ class StageBuilder:
         model = self._encoder_model()
         cache, pool, connector = self._embeddings(name, model.config)
         tower = self.adapter.vision_tower(model)
-        return EncodeStage(
-            self.adapter,
-            tower,
-            cache,
-            pool,
-            connector,
-            max_batch_patches=self._max_batch_patches,
-            skip_static=self.settings.engine.skip_static,
-            merge=self.settings.engine.tower_merge,
+        options = self.settings.engine
+        encoder = FrameEncoder(
+            self.adapter, tower, options.skip_static, options.tower_merge, self._max_batch_patches
         )
+        return EncodeStage(encoder, cache, pool, connector)
 
     def receiver(self, name: str) -> EmbeddingReceiver:
         cache, pool, connector = self._embeddings(name, self._language_model().config)

@@ -104,7 +104,8 @@ class OnDevice:
         pool = self.pool()
         tower = self.family.adapter.vision_tower(self.model)
         cache, connector = EncoderCacheManager(400, 8), self.hub.connect("e0", pool)
-        return EncodeStage(self.family.adapter, tower, cache, pool, connector, max_batch_patches=200)
+        encoder = FrameEncoder(self.family.adapter, tower, max_patches=200)
+        return EncodeStage(encoder, cache, pool, connector)
 
     def receiver(self) -> EmbeddingReceiver:
         pool = self.pool()
