@@ -135,16 +135,16 @@ class FrameEncoder:
         """Raises RequestError for an invalid tolerance, and what `BatchEncoder.tower_merger` raises."""
         check_tolerance(skip_static)
         self.num_skipped = 0
-        self._family = family
+        self.family = family
         self._device = device_of(tower)
         self._tower = tower
         self._merger = None if merge is None else family.tower_merger(tower, merge)
         self._skip_static = skip_static
-        self._max_patches = max_patches
+        self.max_patches = max_patches
 
     def patches(self, frames: Tensor, plan: MediaPlan) -> PatchRun:
         """Prepares frames, uint8 [N, h, w, 3] on the host, for the tower. plan: of their units alone."""
-        return PatchRun(plan.kind, self._family.preprocess(frames, plan, self._device), plan.grid)
+        return PatchRun(plan.kind, self.family.preprocess(frames, plan, self._device), plan.grid)
 
     def encode(self, runs: Sequence[PatchRun]) -> list[Embeddings]:
         """Encodes several runs of equal grid height and width: in one call of the tower, if it takes so many.
@@ -156,14 +156,14 @@ class FrameEncoder:
         return embeddings
 
     def _encode_batch(self, runs: Sequence[PatchRun]) -> list[Embeddings]:
-        if self._max_patches is None or sum(run.grid.num_patches for run in runs) <= self._max_patches:
+        if self.max_patches is None or sum(run.grid.num_patches for run in runs) <= self.max_patches:
             return self._call(runs)
-        limit = self._max_patches
+        limit = self.max_patches
         return [concatenated([self._call([piece])[0] for piece in unit_pieces(run, limit)]) for run in runs]
 
     def _call(self, runs: Sequence[PatchRun]) -> list[Embeddings]:
         with nullcontext() if self._merger is None else self._merger.during(runs):
-            return self._family.encode_batch(self._tower, runs)
+            return self.family.encode_batch(self._tower, runs)
 
 
 def unit_pieces(run: PatchRun, max_patches: int) -> list[PatchRun]:

@@ -16,10 +16,9 @@ from epd.control.request_budget import RequestLimits
 from epd.control.retention import RetentionConfig, levels_down_to
 from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encode.sharding import Sharding
-from epd.engine_config import ENGINE_FIELDS, EngineConfig
+from epd.engine_config import ENGINE_FIELDS, EngineConfig, check_options
 from epd.errors import RequestError
 from epd.kv.scheduling import SchedulerConfig
-from epd.layer_kinds import check_options
 from epd.lora_modules import check_served
 from epd.machine import usable_cpus
 from epd.models import MODEL_HELP, as_given, find_model, model_folder, served_name

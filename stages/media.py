@@ -11,7 +11,6 @@ from torch import Tensor
 
 from epd import video
 from epd.encoders import OWN_LIMITS, Adapter, FrameSampling, MediaPlan, PixelLimits, VideoFacts
-from epd.encoders.groups import MediaGroup
 from epd.types import Float32Array, UInt8Array
 
 
@@ -26,11 +25,6 @@ class PlannedMedia:
     source: str | Path
     plan: MediaPlan
     image: Tensor | None = None
-
-    def pixels_of(self, group: MediaGroup) -> Tensor:
-        """Returns the part of `image` that the group shows."""
-        assert self.image is not None
-        return self.image[group.start : group.stop]
 
 
 def plan_video(

@@ -52,7 +52,7 @@ from epd.stages.media import PlannedMedia, audio_part, plan_clip, plan_pixels, p
 from epd.stages.memory_sizing import LargestPasses, MemoryShare, measured_kv_tokens
 from epd.stages.placement import Placement, use_threads
 from epd.stages.rank import RankGroup
-from epd.stages.ranks.loading import load_with_ranks
+from epd.stages.ranks.group import load_with_ranks
 from epd.types import Answer, Int64Array, MediaKind, StageTimings
 
 # Of a reduced video a group leaves few tokens: a pass waits for this share of what a whole group has.
@@ -128,11 +128,12 @@ def decode_groups(
     plans = [item.plan for item in media]
     groups = plan_groups(plans, [""] * len(plans), model="", group_tokens=group_tokens)
     for item, its_groups in groupby(groups, lambda group: group.item):
-        if media[item].image is None:
+        image = media[item].image
+        if image is None:
             yield from _decode_video(media[item], list(its_groups), timings)
         else:
             for group in its_groups:
-                yield DecodedGroup(group, media[item].pixels_of(group))
+                yield DecodedGroup(group, image[group.start : group.stop])
 
 
 def _decode_video(

@@ -29,13 +29,13 @@ from epd.shapes.stories import (
     SCENE_SCHEMA,
     TOLD_KINDS,
     FactCounts,
-    ask_which_clip,
     claimed,
     compare,
     make_stories,
 )
 from epd.video.demo_video import write_demo_video
 from tests.colocated import ColocatedPipeline
+from training.clip_questions import ask_which_clip
 from training.clips import HELD_OUT_SEED
 from training.evaluate import LENGTHS, write_into_card
 

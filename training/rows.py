@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from epd.shapes import Question, QuestionKind, Scene
-from epd.shapes.stories import ask_which_clip
+from training.clip_questions import ask_which_clip
 
 NO_TARGET = -100
 VISUAL = -1  # stands for the id of a visual token

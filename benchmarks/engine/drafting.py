@@ -82,7 +82,7 @@ class Contender:
     def decode(self, asked: Sequence[Asked], measured: Measured) -> list[list[int]]:
         """Answers all at once, and returns the tokens of each."""
         engine, seconds = self.pipeline.engine, 0.0
-        engine._drafting = self._drafting
+        engine._drafting = engine._maker.drafting = self._drafting
         tokens: dict[str, list[int]] = {}
         for number, each in enumerate(asked):
             name, context = f"r{number}", self.contexts[each.place]

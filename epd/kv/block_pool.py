@@ -204,11 +204,6 @@ class BlockTable:
         """Returns the number of blocks that are written in full."""
         return self.num_tokens // self.block_size
 
-    @property
-    def has_partial(self) -> bool:
-        """Returns whether the last written block is not full."""
-        return self.num_tokens % self.block_size > 0
-
     def num_missing(self, added: int, arriving: int = 0) -> int:  # noqa: ARG002 # for a table with a window
         """Returns how many blocks `added` more tokens need beyond those of the table.
 

@@ -48,9 +48,6 @@ class DraftConfig:
             )
 
 
-NO_DRAFTS = DraftConfig()
-
-
 class RequestDrafts(Protocol):
     """Drafts for one sequence."""
 

@@ -21,12 +21,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from epd.kv.block_pool import BlockPool, BlockTable
-from epd.kv.kv_checks import check_cache
 from epd.kv.kv_identity import ROW_BYTES, TokenIdentity
 from epd.kv.kv_request import RequestBlocks, Shortage
+from epd.kv.kv_room import KVRoom
 from epd.kv.kv_spec import KVCacheSpec
-from epd.kv.prefix_cache import CachedBlock, PrefixCache, PrefixMatch
-from epd.kv.states import StateSlots
+from epd.kv.prefix_cache import CachedBlock, PrefixMatch
 from epd.kv.windows import WindowTable
 from epd.types import ceil_div
 
@@ -62,12 +61,8 @@ class KVCacheManager:
         self.spec = spec
         self.block_size = spec.block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._pools = [make_pool(num_blocks) for num_blocks in spec.num_blocks]
-        self._states = make_pool(spec.num_states) if spec.num_states else None
-        self._num_full = spec.num_full
-        kept = [] if self._states is None else [self._states]
-        kept += self._pools[self._num_full :]
-        self._cache = PrefixCache(self._pools[: self._num_full], spec.block_size, kept)
+        self._room = KVRoom(spec, make_pool)
+        self._cache = self._room.cache
         self._requests: dict[str, RequestBlocks] = {}
 
     # Questions: none of them changes anything.
@@ -105,16 +100,7 @@ class KVCacheManager:
 
     def num_free_blocks(self, layer_group: int = 0) -> int:
         """Returns how many blocks are available: free ones, and cached ones that no request uses."""
-        return self._pools[layer_group].num_free + self._num_idle(layer_group)
-
-    def _num_idle(self, layer_group: int) -> int:
-        if layer_group < self._num_full:
-            return self._cache.num_idle
-        return self._cache.num_idle_kept(self._kept_index(layer_group))
-
-    def _kept_index(self, layer_group: int) -> int:
-        """Returns the place of a layer group with a window among the pools of what is kept."""
-        return layer_group - self._num_full + int(self._states is not None)
+        return self._room.num_free(layer_group)
 
     def current_state(self, request_id: str) -> int | None:
         """Returns the slot with the state of the written tokens; None without any."""
@@ -128,14 +114,12 @@ class KVCacheManager:
 
     def has_states(self, count: int) -> bool:
         """Returns whether this many slots are available: free ones, and snapshots that nobody else holds."""
-        if self._states is None or count <= self._states.num_free:
-            return True
-        return count <= self._states.num_free + self._cache.num_idle_kept(0)
+        return self._room.has_states(count)
 
     @property
     def usage(self) -> float:
         """Returns the share of the blocks that requests hold, 0 to 1, in the fullest layer group."""
-        free = zip(self._all_free(), self.spec.num_blocks, strict=True)
+        free = zip(self._room.all_free(), self.spec.num_blocks, strict=True)
         return 1 - min(num_free / num_blocks for num_free, num_blocks in free)
 
     @property
@@ -148,13 +132,13 @@ class KVCacheManager:
         request = self._requests[request_id]
         if num_tokens <= request.capacity:
             return True
-        return self._has_room(request.num_missing(num_tokens, arriving), request.num_missing_states)
+        return self._room.has(request.num_missing(num_tokens, arriving), request.num_missing_states)
 
     def can_fork(self, request_id: str, num_tokens: int = 0) -> bool:
         """Returns whether `fork`, then `allocate` of `num_tokens` for the child, would find room now."""
         parent = self._requests[request_id]
         num_states = int(num_tokens > parent.num_tokens)
-        return self._has_room(parent.num_added_by_fork(num_tokens), num_states)
+        return self._room.has(parent.num_added_by_fork(num_tokens), num_states)
 
     def shortage(self, request_id: str, num_tokens: int) -> Shortage:
         """Returns why `num_tokens` tokens of an open request found no room: see `may_fit`."""
@@ -175,7 +159,7 @@ class KVCacheManager:
         ones too, may all be the request's: each counts as one less to find.
         """
         found = self._cache.num_pinned - shortage.num_pinned
-        pairs = zip(shortage.blocks, self._all_free(), strict=True)
+        pairs = zip(shortage.blocks, self._room.all_free(), strict=True)
         has_blocks = all(needed <= num_free + found for needed, num_free in pairs)
         return has_blocks and self.has_states(shortage.num_states)
 
@@ -212,13 +196,13 @@ class KVCacheManager:
         copies: list[BlockCopy] = []
         if request.is_shareable:
             match = self._cache.match(identity, max_cached, needs_state=not awaits_state)
-            self._share_path(request, match.path)
+            request.share_path(match.path)
             if request.keeps_all:
                 copies = self._copy_partial(request, match)
             elif request.path and awaits_state and request.state is not None:
                 request.state.is_awaited = True
             elif request.path:
-                request.take_kept(self._cache.use_state(request.path[-1]))
+                request.use_state()
         request.refresh()
         return copies
 
@@ -237,7 +221,7 @@ class KVCacheManager:
         lacks = any(count > table.pool.num_free for table, count in zip(request.tables, missing, strict=True))
         if lacks or num_states:
             purpose = f"room for {num_tokens} tokens of request '{request_id}'"
-            self._make_room(missing, purpose, num_states)
+            self._room.make(missing, purpose, num_states)
         for window in request.windows:
             window.await_tokens(max(arriving, window.num_tokens))
         for table, count in zip(request.tables, missing, strict=True):
@@ -271,14 +255,14 @@ class KVCacheManager:
         if not request.keeps_all:
             request.refresh()
         if num_tokens >= request.next_share and request.is_shareable:
-            self._share_whole_blocks(request)
+            request.share_whole_blocks()
         if keeps_state:
-            self._keep_state(request)
+            request.keep_state()
 
     def copied(self, copies: Sequence[BlockCopy]) -> None:
         """Records copies that have been carried out."""
         for copy in copies:
-            self._pools[copy.layer_group].write(copy.target, 0, copy.num_tokens)
+            self._room.pools[copy.layer_group].write(copy.target, 0, copy.num_tokens)
 
     def fork(self, request_id: str, child_id: str) -> list[BlockCopy]:
         """Returns a child with the same written tokens: whole blocks are shared, the one in part is copied.
@@ -288,10 +272,9 @@ class KVCacheManager:
         parent = self._requests[request_id]
         needed = parent.num_added_by_fork()
         self._check_new(child_id)
-        self._make_room(needed, f"the copy for a fork of request '{request_id}'")
+        self._room.make(needed, f"the copy for a fork of request '{request_id}'")
         child = self._new_request(child_id, parent.identity, parent.is_shareable)
-        for node in parent.path:
-            self._pin(child, node)
+        child.pin(parent.path)
         for table, other in zip(child.windows, parent.windows, strict=True):
             table.num_ahead = other.num_ahead
         current = self.current_state(request_id)
@@ -318,14 +301,14 @@ class KVCacheManager:
         num_blocks = ceil_div(stop - start, self.block_size)
         # What it comes behind must not be evicted for it.
         num_idle = sum(map(self._cache.is_idle, path))
-        if len(path) * self.block_size != start or not self._has_room(
-            [num_blocks + num_idle] * len(self._pools)
+        if len(path) * self.block_size != start or not self._room.has(
+            [num_blocks + num_idle] * len(self._room.pools)
         ):
             return None
         for node in path:
             self._cache.pin(node)
-        self._make_room([num_blocks] * len(self._pools), f"{stop - start} restored tokens")
-        restored = list(zip(*(pool.take(num_blocks) for pool in self._pools), strict=True))
+        self._room.make([num_blocks] * len(self._room.pools), f"{stop - start} restored tokens")
+        restored = list(zip(*(pool.take(num_blocks) for pool in self._room.pools), strict=True))
         self._add_restored(path, identity, stop, restored)
         for node in reversed(path):
             self._cache.unpin(node)
@@ -343,14 +326,14 @@ class KVCacheManager:
         for key, blocks in zip(identity.chunks(len(path) * size, stop, size), restored, strict=True):
             num_tokens = len(key) // ROW_BYTES
             parent = path[-1] if path else self._cache.root
-            for pool, block in zip(self._pools, blocks, strict=True):
+            for pool, block in zip(self._room.pools, blocks, strict=True):
                 pool.write(block, 0, num_tokens)
             if num_tokens == size:
                 path.append(self._cache.child(parent, key, blocks))
                 self._cache.pin(path[-1])
             else:
                 self._cache.add_partial(parent, key, blocks)
-            for pool, block in zip(self._pools, blocks, strict=True):
+            for pool, block in zip(self._room.pools, blocks, strict=True):
                 pool.release(block)  # it is the prefix cache's
 
     def truncate(self, request_id: str, num_tokens: int, layer_group: int | None = None) -> list[BlockCopy]:
@@ -366,14 +349,14 @@ class KVCacheManager:
         if min(kept) < 0 or (not request.keeps_all and min(kept) < request.num_tokens):
             raise ValueError(f"request '{request_id}' of {request.lengths} tokens cannot be cut to {kept}")
         needed = [int(table.splits_shared(num)) for table, num in zip(request.tables, kept, strict=True)]
-        self._make_room(needed, f"the copies for a cut of request '{request_id}' to {kept} tokens")
+        self._room.make(needed, f"the copies for a cut of request '{request_id}' to {kept} tokens")
         copies = []
         for group, (table, num) in enumerate(zip(request.tables, kept, strict=True)):
             if needed[group]:
                 index, rest = divmod(num, self.block_size)
                 copies.append(BlockCopy(group, *table.replace(index), rest))
             table.cut(num)
-        self._unpin(request, max(table.num_whole for table in request.tables))
+        request.unpin(max(table.num_whole for table in request.tables))
         request.is_shareable &= len(set(request.lengths)) == 1
         request.refresh()
         return copies
@@ -394,7 +377,7 @@ class KVCacheManager:
                 )
         for table, num in zip(request.tables, num_tokens, strict=True):
             table.drop_written(num)
-        self._unpin(request, 0)
+        request.unpin(0)
         request.is_shareable = False
         request.refresh()
 
@@ -411,48 +394,14 @@ class KVCacheManager:
             and request.is_shareable
             and all(table.has_written_partial for table in request.tables)
         ):
-            self._keep_partial(request)
+            request.share_partial()
         for table in request.tables:
             table.cut(0)
-        self._unpin(request, 0)
+        request.unpin(0)
 
     def clear_idle(self) -> None:
         """Forgets all cached blocks that no request uses."""
         self._cache.evict(self._cache.num_idle)
-
-    # Room
-
-    def _all_free(self) -> list[int]:
-        return [self.num_free_blocks(group) for group in range(len(self._pools))]
-
-    def _has_room(self, needed: Sequence[int], num_states: int = 0) -> bool:
-        return self._has_blocks(needed) and self.has_states(num_states)
-
-    def _has_blocks(self, needed: Sequence[int]) -> bool:
-        return all(
-            num <= pool.num_free or num <= pool.num_free + self._num_idle(group)
-            for group, (num, pool) in enumerate(zip(needed, self._pools, strict=True))
-        )
-
-    def _make_room(self, needed: Sequence[int], purpose: str, num_states: int = 0) -> None:
-        """Evicts until `needed` blocks of each layer group are free, and `num_states` slots.
-
-        Raises ValueError, and changes nothing, if that cannot be.
-        """
-        if not self._has_blocks(needed):
-            raise ValueError(
-                f"{purpose} needs {list(needed)} blocks, {self._all_free()} are free; free a request first"
-            )
-        if not self.has_states(num_states):
-            raise ValueError(f"{purpose} needs {num_states} states, 0 are free; free a request first")
-        pairs = list(zip(needed, self._pools, strict=True))
-        lacking = max([num - pool.num_free for num, pool in pairs[: self._num_full]])
-        if lacking > 0:
-            self._cache.evict(lacking)
-        if self._states is not None:
-            self._cache.drop_states(0, num_states)
-        for group in range(self._num_full, len(pairs)):
-            self._cache.drop_states(self._kept_index(group), needed[group])
 
     def _kept(self, request: RequestBlocks, num_tokens: int, layer_group: int | None) -> list[int]:
         """Returns for how many tokens each layer group keeps its blocks."""
@@ -462,48 +411,14 @@ class KVCacheManager:
         kept[layer_group] = num_tokens
         return kept
 
-    # Sharing
-
     def _check_new(self, request_id: str) -> None:
         if request_id in self._requests:
             raise ValueError(f"request '{request_id}' is open already; free it first")
 
     def _new_request(self, request_id: str, identity: TokenIdentity, is_shareable: bool) -> RequestBlocks:
         self._check_new(request_id)
-        tables = [self._table(group) for group in range(len(self._pools))]
-        state = None if self._states is None else StateSlots(self._states)
-        request = self._requests[request_id] = RequestBlocks(tables, identity, is_shareable, state)
+        request = self._requests[request_id] = self._room.tables_for(identity, is_shareable)
         return request
-
-    def _table(self, layer_group: int) -> BlockTable:
-        spec, pool = self.spec, self._pools[layer_group]
-        window = spec.windows[layer_group] if spec.windows else None
-        if window is None:
-            return BlockTable(pool, spec.block_size)
-        return WindowTable(pool, spec.block_size, window, spec.num_ahead)
-
-    def _pin(self, request: RequestBlocks, node: CachedBlock) -> None:
-        self._cache.pin(node)
-        request.path.append(node)
-
-    def _unpin(self, request: RequestBlocks, keep: int) -> None:
-        """Unpins the nodes past the first `keep`, the deepest first: see `epd/kv/prefix_cache.py`."""
-        for node in reversed(request.path[keep:]):
-            self._cache.unpin(node)
-        del request.path[keep:]
-
-    def _share_path(self, request: RequestBlocks, path: Sequence[CachedBlock]) -> None:
-        for node in path:
-            self._pin(request, node)
-        for group, table in enumerate(request.tables[: self._num_full]):
-            table.share([node.blocks[group] for node in path])
-
-    def _keep_state(self, request: RequestBlocks) -> None:
-        """Lets the prefix cache hold what follows a request's written tokens, all in whole blocks."""
-        is_whole = request.num_tokens == len(request.path) * self.block_size
-        kept = request.kept if request.path and is_whole else None
-        if kept:
-            self._cache.keep_state(request.path[-1], kept)
 
     def _copy_partial(self, request: RequestBlocks, match: PrefixMatch) -> list[BlockCopy]:
         """Copies the cached part of one more block into a block of the request's own, if there is room."""
@@ -512,39 +427,19 @@ class KVCacheManager:
             return []
         # An idle source counts as room, but must not be evicted for its own copy.
         spare = int(self._cache.is_idle(source))
-        if not self._has_room([1 + spare] * len(self._pools)):
+        if not self._room.has([1 + spare] * len(self._room.pools)):
             return []
         self._cache.touch(source)
-        self._make_room([1] * len(self._pools), "the copy of a cached block")
+        self._room.make([1] * len(self._room.pools), "the copy of a cached block")
         num_tokens = request.num_tokens + match.num_partial
         return [
             _own_copy(group, table, source.blocks[group], num_tokens)
             for group, table in enumerate(request.tables)
         ]
 
-    def _share_whole_blocks(self, request: RequestBlocks) -> None:
-        """Puts the blocks that have become whole into the prefix cache.
-
-        Where another request was first with the same tokens, this one keeps its own block and builds on the
-        other's node: a block that may be being read or sent is never replaced.
-        """
-        size, first, stop = self.block_size, len(request.path), request.tables[0].num_whole
-        node = request.path[-1] if first else self._cache.root
-        keys = request.identity.chunks(first * size, stop * size, size)
-        for index, key in enumerate(keys, start=first):
-            node = self._cache.child(node, key, request.blocks_at(index))
-            self._pin(request, node)
-        request.next_share = (stop + 1) * size
-
-    def _keep_partial(self, request: RequestBlocks) -> None:
-        index = request.tables[0].num_whole
-        rows = request.identity.row_bytes(index * self.block_size, request.num_tokens)
-        parent = request.path[-1] if request.path else self._cache.root
-        self._cache.add_partial(parent, rows, request.blocks_at(index))
-
     def check_integrity(self) -> None:
-        """Raises AssertionError unless all that is held is counted, see `check_cache`."""
-        check_cache(self._pools, self._states, self._cache, self._requests.values())
+        """Raises AssertionError unless all that is held is counted."""
+        self._room.check_integrity(self._requests.values())
 
 
 def _own_copy(group: int, table: BlockTable, source: int, num_tokens: int) -> BlockCopy:

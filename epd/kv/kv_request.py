@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from epd.kv.block_pool import BlockTable
 from epd.kv.kv_identity import TokenIdentity
-from epd.kv.prefix_cache import CachedBlock
+from epd.kv.prefix_cache import CachedBlock, PrefixCache
 from epd.kv.states import StateSlots
 from epd.kv.windows import WindowTable
 
@@ -34,6 +35,7 @@ class RequestBlocks:
     """
 
     __slots__ = (
+        "_cache",
         "capacity",
         "identity",
         "is_shareable",
@@ -47,11 +49,13 @@ class RequestBlocks:
 
     def __init__(
         self,
+        cache: PrefixCache,
         tables: list[BlockTable],
         identity: TokenIdentity,
         is_shareable: bool,
         state: StateSlots | None = None,
     ) -> None:
+        self._cache = cache
         self.tables = tables
         self.state = state
         self.windows = [table for table in tables if isinstance(table, WindowTable)]
@@ -90,25 +94,66 @@ class RequestBlocks:
         added = max(num_tokens - self.num_tokens, 0)
         return [table.num_added_by_fork(added) for table in self.tables]
 
-    @property
-    def kept(self) -> tuple[tuple[int, ...], ...] | None:
-        """Returns what a prompt that begins with the written tokens needs beside their blocks, if it is here.
+    def pin(self, path: Iterable[CachedBlock]) -> None:
+        """Builds upon nodes of the prefix cache, each below the one before."""
+        for node in path:
+            self._cache.pin(node)
+            self.path.append(node)
 
-        The slot of the recurrent state, if there is any, then the blocks of each window.
+    def unpin(self, keep: int) -> None:
+        """Unpins the nodes past the first `keep`, the deepest first: see `epd/kv/prefix_cache.py`."""
+        for node in reversed(self.path[keep:]):
+            self._cache.unpin(node)
+        del self.path[keep:]
+
+    def keep_state(self) -> None:
+        """Lets the prefix cache hold what a prompt that begins with the written tokens needs beside blocks.
+
+        The slot of the recurrent state, if there is any, then the blocks of each window. All in whole blocks.
         """
-        windows = tuple(table.kept for table in self.windows)
-        if self.state is None:
-            return windows
-        return None if self.state.current is None else ((self.state.current,), *windows)
+        has_state = self.state is None or self.state.current is not None
+        if not has_state or not self.path or self.num_tokens != len(self.path) * self._cache.block_size:
+            return
+        slots = () if self.state is None or self.state.current is None else ((self.state.current,),)
+        kept = (*slots, *(table.kept for table in self.windows))
+        if kept:
+            self._cache.keep_state(self.path[-1], kept)
 
-    def take_kept(self, kept: tuple[tuple[int, ...], ...]) -> None:
+    def use_state(self) -> None:
         """Begins with what another request has kept after the blocks that are shared."""
+        kept, windows = self._cache.use_state(self.path[-1]), self.windows
         if self.state is not None:
             self.state.share(kept[0][0])
-        windows = self.windows
         for table, blocks in zip(windows, kept[len(kept) - len(windows) :], strict=True):
             table.share_window(blocks, self.tables[0].num_whole)
 
-    def blocks_at(self, index: int) -> tuple[int, ...]:
+    def share_path(self, path: Iterable[CachedBlock]) -> None:
+        """Begins with the blocks of cached nodes."""
+        self.pin(path)
+        for group, table in enumerate(self.tables[: len(self.tables) - len(self.windows)]):
+            table.share([node.blocks[group] for node in self.path])
+
+    def share_whole_blocks(self) -> None:
+        """Puts the blocks that have become whole into the prefix cache.
+
+        Where another request was first with the same tokens, this one keeps its own block and builds on the
+        other's node: a block that may be being read or sent is never replaced.
+        """
+        size, first, stop = self._cache.block_size, len(self.path), self.tables[0].num_whole
+        node = self.path[-1] if first else self._cache.root
+        keys = self.identity.chunks(first * size, stop * size, size)
+        for index, key in enumerate(keys, start=first):
+            node = self._cache.child(node, key, self._blocks_at(index))
+            self.pin([node])
+        self.next_share = (stop + 1) * size
+
+    def share_partial(self) -> None:
+        """Lets the prefix cache find the written part of the last block."""
+        index = self.tables[0].num_whole
+        rows = self.identity.row_bytes(index * self._cache.block_size, self.num_tokens)
+        parent = self.path[-1] if self.path else self._cache.root
+        self._cache.add_partial(parent, rows, self._blocks_at(index))
+
+    def _blocks_at(self, index: int) -> tuple[int, ...]:
         """Returns the block at a place of each table without a window."""
         return tuple(table.blocks[index] for table in self.tables if not isinstance(table, WindowTable))

@@ -24,9 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from epd.errors import InfeasibleError
 from epd.kv.kv_cache import BlockCopy, KVCacheManager
-from epd.kv.kv_request import Shortage
+from epd.kv.reservations import Reservations
 from epd.kv.scheduled_request import RequestOrder, ScheduledRequest, rank_of
 from epd.kv.scheduler_output import Chunk, Preemption, Restore, SchedulerOutput
 from epd.types import ceil_div
@@ -66,6 +65,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self.config = config
         self.kv = kv
+        self.reservations = Reservations(kv, recomputes=config.preemption == "recompute")
         self.waiting: list[ScheduledRequest] = []
         self.running: list[ScheduledRequest] = []
         self.num_preempted = 0
@@ -73,12 +73,10 @@ class Scheduler:
         self.may_preempt: Callable[[str], bool] = lambda _: True
         self._held: set[str] = set()
         self._num_arrived = 0
-        # Why the head of the queue did not fit when its whole prompt was last looked up in the cache.
-        self._refused: tuple[ScheduledRequest, Shortage] | None = None
 
     def add(self, request: ScheduledRequest) -> None:
         """Queues a request. Raises InfeasibleError when it would not fit into the empty pool."""
-        self.check_fits(request)
+        self.reservations.check_fits(request)
         self._number(request)
         insort(self.waiting, request, key=_by_order)
 
@@ -95,45 +93,13 @@ class Scheduler:
     def _rank(self, request: ScheduledRequest) -> float:
         return rank_of(self.config.order, request.num_prompt_tokens, request.latest_start_s)
 
-    def check_fits(self, request: ScheduledRequest) -> None:
-        """Raises InfeasibleError for a request that could never run to its end."""
-        needed = max(self._reserved_tokens(request), self._most_held(request))
-        for group, num_blocks in enumerate(self.kv.spec.num_blocks):
-            if self.kv.spec.most_blocks(group, needed, self._num_ahead(request)) > num_blocks:
-                raise InfeasibleError(
-                    f"a request of {request.num_prompt_tokens} prompt tokens and up to "
-                    f"{request.max_total_tokens} in all does not fit into a KV cache of "
-                    f"{num_blocks * self.kv.spec.block_size} tokens "
-                    f"(layer group {group}); ask for fewer frames or a shorter answer, or enlarge the cache"
-                )
-
-    def _most_held(self, request: ScheduledRequest) -> int:
-        """Returns for how many tokens it needs room at its end."""
-        at_end = request.max_total_tokens - max(request.num_dropped, request.num_to_drop)
-        is_repeated = request.num_to_drop and self.config.preemption == "recompute"
-        return at_end + self._prompt_room(request) if is_repeated else at_end
-
-    def _prompt_room(self, request: ScheduledRequest) -> int:
-        """Returns the room of the prompt in blocks of its own."""
-        return ceil_div(request.num_prompt_tokens, self.kv.block_size) * self.kv.block_size
-
     def can_admit(self, request: ScheduledRequest) -> bool:
         """Returns whether `request` would run at once if it were added now: first in the queue, with room."""
-        pairs = enumerate(self._most_blocks(request))
+        pairs = enumerate(self.reservations.num_blocks(request))
         has_blocks = all(self.kv.num_free_blocks(group) >= needed for group, needed in pairs)
         place = request.priority, self._rank(request)
         is_first = all((each.priority, each.rank) > place for each in self.waiting)
         return is_first and self._has_slot(request) and has_blocks and self.kv.has_states(1)
-
-    def _most_blocks(self, request: ScheduledRequest) -> list[int]:
-        """Returns the blocks of each layer group that a request needs to run."""
-        spec, needed, ahead = self.kv.spec, self._reserved_tokens(request), self._num_ahead(request)
-        return [spec.most_blocks(group, needed, ahead) for group in range(len(spec.num_blocks))]
-
-    def _num_ahead(self, request: ScheduledRequest) -> int:
-        """Returns for how many tokens windows have room: a chunk, and what the end of a prompt needs more."""
-        at_once = max(self.kv.spec.num_ahead, request.longest_range)
-        return at_once + 1 + (request.num_seqs - 1) * self.kv.block_size
 
     def remove(self, request: ScheduledRequest, *, hold: bool = False) -> None:
         """Takes a request out, finished or aborted. hold: its blocks stay until `release`."""
@@ -192,7 +158,10 @@ class Scheduler:
             return
         for request in [each for each in self.running if not each.is_decoding]:
             if request in self.running:
-                more = min(self._num_ahead(request), self._reserved_tokens(request) - request.num_held)
+                more = min(
+                    self.reservations.num_ahead(request),
+                    self.reservations.num_tokens(request) - request.num_held,
+                )
                 self._make_room(request, request.num_held + max(more if spec.num_windows else 1, 1), output)
 
     def schedule_ahead(self, num_unread: int) -> list[Chunk]:
@@ -226,7 +195,7 @@ class Scheduler:
         if not self.waiting:
             return False
         first = self.waiting[0]
-        may_open = self._has_slot(first) and self._may_fit(first)
+        may_open = self._has_slot(first) and self.reservations.may_fit(first)
         return may_open or any(each.priority > first.priority for each in self.running)
 
     def _make_room(self, request: ScheduledRequest, num_tokens: int, output: SchedulerOutput) -> bool:
@@ -288,14 +257,14 @@ class Scheduler:
         has_states = self.kv.has_states(1 + len(self.running))
         return has_states and all(
             self.kv.num_free_blocks(group) >= needed + others
-            for group, needed in enumerate(self._most_blocks(request))
+            for group, needed in enumerate(self.reservations.num_blocks(request))
         )
 
     def _admit_first(self, output: SchedulerOutput) -> bool:
         """Gives the first waiting request its blocks. Returns False if there is no room."""
         request = self.waiting[0]
-        may_open = self._has_slot(request) and self._may_fit(request)
-        copies = self._open(request) if may_open else None
+        may_open = self._has_slot(request) and self.reservations.may_fit(request)
+        copies = self.reservations.open(request) if may_open else None
         if copies is None:
             return False
         del self.waiting[0]
@@ -332,72 +301,13 @@ class Scheduler:
             self.kv.num_free_blocks(group)
             + sum(self.kv.num_held_blocks(each.request_id, group) for each in preemptible)
             >= needed
-            for group, needed in enumerate(self._most_blocks(request))
+            for group, needed in enumerate(self.reservations.num_blocks(request))
         )
 
     def _has_slot(self, request: ScheduledRequest) -> bool:
         """Returns whether `max_num_seqs` allows the request; one with more answers than that runs alone."""
         num_seqs = sum(each.num_seqs for each in self.running) + request.num_seqs
         return num_seqs <= self.config.max_num_seqs or not self.running
-
-    def _may_fit(self, request: ScheduledRequest) -> bool:
-        """Returns False while the last lookup still shows that the request cannot fit: a cheap check."""
-        return self._refused is None or self._refused[0] is not request or self.kv.may_fit(self._refused[1])
-
-    def _open(self, request: ScheduledRequest) -> list[BlockCopy] | None:
-        """Starts a block table with the cached tokens and room for the rest; changes nothing if None."""
-        if request.num_dropped:  # what it held comes back, and nobody else has that
-            self.kv.open(request.request_id, request.identity, max_cached=0, is_shareable=False)
-            copies, needed = list[BlockCopy](), self._reserved_tokens(request)
-        elif request.parent is not None:
-            num_computed = max(self.kv.num_tokens(request.parent), request.num_offloaded)
-            needed = self._reserved_tokens(request, num_computed)
-            if not self.kv.can_fork(request.parent, needed):
-                return None
-            copies = self.kv.fork(request.parent, request.request_id)
-        else:
-            copies = self._open_cached(request)
-            num_computed = max(self.kv.num_tokens(request.request_id), request.num_offloaded)
-            needed = self._reserved_tokens(request, num_computed)
-        self._refused = None
-        arriving = request.num_offloaded - request.num_dropped
-        if not self.kv.can_allocate(request.request_id, needed, arriving=arriving):
-            least = self._reserved_tokens(request, request.num_tokens)  # if pruned ranges were cached by then
-            self._refused = request, self.kv.shortage(request.request_id, least)
-            self.kv.free(request.request_id)
-            return None
-        self.kv.allocate(request.request_id, needed, arriving=arriving)
-        request.num_computed = self.kv.num_tokens(request.request_id) + request.num_dropped
-        return copies
-
-    def _open_cached(self, request: ScheduledRequest) -> list[BlockCopy]:
-        """Starts with the cached tokens, but never inside a pruned range: that is computed at once."""
-        at_most = request.num_offloaded or request.num_tokens - 1
-        while True:
-            copies = self.kv.open(
-                request.request_id,
-                request.identity,
-                max_cached=at_most,
-                num_ahead=self._num_ahead(request),
-            )
-            found = self.kv.num_tokens(request.request_id)
-            at_most = request.uncut(found)
-            if at_most == found or request.num_offloaded > found:
-                return copies
-            self.kv.free(request.request_id)
-
-    def _reserved_tokens(self, request: ScheduledRequest, num_computed: int = 0) -> int:
-        """Returns the known tokens, the next one, and a block for each further answer that is to begin.
-
-        Or the tokens that pruned ranges past `num_computed` need while they are computed, if that is more.
-        What is kept of a prompt that is to drop tokens needs blocks of its own, behind the whole prompt's.
-        """
-        known = request.num_tokens + 1 + (request.num_seqs - 1) * self.kv.spec.block_size
-        if request.num_dropped:
-            return known - request.num_dropped
-        if request.num_to_drop:
-            known += self._prompt_room(request) - request.num_to_drop
-        return max(known, request.num_written(num_computed))
 
     def _schedule_prefills(self, output: SchedulerOutput, budget: int) -> None:
         """Cuts prefill chunks. A pruned range larger than the rest of the budget waits, or goes first.
@@ -437,7 +347,7 @@ class Scheduler:
         keeps_state = num_computed in request.state_stops
         self.kv.commit(request.request_id, request.identity, request.num_held, keeps_state=keeps_state)
         if request.pruned and num_computed == request.pruned[-1].stop:  # no more is written than stays
-            self.kv.truncate(request.request_id, self._reserved_tokens(request, num_computed))
+            self.kv.truncate(request.request_id, self.reservations.num_tokens(request, num_computed))
 
     def drop(self, request: ScheduledRequest) -> None:
         """Records that what a computed prompt keeps was copied behind it; the rest leaves the cache."""

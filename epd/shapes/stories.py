@@ -273,11 +273,6 @@ _APPEARED = (
     "How many shapes have appeared by {time} seconds?",
     "How many shapes appear before {time} seconds?",
 )
-_WHICH_CLIP = (
-    "Which of the two videos shows {thing}?",
-    "In which video is {thing}?",
-    "Which video has {thing}?",
-)
 _FIRST = ("Which shape appears first?", "What is the first shape?", "Which shape comes first?")
 _LAST = ("Which shape appears last?", "What is the last shape to appear?", "Which shape comes last?")
 
@@ -367,30 +362,3 @@ def _ask_count_over_time(scene: Scene, rng: random.Random, margin_s: float) -> Q
             count, text = sum(start <= time_s for start in starts), rng.choice(_APPEARED)
         return Question(QuestionKind.COUNT_OVER_TIME, text.format(time=time_s), str(count))
     return None
-
-
-def ask_which_clip(first: Scene, second: Scene, rng: random.Random) -> Question:
-    """Asks which of two videos shows an object: the first, the second, both or neither."""
-    shown = [{(item.colour, item.shape) for item in scene.objects} for scene in (first, second)]
-    shapes = [{shape for _, shape in pairs} for pairs in shown]
-    wanted = rng.randrange(4)
-    by_shape = [shape for shape in SHAPES if _holder(shape, shapes) == wanted]
-    pairs = [(c, s) for c in COLOURS for s in SHAPES if _holder((c, s), shown) == wanted]
-    near = [pair for pair in pairs if pair[1] in shapes[0] | shapes[1]]
-    if by_shape and (rng.random() < 0.6 or not pairs):
-        thing, answer = with_article(rng.choice(by_shape)), wanted
-    elif pairs:
-        colour, shape = rng.choice(near or pairs)
-        thing, answer = f"{with_article(colour)} {shape}", wanted
-    else:
-        shape = rng.choice(SHAPES)
-        thing, answer = with_article(shape), _holder(shape, shapes)
-    return Question(QuestionKind.CLIPS, rng.choice(_WHICH_CLIP).format(thing=thing), CLIP_ANSWERS[answer])
-
-
-CLIP_ANSWERS = ("the first", "the second", "both", "neither")
-
-
-def _holder(thing: Any, shown: Sequence[set[Any]]) -> int:
-    first, second = (thing in each for each in shown)
-    return 2 if first and second else 0 if first else 1 if second else 3

@@ -17,6 +17,7 @@ import torch
 from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encode.encoder_cache import EncoderCacheManager
 from epd.encoders import Adapter, load_adapter
+from epd.encoders.batch import FrameEncoder
 from epd.encoders.names import WeightSet
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import InfeasibleError, RequestError
@@ -44,9 +45,8 @@ from epd.stages.memory_sizing import (
 from epd.stages.placement import Placement
 from epd.stages.prefill import PrefillStage
 from epd.stages.ranks.engine_ranks import EngineRanks
-from epd.stages.ranks.group import ProcessRanks
+from epd.stages.ranks.group import ProcessRanks, load_with_ranks
 from epd.stages.ranks.group_pools import PoolSharing
-from epd.stages.ranks.loading import load_with_ranks
 from epd.topology import Stage, TensorParallel, role_letters
 from epd.transfer.connectors import EncoderConnector, KVConnector
 
@@ -261,16 +261,11 @@ class StageBuilder:
         model = self._encoder_model()
         cache, pool, connector = self._embeddings(name, model.config)
         tower = self.adapter.vision_tower(model)
-        return EncodeStage(
-            self.adapter,
-            tower,
-            cache,
-            pool,
-            connector,
-            max_batch_patches=self._max_batch_patches,
-            skip_static=self.settings.engine.skip_static,
-            merge=self.settings.engine.tower_merge,
+        options = self.settings.engine
+        encoder = FrameEncoder(
+            self.adapter, tower, options.skip_static, options.tower_merge, self._max_batch_patches
         )
+        return EncodeStage(encoder, cache, pool, connector)
 
     def receiver(self, name: str) -> EmbeddingReceiver:
         cache, pool, connector = self._embeddings(name, self._language_model().config)

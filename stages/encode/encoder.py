@@ -23,16 +23,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from epd.encode.encode_batching import pick_batch
+from epd.encode.encode_batching import DEFAULT_BATCH_PATCHES, pick_batch
 from epd.encode.encoder_cache import CachedGroup, EncoderCacheManager, GroupKey
 from epd.encoders.adapter import Embeddings, MediaPlan
-from epd.encoders.batch import BatchEncoder, FrameEncoder
+from epd.encoders.batch import FrameEncoder
 from epd.encoders.groups import MediaGroup
 from epd.encoders.reduction.reading import ItemReducer, ItemReduction, Join, Places
 from epd.errors import EPDError, InternalError
-from epd.reduction import TowerMerge
 from epd.stages.encode.beside import InTurn, Lane
 from epd.stages.encode.encoder_pool import EncoderPool
 from epd.transfer.connectors import EncoderConnector, Ticket
@@ -185,25 +184,20 @@ class EncodeStage:
 
     def __init__(
         self,
-        adapter: BatchEncoder,
-        tower: nn.Module,
+        encoder: FrameEncoder,
         cache: EncoderCacheManager,
         pool: EncoderPool,
         connector: EncoderConnector,
-        *,
-        max_batch_patches: int,
-        skip_static: float | None = None,
-        merge: TowerMerge | None = None,
     ) -> None:
-        """Creates a stage. max_batch_patches: that the tower takes together. Others: see `FrameEncoder`."""
+        """Creates a stage whose batches are of as many patches as the encoder takes together."""
         self.cache = cache
         self.counts = EncodeCounts()
         self.outbox = Outbox(cache)
-        self._encoder = FrameEncoder(adapter, tower, skip_static, merge, max_batch_patches)
+        self._encoder = encoder
         self._pool = pool
         self._connector = connector
-        self._max_batch_patches = max_batch_patches
-        self._readings = Readings(adapter.join)
+        self._max_batch_patches = encoder.max_patches or DEFAULT_BATCH_PATCHES
+        self._readings = Readings(encoder.family.join)
         self._waiting: list[EncodeJob] = []
         self._unread: list[EncodeJob] = []  # encoded, of readings
         self._running: list[EncodeJob] = []  # in the tower

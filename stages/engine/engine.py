@@ -23,19 +23,17 @@ from epd.kv.scheduler_output import Chunk, SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig
 from epd.stages.engine.block_moves import BlockMoves
 from epd.stages.engine.faults import FaultCounts, run_apart
-from epd.stages.engine.generation import Admission, EngineCounts, Extent, GenerateRequest, StepResult
+from epd.stages.engine.generation import Admission, Extent, GenerateRequest, StepResult
 from epd.stages.engine.kv_store import KVStore
 from epd.stages.engine.model_runner import ModelRunner
+from epd.stages.engine.open_sequences import OpenSequences
 from epd.stages.engine.run_ahead import RunAhead
 from epd.stages.engine.sequence import ComputedChunk, TokenSequence, sample_chunks
-from epd.stages.grammar.matcher import GrammarBuilder
-from epd.stages.rank import RankGroup
-from epd.stages.sampling.detokenizer import AnswerEnds
+from epd.stages.engine.sequence_maker import SequenceMaker
 from epd.stages.sampling.sampler import SampledToken
-from epd.stages.visual_inputs import PlacedEmbeddings, VisualInputs
+from epd.stages.visual_inputs import PlacedEmbeddings
 from epd.store.piece_files import PieceFiles
 from epd.store.pieces import PIECE_TOKENS
-from epd.types import ceil_div
 
 
 class LanguageEngine:
@@ -50,48 +48,35 @@ class LanguageEngine:
         *,
         enable_prefix_caching: bool = True,
         drafting: Drafting | None = None,
-        ranks: RankGroup | None = None,
         runs_ahead: bool = False,
     ) -> None:
         """Takes what the requests of a worker share.
 
+        runner: with the pools. Its followers, if it has any, repeat what is done to them.
         drafting: proposes tokens of decodes, to be checked in one pass; None to propose none.
-        ranks: that repeat what is done to the pools; the runner's are the same.
         runs_ahead: launches decodes before the tokens before them are read, unless they are drafted, or the
         model has a recurrent state.
         """
-        self.counts = EngineCounts()
-        num_blocks = (pool.num_blocks - runner.num_spare_blocks for pool in runner.pools.groups)
-        states = runner.pools.shape.states
-        num_states = 0 if states is None else states.num_states
-        spec = KVCacheSpec(
-            tuple(num_blocks),
-            runner.pools.block_size,
-            num_states,
-            tuple(group.window for group in runner.pools.shape.groups),
-            max(config.max_chunk_tokens, 1 + MOST_DRAFTS),
-        )
-        self.kv = KVCacheManager(spec, enable_prefix_caching=enable_prefix_caching)
+        self.pools = runner.pools
+        self.kv = KVCacheManager(_spec(runner, config), enable_prefix_caching=enable_prefix_caching)
         self.scheduler = Scheduler(config, self.kv)
         self._runner = runner
-        self._has_ranks = ranks is not None
-        self.pools = runner.pools
-        self._tokenizer = tokenizer
-        self._eos_ids = eos_ids
-        self._sequences: dict[str, TokenSequence] = {}
-        self._moves = BlockMoves(self.kv, runner.pools, ranks)
+        self._moves = BlockMoves(self.kv, runner.pools, runner.followers)
+        self._sequences = OpenSequences(self.scheduler, self._moves)
+        self.counts = self._sequences.counts
         self._drafting = drafting
+        both_ways = runner.attends_both_ways
+        self._maker = SequenceMaker(self.kv, tokenizer, eos_ids, drafting, attends_both_ways=both_ways)
+        self.grammars = self._maker.grammars
         # What a pass costs: on a CPU the thread's own work, whatever other processes take of its time.
-        is_alone = ranks is None and runner.pools.groups[0].storage.device.type == "cpu"
+        is_alone = runner.followers is None and runner.pools.groups[0].storage.device.type == "cpu"
         self._now_s = thread_time if is_alone else perf_counter
         self._run_ahead = (
             RunAhead(runner, self.scheduler, self.kv)
-            if runs_ahead and not drafting and ranks is None and not num_states
+            if runs_ahead and not drafting and runner.followers is None and not self.kv.spec.num_states
             else None
         )
         self._fault_counts = FaultCounts()
-        self.store: KVStore | None = None
-        self.grammars = GrammarBuilder(tokenizer, eos_ids)
 
     # Requests
 
@@ -99,15 +84,20 @@ class LanguageEngine:
         """Queues a request. Raises InfeasibleError if it can never fit, RequestError for an id in use."""
         if request.request_id in self._sequences or self.scheduler.is_held(request.request_id):
             raise RequestError(f"request id '{request.request_id}' is in use; choose another")
-        sequence = self._choice(request, 0, VisualInputs(request.prompt, request.num_prompt_tokens))
-        self.scheduler.check_fits(sequence.scheduled)
+        sequence = self._maker.first(request)
+        self.scheduler.reservations.check_fits(sequence.scheduled)
         self._sequences[sequence.request_id] = sequence
         if self.store is None or not self.store.begin(sequence):
             self.scheduler.add(sequence.scheduled)
 
     def keep_in(self, files: PieceFiles, piece_tokens: int = PIECE_TOKENS) -> None:
         """Keeps keys and values of media in files, from now on, and brings them back."""
-        self.store = KVStore(files, self.kv, self.pools, piece_tokens)
+        self._sequences.store = KVStore(files, self.kv, self.pools, piece_tokens)
+
+    @property
+    def store(self) -> KVStore | None:
+        """Returns what keeps keys and values of media in files, if anything does."""
+        return self._sequences.store
 
     def close(self) -> None:
         """Ends what runs beside it."""
@@ -116,52 +106,7 @@ class LanguageEngine:
 
     def can_admit(self, request: GenerateRequest) -> bool:
         """Reports whether the request would get its blocks in the next step. Changes nothing."""
-        visual = VisualInputs(request.prompt, request.num_prompt_tokens)
-        return self.scheduler.can_admit(self._choice(request, 0, visual).scheduled)
-
-    def _choice(
-        self, request: GenerateRequest, index: int, visual: VisualInputs, ends: AnswerEnds | None = None
-    ) -> TokenSequence:
-        ends = ends or AnswerEnds.of(request.sampling, self._eos_ids)
-        matcher = self.grammars.matcher(
-            request.sampling.grammar if request.extent is not Extent.MEDIA else ""
-        )
-        drafts = self._drafting.for_sequence() if self._drafting else None
-        sequence = TokenSequence(
-            request, index, self._tokenizer, ends, visual, self._longest(request), matcher, drafts
-        )
-        if self._runner.attends_both_ways:
-            sequence.attend_both_ways()
-        sequence.scheduled.state_stops = self._state_stops(request, sequence.scheduled)
-        return sequence
-
-    def _state_stops(self, request: GenerateRequest, scheduled: ScheduledRequest) -> tuple[int, ...]:
-        """Returns after which tokens the state, or the window, is kept, for prompts that begin alike.
-
-        The last whole blocks of what all questions about the media share, and of the prompt.
-        """
-        if not self.kv.spec.keeps_states or not self.kv.enable_prefix_caching:
-            return ()
-        last = request.num_prompt_tokens - 1
-        stops = {self._whole(scheduled, length) for length in (request.prompt.prefix_length, last)}
-        return tuple(sorted(stops - {0}))
-
-    def _whole(self, scheduled: ScheduledRequest, num_tokens: int) -> int:
-        """Returns the most of the first tokens that are whole blocks, and cut nothing computed at once."""
-        size = self.kv.block_size
-        whole = num_tokens // size * size
-        uncut = scheduled.uncut(whole)
-        return whole if uncut == whole else self._whole(scheduled, uncut)
-
-    def _longest(self, request: GenerateRequest) -> int:
-        """Returns the limit of prompt and answer in the empty cache.
-
-        Beside a parent a block is copied; where the question drops tokens, what it keeps lies behind all.
-        """
-        spec, num_dropped = self.kv.spec, request.prompt.num_dropped
-        num_prompt_blocks = ceil_div(request.num_prompt_tokens, spec.block_size) if num_dropped else 0
-        num_blocks = min(spec.num_blocks[: spec.num_full]) - (request.parent is not None) - num_prompt_blocks
-        return num_blocks * spec.block_size + num_dropped + request.num_dropped
+        return self.scheduler.can_admit(self._maker.first(request).scheduled)
 
     def add_embeddings(self, request_id: str, placed: PlacedEmbeddings) -> None:
         """Adds the next visual tokens of a request, in order; those that are cached may be left out.
@@ -194,13 +139,12 @@ class LanguageEngine:
     def _adopt(
         self, request: GenerateRequest, first: Sequence[SampledToken], later_ids: Sequence[int]
     ) -> None:
-        visual = VisualInputs(request.prompt, request.num_prompt_tokens)
-        visual.skip(request.num_prompt_tokens)
-        sequence = self._choice(request, 0, visual)
+        sequence = self._maker.first(request)
+        sequence.visual.skip(request.num_prompt_tokens)
         sequence.scheduled.num_ready = sequence.scheduled.num_computed = sequence.scheduled.num_prompt_tokens
         self._sequences[sequence.request_id] = sequence
         self.scheduler.adopt(sequence.scheduled)
-        self._begin([sequence, *self._siblings(sequence)], first, StepResult())
+        self._sequences.begin([sequence, *self._maker.siblings(sequence)], first, StepResult())
         for token_id in later_ids:
             sequence.push(SampledToken(token_id))
         sequence.scheduled.num_computed += len(later_ids)
@@ -217,7 +161,7 @@ class LanguageEngine:
         lengths = {self.kv.num_tokens(request_id, group) for group in range(len(self.kv.spec.num_blocks))}
         if len(lengths) > 1:
             return None
-        self._remove(sequence, hold=True)
+        self._sequences.remove(sequence, hold=True)
         return sequence
 
     def attach(self, sequence: TokenSequence) -> None:
@@ -230,8 +174,8 @@ class LanguageEngine:
 
         hold: keep its blocks, if it has any, until `release`.
         """
-        for sequence in self._sequences_of(request_id):
-            self._remove(sequence, hold=hold)
+        for sequence in self._sequences.of_request(request_id):
+            self._sequences.remove(sequence, hold=hold)
         if self.scheduler.is_held(request_id) and not hold:
             self.scheduler.release(request_id)
 
@@ -260,11 +204,6 @@ class LanguageEngine:
     def num_computed(self, request_id: str) -> int:
         """Counts the tokens of a running or held request that are in the cache."""
         return self.kv.num_tokens(request_id)
-
-    def _sequences_of(self, request_id: str) -> list[TokenSequence]:
-        return [
-            sequence for sequence in self._sequences.values() if sequence.request.request_id == request_id
-        ]
 
     # One step
 
@@ -300,7 +239,7 @@ class LanguageEngine:
 
         Not between those that are captured, or that several ranks compute: their exchanges have an order.
         """
-        if not self._has_ranks:
+        if self._runner.followers is None:
             self._runner.call_between_layers(function)
 
     def admit_early(self) -> StepResult:
@@ -381,24 +320,21 @@ class LanguageEngine:
 
     def _run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Returns logits [R, V] of the sampled rows: a chunk's last, and one before it for each draft."""
+        num_rows = map(self._sequences.num_rows, chunks)
         return self._runner.run(
             [
-                self._guarded(chunk).segment(chunk.start, chunk.stop, self._num_rows(chunk), self.kv)
-                for chunk in chunks
+                self._guarded(chunk).segment(chunk.start, chunk.stop, count, self.kv)
+                for chunk, count in zip(chunks, num_rows, strict=True)
             ]
         )
 
     def _guarded(self, chunk: Chunk) -> TokenSequence:
         """Returns the chunk's sequence; a question that drops tokens is told those that it may not."""
-        sequence = self._sequences[chunk.request.request_id]
+        sequence = self._sequences.of_chunk(chunk)
         if sequence.view is not None and sequence.view.start == chunk.start:
             table = self.kv.block_table(chunk.request.request_id)
             sequence.view.guard(self._moves.guarded.read(table, chunk.start))
         return sequence
-
-    def _num_rows(self, chunk: Chunk) -> int:
-        wanted = self._sequences[chunk.request.request_id].request.extent is not Extent.MEDIA
-        return 1 + chunk.num_drafts if chunk.is_sampled and wanted else 0
 
     def _compute(self, chunks: Sequence[Chunk], result: StepResult) -> None:
         """Runs and samples all chunks at once, or those apart that raise; then commits chunk by chunk."""
@@ -408,7 +344,7 @@ class LanguageEngine:
             live = [chunk for chunk in some if self._is_open(chunk)]
             if live:
                 logits = self._run(live)
-                parts = [(chunk, self._family(chunk), self._num_rows(chunk)) for chunk in live]
+                parts = [(chunk, self._family(chunk), self._sequences.num_rows(chunk)) for chunk in live]
                 computed.extend(sample_chunks(parts, logits))
 
         run_apart(chunks, run, lambda chunk, error: self._fail(chunk.request, error, result))
@@ -419,115 +355,17 @@ class LanguageEngine:
             if not self._is_open(each.chunk):
                 continue
             try:
-                self._book(each.chunk, each.family, each.tokens, result)
+                self._sequences.record(each, result)
                 self._fault_counts.succeeded()
             except Exception as error:  # noqa: BLE001 - costs its request alone
                 self._fail(each.chunk.request, error, result)
 
     def _family(self, chunk: Chunk) -> list[TokenSequence]:
         """Returns the sequences that the chunk's logits serve: at the end of a prompt, all of the request."""
-        sequence = self._sequences[chunk.request.request_id]
-        if sequence.num_generated or not self._num_rows(chunk):
+        sequence = self._sequences.of_chunk(chunk)
+        if sequence.num_generated or not self._sequences.num_rows(chunk):
             return [sequence]
-        return [sequence, *self._siblings(sequence)]
-
-    def _siblings(self, sequence: TokenSequence) -> list[TokenSequence]:
-        siblings = [
-            self._choice(sequence.request, index, sequence.visual, sequence.ends)
-            for index in range(1, sequence.request.sampling.n)
-        ]
-        for each in siblings:
-            each.tokens.place_as(sequence.tokens)
-        return siblings
-
-    def _book(
-        self, chunk: Chunk, family: list[TokenSequence], tokens: list[SampledToken], result: StepResult
-    ) -> None:
-        sequence = family[0]
-        result.computed.append(sequence.request.request_id)
-        if tokens and sequence.num_generated:
-            self._continue(chunk, sequence, tokens, result)
-            return
-        self._note_guarded(chunk, sequence)
-        self.scheduler.advance(chunk.request, chunk.stop)
-        if self.store is not None:
-            self.store.keep(sequence)
-        self._drop_tokens(sequence)
-        self._drop_embeddings(sequence)
-        if tokens:
-            self._begin(family, tokens, result)
-        elif sequence.request.extent is Extent.MEDIA and chunk.stop == sequence.scheduled.num_prompt_tokens:
-            self._hold(sequence, result)
-
-    def _continue(
-        self, chunk: Chunk, sequence: TokenSequence, tokens: list[SampledToken], result: StepResult
-    ) -> None:
-        """Takes the sampled token, and those after it for which the draft before was right."""
-        drafts = sequence.drafts[: chunk.num_drafts]
-        num_right = next((i for i, draft in enumerate(drafts) if draft != tokens[i].token_id), len(drafts))
-        known, num_kept = sequence.known_ids, 0
-        while sequence.finish_reason is None and num_kept <= num_right:
-            result.outputs.append(sequence.push(tokens[num_kept]))
-            num_kept += 1
-        sequence.learn(known, drafts, tokens, num_kept - 1)
-        self.counts.num_drafts += bool(drafts)
-        self.counts.num_drafted_tokens += len(drafts)
-        self.counts.num_accepted_tokens += num_kept - 1
-        self.scheduler.advance(chunk.request, chunk.stop - chunk.num_drafts + num_kept - 1)
-        if sequence.finish_reason is not None:
-            self._remove(sequence)
-
-    def _begin(
-        self, family: Sequence[TokenSequence], first: Sequence[SampledToken], result: StepResult
-    ) -> None:
-        """Gives every sequence its first token; those that continue share the prompt's blocks."""
-        sequence = family[0]
-        result.outputs += [each.push(token) for each, token in zip(family, first, strict=True)]
-        if sequence.request.extent is Extent.FIRST_TOKEN:
-            self._hold(sequence, result)
-            return
-        for each in family[1:]:
-            if each.finish_reason is None:
-                copies = self.scheduler.fork(sequence.scheduled, each.scheduled)
-                self._sequences[each.request_id] = each
-                self._moves.copy(copies)
-        sequence.forget_tables()
-        if sequence.finish_reason is not None:
-            self._remove(sequence)
-
-    def _hold(self, sequence: TokenSequence, result: StepResult) -> None:
-        """Takes a prefilled request out of the queues and keeps its blocks."""
-        del self._sequences[sequence.request_id]
-        self.scheduler.remove(sequence.scheduled, hold=True)
-        result.prefilled.append(sequence.request.request_id)
-
-    def _remove(self, sequence: TokenSequence, *, hold: bool = False) -> None:
-        del self._sequences[sequence.request_id]
-        self._moves.forget(sequence.request_id)
-        if self.store is not None and self.store.forget(sequence.request_id):
-            return  # it is not in a queue yet
-        self.scheduler.remove(sequence.scheduled, hold=hold)
-
-    def _note_guarded(self, chunk: Chunk, sequence: TokenSequence) -> None:
-        """Notes which tokens just computed no question may drop, before others can find them."""
-        if (is_key := sequence.tokens.is_key) is not None and chunk.start < len(is_key):
-            table = self.kv.block_table(chunk.request.request_id)
-            self._moves.guarded.write(table, chunk.start, is_key[chunk.start : chunk.stop])
-
-    def _drop_tokens(self, sequence: TokenSequence) -> None:
-        """Keeps of a prompt that is just computed what its question has chosen."""
-        scheduled = sequence.scheduled
-        if sequence.view is None or scheduled.num_computed != scheduled.num_prompt_tokens:
-            return
-        survivors = sequence.view.survivors(scheduled.num_prompt_tokens)
-        self._moves.copy_behind(scheduled.request_id, survivors)
-        self.scheduler.drop(scheduled)
-        sequence.forget_tables()
-
-    def _drop_embeddings(self, sequence: TokenSequence) -> None:
-        """Drops embeddings after use, unless computed tokens may have to be computed again."""
-        if self.scheduler.config.preemption == "offload":
-            sequence.visual.drop(sequence.scheduled.num_computed)
+        return [sequence, *self._maker.siblings(sequence)]
 
     def _count(self, num_tokens: int, result: StepResult) -> None:
         result.num_tokens = num_tokens
@@ -542,3 +380,14 @@ class LanguageEngine:
         queued |= set() if self.store is None else self.store.restoring
         if queued != self._sequences.keys() or not self._moves.offloaded <= queued:
             raise AssertionError(f"sequences {set(self._sequences)} are not those queued, {queued}")
+
+
+def _spec(runner: ModelRunner, config: SchedulerConfig) -> KVCacheSpec:
+    shape = runner.pools.shape
+    return KVCacheSpec(
+        tuple(pool.num_blocks - runner.num_spare_blocks for pool in runner.pools.groups),
+        runner.pools.block_size,
+        0 if shape.states is None else shape.states.num_states,
+        tuple(group.window for group in shape.groups),
+        max(config.max_chunk_tokens, 1 + MOST_DRAFTS),
+    )

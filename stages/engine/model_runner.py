@@ -42,7 +42,7 @@ from epd.stages.engine.packed_pass import (
 )
 from epd.stages.engine.state_pool import StateLayout
 from epd.stages.kernels.tiling import MOST_SHORT
-from epd.stages.rank import Collectives
+from epd.stages.rank import Collectives, RankGroup
 from epd.stages.reduction.propagation import ObservedRows, num_whole_layers, rows_going_on
 from epd.stages.reduction.pruning import ROWS, PrunedRows
 from epd.stages.reduction.question_views import ViewedRows, question_slots
@@ -69,7 +69,12 @@ class _PassInputs:
 
 
 class ModelRunner:
-    """Runs the language model of one checkpoint with its KV pools."""
+    """Runs the language model of one checkpoint with its KV pools.
+
+    followers: ranks that repeat what is done to the pools; None for a runner that leads none.
+    """
+
+    followers: RankGroup | None = None
 
     def __init__(
         self,

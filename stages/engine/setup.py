@@ -45,16 +45,16 @@ class LeadingRunner(ModelRunner):
     def __init__(self, model: Any, pools: KVPools, ranks: RankGroup) -> None:
         """Takes rank 0's part of a model, see `cut_model`."""
         super().__init__(model, None, pools, ranks=ranks)
-        self._group = ranks
+        self.followers: RankGroup = ranks
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """Computes all segments as `ModelRunner.run` does. Raises RankLostError."""
         packed, visual = self.packed(segments), visual_of(segments)
         if visual is not None:
             visual = visual.mapped(lambda rows: to_device(rows, self._device).to(self._dtype))
-        self._group.tell(packed)
-        with self._group.computing():
-            share_visual(self._group, visual)
+        self.followers.tell(packed)
+        with self.followers.computing():
+            share_visual(self.followers, visual)
             return self.run_packed(packed, visual)
 
 
@@ -117,7 +117,6 @@ def build_engine(
         config,
         enable_prefix_caching=enable_prefix_caching,
         drafting=None if options.draft == "none" else Drafting(options.drafting, _num_token_ids(model)),
-        ranks=ranks,
         runs_ahead=_is_on_gpu(model) if options.async_scheduling is None else options.async_scheduling,
     )
 

@@ -50,7 +50,6 @@ _TABLE: Mapping[int, Mapping[Kind, tuple[_Sizes, _Sizes, _Sizes]]] = {
         "tall": (_Sizes(64, 64, 4, 2), _Sizes(64, 32, 4, 2), _Sizes(64, 16, 8, 2)),
     },
 }
-CHIPS = tuple(_TABLE)
 
 
 @dataclass(frozen=True, slots=True)

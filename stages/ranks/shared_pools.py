@@ -130,9 +130,6 @@ class ReceiveTokens:
     places: tuple[PoolPlace, ...]
 
 
-HandOverStep = SharePools | Fence | ReceiveTokens
-
-
 def meet(ranks: Collectives, device: torch.device) -> None:
     """Lets what this rank queues next on its device wait for what all ranks have queued so far."""
     ranks.add_up(torch.zeros(1, device=device))

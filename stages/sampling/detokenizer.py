@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,8 +12,6 @@ from typing import Any
 from tokenizers import decoders
 
 from epd.sampling_params import SamplingParams
-
-OnText = Callable[[str], None]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 

@@ -114,7 +114,6 @@ def table_of(pool: BlockPool, num_tokens: int) -> BlockTable:
 def test_a_table_grows_by_whole_blocks() -> None:
     table = table_of(BlockPool(8), 5)
     assert (table.blocks, table.num_tokens, table.room, table.num_whole) == ([0, 1], 5, 3, 1)
-    assert table.has_partial
     assert table.has_written_partial
     assert [table.num_missing(added) for added in (0, 3, 4, 8)] == [0, 0, 1, 2]
     table.take(1)

@@ -125,7 +125,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     def state(self) -> object:
         manager = self.manager
         return (
-            [list(pool._references) for pool in manager._pools],
+            [list(pool._references) for pool in manager._room.pools],
             [(id(node), node.num_pins) for node in manager._cache.nodes()],
             [id(node) for node in manager._cache.eviction_order()],
             {name: [list(table.blocks) for table in held.tables] for name, held in manager._requests.items()},
@@ -250,7 +250,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.must_refuse(lambda: self.manager.allocate(request_id, num_tokens))
             return
         added = num_tokens - self.manager.num_tokens(request_id)
-        num_free = [pool.num_free for pool in self.manager._pools]
+        num_free = [pool.num_free for pool in self.manager._room.pools]
         held = [len(self.manager.block_table(request_id, group)) for group in (0, 1)]
         self.manager.allocate(request_id, num_tokens)
         if self.window is not None:
@@ -469,8 +469,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         for group, num_blocks in enumerate(self.manager.spec.num_blocks):
             assert self.manager.num_free_blocks(group) == num_blocks
         self.manager.clear_idle()
-        assert [pool.num_free for pool in self.manager._pools] == list(self.manager.spec.num_blocks)
-        assert not self.states or self.manager._states.num_free == len(self.states)
+        assert [pool.num_free for pool in self.manager._room.pools] == list(self.manager.spec.num_blocks)
+        assert not self.states or self.manager._room.states.num_free == len(self.states)
 
 
 TestKVCacheMachine = KVCacheMachine.TestCase

@@ -253,7 +253,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.scheduler.waiting and output.admitted:
             assert max(each.priority for each in output.admitted) <= self.scheduler.waiting[0].priority
         if self.scheduler.waiting and self.scheduler._has_slot(self.scheduler.waiting[0]):
-            assert self.scheduler._open(self.scheduler.waiting[0]) is None, "it would have fitted"
+            assert self.scheduler.reservations.open(self.scheduler.waiting[0]) is None, "it would have fitted"
         assert num_seqs <= config.max_num_seqs or len({r.split("#")[0] for r in self.running}) == 1
         names = [chunk.request.request_id for chunk in output.chunks]
         assert len(set(names)) == len(names)
@@ -285,8 +285,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         current, following = kv.current_state(request.request_id), kv.next_state(request.request_id)
         assert (current is None) == (request.num_computed == 0)
         assert following is not None
-        assert kv._states is not None
-        assert kv._states.references(following) == 1
+        assert kv._room.states is not None
+        assert kv._room.states.references(following) == 1
 
     def follow_moves(self, output: SchedulerOutput) -> None:
         """What was offloaded comes back whole, and only that."""

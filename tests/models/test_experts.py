@@ -66,7 +66,7 @@ def test_a_rank_has_its_channels_of_every_expert(name: str, tmp_path: Path) -> N
 def test_two_ranks_give_the_tokens_of_one(
     checkpoint: Path, media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.stages.ranks.loading.ProcessRanks", StartedThreadRanks)
+    monkeypatch.setattr("epd.stages.ranks.group.ProcessRanks", StartedThreadRanks)
     alone = answered(checkpoint, "1epd", (media["image"],))
     for topology in ("1epd", "1e1p1d"):
         ranks = TensorParallel(2)

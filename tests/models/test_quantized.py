@@ -154,7 +154,7 @@ def test_weights_that_are_quantised_without_saying_so_are_refused(subject: Subje
 def test_two_ranks_give_the_same_tokens(
     subject: Subject, media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.stages.ranks.loading.ProcessRanks", StartedThreadRanks)
+    monkeypatch.setattr("epd.stages.ranks.group.ProcessRanks", StartedThreadRanks)
     plain = answered(subject.pair.plain, "1epd", paths_of(media))
     for topology in ("1epd", "1e1p1d"):
         ranks = TensorParallel(2)

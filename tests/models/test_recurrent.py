@@ -10,7 +10,7 @@ import torch
 
 from epd.encoders.names import is_wanted, name_in_model
 from epd.encoders.registry import ADAPTERS
-from epd.layer_kinds import RECURRENT_FAMILIES
+from epd.engine_config import RECURRENT_FAMILIES
 from epd.stages.attention.support import RECURRENT as TEXT_MODELS
 from epd.stages.attention.support import check_attention
 from epd.stages.decoder.text_model import text_model

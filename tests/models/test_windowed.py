@@ -9,7 +9,7 @@ import torch
 
 from epd.encoders.names import is_wanted, name_in_model
 from epd.encoders.registry import ADAPTERS
-from epd.layer_kinds import WINDOWED_FAMILIES
+from epd.engine_config import WINDOWED_FAMILIES
 from epd.stages.attention.support import WINDOWED, check_attention
 from epd.stages.decoder.text_model import text_model
 from epd.stages.engine.model_runner import kv_layout, kv_layouts

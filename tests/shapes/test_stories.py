@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 
 from epd.shapes import Question, QuestionKind, Scene, SceneObject, make_scene
 from epd.shapes.stories import (
-    CLIP_ANSWERS,
     NEVER,
     SCENE_SCHEMA,
     FactCounts,
     as_json,
-    ask_which_clip,
     claimed,
     compare,
     description,
@@ -124,14 +122,3 @@ def test_times_may_be_off_by_the_margin_and_words_may_not() -> None:
     assert not question.is_answered_by("from 4 s until the end")
     assert not question.is_answered_by("at 4 s")
     assert not replace(question, margin=0.0).is_answered_by("from 6 s to 12 s")
-
-
-def test_two_videos_are_compared() -> None:
-    other = Scene(1, 20.0, (replace(BLUE_STAR, colour="green"),))
-    answers = {ask_which_clip(SCENE, other, random.Random(seed)) for seed in range(200)}
-    assert {question.answer for question in answers} == set(CLIP_ANSWERS)
-    truth = {"a circle": "the first", "a star": "both", "a ring": "neither", "a green star": "the second"}
-    for question in answers:
-        for thing, answer in truth.items():
-            if question.text.removesuffix("?").endswith(f" {thing}"):
-                assert question.answer == answer

@@ -19,8 +19,8 @@ from epd.encoders.adapter import Embeddings
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.groups import plan_groups, prompt_identity
 from epd.encoders.reduction import reduce_prompt
+from epd.engine_config import RECURRENT_FAMILIES
 from epd.kv.scheduling import SchedulerConfig
-from epd.layer_kinds import RECURRENT_FAMILIES
 from epd.reduction import KEEP_ALL, PREFILL_METHODS, QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.stages.attention import device as attention_device
@@ -104,7 +104,8 @@ class OnDevice:
         pool = self.pool()
         tower = self.family.adapter.vision_tower(self.model)
         cache, connector = EncoderCacheManager(400, 8), self.hub.connect("e0", pool)
-        return EncodeStage(self.family.adapter, tower, cache, pool, connector, max_batch_patches=200)
+        encoder = FrameEncoder(self.family.adapter, tower, max_patches=200)
+        return EncodeStage(encoder, cache, pool, connector)
 
     def receiver(self) -> EmbeddingReceiver:
         pool = self.pool()

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import nn
 
 from epd.encode.encoder_cache import EncoderCacheManager, GroupSpec
+from epd.encoders.batch import FrameEncoder
 from epd.stages.connectors.in_process import InProcessHub
 from epd.stages.encode.embedding_receiver import EmbeddingReceiver
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
@@ -50,7 +51,8 @@ class TransferMachine(RuleBasedStateMachine):
     def start_encoder(self, name: str) -> None:
         cache, pool = EncoderCacheManager(4, BLOCK_SIZE), EncoderPool(4, BLOCK_SIZE, LAYOUT)
         end = self.hub.connect(name, pool)
-        self.encoders[name] = EncodeStage(FakeFamily(), nn.Identity(), cache, pool, end, max_batch_patches=5)
+        encoder = FrameEncoder(FakeFamily(), nn.Identity(), max_patches=5)
+        self.encoders[name] = EncodeStage(encoder, cache, pool, end)
 
     def submit(self, encoder: str, ticket: Ticket, value: int) -> None:
         units = ticket.target.num_embeddings

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from epd.encode.encoder_cache import CachedGroup, EncoderCacheManager, GroupSpec
+from epd.encoders.batch import FrameEncoder
 from epd.errors import InfeasibleError
 from epd.stages.connectors.in_process import InProcessHub
 from epd.stages.connectors.mailbox import MailboxConnector
@@ -56,7 +57,8 @@ class Story:
 
 def new_encoder(connector: MailboxConnector) -> EncodeStage:
     cache = EncoderCacheManager(NUM_BLOCKS, BLOCK_SIZE)
-    return EncodeStage(FakeFamily(), nn.Identity(), cache, connector.pool, connector, max_batch_patches=100)
+    encoder = FrameEncoder(FakeFamily(), nn.Identity(), max_patches=100)
+    return EncodeStage(encoder, cache, connector.pool, connector)
 
 
 def new_pool() -> EncoderPool:

@@ -169,19 +169,18 @@ def decode(
     Raises the MediaError of what is wrong with the file, RequestError for times or sizes that make no sense.
     """
     times = _check_times(times_s)
-    run = _start(
-        source,
-        times,
-        (len(times),) if times else (),
-        None,
-        size,
-        workers,
-        mode,
-        deadline_s,
-        limits,
-        pool,
-        background,
+    pool = pool or shared_pool()
+    options = RunOptions(
+        size=_check_size(size),
+        mode=mode,
+        workers=_check_workers(workers, pool),
+        group_sizes=(len(times),) if times else (),
+        bound=None,
+        first_deadline_s=_or_now(deadline_s),
+        group_period_s=GROUP_PERIOD_S,
+        limits=limits,
     )
+    run = _start(source, times, options, pool, background)
     try:
         group = run.next_group()
     finally:
@@ -270,37 +269,6 @@ def stream(
     times = _check_times(times_s)
     sizes = _resolve_sizes(len(times), group_size, first_group_size, group_sizes)
     bound = AheadBound(groups_ahead) if times == sorted(times) else None
-    run = _start(
-        source,
-        times,
-        sizes,
-        bound,
-        size,
-        workers,
-        mode,
-        deadline_s,
-        limits,
-        pool,
-        background,
-        group_period_s,
-    )
-    return GroupStream(run)
-
-
-def _start(
-    source: Source | Media,
-    times: list[float],
-    sizes: tuple[int, ...],
-    bound: AheadBound | None,
-    size: Size | None,
-    workers: int | None,
-    mode: ResizeMode,
-    deadline_s: float | None,
-    limits: Limits,
-    pool: DecodePool | None,
-    background: Colour,
-    group_period_s: float = GROUP_PERIOD_S,
-) -> Run:
     pool = pool or shared_pool()
     options = RunOptions(
         size=_check_size(size),
@@ -308,10 +276,20 @@ def _start(
         workers=_check_workers(workers, pool),
         group_sizes=sizes,
         bound=bound,
-        first_deadline_s=time.monotonic() if deadline_s is None else deadline_s,
+        first_deadline_s=_or_now(deadline_s),
         group_period_s=group_period_s,
         limits=limits,
     )
+    return GroupStream(_start(source, times, options, pool, background))
+
+
+def _or_now(deadline_s: float | None) -> float:
+    return time.monotonic() if deadline_s is None else deadline_s
+
+
+def _start(
+    source: Source | Media, times: list[float], options: RunOptions, pool: DecodePool, background: Colour
+) -> Run:
     media = as_media(source)
     if is_frame_list(media):
         return PictureRun(ListedPictures(media, background), times, options)

@@ -1,7 +1,4 @@
-"""What becomes of a load: against hand-computed flows, and more workers are never worse.
-
-Modules: `epd/control/elasticity/history.py`.
-"""
+"""What becomes of a load: against hand-computed flows, and more workers are never worse."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.control.elasticity import StageNeed
+from epd.control.elasticity.controller import SwitchHistory
 from epd.control.elasticity.forecast import USABLE, Phase, look_ahead
-from epd.control.elasticity.history import SwitchHistory
 from epd.topology import STAGES, Stage
 from tests.control.elasticity.clusters import NEEDS, cluster, roles_of
 

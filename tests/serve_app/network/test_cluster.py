@@ -16,7 +16,7 @@ from epd.serve_app.network.link import Address, Link, LinkTimeoutError, connect
 from epd.serve_app.network.members import View
 from epd.serve_app.network.routes import Route
 from epd.serve_app.network.worker_server import WorkerServer
-from epd.stages.ranks import loading
+from epd.stages.ranks import group
 from epd.topology import TensorParallel, topology_name
 from tests.serve_app.deployments import Question, num_held, undisturbed
 from tests.serve_app.network.cluster import Cluster, Front, clustered
@@ -138,7 +138,7 @@ def test_workers_of_two_ranks_give_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """node_id: of the decode worker, to which keys and values go rank to rank or in parts."""
-    monkeypatch.setattr(loading, "ProcessRanks", StartedThreadRanks)
+    monkeypatch.setattr(group, "ProcessRanks", StartedThreadRanks)
 
     async def run() -> None:
         cluster = Cluster(model, "1ep1d", tensor_parallel=TensorParallel(2))

@@ -22,7 +22,7 @@ PREFILL, DECODE, ENCODE = (frozenset({stage}) for stage in ("prefill", "decode",
 
 @pytest.fixture
 def ranked(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr("epd.stages.ranks.loading.ProcessRanks", StartedThreadRanks)
+    monkeypatch.setattr("epd.stages.ranks.group.ProcessRanks", StartedThreadRanks)
     bench = Bench(checkpoints["qwen2_5_vl"], "2e1p1d", {"tensor_parallel": TensorParallel(2)})
     yield bench
     for core in bench.cores.values():

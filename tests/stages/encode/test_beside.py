@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from epd.encode.encoder_cache import EncoderCacheManager, GroupSpec
+from epd.encoders.batch import FrameEncoder
 from epd.stages.connectors.in_process import InProcessHub
 from epd.stages.encode.beside import BesideThread
 from epd.stages.encode.embedding_receiver import EmbeddingReceiver
@@ -36,7 +37,8 @@ class Held:
         pools = [EncoderPool(4, 2, LAYOUT) for _ in range(2)]
         caches = [EncoderCacheManager(4, 2) for _ in range(2)]
         end = self.hub.connect("e", pools[0])
-        self.stage = EncodeStage(FakeFamily(), nn.Identity(), caches[0], pools[0], end, max_batch_patches=100)
+        encoder = FrameEncoder(FakeFamily(), nn.Identity(), max_patches=100)
+        self.stage = EncodeStage(encoder, caches[0], pools[0], end)
         self.stage.lane = self.lane
         self.receiver = EmbeddingReceiver(caches[1], pools[1], self.hub.connect("p", pools[1]))
         self.has_begun, self.may_go_on = threading.Event(), threading.Event()

@@ -15,6 +15,7 @@ from epd import video
 from epd.encode.encoder_cache import EncoderCacheManager, GroupSpec
 from epd.encoders import MediaPlan, VideoFacts
 from epd.encoders.adapter import Embeddings, Grid, PatchRun
+from epd.encoders.batch import FrameEncoder
 from epd.encoders.groups import MediaGroup, cut, plan_groups
 from epd.errors import EncodeError, InfeasibleError
 from epd.stages.connectors.in_process import InProcessHub
@@ -263,9 +264,8 @@ def test_two_requests_in_turns_share_what_both_want(families: dict[str, Family])
 def test_batches_mix_requests_of_one_shape_within_the_patch_budget() -> None:
     layout, hub, family = EmbeddingLayout(2, torch.float32), InProcessHub(), FakeFamily()
     memory = [(EncoderCacheManager(20, 2), EncoderPool(20, 2, layout)) for _ in range(2)]
-    stage = EncodeStage(
-        family, nn.Identity(), *memory[0], hub.connect("e", memory[0][1]), max_batch_patches=4
-    )
+    encoder = FrameEncoder(family, nn.Identity(), max_patches=4)
+    stage = EncodeStage(encoder, *memory[0], hub.connect("e", memory[0][1]))
     receiver = EmbeddingReceiver(*memory[1], hub.connect("p", memory[1][1]))
     shapes = {"a": (1, 2), "b": (2, 2), "c": (1, 2), "d": (1, 1)}  # of each request: side, units
     for value, (name, (_, units)) in enumerate(shapes.items()):

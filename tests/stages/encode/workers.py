@@ -10,6 +10,7 @@ from torch import Tensor
 from epd.encode.encoder_cache import EncoderCacheManager
 from epd.encoders import Adapter, FrameSampling, MediaPlan
 from epd.encoders.adapter import Embeddings
+from epd.encoders.batch import FrameEncoder
 from epd.encoders.groups import MediaGroup, plan_groups
 from epd.stages.connectors.in_process import InProcessHub
 from epd.stages.encode.embedding_receiver import EmbeddingReceiver
@@ -42,10 +43,12 @@ class Workers:
             cache, pool = self._memory(num_blocks)
             self.encoders.append(
                 EncodeStage(
-                    family.adapter, family.tower, cache, pool, self.hub.connect(f"e{number}", pool),
-                    max_batch_patches=max_batch_patches, skip_static=skip_static,
+                    FrameEncoder(family.adapter, family.tower, skip_static, max_patches=max_batch_patches),
+                    cache,
+                    pool,
+                    self.hub.connect(f"e{number}", pool),
                 )
-            )  # fmt: skip
+            )
         self.receiver = self.new_receiver("p0", num_blocks)
 
     def _memory(self, num_blocks: int) -> tuple[EncoderCacheManager, EncoderPool]:

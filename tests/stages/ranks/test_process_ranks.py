@@ -27,8 +27,7 @@ from epd.stages.placement import CPU_FLOAT32
 from epd.stages.rank import Rank
 from epd.stages.ranks import follower
 from epd.stages.ranks.communicator import Communicator
-from epd.stages.ranks.group import ProcessRanks
-from epd.stages.ranks.loading import load_with_ranks
+from epd.stages.ranks.group import ProcessRanks, load_with_ranks
 from tests.colocated import ColocatedPipeline
 from tests.stages.ranks.thread_ranks import recorded
 
@@ -155,7 +154,7 @@ def test_what_cannot_be_shared_is_refused_before_a_process_starts(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        epd.stages.ranks.loading, "ProcessRanks", lambda *_, **__: pytest.fail("one was started")
+        epd.stages.ranks.group, "ProcessRanks", lambda *_, **__: pytest.fail("one was started")
     )
     with pytest.raises(UnsupportedModelError, match="allowed: 1, 2;"):
         load_with_ranks(checkpoints["qwen3_vl"], "language", CPU_FLOAT32, 4)

@@ -22,12 +22,12 @@ from epd.batch.lines import CHAT_URL, LineDefaults, parse_line
 from epd.encoders import Embeddings, PromptPlan, concatenated
 from epd.encoders.groups import prompt_identity
 from epd.encoders.reduction import reduce_prompt
+from epd.engine_config import RECURRENT_FAMILIES
 from epd.errors import RequestError
 from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_identity import TokenIdentity
 from epd.kv.kv_spec import KVCacheSpec
 from epd.kv.scheduling import SchedulerConfig
-from epd.layer_kinds import RECURRENT_FAMILIES
 from epd.models import embedded_model_path
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.serve_app.app_args import AppArgs

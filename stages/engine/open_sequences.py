@@ -1,0 +1,129 @@
+"""Keeps the sequences that are not over, and records what a pass has computed of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from epd.kv.scheduler_output import Chunk
+from epd.kv.scheduling import Scheduler
+from epd.stages.engine.block_moves import BlockMoves
+from epd.stages.engine.generation import EngineCounts, Extent, StepResult
+from epd.stages.engine.kv_store import KVStore
+from epd.stages.engine.sequence import ComputedChunk, TokenSequence
+from epd.stages.sampling.sampler import SampledToken
+
+
+class OpenSequences(dict[str, TokenSequence]):
+    """Maps ids to sequences that wait, or run, in a scheduler.
+
+    store: brings keys and values back before a sequence is queued; None where nothing is kept.
+    """
+
+    def __init__(self, scheduler: Scheduler, moves: BlockMoves) -> None:
+        super().__init__()
+        self.counts = EngineCounts()
+        self.store: KVStore | None = None
+        self._scheduler = scheduler
+        self._moves = moves
+
+    def of_request(self, request_id: str) -> list[TokenSequence]:
+        """Lists the sequences of a request."""
+        return [sequence for sequence in self.values() if sequence.request.request_id == request_id]
+
+    def of_chunk(self, chunk: Chunk) -> TokenSequence:
+        """Returns the sequence that a chunk computes tokens of."""
+        return self[chunk.request.request_id]
+
+    def num_rows(self, chunk: Chunk) -> int:
+        """Counts the rows of logits that a chunk needs: its last, and one before it for each draft."""
+        wanted = self.of_chunk(chunk).request.extent is not Extent.MEDIA
+        return 1 + chunk.num_drafts if chunk.is_sampled and wanted else 0
+
+    def remove(self, sequence: TokenSequence, *, hold: bool = False) -> None:
+        """Takes a sequence out of the queues, whatever state it is in. hold: its blocks are kept."""
+        del self[sequence.request_id]
+        self._moves.forget(sequence.request_id)
+        if self.store is not None and self.store.forget(sequence.request_id):
+            return  # it is not in a queue yet
+        self._scheduler.remove(sequence.scheduled, hold=hold)
+
+    def record(self, computed: ComputedChunk, result: StepResult) -> None:
+        """Records a chunk that has been run: tokens that are in the cache, and those that were sampled."""
+        chunk, sequence, tokens = computed.chunk, computed.family[0], computed.tokens
+        result.computed.append(sequence.request.request_id)
+        if tokens and sequence.num_generated:
+            self._continue(chunk, sequence, tokens, result)
+            return
+        self._note_guarded(chunk, sequence)
+        self._scheduler.advance(chunk.request, chunk.stop)
+        if self.store is not None:
+            self.store.keep(sequence)
+        self._drop_tokens(sequence)
+        self._drop_embeddings(sequence)
+        if tokens:
+            self.begin(computed.family, tokens, result)
+        elif sequence.request.extent is Extent.MEDIA and chunk.stop == sequence.scheduled.num_prompt_tokens:
+            self._hold(sequence, result)
+
+    def _continue(
+        self, chunk: Chunk, sequence: TokenSequence, tokens: list[SampledToken], result: StepResult
+    ) -> None:
+        """Takes the sampled token, and those after it for which the draft before was right."""
+        drafts = sequence.drafts[: chunk.num_drafts]
+        num_right = next((i for i, draft in enumerate(drafts) if draft != tokens[i].token_id), len(drafts))
+        known, num_kept = sequence.known_ids, 0
+        while sequence.finish_reason is None and num_kept <= num_right:
+            result.outputs.append(sequence.push(tokens[num_kept]))
+            num_kept += 1
+        sequence.learn(known, drafts, tokens, num_kept - 1)
+        self.counts.num_drafts += bool(drafts)
+        self.counts.num_drafted_tokens += len(drafts)
+        self.counts.num_accepted_tokens += num_kept - 1
+        self._scheduler.advance(chunk.request, chunk.stop - chunk.num_drafts + num_kept - 1)
+        if sequence.finish_reason is not None:
+            self.remove(sequence)
+
+    def begin(
+        self, family: Sequence[TokenSequence], first: Sequence[SampledToken], result: StepResult
+    ) -> None:
+        """Gives every sequence its first token; those that continue share the prompt's blocks."""
+        sequence = family[0]
+        result.outputs += [each.push(token) for each, token in zip(family, first, strict=True)]
+        if sequence.request.extent is Extent.FIRST_TOKEN:
+            self._hold(sequence, result)
+            return
+        for each in family[1:]:
+            if each.finish_reason is None:
+                copies = self._scheduler.fork(sequence.scheduled, each.scheduled)
+                self[each.request_id] = each
+                self._moves.copy(copies)
+        sequence.forget_tables()
+        if sequence.finish_reason is not None:
+            self.remove(sequence)
+
+    def _hold(self, sequence: TokenSequence, result: StepResult) -> None:
+        """Takes a prefilled request out of the queues and keeps its blocks."""
+        del self[sequence.request_id]
+        self._scheduler.remove(sequence.scheduled, hold=True)
+        result.prefilled.append(sequence.request.request_id)
+
+    def _note_guarded(self, chunk: Chunk, sequence: TokenSequence) -> None:
+        """Notes which tokens just computed no question may drop, before others can find them."""
+        if (is_key := sequence.tokens.is_key) is not None and chunk.start < len(is_key):
+            table = self._scheduler.kv.block_table(chunk.request.request_id)
+            self._moves.guarded.write(table, chunk.start, is_key[chunk.start : chunk.stop])
+
+    def _drop_tokens(self, sequence: TokenSequence) -> None:
+        """Keeps of a prompt that is just computed what its question has chosen."""
+        scheduled = sequence.scheduled
+        if sequence.view is None or scheduled.num_computed != scheduled.num_prompt_tokens:
+            return
+        survivors = sequence.view.survivors(scheduled.num_prompt_tokens)
+        self._moves.copy_behind(scheduled.request_id, survivors)
+        self._scheduler.drop(scheduled)
+        sequence.forget_tables()
+
+    def _drop_embeddings(self, sequence: TokenSequence) -> None:
+        """Drops embeddings after use, unless computed tokens may have to be computed again."""
+        if self._scheduler.config.preemption == "offload":
+            sequence.visual.drop(sequence.scheduled.num_computed)
