@@ -13,7 +13,7 @@ from epd.reduction import SELECTION_METHODS
 
 # By `model_type` of config.json.
 RECURRENT_FAMILIES = ("qwen3_5", "qwen3_5_moe")
-WINDOWED_FAMILIES = ("gemma3",)
+WINDOWED_FAMILIES = ("gemma3", "gemma4")
 
 
 def check_options(folder: Path, draft: str, reduction: str, max_ranks: int) -> None:
