@@ -29,7 +29,7 @@ from epd.reduction import LEAST_TOWER_SHARE, SELECTION_METHODS, TowerMerge, chec
 
 # Families whose layers have a recurrent state, or a sliding window, by `model_type` of config.json.
 RECURRENT_FAMILIES = ("qwen3_5", "qwen3_5_moe")
-WINDOWED_FAMILIES = ("gemma3",)
+WINDOWED_FAMILIES = ("gemma3", "gemma4")
 # Fields whose values are checked, and by what.
 _CHECKS: Mapping[str, Callable[..., object]] = {
     "device": check_device,

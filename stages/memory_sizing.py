@@ -29,7 +29,7 @@ from epd.sampling_params import SamplingParams
 from epd.stages.device_memory import total_bytes
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
-from epd.stages.engine.model_runner import kv_layout
+from epd.stages.engine.model_runner import kv_bytes_per_token
 from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape, states_shape
 from epd.stages.placement import Placement
 from epd.stages.rank import RankGroup
@@ -204,7 +204,7 @@ def measured_kv_tokens(
             letters=share.letters,
         )
 
-    num_tokens = num_tokens_beside(0, kv_layout(model).bytes_per_token)
+    num_tokens = num_tokens_beside(0, kv_bytes_per_token(model))
     shape = kv_shape(model, num_tokens, max_num_seqs=passes.num_seqs, max_chunk_tokens=passes.chunk_tokens)
     bounded = [each for each in shape.groups if each.num_blocks < shape.groups[0].num_blocks]
     if not bounded:

@@ -21,7 +21,7 @@ from epd.profiles.measuring import Action, core_speed, measurement, table, timed
 from epd.stages.device_memory import total_bytes
 from epd.stages.encode.beside_cost import beside_of, wall_clock
 from epd.stages.engine.generation import generation_settings
-from epd.stages.engine.model_runner import kv_layout
+from epd.stages.engine.model_runner import kv_bytes_per_token
 from epd.stages.engine.setup import build_engine, default_kv_tokens
 from epd.stages.loading.weights import OnBytes, load_role, part_bytes
 from epd.stages.memory_sizing import text_request
@@ -184,7 +184,7 @@ class Profiler:
         tower = getattr(config, "vision_config", None)
         layers = 1 + len(getattr(tower, "deepstack_visual_indexes", None) or ())
         item_bytes = self.placement.dtype.itemsize
-        kv_bytes = kv_layout(self.model).bytes_per_token
+        kv_bytes = kv_bytes_per_token(self.model)
         fixed_bytes = self._fixed_bytes(total)
         encode_bytes, prefill_bytes = self._activation_bytes()
         return MemoryNeeds(

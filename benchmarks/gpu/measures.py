@@ -32,7 +32,7 @@ from epd.stages.encode.encoder_pool import EncoderPoolShape
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
 from epd.stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
-from epd.stages.engine.model_runner import ModelRunner, kv_layout
+from epd.stages.engine.model_runner import ModelRunner, kv_bytes_per_token, kv_layouts
 from epd.stages.engine.packed_pass import Segment
 from epd.stages.engine.setup import build_engine
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket
@@ -132,7 +132,7 @@ def decode(setup: Setup) -> Iterator[Row]:
 
 
 def _decode_pass(setup: Setup, model: Any, batch: int, context: int) -> Row:
-    layout, blocks = kv_layout(model), ceil_div(context + 1, _BLOCK_SIZE)
+    layout, blocks = kv_layouts(model)[0][0], ceil_div(context + 1, _BLOCK_SIZE)
     row: Row = {"what": "pass", "requests": batch, "context": context}
     num_bytes = batch * blocks * _BLOCK_SIZE * layout.bytes_per_token
     if num_bytes > room_bytes(setup.placement):
@@ -174,7 +174,7 @@ def _decode_step(setup: Setup, model: Any, batch: int, context: int, *, runs_ahe
     with torch.inference_mode():
         _prefill_all(engine, batch)
         seconds = setup.seconds(lambda: [engine.step() for _ in range(_STEPS)]) / _STEPS
-    read = _language_bytes(model) + batch * context * kv_layout(model).bytes_per_token
+    read = _language_bytes(model) + batch * context * kv_bytes_per_token(model)
     what = "engine step, run ahead" if runs_ahead else "engine step"
     return {"what": what, "requests": batch, "context": context, **_times(seconds, batch, read)}
 
@@ -233,7 +233,7 @@ def transfers(setup: Setup) -> Iterator[Row]:
         ticket = KVTicket("t", "d0", "p0", "r", 0, num_tokens, (blocks[::-1],))
         chunk = KVChunk((KVSpan(0, 0, num_tokens, blocks),))
         seconds = setup.seconds(partial(ours.receive, ticket, chunk, theirs))
-        num_bytes = num_tokens * kv_layout(model).bytes_per_token
+        num_bytes = num_tokens * kv_bytes_per_token(model)
         yield {"way": "P to D", "by": "same process", "tokens": num_tokens, **_rate(num_bytes, seconds)}
     layout = embedding_layout(model.config, setup.placement.dtype)
     for num_tokens in setup.sizes.transfer_tokens:
@@ -244,7 +244,7 @@ def transfers(setup: Setup) -> Iterator[Row]:
         seconds = setup.seconds(partial(target.copy, source, *places))
         num_bytes = num_tokens * layout.bytes_per_embedding
         yield {"way": "E to P", "by": "same process", "tokens": num_tokens, **_rate(num_bytes, seconds)}
-    yield from between_processes(setup, kv_layout(model), layout, setup.sizes.transfer_tokens)
+    yield from between_processes(setup, kv_layouts(model)[0][0], layout, setup.sizes.transfer_tokens)
 
 
 def first_token(setup: Setup) -> Iterator[Row]:
@@ -290,7 +290,7 @@ def video_plan(setup: Setup, num_frames: int) -> MediaPlan:
 
 
 def _pools(setup: Setup, model: Any, num_blocks: int) -> KVPools:
-    shape = KVPoolsShape((KVGroupShape(num_blocks, kv_layout(model)),), _BLOCK_SIZE)
+    shape = KVPoolsShape((KVGroupShape(num_blocks, kv_layouts(model)[0][0]),), _BLOCK_SIZE)
     return shape.build(device=setup.placement.device)
 
 
@@ -308,7 +308,7 @@ def _language_bytes(model: Any) -> int:
 
 def _language_operations(model: Any, num_tokens: int) -> float:
     """Of the matrix products and the causal attention of one pass from nothing, with one row of logits."""
-    config, layout = model.get_decoder().config, kv_layout(model)
+    config, layout = model.get_decoder().config, kv_layouts(model)[0][0]
     layers = sum(each.numel() for each in model.get_decoder().layers.parameters())
     attended = num_tokens * (num_tokens + 1) / 2
     attention = 4 * layout.num_layers * config.num_attention_heads * layout.head_dim * attended

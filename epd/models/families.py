@@ -58,6 +58,7 @@ _ALL = (
     _images("deepseek_vl", "DeepSeek-VL"),
     _videos("exaone4_5", "EXAONE 4.5", 2),
     Family("gemma3", "Gemma 3", "native", ("image",), None, "no videos: its processor has none"),
+    _videos("gemma4", "Gemma 4", 1, "no sound"),
     _videos("glm46v", "GLM-4.6V", 2, _ONE_KIND),
     _videos("glm4v", "GLM-4.1V", 2, _ONE_KIND),
     _videos("glm4v_moe", "GLM-4.5V", 2, _ONE_KIND),

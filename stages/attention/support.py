@@ -20,8 +20,10 @@ _HARMLESS = frozenset({"dropout", "position_ids", "use_cache", "cache_position",
 _WITH_SINKS = frozenset({"gpt_oss"})
 # Text models whose layers without attention have a recurrent state that our decoder computes.
 RECURRENT = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
-# Text models with sliding windows in some layers, whose images attend in both directions.
-WINDOWED = frozenset({"gemma3_text"})
+# Text models with sliding windows in some layers.
+WINDOWED = frozenset({"gemma3_text", "gemma4_text"})
+# Those of them whose kinds of layers have heads of their own, and later layers the keys of earlier ones.
+MIXED_HEADS = frozenset({"gemma4_text"})
 # Fields of a text configuration that change attention or logits, with the value that leaves them as they are.
 _CHANGING: Mapping[str, object] = {
     "attn_logit_softcapping": None,
@@ -48,9 +50,11 @@ def _unsupported(config: Any) -> Iterator[str]:
     """Lists what the model has that would be left out, as `name=value`."""
     if config.model_type in _WITH_SINKS:
         yield "attention sinks (s_aux)"
+    is_mixed = config.model_type in MIXED_HEADS
     for name, neutral in _CHANGING.items():
         value = getattr(config, name, None)
-        if value is not None and value != neutral:
+        is_computed = is_mixed and (name == "final_logit_softcapping" or value == "vision")
+        if value is not None and value != neutral and not is_computed:
             yield f"{name}={value}"
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or (["sliding_attention"] if window else []))
@@ -66,8 +70,25 @@ def layer_windows(config: Any) -> list[int | None]:
     """Returns of each layer how many tokens one of them attends, itself included; None for all before it."""
     if config.model_type not in WINDOWED:
         return [None] * config.num_hidden_layers
-    window = config.sliding_window if _is_narrow(config.sliding_window, config) else None
+    is_kind = config.model_type in MIXED_HEADS or _is_narrow(config.sliding_window, config)
+    window = config.sliding_window if is_kind else None
     return [window if kind == "sliding_attention" else None for kind in config.layer_types]
+
+
+def attends_both_ways(config: Any, window: int | None) -> bool:
+    """Reports whether the visual tokens of a run attend each other in layers of this window."""
+    if config.model_type in MIXED_HEADS:
+        return window is not None and config.use_bidirectional_attention == "vision"
+    return config.model_type in WINDOWED
+
+
+def lenders(config: Any) -> list[int]:
+    """Returns of each layer whose keys and values it attends: its own, or those of an earlier layer."""
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    if own == config.num_hidden_layers or config.model_type not in MIXED_HEADS:
+        return list(range(config.num_hidden_layers))
+    last = {kind: layer for layer, kind in enumerate(config.layer_types[:own])}
+    return [layer if layer < own else last[kind] for layer, kind in enumerate(config.layer_types)]
 
 
 def _is_narrow(window: int | None, config: Any) -> bool:

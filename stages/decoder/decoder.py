@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from epd.encoders import Adapter
 from epd.encoders.adapter import Embeddings
 from epd.errors import UnsupportedModelError
-from epd.stages.attention.attention import AttentionPlan, attend_layer, register
-from epd.stages.attention.support import RECURRENT, check_attention
+from epd.stages.attention.attention import AttentionPlan, attend, attend_layer, register
+from epd.stages.attention.support import MIXED_HEADS, RECURRENT, check_attention
 from epd.stages.decoder.delta_layer import DeltaLayer
 from epd.stages.decoder.delta_rule import DeltaPlan
 from epd.stages.decoder.layers import DecoderLayer, DecoderLayers, ModuleMlp, layers_of
 from epd.stages.decoder.lora import LoRAAdapters, LoRAPass, LoRARows
-from epd.stages.decoder.operations import Rotations, add_rms_norm, norm_rotate_write, split_gates
+from epd.stages.decoder.operations import Rotations, add_rms_norm, norm_rotate_write, rotate, split_gates
 from epd.stages.decoder.text_model import TextModel, text_model
 from epd.stages.loading.lora_files import unsupported
 from epd.stages.rank import Collectives
@@ -58,6 +58,7 @@ class DecoderInputs:
     visual_rows: int64 [V], the packed rows of visual tokens.
     visual: their embeddings; None without any.
     lora: which adapters the rows have; None without any.
+    token_ids: int64 [T], for a model that embeds them for each layer; None for others.
     """
 
     positions: Tensor
@@ -65,6 +66,7 @@ class DecoderInputs:
     visual_rows: Tensor
     visual: Embeddings | None = None
     lora: LoRARows | None = None
+    token_ids: Tensor | None = None
 
 
 class Decoder(Protocol):
@@ -97,7 +99,7 @@ def decoder_of(
     """
     decoder = model.get_decoder()
     known = None if by_modules else text_model(decoder)
-    if known is None and decoder.config.model_type in RECURRENT:
+    if known is None and decoder.config.model_type in RECURRENT | MIXED_HEADS:
         raise UnsupportedModelError(
             f"received the language model '{decoder.config.model_type}' with layers, positions or an "
             "activation of another kind; allowed: those of its authors' checkpoints; use one of these"
@@ -116,7 +118,6 @@ class FusedDecoder:
     def __init__(self, model: TextModel, layers: DecoderLayers) -> None:
         self._model = model
         self._layers = layers
-        self._heads = (model.num_heads, model.num_kv_heads, model.head_dim)
         self._lora = LoRAPass()
         self.before_layer: Callable[[], None] = _nothing
 
@@ -143,14 +144,15 @@ class FusedDecoder:
 
     def warm_up(self, caches: tuple[Tensor, Tensor]) -> None:
         """Launches every kernel of a layer, so that no request waits for one; what is in the caches stays."""
-        layer = next(each for each in self._layers.layers if isinstance(each, DecoderLayer))
+        layer = next(each for each in self._layers.layers if self._writes(each, caches))
+        model = self._model_of(layer)
         held, dtype = [cache[0, 0].clone() for cache in caches], caches[0].dtype
         weight = layer.attention_norm.weight
         hidden = weight.new_zeros(1, len(weight), dtype=dtype)
         still = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
-        rotations = Rotations.of(self._model, still, dtype)
+        rotations = Rotations.of(model, still, dtype)
         qkv, _ = self._qkv(layer, add_rms_norm(hidden, None, layer.attention_norm))
-        norm_rotate_write(qkv, self._heads, layer.head_norms, rotations, caches, still[0])
+        norm_rotate_write(qkv, model.heads, layer.head_norms, rotations, caches, still[0])
         add_rms_norm(hidden, layer.mlp(hidden), layer.mlp_norm)
         chunk = weight.new_zeros(_CHUNK, len(weight), dtype=dtype)
         layer.qkv(chunk)
@@ -158,30 +160,48 @@ class FusedDecoder:
         for cache, values in zip(caches, held, strict=True):
             cache[0, 0] = values
 
+    def _writes(self, layer: DecoderLayer | DeltaLayer, caches: tuple[Tensor, Tensor]) -> bool:
+        """Reports whether a layer writes keys and values of the heads that these caches have."""
+        if isinstance(layer, DeltaLayer) or layer.borrows:
+            return False
+        return self._model_of(layer).heads[1:] == caches[0].shape[2:]
+
+    def _model_of(self, layer: DecoderLayer | DeltaLayer) -> TextModel:
+        """Returns the positions and the heads of a layer."""
+        is_local = isinstance(layer, DecoderLayer) and layer.is_local
+        return self._model.local if is_local and self._model.local is not None else self._model
+
     def run(self, hidden: Tensor, inputs: DecoderInputs, layers: range, rows: Tensor | None = None) -> Tensor:
         rotations = Rotations.of(self._model, inputs.positions, hidden.dtype)
-        local = self._model.local and Rotations.of(self._model.local, inputs.positions, hidden.dtype)
+        by_local = self._model.local and Rotations.of(self._model.local, inputs.positions, hidden.dtype)
         deepstack = inputs.visual.deepstack if inputs.visual is not None else ()
         residual, added = hidden, None
+        embedded = self._embedded(hidden, inputs)
         self._lora.rows = inputs.lora
         for index in layers:
             self.before_layer()
-            turned = local if local and self._is_local(index) else rotations
+            is_local = self._model_of(self._layers.layers[index]) is not self._model
+            turned = by_local if by_local and is_local else rotations
             attended = self._attend(index, residual, added, inputs, turned)
             if index + 1 == self.num_layers and rows is not None and index >= len(deepstack):
                 self._lora.select(rows)
+                embedded = None if embedded is None else _only(rows, embedded)
                 residual, attended, rows = _only(rows, residual), _only(rows, attended), None
-            added = self._mix(index, residual, attended)
-            if index < len(deepstack):
+            added = self._finished(index, residual, self._mix(index, residual, attended), embedded)
+            if added is not None and index < len(deepstack):
                 added.index_add_(0, inputs.visual_rows, deepstack[index].to(added.dtype))
         if layers.stop < self.num_layers:
             return residual if added is None else residual.add_(added)
         normed = add_rms_norm(residual, added, self._layers.norm)
         return normed if rows is None else _only(rows, normed)
 
-    def _is_local(self, index: int) -> bool:
-        layer = self._layers.layers[index]
-        return isinstance(layer, DecoderLayer) and layer.is_local
+    def _embedded(self, hidden: Tensor, inputs: DecoderInputs) -> Tensor | None:
+        """Returns the embeddings of tokens for each layer, [T, L, P], where the model has them."""
+        embeddings = self._layers.embeddings
+        if embeddings is None:
+            return None
+        assert inputs.token_ids is not None
+        return embeddings(inputs.token_ids, hidden, inputs.visual_rows)
 
     def _attend(
         self,
@@ -200,18 +220,24 @@ class FusedDecoder:
         if isinstance(layer, DeltaLayer):
             assert inputs.paged.states is not None
             return layer.mixer(normed, *inputs.paged.caches[index], inputs.paged.states)
+        model = self._model_of(layer)
         qkv, gates = self._qkv(layer, normed)
         *caches, plan = inputs.paged.layer(index)
+        if layer.borrows:
+            queries = qkv.view(len(qkv), -1, model.head_dim)
+            queries.copy_(layer.head_norms[0](queries))
+            rotate(queries, rotations)
+            return attend(queries, caches[0], caches[1], plan, model.scale).flatten(1)
         queries, keys, values = norm_rotate_write(
-            qkv, self._heads, layer.head_norms, rotations, (caches[0], caches[1]), plan.slot_mapping
+            qkv, model.heads, layer.head_norms, rotations, (caches[0], caches[1]), plan.slot_mapping
         )
-        attended = attend_layer(index, queries, keys, values, caches[0], caches[1], plan, self._model.scale)
+        attended = attend_layer(index, queries, keys, values, caches[0], caches[1], plan, model.scale)
         return attended.flatten(1) if gates is None else attended.flatten(1) * gates.sigmoid()
 
     def _qkv(self, layer: DecoderLayer, normed: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns queries, keys and values side by side, and the gates of what is attended, if any."""
         qkv = layer.qkv(normed)
-        return split_gates(qkv, self._heads) if self._model.has_gates else (qkv, None)
+        return split_gates(qkv, self._model.heads) if self._model.has_gates else (qkv, None)
 
     def _mix(self, index: int, residual: Tensor, attended: Tensor) -> Tensor:
         """Adds what was attended to the residual, and returns what the layer adds after that: [T, C]."""
@@ -220,7 +246,22 @@ class FusedDecoder:
             return layer.mlp(add_rms_norm(residual, layer.out(attended), layer.mlp_norm))
         behind_attention, behind_mlp = layer.later_norms
         added = add_rms_norm(layer.out(attended), None, behind_attention)
-        return add_rms_norm(layer.mlp(add_rms_norm(residual, added, layer.mlp_norm)), None, behind_mlp)
+        mixed = layer.mlp(add_rms_norm(residual, added, layer.mlp_norm))
+        mixed = mixed if layer.beside is None else layer.beside(mixed, residual)
+        return add_rms_norm(mixed, None, behind_mlp)
+
+    def _finished(
+        self, index: int, residual: Tensor, added: Tensor, embedded: Tensor | None
+    ) -> Tensor | None:
+        """Adds the layer's own embedding, and scales all rows; returns what is still to be added, if any."""
+        layer = self._layers.layers[index]
+        if isinstance(layer, DeltaLayer) or (layer.embedding is None and layer.scalar == 1.0):
+            return added
+        residual.add_(added)
+        if layer.embedding is not None and embedded is not None:
+            residual.add_(layer.embedding(residual, embedded[:, index]))
+        residual.mul_(layer.scalar)
+        return None
 
 
 class ModulesDecoder:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from epd.stages.attention.support import RECURRENT, WINDOWED
+from epd.stages.attention.support import MIXED_HEADS, RECURRENT, WINDOWED
 from epd.stages.decoder.delta_layer import DeltaLayer, GatedDelta
+from epd.stages.decoder.gemma4 import CappedHead, ExpertsBeside, LayerEmbedding, LayerEmbeddings, unit_norm
 from epd.stages.decoder.linear import JoinedLinear, Linear, LinearKind, kind_for, linear, linear_kind
 from epd.stages.decoder.operations import RmsNorm, gelu_mul, silu_mul
 from epd.stages.loading.merged_weights import DELTA, GATE_UP, QKV, merged
@@ -91,28 +92,35 @@ class DecoderLayer:
     """Holds one layer with attention.
 
     qkv, out: of attention; gates of queries, if there are any, follow the query of each head.
-    head_norms: of queries and of keys, where the model has them.
+    head_norms: of queries and of keys, where the model has them, and of values.
     mlp: [T, C] of normed rows [T, C].
     later_norms: of what attention and MLP add, where the model has them.
     is_local: whether it has a sliding window.
+    borrows: whether it attends keys and values of an earlier layer; its product has queries alone then.
+    beside: what works beside the MLP. embedding: of the layer's own. scalar: that all rows are multiplied by.
     """
 
     attention_norm: RmsNorm
     qkv: Linear
-    head_norms: tuple[RmsNorm, RmsNorm] | None
+    head_norms: tuple[RmsNorm, ...]
     out: Linear
     mlp_norm: RmsNorm
     mlp: Callable[[Tensor], Tensor]
     later_norms: tuple[RmsNorm, RmsNorm] | None = None
     is_local: bool = False
+    borrows: bool = False
+    beside: ExpertsBeside | None = None
+    embedding: LayerEmbedding | None = None
+    scalar: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayers:
-    """Holds all layers, and the norm after the last."""
+    """Holds all layers, and the norm after the last. embeddings: of tokens for each layer, if any."""
 
     layers: tuple[DecoderLayer | DeltaLayer, ...]
     norm: RmsNorm
+    embeddings: LayerEmbeddings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +170,8 @@ def head_of(model: Any, ranks: Collectives | None = None) -> Linear:
     made = _heads.get(head)
     if made is None:
         made = _linear(head, _kind([head]))
+        cap = getattr(model.get_decoder().config, "final_logit_softcapping", None)
+        made = made if cap is None else CappedHead(made, cap)
         made = _heads[head] = made if ranks is None else GatheredHead(made, head.out_features, ranks)
     return made
 
@@ -175,21 +185,29 @@ def embedding_of(model: Any, ranks: Collectives | None = None) -> Callable[[Tens
 def _layers(decoder: Any, ranks: Collectives | None) -> DecoderLayers:
     kind = _kind(decoder.layers.modules())
     layers = tuple(_layer(layer, decoder.config, kind, ranks) for layer in decoder.layers)
-    return DecoderLayers(layers, _norm(decoder.norm, decoder.config))
+    embeddings = _layer_embeddings(decoder, kind) if hasattr(decoder, "embed_tokens_per_layer") else None
+    return DecoderLayers(layers, _norm(decoder.norm, decoder.config), embeddings)
+
+
+def _layer_embeddings(decoder: Any, kind: LinearKind) -> LayerEmbeddings:
+    return LayerEmbeddings(
+        decoder.embed_tokens_per_layer,
+        _linear(decoder.per_layer_model_projection, kind),
+        _norm(decoder.per_layer_projection_norm, decoder.config),
+        decoder.config.pad_token_id,
+        (decoder.per_layer_model_projection_scale, decoder.per_layer_input_scale),
+    )
 
 
 def _norm(module: Any, config: Any) -> RmsNorm:
-    return RmsNorm.of(
-        module.weight, config.rms_norm_eps, is_centred=config.model_type in RECURRENT | WINDOWED
-    )
+    is_centred = config.model_type in (RECURRENT | WINDOWED) - MIXED_HEADS
+    return RmsNorm.of(module.weight, config.rms_norm_eps, is_centred=is_centred)
 
 
 def _layer(layer: Any, config: Any, kind: LinearKind, ranks: Collectives | None) -> DecoderLayer | DeltaLayer:
     if hasattr(layer, "linear_attn"):
         return _delta_layer(layer, config, kind)
     attention = layer.self_attn
-    norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
-    query_norm, key_norm = [_norm(norm, config) for norm in norms] or (None, None)
     before_mlp, later_norms = layer.post_attention_layernorm, None
     if hasattr(layer, "pre_feedforward_layernorm"):
         before_mlp = layer.pre_feedforward_layernorm
@@ -197,14 +215,48 @@ def _layer(layer: Any, config: Any, kind: LinearKind, ranks: Collectives | None)
         later_norms = _norm(behind[0], config), _norm(behind[1], config)
     return DecoderLayer(
         attention_norm=_norm(layer.input_layernorm, config),
-        qkv=_merged(attention, QKV, kind),
-        head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
+        qkv=_merged(attention, _projections(attention), kind),
+        head_norms=_head_norms(attention, config),
         out=_summed(attention.o_proj, kind, ranks),
         mlp_norm=_norm(before_mlp, config),
         mlp=_mlp(layer.mlp, kind, ranks, gelu_mul if config.model_type in WINDOWED else silu_mul),
         later_norms=later_norms,
         is_local=bool(getattr(attention, "is_sliding", False)),
+        borrows=getattr(attention, "is_kv_shared_layer", False),
+        beside=_beside(layer, config) if hasattr(layer, "router") else None,
+        embedding=_layer_embedding(layer, config, kind) if hasattr(layer, "per_layer_input_gate") else None,
+        scalar=float(getattr(layer, "layer_scalar", 1.0)),
     )
+
+
+def _projections(attention: Any) -> tuple[str, ...]:
+    """Names what makes queries, keys and values; where these are the keys before their norm, keys twice."""
+    if getattr(attention, "is_kv_shared_layer", False):
+        return ("q_proj",)
+    return ("q_proj", "k_proj", "k_proj") if attention.v_proj is None else QKV
+
+
+def _head_norms(attention: Any, config: Any) -> tuple[RmsNorm, ...]:
+    norms = [
+        _norm(getattr(attention, name), config) for name in ("q_norm", "k_norm") if hasattr(attention, name)
+    ]
+    if hasattr(attention, "v_norm"):
+        weight = attention.q_norm.weight
+        norms.append(unit_norm(len(weight), config.rms_norm_eps, weight))
+    return tuple(norms)
+
+
+def _beside(layer: Any, config: Any) -> ExpertsBeside:
+    names = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+    of_mlp, before, behind = (_norm(getattr(layer, name), config) for name in names)
+    return ExpertsBeside(layer.router, layer.experts, (of_mlp, before, behind))
+
+
+def _layer_embedding(layer: Any, config: Any, kind: LinearKind) -> LayerEmbedding:
+    gate, projection = (
+        _linear(each, kind) for each in (layer.per_layer_input_gate, layer.per_layer_projection)
+    )
+    return LayerEmbedding(gate, projection, _norm(layer.post_per_layer_input_norm, config))
 
 
 def _delta_layer(layer: Any, config: Any, kind: LinearKind) -> DeltaLayer:

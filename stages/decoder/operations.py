@@ -88,7 +88,7 @@ def add_rms_norm(residual: Tensor, added: Tensor | None, norm: RmsNorm) -> Tenso
 def norm_rotate_write(
     qkv: Tensor,
     heads: tuple[int, int, int],
-    norms: tuple[RmsNorm, RmsNorm] | None,
+    norms: tuple[RmsNorm, ...],
     rotations: Rotations,
     caches: tuple[Tensor, Tensor],
     slot_mapping: Tensor,
@@ -96,22 +96,24 @@ def norm_rotate_write(
     """Norms and rotates queries and keys in place, and writes keys and values to the cache.
 
     qkv: [T, (Hq + 2 Hkv) * D]. heads: Hq, Hkv, D.
-    norms: of queries and of keys, where the model has them.
+    norms: of queries and of keys, where the model has them, and of values.
     caches: keys and values, [num_blocks, block_size, Hkv, D]. slot_mapping: int64 [T].
     Returns views of qkv: queries [T, Hq, D], keys and values [T, Hkv, D].
     """
     num_heads, num_kv_heads, dim = heads
     split = qkv.view(qkv.shape[0], -1, dim)
     queries, keys, values = split.split_with_sizes([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if len(norms) > 2:
+        values.copy_(norms[2](values))
     if uses_kernels(qkv) and 2 * rotations.cos.shape[-1] == dim:
-        weights = None if norms is None else (norms[0].weight, norms[1].weight)
-        eps = 0.0 if norms is None else norms[0].eps
+        weights = (norms[0].weight, norms[1].weight) if norms else None
+        eps = norms[0].eps if norms else 0.0
         cos, sin = rotations.cos, rotations.sin
         kernels.norm_rotate_write_fused(
             split, (num_heads, num_kv_heads), weights, eps, cos, sin, caches, slot_mapping
         )
         return queries, keys, values
-    if norms is not None:
+    if norms:
         queries.copy_(norms[0](queries))
         keys.copy_(norms[1](keys))
     rotate(split[:, : num_heads + num_kv_heads], rotations)

@@ -5,7 +5,7 @@ positions, RMS norm, gated SiLU. What differs are biases, norms of queries and k
 frequencies to its three rows. Qwen3.5 has gated delta layers in place of most attention, gates of queries,
 heads that are rotated in part, and norms whose weights are centred on 1. Gemma 3 has such norms too, behind
 attention and MLP as well as before them, a gated GELU, and layers with sliding windows, whose rotary
-positions have a base of their own.
+positions have a base of their own. Of Gemma 4, these have heads of their own too: see `gemma4.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from epd.encoders.device import to_device
-from epd.stages.attention.support import RECURRENT, WINDOWED
+from epd.stages.attention.support import MIXED_HEADS, RECURRENT, WINDOWED
 
 # How the frequencies of a head are dealt to rows of positions: all to one; the first ones to time, the next
 # to height, the rest to width; or by turns, and what is left to time.
@@ -27,6 +27,7 @@ _KNOWN: dict[str, Dealing] = {
     "llama": "plain",
     "mistral": "plain",
     "gemma3_text": "plain",
+    "gemma4_text": "plain",
     "qwen2": "plain",
     "qwen3": "plain",
     "qwen3_moe": "plain",
@@ -40,9 +41,24 @@ _KNOWN: dict[str, Dealing] = {
 # Kinds of rotary positions whose frequencies are the same for every length; of "dynamic" ones, up to the
 # original context, and longer prompts are refused.
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "dynamic"})
+_STATIC_BY_KIND = _STATIC_ROPE - {"dynamic"} | {"proportional"}
 _MODULES = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
 _LAYER_MODULES = frozenset({"mlp", "input_layernorm", "post_attention_layernorm"})
 _MORE_NORMS = frozenset({"pre_feedforward_layernorm", "post_feedforward_layernorm"})
+# Of Gemma 4: embeddings of each layer, in the decoder and in a layer, and experts beside the MLP.
+_EMBEDDINGS = frozenset({"embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"})
+_EMBEDDING = frozenset(
+    {"act_fn", "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"}
+)
+_BESIDE = frozenset(
+    {
+        "router",
+        "experts",
+        "post_feedforward_layernorm_1",
+        "pre_feedforward_layernorm_2",
+        "post_feedforward_layernorm_2",
+    }
+)
 _DELTA = frozenset({"conv1d", "norm", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"})
 _PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 _HEAD_NORMS = frozenset({"q_norm", "k_norm"})
@@ -73,6 +89,11 @@ class TextModel:
     has_gates: bool = False
     local: TextModel | None = None
 
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Returns heads of queries, heads of keys, and the channels of each."""
+        return self.num_heads, self.num_kv_heads, self.head_dim
+
 
 def text_model(decoder: Any) -> TextModel | None:
     """Describes a decoder of transformers; None if our decoder might compute something else."""
@@ -82,7 +103,7 @@ def text_model(decoder: Any) -> TextModel | None:
         return None
     attention = next(layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn"))
     if config.model_type in WINDOWED:
-        return _with_local(config, decoder.rotary_emb, attention)
+        return _with_local(config, decoder)
     rotary, is_recurrent = decoder.rotary_emb, config.model_type in RECURRENT
     is_whole = len(rotary.inv_freq) == attention.head_dim // 2
     if attention.head_dim % 2 or not (is_whole or is_recurrent):
@@ -102,16 +123,18 @@ def text_model(decoder: Any) -> TextModel | None:
     )
 
 
-def _with_local(config: Any, rotary: Any, attention: Any) -> TextModel | None:
-    """Describes a model whose layers have rotary positions by their kind; None for heads that differ."""
-    if attention.head_dim % 2:
+def _with_local(config: Any, decoder: Any) -> TextModel | None:
+    """Describes a model whose kinds of layers have rotary positions, and maybe heads, of their own."""
+    rotary = decoder.rotary_emb
+    kinds = {config.layer_types[layer.self_attn.layer_idx]: layer.self_attn for layer in decoder.layers}
+    if any(attention.head_dim % 2 for attention in kinds.values()):
         return None
     local, whole = (
         TextModel(
             num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=attention.head_dim,
-            scale=attention.scaling,
+            num_kv_heads=config.num_attention_heads // kinds[kind].num_key_value_groups,
+            head_dim=kinds[kind].head_dim,
+            scale=kinds[kind].scaling,
             eps=config.rms_norm_eps,
             inv_freq=getattr(rotary, f"{kind}_inv_freq"),
             rope_scale=getattr(rotary, f"{kind}_attention_scaling"),
@@ -143,7 +166,7 @@ def _is_plain(config: Any) -> bool:
     if config.model_type in WINDOWED:
         kinds = set(config.layer_types)
         ropes = {rope["rope_type"] for rope in config.rope_parameters.values()}
-        is_known = kinds == {"sliding_attention", "full_attention"} and ropes <= _STATIC_ROPE - {"dynamic"}
+        is_known = kinds == {"sliding_attention", "full_attention"} and ropes <= _STATIC_BY_KIND
         return is_known and config.hidden_activation == "gelu_pytorch_tanh"
     rope = config.rope_parameters or {}
     kind, context = rope.get("rope_type", "default"), config.max_position_embeddings
@@ -154,7 +177,7 @@ def _is_plain(config: Any) -> bool:
 
 def _has_known_modules(decoder: nn.Module) -> bool:
     """Reports whether the decoder consists of what we compute, and of nothing else."""
-    if _children(decoder) != _MODULES:
+    if _children(decoder) not in (_MODULES, _MODULES | _EMBEDDINGS):
         return False
     layers: Any = decoder.layers
     has_attention = any(hasattr(layer, "self_attn") for layer in layers)
@@ -167,6 +190,9 @@ def _has_known_modules(decoder: nn.Module) -> bool:
 def _has_known_mixer(layer: Any) -> bool:
     if _children(layer) == _LAYER_MODULES | {"linear_attn"}:
         return _children(layer.linear_attn) == _DELTA
+    if layer.self_attn.config.model_type in MIXED_HEADS:
+        norms = _LAYER_MODULES | _MORE_NORMS | {"self_attn"}
+        return _children(layer) - _EMBEDDING - _BESIDE == norms
     known = (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS)
     modules = _children(layer) - {"self_attn"}
     return modules in (_LAYER_MODULES, _LAYER_MODULES | _MORE_NORMS) and _children(layer.self_attn) in known

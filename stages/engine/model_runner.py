@@ -22,7 +22,7 @@ from epd.errors import RequestError
 from epd.lora_modules import LoRAModule
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
 from epd.stages.attention.device import DeviceHeads
-from epd.stages.attention.support import RECURRENT, WINDOWED, layer_windows
+from epd.stages.attention.support import MIXED_HEADS, RECURRENT, attends_both_ways, layer_windows, lenders
 from epd.stages.decoder.decoder import Decoder, DecoderInputs, FusedDecoder, LayerCaches, decoder_of
 from epd.stages.decoder.delta_layer import delta_sizes
 from epd.stages.decoder.delta_rule import DeltaPlan
@@ -33,6 +33,7 @@ from epd.stages.engine.decode_graphs import DecodeGraphs, DecodeShape, graph_siz
 from epd.stages.engine.graphs import GraphMaker
 from epd.stages.engine.kv_pool import KVLayout, KVPools
 from epd.stages.engine.packed_pass import (
+    GroupKind,
     PackedPass,
     Segment,
     attention_batches,
@@ -105,8 +106,10 @@ class ModelRunner:
         self._device = device_of(model.get_decoder())
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self._max_positions: int = model.get_decoder().config.max_position_embeddings
-        self.attends_both_ways = model.get_decoder().config.model_type in WINDOWED
-        self._windows = [group.window for group in pools.shape.groups]
+        windows = [group.window for group in pools.shape.groups]
+        config = model.get_decoder().config
+        self._kinds = [GroupKind(window, attends_both_ways(config, window)) for window in windows]
+        self.attends_both_ways = any(kind.is_both_ways for kind in self._kinds)
         # Of each layer, its group, the first for one without attention, and its caches.
         self._groups, self._caches = _places(model.get_decoder().config, pools)
         num_heads = model.get_decoder().config.num_attention_heads
@@ -144,8 +147,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _warm_up(self, num_heads: int) -> None:
         """Compiles the kernels of every pass. num_heads: of queries."""
-        for pool, window in zip(self.pools.groups, self._windows, strict=True):
-            warm_up(*pool.layer(0), num_heads, window)
+        for pool, kind in zip(self.pools.groups, self._kinds, strict=True):
+            warm_up(*pool.layer(0), num_heads, kind.window)
             if isinstance(self._decoder, FusedDecoder):
                 self._decoder.warm_up(pool.layer(0))
 
@@ -173,7 +176,8 @@ class ModelRunner:
 
     def _decoded(self, token_ids: Tensor, positions: Tensor, plans: Sequence[AttentionPlan]) -> Tensor:
         """Computes one token of each sequence: logits [T, V]."""
-        inputs = DecoderInputs(positions, self._caches_of(plans, None), token_ids[:0])
+        caches = self._caches_of(plans, None)
+        inputs = DecoderInputs(positions, caches, token_ids[:0], token_ids=token_ids)
         logits: Tensor = self._head(
             self._decoder.run(self._embed(token_ids), inputs, range(self._decoder.num_layers))
         )
@@ -186,7 +190,7 @@ class ModelRunner:
         windows.
         """
         kept = "a recurrent state of all" if self.pools.states is not None else None
-        kept = "a sliding window" if self.attends_both_ways else kept
+        kept = "a sliding window" if any(kind.window for kind in self._kinds) else kept
         if kept is not None and not all(segment.is_whole for segment in segments):
             raise RequestError(
                 f"received a reduction that drops tokens of some layers, where others have {kept}; allowed: "
@@ -203,7 +207,7 @@ class ModelRunner:
 
     def packed(self, segments: Sequence[Segment]) -> PackedPass:
         """Packs segments as this runner's pools need them."""
-        return packed_pass(segments, self._windows, self.pools.block_size)
+        return packed_pass(segments, self._kinds, self.pools.block_size)
 
     @torch.inference_mode()
     def run_packed(
@@ -226,12 +230,12 @@ class ModelRunner:
         hidden, visual = self._embedded(visual, inputs)
         states = self._states_of(packed)
         caches, lora = self._caches_of(plans, states), self._lora_rows(packed)
-        whole = DecoderInputs(inputs.positions, caches, inputs.visual_rows, visual, lora)
+        whole = DecoderInputs(inputs.positions, caches, inputs.visual_rows, visual, lora, inputs.token_ids)
         if all(segment.going_on is None for segment in segments):
             return self._decoder.run(hidden, whole, range(num_layers), inputs.logit_rows)
         # Before anything runs, since a view begins anew whenever its question is planned.
         rest = [segment.later() for segment in segments]
-        batches = attention_batches(rest, self._windows, self.pools.block_size)
+        batches = attention_batches(rest, self._kinds, self.pools.block_size)
         later_plans = self._plans(batches, rest)
         num_whole = num_whole_layers(num_layers, len(visual.deepstack) if visual is not None else 0)
         hidden = self._decoder.run(hidden, whole, range(num_whole))
@@ -309,8 +313,8 @@ def _places(config: Any, pools: KVPools) -> tuple[list[int], list[tuple[Tensor, 
     """Returns of each layer its group, the last one for those with windows, and its part of the pools."""
     groups, caches, num_states = list[int](), list[tuple[Tensor, Tensor]](), 0
     owners = [group for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)]
-    windows, has_states = layer_windows(config), _has_state(config)
-    layers = [layer for layer, has_state in enumerate(has_states) if not has_state]
+    windows, has_states, lent = layer_windows(config), _has_state(config), lenders(config)
+    layers = [layer for layer, has_state in enumerate(has_states) if not has_state and lent[layer] == layer]
     places = {layer: place for place, layer in enumerate(sorted(layers, key=lambda each: windows[each] or 0))}
     for index, has_state in enumerate(has_states):
         if has_state and pools.states is not None:
@@ -318,26 +322,41 @@ def _places(config: Any, pools: KVPools) -> tuple[list[int], list[tuple[Tensor, 
             caches.append(pools.states.layer(num_states))
             num_states += 1
         else:
-            groups.append(owners[places[index]])
-            caches.append(pools.layer(places[index]))
+            groups.append(owners[places[lent[index]]])
+            caches.append(pools.layer(places[lent[index]]))
     return groups, caches
 
 
-def kv_layout(model: Any) -> KVLayout:
-    """Describes what a token of `model` leaves in the cache, of all layers with attention."""
-    config = model.get_decoder().config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    dtype = next(model.get_decoder().parameters()).dtype
-    return KVLayout(_has_state(config).count(False), config.num_key_value_heads, head_dim, dtype)
-
-
 def kv_layouts(model: Any) -> list[tuple[KVLayout, int | None]]:
-    """Describes the same for each layer group, with its window: layers of all tokens come first."""
-    whole, windows = kv_layout(model), layer_windows(model.get_decoder().config)
-    kinds = sorted(set(windows), key=lambda window: window or 0)
-    if len(kinds) == 1:
-        return [(whole, kinds[0])]
-    return [(replace(whole, num_layers=windows.count(kind)), kind) for kind in kinds]
+    """Describes what a token of `model` leaves in the cache of each layer group, and the group's window.
+
+    Layers of all tokens come first.
+    """
+    decoder = model.get_decoder()
+    config, dtype = decoder.config, next(decoder.parameters()).dtype
+    windows, lent, has_states = layer_windows(config), lenders(config), _has_state(config)
+    own = [each for each in range(len(windows)) if lent[each] == each and not has_states[each]]
+    kinds = sorted({windows[each] for each in own}, key=lambda window: window or 0)
+    found = []
+    for kind in kinds:
+        layers = [each for each in own if windows[each] == kind]
+        heads = _kv_heads(config, layers[0])
+        found.append((KVLayout(len(layers), *heads, dtype), kind))
+    return found
+
+
+def kv_bytes_per_token(model: Any) -> int:
+    """Counts the bytes that a token leaves in the cache, of all layers with attention."""
+    return sum(layout.bytes_per_token for layout, _ in kv_layouts(model))
+
+
+def _kv_heads(config: Any, layer: int) -> tuple[int, int]:
+    """Returns how many heads of keys a layer has, and the channels of each."""
+    if config.model_type in MIXED_HEADS:
+        of_layer = config.per_layer_config[layer]
+        return of_layer.num_key_value_heads, of_layer.head_dim
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_key_value_heads, head_dim
 
 
 def state_layout(model: Any) -> StateLayout | None:

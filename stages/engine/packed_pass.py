@@ -70,6 +70,17 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupKind:
+    """Says how the layers of a group attend.
+
+    window: see `AttentionBatch`. is_both_ways: whether tokens of segments that say so attend each other.
+    """
+
+    window: int | None = None
+    is_both_ways: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class PackedPass:
     """Holds the arrays of a pass, all int64.
 
@@ -94,8 +105,8 @@ class PackedPass:
     adapters: tuple[str, ...] = ()
 
 
-def packed_pass(segments: Sequence[Segment], windows: Sequence[int | None], block_size: int) -> PackedPass:
-    """Packs segments. windows: of each layer group, see `AttentionBatch`. block_size: tokens."""
+def packed_pass(segments: Sequence[Segment], kinds: Sequence[GroupKind], block_size: int) -> PackedPass:
+    """Packs segments. kinds: of layer groups. block_size: tokens."""
     ends = ends_of(segments)
     is_whole = all(segment.is_whole for segment in segments)
     later = [segment.later() for segment in segments]
@@ -112,7 +123,7 @@ def packed_pass(segments: Sequence[Segment], windows: Sequence[int | None], bloc
         _logit_rows(later, ends_of(later)),
         _joined(rows) if rows else np.empty(0, dtype=np.int64),
         len(placed[0][0].embeddings.deepstack) if placed else 0,
-        attention_batches(segments, windows, block_size),
+        attention_batches(segments, kinds, block_size),
         tuple(segment.states for segment in segments if segment.states is not None),
         () if is_whole else tuple(replace(segment, visual=None) for segment in segments),
         adapters if any(adapters) else (),
@@ -120,16 +131,18 @@ def packed_pass(segments: Sequence[Segment], windows: Sequence[int | None], bloc
 
 
 def attention_batches(
-    segments: Sequence[Segment], windows: Sequence[int | None], block_size: int
+    segments: Sequence[Segment], kinds: Sequence[GroupKind], block_size: int
 ) -> tuple[AttentionBatch, ...]:
     """Describes the attention of each layer group."""
     ends = ends_of(segments)
-    batches = (_attention_batch(segments, ends, group, block_size) for group in range(len(windows)))
+    batches = (_attention_batch(segments, ends, group, block_size) for group in range(len(kinds)))
     both_ways = [segment.is_both_ways for segment in segments]
     seen = np.array(both_ways) if any(both_ways) else None
     return tuple(
-        batch if window is None and seen is None else replace(batch, window=window, both_ways=seen)
-        for batch, window in zip(batches, windows, strict=True)
+        replace(batch, window=kind.window, both_ways=seen if kind.is_both_ways else None)
+        if kind.window is not None or kind.is_both_ways
+        else batch
+        for batch, kind in zip(batches, kinds, strict=True)
     )
 
 

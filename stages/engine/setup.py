@@ -24,7 +24,7 @@ from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerationSettings
 from epd.stages.engine.graphs import CudaGraphMaker, GraphMaker
 from epd.stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape, StorageOrder
-from epd.stages.engine.model_runner import ModelRunner, kv_layout, kv_layouts, state_layout
+from epd.stages.engine.model_runner import ModelRunner, kv_layouts, state_layout
 from epd.stages.engine.packed_pass import Segment, visual_of
 from epd.stages.engine.state_pool import StatesShape
 from epd.stages.rank import RankGroup
@@ -149,7 +149,7 @@ def kv_shape(
     num_kv_tokens: their room; by default `default_kv_tokens`.
     max_num_seqs: answers that grow at once. max_chunk_tokens: of a prompt in one pass.
     """
-    layout = kv_layout(model)
+    layout = kv_layouts(model)[0][0]
     num_tokens = num_kv_tokens or default_kv_tokens(layout.bytes_per_token, num_pools)
     order: StorageOrder = "blocks" if _is_on_gpu(model) else "heads"
     num_blocks = num_tokens // block_size

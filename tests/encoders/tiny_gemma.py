@@ -10,6 +10,12 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma3ImageProcessor,
     Gemma3Processor,
+    Gemma4AudioFeatureExtractor,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Gemma4ImageProcessor,
+    Gemma4Processor,
+    Gemma4VideoProcessor,
 )
 
 from tests import tiny_models
@@ -69,3 +75,83 @@ def build_gemma3(folder: Path, seed: int = 0, **text: Any) -> Path:
         image_seq_length=IMAGE_TOKENS,
     )
     return tiny_models._save(folder, Gemma3ForConditionalGeneration, config, processor, seed)
+
+
+_GEMMA4_NAMES = {
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "image_token": "<|image|>",
+    "audio_token": "<|audio|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
+_VIDEO = "<|video|>"
+# Of the checkpoints with experts, and of those with embeddings for each layer.
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
+GEMMA4_SMALL = {
+    "hidden_size_per_layer_input": 16,
+    "num_kv_shared_layers": 4,
+    "num_global_key_value_heads": None,
+    "attention_k_eq_v": False,
+    "use_double_wide_mlp": True,
+    "use_bidirectional_attention": None,
+}
+
+
+def build_gemma4(folder: Path, seed: int = 0, **text: Any) -> Path:
+    """Gemma 4 with two rounds of five layers with windows and one without, whose heads are larger.
+
+    As the large ones are published: there keys are values too, and the tokens of an image attend each other
+    in layers with windows alone. Images and frames have 70 tokens at most.
+    text: other fields of the language model.
+    """
+    template = _template("<|image|>", _VIDEO)
+    tokenizer = byte_tokenizer((*_GEMMA4_NAMES.values(), _VIDEO), template, _GEMMA4_NAMES)
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in _GEMMA4_NAMES.items()}
+    large = {
+        "num_hidden_layers": 12,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision",
+        "final_logit_softcapping": 30.0,
+        "vocab_size_per_layer_input": len(tokenizer),
+    }
+    sizes = {name: _TEXT[name] for name in _TEXT.keys() - {"query_pre_attn_scalar", "rope_scaling"}}
+    config = Gemma4Config(
+        text_config={**sizes, "model_type": "gemma4_text", **_text_ids(tokenizer), **large, **text},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+            "position_embedding_size": 256,
+        },
+        audio_config=None,
+        boi_token_id=ids["boi_token"],
+        eoi_token_id=ids["eoi_token"],
+        image_token_id=ids["image_token"],
+        video_token_id=tokenizer.convert_tokens_to_ids(_VIDEO),
+        boa_token_id=ids["boa_token"],
+        eoa_token_index=ids["eoa_token"],
+        audio_token_id=ids["audio_token"],
+    )
+    settings = {"patch_size": 4, "max_soft_tokens": 70}
+    processor = Gemma4Processor(
+        feature_extractor=Gemma4AudioFeatureExtractor(),
+        image_processor=Gemma4ImageProcessor(**settings),
+        tokenizer=tokenizer,
+        video_processor=Gemma4VideoProcessor(**settings),
+        chat_template=tokenizer.chat_template,
+        image_seq_length=70,
+    )
+    return tiny_models._save(folder, Gemma4ForConditionalGeneration, config, processor, seed)

@@ -12,6 +12,7 @@ from typing import Any
 import transformers as hf
 from transformers import PreTrainedTokenizerFast
 
+from tests.encoders.tiny_gemma import build_gemma4
 from tests.encoders.tiny_tiles import _TEXT, _template, _text_ids, byte_tokenizer
 from tests.tiny_models import _save
 
@@ -481,6 +482,7 @@ def build_paddleocr_vl(folder: Path, seed: int = 0) -> Path:
     return _save(folder, hf.PaddleOCRVLForConditionalGeneration, config, processor, seed)
 
 
+__all__ = ["BUILDERS", "build_gemma4"]
 BUILDERS: Mapping[str, Callable[[Path], Path]] = {
     name.removeprefix("build_"): build
     for name, build in sorted(globals().items())

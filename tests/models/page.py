@@ -16,7 +16,7 @@ from epd.encoders.names import WeightSet
 from epd.engine_config import DEFAULT_ENGINE
 from epd.kv.scheduling import SchedulerConfig
 from epd.serve_app.worker.worker_stages import embedding_layout
-from epd.stages.engine.model_runner import kv_layout
+from epd.stages.engine.model_runner import kv_bytes_per_token
 from epd.stages.engine.setup import states_shape
 from epd.stages.loading.weights import prune, skeleton
 from tests import ROOT
@@ -65,7 +65,7 @@ def figures(published: Published) -> Figures:
     return Figures(
         _num_bytes(_part(config, "encode")),
         _num_bytes(language) - tied,
-        kv_layout(language).bytes_per_token,
+        kv_bytes_per_token(language),
         embedding_layout(config, torch.bfloat16).bytes_per_embedding,
         0 if states is None else states.layout.bytes_per_sequence,
         0 if states is None else states.num_bytes,

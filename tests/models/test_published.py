@@ -22,7 +22,7 @@ from epd.serve_app.worker.worker_stages import embedding_layout
 from epd.stages.attention.support import check_attention
 from epd.stages.decoder.text_model import text_model
 from epd.stages.engine.generation import generation_settings
-from epd.stages.engine.model_runner import kv_layout
+from epd.stages.engine.model_runner import kv_layouts
 from epd.stages.loading.weights import load_role, prune, skeleton
 from epd.stages.placement import CPU_FLOAT32
 from tests.models.files import known_names, parts_in_files
@@ -108,7 +108,7 @@ def test_roles_share_no_tensor_and_miss_none(checkpoint: Checkpoint) -> None:
     for role, part in parts.items():
         prune(part, role)
     names = {role: set(part.state_dict()) for role, part in parts.items()}
-    assert kv_layout(parts["language"]) == kv_layout(checkpoint.model)
+    assert kv_layouts(parts["language"])[0][0] == kv_layouts(checkpoint.model)[0][0]
     whole = set(checkpoint.model.state_dict())
     assert names["encode"] == {name for name in whole if is_wanted(name, "encode")}
     assert names["language"] == whole - names["encode"]
@@ -121,7 +121,7 @@ def test_the_language_model_is_one_that_our_decoder_computes(checkpoint: Checkpo
 
 
 def test_keys_and_values_take_the_published_bytes(checkpoint: Checkpoint) -> None:
-    layout = kv_layout(checkpoint.model)
+    layout = kv_layouts(checkpoint.model)[0][0]
     assert layout.bytes_per_token == checkpoint.published.kv_bytes_per_token
     num_layers = len(checkpoint.model.get_decoder().layers)
     assert layout.num_layers == checkpoint.text["num_hidden_layers"] == num_layers
@@ -160,7 +160,7 @@ def test_generation_is_as_the_checkpoint_says(checkpoint: Checkpoint) -> None:
 
 
 def test_rotation_is_as_the_keys_of_its_release_say(checkpoint: Checkpoint) -> None:
-    text, head_dim = checkpoint.text, kv_layout(checkpoint.model).head_dim
+    text, head_dim = checkpoint.text, kv_layouts(checkpoint.model)[0][0].head_dim
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     inv_freq = checkpoint.model.get_decoder().rotary_emb.inv_freq
     torch.testing.assert_close(inv_freq, 1.0 / text["rope_theta"] ** exponents)

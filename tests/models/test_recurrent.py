@@ -14,7 +14,7 @@ from epd.engine_config import RECURRENT_FAMILIES
 from epd.stages.attention.support import RECURRENT as TEXT_MODELS
 from epd.stages.attention.support import check_attention
 from epd.stages.decoder.text_model import text_model
-from epd.stages.engine.model_runner import kv_layout, state_layout
+from epd.stages.engine.model_runner import kv_layouts, state_layout
 from epd.stages.engine.setup import kv_shape
 from epd.stages.loading.weights import prune, skeleton
 from tests.models.recurrent import RECURRENT, STATE_BYTES
@@ -74,7 +74,7 @@ def test_names_in_the_files_are_those_of_the_model(model: Any) -> None:
 
 
 def test_a_token_and_a_sequence_take_the_counted_bytes(name: str, config: Any, model: Any) -> None:
-    layout, state = kv_layout(model), state_layout(model)
+    layout, state = kv_layouts(model)[0][0], state_layout(model)
     assert layout.bytes_per_token == RECURRENT[name].kv_bytes_per_token
     assert state is not None
     assert state.bytes_per_sequence == STATE_BYTES[name]
@@ -82,7 +82,7 @@ def test_a_token_and_a_sequence_take_the_counted_bytes(name: str, config: Any, m
     assert (layout.num_layers, state.num_layers) == (num_layers // 4, num_layers * 3 // 4)
     part = skeleton(config, BF16)
     prune(part, "language")
-    assert (kv_layout(part), state_layout(part)) == (layout, state)
+    assert (kv_layouts(part)[0][0], state_layout(part)) == (layout, state)
 
 
 def test_a_long_prompt_takes_a_quarter_of_what_full_attention_takes(model: Any) -> None:

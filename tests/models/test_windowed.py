@@ -12,7 +12,7 @@ from epd.encoders.registry import ADAPTERS
 from epd.engine_config import WINDOWED_FAMILIES
 from epd.stages.attention.support import WINDOWED, check_attention
 from epd.stages.decoder.text_model import text_model
-from epd.stages.engine.model_runner import kv_layout, kv_layouts
+from epd.stages.engine.model_runner import kv_bytes_per_token, kv_layouts
 from epd.stages.engine.setup import kv_shape
 from epd.stages.loading.weights import skeleton
 from tests.models.published import Config
@@ -100,7 +100,7 @@ def test_names_in_the_files_are_those_of_the_model(model: Any) -> None:
 
 def test_a_token_takes_the_counted_bytes_in_each_group(name: str, model: Any) -> None:
     windowed, full, each = LAYERS[name]
-    assert kv_layout(model).bytes_per_token == (windowed + full) * each
+    assert kv_bytes_per_token(model) == (windowed + full) * each
     layouts = [(layout.bytes_per_token, window) for layout, window in kv_layouts(model)]
     assert layouts == [(full * each, None), (windowed * each, 1024)]
 
@@ -108,6 +108,6 @@ def test_a_token_takes_the_counted_bytes_in_each_group(name: str, model: Any) ->
 def test_a_long_prompt_takes_a_quarter_of_what_full_attention_takes(name: str, model: Any) -> None:
     """100,000 tokens of one sequence, with room for kept prompts: all of them in every sixth layer."""
     shape = kv_shape(model, num_kv_tokens=100_000, max_num_seqs=1)
-    full = 100_000 * kv_layout(model).bytes_per_token
+    full = 100_000 * kv_bytes_per_token(model)
     assert [group.window for group in shape.groups] == [None, 1024]
     assert 0.15 < sum(shape.bytes_by_group) / full < 0.28

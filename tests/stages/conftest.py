@@ -19,7 +19,7 @@ from epd.stages.engine.generation import GenerationSettings
 from epd.stages.engine.setup import build_engine
 from tests.encoders.conftest import families, family
 from tests.encoders.families import Clip, Family, Media, Picture
-from tests.encoders.tiny_gemma import build_gemma3
+from tests.encoders.tiny_gemma import GEMMA4_EXPERTS, GEMMA4_SMALL, build_gemma3, build_gemma4
 from tests.encoders.tiny_tiles import BUILDERS
 from tests.engine_options import parted
 from tests.positions import trained_positions_in
@@ -32,7 +32,16 @@ __all__ = ["families", "family"]
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", "smolvlm", "shapes-vl")
 # Whose layers have a recurrent state, with experts too.
 RECURRENT = ("qwen3_5", "qwen3_5_moe")
-BUILDERS_HERE = BUILDERS | {"qwen3_5_moe": partial(build_qwen3_5, **EXPERTS), "gemma3": build_gemma3}
+# Whose layers have sliding windows; of Gemma 4, with heads of two sizes, with layers that attend the keys of
+# others and have embeddings of their own, and with experts beside the MLP.
+WINDOWED = ("gemma3", "gemma4", "gemma4_small", "gemma4_experts")
+BUILDERS_HERE = BUILDERS | {
+    "qwen3_5_moe": partial(build_qwen3_5, **EXPERTS),
+    "gemma3": build_gemma3,
+    "gemma4": build_gemma4,
+    "gemma4_small": partial(build_gemma4, **GEMMA4_SMALL),
+    "gemma4_experts": partial(build_gemma4, seed=1, **GEMMA4_EXPERTS),
+}
 SAMPLING = FrameSampling(num_frames=6)
 MIX: tuple[tuple[str, ...], ...] = ((), ("image",), ("video",), ("wide_image", "image"), ("tall_video",))
 # Of a family that sees no videos.
@@ -105,7 +114,7 @@ def recurrent(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]
     return subjects(request.param)
 
 
-@pytest.fixture(params=["gemma3", *RECURRENT])
+@pytest.fixture(params=[*WINDOWED, *RECURRENT])
 def other_layers(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]) -> Subject:
     """With sliding windows, or with a recurrent state."""
     return subjects(request.param)

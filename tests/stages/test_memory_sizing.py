@@ -122,7 +122,7 @@ def test_the_largest_passes_are_run_before_the_pool_is_sized(
     assert not ran
     num_tokens = measured_kv_tokens(*arguments, ON_GPU, passes)
     assert ran == ["prefill", "encode"]
-    bytes_per_token = memory_sizing.kv_layout(family.model).bytes_per_token
+    bytes_per_token = memory_sizing.kv_bytes_per_token(family.model)
     assert num_tokens == (9 - 4 - 2 - 1) * GB // bytes_per_token // 16 * 16
     both_at_once = measured_kv_tokens(*arguments, ON_GPU, replace(passes, encode_beside=True))
     assert both_at_once == (9 - 4 - 2 - 2) * GB // bytes_per_token // 16 * 16
@@ -180,7 +180,7 @@ def test_the_largest_image_that_is_allowed_has_room(
         with pytest.raises(InfeasibleError, match=r"activations 9.* GB"):
             measured()
         return
-    bytes_per_token = memory_sizing.kv_layout(family.model).bytes_per_token
+    bytes_per_token = memory_sizing.kv_bytes_per_token(family.model)
     num_tokens = measured()
     assert num_tokens is not None
     assert num_tokens * bytes_per_token == pytest.approx(left_gb * GB, rel=1e-3)
@@ -230,7 +230,7 @@ def test_captured_passes_are_part_of_what_a_worker_needs(
     arguments = (family.model, None, family.adapter, GENERATION, ON_GPU)
     num_tokens = measured_kv_tokens(*arguments, LargestPasses(4096, 2048, 64))
     assert sizes == [64]
-    bytes_per_token = memory_sizing.kv_layout(family.model).bytes_per_token
+    bytes_per_token = memory_sizing.kv_bytes_per_token(family.model)
     assert num_tokens == int((9 - 4 - 2 - 1 - 0.5) * GB) // bytes_per_token // 16 * 16
 
 
@@ -315,7 +315,7 @@ def test_what_windows_do_not_need_is_room_for_tokens(
     shape = kv_shape(family.model, num_tokens, max_num_seqs=4, max_chunk_tokens=64)
     full, window = shape.groups
     assert window.num_blocks == largest.groups[1].num_blocks == (4 + 8) * (2 + 1) + 4
-    whole = memory_sizing.kv_layout(family.model).bytes_per_token
+    whole = memory_sizing.kv_bytes_per_token(family.model)
     monkeypatch.setattr(memory_sizing, "kv_shape", lambda *_, **__: KVPoolsShape((full,), 16))
     kept = measured_kv_tokens(*arguments, LargestPasses(4096, 64, num_seqs=4))
     assert kept is not None
@@ -331,7 +331,7 @@ def test_recurrent_states_are_taken_off_the_room_of_tokens(
     arguments = (family.model, None, family.adapter, GENERATION, ON_GPU)
     without = measured_kv_tokens(*arguments, LargestPasses(4096, 2048))
     num_tokens = measured_kv_tokens(*arguments, LargestPasses(4096, 2048, num_seqs=64))
-    layout = memory_sizing.kv_layout(family.model)
+    layout = memory_sizing.kv_layouts(family.model)[0][0]
     tails, matrices = 6 * 3 * 128 * 4, 6 * 4 * 16 * 16 * 4
     assert layout.num_layers == 2
     assert without is not None

@@ -19,7 +19,7 @@ from transformers import (
 from epd.encoders.adapter import Embeddings
 from epd.encoders.families.qwen3_vl import Qwen3VLAdapter
 from epd.stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
-from epd.stages.engine.model_runner import ModelRunner, kv_layout
+from epd.stages.engine.model_runner import ModelRunner, kv_layouts
 from epd.stages.engine.packed_pass import Segment
 from epd.stages.visual_inputs import PlacedEmbeddings
 
@@ -125,7 +125,7 @@ class Runner:
     @classmethod
     def over(cls, name: str, model: Any, **options: Any) -> Runner:
         """model: of CONFIGS[name], or a rank's part of it. options: of `ModelRunner`."""
-        pools = KVPoolsShape((KVGroupShape(NUM_BLOCKS, kv_layout(model)),), BLOCK_SIZE).build()
+        pools = KVPoolsShape((KVGroupShape(NUM_BLOCKS, kv_layouts(model)[0][0]),), BLOCK_SIZE).build()
         runner = ModelRunner(model, NoAdapter(), pools, **options)  # type: ignore[arg-type]
         return cls(runner, pools, 3 if "-vl" in name else 1, 1 if "qwen3-vl" in name else 0)
 

@@ -22,7 +22,7 @@ from epd.stages.attention import device as attention_device
 from epd.stages.engine.decode_graphs import DecodeGraphs, graph_sizes
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.kv_pool import KVGroupShape, KVPoolsShape
-from epd.stages.engine.model_runner import ModelRunner, kv_layout
+from epd.stages.engine.model_runner import ModelRunner, kv_layouts
 from epd.stages.engine.packed_pass import PackedPass, Segment
 from tests.stages.conftest import Subject
 from tests.stages.prompts import Drive
@@ -247,7 +247,7 @@ def test_drafts_are_checked_by_passes_as_they_are(subjects: Callable[[str], Subj
 
 def test_layer_groups_have_tables_of_their_own(subjects: Callable[[str], Subject], watched: Watched) -> None:
     subject = subjects("qwen2_5_vl")
-    whole = kv_layout(subject.model)
+    whole = kv_layouts(subject.model)[0][0]
     first, rest = (replace(whole, num_layers=number) for number in (1, whole.num_layers - 1))
     pools = KVPoolsShape((KVGroupShape(40, first), KVGroupShape(50, rest)), 16).build()
     engine = captured(subject, graphs := Repeats(), pools=pools)
