@@ -22,9 +22,8 @@ from epd.batch.lines import BOM, LineDefaults
 from epd.batch.result_files import ResultFiles, errors_path
 from epd.batch.tasks import Answered, BackendCounts, MediaTask, Outcome
 from epd.errors import RequestError
-from epd.serve_app.files.batch_records import BatchError, BatchErrors, RequestCounts, StoredBatch
 from epd.serve_app.files.batch_store import BatchStore
-from epd.serve_app.files.records import BatchStatus
+from epd.serve_app.files.records import BatchError, BatchErrors, BatchStatus, RequestCounts, StoredBatch
 from epd.serve_app.files.settings import FileSettings
 
 # Requests above 0 are work that no user waits for.

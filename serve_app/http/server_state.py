@@ -15,9 +15,8 @@ from epd.control.request_budget import check_json_size
 from epd.errors import RequestError
 from epd.serve_app.clients import Client
 from epd.serve_app.files.batch_store import BatchStore
-from epd.serve_app.files.file_store import FileStore
+from epd.serve_app.files.file_store import FileStore, check_media, names_file
 from epd.serve_app.files.upload_store import UploadStore
-from epd.serve_app.files.uploaded_media import check_media, names_file
 from epd.serve_app.http.answers.several_answers import answer_all
 from epd.serve_app.http.chat_answers import ApiSettings, ChatAnswers, ParsedRequest, without_spans
 from epd.serve_app.http.guard.body_reader import BodyReader
