@@ -25,7 +25,7 @@ from epd.serve_app.http.answers.responses import ChunkBuilder, CompletionBuilder
 from epd.serve_app.http.guard.http_guard import client_of
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.completion_request import COMPLETION_FIELDS, CompletionRequest
-from epd.serve_app.http.requests.request_parsing import describe
+from epd.serve_app.http.requests.request_parsing import describe, stop_amounts
 from epd.serve_app.http.requests.response_request import ResponseRequest, chat_of
 from epd.serve_app.http.routes.prompt_routes import EVENT_STREAM, body_of, server_of
 from epd.serve_app.http.server_state import ParsedRequest, ServerState
@@ -123,15 +123,12 @@ def _budget_of(
     num_answers = len(received) * (options.n or 1)
     most = options.max_tokens or 0
     context = model.max_model_len
-    stops = [options.stop] if isinstance(options.stop, str) else options.stop or []
     return RequestBudget(
         num_prompts=num_answers,
         num_json_bytes=num_bytes,
         num_text_bytes=sum(len(each.encode()) for each in received if isinstance(each, str)),
         num_answer_tokens=num_answers * (most if context is None else min(most, context)),
-        num_stop_strings=len(stops),
-        num_stop_chars=sum(map(len, stops)),
-        num_stop_token_ids=len(options.stop_token_ids or ()),
+        **stop_amounts(options),
     )
 
 
