@@ -21,8 +21,8 @@ from epd.encoders.reduction import ItemReduction
 from epd.errors import EPDError
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
-from epd.serve_app.memory_use import MemoryUse
 from epd.serve_app.service import StageSpan
+from epd.serve_app.worker_info import MemoryUse
 from epd.stages.engine.generation import GenerateRequest, TokenOutput
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, Ticket

@@ -25,7 +25,7 @@ from epd.frame_sampling import FrameSampling
 from epd.pixel_limits import OWN_LIMITS, PixelLimits
 from epd.reduction import KEEP_ALL, NO_BUDGET, KeptCells, ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
-from epd.serve_app.memory_use import MemoryUse
+from epd.serve_app.worker_info import MemoryUse
 from epd.topology import Stage
 from epd.types import MediaFacts, MediaKind, StageTimings, Usage
 

@@ -102,8 +102,9 @@ class Route:
         return f"<!-- end of {self.mark} -->\n"
 
     def here(self) -> dict[str, str]:
-        """Returns what each field does, in the order of a request, then those with no effect or refused."""
-        done = {name: self.honoured.get(name) or HONOURED[name] for name in self.model.model_fields}
+        """Returns what each field does, required ones first, then those with no effect or refused."""
+        fields = sorted(self.model.model_fields.items(), key=lambda field: not field[1].is_required())
+        done = {name: self.honoured.get(name) or HONOURED[name] for name, _ in fields}
         no_effect = dict.fromkeys(self.others.no_effect, "no effect")
         refused = {name: _refused(self.others.advice.get(name, "")) for name in self.others.refused}
         return done | no_effect | refused

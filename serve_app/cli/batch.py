@@ -29,26 +29,17 @@ from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.models import model_folder
 from epd.profiles.files import load_profile
-from epd.serve_app.cli.flags import with_fields_of
+from epd.serve_app.cli.flags import with_fields_of, with_options_of
 from epd.serve_app.cli.options import (
     Address,
     ApiKey,
     AppName,
-    ComputeShare,
-    Fps,
-    Frames,
     IsJson,
-    MaxTokens,
-    MaxVisualTokens,
     Model,
     Plot,
-    Reduction,
-    Retention,
     Url,
-    check_numbers,
-    reduction_policy,
-    visual_budget,
 )
+from epd.serve_app.cli.question_options import MediaOptions
 
 _Source = Annotated[
     Path,
@@ -120,19 +111,13 @@ class _Target:
 
 
 @with_fields_of(EngineConfig)
+@with_options_of(MediaOptions)
 def batch(
     source: _Source,
     out: _Out,
     question: _Question = None,
     questions: _Questions = None,
     model: Model = None,
-    fps: Fps = None,
-    frames: Frames = None,
-    max_tokens: MaxTokens = None,
-    retention: Retention = None,
-    reduction: Reduction = None,
-    compute_share: ComputeShare = None,
-    max_visual_tokens: MaxVisualTokens = None,
     topology: _Topology = None,
     url: Url = None,
     address: Address = None,
@@ -145,7 +130,7 @@ def batch(
     profile: _Profile = None,
     plot: Plot = None,
     as_json: IsJson = False,
-    **engine: Any,
+    **options: Any,
 ) -> None:
     """Answer a file of questions about videos and images.
 
@@ -153,11 +138,8 @@ def batch(
     over the options. Run the same command again to resume a stopped batch. With --address, uses the
     application on that cluster. Exits with 1 when a line failed.
     """
-    config = EngineConfig.checked(engine)
+    asked, config = MediaOptions.parted(options)
     target = _Target(model, topology, url, address, name, api_key, config)
-    check_numbers(fps, frames, max_tokens)
-    reduction_policy(reduction, retention, compute_share)
-    visual_budget(max_visual_tokens, retention)
     utilisation, results = Utilisation(), _results_path(out)
     _check_dry_run(target, profile, is_dry=dry_run)
     status = None if status_file is None else StatusFile(status_file)
@@ -167,13 +149,13 @@ def batch(
             stack.enter_context(status.of_run())
         defaults = LineDefaults(
             lines.parent.absolute(),
-            fps,
-            frames,
-            max_tokens,
-            retention,
-            reduction,
-            compute_share,
-            max_visual_tokens,
+            asked.fps,
+            asked.frames,
+            asked.max_tokens,
+            asked.retention,
+            asked.reduction,
+            asked.compute_share,
+            asked.max_visual_tokens,
         )
         if dry_run:
             failed = _look(lines, defaults, target, profile, as_json=as_json)
@@ -252,7 +234,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
         with opened as backend:
             yield backend
     else:
-        from epd.serve_app.cli.own_backend import OwnBackend, open_model  # torch
+        from epd.serve_app.cli.own_model import OwnBackend, open_model  # torch
 
         limits = RequestLimits(max_media=_MAX_MEDIA)
         with open_model(target.model, target.config, limits=limits, max_wait_s=_MAX_WAIT_S) as service:

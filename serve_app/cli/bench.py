@@ -20,20 +20,9 @@ from epd.bench.media import ImageFormat, MediaLibrary
 from epd.bench.report import dump_json, plot_result, print_result, result_record
 from epd.client.endpoint import find_model, parse_endpoints
 from epd.errors import RequestError
-from epd.serve_app.cli.options import (
-    JsonFile,
-    NumRequests,
-    Plot,
-    QuestionsPerMedia,
-    Rate,
-    RepeatRate,
-    RepeatSkew,
-    Seed,
-    SloTpot,
-    SloTtft,
-    Trace,
-    Workload,
-)
+from epd.serve_app.cli.flags import with_options_of
+from epd.serve_app.cli.options import JsonFile, Plot
+from epd.serve_app.cli.traffic_options import NumRequests, Rate, TrafficOptions
 from epd.video.demo_video import write_scene
 from epd.workload.arrivals import ArrivalKind
 from epd.workload.config import WorkloadConfig, load_workload
@@ -111,9 +100,9 @@ _SloE2e = Annotated[
 ]
 
 
+@with_options_of(TrafficOptions)
 def bench(
     url: _Urls,
-    workload: Workload = None,
     arrival: _Arrival = None,
     rate: Rate = None,
     burstiness: _Burstiness = None,
@@ -121,10 +110,6 @@ def bench(
     num_requests: NumRequests = None,
     duration: _Duration = None,
     concurrency: _Concurrency = None,
-    trace: Trace = None,
-    repeat_rate: RepeatRate = None,
-    repeat_skew: RepeatSkew = None,
-    questions_per_media: QuestionsPerMedia = None,
     text_tokens: _TextTokens = None,
     max_tokens: _MaxTokens = None,
     images: _Images = None,
@@ -141,39 +126,34 @@ def bench(
     extra_body: _ExtraBody = None,
     rounds: _Rounds = 1,
     warmup: _Warmup = 1,
-    seed: Seed = 0,
     max_in_flight: _MaxInFlight = 512,
     timeout: _Timeout = 600.0,
-    slo_ttft_s: SloTtft = None,
-    slo_tpot_s: SloTpot = None,
     slo_e2e_s: _SloE2e = None,
     json_file: JsonFile = None,
     plot: Plot = None,
+    **options: Any,
 ) -> None:
     """Measure latency, goodput and SLO attainment of servers.
 
     Works with any server of the OpenAI chat API. An open loop: requests are sent at their times, however slow
     the answers are. Every request has new content, so caches are cold. Without --workload, sends text.
     """
+    asked = TrafficOptions(**options)
     if concurrency is not None:
         arrival, max_in_flight = ArrivalKind.CLOSED, concurrency
-    when = _given(arrival=arrival, rate=rate, burstiness=burstiness, ramp_from=ramp_from, trace=trace)
+    when = _given(arrival=arrival, rate=rate, burstiness=burstiness, ramp_from=ramp_from, trace=asked.trace)
     how_long = _given(num_requests=num_requests, duration_s=duration)
     what = _given(text_tokens=text_tokens, output_tokens=max_tokens, images=images, image_size=image_size)
     videos = _given(video_s=video_seconds, video_fps=video_fps, video_size=video_size)
-    fields = {
-        **when,
-        **how_long,
-        **_given(repeat_rate=repeat_rate, repeat_skew=repeat_skew, questions_per_media=questions_per_media),
-    }
-    config = _workload_config(workload, fields, {**what, **videos})
+    fields = {**when, **how_long, **_given(**asked.repeats)}
+    config = _workload_config(asked.workload, fields, {**what, **videos})
     plan = BenchPlan(
         config.resolve(),
         tuple(parse_endpoints(url, model=model, api_key=api_key)),
-        SLO(slo_ttft_s, slo_tpot_s, slo_e2e_s),
+        SLO(asked.slo_ttft_s, asked.slo_tpot_s, slo_e2e_s),
         rounds=rounds,
         warmup=warmup,
-        seed=seed,
+        seed=asked.seed,
         max_in_flight=max_in_flight,
         timeout_s=timeout,
         extra=_extra_fields(extra_body, ignore_eos),

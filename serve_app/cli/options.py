@@ -1,4 +1,4 @@
-"""Options that several commands share, each declared once, and the options of `epd serve`."""
+"""Options that several commands share, each declared once."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import json
 from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from epd.errors import RequestError, check_file
-from epd.kv.drafting import MOST_DRAFTS
 from epd.models import MODEL_HELP, as_given
 from epd.reduction import (
     DEFAULT_METHOD,
@@ -20,9 +19,6 @@ from epd.reduction import (
     VisualBudget,
 )
 from epd.shapes.footage import LEVELS, footage_level
-
-if TYPE_CHECKING:
-    pass
 
 _NONE: Mapping[str, Any] = {}
 _FEWER = "Fewer visual tokens"
@@ -69,12 +65,6 @@ def seconds_of(text: str | float) -> float:
     if not 1 <= len(numbers) <= 3 or not all(map(isfinite, numbers)) or any(each < 0 for each in numbers[1:]):
         raise RequestError(f"received the time {text!r}; allowed: seconds, or 1:30 for a minute and a half")
     return sum(number * float(60**power) for power, number in enumerate(reversed(numbers)))
-
-
-def _at_least_one(value: int | None) -> int | None:
-    if value is not None and value < 1:
-        raise RequestError(f"received {value} threads; allowed: at least 1")
-    return value
 
 
 def reduction_policy(
@@ -217,10 +207,6 @@ Schema = Annotated[
     Path | None,
     typer.Option("--schema", metavar="FILE", help="JSON schema for the answer to follow."),
 ]
-MaxDraft = Annotated[
-    int,
-    typer.Option("--max-draft", metavar="N", help=f"Tokens drafted at most in one pass, 1 to {MOST_DRAFTS}."),
-]
 Url = Annotated[
     str | None,
     typer.Option(
@@ -242,42 +228,7 @@ AppName = Annotated[
     typer.Option("--name", metavar="NAME", help="Name of the application among those of a Ray cluster."),
 ]
 
-# Traffic, objectives and costs
-Workload = Annotated[
-    str | None,
-    typer.Option("--workload", metavar="NAME", help="text, images, video, mixed, or a YAML or JSON file."),
-]
-Rate = Annotated[
-    float | None,
-    typer.Option("--rate", metavar="R", help="Requests per second; for a trace, its mean after scaling."),
-]
-NumRequests = Annotated[int | None, typer.Option("--num-requests", metavar="N", help="Number of requests.")]
-Trace = Annotated[
-    Path | None,
-    typer.Option(
-        "--trace",
-        metavar="FILE",
-        help="Azure's LMM trace (CSV), Mooncake's (JSON lines), a folder of ServeGen, or a log of epd serve.",
-    ),
-]
-RepeatRate = Annotated[
-    float | None,
-    typer.Option("--repeat-rate", metavar="P", help="Share of requests about media sent before; 0 is cold."),
-]
-RepeatSkew = Annotated[
-    float | None,
-    typer.Option(
-        "--repeat-skew",
-        metavar="S",
-        help="Prefer later media for repeats: the k-th latest by 1 / k**S; 0 for all alike.",
-    ),
-]
-QuestionsPerMedia = Annotated[
-    int | None,
-    typer.Option(
-        "--questions-per-media", metavar="N", help="Requests about the same media, instead of --repeat-rate."
-    ),
-]
+# What is drawn, and what it costs
 Seed = Annotated[
     int, typer.Option("--seed", metavar="N", help="The same seed gives the same requests or videos.")
 ]
@@ -300,50 +251,10 @@ Background = Annotated[
         help="Folder of videos to play, muted, behind the objects; by default a texture is drawn.",
     ),
 ]
-SloTtft = Annotated[
-    float | None,
-    typer.Option("--slo-ttft-s", metavar="S", help="Objective: time to first token, in seconds."),
-]
-SloTpot = Annotated[
-    float | None,
-    typer.Option("--slo-tpot-s", metavar="S", help="Objective: time per output token after it, in seconds."),
-]
 Profile = Annotated[
     str,
     typer.Option(
         "--profile", metavar="FILE", help="File of epd profile, or MODEL@DEVICE to compute the costs."
-    ),
-]
-CpuThreads = Annotated[
-    int | None,
-    typer.Option("--cpu-threads", metavar="N", callback=_at_least_one, help="Threads that read media."),
-]
-
-EncodesBeside = Annotated[
-    bool,
-    typer.Option(
-        "--encode-beside/--no-encode-beside",
-        help="Workers with other roles too encode beside them, as epd serve does by default, or in turns.",
-    ),
-]
-
-GroupTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--group-tokens",
-        metavar="N",
-        min=1,
-        help="Visual tokens of a video that travel together, cut as epd serve does. By default the frames "
-        "that the profile names, or 8.",
-    ),
-]
-
-DraftAcceptance = Annotated[
-    float,
-    typer.Option(
-        "--draft-acceptance",
-        metavar="P",
-        help="How often a drafted token holds, as --draft auto of epd serve reports it; 0 for no drafts.",
     ),
 ]
 Verbose = Annotated[

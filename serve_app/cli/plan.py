@@ -13,7 +13,6 @@ from rich.table import Table
 from epd import console
 from epd.console import note
 from epd.errors import InfeasibleError, RequestError
-from epd.kv.drafting import DEFAULT_MAX_DRAFT
 from epd.planning.asked import DEFAULT_PROFILE
 from epd.planning.asked import plan as planned
 from epd.planning.offers import EXPECTED_ERROR, Fleet, Objective, Offer, Wanted, compare
@@ -23,25 +22,12 @@ from epd.planning.report import Answer, page, shown_price
 from epd.profiles.accelerators import CATALOGUE, Devices, load_devices
 from epd.serve_app.cli.flags import with_options_of
 from epd.serve_app.cli.options import (
-    CpuThreads,
-    DraftAcceptance,
-    EncodesBeside,
     Fps,
     Frames,
-    GroupTokens,
     IsJson,
-    MaxDraft,
     MaxVisualTokens,
     Out,
     Profile,
-    QuestionsPerMedia,
-    RepeatRate,
-    RepeatSkew,
-    Seed,
-    SloTpot,
-    SloTtft,
-    Trace,
-    Workload,
 )
 from epd.serve_app.cli.plan_options import (
     AnswerTokens,
@@ -62,6 +48,7 @@ from epd.serve_app.cli.plan_options import (
     VideosPerMinute,
     WhatIf,
 )
+from epd.serve_app.cli.traffic_options import FleetOptions
 from epd.simulate.frame_choice import VideoWishes
 
 # Fields that --what-if changes, of the films and of the wishes for their frames.
@@ -138,26 +125,13 @@ class _Asked:
         return replace(self, films=replace(self.films, **{field: number}))
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options(FleetOptions):
     """Declares the options that `epd.planning.asked.plan` takes as they are."""
 
-    workload: Workload = None
-    trace: Trace = None
-    repeat_rate: RepeatRate = None
-    repeat_skew: RepeatSkew = None
-    questions_per_media: QuestionsPerMedia = None
-    slo_ttft_s: SloTtft = None
-    slo_tpot_s: SloTpot = None
     attainment: Attainment = 0.9
     min_retention: MinRetention = 1.0
     max_tensor_parallel: MaxDegree = 1
-    cpu_threads: CpuThreads = None
-    encode_beside: EncodesBeside = True
-    group_tokens: GroupTokens = None
-    draft_acceptance: DraftAcceptance = 0.0
-    max_draft: MaxDraft = DEFAULT_MAX_DRAFT
-    seed: Seed = 0
 
 
 @with_options_of(_Options)

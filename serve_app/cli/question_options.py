@@ -1,4 +1,4 @@
-"""The options of a question, which `epd ask` and `epd chat` share."""
+"""The options of a question, which `epd ask`, `epd chat` and `epd batch` share."""
 
 from __future__ import annotations
 
@@ -28,21 +28,16 @@ from epd.serve_app.cli.options import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuestionOptions:
-    """Holds what is asked for beside the question. Every field is a flag. Raises RequestError."""
+class MediaOptions:
+    """Holds what is looked at and how long an answer may be. Every field is a flag. Raises RequestError."""
 
     fps: Fps = None
     frames: Frames = None
-    start: Start = 0.0
-    end: End = None
+    max_tokens: MaxTokens = None
     retention: Retention = None
     reduction: Reduction = None
     compute_share: ComputeShare = None
     max_visual_tokens: MaxVisualTokens = None
-    max_tokens: MaxTokens = None
-    temperature: Temperature = None
-    seed: AnswerSeed = None
-    schema: Schema = None
 
     def __post_init__(self) -> None:
         check_numbers(self.fps, self.frames, self.max_tokens)
@@ -55,6 +50,17 @@ class QuestionOptions:
         own = {each.name for each in fields(cls)}
         asked = cls(**{name: value for name, value in options.items() if name in own})
         return asked, EngineConfig.checked({name: options[name] for name in options.keys() - own})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuestionOptions(MediaOptions):
+    """Holds all that is asked for beside the question."""
+
+    start: Start = 0.0
+    end: End = None
+    temperature: Temperature = None
+    seed: AnswerSeed = None
+    schema: Schema = None
 
     @property
     def given(self) -> dict[str, Any]:

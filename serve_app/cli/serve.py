@@ -29,10 +29,10 @@ from epd.serve_app.cli.serving import Signals, serve_until_signal
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.http.guard.host_check import names_for
 from epd.serve_app.http.prefix import ROOT, checked_prefix
-from epd.serve_app.memory_use import MemoryUse
 from epd.serve_app.model_facts import limits_of, model_type_of
 from epd.serve_app.observability.logs import operation, with_fields, write_logs
 from epd.serve_app.ray.process_tree import adopt_orphans, end_process
+from epd.serve_app.worker_info import MemoryUse
 
 _Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines.")]
 _Port = Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Port to listen on.")]

@@ -15,7 +15,6 @@ from rich.table import Table
 
 from epd import console
 from epd.errors import RequestError
-from epd.kv.drafting import DEFAULT_MAX_DRAFT
 from epd.kv.scheduled_request import RequestOrder
 from epd.kv.scheduling import SchedulerConfig
 from epd.picture import picture
@@ -23,27 +22,9 @@ from epd.planning.asked import cut_by, draft_plan, num_cpu_threads, workload_con
 from epd.planning.bounds import Bound, bounds
 from epd.profiles import Profile as LoadedProfile
 from epd.profiles.files import load_profile
-from epd.serve_app.cli.options import (
-    ChromeTrace,
-    CpuThreads,
-    DraftAcceptance,
-    EncodesBeside,
-    GroupTokens,
-    IsJson,
-    MaxDraft,
-    NumRequests,
-    Plot,
-    Profile,
-    QuestionsPerMedia,
-    Rate,
-    RepeatRate,
-    RepeatSkew,
-    Seed,
-    SloTpot,
-    SloTtft,
-    Trace,
-    Workload,
-)
+from epd.serve_app.cli.flags import with_options_of
+from epd.serve_app.cli.options import ChromeTrace, IsJson, Plot, Profile
+from epd.serve_app.cli.traffic_options import FleetOptions, NumRequests, Rate
 from epd.simulate import Deployment, JobMaker, Sharding, Simulation, SimulationResult
 from epd.simulate.clock import TICKS_PER_S
 from epd.topology import parse_topology
@@ -98,55 +79,43 @@ _STAGES = (
 )
 
 
+@with_options_of(FleetOptions)
 def simulate(
     profile: Profile = "qwen2.5-vl-7b@a100-80gb",
     topology: _Topology = "2e1p1d",
-    workload: Workload = None,
     rate: Rate = None,
     num_requests: NumRequests = None,
-    trace: Trace = None,
-    repeat_rate: RepeatRate = None,
-    repeat_skew: RepeatSkew = None,
-    questions_per_media: QuestionsPerMedia = None,
-    seed: Seed = 0,
     sharding: _Sharding = "groups",
     order: _Order = "fcfs",
     whole: _IsWhole = False,
-    encode_beside: EncodesBeside = True,
-    group_tokens: GroupTokens = None,
-    draft_acceptance: DraftAcceptance = 0.0,
-    max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
-    cpu_threads: CpuThreads = None,
-    slo_ttft_s: SloTtft = None,
-    slo_tpot_s: SloTpot = None,
     as_json: IsJson = False,
     chrome_trace: ChromeTrace = None,
     plot: Plot = None,
+    **options: Any,
 ) -> None:
     """Simulate a fleet.
 
     Runs requests of a workload through the live scheduler, router and admission on a topology. Caches are
     simulated where media repeat. By default 16 threads read media, or the cores of the profile's machine.
     """
-    loaded = cut_by(load_profile(profile), group_tokens)
+    asked = FleetOptions(**options)
+    loaded = cut_by(load_profile(profile), asked.group_tokens)
     config = workload_config(
         loaded.media,
-        workload,
+        asked.workload,
         rate=rate,
         num_requests=num_requests,
-        trace=trace,
-        repeat_rate=repeat_rate,
-        repeat_skew=repeat_skew,
-        questions_per_media=questions_per_media,
+        trace=asked.trace,
+        **asked.repeats,
     )
-    threads = num_cpu_threads(cpu_threads, loaded, 16)
+    threads = num_cpu_threads(asked.cpu_threads, loaded, 16)
     deployment = _deployment(topology, sharding, whole, threads, has_repeats=config.resolve().has_repeats)
     limits = _ordered(deployment.language, order)
-    drafts = draft_plan(draft_acceptance, max_draft)
-    deployment = replace(deployment, language=limits, encode_beside=encode_beside, drafts=drafts)
-    result = _run(loaded, deployment, config, seed, has_spans=chrome_trace is not None)
-    slo = SLO(slo_ttft_s, slo_tpot_s)
-    busiest = _busiest(loaded, deployment, config, seed, slo)
+    drafts = draft_plan(asked.draft_acceptance, asked.max_draft)
+    deployment = replace(deployment, language=limits, encode_beside=asked.encode_beside, drafts=drafts)
+    result = _run(loaded, deployment, config, asked.seed, has_spans=chrome_trace is not None)
+    slo = SLO(asked.slo_ttft_s, asked.slo_tpot_s)
+    busiest = _busiest(loaded, deployment, config, asked.seed, slo)
     load = busiest.load(_arrivals_per_s(result))
     if as_json:
         console.print_json(

@@ -20,9 +20,10 @@ from epd.planning.plan import Plan, make_plan
 from epd.planning.space import Space
 from epd.planning.traffic import LEAST_REQUESTS, planner_for, recent_jobs
 from epd.profiles.files import load_profile
-from epd.serve_app.cli.options import ApiKey, IsJson, SloTpot, SloTtft
-from epd.serve_app.memory_use import MemoryUse
+from epd.serve_app.cli.options import ApiKey, IsJson
+from epd.serve_app.cli.traffic_options import SloTpot, SloTtft
 from epd.serve_app.observability.figures import Figures, Scrape
+from epd.serve_app.worker_info import MemoryUse
 from epd.workload.metrics import SLO
 
 _Url = Annotated[str, typer.Option(metavar="URL", help="Server of epd serve.")]

@@ -16,9 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from epd.errors import OverloadedError, RequestError, StorageFullError
-from epd.serve_app.files.batch_records import WINDOW_S, BatchObject, BatchRequest, StoredBatch
 from epd.serve_app.files.file_store import FileStore
-from epd.serve_app.files.records import FINAL, read_record, write_record
+from epd.serve_app.files.records import (
+    FINAL,
+    WINDOW_S,
+    BatchObject,
+    BatchRequest,
+    StoredBatch,
+    read_record,
+    write_record,
+)
 from epd.serve_app.files.settings import check_id, new_id, not_found
 
 _CANCELLABLE = ("validating", "in_progress", "cancelling")

@@ -11,11 +11,19 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from epd.errors import OverloadedError, RequestError, RequestLimitError
-from epd.serve_app.files.records import FileObject, Purpose, StoredFile, read_record, write_record
+from epd.errors import NotFoundError, OverloadedError, RequestError, RequestLimitError
+from epd.serve_app.files.records import (
+    MEDIA_PURPOSES,
+    FileObject,
+    Purpose,
+    StoredFile,
+    read_record,
+    write_record,
+)
 from epd.serve_app.files.settings import FileSettings, check_id, new_id, not_found
 
 _ABANDONED_S = 24 * 3600.0
@@ -158,3 +166,26 @@ def _set_expiry(record: Path, file: FileObject) -> None:
 
 def _is_kept(stored: StoredFile) -> bool:
     return stored.file.expires_at is None or time.time() < stored.file.expires_at
+
+
+def names_file(url: str) -> bool:
+    return url.startswith("file-")
+
+
+def check_media(files: FileStore | None, owner: str, names: Sequence[str]) -> None:
+    """Checks that an owner may ask about files. Raises NotFoundError, RequestError for other purposes.
+
+    files: of the server, None if it keeps none
+    """
+    if files is None:
+        raise NotFoundError(
+            f"received the file {names[0][:100]!r} as a medium; allowed: on servers that keep files; start "
+            "the server with --files-dir FOLDER"
+        )
+    for name in names:
+        purpose = files.get(owner, name).purpose
+        if purpose not in MEDIA_PURPOSES:
+            raise RequestError(
+                f"received the file {name} of purpose {purpose!r} as a medium; allowed: "
+                f"{', '.join(MEDIA_PURPOSES)}; upload it with one"
+            )

@@ -19,17 +19,19 @@ from pathlib import Path
 
 from epd.errors import OverloadedError, RequestError, RequestLimitError
 from epd.serve_app.files.file_store import FileStore
-from epd.serve_app.files.records import FileObject, read_record, write_record
-from epd.serve_app.files.settings import check_id, new_id, not_found
-from epd.serve_app.files.upload_records import (
+from epd.serve_app.files.records import (
     MAX_PARTS,
     CompleteRequest,
+    FileObject,
     PartObject,
     StoredUpload,
     UploadObject,
     UploadRequest,
     UploadState,
+    read_record,
+    write_record,
 )
+from epd.serve_app.files.settings import check_id, new_id, not_found
 
 _PATIENCE_S = 6 * 3600
 _COPIED_BYTES = 4 << 20

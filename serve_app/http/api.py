@@ -18,9 +18,8 @@ from epd import __version__
 from epd.errors import ModelNotFoundError
 from epd.machine import steady_time_s
 from epd.serve_app.clients import Right
-from epd.serve_app.files.batch_records import BatchRequest
 from epd.serve_app.files.batch_runner import BatchRunner
-from epd.serve_app.files.upload_records import CompleteRequest, UploadRequest
+from epd.serve_app.files.records import BatchRequest, CompleteRequest, UploadRequest
 from epd.serve_app.http.guard.host_check import HostCheck
 from epd.serve_app.http.guard.http_guard import (
     KeyCheck,
@@ -48,18 +47,17 @@ from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.completion_request import CompletionRequest
 from epd.serve_app.http.requests.prompt_request import DetokenizeRequest, TokenizeRequest
 from epd.serve_app.http.requests.response_request import ResponseRequest
-from epd.serve_app.http.routes.batch_routes import batch_routes
-from epd.serve_app.http.routes.chat_answer import chat_answer
-from epd.serve_app.http.routes.completion_routes import (
+from epd.serve_app.http.routes.answer_routes import (
+    chat_answer,
     completion_routes,
     completions,
     invocation_routes,
     invocations,
+    response_routes,
+    responses,
 )
-from epd.serve_app.http.routes.file_routes import file_routes
+from epd.serve_app.http.routes.file_routes import batch_routes, file_routes
 from epd.serve_app.http.routes.prompt_routes import prompt_routes
-from epd.serve_app.http.routes.response_routes import response_routes, responses
-from epd.serve_app.http.routes.upload_routes import upload_routes
 from epd.serve_app.http.server_state import ApiSettings, ServerState
 from epd.serve_app.observability import metrics
 from epd.serve_app.observability.figures import log_figures
@@ -176,7 +174,6 @@ _RIGHTS: tuple[tuple[APIRouter, Right], ...] = (
     (response_routes, "ask"),
     (invocation_routes, "ask"),
     (file_routes, "files"),
-    (upload_routes, "files"),
     (batch_routes, "batches"),
 )
 

@@ -5,7 +5,7 @@ The HTTP server does this for its routes; commands ask the service in their own 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,9 +15,8 @@ from epd.answer_parsers import AnswerParsing
 from epd.chat import ChatMessage
 from epd.control.request_budget import RequestLimits
 from epd.errors import OverloadedError, RequestError
-from epd.frame_sampling import FrameSampling
 from epd.machine import steady_time_s
-from epd.reduction import KEEP_ALL, ReductionPolicy, VisualBudget
+from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.serve_app.clients import THIS_PROCESS, Client
 from epd.serve_app.files.settings import FileSettings
@@ -26,8 +25,8 @@ from epd.serve_app.http.guard.body_reader import BodyLimits
 from epd.serve_app.http.requests.answer_format import answer_format, chooses_calls, no_turns, offers_tools
 from epd.serve_app.http.requests.chat_request import ChatRequest, EpdOptions
 from epd.serve_app.http.requests.named_media import NamedMedia, namespace_of
-from epd.serve_app.http.requests.request_cost import budget_of
 from epd.serve_app.http.requests.request_parsing import (
+    budget_of,
     check_supported,
     conversation,
     heard_part,
@@ -45,7 +44,6 @@ from epd.serve_app.service import (
     AnswerService,
     MediaReference,
     MediaService,
-    MediaSource,
     ModelCard,
     StageSpan,
 )
@@ -113,19 +111,6 @@ class ApiSettings:
             "retention": reduction.retention,
             "reduction": reduction.method,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOptions:
-    """The options of one request, as the service takes them."""
-
-    priority: int
-    sampling: SamplingParams
-    frame_sampling: FrameSampling
-    reduction: ReductionPolicy
-    budget: VisualBudget
-    ours: EpdOptions
-    cache_salt: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,60 +221,42 @@ class ChatAnswers:
         self, parsed: ParsedRequest, record: RequestRecord
     ) -> AsyncGenerator[Sequence[AnswerItem], None]:
         """Yields the answer; ending or closing it frees all resources of the request. Raises EPDError."""
-        options = self.options_of(parsed)
-        shows_spans = record.is_stream and bool(options.ours.events)
-        request = partial(self.request_of, record, parsed.messages, options)
+        request = self.request_of(parsed, record)
+        shows_spans = record.is_stream and bool(parsed.chat.epd and parsed.chat.epd.events)
         record.num_media = len(parsed.references)
         with self.admitted():
             async with self.media.sources(record.request_id, parsed.references) as media:
                 self.named_media.keep(parsed.namespace, parsed.references, parsed.client.share)
                 del parsed  # it holds whole media as text, and the answer may take minutes
                 self.begun(record)
-                async with aclosing(self.service.answer(request(media))) as answer:
+                async with aclosing(self.service.answer(request(media=media))) as answer:
                     async for items in answer:
                         for item in items:
                             record.note(item)
                         yield items if shows_spans else without_spans(items)
 
-    def options_of(self, parsed: ParsedRequest) -> RequestOptions:
-        """Returns the options of a request. Raises RequestError for inconsistent ones."""
-        chat = parsed.chat
-        return RequestOptions(
-            parsed.client.priority if chat.priority is None else chat.priority,
-            replace(sampling_params(chat, self.settings.default_params), grammar=parsed.grammar),
-            video_sampling(chat, parsed.references),
-            reduction_policy(chat, self.settings.default_reduction),
-            visual_budget(chat, self.settings.max_visual_tokens),
-            chat.epd or EpdOptions(),
-            chat.cache_salt or "",
-        )
+    def request_of(self, parsed: ParsedRequest, record: RequestRecord) -> Callable[..., AnswerRequest]:
+        """Returns what the service is asked, as a function of `media`, or of the tokens of a `prompt`.
 
-    def request_of(
-        self,
-        record: RequestRecord,
-        messages: tuple[ChatMessage, ...],
-        options: RequestOptions,
-        media: tuple[MediaSource, ...],
-        prompt: tuple[int, ...] | None = None,
-    ) -> AnswerRequest:
-        """Returns what the service is asked."""
-        patience_s = options.ours.deadline_s or self.settings.default_deadline_s
-        return AnswerRequest(
+        Raises RequestError for inconsistent options.
+        """
+        chat, ours = parsed.chat, parsed.chat.epd or EpdOptions()
+        patience_s = ours.deadline_s or self.settings.default_deadline_s
+        return partial(
+            AnswerRequest,
             request_id=record.request_id,
             model=record.model,
-            messages=messages,
-            media=media,
-            priority=options.priority,
-            sampling=options.sampling,
-            frame_sampling=options.frame_sampling,
-            reduction=options.reduction,
-            budget=options.budget,
-            retention_min=options.ours.retention or options.ours.retention_min,
+            messages=parsed.messages,
+            priority=parsed.client.priority if chat.priority is None else chat.priority,
+            sampling=replace(sampling_params(chat, self.settings.default_params), grammar=parsed.grammar),
+            frame_sampling=video_sampling(chat, parsed.references),
+            reduction=reduction_policy(chat, self.settings.default_reduction),
+            budget=visual_budget(chat, self.settings.max_visual_tokens),
+            retention_min=ours.retention or ours.retention_min,
             arrival_s=record.arrival_s,
             deadline_s=None if patience_s is None else steady_time_s() - record.total_s + patience_s,
-            cache_salt=options.cache_salt,
-            wants_spans=(bool(options.ours.events) and record.is_stream) or self.is_traced,
-            prompt=prompt,
+            cache_salt=chat.cache_salt or "",
+            wants_spans=(bool(ours.events) and record.is_stream) or self.is_traced,
         )
 
     @contextmanager

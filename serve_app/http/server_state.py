@@ -15,9 +15,8 @@ from epd.control.request_budget import check_json_size
 from epd.errors import RequestError
 from epd.serve_app.clients import Client
 from epd.serve_app.files.batch_store import BatchStore
-from epd.serve_app.files.file_store import FileStore
+from epd.serve_app.files.file_store import FileStore, check_media, names_file
 from epd.serve_app.files.upload_store import UploadStore
-from epd.serve_app.files.uploaded_media import check_media, names_file
 from epd.serve_app.http.answers.several_answers import answer_all
 from epd.serve_app.http.chat_answers import ApiSettings, ChatAnswers, ParsedRequest, without_spans
 from epd.serve_app.http.guard.body_reader import BodyReader
@@ -150,10 +149,9 @@ class ServerState(ChatAnswers):
         self, parsed: ParsedRequest, prompts: Sequence[tuple[int, ...]], record: RequestRecord
     ) -> AsyncGenerator[Sequence[AnswerItem], None]:
         """Yields the answers to prompts of tokens as `answer_all` does. parsed: their options."""
-        options = self.options_of(parsed)
-        first = self.request_of(record, (), options, (), prompts[0])
+        request = self.request_of(parsed, record)
         requests = [
-            replace(first, request_id=f"{record.request_id}-{number}", prompt=prompt)
+            request(request_id=f"{record.request_id}-{number}", prompt=prompt)
             for number, prompt in enumerate(prompts)
         ]
         with self.admitted():
@@ -166,13 +164,12 @@ class ServerState(ChatAnswers):
 
     async def estimate(self, parsed: ParsedRequest, record: RequestRecord) -> Estimate:
         """Returns what the answer would use. Its media are held until then. Raises EPDError."""
-        options = self.options_of(parsed)
+        request = self.request_of(parsed, record)
         with self.admitted():
             async with self.media.sources(record.request_id, parsed.references) as media:
                 self.named_media.keep(parsed.namespace, parsed.references, parsed.client.share)
                 self.bodies.release(record)
-                request = self.request_of(record, parsed.messages, options, media)
-                return await self.service.prompts.estimate(request)
+                return await self.service.prompts.estimate(request(media=media))
 
     async def picture(self, parsed: ParsedRequest, record: RequestRecord) -> bytes:
         """Returns a JPEG of the first medium of a request, which is kept by its uuid. Raises EPDError."""

@@ -30,7 +30,6 @@ from epd.serve_app.held_folder import (
     HeldFolder,
     abandoned,
     remove_abandoned,
-    remove_held,
 )
 from epd.stages.connectors.shared_memory import MemoryPlace, leads_to, new_memory, open_memory
 from epd.types import ceil_div
@@ -122,16 +121,6 @@ class PoolFiles:
         for path in self.paths(f"{worker}."):
             if not _is_there(path):
                 self.remove(path)
-
-    def remove_all(self) -> None:
-        """Removes the fleet's folders, at its end."""
-        for path in list(self._pools):
-            self.remove(path)
-        for parent in _parents():
-            remove_held(parent / self._name)
-        for held in self._held.values():
-            held.release()
-        self._held.clear()
 
     def release(self) -> None:
         """Removes the pools of this process, and the fleet's files with the last process that holds them."""

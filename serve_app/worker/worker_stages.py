@@ -22,7 +22,7 @@ from epd.encoders.names import WeightSet
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import InfeasibleError, RequestError
 from epd.kv.scheduling import SchedulerConfig
-from epd.serve_app.memory_use import MemoryUse
+from epd.serve_app.worker_info import MemoryUse
 from epd.stages.decode import DecodeStage
 from epd.stages.device_memory import total_bytes
 from epd.stages.encode.embedding_receiver import EmbeddingReceiver

@@ -22,11 +22,10 @@ from typing import Any, Literal
 from unittest import mock
 
 from epd.errors import EPDError
-from epd.serve_app.files.batch_records import BatchRequest
-from epd.serve_app.files.batch_run import BatchRun
+from epd.serve_app.files.batch_runner import BatchRun
 from epd.serve_app.files.batch_store import BatchStore
 from epd.serve_app.files.file_store import FileStore
-from epd.serve_app.files.records import FINAL
+from epd.serve_app.files.records import FINAL, BatchRequest
 from epd.serve_app.files.settings import FileSettings
 from epd.store import piece_files
 from tests.batch.fakes import FakeBackend

@@ -12,7 +12,6 @@ from epd.control.arrivals import RequestWork
 from epd.control.elasticity import Decision, ReplicaAdvice
 from epd.errors import EPDError
 from epd.serve_app.media.media_spool import FetchedFile
-from epd.serve_app.memory_use import MemoryUse
 from epd.serve_app.service import (
     AnswerEnd,
     AnswerItem,
@@ -29,6 +28,7 @@ from epd.serve_app.service import (
     TokenLogprob,
     WorkerStatus,
 )
+from epd.serve_app.worker_info import MemoryUse
 from epd.topology import Stage
 from epd.types import StageTimings, Usage
 

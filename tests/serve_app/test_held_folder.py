@@ -76,7 +76,7 @@ def test_files_of_a_living_process_stay_and_go_at_the_next_start_once_it_was_kil
     files = PoolFiles("next-fleet")
     files.hold()
     assert [path.name for path in shared_folder.iterdir()] == ["epd-fleet-next-fleet"]
-    files.remove_all()
+    files.release()
     assert list(shared_folder.iterdir()) == []
 
 

@@ -15,8 +15,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from epd.answer_parsers import AnswerParsing
-from epd.serve_app.http.answers.answer_reader import AnswerReader, Piece, reader_of
-from epd.serve_app.http.answers.call_reports import call_id
+from epd.serve_app.http.answers.answer_reader import AnswerReader, Piece, call_id, reader_of
 from epd.serve_app.http.answers.reasoning import Thought
 from epd.serve_app.http.answers.response_protocol import (
     CachedTokens,

@@ -10,8 +10,7 @@ from typing import Literal
 from epd.answer_parsers import AnswerParsing
 from epd.errors import EPDError
 from epd.reduction import KeptCells
-from epd.serve_app.http.answers.answer_reader import AnswerReader, reader_of
-from epd.serve_app.http.answers.call_reports import delta_of, reply_of
+from epd.serve_app.http.answers.answer_reader import AnswerReader, delta_of, reader_of, reply_of
 from epd.serve_app.http.protocol import (
     ChatChunk,
     ChatCompletion,

@@ -375,57 +375,61 @@ class EpdOptions(_Received):
     events: bool | None = None
 
 
-class ChatRequest(_Received):
-    """A chat completion. Omitted fields take the server's defaults; temperature 0 is greedy."""
+class AnswerFields(_Received):
+    """The fields that every request for an answer has, under the same names."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra=CHAT_FIELDS.add_to)
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    messages: Filled[Message]
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_completion_tokens: Count | None = None
-    max_tokens: Count | None = Field(default=None, description="The old name of max_completion_tokens.")
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Int64 | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT64)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    min_tokens: Count0 | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Listed[Count0] | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: Biases | None = Field(default=None, description="By token id.")
+    bad_words: BadWords | None = Field(default=None, description="That answers do not contain.")
+    priority: Int64 | None = Field(
+        default=None, description="The lower, the sooner; 0 by default, above it what nobody waits for."
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = Field(
+        default=None, description="What is cached is shared only with requests of the same salt."
+    )
+
+
+class ChatRequest(AnswerFields):
+    """A chat completion. Omitted fields take the server's defaults; temperature 0 is greedy."""
+
+    model_config = ConfigDict(json_schema_extra=CHAT_FIELDS.add_to)
+
+    messages: Filled[Message]
+    stream_options: StreamOptions | None = None
+    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = Field(default=None, description="The old name of max_completion_tokens.")
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(
         default=None, description="Whether `required` allows several calls; by default it does."
     )
     modalities: Listed[str] | None = Field(default=None, description="Only text.")
-
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT64)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Listed[Annotated[int, Field(ge=0, le=MAX_INT64)]] | None = None
-    include_stop_str_in_output: bool | None = None
-    logit_bias: Biases | None = Field(default=None, description="By token id.")
-    bad_words: BadWords | None = Field(default=None, description="That answers do not contain.")
     mm_processor_kwargs: ProcessorOptions | None = None
     media_io_kwargs: MediaLoading | None = None
     chat_template_kwargs: Variables | None = Field(
         default=None, description="Variables of the model's chat template; it ignores those it does not read."
     )
-    priority: Int64 | None = Field(
-        default=None, description="The lower, the sooner; 0 by default, above it what nobody waits for."
-    )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = Field(
-        default=None,
-        description="What is cached is shared only with requests of the same salt.",
-    )
-
     epd: EpdOptions | None = None
 
     def frame_options(self) -> tuple[EpdOptions | FrameOptions, ...]:

@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from epd.sampling_params import MAX_CHOICES, MAX_INT64, MAX_LOGPROBS, MAX_STOP_STRINGS
+from epd.sampling_params import MAX_CHOICES, MAX_INT64, MAX_LOGPROBS
 from epd.serve_app.http.requests.chat_request import (
-    MAX_SALT_CHARS,
-    BadWords,
-    Biases,
+    AnswerFields,
     ChatRequest,
     Count0,
     Filled,
-    Int64,
-    Listed,
     ResponseFormat,
     StreamOptions,
-    StructuredOutputs,
     UserMessage,
 )
 from epd.serve_app.http.requests.request_fields import NO_EFFECT, REFUSED, OtherFields
@@ -88,45 +83,23 @@ Prompt = Annotated[
 ]
 
 
-class CompletionRequest(BaseModel):
+class CompletionRequest(AnswerFields):
     """A completion. Omitted fields take the server's defaults; temperature 0 is greedy."""
 
-    model_config = ConfigDict(
-        strict=True, extra="allow", allow_inf_nan=False, json_schema_extra=COMPLETION_FIELDS.add_to
-    )
+    model_config = ConfigDict(json_schema_extra=COMPLETION_FIELDS.add_to)
 
-    model: str | None = None
     prompt: Prompt
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count0 | None = Field(
         default=DEFAULT_MAX_TOKENS, description="0 with echo generates nothing."
     )
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = Field(default=None, description="Puts the prompt before its answer.")
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Int64 | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT64)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    min_tokens: Count0 | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Listed[Count0] | None = None
-    include_stop_str_in_output: bool | None = None
-    logit_bias: Biases | None = Field(default=None, description="By token id.")
-    bad_words: BadWords | None = Field(default=None, description="That answers do not contain.")
     add_special_tokens: bool | None = Field(
         default=None, description="Whether texts get those that the tokenizer adds; by default true."
     )
-    priority: Int64 | None = Field(default=None, description="The lower, the sooner.")
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """Returns the prompts, each a text or token ids."""

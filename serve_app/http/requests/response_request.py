@@ -12,29 +12,24 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from epd.errors import RequestError
-from epd.sampling_params import MAX_INT64, MAX_LOGPROBS, MAX_STOP_STRINGS
+from epd.sampling_params import MAX_LOGPROBS
 from epd.serve_app.http.requests.chat_request import (
-    MAX_SALT_CHARS,
     MAX_TOOLS,
+    AnswerFields,
     AssistantMessage,
-    BadWords,
-    Biases,
     ChatRequest,
     Count,
-    Count0,
     EpdOptions,
     Filled,
     FunctionDefinition,
     FunctionName,
     FunctionText,
-    Int64,
     JsonSchema,
     Listed,
     MediaLoading,
     Message,
     ProcessorOptions,
     ResponseFormat,
-    StructuredOutputs,
     SystemMessage,
     Tool,
     ToolCallText,
@@ -195,21 +190,15 @@ class ResponseStreamOptions(_Received):
     include_obfuscation: bool | None = Field(default=None, description="Changes nothing.")
 
 
-class ResponseRequest(BaseModel):
+class ResponseRequest(AnswerFields):
     """A response. Omitted fields take the server's defaults; temperature 0 is greedy."""
 
-    model_config = ConfigDict(
-        strict=True, extra="allow", allow_inf_nan=False, json_schema_extra=RESPONSE_FIELDS.add_to
-    )
+    model_config = ConfigDict(json_schema_extra=RESPONSE_FIELDS.add_to)
 
-    model: str | None = None
     input: str | Filled[InputItem]
     instructions: str | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     text: TextOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
@@ -217,25 +206,9 @@ class ResponseRequest(BaseModel):
     include: Listed[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     metadata: dict[str, str] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Int64 | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
-    structured_outputs: StructuredOutputs | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT64)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    min_tokens: Count0 | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Listed[Count0] | None = None
-    include_stop_str_in_output: bool | None = None
-    logit_bias: Biases | None = Field(default=None, description="By token id.")
-    bad_words: BadWords | None = Field(default=None, description="That answers do not contain.")
     mm_processor_kwargs: ProcessorOptions | None = None
     media_io_kwargs: MediaLoading | None = None
     chat_template_kwargs: Variables | None = None
-    priority: Int64 | None = Field(default=None, description="The lower, the sooner.")
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     epd: EpdOptions | None = None
 
     @property

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from epd.answer_parsers import REASONING_PARSERS, AnswerParsing, check_parser, tool_call_parser_of
 from epd.errors import RequestError
-from epd.serve_app.http.answers.answer_reader import AnswerReader, Piece, reader_of
-from epd.serve_app.http.answers.call_reports import delta_of, reply_of
+from epd.serve_app.http.answers.answer_reader import AnswerReader, Piece, delta_of, reader_of, reply_of
 from epd.serve_app.http.answers.reasoning import Thought
 from epd.serve_app.http.answers.tool_calls import CallPiece
 

@@ -19,7 +19,7 @@ from epd.serve_app import api_keys
 from epd.serve_app.api_keys import KeysFile, hash_of
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.files.settings import FileSettings
-from epd.serve_app.http.guard.quota import Quota
+from epd.serve_app.http.guard.keyed_clients import Quota
 from tests.serve_app.conftest import QUESTION, Front
 from tests.serve_app.server import wait_until
 

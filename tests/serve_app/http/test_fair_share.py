@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from epd.serve_app.clients import owner_named
-from epd.serve_app.files.app_transport import OwnApp
+from epd.serve_app.files.batch_runner import OwnApp
 from epd.serve_app.files.settings import FileSettings
 from epd.stages.grammar.formats import AnswerFormat
 from tests.serve_app.conftest import Front, image_part

@@ -11,8 +11,7 @@ import pytest
 
 from epd.control.request_budget import RequestBudget, RequestLimits
 from epd.serve_app.http.requests.chat_request import ChatRequest
-from epd.serve_app.http.requests.request_cost import budget_of
-from epd.serve_app.http.requests.request_parsing import conversation
+from epd.serve_app.http.requests.request_parsing import budget_of, conversation
 from tests.serve_app.conftest import JSON, QUESTION, Front, data_url, image_part, video_part
 
 ONE: JSON = {"role": "user", "content": "x"}

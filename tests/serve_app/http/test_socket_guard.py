@@ -20,8 +20,7 @@ from uvicorn.config import HTTP_PROTOCOLS, LoopFactoryType
 
 from epd.serve_app.fair_threads import LoopTurns
 from epd.serve_app.http.guard import socket_guard
-from epd.serve_app.http.guard.connection_room import ConnectionRoom
-from epd.serve_app.http.guard.socket_guard import GuardedProtocol, SocketLimits, WriteClock
+from epd.serve_app.http.guard.socket_guard import ConnectionRoom, GuardedProtocol, SocketLimits, WriteClock
 from tests.serve_app.server import wait_until
 
 Run = Callable[[SocketLimits], str]

@@ -82,7 +82,7 @@ class Workers:
 def files() -> Iterator[PoolFiles]:
     files = PoolFiles(new_fleet_id())
     yield files
-    files.remove_all()
+    files.release()
     assert files.paths() == []
 
 

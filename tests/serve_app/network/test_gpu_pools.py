@@ -52,7 +52,7 @@ class Pair:
 def files() -> Iterator[PoolFiles]:
     files = PoolFiles(new_fleet_id())
     yield files
-    files.remove_all()
+    files.release()
 
 
 @pytest.fixture

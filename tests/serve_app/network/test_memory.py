@@ -30,7 +30,7 @@ def test_a_shared_file_is_written_once(tmp_path: Path, monkeypatch: pytest.Monke
         paths = {each.result() for each in asked}
     assert len(written) == 1
     assert [path.read_bytes() for path in paths] == [b"whole"]
-    files.remove_all()
+    files.release()
     assert files.paths() == []
 
 
@@ -47,7 +47,7 @@ def test_a_shared_file_that_cannot_be_written_is_not_there(
     with pytest.raises(OSError, match="no space"):
         files.shared("weights", 7, fail)
     assert files.shared("weights", 7, write_whole).read_bytes() == b"whole"
-    files.remove_all()
+    files.release()
 
 
 def test_only_names_of_ended_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,4 +59,4 @@ def test_only_names_of_ended_processes_are_removed(tmp_path: Path, monkeypatch: 
     ended.symlink_to(f"/proc/{2**22 + 1}/fd/5")  # no process has such an id
     files.remove_ended("p0")
     assert files.paths() == [kept]
-    files.remove_all()
+    files.release()

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from epd.errors import InfeasibleError
-from epd.serve_app.memory_use import MemoryUse
 from epd.serve_app.messages import Abort, Message, Prefill, Redirect, Reserve, WorkerLoad
 from epd.serve_app.orchestration.requests import Attempt, Outcome
 from epd.serve_app.orchestration.worker_calls import DecodeCapacity
-from epd.serve_app.worker_info import WorkerInfo
+from epd.serve_app.worker_info import MemoryUse, WorkerInfo
 from tests.serve_app.orchestration.test_forwarding import Bench, ScriptedFleet
 
 

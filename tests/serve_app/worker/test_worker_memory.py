@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from epd.errors import InfeasibleError
-from epd.serve_app.memory_use import MemoryUse
 from epd.serve_app.messages import WorkerLoad
 from epd.serve_app.role_messages import Offload, Onload, SetRoles
 from epd.serve_app.worker.worker_core import WorkerCore
+from epd.serve_app.worker_info import MemoryUse
 from epd.stages.memory_sizing import GPUMemory
 from epd.stages.placement import Placement
 from epd.topology import Stage

@@ -1,7 +1,8 @@
-"""Answers `/v1/completions`, prompts that are continued as they are, and `/invocations`.
+"""Answers chats, `/v1/completions`, `/v1/responses` and `/invocations`.
 
-A request's prompts become tokens before anything is planned for it. Hosts of containers send whatever a model
-takes to `/invocations`.
+A completion continues prompts as they are, which become tokens before anything is planned for it. A response
+is a chat's answer in the form of OpenAI's responses. Hosts of containers send whatever a model takes to
+`/invocations`.
 """
 
 from __future__ import annotations
@@ -9,24 +10,55 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from epd.control.request_budget import RequestBudget
 from epd.errors import RequestError
 from epd.serve_app.http.answers.answer_response import AnswerForm, AnswerResponse
 from epd.serve_app.http.answers.completion_answer import Completion, CompletionChunks, CompletionWhole
+from epd.serve_app.http.answers.response_answer import ResponseBuilder
+from epd.serve_app.http.answers.response_protocol import ResponseReply
+from epd.serve_app.http.answers.responses import ChunkBuilder, CompletionBuilder
 from epd.serve_app.http.guard.http_guard import client_of
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.completion_request import COMPLETION_FIELDS, CompletionRequest
-from epd.serve_app.http.requests.request_parsing import describe
-from epd.serve_app.http.routes.chat_answer import chat_answer, wanted_usage
+from epd.serve_app.http.requests.request_parsing import describe, stop_amounts
+from epd.serve_app.http.requests.response_request import ResponseRequest, chat_of
 from epd.serve_app.http.routes.prompt_routes import EVENT_STREAM, body_of, server_of
 from epd.serve_app.http.server_state import ParsedRequest, ServerState
 from epd.serve_app.observability.record import RequestRecord, record_of
 from epd.serve_app.service import AnswerEnd, AnswerItem, ModelCard, PromptService, TokenDelta
 from epd.types import StageTimings, Usage
+
+
+def wanted_usage(chat: ChatRequest) -> tuple[bool, bool]:
+    """Returns whether a stream ends with its usage, and whether each event has the usage so far."""
+    options = chat.stream_options
+    is_wanted = bool(options and options.include_usage)
+    return is_wanted, is_wanted and bool(options and options.continuous_usage_stats)
+
+
+def chat_answer(server: ServerState, parsed: ParsedRequest, record: RequestRecord) -> AnswerResponse:
+    """Returns the response that answers: a completion or a stream of chunks."""
+    chat = parsed.chat
+    options: dict[str, Any] = {"has_logprobs": bool(chat.logprobs), "parsing": server.parsing_of(parsed)}
+    includes_usage, counts_on = wanted_usage(chat)
+    form = AnswerForm(
+        whole=partial(CompletionBuilder, record, chat.n or 1, **options),
+        events=partial(
+            ChunkBuilder,
+            record,
+            chat.n or 1,
+            includes_usage=includes_usage,
+            counts_on=counts_on,
+            **options,
+        ),
+    )
+    return AnswerResponse(form, server.items(parsed, record), record, server.settings.keep_alive_s)
+
 
 invocation_routes = APIRouter()
 completion_routes = APIRouter()
@@ -91,15 +123,12 @@ def _budget_of(
     num_answers = len(received) * (options.n or 1)
     most = options.max_tokens or 0
     context = model.max_model_len
-    stops = [options.stop] if isinstance(options.stop, str) else options.stop or []
     return RequestBudget(
         num_prompts=num_answers,
         num_json_bytes=num_bytes,
         num_text_bytes=sum(len(each.encode()) for each in received if isinstance(each, str)),
         num_answer_tokens=num_answers * (most if context is None else min(most, context)),
-        num_stop_strings=len(stops),
-        num_stop_chars=sum(map(len, stops)),
-        num_stop_token_ids=len(options.stop_token_ids or ()),
+        **stop_amounts(options),
     )
 
 
@@ -208,3 +237,51 @@ def _lacks(error: ValidationError, name: str) -> bool:
     """Returns whether a field is not there at all."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     return any(one["type"] == "missing" and one["loc"] == (name,) for one in errors)
+
+
+response_routes = APIRouter()
+
+
+@response_routes.post(
+    "/v1/responses",
+    response_model=ResponseReply,
+    responses=EVENT_STREAM,
+    openapi_extra=body_of("ResponseRequest"),
+)
+async def responses(request: Request) -> Response:
+    """Answers a conversation about images and videos, at once or as a stream of typed events."""
+    server, record = server_of(request), record_of(request)
+    wanted, num_bytes = await server.read_json(request, ResponseRequest)
+    parsed = await server.checked(request, chat_of(wanted), num_bytes)
+    begun, parsing = _begun(server, wanted, record), server.parsing_of(parsed)
+    make = partial(ResponseBuilder, record, begun, parsing=parsing)
+    form = AnswerForm(whole=make, events=make)
+    return AnswerResponse(form, server.items(parsed, record), record, server.settings.keep_alive_s)
+
+
+def _begun(server: ServerState, wanted: ResponseRequest, record: RequestRecord) -> ResponseReply:
+    """Returns the response before its output."""
+    defaults = server.settings.default_params
+    return ResponseReply(
+        id=record.request_id,
+        created_at=int(record.arrival_s),
+        status="in_progress",
+        model=record.model,
+        instructions=wanted.instructions,
+        max_output_tokens=wanted.max_output_tokens,
+        temperature=defaults.temperature if wanted.temperature is None else wanted.temperature,
+        top_p=defaults.top_p if wanted.top_p is None else wanted.top_p,
+        text={"format": {"type": "text"}} | (_shown(wanted.text) if wanted.text else {}),
+        tools=[_shown(tool) for tool in wanted.tools or ()],
+        tool_choice=_shown(wanted.tool_choice)
+        if isinstance(wanted.tool_choice, BaseModel)
+        else wanted.tool_choice or "auto",
+        parallel_tool_calls=wanted.parallel_tool_calls is not False,
+        top_logprobs=wanted.top_logprobs or 0,
+        metadata=wanted.metadata or {},
+    )
+
+
+def _shown(received: BaseModel) -> dict[str, Any]:
+    """Returns the JSON of a part of the request as it was received."""
+    return received.model_dump(by_alias=True, exclude_none=True)
