@@ -22,6 +22,7 @@ from epd.kv.drafting import (
     as_draft_method,
 )
 from epd.lora_modules import LoRAModule, lora_modules
+from epd.models import DEFAULT_HUB, HUBS, check_hub
 from epd.pixel_settings import PIXEL_FIELDS, PixelSettings, option
 from epd.records import Field, PydanticCustomError, ValidationInfo, field_validator
 from epd.reduction import LEAST_TOWER_SHARE, TowerMerge, check_tolerance, tower_merge
@@ -30,6 +31,7 @@ from epd.reduction import LEAST_TOWER_SHARE, TowerMerge, check_tolerance, tower_
 _CHECKS: Mapping[str, Callable[..., object]] = {
     "device": check_device,
     "dtype": check_dtype,
+    "hub": check_hub,
     "max_draft": lambda value: DraftConfig(max_draft=value),
     "lora_modules": lambda value: lora_modules(value or ()),
     "skip_static": check_tolerance,
@@ -119,8 +121,12 @@ class EngineConfig(PixelSettings):
     )
     revision: str | None = Field(
         default=None,
-        description="Branch, tag or commit of a model that is named as at the Hugging Face Hub; by default "
-        "main.",
+        description="Branch, tag or commit of a model that is named as at its hub; by default main, at "
+        "ModelScope master.",
+    )
+    hub: str = Field(
+        default=DEFAULT_HUB,
+        description=f"Where a model that is named comes from: {' or '.join(HUBS)}.",
     )
     lora_modules: frozenset[str] | None = Field(
         default=None,
