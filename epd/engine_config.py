@@ -22,10 +22,19 @@ from epd.kv.drafting import (
     as_draft_method,
 )
 from epd.lora_modules import LoRAModule, lora_modules
-from epd.models import DEFAULT_HUB, HUBS, check_hub
 from epd.pixel_settings import PIXEL_FIELDS, PixelSettings, option
 from epd.records import Field, PydanticCustomError, ValidationInfo, field_validator
 from epd.reduction import LEAST_TOWER_SHARE, TowerMerge, check_tolerance, tower_merge
+
+DEFAULT_HUB = "huggingface"
+HUB_NAMES = (DEFAULT_HUB, "modelscope")
+
+
+def check_hub(name: str) -> None:
+    """Raises RequestError for a hub that is none."""
+    if name not in HUB_NAMES:
+        raise RequestError(f"received a hub of '{name}'; allowed: {', '.join(HUB_NAMES)}; choose one of them")
+
 
 # Fields whose values are checked, and by what.
 _CHECKS: Mapping[str, Callable[..., object]] = {
@@ -126,7 +135,7 @@ class EngineConfig(PixelSettings):
     )
     hub: str = Field(
         default=DEFAULT_HUB,
-        description=f"Where a model that is named comes from: {' or '.join(HUBS)}.",
+        description=f"Where a model that is named comes from: {' or '.join(HUB_NAMES)}.",
     )
     lora_modules: frozenset[str] | None = Field(
         default=None,

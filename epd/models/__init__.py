@@ -40,12 +40,6 @@ def as_given(model: str | Path) -> Path:
     return Path(text).expanduser().absolute() if text.startswith(("./", "../", "~")) else Path(text)
 
 
-def check_hub(name: str) -> None:
-    """Raises RequestError for a hub that is none."""
-    if name not in HUBS:
-        raise RequestError(f"received a hub of '{name}'; allowed: {', '.join(HUBS)}; choose one of them")
-
-
 def find_model(
     model: Path | str | None, revision: str | None = None, hub: str = DEFAULT_HUB
 ) -> Path | HubModel:

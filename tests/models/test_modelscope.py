@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from epd.engine_config import HUB_NAMES
 from epd.errors import RequestError
-from epd.models import embedded_model_path, find_model, served_name
+from epd.models import HUBS, embedded_model_path, find_model, served_name
 from epd.models.hub import HubModel, name_of
 from epd.models.modelscope import ModelScopeModel
 from epd.serve_app.app_args import MEDIA_FIELDS, STAGE_FIELDS, AppArgs
@@ -176,5 +177,6 @@ def test_a_hub_is_for_names_alone() -> None:
     assert served_name(NAME) == NAME == name_of(snapshot(Path("cache")))
     with pytest.raises(RequestError, match="received the hub 'modelscope' of 'shapes-vl', which is no model"):
         find_model("shapes-vl", hub="modelscope")
+    assert tuple(HUBS) == HUB_NAMES
     with pytest.raises(ValueError, match="received a hub of 'github'; allowed: huggingface, modelscope; cho"):
         AppArgs(hub="github")
