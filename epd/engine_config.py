@@ -30,10 +30,21 @@ from epd.reduction import LEAST_TOWER_SHARE, SELECTION_METHODS, TowerMerge, chec
 # Families whose layers have a recurrent state, or a sliding window, by `model_type` of config.json.
 RECURRENT_FAMILIES = ("qwen3_5", "qwen3_5_moe")
 WINDOWED_FAMILIES = ("gemma3", "gemma4")
+DEFAULT_HUB = "huggingface"
+HUB_NAMES = (DEFAULT_HUB, "modelscope")
+
+
+def check_hub(name: str) -> None:
+    """Raises RequestError for a hub that is none."""
+    if name not in HUB_NAMES:
+        raise RequestError(f"received a hub of '{name}'; allowed: {', '.join(HUB_NAMES)}; choose one of them")
+
+
 # Fields whose values are checked, and by what.
 _CHECKS: Mapping[str, Callable[..., object]] = {
     "device": check_device,
     "dtype": check_dtype,
+    "hub": check_hub,
     "max_draft": lambda value: DraftConfig(max_draft=value),
     "lora_modules": lambda value: lora_modules(value or ()),
     "skip_static": check_tolerance,
@@ -123,8 +134,12 @@ class EngineConfig(PixelSettings):
     )
     revision: str | None = Field(
         default=None,
-        description="Branch, tag or commit of a model that is named as at the Hugging Face Hub; by default "
-        "main.",
+        description="Branch, tag or commit of a model that is named as at its hub; by default main, at "
+        "ModelScope master.",
+    )
+    hub: str = Field(
+        default=DEFAULT_HUB,
+        description=f"Where a model that is named comes from: {' or '.join(HUB_NAMES)}.",
     )
     lora_modules: frozenset[str] | None = Field(
         default=None,

@@ -71,6 +71,7 @@ STAGE_FIELDS = (
 )
 MEDIA_FIELDS = (
     "revision",
+    "hub",
     "num_video_threads",
     "allowed_media_path",
     "allowed_media_hosts",
@@ -305,7 +306,7 @@ class AppArgs(EngineConfig):
     @property
     def model_path(self) -> Path:
         """Returns the model's folder on this machine. Raises EPDError as `model_folder` does."""
-        return model_folder(self.model, self.revision)
+        return model_folder(self.model, self.revision, self.hub)
 
     @property
     def served_name(self) -> str:
@@ -397,9 +398,12 @@ class AppArgs(EngineConfig):
         check_served(self.adapters, self.served_name, self.max_ranks)
         names = ("allowed_media_path", "trace_dir", "files_dir", "api_keys_file", "cache_dir")
         paths = {name: (folder := getattr(self, name)) and folder.resolve() for name in names}
-        is_folder = isinstance(find_model(self.model), Path)
+        found = find_model(self.model, self.revision, self.hub)
         # A model of the hub keeps its name, and gets the commit: each machine has a cache of its own.
-        model: dict[str, object] = {"model": path.resolve()} if is_folder else {"revision": path.name}
+        is_folder = isinstance(found, Path)
+        model: dict[str, object] = (
+            {"model": path.resolve()} if is_folder else {"revision": found.pinned(path)}
+        )
         if self.lora_modules:
             model["lora_modules"] = frozenset(str(each.resolved()) for each in self.adapters)
         return self.model_copy(update={**model, **paths})

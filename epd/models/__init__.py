@@ -1,10 +1,12 @@
 """The embedded models, shipped as package data, and where a model's folder is."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from epd.errors import ModelNotFoundError, RequestError
 from epd.models.folder import check_folder
-from epd.models.hub import HubModel, hub_model
+from epd.models.hub import HubModel, is_name
+from epd.models.modelscope import ModelScopeModel
 
 DEFAULT_MODEL = "shapes-vl-2"
 # Of the hub, small, for who looks for a model that knows real pictures.
@@ -13,6 +15,8 @@ MODEL_HELP = (
     "Folder of a model in Hugging Face layout, its name at the Hugging Face Hub, or the name of an embedded "
     f"one; by default {DEFAULT_MODEL}."
 )
+HUBS: Mapping[str, type[HubModel]] = {"huggingface": HubModel, "modelscope": ModelScopeModel}
+DEFAULT_HUB = "huggingface"
 _KNOWS = "knows: "
 _FOLDER = Path(__file__).parent
 
@@ -36,30 +40,30 @@ def as_given(model: str | Path) -> Path:
     return Path(text).expanduser().absolute() if text.startswith(("./", "../", "~")) else Path(text)
 
 
-def find_model(model: Path | str | None, revision: str | None = None) -> Path | HubModel:
+def find_model(
+    model: Path | str | None, revision: str | None = None, hub: str = DEFAULT_HUB
+) -> Path | HubModel:
     """Returns what a user means by a path or name, without a look into it: a folder, else a model of the hub.
 
     A folder of that name comes first, then an embedded model. None is the default model.
-    Raises RequestError for a revision of a folder.
+    Raises RequestError for a revision or another hub of a folder.
     """
     text = DEFAULT_MODEL if model is None else str(model)
     is_there = model is not None and Path(text).exists()
-    named = None if is_there or text in embedded_models() else hub_model(text, revision)
-    if named is not None:
-        return named
-    if revision is not None:
-        raise RequestError(
-            f"received the revision {revision!r} of '{text}', which is no model of the hub; leave it out"
-        )
+    if not is_there and text not in embedded_models() and is_name(text):
+        return HUBS[hub](text) if revision is None else HUBS[hub](text, revision)
+    given = f"revision {revision!r}" if revision is not None else f"hub {hub!r}" if hub != DEFAULT_HUB else ""
+    if given:
+        raise RequestError(f"received the {given} of '{text}', which is no model of the hub; leave it out")
     return Path(text) if is_there or text not in embedded_models() else embedded_model_path(text)
 
 
-def model_folder(model: Path | str | None, revision: str | None = None) -> Path:
+def model_folder(model: Path | str | None, revision: str | None = None, hub: str = DEFAULT_HUB) -> Path:
     """Returns the folder of the model that a user means, after a download if it has to come from the hub.
 
     Raises EPDError as `check_folder` and `HubModel.fetched`.
     """
-    found = find_model(model, revision)
+    found = find_model(model, revision, hub)
     path = found if isinstance(found, Path) else found.fetched()
     try:
         check_folder(path)

@@ -5,18 +5,13 @@ Only files that are read come: configurations, the tokenizer, and the weights th
 
 from __future__ import annotations
 
-import shutil
-import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 from huggingface_hub import HfApi, errors, snapshot_download
 
-from epd.errors import EPDError, ModelError, ModelNotFoundError, StorageFullError, UnsupportedModelError
-from epd.models.folder import INDEX, SINGLE, format_of, indexed_files, is_shard
-from epd.models.hub import SMALL, HubModel, cache_folder
-
-_GB = 10**9
+from epd.errors import EPDError, ModelError, ModelNotFoundError
+from epd.models.hub import SMALL, HubModel, cache_folder, check_room, weights_of
 
 
 def download(model: HubModel) -> Path:
@@ -25,8 +20,8 @@ def download(model: HubModel) -> Path:
         listed = HfApi().model_info(model.name, revision=model.revision, files_metadata=True).siblings
         sizes = {each.rfilename: int(each.size or 0) for each in listed or ()}
         folder = _got(model, [name for name in sizes if "/" not in name and name.endswith(SMALL)])
-        weights = _weights(model, folder, sizes)
-        _check_room(model, {name: sizes[name] for name in weights if not (folder / name).exists()})
+        weights = weights_of(model, folder, sizes)
+        check_room(model, {name: sizes[name] for name in weights if not (folder / name).exists()}, "HF_HOME")
         return _got(model, weights)
     except EPDError:
         raise
@@ -37,31 +32,6 @@ def download(model: HubModel) -> Path:
 def _got(model: HubModel, names: Collection[str]) -> Path:
     """Downloads files, with the hub's bars on a terminal, and returns their folder."""
     return Path(snapshot_download(model.name, revision=model.revision, allow_patterns=sorted(names)))
-
-
-def _weights(model: HubModel, folder: Path, names: Collection[str]) -> tuple[str, ...]:
-    """Returns the names of the weight files to get. Raises UnsupportedModelError for other formats."""
-    if SINGLE in names:
-        return (SINGLE,)
-    weights = indexed_files(folder) if INDEX in names else tuple(filter(is_shard, names))
-    if weights:
-        return weights
-    what = format_of(names) or "no model in Hugging Face layout"
-    raise UnsupportedModelError(f"the model {model.name} of the hub is {what}")
-
-
-def _check_room(model: HubModel, missing: Mapping[str, int]) -> None:
-    """Says how much is about to come. Raises StorageFullError unless the disk has room for it."""
-    needed, folder = sum(missing.values()), cache_folder()
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    room = shutil.disk_usage(there).free
-    if needed > room:
-        raise StorageFullError(
-            f"the model {model.name} needs {needed / _GB:.1f} GB in '{folder}', where {room / _GB:.1f} GB "
-            "are free; make room, or set HF_HOME to a folder on another disk"
-        )
-    if needed:
-        print(f"downloads {model.name}, {needed / _GB:.1f} GB, to '{folder}'", file=sys.stderr)
 
 
 def _explained(model: HubModel, error: Exception) -> ModelError:

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from epd.errors import ModelError
-from epd.models.folder import check_folder, weight_files
+from epd.errors import ModelError, StorageFullError, UnsupportedModelError
+from epd.models.folder import INDEX, SINGLE, check_folder, format_of, indexed_files, is_shard, weight_files
 
 _FOLDER = "models--"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 MAIN = "main"
+_GB = 10**9
 # Ends of the names of the small files that are read.
 SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+INCLUDED = " ".join(f'"*{end}"' for end in (*SMALL, ".safetensors"))
 # Names of tokenizers, of which a model needs one.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -35,9 +40,13 @@ class HubModel:
     @property
     def command(self) -> str:
         """Returns what fetches the model on a machine that reaches the hub."""
-        files = " ".join(f'"*{end}"' for end in (*SMALL, ".safetensors"))
         revision = "" if self.revision == MAIN else f" --revision {self.revision}"
-        return f"hf download {self.name}{revision} --include {files}"
+        return f"hf download {self.name}{revision} --include {INCLUDED}"
+
+    @property
+    def cache(self) -> Path:
+        """Returns the folder that models of this hub are kept in."""
+        return cache_folder()
 
     @property
     def _folder(self) -> Path:
@@ -49,7 +58,11 @@ class HubModel:
         is_commit = _COMMIT.fullmatch(self.revision) is not None
         commit = self.revision if is_commit else ref.read_text().strip() if ref.is_file() else None
         found = self._folder / "snapshots" / str(commit)
-        return found if found.is_dir() and _is_whole(found) else None
+        return found if is_whole(found) else None
+
+    def pinned(self, folder: Path) -> str:
+        """Returns the revision that names what a folder holds, for machines with caches of their own."""
+        return folder.name
 
     def fetched(self) -> Path:
         """Returns the model's folder, after a download if it is not in the cache.
@@ -57,25 +70,23 @@ class HubModel:
         Raises ModelError for a name, revision or format that is none, ModelNotFoundError where the hub cannot
         be reached, StorageFullError where the disk has no room.
         """
-        found = self.cached()
-        if found is None:
-            from epd.models.download import download  # huggingface_hub, a quarter of a second
+        return self.cached() or self._downloaded()
 
-            found = download(self)
-        return found
+    def _downloaded(self) -> Path:
+        from epd.models.download import download  # huggingface_hub, a quarter of a second
+
+        return download(self)
 
 
-def hub_model(text: str, revision: str | None = None) -> HubModel | None:
-    """Returns the model of the hub that a text names; None for a path: of several parts, or into a folder."""
-    if _NAME.fullmatch(text) is None or Path(Path(text).parts[0]).is_dir():
-        return None
-    return HubModel(text, revision or MAIN)
+def is_name(text: str) -> bool:
+    """Returns whether a text names a model of a hub: a path has several parts, or leads into a folder."""
+    return _NAME.fullmatch(text) is not None and not Path(Path(text).parts[0]).is_dir()
 
 
 def name_of(folder: Path) -> str:
-    """Returns the name at the hub of a model's folder in a cache; of another folder, the folder's own."""
-    above = folder.parent.parent.name
-    return above.removeprefix(_FOLDER).replace("--", "/") if above.startswith(_FOLDER) else folder.name
+    """Returns the name at its hub of a model's folder in a cache; of another folder, the folder's own."""
+    above = folder.parent.parent.name.removeprefix(_FOLDER)
+    return above.replace("--", "/") if folder.parent.name == "snapshots" else folder.name
 
 
 def cache_folder() -> Path:
@@ -85,10 +96,44 @@ def cache_folder() -> Path:
     return Path(own or (Path(home or f"{every}/huggingface") / "hub")).expanduser()
 
 
-def _is_whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
+    """Returns whether a folder is there with all files of a model."""
     try:
         check_folder(folder)
         weight_files(folder)
     except ModelError:
         return False
     return any((folder / name).is_file() for name in _TOKENIZERS)
+
+
+def weights_of(model: HubModel, folder: Path, names: Collection[str]) -> tuple[str, ...]:
+    """Returns the names of the weight files to get. Raises UnsupportedModelError for other formats.
+
+    folder: has the model's small files
+    names: of all files that the hub has
+    """
+    if SINGLE in names:
+        return (SINGLE,)
+    weights = indexed_files(folder) if INDEX in names else tuple(filter(is_shard, names))
+    if weights:
+        return weights
+    what = format_of(names) or "no model in Hugging Face layout"
+    raise UnsupportedModelError(f"the model {model.name} of the hub is {what}")
+
+
+def check_room(model: HubModel, missing: Mapping[str, int], variable: str) -> None:
+    """Says how much is about to come. Raises StorageFullError unless the disk has room for it.
+
+    missing: bytes of each file
+    variable: of the environment, which moves the cache
+    """
+    needed, folder = sum(missing.values()), model.cache
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    room = shutil.disk_usage(there).free
+    if needed > room:
+        raise StorageFullError(
+            f"the model {model.name} needs {needed / _GB:.1f} GB in '{folder}', where {room / _GB:.1f} GB "
+            f"are free; make room, or set {variable} to a folder on another disk"
+        )
+    if needed:
+        print(f"downloads {model.name}, {needed / _GB:.1f} GB, to '{folder}'", file=sys.stderr)

@@ -255,7 +255,7 @@ def _look(lines: Path, defaults: LineDefaults, target: _Target, profile: str | N
     from epd.serve_app.local.dry_run import dry_run  # torch
 
     costs = None if profile is None else load_profile(profile)
-    model = model_folder(target.model, target.config.revision)
+    model = model_folder(target.model, target.config.revision, target.config.hub)
     with closing(LineIndex(lines, defaults)) as index, console.progress_bar("looking at media") as show:
         index.build()
         found = dry_run(index, model, target.config.pixels, costs, show)

@@ -46,7 +46,7 @@ def open_conversation(
         return
     paths = [as_path(path) for path in paths]
     check_media(paths)
-    model_folder(model, config.revision)
+    model_folder(model, config.revision, config.hub)
     with console.loading():
         from epd.serve_app.cli.own_model import OwnConversation, open_model  # torch
 

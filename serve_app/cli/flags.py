@@ -24,7 +24,7 @@ _RESEARCH = "Research: less work for a picture"
 _PANELS: Mapping[str, Collection[str]] = {
     _RESEARCH: ("skip_static", "tower_share", "tower_merge_layer"),
     "Size of pictures": PIXEL_FIELDS,
-    "How the model runs": [name for name in ENGINE_FIELDS if name != "revision"],
+    "How the model runs": [name for name in ENGINE_FIELDS if name not in ("revision", "hub")],
 }
 
 

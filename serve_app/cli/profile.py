@@ -26,7 +26,7 @@ _Model = Annotated[
     ),
 ]
 # A profile has costs of passes without drafts, merges or a budget of memory: other options change nothing.
-PROFILED = ("device", "dtype", "num_threads", "revision")
+PROFILED = ("device", "dtype", "num_threads", "revision", "hub")
 _Repeats = Annotated[int, typer.Option(metavar="N", help="Runs of each point.")]
 _Machine = Annotated[str, typer.Option(metavar="NAME", help="Name of this machine in the profile.")]
 
@@ -61,7 +61,7 @@ def _profile_of(model: str | None, repeats: int, machine: str, config: EngineCon
         return load_profile(model)
     from epd.stages import placement, profiling  # torch
 
-    path = model_folder(model, config.revision)
+    path = model_folder(model, config.revision, config.hub)
     where = placement.Placement.resolve(config.device, config.dtype, path)
     with console.loading_bar() as show:
         profiler = profiling.Profiler(path, config.num_threads or 1, where, show)

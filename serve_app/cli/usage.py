@@ -101,7 +101,12 @@ def _meant(name: str, context: Any) -> str:
         if meant in own:
             return f"; did you mean {meant}?"
     begun = {each for each in own if each.startswith(plain)}
-    return f"; did you mean {begun.pop()}?" if len(begun) == 1 else nearest(plain, own)
+    if len(begun) == 1:
+        return f"; did you mean {begun.pop()}?"
+    is_long, is_group = name.startswith("--"), hasattr(context and context.command, "commands")
+    if is_long and is_group and not get_close_matches(plain, own, cutoff=_NEARLY):
+        return f"; options stand behind the command: {context.command_path} COMMAND {name}"
+    return nearest(plain, own)
 
 
 class GroupedCommand(TyperCommand):

@@ -22,7 +22,7 @@ from epd.serve_app.cli.options import IsJson
 from epd.shapes import make_scene
 from epd.video.demo_video import write_demo_video
 
-VERIFIED = ("device", "dtype", "num_threads", "model_impl", "revision", "num_kv_tokens")
+VERIFIED = ("device", "dtype", "num_threads", "model_impl", "revision", "hub", "num_kv_tokens")
 _Model = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
 _Media = Annotated[
     list[Path] | None,
@@ -54,7 +54,7 @@ def verify(
     something differs: attach the report to an issue.
     """
     config = EngineConfig.checked(engine)
-    folder = model_folder(model, config.revision)
+    folder = model_folder(model, config.revision, config.hub)
     with _clips(media or ()) as clips:
         reports = epd.verify(
             folder,

@@ -1,4 +1,4 @@
-"""Serves folders as the Hugging Face Hub does, on loopback: what its client asks to list and get files."""
+"""Serves folders as the Hugging Face Hub and ModelScope do, on loopback: what their clients list and get."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "a" * 40
 
@@ -21,7 +21,9 @@ class FakeHub:
     """Holds models by name.
 
     got: names of files that were sent
-    sizes: of files, where other ones than the true are told
+    sizes, digests: of files, where other ones than the true are told
+    starts, tokens: from which byte on files were asked for, and by whom, at ModelScope
+    most_bytes: of an answer with a file of ModelScope
     """
 
     models: dict[str, Path]
@@ -29,6 +31,10 @@ class FakeHub:
     error: str = ""
     got: list[str] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    starts: dict[str, int] = field(default_factory=dict)
+    tokens: list[str] = field(default_factory=list)
+    most_bytes: int | None = None
     url: str = ""
 
     def files(self, name: str) -> list[dict[str, Any]]:
@@ -38,7 +44,9 @@ class FakeHub:
 
     def _file(self, path: Path, name: str) -> dict[str, Any]:
         size = self.sizes.get(name, path.stat().st_size)
-        return {"rfilename": name, "path": name, "type": "file", "size": size, "oid": etag(path)}
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        told = {"rfilename": name, "path": name, "type": "file", "size": size}
+        return told | {"oid": etag(path), "sha256": sha256}
 
 
 def etag(path: Path) -> str:
@@ -68,12 +76,37 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             parts = unquote(urlsplit(self.path).path).strip("/").split("/")
-            if parts[:2] == ["api", "models"]:
+            if parts[:3] == ["api", "v1", "models"]:
+                self._modelscope("/".join(parts[3:5]), parts[-1], parse_qs(urlsplit(self.path).query))
+            elif parts[:2] == ["api", "models"]:
                 self._listed("/".join(parts[2:4]), parts[4:])
             elif parts[2:3] == ["resolve"]:
                 self._file("/".join(parts[:2]), "/".join(parts[4:]))
             else:
                 self._refuse(404, "")
+
+        def _modelscope(self, name: str, route: str, asked: dict[str, list[str]]) -> None:
+            hub.tokens.append(self.headers.get("Authorization", ""))
+            if hub.status != 200 or name not in hub.models or asked["Revision"] != ["master"]:
+                self._send(b'{"Code": 10010205001}', {}, hub.status if hub.status != 200 else 404)
+            elif route == "files":
+                files = [self._described(each) for each in hub.files(name)]
+                self._send(json.dumps({"Code": 200, "Data": {"Files": files}}).encode(), {})
+            else:
+                self._part(name, asked["FilePath"][0])
+
+        def _described(self, file: dict[str, Any]) -> dict[str, Any]:
+            kind = {"Type": "blob", "Path": file["path"], "Name": Path(file["path"]).name}
+            return kind | {"Size": file["size"], "Sha256": hub.digests.get(file["path"], file["sha256"])}
+
+        def _part(self, name: str, file: str) -> None:
+            """Sends a file from the byte on that is asked for, and no more than `hub.most_bytes` of it."""
+            hub.got.append(file)
+            content = (hub.models[name] / file).read_bytes()
+            wanted = self.headers.get("Range")
+            start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
+            hub.starts[file] = start
+            self._send(content[start:][: hub.most_bytes], {}, 206 if wanted else 200)
 
         def _listed(self, name: str, rest: list[str]) -> None:
             if hub.status != 200 or name not in hub.models:

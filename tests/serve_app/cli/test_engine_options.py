@@ -44,6 +44,7 @@ GIVEN: dict[str, Any] = {
     "cache_dir": Path("kept"),
     "cache_bytes": 1 << 30,
     "revision": "v1",
+    "hub": "modelscope",
     "lora_modules": frozenset({"pets=adapter"}),
     "draft": "auto",
     "max_draft": 4,

@@ -65,7 +65,10 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("help aks", "no such command 'aks'; did you mean ask?"),
     # options of the program
     ("--verson", "epd has no option --verson; did you mean --version?"),
-    ("--model x ask", "epd has no option --model; did you mean --help?"),
+    ("--model x ask", "epd has no option --model; options stand behind the command: epd COMMAND --model"),
+    ("--url http://a ask", "epd has no option --url; options stand behind the command: epd COMMAND --url"),
+    ("cache --json ls", "epd cache has no option --json; options stand behind the command: epd cache COMMA"),
+    ("--hlp", "epd has no option --hlp; did you mean --help?"),
     ("-V", "epd has no option -V; epd --help has all"),
     # what is asked, and about what
     ("ask", WRITE_BOTH),
