@@ -30,8 +30,9 @@ from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool, Encoder
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import EngineCounts, generation_settings
 from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
-from epd.stages.engine.kv_store import open_files
+from epd.stages.engine.kv_store import kv_files
 from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
+from epd.stages.kept_files import EMBEDDINGS_KIND, kept_files
 from epd.stages.loading.weights import WholeModel
 from epd.stages.memory_sizing import (
     DEFAULT_EMBEDDINGS,
@@ -260,17 +261,21 @@ class StageBuilder:
     def encode(self, name: str) -> EncodeStage:
         model = self._encoder_model()
         cache, pool, connector = self._embeddings(name, model.config)
-        tower = self.adapter.vision_tower(model)
-        return EncodeStage(
+        tower, options = self.adapter.vision_tower(model), self.settings.engine
+        stage = EncodeStage(
             self.adapter,
             tower,
             cache,
             pool,
             connector,
             max_batch_patches=self._max_batch_patches,
-            skip_static=self.settings.engine.skip_static,
-            merge=self.settings.engine.tower_merge,
+            skip_static=options.skip_static,
+            merge=options.tower_merge,
         )
+        if options.cache_dir is not None:
+            facts = {"layout": str(pool.layout), **self._facts}
+            stage.keep_in(kept_files(self.settings.model_path, options, EMBEDDINGS_KIND, facts))
+        return stage
 
     def receiver(self, name: str) -> EmbeddingReceiver:
         cache, pool, connector = self._embeddings(name, self._language_model().config)
@@ -281,10 +286,19 @@ class StageBuilder:
         options = self.settings.engine
         options = options if decodes else options.model_copy(update={"enforce_eager": True})
         engine, connector = self._engine(name, self.settings.scheduler, options)
-        if options.cache_dir is not None:
-            facts = {"image_background": self.settings.image_background}
-            engine.keep_in(open_files(self.settings.model_path, options, engine.pools.shape, facts))
+        if options.cache_dir is not None and self._keeps_kv(engine):
+            engine.keep_in(kv_files(self.settings.model_path, options, engine.pools.shape, self._facts))
         return PrefillStage(engine, connector)
+
+    @property
+    def _facts(self) -> Mapping[str, str]:
+        """Returns what changes pictures besides the engine's options."""
+        return {"image_background": self.settings.image_background}
+
+    def _keeps_kv(self, engine: LanguageEngine) -> bool:
+        """Returns whether keys and values are all that is kept of a prompt, and all in this process."""
+        is_shared = self.settings.tensor_parallel.max_size > 1
+        return self.settings.enable_prefix_caching and not is_shared and not engine.kv.spec.keeps_states
 
     def decode(self, name: str) -> DecodeStage:
         settings = self.settings
