@@ -101,25 +101,26 @@ class EmbeddingStore:
 
     def _names(self, frames: Tensor, group: Wanted) -> list[str]:
         """Names a group's units by their pixels, uint8 [N, h, w, 3]."""
-        plan, key = group.plan, group.key
-        num_units = self._num_units(plan)
-        facts = (key.salt, key.reduction, plan.kind, plan.grid.cut(plan.num_units // num_units), plan.resized)
+        plan, num_units = group.plan, self._num_units(group.plan)
         if num_units == 1:
-            return [_name(facts, frames)]
+            return [unit_name(group.key, plan, frames)]
         ranges = [plan.frame_range(unit, unit + 1) for unit in range(num_units)]
-        return [_name(facts, frames[each.start : each.stop]) for each in ranges]
+        return [
+            unit_name(group.key, plan.part(unit, unit + 1), frames[each.start : each.stop])
+            for unit, each in enumerate(ranges)
+        ]
 
     def _units_of(self, key: GroupKey, plan: MediaPlan) -> list[str]:
         """Returns the names of a group's units; none if they are not kept."""
         kept = bytearray(self._num_units(plan) * _NAME_BYTES)
-        if not self._files.read(_name_of_group(key, plan), 0, memoryview(kept)):
+        if not self._files.read(group_name(key, plan), 0, memoryview(kept)):
             return []
         return [kept[start : start + _NAME_BYTES].hex() for start in range(0, len(kept), _NAME_BYTES)]
 
     def _keep_names(self, group: Wanted, names: Sequence[str]) -> None:
         if all(name in self._files for name in names):
             payload = memoryview(bytes.fromhex("".join(names)))
-            self._files.add(_name_of_group(group.key, group.plan), 0, payload)
+            self._files.add(group_name(group.key, group.plan), 0, payload)
 
     # Rows
 
@@ -140,16 +141,20 @@ class EmbeddingStore:
         self._files.close()
 
 
-def _name_of_group(key: GroupKey, plan: MediaPlan) -> str:
+def group_name(key: GroupKey, plan: MediaPlan) -> str:
     """Names a group by its source. The model is another namespace."""
     return _name((key.mm_hash, key.times_s, key.units, key.size, key.reduction, plan.kind, plan.grid))
 
 
-def _name(facts: tuple[object, ...], frames: Tensor | None = None) -> str:
+def unit_name(key: GroupKey, plan: MediaPlan, frames: Tensor) -> str:
+    """Names a unit by its pixels, uint8 [N, h, w, 3]. key: of its group. plan: of the unit alone."""
+    facts = key.salt, key.reduction, plan.kind, plan.grid, plan.resized, tuple(frames.shape)
+    return _name(facts, frames.contiguous().numpy().data)
+
+
+def _name(facts: tuple[object, ...], content: bytes | memoryview = b"") -> str:
     digest = blake2b(repr(facts).encode(), digest_size=_NAME_BYTES)
-    if frames is not None:
-        digest.update(repr(tuple(frames.shape)).encode())
-        digest.update(frames.contiguous().numpy())
+    digest.update(content)
     return digest.hexdigest()
 
 
