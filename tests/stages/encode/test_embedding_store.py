@@ -153,7 +153,11 @@ def test_what_is_damaged_is_encoded_again(family: Family, clip: Clip, tmp_path: 
 
 
 def test_a_disk_that_is_full_ends_writing_alone(
-    family: Family, clip: Clip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: Family,
+    clip: Clip,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
@@ -162,3 +166,6 @@ def test_a_disk_that_is_full_ends_writing_alone(
     groups = groups_of(family, [clip])
     assert run(life(family, tmp_path), [clip], groups) == patches(groups)
     assert not list(stored(tmp_path))
+    assert [each.message for each in caplog.records if "no longer" in each.message] == [
+        f"embeddings are kept in {tmp_path} no longer: No space left on device"
+    ]
