@@ -142,6 +142,11 @@ class FrameEncoder:
         self._skip_static = skip_static
         self.max_patches = max_patches
 
+    @property
+    def is_by_unit(self) -> bool:
+        """Returns whether a video's units are encoded as they are, whatever others are beside them."""
+        return not self._skip_static and self._merger is None
+
     def patches(self, frames: Tensor, plan: MediaPlan) -> PatchRun:
         """Prepares frames, uint8 [N, h, w, 3] on the host, for the tower. plan: of their units alone."""
         return PatchRun(plan.kind, self.family.preprocess(frames, plan, self._device), plan.grid)

@@ -124,8 +124,9 @@ class EngineConfig(PixelSettings):
     )
     cache_dir: Path | None = Field(
         default=None,
-        description="Folder in which keys and values of media are kept, so that a later question about them "
-        "finds them after a restart, and in other workers that have the folder; by default none are.",
+        description="Folder in which keys and values of media and their embeddings are kept, so that a later "
+        "question about them finds them after a restart, and in other workers that have the folder; by "
+        "default none are.",
     )
     cache_bytes: int = Field(
         default=20_000_000_000,

@@ -416,11 +416,6 @@ class AppArgs(EngineConfig):
                 f"{received} and a decode_tensor_parallel_size of {self.decode_tensor_parallel_size} with "
                 "elastic; allowed: the same for both; leave the second out"
             )
-        if self.max_ranks > 1 and self.cache_dir is not None:
-            raise RequestError(
-                f"received a cache_dir and {received.removeprefix('received ')}, where each process has some "
-                "heads; allowed: 1; leave one of them out"
-            )
         if self.max_ranks > 1 and self.gpus_per_worker not in (None, 0, 1):
             raise RequestError(
                 f"{received} and gpus_per_worker {self.gpus_per_worker:g}; allowed: 1, a GPU for each of the "

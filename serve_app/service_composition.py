@@ -76,6 +76,7 @@ def _orchestrator_config(args: AppArgs) -> OrchestratorConfig:
         max_waiting=args.max_waiting,
         max_wait_s=args.max_wait_s,
         sharding=args.sharding,
+        keeps_embeddings=args.cache_dir is not None,
         elastic=ControllerConfig() if args.elastic else None,
         retention=args.load_retention,
     )

@@ -31,6 +31,7 @@ class GroupKey:
     model: name and revision of the weights
     reduction: how tokens were dropped or merged, "" for not at all
     reading: the reading of an item that keeps only these embeddings, "" for all embeddings of the group
+    salt: digest of the salt of those that may share them, which is in mm_hash too; "" for all
     """
 
     mm_hash: str
@@ -40,6 +41,7 @@ class GroupKey:
     model: str
     reduction: str = ""
     reading: str = ""
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

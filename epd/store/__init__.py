@@ -1,1 +1,1 @@
-"""Keeps keys and values of media on disk, so that they outlive workers: files, names and room, no tensors."""
+"""Keeps what was made of media on disk, so that it outlives workers: files, names and room, no tensors."""

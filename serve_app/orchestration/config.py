@@ -43,6 +43,7 @@ class OrchestratorConfig:
     num_planning_threads: threads that tokenise what is not short
     sharding: of one request's groups over the encoders
     switching: limits of role switches
+    keeps_embeddings: whether any encoder may have a group on disk
     elastic, retention: how roles, and the share of visual tokens, follow the load; None if they do not
     """
 
@@ -57,5 +58,6 @@ class OrchestratorConfig:
     num_planning_threads: int = 2
     sharding: Sharding = "groups"
     switching: SwitchLimits = field(default_factory=SwitchLimits)
+    keeps_embeddings: bool = False
     elastic: ControllerConfig | None = None
     retention: RetentionConfig | None = None

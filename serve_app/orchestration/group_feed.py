@@ -1,6 +1,6 @@
 """Brings the groups of one attempt to encoders as room is granted; frames are fetched in order, by item.
 
-granted  ->  an encoder has it cached?  ->  frames: from a media worker that has the item  ->  encoder
+granted  ->  an encoder has it?  ->  frames: from a media worker that has the item  ->  encoder
 
 The frames of one item's groups come from the media workers that have it; of a long video, from several.
 
@@ -304,11 +304,13 @@ class GroupFeed:
                 self._attempt.end(Outcome.TAKEN_BACK)
                 await asyncio.Event().wait()  # until the feed is stopped
             return name
-        wanted = wanted_encoder(
-            self._shared.config.sharding, self._attempt.prefill_worker, self._last_encoder
-        )
-        self._last_encoder = await self._dispatcher.encoder(wanted, allowed)
+        self._last_encoder = await self._dispatcher.encoder(self._wanted_encoder(), allowed)
         return self._last_encoder
+
+    def _wanted_encoder(self) -> str | None:
+        """Returns the encoder that the sharding mode selects for the next group."""
+        sharding = self._shared.config.sharding
+        return wanted_encoder(sharding, self._attempt.prefill_worker, self._last_encoder)
 
     def _is_sole_encoder(self, worker: str | None) -> bool:
         """Returns whether a worker is the encoder of all groups, and was not started again since."""
@@ -318,9 +320,12 @@ class GroupFeed:
 
     async def _from_cache(self, granted: Grant) -> bool:
         group = self._attempt.answer.plan.groups[granted.group]
+        sole = self._attempt.sole_encoder if granted.ticket.key.reading else None
         worker = self._dispatcher.encoder_with(group)
-        is_bound = bool(granted.ticket.key.reading) and self._attempt.sole_encoder is not None
-        if is_bound and not self._is_sole_encoder(worker):
+        if self._shared.config.keeps_embeddings and (worker is None or sole is not None):
+            wanted = self._wanted_encoder() if sole is None else sole.name
+            worker = await self._dispatcher.encoder(wanted, needs_room=lambda: False)
+        if sole is not None and not self._is_sole_encoder(worker):
             return False
         if worker is None or not self._isolation.allowed(self._attempt, ("encode", granted.group), [worker]):
             return False

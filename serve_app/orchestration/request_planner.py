@@ -182,7 +182,13 @@ class RequestPlanner:
         sampling = self.settings.completed(request.sampling, len(prompt), adapter.tokenizer)
         sampling = replace(sampling, lora=self._adapter_of(request.model))
         hashes = tuple(salted(source.mm_hash, request.cache_salt) for source in request.media)
-        groups = plan_groups(plans, hashes, model=self._revision, group_tokens=self._group_tokens)
+        groups = plan_groups(
+            plans,
+            hashes,
+            model=self._revision,
+            group_tokens=self._group_tokens,
+            cache_salt=request.cache_salt,
+        )
         seed = request.sampling.seed
         return AnswerPlan(
             prompt=prompt,

@@ -22,11 +22,10 @@ from epd.serve_app.messages import (
 from epd.serve_app.role_messages import RemainingWork
 from epd.serve_app.service import StageSpan
 from epd.serve_app.worker.media_feed import MediaFeeds, group_end
-from epd.serve_app.worker.worker_roles import Clock, ReportBuffer, Rounds
+from epd.serve_app.worker.worker_roles import Clock, ReportBuffer, Rounds, store_counters
 from epd.serve_app.worker.worker_stages import drafting_counters
 from epd.stages.engine.faults import RequestFault
 from epd.stages.engine.generation import GenerateRequest, StepResult
-from epd.stages.engine.kv_store import StoreCounts
 from epd.stages.prefill import PrefillStage
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, TransferOutcome
@@ -272,7 +271,7 @@ class PrefillRole:
                 "generated_tokens": engine.counts.num_generated_tokens,
                 "preemptions": engine.scheduler.num_preempted,
                 **drafting_counters(engine.counts),
-                **({} if engine.store is None else _store_counters(engine.store.counts)),
+                **({} if engine.store is None else store_counters(engine.store.counts, "tokens")),
                 "encoder_cache_hits": cache.counts.hits,
                 "encoder_cache_misses": cache.counts.misses,
             },
@@ -297,15 +296,6 @@ class PrefillRole:
     def check_integrity(self) -> None:
         self.stage.check_integrity()
         self.feeds.check_integrity()
-
-
-def _store_counters(counts: StoreCounts) -> dict[str, float]:
-    return {
-        "store_read_tokens": counts.read_tokens,
-        "store_read_bytes": counts.read_bytes,
-        "store_written_bytes": counts.written_bytes,
-        "store_failures": counts.num_failed,
-    }
 
 
 def _place(groups: Sequence[MediaGroup], number: int) -> tuple[int, int]:

@@ -394,5 +394,5 @@ def _summed(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _end(role: Role) -> None:
     """Ends what runs beside a role."""
-    if isinstance(role, PrefillRole):
+    if isinstance(role, PrefillRole | EncodeRole):
         role.close()

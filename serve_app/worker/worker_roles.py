@@ -32,6 +32,7 @@ from epd.stages.decode import DecodeStage
 from epd.stages.encode.beside import InTurn
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
 from epd.stages.engine.generation import TokenOutput
+from epd.store.write_behind import StoreCounts
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, TransferOutcome
 from epd.types import UInt8Array
@@ -142,10 +143,10 @@ class EncodeRole:
         """Submits a group, see `EncodeGroup`. Raises InfeasibleError."""
         group = message.group if message.ticket.key.reading else None
         key = message.ticket.key if group is None else group.spec.key
-        if frames is None and not self.stage.cache.is_ready(key):
+        plan, request_id = message.group.plan, message.request_id
+        if frames is None and not self.stage.has(key, plan):
             return False
         job = _Job(message, self._clock())
-        plan, request_id = message.group.plan, message.request_id
         self.stage.submit(
             EncodeJob(
                 message.ticket, plan, lambda: self._begin(job, frames), request_id, group, message.reading
@@ -155,7 +156,7 @@ class EncodeRole:
 
     def _begin(self, job: _Job, frames: UInt8Array | None) -> Tensor:
         if frames is None:
-            raise EncodeError("the group has left the encoder's cache; send its frames")
+            raise EncodeError("the group has left what the encoder keeps; send its frames")
         job.started_s = self._clock()
         self._begun[job.message.ticket.transfer_id] = job
         return _tensor(frames)
@@ -241,8 +242,12 @@ class EncodeRole:
                 "encoded_patches": counts.num_patches,
                 "encode_batches": counts.num_batches,
                 "units_skipped": counts.num_units_skipped,
+                **({} if self.stage.store is None else store_counters(self.stage.store.counts, "embeddings")),
             },
         )
+
+    def close(self) -> None:
+        self.stage.close()
 
     def samples(self) -> dict[Stage, StageSample]:
         stage, counts = self.stage, self.stage.counts
@@ -335,6 +340,16 @@ class DecodeRole:
 def _tensor(frames: UInt8Array) -> Tensor:
     """Returns a tensor, uint8 [N, h, w, 3]; a copy of read-only memory, of which torch would warn."""
     return torch.from_numpy(frames if frames.flags.writeable else frames.copy())
+
+
+def store_counters(counts: StoreCounts, kind: str) -> dict[str, float]:
+    """Returns what was read and written of what is kept on disk. kind: of it."""
+    return {
+        f"store_read_{kind}": counts.read_tokens,
+        "store_read_bytes": counts.read_bytes,
+        "store_written_bytes": counts.written_bytes,
+        "store_failures": counts.num_failed,
+    }
 
 
 def lost_stage(stage: str) -> UnavailableError:

@@ -31,8 +31,9 @@ from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool, Encoder
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import EngineCounts, generation_settings
 from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
-from epd.stages.engine.kv_store import open_files
+from epd.stages.engine.kv_store import kv_files
 from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
+from epd.stages.kept_files import EMBEDDINGS_KIND, kept_files
 from epd.stages.loading.weights import WholeModel
 from epd.stages.memory_sizing import (
     DEFAULT_EMBEDDINGS,
@@ -265,7 +266,11 @@ class StageBuilder:
         encoder = FrameEncoder(
             self.adapter, tower, options.skip_static, options.tower_merge, self._max_batch_patches
         )
-        return EncodeStage(encoder, cache, pool, connector)
+        stage = EncodeStage(encoder, cache, pool, connector)
+        if options.cache_dir is not None:
+            facts = {"layout": str(pool.layout), **self._facts}
+            stage.keep_in(kept_files(self.settings.model_path, options, EMBEDDINGS_KIND, facts))
+        return stage
 
     def receiver(self, name: str) -> EmbeddingReceiver:
         cache, pool, connector = self._embeddings(name, self._language_model().config)
@@ -276,10 +281,19 @@ class StageBuilder:
         options = self.settings.engine
         options = options if decodes else options.model_copy(update={"enforce_eager": True})
         engine, connector = self._engine(name, self.settings.scheduler, options)
-        if options.cache_dir is not None:
-            facts = {"image_background": self.settings.image_background}
-            engine.keep_in(open_files(self.settings.model_path, options, engine.pools.shape, facts))
+        if options.cache_dir is not None and self._keeps_kv(engine):
+            engine.keep_in(kv_files(self.settings.model_path, options, engine.pools.shape, self._facts))
         return PrefillStage(engine, connector)
+
+    @property
+    def _facts(self) -> Mapping[str, str]:
+        """Returns what changes pictures besides the engine's options."""
+        return {"image_background": self.settings.image_background}
+
+    def _keeps_kv(self, engine: LanguageEngine) -> bool:
+        """Returns whether keys and values are all that is kept of a prompt, and all in this process."""
+        is_shared = self.settings.tensor_parallel.max_size > 1
+        return self.settings.enable_prefix_caching and not is_shared and not engine.kv.spec.keeps_states
 
     def decode(self, name: str) -> DecodeStage:
         settings = self.settings

@@ -33,7 +33,9 @@ from epd.encoders.groups import MediaGroup
 from epd.encoders.reduction.reading import ItemReducer, ItemReduction, Join, Places
 from epd.errors import EPDError, InternalError
 from epd.stages.encode.beside import InTurn, Lane
+from epd.stages.encode.embedding_store import EmbeddingStore
 from epd.stages.encode.encoder_pool import EncoderPool
+from epd.store.piece_files import PieceFiles
 from epd.transfer.connectors import EncoderConnector, Ticket
 from epd.transfer.transfers import Outbox
 
@@ -138,7 +140,7 @@ class EncodeCounts:
     """Counts what a stage has done.
 
     num_batches: calls of the tower.
-    num_patches: of the groups, those of units that were skipped too.
+    num_patches: that were encoded; of units that were skipped, too.
     num_units_skipped: see `FrameEncoder`.
     """
 
@@ -162,9 +164,10 @@ class EncodedBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Holds the jobs of one call of the tower, and why it failed."""
+    """Holds the jobs of one call of the tower, the patches that it took, and why it failed."""
 
     jobs: Sequence[EncodeJob]
+    num_patches: int = 0
     error: Exception | None = None
 
 
@@ -192,6 +195,7 @@ class EncodeStage:
         """Creates a stage whose batches are of as many patches as the encoder takes together."""
         self.cache = cache
         self.counts = EncodeCounts()
+        self.store: EmbeddingStore | None = None
         self.outbox = Outbox(cache)
         self._encoder = encoder
         self._pool = pool
@@ -203,6 +207,19 @@ class EncodeStage:
         self._running: list[EncodeJob] = []  # in the tower
         self._unwanted: set[str] = set()  # transfers of those that were forgotten meanwhile
         self.lane: Lane[_Run] = InTurn()
+
+    def keep_in(self, files: PieceFiles) -> None:
+        """Keeps embeddings in files, from now on, and takes them from there."""
+        self.store = EmbeddingStore(files, self._pool.layout, self._encoder)
+
+    def has(self, key: GroupKey, plan: MediaPlan) -> bool:
+        """Returns whether a group can be offered without its frames."""
+        return self.cache.is_ready(key) or (self.store is not None and self.store.has(key, plan))
+
+    def close(self) -> None:
+        """Ends what runs beside it."""
+        if self.store is not None:
+            self.store.close()
 
     def submit(self, job: EncodeJob) -> None:
         """Queues a job. Raises InfeasibleError when its result would never fit."""
@@ -347,15 +364,22 @@ class EncodeStage:
     def _calls(self, batch: Sequence[EncodeJob], places: Sequence[CachedGroup]) -> list[_Call]:
         """Encodes into the pool; if a batch of several fails, each alone, so that only the culprit does."""
         try:
-            results = self._encoder.encode([self._encoder.patches(job.frames(), job.plan) for job in batch])
+            results, num_patches = self._encode(batch)
             for place, embeddings in zip(places, results, strict=True):
                 self._pool.write(place, embeddings)
         except Exception as error:  # noqa: BLE001 - whatever it is, it costs the group that it belongs to
             if len(batch) > 1:
                 alone = zip(batch, places, strict=True)
                 return [call for job, place in alone for call in self._calls([job], [place])]
-            return [_Call(batch, error)]
-        return [_Call(batch)]
+            return [_Call(batch, error=error)]
+        return [_Call(batch, num_patches)]
+
+    def _encode(self, batch: Sequence[EncodeJob]) -> tuple[list[Embeddings], int]:
+        """Returns embeddings, and how many patches were encoded for them."""
+        if self.store is not None:
+            return self.store.encode(batch)
+        runs = [self._encoder.patches(job.frames(), job.plan) for job in batch]
+        return self._encoder.encode(runs), sum(job.num_patches for job in batch)
 
     def _finish(self) -> list[EncodedBatch]:
         """Commits the batch that was in the tower, if it is over."""
@@ -365,19 +389,19 @@ class EncodeStage:
         batch, self._running = self._running, []
         for call in run.calls:
             if call.error is None:
-                self._commit(call.jobs)
+                self._commit(call)
             else:
                 self._fail(call.jobs[0], call.error)
         self._unwanted.clear()
         num_encoded = sum(len(call.jobs) for call in run.calls if call.error is None)
         return [EncodedBatch(tuple(job.ticket.transfer_id for job in batch), num_encoded, run.seconds)]
 
-    def _commit(self, batch: Sequence[EncodeJob]) -> None:
+    def _commit(self, call: _Call) -> None:
         self.counts.num_batches += 1
-        self.counts.num_groups += len(batch)
-        self.counts.num_patches += sum(job.num_patches for job in batch)
+        self.counts.num_groups += len(call.jobs)
+        self.counts.num_patches += call.num_patches
         self.counts.num_units_skipped = self._encoder.num_skipped
-        for job in batch:
+        for job in call.jobs:
             self.cache.commit(job.key)
             if job.ticket.transfer_id not in self._unwanted:
                 self._pass_on(job)

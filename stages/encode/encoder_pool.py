@@ -37,6 +37,16 @@ class EmbeddingLayout:
     def bytes_per_embedding(self) -> int:
         return self.width * self.dtype.itemsize
 
+    def split(self, rows: Tensor) -> Embeddings:
+        """Returns the embeddings that rows [V, width] hold."""
+        parts = torch.split(rows, self.num_channels, dim=1)
+        return Embeddings(parts[0], tuple(parts[1:]))
+
+
+def joined(embeddings: Embeddings) -> Tensor:
+    """Returns rows, [V, width]."""
+    return torch.cat([embeddings.rows, *embeddings.deepstack], dim=1)
+
 
 @dataclass(frozen=True, slots=True)
 class EncoderPoolShape:
@@ -95,12 +105,11 @@ class EncoderPool:
 
     def write(self, place: CachedGroup, embeddings: Embeddings) -> None:
         """Stores the rows [V, C] of one group."""
-        self._write(place, torch.cat([embeddings.rows, *embeddings.deepstack], dim=1))
+        self._write(place, joined(embeddings))
 
     def read(self, place: CachedGroup) -> Embeddings:
         """Copies the rows [V, C] of one group."""
-        parts = torch.split(self._read(place), self.layout.num_channels, dim=1)
-        return Embeddings(parts[0], tuple(parts[1:]))
+        return self.layout.split(self._read(place))
 
     def copy(self, source: EncoderPool, from_place: CachedGroup, to_place: CachedGroup) -> None:
         """Brings one group over from another pool of the same layout; block sizes may differ."""

@@ -12,45 +12,27 @@ no room, is computed as ever. No question is kept: a prompt's pieces end with it
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 
 import torch
 from torch import Tensor
 
 from epd.engine_config import EngineConfig
-from epd.errors import UnsupportedModelError
 from epd.kv.kv_cache import KVCacheManager
-from epd.models.hub import name_of
 from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
 from epd.stages.engine.sequence import TokenSequence
-from epd.store.namespace import model_digest, namespace
-from epd.store.piece_files import PieceFiles, make_folder
+from epd.stages.kept_files import KV_KIND, kept_files
+from epd.store.piece_files import PieceFiles
 from epd.store.pieces import PIECE_TOKENS, Piece, pieces
+from epd.store.write_behind import WriteBehind
 from epd.types import ceil_div
 
-logger = logging.getLogger(__name__)
-
-NO_FACTS: Mapping[str, str] = {}
 # Pieces of a request that are read ahead of the pools.
 _READ_AHEAD = 4
-# Bytes that wait to be written; what comes on top is not kept.
-_MOST_WAITING = 1 << 28
-
-
-@dataclass(slots=True)
-class StoreCounts:
-    """Counts so far. num_failed: pieces that were expected and not there, or not whole."""
-
-    read_tokens: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    num_failed: int = 0
 
 
 @dataclass(slots=True)
@@ -71,28 +53,15 @@ class KVStore:
     def __init__(
         self, files: PieceFiles, kv: KVCacheManager, pools: KVPools, piece_tokens: int = PIECE_TOKENS
     ) -> None:
-        """piece_tokens: of a piece, made whole blocks.
-
-        Raises UnsupportedModelError for a model that keeps more of a prompt than keys and values.
-        """
-        if kv.spec.num_states or kv.spec.num_windows:
-            what = "a recurrent state" if kv.spec.num_states else "sliding windows"
-            raise UnsupportedModelError(
-                f"received a cache_dir for a model with {what}, of which not all is kept; allowed: none; "
-                "leave cache_dir out"
-            )
-        self.counts = StoreCounts()
-        self._files = files
+        """piece_tokens: of a piece, made whole blocks. kv: keeps nothing but keys and values of prompts."""
         self._kv = kv
         self._pools = pools
         self._piece_tokens = ceil_div(piece_tokens, kv.block_size) * kv.block_size
         self._restores: dict[str, _Restore] = {}
         self._to_keep: dict[str, deque[Piece]] = {}  # of requests that are prefilled, the next one first
         self._reader = ThreadPoolExecutor(1, "read-kv")
-        self._writer = ThreadPoolExecutor(1, "write-kv")
-        self._num_waiting = 0  # bytes that wait for the writer
-        self._waiting = Lock()
-        self._can_write = True
+        self._files = WriteBehind(files, KV_KIND)
+        self.counts = self._files.counts
 
     @property
     def restoring(self) -> set[str]:
@@ -178,8 +147,9 @@ class KVStore:
             return
         while following and following[0].stop <= sequence.scheduled.num_computed:
             piece = following.popleft()
-            if self._can_write and sequence.tokens.is_key is None and piece.key not in self._files:
-                self._write_behind(piece, self._kv_of(sequence.request_id, piece))
+            if self._files.is_open and sequence.tokens.is_key is None and piece.key not in self._files:
+                payload = self._kv_of(sequence.request_id, piece)
+                self._files.add(piece.key, piece.index, payload.numpy().data)
         if not following:
             del self._to_keep[sequence.request_id]
 
@@ -193,25 +163,6 @@ class KVStore:
             taken = pool.storage.index_select(0, ids.to(pool.storage.device))
             parts.append(taken.contiguous().cpu().flatten().view(torch.uint8))
         return torch.cat(parts)
-
-    def _write_behind(self, piece: Piece, payload: Tensor) -> None:
-        with self._waiting:
-            if self._num_waiting + len(payload) > _MOST_WAITING:
-                return
-            self._num_waiting += len(payload)
-        self._writer.submit(self._write, piece, payload)
-
-    def _write(self, piece: Piece, payload: Tensor) -> None:
-        try:
-            written = self._files.write(piece.key, piece.index, payload.numpy().data)
-            self.counts.written_bytes += written
-        except OSError as error:
-            self._can_write = False
-            folder = self._files.folder
-            logger.warning("keys and values are kept in %s no longer: %s", folder, error.strerror)
-        finally:
-            with self._waiting:
-                self._num_waiting -= len(payload)
 
     # Both
 
@@ -234,29 +185,14 @@ class KVStore:
     def close(self) -> None:
         """Ends the threads, once what waits is written."""
         self._reader.shutdown(wait=False, cancel_futures=True)
-        self._writer.shutdown()
+        self._files.close()
 
 
-def open_files(
-    model: Path, options: EngineConfig, shape: KVPoolsShape, facts: Mapping[str, str] = NO_FACTS
-) -> PieceFiles:
-    """Opens the files of a model's keys and values in `options.cache_dir`.
-
-    facts: whatever else changes them. Raises RequestError for a folder that cannot be written.
-    """
-    assert options.cache_dir is not None
-    folder = options.cache_dir.expanduser()
-    about = {
-        "layouts": "; ".join(str(layout) for layout in shape.layouts),
-        "block_size": str(shape.block_size),
-        "model_impl": options.model_impl,
-        "visual": options.visual_text,
-        **facts,
-    }
-    make_folder(folder)
-    digests = {f"lora {each.name}": model_digest(each.path, folder) for each in options.adapters}
-    name = namespace({**about, **digests, "weights": model_digest(model, folder)})
-    return PieceFiles(folder, name, options.cache_bytes, {"model": name_of(model), **about})
+def kv_files(model: Path, options: EngineConfig, shape: KVPoolsShape, facts: Mapping[str, str]) -> PieceFiles:
+    """Opens the files of a model's keys and values: see `kept_files`."""
+    layouts = "; ".join(str(layout) for layout in shape.layouts)
+    own = {"layouts": layouts, "block_size": str(shape.block_size), "model_impl": options.model_impl}
+    return kept_files(model, options, KV_KIND, {**own, **facts})
 
 
 def _is_kept(sequence: TokenSequence) -> bool:

@@ -6,6 +6,7 @@ Modules: `epd/store/namespace.py`.
 from __future__ import annotations
 
 import os
+import tracemalloc
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from epd.errors import RequestError
 from epd.serve_app.cli.program import app
 from epd.store.namespace import model_digest, namespace
-from epd.store.piece_files import PieceFiles, remove_oldest, stored
+from epd.store.piece_files import PieceFiles, is_whole, remove_oldest, stored
 
 _ROOM = 1 << 20
 
@@ -162,6 +163,20 @@ def test_the_command_lists_verifies_and_removes(tmp_path: Path) -> None:
     assert len(list(stored(tmp_path / "one"))) == 0
     assert len(list(stored(tmp_path / "two"))) == 3
     assert remove_oldest(tmp_path, 0) == 0
+
+
+def test_verifying_holds_a_part_of_a_file(tmp_path: Path) -> None:
+    size = 16 << 20
+    files = files_in(tmp_path, room=2 * size)
+    put(files, 1, size=size)
+    (file,) = stored(tmp_path)
+    tracemalloc.start()
+    assert is_whole(file.path)
+    assert tracemalloc.get_traced_memory()[1] < size / 4
+    tracemalloc.stop()
+    with file.path.open("ab") as longer:
+        longer.write(b"x")
+    assert not is_whole(file.path)
 
 
 def test_the_command_refuses_what_is_no_folder(tmp_path: Path) -> None:

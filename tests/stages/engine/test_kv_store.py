@@ -16,7 +16,7 @@ from epd.encoders.groups import prompt_identity
 from epd.engine_config import EngineConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
-from epd.stages.engine.kv_store import open_files
+from epd.stages.engine.kv_store import kv_files
 from epd.store.piece_files import PieceFiles, stored
 from tests.stages.conftest import Subject, check
 from tests.stages.prompts import MAX_TOKENS, Drive
@@ -185,5 +185,5 @@ def test_an_adapters_name_hides_no_other_fact(a_family: Subject, tmp_path: Path)
     shape, modules = a_family.engine().pools.shape, frozenset([f"visual={tmp_path / 'adapter'}"])
     for skip_static in (0.0, 0.5):
         options = EngineConfig(cache_dir=tmp_path / "kept", lora_modules=modules, skip_static=skip_static)
-        open_files(tmp_path / "model", options, shape)
+        kv_files(tmp_path / "model", options, shape, {})
     assert sum(each.is_dir() for each in (tmp_path / "kept").iterdir()) == 2

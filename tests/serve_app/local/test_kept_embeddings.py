@@ -1,0 +1,65 @@
+"""Embeddings on disk where keys and values cannot be: another life of a server encodes nothing again.
+
+Modules: `stages/encode/embedding_store.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+
+from epd.engine_config import EngineConfig
+from epd.serve_app.cli.own_model import OwnConversation, open_model
+from epd.serve_app.local.own_service import OwnService
+from tests.encoders.tiny_gemma import build_gemma3
+from tests.tiny_models import build_qwen3_5
+
+_OPTIONS: dict[str, Any] = {"max_tokens": 8, "frames": 12}
+
+
+def asked(service: OwnService, medium: Path, question: str) -> tuple[str, float]:
+    """The answer, and the patches that were encoded for it."""
+    before = service.counters().get("encoded_patches", 0)
+    text = OwnConversation(service, [medium], **_OPTIONS).ask(question).text
+    return text, service.counters()["encoded_patches"] - before
+
+
+def remuxed(path: Path, to: Path) -> Path:
+    """The same packets in another container."""
+    with av.open(str(path)) as source, av.open(str(to), "w") as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(source.streams.video[0]):
+            if packet.dts is not None:
+                packet.stream = stream
+                target.mux(packet)
+    return to
+
+
+@pytest.mark.parametrize("kind", ["recurrent states", "sliding windows"])
+def test_another_life_encodes_nothing(kind: str, tmp_path: Path, media: dict[str, Path]) -> None:
+    """Another question, also about a copy in another container."""
+    build, medium = (build_qwen3_5, media["video"])
+    if kind == "sliding windows":
+        build, medium = build_gemma3, media["image"]
+    model = build(tmp_path / "model")
+    config = EngineConfig(cache_dir=tmp_path / "kept")
+    with open_model(model, EngineConfig()) as plain:
+        expected = [asked(plain, medium, question)[0] for question in ("What?", "And where?")]
+    with open_model(model, config) as first:
+        text, num_patches = asked(first, medium, "What?")
+        assert text == expected[0]
+        assert num_patches > 0
+    with open_model(model, config) as second:
+        assert asked(second, medium, "And where?") == (expected[1], 0)
+        assert second.counters()["store_read_embeddings"] > 0
+        if kind == "recurrent states":
+            assert asked(second, remuxed(medium, tmp_path / "copy.mkv"), "What?") == (expected[0], 0)
+    damaged = max((tmp_path / "kept").glob("*/??/*"), key=lambda path: path.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    with open_model(model, config) as third:
+        text, again = asked(third, medium, "And where?")
+        assert text == expected[1]
+        assert 0 < again <= num_patches

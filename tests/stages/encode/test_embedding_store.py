@@ -1,0 +1,171 @@
+"""Embeddings on disk: another life of an encoder encodes only units whose pixels no earlier one had.
+
+Modules: `epd/store/write_behind.py`, `stages/kept_files.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from epd.encoders.groups import MediaGroup, plan_groups, salted
+from epd.store.piece_files import PieceFiles, stored
+from tests.encoders.families import Clip, Family, Picture
+from tests.stages.encode.workers import SAMPLING, Workers, clip_of, merged, noise
+
+
+def life(family: Family, folder: Path, skip_static: float | None = None) -> Workers:
+    """An encoder with nothing in memory, over a folder."""
+    workers = Workers(family, 1, skip_static=skip_static)
+    workers.encoders[0].keep_in(PieceFiles(folder, "tests", 1 << 30, {}))
+    return workers
+
+
+def groups_of(
+    family: Family, media: Sequence[Picture | Clip], name: str = "item", salt: str = "", units: int = 2
+) -> list[MediaGroup]:
+    plans = [family.plan(item, SAMPLING) for item in media]
+    hashes = [salted(f"{name} {index}", salt) for index in range(len(media))]
+    tokens = units * plans[0].tokens_per_unit
+    return plan_groups(plans, hashes, model="tiny", group_tokens=tokens, cache_salt=salt)
+
+
+def run(workers: Workers, media: Sequence[Picture | Clip], groups: Sequence[MediaGroup]) -> int:
+    """Encodes as an encoder that keeps nothing does. Returns the patches that it took."""
+    family, (encoder,) = workers.family, workers.encoders
+    plans = [family.plan(item, SAMPLING) for item in media]
+    before = encoder.counts.num_patches
+    results = workers.encode(media, groups)
+    plain = Workers(family, 1)
+    expected = merged(family.adapter, plans, plain.encode(media, groups))
+    for ours, theirs in zip(merged(family.adapter, plans, results), expected, strict=True):
+        for mine, other in zip((ours.rows, *ours.deepstack), (theirs.rows, *theirs.deepstack), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    encoder.close()
+    workers.check()
+    return encoder.counts.num_patches - before
+
+
+def patches(groups: Sequence[MediaGroup]) -> int:
+    return sum(group.plan.grid.num_patches for group in groups)
+
+
+@pytest.fixture
+def clip(family: Family) -> Clip:
+    return clip_of(family)
+
+
+def test_a_second_life_encodes_and_reads_no_frame(family: Family, clip: Clip, tmp_path: Path) -> None:
+    media = [clip, Picture(noise(56, 56, 3, seed=2))]
+    groups = groups_of(family, media)
+    assert run(life(family, tmp_path), media, groups) == patches(groups)
+    again = life(family, tmp_path)
+    assert all(again.encoders[0].has(group.spec.key, group.plan) for group in groups)
+    assert run(again, media, groups) == 0
+    assert again.frames_asked == []
+    assert again.encoders[0].store is not None
+    counts = again.encoders[0].store.counts
+    assert counts.read_tokens == sum(group.spec.num_embeddings for group in groups)
+    assert counts.num_failed == 0
+
+
+def test_equal_pixels_are_encoded_once_whatever_file_they_came_in(
+    family: Family, clip: Clip, tmp_path: Path
+) -> None:
+    """Under another name, in other groups, within one group, and in one batch."""
+    groups = groups_of(family, [clip], "first")
+    run(life(family, tmp_path), [clip], groups)
+    copy = groups_of(family, [clip], "remuxed", units=3)
+    again = life(family, tmp_path)
+    assert not any(again.encoders[0].has(group.spec.key, group.plan) for group in copy)
+    assert run(again, [clip], copy) == 0
+    assert len(again.frames_asked) == len(copy)
+    still = Clip(255 - clip.frames[:1].expand_as(clip.frames), clip.fps)
+    stills = groups_of(family, [still], "still")
+    assert run(life(family, tmp_path), [still], stills) == stills[0].plan.part(0, 1).grid.num_patches
+
+
+def test_drawn_ranges_encode_only_units_that_no_earlier_request_had(
+    family: Family, clip: Clip, tmp_path: Path
+) -> None:
+    """200 of them in all families, of which many begin at an odd frame, or end within a unit."""
+    draw, seen = random.Random(47), set[bytes]()
+    for number in range(34):
+        start = draw.randrange(len(clip.frames) - 1)
+        part = Clip(clip.frames[start : draw.randrange(start + 1, len(clip.frames)) + 1], clip.fps)
+        groups, needed = groups_of(family, [part], f"range {number}"), 0
+        workers = life(family, tmp_path)
+        for group in groups:
+            frames = workers.frames([part], group)
+            for unit in range(group.plan.num_units):
+                pixels = frames[slice_of(group, unit)].numpy().tobytes()
+                if pixels not in seen:
+                    seen.add(pixels)
+                    needed += group.plan.part(unit, unit + 1).grid.num_patches
+        before = workers.encoders[0].counts.num_patches
+        workers.encode([part], groups)
+        workers.encoders[0].close()
+        assert workers.encoders[0].counts.num_patches - before == needed
+
+
+def slice_of(group: MediaGroup, unit: int) -> slice:
+    frames = group.plan.frame_range(unit, unit + 1)
+    return slice(frames.start, frames.stop)
+
+
+def test_a_salt_shares_with_its_own_alone(family: Family, clip: Clip, tmp_path: Path) -> None:
+    plain, mine = groups_of(family, [clip]), groups_of(family, [clip], salt="mine")
+    run(life(family, tmp_path), [clip], plain)
+    assert run(life(family, tmp_path), [clip], mine) == patches(mine)
+    assert run(life(family, tmp_path), [clip], groups_of(family, [clip], "copy", "mine")) == 0
+    assert run(life(family, tmp_path), [clip], groups_of(family, [clip], "copy", "other")) == patches(plain)
+
+
+def test_units_that_depend_on_others_are_kept_by_group(family: Family, clip: Clip, tmp_path: Path) -> None:
+    """Where a unit is compared with the one before it, within a tolerance."""
+    groups = groups_of(family, [clip])
+    for name, units, expected in (("first", 2, patches(groups)), ("copy", 2, 0), ("cut", 5, patches(groups))):
+        workers = life(family, tmp_path, skip_static=1e-6)
+        assert run(workers, [clip], groups_of(family, [clip], name, units=units)) == expected
+
+
+@pytest.mark.parametrize("damage", ["cut off", "missing", "one bit"])
+def test_what_is_damaged_is_encoded_again(family: Family, clip: Clip, tmp_path: Path, damage: str) -> None:
+    groups = groups_of(family, [clip])
+    run(life(family, tmp_path), [clip], groups)
+    unit = groups[0].plan.part(0, 1).grid.num_patches
+    path = max((each for each in stored(tmp_path)), key=lambda each: each.num_bytes).path
+    if damage == "missing":
+        path.unlink()
+    elif damage == "cut off":
+        os.truncate(path, 100)
+    else:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    assert run(life(family, tmp_path), [clip], groups) == unit
+    assert run(life(family, tmp_path), [clip], groups) == 0
+
+
+def test_a_disk_that_is_full_ends_writing_alone(
+    family: Family,
+    clip: Clip,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(PieceFiles, "write", full)
+    groups = groups_of(family, [clip])
+    assert run(life(family, tmp_path), [clip], groups) == patches(groups)
+    assert not list(stored(tmp_path))
+    assert [each.message for each in caplog.records if "no longer" in each.message] == [
+        f"embeddings are kept in {tmp_path} no longer: No space left on device"
+    ]
