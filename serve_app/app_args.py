@@ -400,9 +400,8 @@ class AppArgs(EngineConfig):
         paths = {name: (folder := getattr(self, name)) and folder.resolve() for name in names}
         found = find_model(self.model, self.revision, self.hub)
         # A model of the hub keeps its name, and gets the commit: each machine has a cache of its own.
-        is_folder = isinstance(found, Path)
         model: dict[str, object] = (
-            {"model": path.resolve()} if is_folder else {"revision": found.pinned(path)}
+            {"model": path.resolve()} if isinstance(found, Path) else {"revision": found.pinned(path)}
         )
         if self.lora_modules:
             model["lora_modules"] = frozenset(str(each.resolved()) for each in self.adapters)

@@ -1,4 +1,4 @@
-"""Downloads a model of the Hugging Face Hub into the cache. Imports huggingface_hub: the first need does.
+"""Downloads a model of a hub into its cache. Imports huggingface_hub: the first need does.
 
 Only files that are read come: configurations, the tokenizer, and the weights that `folder.py` chooses.
 """
@@ -11,11 +11,15 @@ from pathlib import Path
 from huggingface_hub import HfApi, errors, snapshot_download
 
 from epd.errors import EPDError, ModelError, ModelNotFoundError
+from epd.models import modelscope_download
 from epd.models.hub import SMALL, HubModel, cache_folder, check_room, weights_of
+from epd.models.modelscope import ModelScopeModel
 
 
 def download(model: HubModel) -> Path:
     """Returns the model's folder in the cache, complete. Raises EPDError as `HubModel.fetched`."""
+    if isinstance(model, ModelScopeModel):
+        return modelscope_download.download(model)
     try:
         listed = HfApi().model_info(model.name, revision=model.revision, files_metadata=True).siblings
         sizes = {each.rfilename: int(each.size or 0) for each in listed or ()}

@@ -70,9 +70,9 @@ class HubModel:
         Raises ModelError for a name, revision or format that is none, ModelNotFoundError where the hub cannot
         be reached, StorageFullError where the disk has no room.
         """
-        return self.cached() or self._downloaded()
-
-    def _downloaded(self) -> Path:
+        found = self.cached()
+        if found is not None:
+            return found
         from epd.models.download import download  # huggingface_hub, a quarter of a second
 
         return download(self)

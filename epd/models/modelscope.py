@@ -45,8 +45,3 @@ class ModelScopeModel(HubModel):
 
     def pinned(self, _folder: Path) -> str:
         return self.revision
-
-    def _downloaded(self) -> Path:
-        from epd.models.modelscope_download import download  # httpx, a tenth of a second
-
-        return download(self)

@@ -144,7 +144,7 @@ class FusedDecoder:
 
     def warm_up(self, caches: tuple[Tensor, Tensor]) -> None:
         """Launches every kernel of a layer, so that no request waits for one; what is in the caches stays."""
-        layer = next(each for each in self._layers.layers if self._writes(each, caches))
+        layer = next(self._writing(caches))
         model = self._model_of(layer)
         held, dtype = [cache[0, 0].clone() for cache in caches], caches[0].dtype
         weight = layer.attention_norm.weight
@@ -160,11 +160,12 @@ class FusedDecoder:
         for cache, values in zip(caches, held, strict=True):
             cache[0, 0] = values
 
-    def _writes(self, layer: DecoderLayer | DeltaLayer, caches: tuple[Tensor, Tensor]) -> bool:
-        """Reports whether a layer writes keys and values of the heads that these caches have."""
-        if isinstance(layer, DeltaLayer) or layer.borrows:
-            return False
-        return self._model_of(layer).heads[1:] == caches[0].shape[2:]
+    def _writing(self, caches: tuple[Tensor, Tensor]) -> Iterator[DecoderLayer]:
+        """Yields the layers that write keys and values of the heads that these caches have."""
+        for layer in self._layers.layers:
+            heads = self._model_of(layer).heads[1:]
+            if isinstance(layer, DecoderLayer) and not layer.borrows and heads == caches[0].shape[2:]:
+                yield layer
 
     def _model_of(self, layer: DecoderLayer | DeltaLayer) -> TextModel:
         """Returns the positions and the heads of a layer."""

@@ -88,7 +88,7 @@ class LayerEmbeddings:
         """Returns [T, L, P] of token ids, int64 [T], and rows [T, C]. visual_rows: int64 [V]."""
         ids = token_ids.index_fill(0, visual_rows, self.padding)
         by_row, by_sum = self.scales
-        projected = (self.project(hidden) * by_row).unflatten(1, (-1, len(self.norm.weight)))
+        projected = (self.project(hidden) * by_row).view(len(hidden), -1, len(self.norm.weight))
         return (self.norm(projected) + self.embed(ids).view_as(projected)) * by_sum
 
 

@@ -1,6 +1,6 @@
 """A model by its name at ModelScope: from its client's cache, or by a download of the files that are read.
 
-Modules: epd/models/modelscope.py, epd/models/modelscope_download.py
+Modules: `epd/models/modelscope_download.py`.
 """
 
 from __future__ import annotations

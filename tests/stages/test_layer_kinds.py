@@ -34,7 +34,7 @@ def test_preemption_changes_no_token(other_layers: Subject, mode: str, caching: 
     longest = max(len(prompt.plan) for prompt in other_layers.prompts)
     config = SchedulerConfig(max_chunk_tokens=32, preemption=mode)  # type: ignore[arg-type]
     engine = other_layers.engine(
-        config=config, block_size=4, num_kv_tokens=2 * longest + 24, enable_prefix_caching=caching
+        config=config, block_size=4, num_kv_tokens=longest + 48, enable_prefix_caching=caching
     )
     for seed in range(2):
         check(other_layers, Drive(engine, seed), 12)

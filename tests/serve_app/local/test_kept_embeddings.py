@@ -1,7 +1,4 @@
-"""Embeddings on disk where keys and values cannot be: another life of a server encodes nothing again.
-
-Modules: `stages/encode/embedding_store.py`.
-"""
+"""Embeddings on disk where keys and values cannot be: another life of a server encodes nothing again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Names of what is kept: equal for equal inputs alone, over all pairs of some requests.
 
-Modules: `epd/store/pieces.py`, `epd/store/namespace.py`, `stages/encode/embedding_store.py`.
+Modules: `epd/store/pieces.py`, `epd/store/namespace.py`.
 """
 
 from __future__ import annotations
