@@ -175,22 +175,24 @@ def _is_plain(config: Any) -> bool:
     return config.hidden_act in ("silu", "swish") and kind in _STATIC_ROPE
 
 
-def _has_known_modules(decoder: nn.Module) -> bool:
+def _has_known_modules(decoder: Any) -> bool:
     """Reports whether the decoder consists of what we compute, and of nothing else."""
     if _children(decoder) not in (_MODULES, _MODULES | _EMBEDDINGS):
         return False
     layers: Any = decoder.layers
     has_attention = any(hasattr(layer, "self_attn") for layer in layers)
+    is_mixed = decoder.config.model_type in MIXED_HEADS
     return has_attention and all(
-        _has_known_mixer(layer) and _children(layer.mlp) - {"act_fn"} in (_DENSE, _SPARSE, _SHARED)
+        _has_known_mixer(layer, is_mixed=is_mixed)
+        and _children(layer.mlp) - {"act_fn"} in (_DENSE, _SPARSE, _SHARED)
         for layer in layers
     )
 
 
-def _has_known_mixer(layer: Any) -> bool:
+def _has_known_mixer(layer: Any, *, is_mixed: bool) -> bool:
     if _children(layer) == _LAYER_MODULES | {"linear_attn"}:
         return _children(layer.linear_attn) == _DELTA
-    if layer.self_attn.config.model_type in MIXED_HEADS:
+    if is_mixed:
         norms = _LAYER_MODULES | _MORE_NORMS | {"self_attn"}
         return _children(layer) - _EMBEDDING - _BESIDE == norms
     known = (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS)
