@@ -101,7 +101,7 @@ export class Timeline {
     const step = STEPS.find((one) => end / one <= maxTicks) ?? 600;
     for (let at = 0; at <= end; at += step) {
       drawing.append(svg("line", { x1: x(at), x2: x(at), y1: 16, y2: height, class: "grid" }));
-      if (x(end) - x(at) < TICK / 2) continue; // it would be cut
+      if (x(end) - x(at) < 0.75 * TICK) continue; // it would be cut
       drawing.append(svg("text", { x: x(at) + 3, y: 12 }, `${Number(at.toFixed(2))} s`));
     }
   }
