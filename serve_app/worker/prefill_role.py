@@ -271,7 +271,7 @@ class PrefillRole:
                 "generated_tokens": engine.counts.num_generated_tokens,
                 "preemptions": engine.scheduler.num_preempted,
                 **drafting_counters(engine.counts),
-                **({} if engine.store is None else store_counters(engine.store.counts, "tokens")),
+                **({} if engine.store is None else store_counters(engine.store.counts, "store_read_tokens")),
                 "encoder_cache_hits": cache.counts.hits,
                 "encoder_cache_misses": cache.counts.misses,
             },

@@ -242,7 +242,11 @@ class EncodeRole:
                 "encoded_patches": counts.num_patches,
                 "encode_batches": counts.num_batches,
                 "units_skipped": counts.num_units_skipped,
-                **({} if self.stage.store is None else store_counters(self.stage.store.counts, "embeddings")),
+                **(
+                    {}
+                    if self.stage.store is None
+                    else store_counters(self.stage.store.counts, "store_read_embeddings")
+                ),
             },
         )
 
@@ -342,10 +346,10 @@ def _tensor(frames: UInt8Array) -> Tensor:
     return torch.from_numpy(frames if frames.flags.writeable else frames.copy())
 
 
-def store_counters(counts: StoreCounts, kind: str) -> dict[str, float]:
-    """Returns what was read and written of what is kept on disk. kind: of it."""
+def store_counters(counts: StoreCounts, read: str) -> dict[str, float]:
+    """Returns what was read and written of what is kept on disk. read: name of the counter of what was read."""
     return {
-        f"store_read_{kind}": counts.read_tokens,
+        read: counts.read_tokens,
         "store_read_bytes": counts.read_bytes,
         "store_written_bytes": counts.written_bytes,
         "store_failures": counts.num_failed,
