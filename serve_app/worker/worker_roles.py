@@ -231,7 +231,7 @@ class EncodeRole:
         return RemainingWork(not self.has_work(), waiting=tuple(self.stage.waiting_transfers))
 
     def load(self) -> WorkerLoad:
-        cache, counts = self.stage.cache, self.stage.counts
+        cache, counts, store = self.stage.cache, self.stage.counts, self.stage.store
         return WorkerLoad(
             num_waiting=self.stage.num_waiting,
             num_running=len(self.stage.outbox),
@@ -242,11 +242,7 @@ class EncodeRole:
                 "encoded_patches": counts.num_patches,
                 "encode_batches": counts.num_batches,
                 "units_skipped": counts.num_units_skipped,
-                **(
-                    {}
-                    if self.stage.store is None
-                    else store_counters(self.stage.store.counts, "store_read_embeddings")
-                ),
+                **({} if store is None else store_counters(store.counts, "store_read_embeddings")),
             },
         )
 
@@ -347,7 +343,7 @@ def _tensor(frames: UInt8Array) -> Tensor:
 
 
 def store_counters(counts: StoreCounts, read: str) -> dict[str, float]:
-    """Returns what was read and written of what is kept on disk. read: name of the counter of what was read."""
+    """Returns what was read and written of what is kept on disk. read: name of what is read."""
     return {
         read: counts.read_tokens,
         "store_read_bytes": counts.read_bytes,
