@@ -20,6 +20,7 @@ from epd.serve_app.worker.worker_core import stages_of
 from epd.serve_app.worker.worker_stages import StageBuilder, WorkerSettings
 from epd.stages import memory_sizing
 from epd.stages.engine.kv_pool import KVPoolsShape
+from epd.stages.engine.model_runner import kv_layouts
 from epd.stages.engine.setup import kv_shape
 from epd.stages.loading.weights import load_role
 from epd.stages.memory_sizing import (
@@ -331,7 +332,7 @@ def test_recurrent_states_are_taken_off_the_room_of_tokens(
     arguments = (family.model, None, family.adapter, GENERATION, ON_GPU)
     without = measured_kv_tokens(*arguments, LargestPasses(4096, 2048))
     num_tokens = measured_kv_tokens(*arguments, LargestPasses(4096, 2048, num_seqs=64))
-    layout = memory_sizing.kv_layouts(family.model)[0][0]
+    ((layout, _),) = kv_layouts(family.model)
     tails, matrices = 6 * 3 * 128 * 4, 6 * 4 * 16 * 16 * 4
     assert layout.num_layers == 2
     assert without is not None

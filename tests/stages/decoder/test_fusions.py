@@ -83,7 +83,7 @@ def compare_rotation(heads: tuple[int, int, int], has_norms: bool, dtype: torch.
     ours = ours.to(device, dtype)
     norms = (RmsNorm.of(weights[0].float(), 1e-5), RmsNorm.of(weights[1].float(), 1e-5))
     plain = norm_rotate_write(
-        qkv.clone().float(), heads, norms if has_norms else None, rotations_of(angles, torch.float32),
+        qkv.clone().float(), heads, norms if has_norms else (), rotations_of(angles, torch.float32),
         (theirs[:, 1, 0], theirs[:, 1, 1]), slots,
     )  # fmt: skip
     split = qkv.to(device, copy=True).view(5, -1, dim)
