@@ -7,35 +7,17 @@ from collections.abc import Mapping
 # Of each field of ChatRequest, in its order, in Markdown.
 HONOURED: Mapping[str, str] = {
     "model": "one of `/v1/models`, by default the first",
-    "messages": (
-        "the conversation: roles system (or developer), user, assistant, tool and function; a "
-        "user's media stand where their parts do"
-    ),
     "stream": (
         "server-sent events, with a comment while nothing comes; the reason of an end comes with the "
         "last text, as vLLM's"
     ),
-    "stream_options": "`include_usage`: tokens in the last event; `continuous_usage_stats`: in every event",
-    "max_completion_tokens": (
-        "longest answer, tokens; without it the checkpoint's `max_new_tokens`, else up to the "
-        "context's end (below)"
-    ),
-    "max_tokens": "the old name of it",
-    "n": "independent answers, at most 128",
     "temperature": "0 is greedy; by default as the checkpoint's generation configuration",
     "top_p": "as OpenAI's",
     "presence_penalty": "as OpenAI's",
     "frequency_penalty": "as OpenAI's",
     "seed": "of the draws; the same gives the same answer",
     "stop": "strings that end the answer",
-    "logprobs": "of each token",
-    "top_logprobs": "at most 20; 0 without `logprobs` asks for nothing",
-    "response_format": "`text`, `json_object`, `json_schema`: see structured output below",
     "structured_outputs": "vLLM's: one of `json`, `json_object`, `regex`, `choice`, `grammar`",
-    "tools": "functions that the answer may call: see tools below",
-    "tool_choice": "`none`, `auto`, `required`, or one function by its name",
-    "parallel_tool_calls": "whether `required` allows several calls; by default it does",
-    "modalities": "`text` alone",
     "top_k": "as vLLM's",
     "min_p": "as vLLM's",
     "repetition_penalty": "as vLLM's",
@@ -48,6 +30,28 @@ HONOURED: Mapping[str, str] = {
         "as vLLM's: these words, at most 512 of 8,192 characters, are not in the answer as the tokenizer "
         "writes them, with or without a space before; see below"
     ),
+    "priority": "the lower, the sooner, as vLLM's; below 0 with the admin key",
+    "cache_salt": (
+        "as vLLM's: what is cached is shared only with requests of the same salt, at most 1,024 characters"
+    ),
+    "messages": (
+        "the conversation: roles system (or developer), user, assistant, tool and function; a "
+        "user's media stand where their parts do"
+    ),
+    "stream_options": "`include_usage`: tokens in the last event; `continuous_usage_stats`: in every event",
+    "max_completion_tokens": (
+        "longest answer, tokens; without it the checkpoint's `max_new_tokens`, else up to the "
+        "context's end (below)"
+    ),
+    "max_tokens": "the old name of it",
+    "n": "independent answers, at most 128",
+    "logprobs": "of each token",
+    "top_logprobs": "at most 20; 0 without `logprobs` asks for nothing",
+    "response_format": "`text`, `json_object`, `json_schema`: see structured output below",
+    "tools": "functions that the answer may call: see tools below",
+    "tool_choice": "`none`, `auto`, `required`, or one function by its name",
+    "parallel_tool_calls": "whether `required` allows several calls; by default it does",
+    "modalities": "`text` alone",
     "mm_processor_kwargs": (
         "`fps` or `num_frames` of videos, or `do_sample_frames` false: every frame; `min_pixels`, "
         "`max_pixels` or `size` of images and frames, `cap_pixels_per_frame`, see below"
@@ -59,10 +63,6 @@ HONOURED: Mapping[str, str] = {
     "chat_template_kwargs": (
         "variables of the model's chat template, such as `add_vision_id`; as vLLM's: one that the template "
         "does not read changes nothing, one that rendering itself takes is refused"
-    ),
-    "priority": "the lower, the sooner, as vLLM's; below 0 with the admin key",
-    "cache_salt": (
-        "as vLLM's: what is cached is shared only with requests of the same salt, at most 1,024 characters"
     ),
     "epd": (
         "`fps`, `num_frames`, `start_s`, `end_s` of videos, `retention`, `reduction`, "

@@ -91,7 +91,7 @@ def test_the_documents_say_of_every_field_what_happens() -> None:
 
 
 def test_every_field_that_is_done_is_documented_and_tested() -> None:
-    assert HONOURED.keys() == ChatRequest.model_fields.keys()
+    assert list(HONOURED) == list(ChatRequest.model_fields)
     for name in HONOURED:
         path = Path(__file__).with_name(TESTS.get(name, "test_completions.py"))
         assert name in path.read_text(encoding="utf-8"), f"{path.name} does not mention {name}"
