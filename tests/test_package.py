@@ -193,7 +193,7 @@ _OPTIONAL = {"opentelemetry"}  # `--otlp-endpoint` says which package it needs
 def test_what_is_imported_is_declared() -> None:
     """Else it works only where something else has brought it along."""
     extras = _PROJECT["optional-dependencies"]
-    lines = [*_PROJECT["dependencies"], *extras["local"], *extras["serve"]]
+    lines = [*_PROJECT["dependencies"], *extras["local"], *extras["serve"], *extras["cloud"], *extras["data"]]
     declared = {_normal(re.split(r"[\[><=; ]", line)[0]) for line in lines}
     known, ours = packages_distributions(), {*PACKAGES, *sys.stdlib_module_names, *_OPTIONAL}
     imported = {name for path in _listed(*PACKAGES) if path.endswith(".py") for name in _imports(ROOT / path)}
