@@ -50,7 +50,7 @@ def test_any_other_name_is_a_folder() -> None:
 def test_an_embedded_model_says_what_it_knows(tmp_path: Path) -> None:
     """Its card does, and so does the card of a copy. Published models have no such field."""
     assert [knowledge_of(embedded_model_path(name)) for name in embedded_models()] == [
-        "drawn shapes and nothing else"
+        "the shapes that `epd demo` draws, and nothing else"
     ] * len(embedded_models())
     card = tmp_path / "MODEL_CARD.md"
     assert knowledge_of(tmp_path) is None

@@ -129,7 +129,7 @@ class _Program(TyperGroup):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        with _told(), _extras_named():
+        with _told(), _imports_told():
             return super().invoke(ctx)
 
 
@@ -145,8 +145,8 @@ def _told() -> Iterator[None]:
 
 
 @contextmanager
-def _extras_named() -> Iterator[None]:
-    """Raises RequestError where the block needs a package that an extra brings, and that is not installed."""
+def _imports_told() -> Iterator[None]:
+    """Raises RequestError where the block needs an extra's package, or a library that does not load."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -156,6 +156,13 @@ def _extras_named() -> Iterator[None]:
         raise RequestError(
             f"this command needs the package {package}, which is not installed; "
             f"install epd-vlm with {_EXTRAS[package]}"
+        ) from error
+    except ImportError as error:
+        if "shared object" not in str(error):
+            raise
+        raise RequestError(
+            f"a library cannot be loaded ({error}); where ulimit -v limits "
+            "memory, raise it; else install the library that it names"
         ) from error
 
 

@@ -166,7 +166,8 @@ def _wait(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop) -> _T:
 
 async def _started(args: AppArgs) -> tuple[Orchestrator, ApiSettings]:
     media = media_settings(args)
-    media = replace(media, fetch=replace(media.fetch, max_bytes=_ANY_BYTES), opens_early=False)
+    fetch = replace(media.fetch, max_bytes=_ANY_BYTES, trusts_urls=True)
+    media = replace(media, fetch=fetch, opens_early=False)
     service, settings = create_service(args, create_fleet(args, media))
     try:
         await service.start()

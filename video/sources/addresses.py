@@ -78,7 +78,7 @@ def checked_addresses(
     if refused:
         raise MediaForbiddenError(
             f"the host {host} resolves to {refused[0]}, which is not a public address; "
-            "allowed: public addresses and allowed_hosts; add the host to allowed_hosts if it is meant"
+            "allowed: public addresses, and hosts of --allowed-media-hosts; name it there if it is meant"
         )
     return addresses[:MAX_ADDRESSES]
 

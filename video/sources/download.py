@@ -37,9 +37,11 @@ class Download:
         self._connection: PinnedConnection | None = None
         self._ended = threading.Event()
         self._is_cancelled = False
+        self._trusted_host: str | None = None
 
     def run(self, url: str, sink: Sink) -> None:
         """Writes the body. Raises MediaError, CancelledError, and what the sink raises."""
+        self._trusted_host = _split(url).hostname if self._policy.trusts_urls else None
         watchdog = threading.Thread(target=self._watch, name="media-watchdog", daemon=True)
         watchdog.start()
         try:
@@ -122,14 +124,14 @@ class Download:
         return (PinnedTLSConnection if is_tls else PinnedConnection)(host, port, addresses, self._left_s())
 
     def _check_host(self, host: str) -> bool:
-        """Returns whether the host is on the allow-list. Raises MediaForbiddenError if a list omits it."""
+        """Returns whether the host may be private. Raises MediaForbiddenError if an allow-list omits it."""
         allowed = self._policy.allowed_hosts
         if allowed is None:
-            return False
+            return host == self._trusted_host
         name = host.lower().rstrip(".")
         if not any(name == one or (one.startswith(".") and name.endswith(one)) for one in allowed):
             raise MediaForbiddenError(
-                f"received the host {host}; allowed: {sorted(allowed)}; add it to allowed_hosts"
+                f"received the host {host}; allowed: {sorted(allowed)}; name it in --allowed-media-hosts"
             )
         return True
 

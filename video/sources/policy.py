@@ -15,6 +15,8 @@ class FetchPolicy:
 
     allowed_hosts: None allows every host with public addresses; a set allows only its hosts, which may have
         private addresses. A name that begins with a dot stands for every host below it.
+    trusts_urls: whether a URL that is asked for may have a private address, since who runs this process wrote
+        it. What it redirects to may not.
     media_folder: the only folder that local files are read from; None reads no local file.
     uploads_folder: where the files are that clients have uploaded; a request cannot name a path in it.
     max_s: time limit of one download.
@@ -22,6 +24,7 @@ class FetchPolicy:
     """
 
     allowed_hosts: frozenset[str] | None = None
+    trusts_urls: bool = False
     media_folder: Path | None = None
     uploads_folder: Path | None = None
     max_bytes: int = 2 << 30

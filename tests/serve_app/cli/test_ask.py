@@ -8,8 +8,11 @@ import pty
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -399,8 +402,22 @@ def test_the_last_line_says_what_was_not_seen_of_animated_pictures() -> None:
     assert "animated" not in cost_line(seen)
 
 
+def test_a_url_of_this_machine_is_what_the_user_means(media: dict[str, Path]) -> None:
+    """Servers refuse private addresses, since others name them. A camera of one's own is none."""
+    folder = partial(SimpleHTTPRequestHandler, directory=media["image"].parent)
+    with ThreadingHTTPServer(("127.0.0.1", 0), folder) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}/{media['image'].name}"
+            from_url, from_file = run("ask", url, QUESTION), run("ask", media["image"], QUESTION)
+        finally:
+            server.shutdown()
+    assert (from_url.exit_code, from_url.stdout) == (0, from_file.stdout)
+
+
 def test_the_embedded_model_says_what_it_knows_after_its_answer(media: dict[str, Path]) -> None:
-    note = "note: shapes-vl-2 knows drawn shapes and nothing else; for real pictures: --model Qwen/"
+    knows = "the shapes that `epd demo` draws, and nothing else"
+    note = f"note: shapes-vl-2 knows {knows}; for real pictures: --model Qwen/"
     shown = run("ask", media["image"], QUESTION)
     assert (shown.exit_code, shown.stderr.splitlines()[-1].startswith(note)) == (0, True)
     assert "note" not in shown.stdout

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.cli.program import _COMMANDS, _GROUPS, app
+from tests import ROOT
 
 PROGRAM = get_command(app)
 # Torch alone takes more, on any machine; the slowest of these takes 0.3 s on one that is busy.
@@ -92,6 +93,25 @@ def test_a_command_without_its_extra_says_which_to_install(package: str, words: 
     started, error = done.stderr.splitlines()
     assert " starts: model " in started
     assert (done.returncode, error) == (2, expected)
+
+
+def test_a_library_that_does_not_load_is_told_in_one_line() -> None:
+    """As on a machine that gives each process little address space."""
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({1 << 30}, {1 << 30})); "
+    program = "from epd.serve_app.cli.program import main; main()"
+    command = [
+        sys.executable,
+        "-c",
+        limited + program,
+        "ask",
+        "docs/pictures/page-first.png",
+        "What is shown?",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    (error,) = done.stderr.splitlines()
+    assert error.startswith("error: a library cannot be loaded (lib")
+    assert "ulimit -v" in error
+    assert done.returncode == 2
 
 
 ENDS = """

@@ -113,6 +113,15 @@ def test_a_private_address_is_refused_by_default(port: int) -> None:
             video.fetch(f"http://{host}:{port}/body")
 
 
+def test_who_runs_the_process_may_name_a_private_address(port: int) -> None:
+    """And is led to no other: a host that redirects chooses for itself."""
+    trusting = video.FetchPolicy(trusts_urls=True)
+    for path in ("body", "to:|body"):
+        assert video.fetch(f"http://127.0.0.1:{port}/{path}", trusting) == BODY
+    with pytest.raises(MediaForbiddenError, match=r"the host localhost .* of --allowed-media-hosts; name it"):
+        video.fetch(f"http://127.0.0.1:{port}/to:http:||localhost:{port}|body", trusting)
+
+
 def test_every_address_of_a_name_is_checked(port: int) -> None:
     def one_is_private(host: str, port: int, timeout_s: float) -> list[str]:
         return ["93.184.215.14", "10.0.0.1"]
@@ -151,7 +160,7 @@ def test_every_redirect_is_checked(port: int, target: str) -> None:
 
 def test_only_listed_hosts_are_asked(port: int) -> None:
     for host in ("cdn.test.evil", "evilcdn.test", "localhost"):
-        with pytest.raises(MediaForbiddenError, match="allowed_hosts"):
+        with pytest.raises(MediaForbiddenError, match="in --allowed-media-hosts"):
             video.fetch(f"http://{host}:{port}/body", policy())
 
 
