@@ -448,7 +448,10 @@ def test_a_cut_upload_goes_on_from_its_last_part(
     page.route("**/parts", slowly)
     page.on("request", lambda request: sent.append(request.url) if request.url.endswith("/parts") else None)
     page.locator("#files").set_input_files(large)
-    page.wait_for_timeout(1200)
+    for _ in range(400):
+        page.wait_for_timeout(50)
+        if len(sent) > 2:
+            break
     page.get_by_role("button", name="Pause").click()
     before = len(sent)
     assert 2 < before < 10
