@@ -389,6 +389,19 @@ def keeping(run_front: Callable[..., Front], tmp_path: Path) -> Front:
     return run_front(files=files, fetch=FetchPolicy(uploads_folder=files.files_folder))
 
 
+def eventually(page: Page, condition: Callable[[], bool]) -> None:
+    """Returns as soon as the condition holds, while the page goes on."""
+    for _ in range(400):
+        if condition():
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError("waited in vain")
+
+
+def parts_in(folder: Path) -> list[Path]:
+    return [each for each in folder.iterdir() if each.suffix.startswith(".part")]
+
+
 def slowly(route: Route) -> None:
     """So that a test can press a button meanwhile."""
     route.request.frame.page.wait_for_timeout(150)
@@ -418,8 +431,7 @@ def test_a_large_file_is_sent_in_parts_that_can_pause(
     assert keeping.service.files_seen[0] == [large.read_bytes()]
     page.get_by_title("remove large.mp4").click()
     expect(page.locator("#media li")).to_have_count(0)
-    page.wait_for_timeout(300)
-    assert keeping.http.get("/v1/files").json()["data"] == []
+    eventually(page, lambda: keeping.http.get("/v1/files").json()["data"] == [])
 
 
 def test_a_cut_upload_goes_on_from_its_last_part(
@@ -448,10 +460,7 @@ def test_a_cut_upload_goes_on_from_its_last_part(
     page.route("**/parts", slowly)
     page.on("request", lambda request: sent.append(request.url) if request.url.endswith("/parts") else None)
     page.locator("#files").set_input_files(large)
-    for _ in range(400):
-        page.wait_for_timeout(50)
-        if len(sent) > 2:
-            break
+    eventually(page, lambda: len(sent) > 2)
     page.get_by_role("button", name="Pause").click()
     before = len(sent)
     assert 2 < before < 10
@@ -478,6 +487,7 @@ def test_what_is_too_large_is_refused_before_it_is_sent(
     expect(page.locator("#refused li")).to_have_count(0)
     expect(page.locator(".upload progress")).to_be_visible()
     page.get_by_title("remove large.mp4").click()
+    kept = keeping.server.front.files.folder  # type: ignore[union-attr]
+    eventually(page, lambda: not parts_in(kept))
     page.wait_for_timeout(500)
-    kept = [path.suffix for path in keeping.server.front.files.folder.iterdir()]  # type: ignore[union-attr]
-    assert not [each for each in kept if each.startswith(".part")], "a cancelled upload leaves nothing"
+    assert not parts_in(kept), "a cancelled upload leaves nothing"
