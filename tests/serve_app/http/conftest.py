@@ -18,7 +18,7 @@ ARGUMENTS = [
 ]  # fmt: skip
 # Set where Chromium was installed for these tests: then they may not be skipped.
 REQUIRED = "EPD_REQUIRE_CHROMIUM"
-PATIENCE_MS = 60_000  # on a machine that may be busy
+PATIENCE_MS = 120_000  # on a machine that may be busy
 # What a page keeps is that of its address, which is another test's too.
 _FORGET = "localStorage.clear(); indexedDB.deleteDatabase('epd')"
 
