@@ -37,6 +37,9 @@ _NAME = _PROJECT["name"]
 _QUESTION = "Which shape appears first?"
 _README = (ROOT / "README.md").read_text(encoding="utf-8")
 
+# Two builds, an installation and eight starts of a program that imports torch, on a machine that may be busy.
+pytestmark = pytest.mark.timeout(900)
+
 # Imports each module and prints those that do not come from the folder given, and those that fail.
 _IMPORT_ALL = """
 import importlib, sys
@@ -266,7 +269,6 @@ def test_the_completion_that_is_installed_completes(installed: Installed, tmp_pa
     assert installed.shell(_COMPLETE, tmp_path).split() == ["chat", "--retention"]
 
 
-@pytest.mark.timeout(900)  # eight starts of a program that imports torch, on a machine that may be busy
 def test_readmes_commands_run_from_the_wheel(installed: Installed, tmp_path: Path) -> None:
     """In README's order, in a folder with nothing but hostile packages. The evaluation is of 2 questions, not
     60. `epd demo`, from the wheel too: `tests/deploy/test_image.py`.
