@@ -45,7 +45,17 @@ RAY_FILES = (
     "tests/serve_app/cli/test_serve_command.py",
 )
 # Take more than half a minute each: begun last, one would keep a process busy when the others are done.
-LONG_FILES = ("tests/test_package.py", "tests/serve_app/http/test_slow_clients.py", "tests/test_gpu_dry.py")
+LONG_FILES = (
+    "tests/test_package.py",
+    "tests/serve_app/http/test_slow_clients.py",
+    "tests/test_gpu_dry.py",
+    "tests/test_how_to.py",
+    "tests/test_notebooks.py",
+    "tests/test_witness.py",
+    "tests/test_works_with.py",
+    "tests/training/",
+    "tests/video/decoding/",
+)
 SUBJECTS = ("qwen2_5_vl", "qwen3_vl", "shapes-vl")
 
 

@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -231,6 +232,7 @@ def our_files() -> list[Path]:
     return [path.relative_to(ROOT) for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]
 
 
+@cache
 def imports_in(file: Path) -> list[Import]:
     return list(imports_of((ROOT / file).read_text(encoding="utf-8"), file))
 

@@ -22,7 +22,7 @@ from epd.encoders import FrameSampling, MediaPlan, VideoFacts, load_adapter
 from epd.pixel_settings import AUTHORS, AUTHORS_LIMITS, BARE_PROCESSOR, PixelSettings
 from tests.models.processors import qwen_bytes, write_processor
 from tests.models.published import PUBLISHED
-from tests.models.real_tokenizer import qwen_tokenizer
+from tests.models.real_tokenizer import qwen_words
 from tests.models.shrunk import special_ids
 
 PAGE = RESULTS / "published_processors.md"
@@ -70,12 +70,11 @@ def opened(
 ) -> Any:
     """The adapter of a checkpoint, whose published files are written to a folder.
 
-    has_words: with the real tokenizer, for who counts tokens of a text
+    has_words: with words of the real tokenizer, for who counts tokens of a text
     """
-    write_processor(name, folder, qwen_tokenizer if has_words else qwen_bytes)
+    write_processor(name, folder, qwen_words if has_words else qwen_bytes)
     config = PUBLISHED[name].config
-    if not has_words:
-        config = config | special_ids(config, AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    config = config | special_ids(config, AutoTokenizer.from_pretrained(folder, local_files_only=True))
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return load_adapter(folder, pixels=pixels)
 

@@ -27,7 +27,7 @@ from epd.workload.distributions import SizeDistribution
 from epd.workload.metrics import SLO
 from epd.workload.requests import Mix, Resolution, ShapeClass, Workload
 from tests.bench.fake_server import FakeServer, Manner
-from tests.bench.test_client import TOLERANCE_S, took
+from tests.bench.test_client import TOLERANCE_S, measured_again, took
 
 pytestmark = pytest.mark.timed
 
@@ -50,6 +50,7 @@ def run(todo: BenchPlan, library: MediaLibrary) -> BenchResult:
     return asyncio.run(run_bench(todo, library))
 
 
+@measured_again
 def test_figures_are_those_of_the_server(server: FakeServer, library: MediaLibrary) -> None:
     server.behave(ttft_s=0.5, gap_s=0.25)
     report = run(plan(server, arrivals=ConstantArrivals(10.0), num=10), library).pooled(0)
@@ -85,6 +86,7 @@ def prepared(num: int, gap_s: float) -> list[Prepared]:
     return [Prepared(index, index * gap_s, Body((b"{}",))) for index in range(num)]
 
 
+@measured_again
 def test_a_slow_server_delays_nothing() -> None:
     """40 requests are due within 0.4 s, long before the first answer."""
     records = asyncio.run(run_load(SleepyClient(), prepared(40, 0.01), max_in_flight=100))
@@ -93,6 +95,7 @@ def test_a_slow_server_delays_nothing() -> None:
     assert not any(record.waited_for_place for record in records)
 
 
+@measured_again
 def test_the_bound_holds_and_is_told() -> None:
     """Three places for six requests: the second three wait for the answers to the first, and say so."""
     records = asyncio.run(run_load(SleepyClient(), prepared(6, 0.01), max_in_flight=3))
@@ -101,6 +104,7 @@ def test_the_bound_holds_and_is_told() -> None:
     assert all(took(record.ttft_s or 0.0, 1.0) for record in records), "not from when they were due"
 
 
+@measured_again
 def test_a_closed_loop_keeps_its_number_in_flight() -> None:
     records = asyncio.run(run_load(SleepyClient(), prepared(6, 0.0), max_in_flight=2, is_open_loop=False))
     for record in records:
@@ -124,7 +128,9 @@ def test_failures_are_counted_by_kind(server: FakeServer, library: MediaLibrary)
     assert (report.num_ok, report.ttft, report.slo_attainment) == (0, None, 0.0)
 
 
+@measured_again
 def test_endpoints_take_turns_and_get_the_same(server: FakeServer, library: MediaLibrary) -> None:
+    server.bodies.clear()
     with FakeServer(Manner(ttft_s=0.5)) as other:
         todo = plan(server, other, arrivals=ConstantArrivals(50.0), num=3, shape=SMALL, rounds=2, warmup=1)
         result = run(todo, library)
@@ -139,6 +145,7 @@ def test_endpoints_take_turns_and_get_the_same(server: FakeServer, library: Medi
     assert found["TTFT p50"].num_rounds == 2
 
 
+@measured_again
 def test_kinds_of_requests_are_told_apart(server: FakeServer, library: MediaLibrary) -> None:
     """One of two answers an image after half a second, and a text at once; the other both at once."""
     server.behave(media_ttft_s=0.45)

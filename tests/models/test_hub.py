@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from epd.errors import RequestError
 from epd.models import embedded_model_path, find_model, served_name
 from epd.models.folder import INDEX
 from epd.models.hub import HubModel, name_of
 from epd.serve_app.app_args import MEDIA_FIELDS, STAGE_FIELDS, AppArgs
+from epd.serve_app.cli.program import app
 from tests.models.fake_hub import COMMIT, FakeHub, served_hub
 
 NAME = "tiny/shapes"
@@ -77,7 +79,7 @@ def test_a_download_takes_what_is_read_and_the_cache_needs_no_hub(
 def test_a_model_of_the_hub_answers(hub: FakeHub, tmp_path: Path, media: dict[str, Path]) -> None:
     asked = ("ask", str(media["video"]), "Which shape appears first?", "--model")
     named = epd(*asked, NAME, home=tmp_path, hub=hub)
-    own = epd(*asked, str(embedded_model_path()), home=tmp_path)
+    own = CliRunner().invoke(app, [*asked, str(embedded_model_path())])
     assert named.stdout == own.stdout != ""
 
 

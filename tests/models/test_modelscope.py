@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
 from epd.engine_config import HUB_NAMES
 from epd.errors import RequestError
@@ -21,6 +20,7 @@ from epd.models import HUBS, embedded_model_path, find_model, served_name
 from epd.models.hub import HubModel, name_of
 from epd.models.modelscope import ModelScopeModel
 from epd.serve_app.app_args import MEDIA_FIELDS, STAGE_FIELDS, AppArgs
+from epd.serve_app.cli.program import app
 from tests.models.fake_hub import FakeHub, served_hub
 
 NAME = "tiny/shapes-2.5"
@@ -48,16 +48,11 @@ def hub(folder: Path) -> Iterator[FakeHub]:
         yield served
 
 
-def epd(
-    *arguments: str, cache: Path, hub: FakeHub | None = None, **others: str
-) -> subprocess.CompletedProcess:
-    """Runs the program with a cache of its own."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("MODELSCOPE_", "EPD_"))}
+def epd(*arguments: str, cache: Path, hub: FakeHub | None = None, **others: str) -> Result:
+    """Runs the command with a cache of its own. The real program: `test_hub.py`."""
+    unset = dict.fromkeys(name for name in os.environ if name.startswith(("MODELSCOPE_", "EPD_")))
     where = {"MODELSCOPE_CACHE": str(cache), "MODELSCOPE_ENDPOINT": hub.url if hub else "http://127.0.0.1:9"}
-    command = [sys.executable, "-m", "epd", *arguments]
-    return subprocess.run(
-        command, env=own | where | others, capture_output=True, text=True, timeout=120, check=False
-    )
+    return CliRunner().invoke(app, arguments, env={**unset, **where, **others})
 
 
 def snapshot(cache: Path) -> Path:
@@ -68,7 +63,7 @@ def test_a_download_takes_what_is_read_and_the_cache_needs_no_hub(
     hub: FakeHub, folder: Path, tmp_path: Path
 ) -> None:
     done = epd(*SHOW, cache=tmp_path, hub=hub, MODELSCOPE_API_TOKEN="mine")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert done.stderr == f"downloads {NAME}, 0.0 GB, to '{tmp_path}'\n"
     assert (set(hub.got), set(hub.tokens)) == (READ, {"Bearer mine"})
     shown = json.loads(done.stdout)
@@ -79,7 +74,7 @@ def test_a_download_takes_what_is_read_and_the_cache_needs_no_hub(
 
     again = epd(*SHOW, cache=tmp_path)
     assert json.loads(again.stdout) == shown
-    assert (again.returncode, again.stderr) == (0, "")
+    assert (again.exit_code, again.stderr) == (0, "")
 
 
 def test_a_model_of_modelscope_answers(hub: FakeHub, tmp_path: Path, media: dict[str, Path]) -> None:
@@ -93,22 +88,22 @@ def test_a_model_of_modelscope_answers(hub: FakeHub, tmp_path: Path, media: dict
 def test_the_cache_of_older_clients_is_found(tmp_path: Path, folder: Path, above: str) -> None:
     shutil.copytree(folder, tmp_path / above / "tiny" / "shapes-2___5")
     done = epd(*SHOW, cache=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.exit_code, done.stderr) == (0, "")
     other = epd(*SHOW, "revision=v2", cache=tmp_path)  # such a folder does not tell its revision
-    assert other.returncode == 2
+    assert other.exit_code == 2
 
 
 def test_a_download_that_was_cut_goes_on_where_it_ended(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
     hub.most_bytes = 100_000
     cut = epd(*SHOW, cache=tmp_path, hub=hub)
-    assert (cut.returncode, cut.stdout) == (2, "")
+    assert (cut.exit_code, cut.stdout) == (2, "")
     num_bytes = (folder / "model.safetensors").stat().st_size
     said = f"received 100000 bytes for model.safetensors; allowed: its {num_bytes}; run it again\n"
     assert cut.stderr.endswith(said)
     assert not (snapshot(tmp_path) / "model.safetensors").exists()
 
     hub.most_bytes = None
-    assert epd(*SHOW, cache=tmp_path, hub=hub).returncode == 0
+    assert epd(*SHOW, cache=tmp_path, hub=hub).exit_code == 0
     assert hub.starts["model.safetensors"] == 100_000
     whole = (folder / "model.safetensors").read_bytes()
     assert (snapshot(tmp_path) / "model.safetensors").read_bytes() == whole
@@ -117,7 +112,7 @@ def test_a_download_that_was_cut_goes_on_where_it_ended(hub: FakeHub, folder: Pa
 def test_other_bytes_than_the_listed_are_refused_and_not_kept(hub: FakeHub, tmp_path: Path) -> None:
     hub.digests["config.json"] = "0" * 64
     done = epd(*SHOW, cache=tmp_path, hub=hub)
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "error: received other bytes than the hub lists for config.json" in done.stderr
     assert not any(each.name.startswith("config.json") for each in snapshot(tmp_path).iterdir())
 
@@ -125,7 +120,7 @@ def test_other_bytes_than_the_listed_are_refused_and_not_kept(hub: FakeHub, tmp_
 def test_more_bytes_than_the_listed_are_not_read_on(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
     hub.sizes["model.safetensors"] = 10
     done = epd(*SHOW, cache=tmp_path, hub=hub)
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "bytes for model.safetensors; allowed: its 10; run it again" in done.stderr
     assert not (snapshot(tmp_path) / "model.safetensors.incomplete").exists()
 
@@ -134,7 +129,7 @@ def test_more_bytes_than_the_listed_are_not_read_on(hub: FakeHub, folder: Path, 
 def test_a_model_that_is_not_there_is_one_line(hub: FakeHub, tmp_path: Path, status: int) -> None:
     hub.status = status
     done = epd(*SHOW, cache=tmp_path, hub=hub)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     said = (
         f"error: there is no folder '{NAME}', and ModelScope shows no model of that name with a revision 'mas"
     )
@@ -146,7 +141,7 @@ def test_without_the_hub_the_command_to_fetch_is_said(hub: FakeHub, tmp_path: Pa
     hub.status = 500
     for reached in (None, hub):
         done = epd(*SHOW, "revision=v2", cache=tmp_path, hub=reached)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert done.stderr.endswith(
             command + '"*.json" "*.jinja" "*.txt" "*.model" "*.tiktoken" "*.safetensors"\n'
         )
@@ -155,7 +150,7 @@ def test_without_the_hub_the_command_to_fetch_is_said(hub: FakeHub, tmp_path: Pa
 def test_a_disk_without_room_is_said_before_weights_come(hub: FakeHub, tmp_path: Path) -> None:
     hub.sizes["model.safetensors"] = 10**18
     done = epd(*SHOW, cache=tmp_path, hub=hub)
-    assert done.returncode == 3
+    assert done.exit_code == 3
     assert "are free; make room, or set MODELSCOPE_CACHE to a folder on another disk" in done.stderr
     assert "model.safetensors" not in hub.got
 

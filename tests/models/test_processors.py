@@ -31,7 +31,7 @@ from epd.reduction import KEEP_ALL, VisualBudget
 from epd.stages.frame_budget import PromptRoom, plan_within
 from tests.models.processors import PROCESSORS
 from tests.models.published import PUBLISHED
-from tests.models.real_tokenizer import NUM_MERGED, qwen_tokenizer
+from tests.models.real_tokenizer import NUM_MERGED, qwen_tokenizer, qwen_words
 from tests.models.their_videos import their_frames, their_video
 from training.checkpoint import SPECIAL_TOKENS
 
@@ -102,6 +102,9 @@ def test_the_tokenizer_is_the_published_one() -> None:
     for token, name in (("<|image_pad|>", "image_token_id"), ("<|video_pad|>", "video_token_id")):
         assert tokenizer.convert_tokens_to_ids(token) == config[name]
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") == config["eos_token_id"]
+    words = qwen_words()  # stand in for it where the texts around frames are counted
+    for text in (*KNOWN_IDS, "<123.5 seconds>", "Frame12: ", "You are a helpful assistant.", "user\n"):
+        assert words(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
 def test_a_minute_of_1080p_as_the_authors_of_qwen2_5_evaluate(opened_once: Callable[[str], Opened]) -> None:

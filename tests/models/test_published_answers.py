@@ -1,6 +1,7 @@
 """Tokens equal `generate` with published processor files and a real tokenizer, on the default path.
 
-Weights are tiny and random; pictures, tiles, templates and tokens are as published. Frames are larger than
+Weights are tiny and random; pictures, tiles and templates are as published. The first has all 151,643 tokens,
+the others the most common ones. Frames are larger than
 the authors' limits, so that both must make them smaller.
 """
 
@@ -21,6 +22,7 @@ from epd.engine_config import EngineConfig
 from epd.serve_app.worker.worker_stages import WorkerSettings
 from tests.encoders.families import QUESTION, Clip, Family, Media, Picture
 from tests.models.published import PUBLISHED
+from tests.models.real_tokenizer import qwen_tokenizer, qwen_words
 from tests.models.shrunk import build_with_published_files
 from tests.positions import trained_positions_in
 from tests.stages.encode.workers import noise
@@ -71,7 +73,8 @@ def generated(family: Family, media: list[Media]) -> list[int]:
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_tokens_equal_generate(name: str, tmp_path: Path) -> None:
-    path = build_with_published_files(name, tmp_path)
+    tokenizer = qwen_tokenizer if name == CHECKPOINTS[0] else qwen_words
+    path = build_with_published_files(name, tmp_path, tokenizer)
     family = Family.load(PUBLISHED[name].config["model_type"], path)
     cases: dict[str, list[Media]] = {
         "text": [],

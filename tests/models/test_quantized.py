@@ -46,6 +46,16 @@ class Subject:
     pair: Pair
     model: Any
 
+    def plain_answer(self, media: dict[str, Path]) -> Any:
+        """What one worker answers with the weights that the checkpoint stands for."""
+        if self.name not in _PLAIN:
+            _PLAIN[self.name] = answered(self.pair.plain, "1epd", paths_of(media))
+        return _PLAIN[self.name]
+
+
+# By layout: other workers are held against the same answer.
+_PLAIN: dict[str, Any] = {}
+
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
@@ -92,7 +102,7 @@ def test_separate_workers_share_the_weights_and_give_the_same_tokens(
     subject: Subject, media: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_weights(subject.pair.quantized, torch.float32, tmp_path / "weights")
-    plain = answered(subject.pair.plain, "1epd", paths_of(media))
+    plain = subject.plain_answer(media)
     monkeypatch.setattr(LocalTransport, "weights", lambda *_: tmp_path / "weights")
     assert answered(subject.pair.quantized, "1e1p1d", paths_of(media)) == plain
 
@@ -155,7 +165,7 @@ def test_two_ranks_give_the_same_tokens(
     subject: Subject, media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("epd.stages.ranks.group.ProcessRanks", StartedThreadRanks)
-    plain = answered(subject.pair.plain, "1epd", paths_of(media))
+    plain = subject.plain_answer(media)
     for topology in ("1epd", "1e1p1d"):
         ranks = TensorParallel(2)
         assert answered(subject.pair.quantized, topology, paths_of(media), tensor_parallel=ranks) == plain

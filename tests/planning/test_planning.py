@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from epd.errors import InfeasibleError, RequestError
 from epd.planning.bounds import outside
 from epd.planning.goodput import MAX_LOAD, Demand, goodput, keeps, rate_bound, simulate_at
 from epd.planning.plan import make_plan, verdict, what_binds
-from epd.planning.search import LEAST_GAIN, Candidate, Planner, Scored
+from epd.planning.search import LEAST_GAIN, Candidate, OnProgress, Planner, Scored, SearchResult
 from epd.planning.space import (
     Settings,
     Space,
@@ -50,8 +51,18 @@ def demand(profile: Profile, slo: SLO, num: int = 30, **part: str) -> Demand:
     return Demand.of(list(JobMaker(profile).jobs(config.resolve().requests(0))), slo)
 
 
+class SearchedOnce(Planner):
+    """A planner whose search, the same each time, is made once."""
+
+    @cache  # noqa: B019 # as long as the tests of this file
+    def search(self, _on_progress: OnProgress | None = None) -> SearchResult:
+        return super().search()
+
+
+@cache
 def planner(space: Space, slo: SLO, **part: str) -> Planner:
-    return Planner(PROFILE, demand(PROFILE, slo, **part), space, BASE)
+    """The same for all tests that ask the same."""
+    return SearchedOnce(PROFILE, demand(PROFILE, slo, **part), space, BASE)
 
 
 def test_topologies_of_three_devices_are_those_drawn() -> None:
@@ -237,7 +248,7 @@ def test_threads_that_read_media_bind_and_no_device_is_advised() -> None:
     """A minute of 1080p takes a thread 20 s: one thread reads one in that time, for any number of devices."""
     films = {"videos": "1", "video_s": "60", "video_size": "1920x1080"}
     base = replace(BASE, cpu_threads=1)
-    one = Planner(PROFILE, demand(PROFILE, SLO(200.0), **films), Space(4), base)
+    one = SearchedOnce(PROFILE, demand(PROFILE, SLO(200.0), **films), Space(4), base)
     result = one.search()
     binding = what_binds(one, result.winner)
     assert binding.what == "reading media: 1 threads"
@@ -378,8 +389,8 @@ def test_the_command_ends_with_its_exit_code(
 
 
 def test_python_plans_as_the_command_does(few_requests: None, capsys: pytest.CaptureFixture[str]) -> None:
-    run("--gpus", "4", "--slo-ttft-s", "3", "--seed", "2", "--json")
-    assert epd.plan(4, slo_ttft_s=3.0, seed=2).record() == json.loads(capsys.readouterr().out)
+    run("--gpus", "2", "--slo-ttft-s", "3", "--seed", "2", "--json")
+    assert epd.plan(2, slo_ttft_s=3.0, seed=2).record() == json.loads(capsys.readouterr().out)
 
 
 def test_python_is_refused_what_the_command_is() -> None:

@@ -181,7 +181,7 @@ class Deployment:
     async def ask_all(self, questions: Sequence[Question]) -> list[Answered]:
         return list(await asyncio.gather(*(self.ask(question) for question in questions)))
 
-    async def settle(self, seconds: float = 10.0) -> None:
+    async def settle(self, seconds: float = 60.0) -> None:
         """Returns when nothing of any request is left anywhere."""
         end = asyncio.get_running_loop().time() + seconds
         while left := self.leftovers():

@@ -123,7 +123,7 @@ def test_a_hostile_format_costs_its_request_alone(app: RealApp) -> None:
         reply = app.http.post("/v1/chat/completions", json=DRAWN | {"structured_outputs": wanted})
         assert reply.status_code in (200, 400), reply.text
         assert reply.status_code == 200 or "received a" in reply.json()["error"]["message"]
-    assert time.monotonic() - start_s < 30, "about 3 s where nothing else runs"
+    assert time.monotonic() - start_s < 120, "about 3 s where nothing else runs"
     assert json.loads(answer(app, DRAWN))
     assert app.num_workers_lost == 0
     app.wait_until_empty()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import BrowserContext, Page, sync_playwright
+from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
 from tests.serve_app.conftest import Front
 
@@ -18,6 +18,7 @@ ARGUMENTS = [
 ]  # fmt: skip
 # Set where Chromium was installed for these tests: then they may not be skipped.
 REQUIRED = "EPD_REQUIRE_CHROMIUM"
+PATIENCE_MS = 120_000  # on a machine that may be busy
 # What a page keeps is that of its address, which is another test's too.
 _FORGET = "localStorage.clear(); indexedDB.deleteDatabase('epd')"
 
@@ -47,7 +48,8 @@ def open_page(browser: BrowserContext) -> Iterator[Callable[[Front], Page]]:
 
     def open_it(front: Front) -> Page:
         page = browser.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(PATIENCE_MS)
+        expect.set_options(timeout=PATIENCE_MS)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda message: complaints.extend([message.text] * (message.type == "error")))
         page.on("request", lambda request: _check_origin(request, front, complaints))

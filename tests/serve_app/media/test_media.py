@@ -333,17 +333,16 @@ def test_dripping_urls_hold_up_no_other_media(
     run_front: Callable[..., Front], dripping: str, web: str, folder: Path, media: dict[str, Path]
 ) -> None:
     """Sixteen dripping URLs of two clients: data:, file: and quick http media are there all the same."""
-    front = run_front(fetch=replace(SLOW, media_folder=folder), num_downloads=10)
+    front = run_front(fetch=replace(SLOW, media_folder=folder, grace_s=8.0), num_downloads=10)
     urls = [image_part(f"{dripping}/{number}") for number in range(8)]
     with ThreadPoolExecutor(2) as clients:
         attacks = [clients.submit(front.ask_about, *urls) for _ in range(2)]
         wait_until(lambda: front.spool.num_downloads >= 8)
-        began = monotonic()
         for url in (data_url(media["image"], "image/png"), (folder / "a b.png").as_uri(), f"{web}/image"):
             assert front.ask_about(image_part(url)).status_code == 200
-        assert monotonic() - began < 2.0
+        assert not any(attack.done() for attack in attacks), "nothing waited for them"
         for attack in attacks:
-            response = attack.result(timeout=20)
+            response = attack.result(timeout=60)
             assert code_of(response) == "media_limit"
             assert "bytes a second" in response.json()["error"]["message"]
     wait_until(lambda: front.spool.num_downloads == 0)
@@ -357,7 +356,7 @@ def test_a_download_ends_when_its_client_leaves(run_front: Callable[..., Front],
             json={"messages": [{"role": "user", "content": [image_part(f"{dripping}/1")]}]},
             timeout=0.5,
         )
-    wait_until(lambda: front.spool.num_downloads == 0, 3.0)
+    wait_until(lambda: front.spool.num_downloads == 0, 15.0)  # before the download's own grace ends
     front.wait_until_empty()
 
 
@@ -367,7 +366,7 @@ def test_64_slow_urls_of_one_request_end_together(run_front: Callable[..., Front
     response = front.ask_about(*(image_part(f"{dripping}/{number}") for number in range(64)))
     assert code_of(response) == "media_limit"
     assert "took more than 1 s to fetch" in response.json()["error"]["message"]
-    assert monotonic() - began < 5.0
+    assert monotonic() - began < 15.0, "before their own grace of 20 s"
 
 
 def test_percent_encoded_megabytes_are_refused_before_they_are_decoded(

@@ -83,8 +83,8 @@ def frames_of(hold: str, index: int, *, order: bool = True, stream: str = "s") -
 
 
 def assert_empty(worker: MediaWorker) -> None:
-    wait_until(lambda: (worker.num_holds, worker.num_streams, worker.num_pixel_bytes) == (0, 0, 0), 5)
-    wait_until(lambda: worker.spool.budget.num_taken == 0 and not list(worker.spool.path.iterdir()), 5)
+    wait_until(lambda: (worker.num_holds, worker.num_streams, worker.num_pixel_bytes) == (0, 0, 0))
+    wait_until(lambda: worker.spool.budget.num_taken == 0 and not list(worker.spool.path.iterdir()))
 
 
 @pytest.mark.parametrize("as_data", [True, False])
@@ -176,7 +176,7 @@ def test_a_front_that_is_lost_leaves_nothing_and_others_keep_theirs(
         order = DecodeOrder(HeldItem(owner, 1), TIMES_S, (2, 2), (32, 32))
         worker.handle(ReadFrames(f"{owner}/s", 0, order), owner)
     worker.drop_owner("a")
-    wait_until(lambda: (worker.num_holds, worker.num_streams) == (1, 1), 5)
+    wait_until(lambda: (worker.num_holds, worker.num_streams) == (1, 1))
     assert len(list(worker.spool.path.iterdir())) == 1
     assert worker.handle(ReadFrames("b/s", 1))[1] is not None
     worker.drop_owner("b")

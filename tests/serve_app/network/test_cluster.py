@@ -46,7 +46,7 @@ def expected(model: Path, questions: list[Question]) -> list[tuple[int, ...]]:
     return undisturbed(model, questions)
 
 
-async def until(is_true: Callable[[], bool], seconds: float = 20.0) -> float:
+async def until(is_true: Callable[[], bool], seconds: float = 60.0) -> float:
     """Returns the seconds that it took."""
     start_s = asyncio.get_running_loop().time()
     while not is_true():

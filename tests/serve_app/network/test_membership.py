@@ -20,7 +20,7 @@ from epd.serve_app.network.members import Credentials, Kind, Member, ProcessAddr
 from epd.serve_app.network.membership import Membership, end_process, start_ticks
 from epd.serve_app.worker_info import WorkerInfo
 
-SOON_S = 10.0
+SOON_S = 60.0
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def test_a_long_prompt_does_not_hold_up_a_short_one(model: Path, monkeypatch: py
 
     def held_up(self: object, media: object, messages: object) -> object:
         if "long" in str(messages):
-            assert other_is_done.wait(10)
+            assert other_is_done.wait(60)
         return plan_chat(self, media, messages)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(planner.adapter), "plan_chat", held_up)
@@ -78,9 +78,9 @@ def test_a_long_prompt_does_not_hold_up_a_short_one(model: Path, monkeypatch: py
 
     with ThreadPoolExecutor(2) as threads:
         long, short = threads.submit(plan, "long"), threads.submit(plan, "short")
-        assert short.result(timeout=8) > 0
+        assert short.result(timeout=50) > 0
         other_is_done.set()
-        assert long.result(timeout=8) > 0
+        assert long.result(timeout=50) > 0
 
 
 def test_recent_forgets_what_was_not_asked_for() -> None:

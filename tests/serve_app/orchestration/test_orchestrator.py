@@ -17,7 +17,7 @@ from epd.machine import steady_time_s
 from epd.sampling_params import SamplingParams
 from epd.serve_app.role_messages import SetRoles
 from tests.colocated import ColocatedPipeline
-from tests.serve_app.deployments import MAX_TOKENS, NUM_FRAMES, Answered, Question, deployed
+from tests.serve_app.deployments import MAX_TOKENS, NUM_FRAMES, Answered, Deployment, Question, deployed
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -295,6 +295,11 @@ def test_draining_refuses_what_is_new_and_closing_ends_what_runs(checkpoints: di
     asyncio.run(run())
 
 
+async def switches_of(deployment: Deployment, name: str) -> int:
+    workers = (await deployment.service.status()).workers
+    return next(each.num_role_switches for each in workers if each.name == name)
+
+
 def test_roles_change_while_requests_run(checkpoints: dict[str, Path], questions: list[Question]) -> None:
     async def run() -> None:
         async with deployed(checkpoints["qwen2_5_vl"], "2e1p1d") as deployment:
@@ -305,9 +310,11 @@ def test_roles_change_while_requests_run(checkpoints: dict[str, Path], questions
                 await deployment.fleet.send("encode", "e1", SetRoles(frozenset({stage})))
             assert [each.tokens for each in await asking] == [each.tokens for each in expected]
             await deployment.settle()
-            await asyncio.sleep(0.6)  # a worker at rest tells of it once
+            async with asyncio.timeout(60):  # a worker at rest tells of it once
+                while (await switches_of(deployment, "e1")) < 3:
+                    await asyncio.sleep(0.02)
             status = await deployment.service.status()
             assert status.topology == "2e1p1d"
-            assert {each.name: each.num_role_switches for each in status.workers}["e1"] == 3
+            assert await switches_of(deployment, "e1") == 3
 
     asyncio.run(run())

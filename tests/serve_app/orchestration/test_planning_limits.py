@@ -80,10 +80,10 @@ def test_media_beyond_the_context_are_refused_before_the_prompt_is_laid_out(
 
 
 def test_planning_takes_no_time_for_what_is_refused(planner: RequestPlanner, media: dict[str, Path]) -> None:
-    start_s = time.perf_counter()
+    start_s = time.thread_time()  # of this thread: the machine may be busy
     with pytest.raises(RequestError):
         planner.plan(Question((media["video"],), frame_sampling=FrameSampling(start_s=1e308)).request())
-    assert time.perf_counter() - start_s < 1.0
+    assert time.thread_time() - start_s < 1.0
 
 
 @pytest.mark.parametrize(

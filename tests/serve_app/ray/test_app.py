@@ -199,7 +199,7 @@ def test_other_ways_in_give_the_answer_of_the_chat(app: App) -> None:
         model="tiny", prompt=[token_ids, token_ids], max_tokens=8, temperature=0
     )
     assert [text, *(each.text for each in completion.choices)] == [chat.choices[0].message.content] * 3
-    wait_until(app.is_empty, 10)
+    wait_until(app.is_empty)
 
 
 def test_a_client_that_leaves_frees_everything(app: App, media: dict[str, Path]) -> None:
@@ -210,7 +210,7 @@ def test_a_client_that_leaves_frees_everything(app: App, media: dict[str, Path])
     next(iter(stream))
     assert not app.is_empty()
     stream.close()
-    wait_until(app.is_empty, 10)
+    wait_until(app.is_empty)
 
 
 def test_settings_reach_the_front(app: App, media: dict[str, Path]) -> None:

@@ -86,10 +86,10 @@ def test_all_that_was_started_ends_with_the_process(tmp_path: Path) -> None:
     mark = str(tmp_path / "of-this-test")
     start_s = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", TREE, mark], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", TREE, mark], capture_output=True, text=True, timeout=100, check=False
     )
     assert (done.returncode, done.stdout) == (3, "{}\n"), done.stderr
-    assert time.monotonic() - start_s < 10
+    assert time.monotonic() - start_s < 100, "less than the children sleep"
     wait_until(lambda: processes_that_name(mark) == [])
 
 
@@ -112,11 +112,11 @@ def test_a_server_whose_raylet_is_gone_ends_and_leaves_nothing(tmp_path: Path) -
         env={**os.environ, MARK: mark},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 3, done.stderr
-    assert time.monotonic() - float(done.stdout.split()[0]) < 10
+    assert time.monotonic() - float(done.stdout.split()[0]) < 60
     assert "error: Ray's raylet has ended: the server cannot go on; start it again\n" in done.stderr
     wait_until(lambda: processes_with(mark) == [])
 

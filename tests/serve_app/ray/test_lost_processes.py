@@ -240,7 +240,7 @@ def check_ended(server: Server, name: str, said: str, capsys: pytest.CaptureFixt
     start_s = time.monotonic()
     assert server.process.wait(END_S) == 3
     seconds = time.monotonic() - start_s
-    wait_until(lambda: processes_with(server.mark) == [], 1.0)
+    wait_until(lambda: processes_with(server.mark) == [])
     assert f"error: {said}: the server cannot go on; start it again" in server.output.read_text()
     assert set(orphans()) <= set(server.orphans)
     say(capsys, f"{name} for good: epd serve ended after {seconds:.1f} s with code 3")

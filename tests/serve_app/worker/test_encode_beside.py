@@ -20,7 +20,7 @@ from tests.serve_app.deployments import Question, deployed
 from tests.serve_app.worker.bench import Bench
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
-SOON_S = 20.0
+SOON_S = 60.0
 W = "epd0"
 
 

@@ -26,7 +26,7 @@ from tests.serve_app.worker.bench import Bench
 from tests.serve_app.worker.threads import KeepingThread
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
-SOON_S = 20.0
+SOON_S = 60.0
 MERGED: frozenset[Stage] = frozenset({"encode", "prefill", "decode"})
 
 

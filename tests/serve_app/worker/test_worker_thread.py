@@ -16,7 +16,7 @@ from epd.serve_app.worker.worker_thread import Call
 from epd.stages.encode.encoder_pool import EncoderPoolShape
 from tests.serve_app.worker.threads import KeepingThread
 
-SOON_S = 10.0
+SOON_S = 60.0
 
 
 class NoTransport:

@@ -23,7 +23,7 @@ from tests.encoders.fakes import NUM_CHANNELS, FakeFamily, fake_frames, fake_key
 from tests.fake_cuda import FakeCuda, fake_cuda
 
 LAYOUT = EmbeddingLayout(NUM_CHANNELS, torch.float32)
-SOON_S = 10.0
+SOON_S = 60.0
 CPU = torch.device("cpu")
 
 

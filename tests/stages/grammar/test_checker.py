@@ -95,7 +95,7 @@ def test_a_hostile_format_is_refused_in_seconds(checker: GrammarChecker, name: s
         checker.grammar_of(format_of(kind, value))
     assert words in str(refused.value)
     assert len(str(refused.value)) < 600
-    assert time.monotonic() - start_s < 15, "about 2 s where nothing else runs"
+    assert time.monotonic() - start_s < 60, "about 2 s where nothing else runs; a child has 20 times that"
 
 
 def test_a_verdict_is_kept(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from epd.stages.rank import Rank
 from epd.stages.ranks.communicator import Communicator
 from epd.stages.ranks.follower import Follower, FollowerSettings
 
-END_S = 20.0
+END_S = 60.0
 
 
 class ThreadRanks(Communicator):

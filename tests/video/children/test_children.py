@@ -311,10 +311,9 @@ def test_closing_ends_a_read_that_waits(children: MediaChildren, clip: Clip) -> 
     with ThreadPoolExecutor(1) as threads:
         reading = threads.submit(stream.read)
         time.sleep(0.2)
-        began = time.monotonic()
         stream.close()
-        assert isinstance(reading.exception(timeout=5), CancelledError)
-        assert time.monotonic() - began < 2
+        # Long before the child, which is stopped, has had its time for a group.
+        assert isinstance(reading.exception(timeout=ChildLimits().group_s / 3), CancelledError)
 
 
 def test_nobody_waits_for_ever_for_a_child(clip: Clip) -> None:

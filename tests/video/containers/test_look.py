@@ -65,10 +65,13 @@ def with_runs(data: bytes, box: bytes, num_samples: int) -> bytes:
 @pytest.mark.parametrize("box", [b"stts", b"stsz"])
 def test_more_samples_than_bytes_are_refused_at_once(movie: Path, box: bytes, num_frames: int) -> None:
     data = with_runs(movie.read_bytes(), box, num_frames)
-    began = time.process_time()
-    with pytest.raises(CorruptMediaError, match="samples in"):
-        video.look(data)
-    assert time.process_time() - began < 0.1
+    seconds = []
+    for _ in range(3):  # the collector, or another thread, may run in one of them
+        began = time.thread_time()
+        with pytest.raises(CorruptMediaError, match="samples in"):
+            video.look(data)
+        seconds.append(time.thread_time() - began)
+    assert min(seconds) < 0.1
 
 
 def test_a_fragment_that_claims_samples(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _drip(self, piece: bytes) -> None:
-        for _ in range(100):
+        for _ in range(600):  # half a minute
             try:
                 self.wfile.write(piece)
                 self.wfile.flush()
@@ -175,7 +175,7 @@ def test_too_slow(port: int, kind: str) -> None:
     began = time.monotonic()
     with pytest.raises(MediaLimitError):
         video.fetch(f"http://127.0.0.1:{port}/{kind}", policy(max_s=0.4))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 15, "half of what the server takes"
 
 
 def test_too_many_redirects(port: int) -> None:
@@ -309,7 +309,7 @@ def test_a_download_is_cancelled_from_outside(port: int, kind: str) -> None:
     began = time.monotonic()
     with pytest.raises(CancelledError):
         download.run(f"http://127.0.0.1:{port}/{kind}", BytesSink())
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 15, "half of what the server takes"
 
 
 def test_base64_in_pieces_and_with_escapes() -> None:
