@@ -57,7 +57,7 @@ class Summary:
         """Returns the reasons that most lines failed for, the most frequent first."""
         return sorted(self.tally.reasons.items(), key=lambda each: -each[1].num_lines)[:_NUM_REASONS]
 
-    def failure_lines(self, errors: Path) -> list[str]:
+    def failure_lines(self, errors: Path | str) -> list[str]:
         """Returns what failed and why, for people; nothing if no line failed. errors: where they are."""
         if not self.tally.num_failed:
             return []
