@@ -181,9 +181,20 @@ def _parquet_rows(source: str | Path, folder: str | Path, asked: Sequence[str]) 
     """Yields the rows of a table in Parquet. Only columns that are fields or that questions name are read."""
     table = ParquetTable(source)
     _check_columns(source, table.columns, has_questions=bool(asked) or _QUESTIONS in table.columns)
-    named = {name for question in asked for name in _COLUMN.findall(question)}
-    for number, row in enumerate(table.rows({*SHORT_KEYS, _QUESTIONS, *named}), start=1):
+    for number, row in enumerate(table.rows(columns_for(asked)), start=1):
         yield _parquet_row(number, row, folder)
+
+
+def columns_for(asked: Sequence[str]) -> set[str]:
+    """Returns the columns of a table that are fields of lines, or that questions name."""
+    return {*SHORT_KEYS, _QUESTIONS, *(name for question in asked for name in _COLUMN.findall(question))}
+
+
+def records_of_row(row: Mapping[str, Any], asked: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the lines of a row of a table; without an id, its medium is one. Raises RequestError."""
+    medium = row.get("video") or str(row.get("images"))
+    named = row if row.get("id") is not None else {**row, "id": medium}
+    return list(_parquet_row(0, named, Path("/")).records(asked))
 
 
 def _parquet_row(number: int, row: Mapping[str, Any], folder: str | Path) -> _Item:

@@ -16,23 +16,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import epd
 from epd.batch.lines import JSON
+from epd.batch.part_rows import part_row, part_table
 from epd.batch.places import Folder, arrow, is_remote, telling
 from epd.batch.records import key_of
-from epd.batch.result_files import Tally, cells_of, open_locked
+from epd.batch.result_files import Tally, open_locked
 from epd.batch.tables import PARQUET_SUFFIX
 from epd.errors import RequestError, StorageFullError
 
 _MANIFEST, _LOCK = "_manifest.json", "_lock"
 _ANSWERS, _FAILURES = "part", "failed"
-_TEXTS = ("id", "uri", "question", "answer", "json", "finish_reason", "expected", "model", "version", "key")
-_COUNTS = ("line", "prompt_tokens", "completion_tokens", "substituted_frames")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,26 +137,8 @@ class ResultParts:
             self._commit()
 
     def _row(self, record: JSON) -> JSON:
-        cells, key = cells_of(record), key_of(record)
-        row = {name: cells.get(name) for name in (*_COUNTS, *_TEXTS)}
-        line_id = cells.get("id")
-        error = record.get("error")
-        before = self._again.get(key or "")
-        return row | {
-            "id": None if line_id is None else str(line_id),
-            "uri": cells["media"] or None,
-            "json": _json(cells.get("answer")),
-            "key": key,
-            "version": epd.__version__,
-            "is_right": record.get("is_right"),
-            "error": error
-            and {
-                "type": cells["error"],
-                "message": cells["message"],
-                "status": error.get("status") or (record.get("response") or {}).get("status_code"),
-                "attempts": 1 + (before.num_attempts if before else 0),
-            },
-        }
+        before = self._again.get(key_of(record) or "")
+        return part_row(record, 1 + (before.num_attempts if before else 0))
 
     def _commit(self) -> None:
         """Writes the rows and the manifest that names their parts. Raises StorageFullError, RequestError."""
@@ -195,8 +175,7 @@ class ResultParts:
             return {}
         name = f"{kind}-{self._run:03d}-{self._num_written:06d}{PARQUET_SUFFIX}"
         data = arrow("pyarrow").BufferOutputStream()
-        table = arrow("pyarrow").Table.from_pylist(rows, self._schema)
-        arrow("pyarrow.parquet").write_table(table, data)
+        arrow("pyarrow.parquet").write_table(part_table(rows), data)
         self._folder.write(name, data.getvalue())
         self._num_written += 1
         return {name: len(rows)}
@@ -232,20 +211,6 @@ class ResultParts:
         manifest = {"version": epd.__version__, "run": self._run, "parts": named}
         self._folder.write(_MANIFEST, json.dumps(manifest, indent=1).encode())
 
-    @cached_property
-    def _schema(self) -> Any:
-        pa = arrow("pyarrow")
-        texts, numbers = ("type", "message"), ("status", "attempts")
-        error = [*((name, pa.string()) for name in texts), *((name, pa.int32()) for name in numbers)]
-        return pa.schema(
-            [
-                *((name, pa.string()) for name in _TEXTS),
-                *((name, pa.int64()) for name in _COUNTS),
-                ("is_right", pa.bool_()),
-                ("error", pa.struct(error)),
-            ]
-        )
-
 
 def _locked(folder: Path) -> Any:
     try:
@@ -253,11 +218,3 @@ def _locked(folder: Path) -> Any:
     except OSError as error:
         raise RequestError(f"cannot write '{folder}': {error.strerror}; name a folder of yours") from error
     return open_locked(folder / _LOCK)
-
-
-def _json(answer: Any) -> str | None:
-    """Returns an answer that is an object or a list of JSON, in one form; None for any other."""
-    with suppress(ValueError, RecursionError):
-        found = json.loads(answer) if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "[") else None
-        return None if found is None else json.dumps(found, ensure_ascii=False, separators=(",", ":"))
-    return None

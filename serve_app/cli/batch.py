@@ -40,7 +40,6 @@ from epd.serve_app.cli.options import (
     IsJson,
     Model,
     Plot,
-    Url,
 )
 from epd.serve_app.cli.question_options import MediaOptions
 
@@ -95,6 +94,15 @@ _Profile = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="With --dry-run: file of epd profile, or MODEL@DEVICE, for the time."),
 ]
+_Urls = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--url",
+        envvar="EPD_URL",
+        metavar="URL",
+        help="Use running servers of the OpenAI chat API, without /v1; of several, each medium goes to one.",
+    ),
+]
 _SOME_FAILED = 1
 _OUT_SUFFIXES = (".jsonl", ".ndjson", TABLE_SUFFIX)
 _Topology = Annotated[
@@ -113,18 +121,18 @@ class _Target:
 
     model: Path | None
     topology: str | None
-    url: str | None
+    urls: tuple[str, ...] | None
     address: str | None
     name: str
     api_key: str | None
     config: EngineConfig
 
     def __post_init__(self) -> None:
-        given = {"--topology": self.topology, "--url": self.url, "--address": self.address}
+        given = {"--topology": self.topology, "--url": self.urls, "--address": self.address}
         names = [name for name, value in given.items() if value is not None]
         if len(names) > 1:
             raise RequestError(f"received {' and '.join(names)}; allowed: one of them; leave out the rest")
-        if (self.url, self.address) != (None, None):
+        if (self.urls, self.address) != (None, None):
             self.config.check_at_server()
 
 
@@ -137,7 +145,7 @@ def batch(
     questions: _Questions = None,
     model: Model = None,
     topology: _Topology = None,
-    url: Url = None,
+    url: _Urls = None,
     address: Address = None,
     name: AppName = "epd",
     api_key: ApiKey = None,
@@ -158,7 +166,7 @@ def batch(
     application on that cluster. Exits with 1 when a line failed.
     """
     asked, config = MediaOptions.parted(options)
-    target = _Target(model, topology, url, address, name, api_key, config)
+    target = _Target(model, topology, tuple(url) if url else None, address, name, api_key, config)
     utilisation, results = Utilisation(), _results_place(out, max_attempts)
     _check_dry_run(target, profile, is_dry=dry_run)
     status = None if status_file is None else StatusFile(status_file)
@@ -247,8 +255,8 @@ def _results_place(out: str, max_attempts: int) -> Path | PartsFolder:
 
 @contextmanager
 def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
-    if target.url is not None:
-        with HttpBackend.open(target.url, target.api_key) as backend:
+    if target.urls is not None:
+        with HttpBackend.open(target.urls, target.api_key) as backend:
             yield backend
     elif target.topology is not None or target.address is not None:
         from epd.serve_app.ray.batch_app import started_backend, url_of_app  # Ray
@@ -271,7 +279,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
 def _check_dry_run(target: _Target, profile: str | None, *, is_dry: bool) -> None:
     if profile is not None and not is_dry:
         raise RequestError("received --profile without --dry-run; allowed: with it; add --dry-run")
-    if is_dry and (target.url, target.address) != (None, None):
+    if is_dry and (target.urls, target.address) != (None, None):
         raise RequestError(
             "received --dry-run and a running server; allowed: with the model's folder; give --model instead"
         )
