@@ -115,6 +115,7 @@ def test_fields_that_are_none_are_named() -> None:
         ask_videos(None, url="http://h", fields={"speed": 3})
 
 
+@pytest.mark.timeout(900)
 def test_a_dataset_goes_from_parquet_to_parquet(tmp_path: Path) -> None:
     """Columns that nobody asks for do not reach the actors; each row is there once."""
     rows = [
@@ -128,7 +129,7 @@ def test_a_dataset_goes_from_parquet_to_parquet(tmp_path: Path) -> None:
         done = subprocess.run(
             [*command, str(tmp_path / "in"), str(tmp_path / "out")],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_raylet_start_wait_time_s": "300"},
             capture_output=True,
             text=True,
             check=False,
