@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving.cluster_batch [--clips 2000] [--kills 6] [--seed 1]
 
-Three raylets, an object store on loopback, drawn clips with five questions each. The command, a raylet, a front
-or a stage worker is killed at drawn moments; the command is started again until it ends. Prints and writes
-benchmarks/results/cluster_batch.json: rows, kills, how often each row is there, what was downloaded.
+Three raylets, an object store on loopback, drawn clips with five questions each. The command, a raylet, a
+front or a stage worker is killed at drawn moments. The command is started again until it ends. Prints and
+writes benchmarks/results/cluster_batch.json: rows, kills, and whether each row is there once.
 """
 
 from __future__ import annotations

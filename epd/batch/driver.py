@@ -108,7 +108,7 @@ class _BatchRun:
         self._num_groups = index.num_groups
         self._num_left = index.num_lines
         self._costs = CostModel()
-        self._num_bytes_given = self._num_lines_given = 0
+        self._num_bytes_given = self._num_lines_given = self._num_answer_tokens = 0
         self._start_s = time.monotonic()
         self._sampled_s = 0.0
 
@@ -141,6 +141,8 @@ class _BatchRun:
     def _write(self, outcome: Outcome) -> None:
         if isinstance(outcome, Answered):
             self._files.add([result_record(outcome)], [])
+            usage = outcome.completion.get("usage") or {}
+            self._num_answer_tokens += usage.get("completion_tokens") or 0
         else:
             self._files.add([], [error_record(outcome)])
         self._num_left -= 1
@@ -171,6 +173,7 @@ class _BatchRun:
             tally=self._files.tally,
             wall_s=now_s - self._start_s,
             peak_bytes=peak_bytes(),
+            answer_tokens=self._num_answer_tokens,
         )
         if backend is None:
             return answered

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Annotated, Any
@@ -94,6 +94,10 @@ _Profile = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="With --dry-run: file of epd profile, or MODEL@DEVICE, for the time."),
 ]
+_HourlyPrice = Annotated[
+    float | None,
+    typer.Option(min=0, help="What the hardware costs an hour: the summary has the price of 1,000 lines."),
+]
 _Urls = Annotated[
     list[str] | None,
     typer.Option(
@@ -155,6 +159,7 @@ def batch(
     status_file: _StatusFile = None,
     dry_run: _DryRun = False,
     profile: _Profile = None,
+    hourly_price: _HourlyPrice = None,
     plot: Plot = None,
     as_json: IsJson = False,
     **options: Any,
@@ -194,6 +199,7 @@ def batch(
             bar=batch_bar if status is None else partial(status.told, batch_bar),
             utilisation=utilisation,
         )
+    summary = replace(summary, hourly_price=hourly_price)
     if isinstance(results, Path) and PurePath(out).suffix.lower() == TABLE_SUFFIX:
         write_table(Path(out), results)
     if status is not None:

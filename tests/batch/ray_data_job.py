@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 import sys
 
-import ray
 import ray.data
 
 from epd.batch import ask_videos
+from epd.serve_app.ray.cluster import RaySettings, ray_cluster
 
 
 def main(url: str, key: str, source: str, out: str) -> None:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    asked = ask_videos(
-        ray.data.read_parquet(source),
-        url=url,
-        api_key=key,
-        compute=ray.data.ActorPoolStrategy(size=2),
-    )
-    asked.write_parquet(out)
-    print(json.dumps(ray.data.read_parquet(out).columns()))
-    ray.shutdown()
+    with ray_cluster(RaySettings(num_cpus=2)):
+        asked = ask_videos(
+            ray.data.read_parquet(source),
+            url=url,
+            api_key=key,
+            compute=ray.data.ActorPoolStrategy(size=2),
+        )
+        asked.write_parquet(out)
+        print(json.dumps(ray.data.read_parquet(out).columns()))
 
 
 if __name__ == "__main__":

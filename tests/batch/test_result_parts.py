@@ -1,6 +1,6 @@
 """Every line has one row, in parts that a manifest names, whenever a run is killed or a store fails.
 
-Modules: `epd/batch/result_parts.py`.
+Modules: `epd/batch/part_rows.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Each medium has a server of its own while that is there.
-
-Modules: `epd/batch/http_backend.py`.
-"""
+"""Each medium has a server of its own while that is there."""
 
 from __future__ import annotations
 

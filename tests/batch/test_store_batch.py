@@ -1,7 +1,4 @@
-"""From a table in a store to a table in a store, while the batch is killed and servers are lost.
-
-Modules: `epd/batch/result_parts.py`, `epd/batch/object_urls.py`.
-"""
+"""From a table in a store to a table in a store, while the batch is killed and servers are lost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tables in Parquet become lines, a few rows in memory at a time.
 
-Modules: `epd/batch/tables.py`, `epd/batch/places.py`.
+Modules: `epd/batch/places.py`.
 """
 
 from __future__ import annotations
