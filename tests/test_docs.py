@@ -285,7 +285,8 @@ def test_flags_that_stand_alone_exist(texts: dict[str, str]) -> None:
     ]
     docker = {"--shm-size", "--rm", "--gpus", "--target", "--build-arg", "--security-opt", "--stop-timeout"}
     docker |= {"--add-host"}
-    others = {"--help", *docker}
+    ray_start = {"--head"}
+    others = {"--help", *docker, *ray_start}
     named = {
         (doc, flag)
         for doc, text in texts.items()

@@ -6,12 +6,15 @@ import contextlib
 import io
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from epd.batch.folder import write_lines
 from epd.batch.lines import LineDefaults, parse_line
+from epd.batch.result_parts import PartsFolder, ResultParts
 from epd.shapes import make_scene
 from epd.video.demo_video import write_demo_video
 from tests import ROOT
@@ -50,6 +53,21 @@ def test_the_page_about_python_runs(truth: str) -> None:
     assert printed.startswith(f"{truth}\n")
     for line in ("How many shapes are there? ", "RequestError ", "missing.mp4"):
         assert line in printed
+
+
+def test_the_table_of_the_page_about_clusters_is_one_of_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its table is asked about, and its answers are read as the page reads them."""
+    monkeypatch.chdir(tmp_path)
+    page = HOW_TO / "answer-on-a-cluster.md"
+    table, reads, pipeline = python_blocks(page)
+    run(page, [table])
+    assert write_lines(Path("lines.jsonl"), "rows.parquet", []) == 3
+    with closing(ResultParts(PartsFolder("answers"))) as parts:
+        parts.add([{"id": "ride#1", "answer": "At home."}], [])
+    assert run(page, [reads]) == "[{'id': 'ride#1', 'answer': 'At home.'}]\n"
+    compile(pipeline[1], str(page), "exec")
 
 
 @pytest.mark.usefixtures("truth")

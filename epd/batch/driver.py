@@ -19,7 +19,8 @@ from epd.batch.lines import JSON, LineDefaults
 from epd.batch.order import CostModel, in_busy_order
 from epd.batch.progress import BatchProgress, ShowBatch
 from epd.batch.records import error_record, result_record
-from epd.batch.result_files import ResultFiles, errors_path
+from epd.batch.result_files import ResultFiles, Results, errors_path
+from epd.batch.result_parts import PartsFolder, ResultParts
 from epd.batch.summary import Summary, peak_bytes
 from epd.batch.tasks import Answered, Backend, MediaTask, Outcome
 from epd.batch.utilisation import Utilisation
@@ -45,21 +46,28 @@ def no_batch_bar() -> AbstractContextManager[ShowBatch]:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Plans a run. source: the lines. out: the results. defaults: for fields that lines leave out.
+    """Plans a run. source: the lines. defaults: for fields that lines leave out.
 
+    out: the file of results, or the folder of its parts in Parquet.
     retries_failed: whether lines that failed in earlier runs are asked again.
     """
 
     source: Path
-    out: Path
+    out: Path | PartsFolder
     defaults: LineDefaults
     retries_failed: bool = False
 
     def check(self) -> None:
         """Raises RequestError when results would be written into the input."""
+        if isinstance(self.out, PartsFolder):
+            return
         for path in (self.out, errors_path(self.out)):
             if path.exists() and self.source.exists() and path.samefile(self.source):
                 raise RequestError(f"'{path}' is the input; name another file for the results")
+
+    def open_results(self) -> Results:
+        """Raises RequestError for results that cannot be written, or that another run writes."""
+        return ResultParts(self.out) if isinstance(self.out, PartsFolder) else ResultFiles(self.out)
 
 
 def run_batch(
@@ -75,7 +83,7 @@ def run_batch(
     Raises EPDError for an unusable input or output, and when no further line can be answered.
     """
     plan.check()
-    with closing(LineIndex(plan.source, plan.defaults)) as index, closing(ResultFiles(plan.out)) as files:
+    with closing(LineIndex(plan.source, plan.defaults)) as index, closing(plan.open_results()) as files:
         with indexing_bar() as show_indexing:
             index.build(show_indexing)
         if plan.retries_failed:
@@ -91,7 +99,7 @@ def run_batch(
 class _BatchRun:
     """Runs over an index that is built."""
 
-    def __init__(self, index: LineIndex, files: ResultFiles, utilisation: Utilisation) -> None:
+    def __init__(self, index: LineIndex, files: Results, utilisation: Utilisation) -> None:
         self._index = index
         self._files = files
         self._utilisation = utilisation
@@ -100,7 +108,7 @@ class _BatchRun:
         self._num_groups = index.num_groups
         self._num_left = index.num_lines
         self._costs = CostModel()
-        self._num_bytes_given = self._num_lines_given = 0
+        self._num_bytes_given = self._num_lines_given = self._num_answer_tokens = 0
         self._start_s = time.monotonic()
         self._sampled_s = 0.0
 
@@ -133,6 +141,8 @@ class _BatchRun:
     def _write(self, outcome: Outcome) -> None:
         if isinstance(outcome, Answered):
             self._files.add([result_record(outcome)], [])
+            usage = outcome.completion.get("usage") or {}
+            self._num_answer_tokens += usage.get("completion_tokens") or 0
         else:
             self._files.add([], [error_record(outcome)])
         self._num_left -= 1
@@ -163,6 +173,7 @@ class _BatchRun:
             tally=self._files.tally,
             wall_s=now_s - self._start_s,
             peak_bytes=peak_bytes(),
+            answer_tokens=self._num_answer_tokens,
         )
         if backend is None:
             return answered

@@ -3,8 +3,10 @@
     videos/      each video of the folder, with the questions that are given       id "clip.mp4#1"
     media.txt    each path or URL, a line each, with the questions that are given  id "clip.mp4#1"
     rows.csv     each row; its columns are the fields of a line                    its id, or its number
+    rows.parquet the same, a file or a folder of parts. A list in `questions` makes a line for each
 
-A question may name columns in braces: {name}, {stem} and {path} of a medium, or any column of a table.
+Each may be in an object store. A question may name columns in braces: {name}, {stem} and {path} of a medium,
+or any column of a table.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from epd.batch.lines import SHORT_KEYS, URL_PREFIXES, LineId
+from epd.batch.places import Folder, copied, is_remote
+from epd.batch.tables import ParquetTable, is_parquet
 from epd.errors import RequestError
 
 # Containers that are read; beside videos lie files of other kinds.
@@ -30,6 +34,7 @@ IMAGE_SUFFIXES = frozenset(
 )
 TABLE_SUFFIX, LIST_SUFFIX = ".csv", ".txt"
 _COLUMN = re.compile(r"\{([^{}]+)\}")
+_QUESTIONS = "questions"  # a column of Parquet
 _TEXT_KEYS = ("id", "video", "images", "question", "answer", "reduction")
 _BEYOND = "cells beyond the columns"  # no field of a line: the line is refused by it
 _MAX_CELL = 128 << 20
@@ -37,20 +42,23 @@ _MAX_CELL = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """What is asked about. fields: of its line. columns: that questions may name."""
+    """What is asked about. fields: of its line. columns: that questions may name. own: its questions."""
 
     line_id: LineId
     fields: Mapping[str, Any]
     columns: Mapping[str, str]
     is_row: bool = False
+    own: Sequence[str] | None = None
 
     def records(self, asked: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yields a line for each question; a row's own as it is. Raises RequestError for no such column."""
-        if not asked:
+        if not asked and self.own is None:
             yield {"id": self.line_id, **self.fields}
-        for number, question in enumerate(asked, start=1):
-            line_id = self.line_id if self.is_row and len(asked) == 1 else f"{self.line_id}#{number}"
-            yield {"id": line_id, **self.fields, "question": _COLUMN.sub(self._cell, question)}
+        for number, question in enumerate(asked or self.own or (), start=1):
+            is_only = self.is_row and len(asked) == 1
+            line_id = self.line_id if is_only else f"{self.line_id}#{number}"
+            filled = _COLUMN.sub(self._cell, question) if asked else question
+            yield {"id": line_id, **self.fields, "question": filled}
 
     def _cell(self, found: re.Match[str]) -> str:
         if found[1] not in self.columns:
@@ -61,10 +69,20 @@ class _Item:
         return self.columns[found[1]]
 
 
-def is_lines(source: Path, *, has_questions: bool) -> bool:
+def is_lines(source: str | Path, *, has_questions: bool) -> bool:
     """Returns whether a source has lines already. A .txt is a list of media where questions are given."""
-    suffix = source.suffix.lower()
-    return not source.is_dir() and suffix != TABLE_SUFFIX and not (has_questions and suffix == LIST_SUFFIX)
+    suffix = PurePath(source).suffix.lower()
+    is_list = has_questions and suffix == LIST_SUFFIX
+    return not (_is_folder(source) or suffix == TABLE_SUFFIX or is_list or is_parquet(source))
+
+
+def is_table(source: str | Path) -> bool:
+    """Returns whether the rows of a source may have questions of their own."""
+    return is_parquet(source) or (PurePath(source).suffix.lower() == TABLE_SUFFIX and not _is_folder(source))
+
+
+def _is_folder(source: str | Path) -> bool:
+    return not PurePath(source).suffix if is_remote(source) else Path(source).is_dir()
 
 
 def read_questions(path: Path) -> list[str]:
@@ -75,20 +93,38 @@ def read_questions(path: Path) -> list[str]:
     return asked
 
 
-def write_lines(out: Path, source: Path, asked: Sequence[str]) -> int:
+def write_lines(out: Path, source: str | Path, asked: Sequence[str]) -> int:
     """Writes one line for each item and question; returns how many. asked: questions; none for a table's own.
 
     Raises RequestError where there is nothing to ask about or no question.
     """
-    is_table = source.suffix.lower() == TABLE_SUFFIX and not source.is_dir()
-    items = _rows(source, has_questions=bool(asked)) if is_table else _media(source)
     num_lines = 0
     with out.open("w", encoding="utf-8") as file, _long_cells():
-        for item in items:
+        for item in _items(source, asked, out.parent):
             for record in item.records(asked):
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
                 num_lines += 1
     return num_lines
+
+
+def _items(source: str | Path, asked: Sequence[str], scratch: Path) -> Iterator[_Item]:
+    """Yields what is asked about. scratch: a folder for the copy of a remote file."""
+    folder = folder_of(source)
+    if is_parquet(source):
+        yield from _parquet_rows(source, folder, asked)
+    elif _is_folder(source):
+        yield from _media(source, _of_store(str(source)) if is_remote(source) else _of_folder(Path(source)))
+    else:
+        path = copied(str(source), scratch) if is_remote(source) else Path(source)
+        if is_table(source):
+            yield from _rows(path, folder, has_questions=bool(asked))
+        else:
+            yield from _media(source, _of_list(path, folder))
+
+
+def folder_of(source: str | Path) -> str | Path:
+    """Returns where relative paths of a file begin: a folder, of an object store its URI."""
+    return str(source).rpartition("/")[0] if is_remote(source) else Path(source).absolute().parent
 
 
 @contextmanager
@@ -101,9 +137,8 @@ def _long_cells() -> Iterator[None]:
         csv.field_size_limit(limit)
 
 
-def _media(source: Path) -> Iterator[_Item]:
+def _media(source: str | Path, found: Sequence[tuple[PurePath, str]]) -> Iterator[_Item]:
     """Yields the media of a folder in order of their names, or those of a list."""
-    found = _of_folder(source) if source.is_dir() else _of_list(source)
     if not found:
         allowed = f"files that end in {', '.join(sorted(VIDEO_SUFFIXES))}"
         raise RequestError(f"'{source}' holds no videos; allowed: {allowed}")
@@ -119,27 +154,62 @@ def _of_folder(folder: Path) -> list[tuple[PurePath, str]]:
     return [(path, _named(path.absolute())) for path in paths]
 
 
-def _of_list(source: Path) -> list[tuple[PurePath, str]]:
-    folder = source.absolute().parent
+def _of_store(place: str) -> list[tuple[PurePath, str]]:
+    return [(PurePath(name), f"{place.rstrip('/')}/{name}") for name in Folder(place).names(VIDEO_SUFFIXES)]
+
+
+def _of_list(source: Path, folder: str | Path) -> list[tuple[PurePath, str]]:
     lines = _lines(source, "a text file, a path or URL a line")
     return [
         (PurePath(urlsplit(each).path if _is_url(each) else each), _place(each, folder)) for each in lines
     ]
 
 
-def _rows(source: Path, *, has_questions: bool) -> Iterator[_Item]:
+def _rows(source: Path, folder: str | Path, *, has_questions: bool) -> Iterator[_Item]:
     """Yields the rows of a table with a head of columns. Raises RequestError."""
     try:
         with source.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, restkey=_BEYOND, strict=True)
             _check_columns(source, reader.fieldnames or (), has_questions=has_questions)
             for number, row in enumerate(reader, start=1):
-                yield _row(number, row, source.absolute().parent)
+                yield _row(number, row, folder)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise RequestError(f"cannot read '{source}': {error}; give a table in UTF-8 with commas") from error
 
 
-def _check_columns(source: Path, columns: Sequence[str], *, has_questions: bool) -> None:
+def _parquet_rows(source: str | Path, folder: str | Path, asked: Sequence[str]) -> Iterator[_Item]:
+    """Yields the rows of a table in Parquet. Only columns that are fields or that questions name are read."""
+    table = ParquetTable(source)
+    _check_columns(source, table.columns, has_questions=bool(asked) or _QUESTIONS in table.columns)
+    for number, row in enumerate(table.rows(columns_for(asked)), start=1):
+        yield _parquet_row(number, row, folder)
+
+
+def columns_for(asked: Sequence[str]) -> set[str]:
+    """Returns the columns of a table that are fields of lines, or that questions name."""
+    return {*SHORT_KEYS, _QUESTIONS, *(name for question in asked for name in _COLUMN.findall(question))}
+
+
+def records_of_row(row: Mapping[str, Any], asked: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the lines of a row of a table; without an id, its medium is one. Raises RequestError."""
+    medium = row.get("video") or str(row.get("images"))
+    named = row if row.get("id") is not None else {**row, "id": medium}
+    return list(_parquet_row(0, named, Path("/")).records(asked))
+
+
+def _parquet_row(number: int, row: Mapping[str, Any], folder: str | Path) -> _Item:
+    """Returns the item of a row, whose values have types. Empty ones say nothing."""
+    fields = {name: row[name] for name in SHORT_KEYS if row.get(name) is not None}
+    if isinstance(video := fields.get("video"), str):
+        fields["video"] = _place(video, folder)
+    if isinstance(images := fields.get("images"), list):
+        fields["images"] = [_place(str(each), folder) for each in images]
+    own = None if row.get(_QUESTIONS) is None else list(row[_QUESTIONS])
+    columns = {name: "" if value is None else str(value) for name, value in row.items()}
+    return _Item(fields.pop("id", number), fields, columns, is_row=True, own=own)
+
+
+def _check_columns(source: str | Path, columns: Sequence[str], *, has_questions: bool) -> None:
     if not has_questions and "question" not in columns:
         raise RequestError(
             f"'{source}' has no column question; allowed: with it, or --question; give one of the two"
@@ -151,7 +221,7 @@ def _check_columns(source: Path, columns: Sequence[str], *, has_questions: bool)
         )
 
 
-def _row(number: int, row: Mapping[str, Any], folder: Path) -> _Item:
+def _row(number: int, row: Mapping[str, Any], folder: str | Path) -> _Item:
     """Returns the item of a row. Cells of other columns are for questions alone. Empty ones say nothing."""
     cells = {name: cell for name, cell in row.items() if isinstance(cell, str)}
     fields = {name: _value(name, cells[name], folder) for name in SHORT_KEYS if cells.get(name)}
@@ -160,7 +230,7 @@ def _row(number: int, row: Mapping[str, Any], folder: Path) -> _Item:
     return _Item(fields.pop("id", number), fields, cells, is_row=True)
 
 
-def _value(name: str, cell: str, folder: Path) -> Any:
+def _value(name: str, cell: str, folder: str | Path) -> Any:
     """Returns the value of a cell; a number that is none stays text, which its line is refused for."""
     if name == "video":
         return _place(cell, folder)
@@ -172,8 +242,10 @@ def _value(name: str, cell: str, folder: Path) -> Any:
     return cell
 
 
-def _place(named: str, folder: Path) -> str:
-    return named if _is_url(named) else str(folder / named)
+def _place(named: str, folder: str | Path) -> str:
+    if _is_url(named):
+        return named
+    return f"{folder}/{named}" if isinstance(folder, str) else str(folder / named)
 
 
 def _is_url(named: str) -> bool:

@@ -1,4 +1,4 @@
-"""Answers `epd batch` with a server of the OpenAI chat API, questions about the same media together.
+"""Answers `epd batch` with servers of the OpenAI chat API, questions about the same media together.
 
     media a   first question | the others, at once
     media b         first question | the others, at once
@@ -6,6 +6,9 @@
 The first question brings the media into the server's caches; the others find them there. Requests that are
 refused for load, or lost with a connection, are retried. One that is refused repeatedly while others are
 answered counts as a failure of its line.
+
+Of several servers, each medium has one that is asked first (rendezvous hashing), so that its caches are found
+again; the next one is asked where that one does not answer. Sources: Thaler and Ravishankar, 1998.
 """
 
 from __future__ import annotations
@@ -14,14 +17,16 @@ import asyncio
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from typing import Any
 
 import httpx
 
-from epd.batch.lines import CHAT_URL, JSON, BatchLine
+from epd.batch.lines import CHAT_URL, JSON, BatchLine, shared_prefix
+from epd.batch.object_urls import with_urls
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
 from epd.client.endpoint import Endpoint, get, parse_endpoints
 from epd.errors import InternalError, UnavailableError
@@ -35,6 +40,7 @@ _TICK_S = 0.1
 _CONNECT_S = 30.0
 _TIMEOUT_S = 3600.0
 _FIRST_PAUSE_S = 0.5
+_LOST_S = 10.0  # a server that did not answer is asked last
 _JOIN_S = 10.0
 _SEED_BYTES = 4
 _AGAIN = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -53,35 +59,45 @@ class HttpBackend:
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        *,
+        *endpoints: Endpoint,
         path: str = CHAT_URL,
         transport: httpx.AsyncBaseTransport | None = None,
         max_requests: int = MAX_REQUESTS,
         has_seeds: bool = False,
+        signs: bool = False,
     ) -> None:
-        """Takes the server.
+        """Takes one or more servers.
 
         path: that is asked.
         transport: if not TCP.
-        max_requests: in flight.
+        max_requests: in flight at each server.
         has_seeds: whether lines without a seed get one that is the same whenever they are repeated.
+        signs: whether media in object stores are read with the credentials of this process.
         """
-        self._endpoint = endpoint
+        self.endpoints = endpoints
         self._has_seeds = has_seeds
+        self._signs = signs
         self.path = path
         self.transport = transport
-        self.max_requests = max_requests
+        self.max_requests = max_requests * len(endpoints)
+        self.max_tasks = MAX_TASKS * len(endpoints)
         self._busy_s: dict[str, float] = {}
         self._num_cold = 0
 
     @classmethod
     @contextmanager
-    def open(cls, url: str, api_key: str | None, **options: Any) -> Iterator[HttpBackend]:
+    def open(cls, urls: str | Sequence[str], api_key: str | None, **options: Any) -> Iterator[HttpBackend]:
         """Raises RequestError for an invalid URL, UnavailableError when no server answers."""
-        (endpoint,) = parse_endpoints([url], api_key=api_key)
-        get(endpoint, "/v1/models", "start the server, or give its --api-key")
-        yield cls(endpoint, **options)
+        lost: list[UnavailableError] = []
+        endpoints = parse_endpoints([urls] if isinstance(urls, str) else urls, api_key=api_key)
+        for endpoint in endpoints:
+            try:
+                get(endpoint, "/v1/models", "start the server, or give its --api-key")
+            except UnavailableError as error:
+                lost.append(error)
+        if len(lost) == len(endpoints):
+            raise lost[0]
+        yield cls(*endpoints, signs=True, **options)
 
     @contextmanager
     def run(self, tasks: Iterator[MediaTask]) -> Iterator[Iterator[Outcome | None]]:
@@ -108,14 +124,11 @@ class HttpBackend:
             self._busy_s[stage] = self._busy_s.get(stage, 0.0) + float(stages_s.get(name, 0.0))
         self._num_cold += float(stages_s.get("encode", 0.0)) > 0
 
-    @property
-    def endpoint(self) -> Endpoint:
-        return self._endpoint
-
     def body_of(self, line: BatchLine) -> JSON:
-        """Returns what is sent for a line."""
+        """Returns what is sent for a line. Raises RequestError for a URI of an object store that is none."""
         is_complete = not self._has_seeds or line.body.get("seed") is not None
-        return line.body if is_complete else {**line.body, "seed": _seed(line.key)}
+        body = line.body if is_complete else {**line.body, "seed": _seed(line.key)}
+        return with_urls(body) if self._signs else body
 
     def busy_s(self) -> Mapping[str, float]:
         return dict(self._busy_s)
@@ -158,6 +171,115 @@ def _outcomes(outcomes: BoundedQueue[Outcome | BaseException | None]) -> Iterato
         yield outcome
 
 
+class Asker:
+    """Asks the servers of a backend, in one event loop, line by line."""
+
+    def __init__(self, backend: HttpBackend) -> None:
+        self._backend = backend
+        self._num_answered = 0
+        self._slots = asyncio.Semaphore(backend.max_requests)
+        self._lost_s: dict[str, float] = {}
+        self._http = httpx.AsyncClient(
+            transport=backend.transport,
+            trust_env=False,
+            headers=backend.endpoints[0].headers,
+            timeout=httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_S, pool=None),
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def answer_all(self, lines: Iterator[BatchLine], put: Callable[[Outcome], Awaitable[None]]) -> None:
+        """Asks the first question alone, then the others as fast as slots become free."""
+
+        async def answer(line: BatchLine) -> None:
+            await put(await self.ask(line))
+
+        async with self._slots:
+            await answer(next(lines))
+        async with asyncio.TaskGroup() as group:
+            for line in lines:
+                await self._slots.acquire()
+                asked = group.create_task(answer(line))
+                asked.add_done_callback(lambda _: self._slots.release())
+
+    async def ask(self, line: BatchLine) -> Outcome:
+        """Returns the outcome of a line. Raises UnavailableError when no server can answer any line."""
+        try:
+            outcome = await self._outcome(line)
+        except UnavailableError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what one line meets is that line's
+            outcome = Failed.of(line, InternalError.of(error))
+        if isinstance(outcome, Answered):
+            self._backend.note(outcome.completion)
+        return outcome
+
+    async def _outcome(self, line: BatchLine) -> Outcome:
+        """Returns the answer to a line, after a few attempts at each server.
+
+        One that is refused each time by servers of which one is well and answers others is at fault itself.
+        Raises UnavailableError where it is the servers.
+        """
+        pause_s, num_answered, status = _FIRST_PAUSE_S, self._num_answered, 0
+        for _ in range(NUM_TRIES):
+            for endpoint in self._ranked(line):
+                try:
+                    url = f"{endpoint.url}{self._backend.path}"
+                    answer = await self._http.post(url, json=self._backend.body_of(line))
+                except httpx.HTTPError as error:
+                    status, reason = 0, type(error).__name__
+                    self._lost_s[endpoint.url] = time.monotonic()
+                else:
+                    if answer.status_code not in _AGAIN:
+                        self._num_answered += 1
+                        return _read(line, answer)
+                    status, reason = answer.status_code, f"status {answer.status_code}"
+                shown = f"{endpoint.shown_url} gave {reason}, {NUM_TRIES} times in a row"
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+        if status != HTTPStatus.TOO_MANY_REQUESTS and await self._is_well(num_answered):
+            explained = f"{shown}, and answers other lines; ask this one alone, and see the server's log"
+            return Failed(
+                line, UnavailableError.__name__, explained, status or HTTPStatus.SERVICE_UNAVAILABLE
+            )
+        raise UnavailableError(f"{shown}; once it answers, run the same command again to continue")
+
+    def _ranked(self, line: BatchLine) -> Sequence[Endpoint]:
+        """Returns the servers in the order of the line's media; those that were just lost come last."""
+        endpoints = self._backend.endpoints
+        if len(endpoints) == 1:
+            return endpoints
+        media = "\n".join(shared_prefix(line.body).urls)
+        since_s = time.monotonic() - _LOST_S
+        return sorted(
+            endpoints,
+            key=lambda each: (
+                self._lost_s.get(each.url, 0.0) > since_s,
+                hashlib.blake2b(f"{each.name} {media}".encode("utf-8", "surrogatepass")).digest(),
+            ),
+        )
+
+    async def _is_well(self, num_answered: int) -> bool:
+        """Returns whether a server takes other lines: it says that it is well, and lines were answered.
+
+        num_answered: lines before the one that was refused. Of servers that do not say how they are, some
+            line must have been answered since.
+        """
+        states = await asyncio.gather(*map(self._health, self._backend.endpoints))
+        if HTTPStatus.OK in states:
+            return self._num_answered > 0
+        is_unknown = HTTPStatus.NOT_FOUND in states or HTTPStatus.METHOD_NOT_ALLOWED in states
+        return is_unknown and self._num_answered > num_answered
+
+    async def _health(self, endpoint: Endpoint) -> int:
+        """Returns the status of a server's health, 0 without an answer."""
+        try:
+            return (await self._http.get(f"{endpoint.url}/health", timeout=_CONNECT_S)).status_code
+        except httpx.HTTPError:
+            return 0
+
+
 class _HttpRun:
     """Runs one batch, in one event loop."""
 
@@ -167,91 +289,26 @@ class _HttpRun:
         tasks: Iterator[MediaTask],
         outcomes: BoundedQueue[Outcome | BaseException | None],
     ) -> None:
-        self._backend = backend
+        self._asker = Asker(backend)
+        self._max_tasks = backend.max_tasks
         self._tasks = tasks
         self._outcomes = outcomes
-        self._slots = asyncio.Semaphore(backend.max_requests)
-        self._num_answered = 0
-        self._url = f"{backend.endpoint.url}{backend.path}"
-        self._http = httpx.AsyncClient(
-            transport=backend.transport,
-            trust_env=False,
-            headers=backend.endpoint.headers,
-            timeout=httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_S, pool=None),
-        )
 
     async def run(self) -> None:
         """Runs some tasks at once, the next one when one has ended."""
-        async with self._http, asyncio.TaskGroup() as group:
-            for _ in range(MAX_TASKS):
-                group.create_task(self._work())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._max_tasks):
+                    group.create_task(self._work())
+        finally:
+            await self._asker.close()
 
     async def _work(self) -> None:
         for task in self._tasks:
-            await self._answer_all(task)
+            await self._asker.answer_all(task.lines, self._put)
 
-    async def _answer_all(self, task: MediaTask) -> None:
-        """Asks the first question alone, then the others as fast as slots become free."""
-        async with self._slots:
-            await self._answer(next(task.lines))
-        async with asyncio.TaskGroup() as group:
-            for line in task.lines:
-                await self._slots.acquire()
-                asked = group.create_task(self._answer(line))
-                asked.add_done_callback(lambda _: self._slots.release())
-
-    async def _answer(self, line: BatchLine) -> None:
-        try:
-            outcome = await self._outcome(line)
-        except UnavailableError:
-            raise
-        except Exception as error:  # noqa: BLE001 - what one line meets is that line's
-            outcome = Failed.of(line, InternalError.of(error))
-        if isinstance(outcome, Answered):
-            self._backend.note(outcome.completion)
+    async def _put(self, outcome: Outcome) -> None:
         await asyncio.to_thread(self._outcomes.put, outcome, 1)
-
-    async def _outcome(self, line: BatchLine) -> Outcome:
-        """Returns the answer to a line, after a few attempts.
-
-        One that is refused each time by a server that is well and answers others is at fault itself. Raises
-        UnavailableError where it is the server.
-        """
-        pause_s, num_answered, status = _FIRST_PAUSE_S, self._num_answered, 0
-        for _ in range(NUM_TRIES):
-            try:
-                answer = await self._http.post(self._url, json=self._backend.body_of(line))
-            except httpx.HTTPError as error:
-                status, reason = 0, type(error).__name__
-            else:
-                if answer.status_code not in _AGAIN:
-                    self._num_answered += 1
-                    return _read(line, answer)
-                status, reason = answer.status_code, f"status {answer.status_code}"
-            await asyncio.sleep(pause_s)
-            pause_s *= 2
-        shown = f"{self._backend.endpoint.shown_url} gave {reason}, {NUM_TRIES} times in a row"
-        if status != HTTPStatus.TOO_MANY_REQUESTS and await self._is_well(num_answered):
-            explained = f"{shown}, and answers other lines; ask this one alone, and see the server's log"
-            return Failed(
-                line, UnavailableError.__name__, explained, status or HTTPStatus.SERVICE_UNAVAILABLE
-            )
-        raise UnavailableError(f"{shown}; once it answers, run the same command again to continue")
-
-    async def _is_well(self, num_answered: int) -> bool:
-        """Returns whether the server takes other lines: it says that it is well, and it has answered some.
-
-        num_answered: lines before the one that was refused. A server that does not say how it is must have
-        answered some since.
-        """
-        try:
-            answer = await self._http.get(f"{self._backend.endpoint.url}/health", timeout=_CONNECT_S)
-        except httpx.HTTPError:
-            return False
-        if answer.status_code == HTTPStatus.OK:
-            return self._num_answered > 0
-        is_unknown = answer.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
-        return is_unknown and self._num_answered > num_answered
 
 
 def _read(line: BatchLine, answer: httpx.Response) -> Outcome:

@@ -36,7 +36,7 @@ SHORT_KEYS = (
     "retention", "reduction", "compute_share", "max_visual_tokens",
 )  # fmt: skip
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
-URL_PREFIXES = ("http://", "https://", "data:", "file:")
+URL_PREFIXES = ("http://", "https://", "data:", "file:", "s3://", "gs://")
 # Where parts have their media, whatever their type is called.
 _MEDIA_PLACES = ("image_url", "video_url", "audio_url", "input_audio")
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
@@ -68,7 +68,7 @@ class LineError(RequestError):
 class LineDefaults:
     """Sets defaults for fields that lines leave out.
 
-    folder: where the short form's relative paths begin.
+    folder: where the short form's relative paths begin; the URI of one in an object store.
     retention, reduction: share of the visual tokens that is kept, and the method; None leaves them to the
         backend.
     compute_share: of lines without a retention or reduction of their own.
@@ -79,7 +79,7 @@ class LineDefaults:
     max_line_bytes: longer lines are not read.
     """
 
-    folder: Path
+    folder: Path | str
     fps: float | None = None
     num_frames: int | None = None
     max_tokens: int | None = None
@@ -251,7 +251,7 @@ def _short_body(record: JSON, defaults: LineDefaults) -> JSON:
     return _with_defaults(body, defaults)
 
 
-def _media_parts(record: JSON, folder: Path) -> Iterator[JSON]:
+def _media_parts(record: JSON, folder: Path | str) -> Iterator[JSON]:
     video, images = record.get("video"), record.get("images")
     if (video is None) == (images is None):
         raise RequestError(
@@ -272,10 +272,12 @@ def _part(kind: str, url: str) -> JSON:
     return {"type": kind, kind: {"url": url}}
 
 
-def media_url(source: str, folder: Path) -> str:
+def media_url(source: str, folder: Path | str) -> str:
     """Returns a URL as it is, a path as a file: URL; a relative path begins at `folder`."""
     if source.startswith(URL_PREFIXES):
         return source
+    if isinstance(folder, str):
+        return f"{folder}/{source}"
     try:
         return (folder / source).absolute().as_uri()
     except ValueError as error:

@@ -41,6 +41,8 @@ def result_record(outcome: Answered) -> JSON:
         "answer": answer,
         "finish_reason": choice["finish_reason"],
     }
+    if completion.get("model"):
+        record["model"] = completion["model"]
     if line.expected is not None:
         record |= {"expected": line.expected, "is_right": is_same_answer(answer, line.expected)}
     return record | {"usage": completion.get("usage")} | _unseen(completion.get("epd"))
@@ -85,7 +87,7 @@ def _error(line_id: LineId | None, number: int, form: Form, kind: str, message: 
         body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
         response = {"status_code": status, "request_id": "", "body": body}
         return _openai(line_id, response, {"code": kind, "message": message}, number)
-    return {"id": line_id, "line": number, "error": {"type": kind, "message": message}}
+    return {"id": line_id, "line": number, "error": {"type": kind, "message": message, "status": status}}
 
 
 def _openai(line_id: LineId | None, response: JSON, error: JSON | None, number: int | None = None) -> JSON:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from epd.batch.lines import JSON
 from epd.batch.records import answer_text, key_of, reason_of
@@ -62,6 +62,26 @@ class Tally:
             self.num_right += bool(record["is_right"])
 
 
+class Results(Protocol):
+    """Holds the results of all runs. One run at a time writes to them."""
+
+    tally: Tally
+
+    def forget_failed(self) -> None:
+        """Has all failures asked again. Called before `done`."""
+        ...
+
+    def done(self) -> Iterator[str]:
+        """Yields the keys of the lines that are answered or explained already; counts them."""
+        ...
+
+    def add(self, results: Sequence[JSON], errors: Sequence[JSON]) -> None: ...
+
+    def close(self) -> None:
+        """Keeps what was added, and ends the lock, also where the disk fails. Raises OSError then."""
+        ...
+
+
 def errors_path(out: Path) -> Path:
     """Returns OUT.errors.jsonl for OUT.jsonl."""
     return out.with_name(f"{out.stem}.errors{out.suffix}")
@@ -73,9 +93,9 @@ class ResultFiles:
     def __init__(self, out: Path) -> None:
         """Raises RequestError for files that cannot be written, or that another run writes."""
         self.tally = Tally()
-        self._results = _open_locked(out)
+        self._results = open_locked(out)
         try:
-            self._errors = _open_locked(errors_path(out))
+            self._errors = open_locked(errors_path(out))
         except EPDError:
             self._results.close()
             raise
@@ -136,7 +156,8 @@ def _encoded(record: JSON) -> bytes:
     return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
-def _open_locked(path: Path) -> IO[bytes]:
+def open_locked(path: Path) -> IO[bytes]:
+    """Opens a file for adding that no other run has open. Raises RequestError, StorageFullError."""
     try:
         file = path.open("a+b")
     except OSError as error:
@@ -198,8 +219,8 @@ def write_table(table: Path, results: Path) -> None:
     with beside.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")
         writer.writeheader()
-        writer.writerows(map(_row, _records(results)))
-        writer.writerows(map(_row, _records(errors_path(results))))
+        writer.writerows(map(cells_of, _records(results)))
+        writer.writerows(map(cells_of, _records(errors_path(results))))
     beside.replace(table)
 
 
@@ -208,14 +229,15 @@ def _records(path: Path) -> Iterator[JSON]:
         yield from map(json.loads, file)
 
 
-def _row(record: JSON) -> JSON:
+def cells_of(record: JSON) -> JSON:
     """Returns the cells of a record of either form."""
     row = {**record, "media": "; ".join(record.get("media", ()))}
     if "custom_id" in record:
         row["id"] = record["custom_id"]
         completion = (record["response"] or {}).get("body") or {}
         if record["error"] is None:
-            row |= {"answer": answer_text(completion), "usage": completion.get("usage")}
+            row |= {name: completion.get(name) for name in ("usage", "model")}
+            row["answer"] = answer_text(completion)
             row["finish_reason"] = completion["choices"][0]["finish_reason"]
     row |= row.get("usage") or {}
     if record.get("error"):

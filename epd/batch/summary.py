@@ -27,6 +27,8 @@ class Summary:
     wall_s: of this run, from when the model was loaded.
     utilisation: share of the time from the first answer on that each stage worked.
     peak_bytes: of this process's memory.
+    answer_tokens: of this run.
+    hourly_price: of all that the run uses, in any currency; None if it is not given.
     """
 
     num_lines: int
@@ -37,6 +39,8 @@ class Summary:
     counts: BackendCounts = field(default_factory=BackendCounts)
     utilisation: Mapping[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
+    answer_tokens: int = 0
+    hourly_price: float | None = None
 
     @property
     def num_now(self) -> int:
@@ -48,6 +52,17 @@ class Summary:
         return self.num_now / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
+    def answer_tokens_per_s(self) -> float:
+        return self.answer_tokens / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def price_per_1000(self) -> float | None:
+        """Returns what 1,000 lines of this run have cost, None without a price or a line."""
+        if self.hourly_price is None or not self.num_now:
+            return None
+        return self.hourly_price * self.wall_s / 3600 / self.num_now * 1000
+
+    @property
     def accuracy(self) -> float | None:
         """Returns the share of right answers, where lines include the right one."""
         return self.tally.num_right / self.tally.num_checked if self.tally.num_checked else None
@@ -57,7 +72,7 @@ class Summary:
         """Returns the reasons that most lines failed for, the most frequent first."""
         return sorted(self.tally.reasons.items(), key=lambda each: -each[1].num_lines)[:_NUM_REASONS]
 
-    def failure_lines(self, errors: Path) -> list[str]:
+    def failure_lines(self, errors: Path | str) -> list[str]:
         """Returns what failed and why, for people; nothing if no line failed. errors: where they are."""
         if not self.tally.num_failed:
             return []
@@ -79,6 +94,9 @@ class Summary:
             **asdict(self.counts),
             "wall_s": round(self.wall_s, 3),
             "lines_per_s": round(self.lines_per_s, 3),
+            "answer_tokens": self.answer_tokens,
+            "answer_tokens_per_s": round(self.answer_tokens_per_s, 3),
+            "price_per_1000": self.price_per_1000,
             "utilisation": {name: round(share, 3) for name, share in self.utilisation.items()},
             "peak_bytes": self.peak_bytes,
         }
@@ -92,6 +110,10 @@ class Summary:
             f"{self.num_now} lines about {self.num_groups} media in {self.wall_s:.1f} s, "
             f"{self.lines_per_s:.2f} a second",
         ]
+        if self.answer_tokens:
+            lines.append(f"{self.answer_tokens} tokens of answers, {self.answer_tokens_per_s:.1f} a second")
+        if self.price_per_1000 is not None:
+            lines.append(f"1,000 lines cost {self.price_per_1000:.4g} at {self.hourly_price:g} an hour")
         if self.accuracy is not None:
             lines.append(f"{tally.num_right} of {tally.num_checked} answers right ({self.accuracy:.1%})")
         if counts.num_encoded:

@@ -6,22 +6,25 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any
 
 import typer
 
 from epd import console
 from epd.batch.driver import BatchPlan, run_batch
-from epd.batch.folder import TABLE_SUFFIX, is_lines, read_questions, write_lines
+from epd.batch.folder import TABLE_SUFFIX, folder_of, is_lines, is_table, read_questions, write_lines
 from epd.batch.http_backend import HttpBackend
 from epd.batch.line_index import LineIndex
 from epd.batch.lines import LineDefaults
+from epd.batch.places import copied, is_remote
 from epd.batch.progress import StatusFile, batch_bar
 from epd.batch.result_files import errors_path, write_table
+from epd.batch.result_parts import PartsFolder
 from epd.batch.summary import Summary
+from epd.batch.tables import PARQUET_SUFFIX
 from epd.batch.tasks import Backend
 from epd.batch.utilisation import Utilisation, plot_utilisation
 from epd.control.request_budget import RequestLimits
@@ -37,19 +40,24 @@ from epd.serve_app.cli.options import (
     IsJson,
     Model,
     Plot,
-    Url,
 )
 from epd.serve_app.cli.question_options import MediaOptions
 
 _Source = Annotated[
-    Path,
+    str,
     typer.Argument(
-        metavar="IN", help="JSON lines, a .csv, or a folder of videos or a .txt of media with --question(s)."
+        metavar="IN",
+        help="JSON lines, a .csv, Parquet, or a folder of videos or a .txt of media with --question(s). A "
+        "path, s3:// or gs://.",
     ),
 ]
 _Out = Annotated[
-    Path,
-    typer.Argument(metavar="OUT", help="Results: OUT.jsonl or OUT.csv; failures go to OUT.errors.jsonl."),
+    str,
+    typer.Argument(
+        metavar="OUT",
+        help="Results: OUT.jsonl or OUT.csv, failures go to OUT.errors.jsonl; or a folder of Parquet, a name "
+        "that ends in / or .parquet, s3:// or gs://.",
+    ),
 ]
 _Questions = Annotated[
     Path | None,
@@ -62,7 +70,16 @@ _Question = Annotated[
         help="Question about every medium or row of IN; {name}, {stem}, {path} or a {COLUMN} are filled in.",
     ),
 ]
-_RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Ask lines again that have failed.")]
+_RetryFailed = Annotated[
+    bool, typer.Option("--retry-failed", "--retry-quarantined", help="Ask all lines again that have failed.")
+]
+_MaxAttempts = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="With results in Parquet: runs that ask a line that the server could not answer.",
+    ),
+]
 _AllowFailures = Annotated[
     bool, typer.Option("--allow-failures", help="Exit with 0 even when lines failed, instead of 1.")
 ]
@@ -76,6 +93,19 @@ _DryRun = Annotated[
 _Profile = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="With --dry-run: file of epd profile, or MODEL@DEVICE, for the time."),
+]
+_HourlyPrice = Annotated[
+    float | None,
+    typer.Option(min=0, help="What the hardware costs an hour: the summary has the price of 1,000 lines."),
+]
+_Urls = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--url",
+        envvar="EPD_URL",
+        metavar="URL",
+        help="Use running servers of the OpenAI chat API, without /v1; of several, each medium goes to one.",
+    ),
 ]
 _SOME_FAILED = 1
 _OUT_SUFFIXES = (".jsonl", ".ndjson", TABLE_SUFFIX)
@@ -95,18 +125,18 @@ class _Target:
 
     model: Path | None
     topology: str | None
-    url: str | None
+    urls: tuple[str, ...] | None
     address: str | None
     name: str
     api_key: str | None
     config: EngineConfig
 
     def __post_init__(self) -> None:
-        given = {"--topology": self.topology, "--url": self.url, "--address": self.address}
+        given = {"--topology": self.topology, "--url": self.urls, "--address": self.address}
         names = [name for name, value in given.items() if value is not None]
         if len(names) > 1:
             raise RequestError(f"received {' and '.join(names)}; allowed: one of them; leave out the rest")
-        if (self.url, self.address) != (None, None):
+        if (self.urls, self.address) != (None, None):
             self.config.check_at_server()
 
 
@@ -119,15 +149,17 @@ def batch(
     questions: _Questions = None,
     model: Model = None,
     topology: _Topology = None,
-    url: Url = None,
+    url: _Urls = None,
     address: Address = None,
     name: AppName = "epd",
     api_key: ApiKey = None,
     retry_failed: _RetryFailed = False,
+    max_attempts: _MaxAttempts = 3,
     allow_failures: _AllowFailures = False,
     status_file: _StatusFile = None,
     dry_run: _DryRun = False,
     profile: _Profile = None,
+    hourly_price: _HourlyPrice = None,
     plot: Plot = None,
     as_json: IsJson = False,
     **options: Any,
@@ -139,16 +171,16 @@ def batch(
     application on that cluster. Exits with 1 when a line failed.
     """
     asked, config = MediaOptions.parted(options)
-    target = _Target(model, topology, url, address, name, api_key, config)
-    utilisation, results = Utilisation(), _results_path(out)
+    target = _Target(model, topology, tuple(url) if url else None, address, name, api_key, config)
+    utilisation, results = Utilisation(), _results_place(out, max_attempts)
     _check_dry_run(target, profile, is_dry=dry_run)
     status = None if status_file is None else StatusFile(status_file)
     with ExitStack() as stack:
-        lines = stack.enter_context(_lines_file(source, _asked(question, questions)))
+        lines, folder = stack.enter_context(_lines_file(source, _asked(question, questions)))
         if status is not None:
             stack.enter_context(status.of_run())
         defaults = LineDefaults(
-            lines.parent.absolute(),
+            folder,
             asked.fps,
             asked.frames,
             asked.max_tokens,
@@ -167,37 +199,43 @@ def batch(
             bar=batch_bar if status is None else partial(status.told, batch_bar),
             utilisation=utilisation,
         )
-    if results != out:
-        write_table(out, results)
+    summary = replace(summary, hourly_price=hourly_price)
+    if isinstance(results, Path) and PurePath(out).suffix.lower() == TABLE_SUFFIX:
+        write_table(Path(out), results)
     if status is not None:
         status.write("done", **summary.record())
     _report(summary, utilisation, plot, as_json=as_json)
-    for line in summary.failure_lines(errors_path(results)):
+    where = results.failures if isinstance(results, PartsFolder) else errors_path(results)
+    for line in summary.failure_lines(where):
         print(line, file=sys.stderr)
     if summary.tally.num_failed and not allow_failures:
         raise typer.Exit(_SOME_FAILED)
 
 
 @contextmanager
-def _lines_file(source: Path, asked: list[str]) -> Iterator[Path]:
-    """The input itself, or a file of lines made of a folder, a list or a table, and the questions asked."""
-    if is_lines(source, has_questions=bool(asked)):
-        if asked:
-            raise RequestError(
-                f"received no folder, list or table, '{source}', and questions; allowed: --question or "
-                "--questions with a folder, a .txt of media or a .csv, or a file of lines without"
-            )
-        yield source
+def _lines_file(source: str, asked: list[str]) -> Iterator[tuple[Path, str | Path]]:
+    """Yields the input itself, or lines made of it and the questions asked; where its paths begin."""
+    is_ready = is_lines(source, has_questions=bool(asked))
+    if is_ready and asked:
+        raise RequestError(
+            f"received no folder, list or table, '{source}', and questions; allowed: --question or "
+            "--questions with a folder, a .txt of media, a .csv or Parquet, or a file of lines without"
+        )
+    if is_ready and not is_remote(source):
+        yield Path(source), folder_of(source)
         return
-    if not asked and source.suffix.lower() != TABLE_SUFFIX:
+    if not (is_ready or asked or is_table(source)):
         raise RequestError(
             f"received a folder, '{source}', and no question; allowed: with --question or --questions; give "
             "one of them"
         )
-    with tempfile.TemporaryDirectory(prefix="epd-batch-") as folder:
-        lines = Path(folder) / "lines.jsonl"
+    with tempfile.TemporaryDirectory(prefix="epd-batch-") as name:
+        if is_ready:
+            yield copied(source, Path(name)), folder_of(source)
+            return
+        lines = Path(name) / "lines.jsonl"
         write_lines(lines, source, asked)
-        yield lines
+        yield lines, folder_of(source)
 
 
 def _asked(question: str | None, questions: Path | None) -> list[str]:
@@ -208,20 +246,23 @@ def _asked(question: str | None, questions: Path | None) -> list[str]:
     return [] if questions is None else read_questions(questions)
 
 
-def _results_path(out: Path) -> Path:
-    """Returns the file of results: of a table that beside it. Raises RequestError for another format."""
-    if out.suffix.lower() not in _OUT_SUFFIXES:
+def _results_place(out: str, max_attempts: int) -> Path | PartsFolder:
+    """Returns the file of results, of a .csv that beside it, or the folder of parts. Raises RequestError."""
+    suffix = PurePath(out).suffix.lower()
+    if out.endswith("/") or suffix == PARQUET_SUFFIX or is_remote(out):
+        return PartsFolder(out, max_attempts)
+    if suffix not in _OUT_SUFFIXES:
         raise RequestError(
-            f"received '{out}' for the results; allowed: a name that ends in {' or '.join(_OUT_SUFFIXES)}; "
-            "rename it"
+            f"received '{out}' for the results; allowed: a name that ends in {' or '.join(_OUT_SUFFIXES)}, "
+            f"or a folder of Parquet that ends in / or {PARQUET_SUFFIX}; rename it"
         )
-    return out.with_suffix(".jsonl") if out.suffix.lower() == TABLE_SUFFIX else out
+    return Path(out).with_suffix(".jsonl") if suffix == TABLE_SUFFIX else Path(out)
 
 
 @contextmanager
 def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
-    if target.url is not None:
-        with HttpBackend.open(target.url, target.api_key) as backend:
+    if target.urls is not None:
+        with HttpBackend.open(target.urls, target.api_key) as backend:
             yield backend
     elif target.topology is not None or target.address is not None:
         from epd.serve_app.ray.batch_app import started_backend, url_of_app  # Ray
@@ -244,7 +285,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
 def _check_dry_run(target: _Target, profile: str | None, *, is_dry: bool) -> None:
     if profile is not None and not is_dry:
         raise RequestError("received --profile without --dry-run; allowed: with it; add --dry-run")
-    if is_dry and (target.url, target.address) != (None, None):
+    if is_dry and (target.urls, target.address) != (None, None):
         raise RequestError(
             "received --dry-run and a running server; allowed: with the model's folder; give --model instead"
         )

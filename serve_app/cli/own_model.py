@@ -86,7 +86,9 @@ class OwnBackend(HttpBackend):
 
     def __init__(self, service: OwnService, *, max_requests: int) -> None:
         """Takes max_requests: in flight."""
-        super().__init__(HERE, transport=_OwnTransport(service), max_requests=max_requests, has_seeds=True)
+        super().__init__(
+            HERE, transport=_OwnTransport(service), max_requests=max_requests, has_seeds=True, signs=True
+        )
         self._service = service
 
     def counts(self) -> BackendCounts:

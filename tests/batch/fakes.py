@@ -14,9 +14,13 @@ from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
 from epd.errors import MediaNotFoundError, UnavailableError
 
 
-def completion(text: str) -> JSON:
+def completion(text: str, usage: JSON | None = None) -> JSON:
     message = {"role": "assistant", "content": text}
-    return {"id": "chatcmpl-0", "choices": [{"message": message, "finish_reason": "stop"}], "usage": {}}
+    return {
+        "id": "chatcmpl-0",
+        "choices": [{"message": message, "finish_reason": "stop"}],
+        "usage": usage or {},
+    }
 
 
 def question_of(line: BatchLine) -> str:
@@ -28,11 +32,13 @@ def question_of(line: BatchLine) -> str:
 class FakeBackend:
     """pause_s: for each line. ends_after: lines, then nothing can be answered any more.
 
-    Media with "missing" in their name fail. taken: number of lines of each task, as it was taken.
+    num_tokens: of each answer. Media with "missing" in their name fail. taken: number of lines of each task,
+    as it was taken.
     """
 
     pause_s: float = 0.0
     ends_after: int | None = None
+    num_tokens: int = 0
     asked: list[Any] = field(default_factory=list)
     num_tasks: int = 0
 
@@ -55,7 +61,7 @@ class FakeBackend:
         (url,) = line.body["messages"][0]["content"][0].get("video_url", {"url": ""}).values()
         if "missing" in Path(url).name:
             return Failed.of(line, MediaNotFoundError(f"no file at {url}"))
-        return Answered(line, completion(question_of(line)))
+        return Answered(line, completion(question_of(line), {"completion_tokens": self.num_tokens}))
 
     def busy_s(self) -> Mapping[str, float]:
         return {"decode": 0.0, "language": 0.001 * len(self.asked)}

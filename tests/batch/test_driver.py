@@ -22,7 +22,7 @@ import pytest
 from epd.batch.driver import BatchPlan, run_batch
 from epd.batch.line_index import LineIndex
 from epd.batch.lines import LineDefaults
-from epd.batch.result_files import errors_path
+from epd.batch.result_files import Tally, errors_path
 from epd.batch.summary import Summary
 from epd.batch.tasks import Backend
 from epd.batch.utilisation import Utilisation
@@ -107,6 +107,18 @@ def test_a_run_answers_group_by_group_and_sums_up(tmp_path: Path) -> None:
     assert all(every == NUM_LINES for _, every in shown)
     assert summary.record()["accuracy"] == pytest.approx(180 / 380)
     assert "380 of 400 lines answered, 20 failed" in summary.lines()[0]
+
+
+def test_the_summary_has_tokens_a_second_and_the_price_of_lines(tmp_path: Path) -> None:
+    tally = Tally(num_answered=40, num_failed=10)
+    summary = Summary(50, 0, 5, tally, wall_s=36.0, answer_tokens=720, hourly_price=2.0)
+    assert summary.answer_tokens_per_s == pytest.approx(20.0)
+    assert summary.price_per_1000 == pytest.approx(2.0 * 0.01 / 50 * 1000)
+    assert "720 tokens of answers, 20.0 a second" in summary.lines()
+    assert "1,000 lines cost 0.4 at 2 an hour" in summary.lines()
+    assert Summary(50, 50, 0, tally, 1.0, hourly_price=2.0).price_per_1000 is None
+    write_input(tmp_path, 4)
+    assert run(tmp_path, FakeBackend(num_tokens=3)).answer_tokens == 12
 
 
 def test_lines_that_failed_are_asked_again_on_request(tmp_path: Path) -> None:

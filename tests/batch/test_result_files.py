@@ -68,7 +68,7 @@ def test_an_openai_line_gets_openais_batch_output() -> None:
 
 def test_failures_name_their_line_type_and_message() -> None:
     failed = Failed.of(line(), MediaNotFoundError("no file\nhere"))
-    error = {"type": "MediaNotFoundError", "message": "no file here"}
+    error = {"type": "MediaNotFoundError", "message": "no file here", "status": 400}
     asked = {"media": ["/a b.mp4"], "question": "Why?"}
     assert error_record(failed) == {"id": "a", "line": 4, "error": error, **asked}
     record = error_record(Failed(line(form="openai"), "X", "why", 404))

@@ -26,6 +26,8 @@ from epd.batch.tasks import Backend
 from epd.errors import RequestError
 from epd.serve_app.cli.program import app
 from tests.batch.fakes import FakeBackend
+from tests.batch.parquet import committed_rows, write_table
+from tests.batch.test_http_backend import KEY, FakeServer, serving
 
 
 def run(*arguments: str | Path) -> Result:
@@ -154,6 +156,27 @@ def test_a_table_goes_in_and_out(
     ]  # fmt: skip
 
 
+def test_parquet_goes_in_and_out_at_servers(tmp_path: Path) -> None:
+    """A line that fails is in the table too, and the summary says what the rest has cost."""
+    rows = [
+        {"id": "a", "video": "https://h/a.mp4", "questions": ["One?", "Two?"], "who": b"not read"},
+        {"id": "b", "video": "https://h/b.mp4", "questions": [""], "who": None},
+    ]
+    write_table(tmp_path / "rows.parquet", rows)
+    out = tmp_path / "answers.parquet"
+    with serving(FakeServer(pause_s=0.0)) as one, serving(FakeServer(pause_s=0.0)) as other:
+        urls = ["--url", one.url, "--url", other.url, "--api-key", KEY]
+        result = run(tmp_path / "rows.parquet", out, *urls, "--hourly-price", "2", "--json")
+        again = run(f"{tmp_path}/rows.parquet", out, *urls, "--allow-failures")
+    assert result.exit_code == 1, result.output
+    assert f"1 lines failed, see '{out}/failed-*.parquet'; --retry-failed" in result.stderr
+    assert json.loads(result.stdout)["price_per_1000"] > 0
+    found = {row["id"]: row for row in committed_rows(out)}
+    assert {key: row["answer"] for key, row in found.items()} == {"a#1": "One?", "a#2": "Two?", "b#1": None}
+    assert found["b#1"]["error"]["message"].startswith("question is ''")
+    assert again.stdout.startswith("2 of 3 lines answered, 1 failed, 3 of them before\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -178,6 +201,9 @@ def test_a_table_goes_in_and_out(
         (["in.jsonl", "out.jsonl", "--questions", "q.txt", "--question", "What?"], "one of them"),
         (["in.jsonl", "out.xlsx"], "'out.xlsx' for the results; allowed: a name that ends in .jsonl"),
         (["rows.csv", "out.csv"], "cannot read 'rows.csv'"),
+        (["rows.parquet", "out/"], "cannot use 'rows.parquet'"),
+        (["s3://", "out/"], "cannot use 's3:"),
+        (["in.jsonl", "in.jsonl/"], "cannot write"),
         (["in.jsonl", "out.jsonl", "--status-file", "no/status"], "cannot write 'no/status'"),
         (["in.jsonl", "in.jsonl"], "is the input"),
         (["in.jsonl", "no/out.jsonl"], "cannot write"),

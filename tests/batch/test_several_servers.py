@@ -1,0 +1,90 @@
+"""Each medium has a server of its own while that is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd.batch.driver import BatchPlan, run_batch
+from epd.batch.http_backend import HttpBackend
+from epd.batch.line_index import LineIndex
+from epd.batch.lines import LineDefaults
+from epd.batch.summary import Summary
+from epd.batch.tasks import Backend
+from epd.errors import UnavailableError
+from tests.batch.test_http_backend import KEY, FakeServer, serving
+
+NUM_VIDEOS, NUM_QUESTIONS = 12, 4
+
+
+def run(folder: Path, urls: Sequence[str], num_questions: int = NUM_QUESTIONS) -> Summary:
+    lines: list[dict[str, Any]] = [
+        {"id": f"{video} {number}", "video": f"{video}.mp4", "question": f"q{number}"}
+        for number in range(num_questions)
+        for video in range(NUM_VIDEOS)
+    ]
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    @contextmanager
+    def opened(_: LineIndex) -> Iterator[Backend]:
+        with HttpBackend.open(urls, KEY) as backend:
+            yield backend
+
+    return run_batch(BatchPlan(folder / "in.jsonl", folder / "out.jsonl", LineDefaults(folder)), opened)
+
+
+def videos(server: FakeServer) -> set[str]:
+    return {video for video, *_ in server.spans}
+
+
+@contextmanager
+def three(**options: Any) -> Iterator[list[FakeServer]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(serving(FakeServer(**options))) for _ in range(3)]
+
+
+def test_a_video_goes_to_one_server_and_to_the_same_in_the_next_run(tmp_path: Path) -> None:
+    with three(pause_s=0.0) as servers:
+        urls = [server.url for server in servers]
+        run(tmp_path, urls)
+        first = [videos(server) for server in servers]
+        assert sum(map(len, first)) == len(set.union(*first)) == NUM_VIDEOS
+        assert all(first)
+        run(tmp_path, urls[::-1], NUM_QUESTIONS + 2)
+        assert [videos(server) for server in servers] == first
+    assert sum(len(server.spans) for server in servers) == NUM_VIDEOS * (NUM_QUESTIONS + 2)
+
+
+def test_the_videos_of_a_server_that_is_lost_go_to_others_and_no_other_moves(tmp_path: Path) -> None:
+    with three(pause_s=0.0) as servers:
+        urls = [server.url for server in servers]
+        with serving(FakeServer()) as gone:
+            urls.append(gone.url)
+        summary = run(tmp_path, urls)
+        assert (summary.tally.num_answered, summary.tally.num_failed) == (NUM_VIDEOS * NUM_QUESTIONS, 0)
+        with_gone = [videos(server) for server in servers]
+        for server in servers:
+            server.spans.clear()
+        (tmp_path / "out.jsonl").unlink()
+        run(tmp_path, urls[:3])
+        assert [videos(server) for server in servers] == with_gone
+
+
+def test_a_server_that_is_busy_gives_lines_to_the_next(tmp_path: Path) -> None:
+    with three(pause_s=0.0) as servers:
+        servers[0].answer = lambda _: (503, {"error": {"message": "later"}})
+        summary = run(tmp_path, [server.url for server in servers])
+        assert summary.tally.num_answered == NUM_VIDEOS * NUM_QUESTIONS
+        assert videos(servers[0])
+
+
+def test_without_any_server_nothing_is_asked(tmp_path: Path) -> None:
+    with three() as gone:
+        pass
+    with pytest.raises(UnavailableError):
+        run(tmp_path, [server.url for server in gone])
