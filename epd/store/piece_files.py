@@ -27,6 +27,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile, mkstemp
 
 from epd.errors import RequestError
+from epd.types import Tier
 
 _ABOUT = "about.json"
 _MAGIC = b"EPDKV001"
@@ -81,18 +82,18 @@ class PieceFiles:
     def _path(self, key: str) -> Path:
         return self._own / key[:2] / key
 
-    def read(self, key: str, index: int, payload: memoryview) -> bool:
-        """Fills a payload, of the right number of bytes. False, for one that is not there or not whole.
+    def read(self, key: str, index: int, payload: memoryview) -> Tier | None:
+        """Fills a payload, of the right number of bytes. None, for one that is not there or not whole.
 
         index: of the piece in its prompt.
         """
         path = self._path(key)
         if _fill(path, payload):
             _date(path, index)
-            return True
+            return "disk"
         with suppress(OSError):
             path.unlink(missing_ok=True)
-        return False
+        return None
 
     def write(self, key: str, index: int, payload: memoryview) -> int:
         """Keeps a payload. Returns the bytes written: none where it is there, or larger than the room.

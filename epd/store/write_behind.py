@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 from epd.store.piece_files import PieceFiles
+from epd.types import Reuse, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -17,12 +18,23 @@ _MOST_WAITING = 1 << 28
 
 @dataclass(slots=True)
 class StoreCounts:
-    """Counts so far. num_failed: pieces that were expected and not there, or not whole."""
+    """Counts so far. num_failed: pieces that were expected and not there, or not whole.
+
+    objects_read_bytes: of read_bytes, from an object store.
+    """
 
     read_tokens: int = 0
     read_bytes: int = 0
+    objects_read_bytes: int = 0
     written_bytes: int = 0
     num_failed: int = 0
+
+    def found(self, reuse: Reuse) -> Reuse:
+        """Counts what was read, and returns it."""
+        self.read_tokens += reuse.num
+        self.read_bytes += reuse.num_bytes
+        self.objects_read_bytes += reuse.num_bytes if reuse.tier == "objects" else 0
+        return reuse
 
 
 class WriteBehind:
@@ -71,13 +83,13 @@ class WriteBehind:
                 del self._waiting[key]
                 self._num_waiting -= len(payload)
 
-    def read(self, key: str, index: int, payload: memoryview) -> bool:
+    def read(self, key: str, index: int, payload: memoryview) -> Tier | None:
         """Fills a payload: see `PieceFiles.read`. What waits to be written is read from memory."""
         waiting = self._waiting.get(key)
         if waiting is None or len(waiting) != len(payload):
             return self.files.read(key, index, payload)
         payload[:] = waiting
-        return True
+        return "memory"
 
     def close(self) -> None:
         """Ends the thread, once what waits is written."""

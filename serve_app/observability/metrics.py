@@ -142,6 +142,7 @@ SERVICE_COUNTERS = {
     "retries": "Request attempts aborted because a worker was lost.",
     "store_failures": "Pieces in cache_dir that were damaged or gone.",
     "store_read_bytes": "Bytes read from cache_dir.",
+    "store_read_objects_bytes": "Bytes of them that were read from an object store.",
     "store_read_embeddings": "Embeddings read from cache_dir.",
     "store_read_tokens": "Prompt tokens whose keys and values were read from cache_dir.",
     "store_written_bytes": "Bytes written to cache_dir.",
