@@ -34,7 +34,7 @@ from epd.stages.decode import DecodeStage
 from epd.stages.encode.beside import InTurn
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
 from epd.stages.engine.generation import TokenOutput
-from epd.store.write_behind import StoreCounts
+from epd.store.piece_files import StoreCounts
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, TransferOutcome
 from epd.types import Reuse, UInt8Array
@@ -364,6 +364,7 @@ def store_counters(counts: StoreCounts, read: str) -> dict[str, float]:
         "store_read_bytes": counts.read_bytes,
         "store_read_objects_bytes": counts.objects_read_bytes,
         "store_written_bytes": counts.written_bytes,
+        "store_written_objects_bytes": counts.objects_written_bytes,
         "store_failures": counts.num_failed,
     }
 

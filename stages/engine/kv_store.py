@@ -60,7 +60,7 @@ class KVStore:
         self._restores: dict[str, _Restore] = {}
         self._to_keep: dict[str, deque[Piece]] = {}  # of requests that are prefilled, the next one first
         self._reused: dict[str, list[Reuse]] = {}  # of requests that are not admitted
-        self._reader = ThreadPoolExecutor(1, "read-kv")
+        self._reader = ThreadPoolExecutor(_READ_AHEAD, "read-kv")
         self._files = WriteBehind(files, KV_KIND)
         self.counts = self._files.counts
 

@@ -12,7 +12,7 @@ import pytest
 from epd.engine_config import EngineConfig
 from epd.serve_app.cli.own_model import OwnConversation, open_model
 from epd.serve_app.local.own_service import OwnService
-from epd.types import Reuse, Usage
+from epd.types import Answer, Reuse, Usage
 from tests.encoders.tiny_gemma import build_gemma3
 from tests.tiny_models import build_qwen3_5
 
@@ -105,3 +105,29 @@ def test_an_answer_says_what_came_from_where(
         assert found.num_bytes == third.counters()["store_read_bytes"] > 0
     with open_model(model, EngineConfig()) as plain:
         assert [usage(plain), usage(plain)] == [cold, cold]
+
+
+def test_another_machine_finds_what_is_in_the_object_store(
+    checkpoints: dict[str, Path], tmp_path: Path, media: dict[str, Path]
+) -> None:
+    """Its own folder is empty: first all keys and values are there, then the embeddings alone."""
+    model, medium, objects = checkpoints["qwen2_5_vl"], media["video"], tmp_path / "objects"
+
+    def answer(machine: str) -> Answer:
+        config = EngineConfig(cache_dir=tmp_path / machine, cache_objects=objects.as_uri())
+        with open_model(model, config) as service:
+            return OwnConversation(service, [medium], **_OPTIONS).ask("What?")
+
+    cold = answer("first")
+    assert cold.usage.reused == ()
+    warm = answer("second")
+    (found,) = warm.usage.reused
+    assert (found.kind, found.tier) == ("kv", "objects")
+    assert warm.usage.num_unread_frames == cold.usage.num_frames
+    for folder in objects.iterdir():
+        if "keys and values" in (folder / "about.json").read_text():
+            rmtree(folder)
+    other = answer("third")
+    (found,) = other.usage.reused
+    assert (found.kind, found.tier, found.num) == ("embeddings", "objects", cold.usage.visual_tokens)
+    assert cold.text == warm.text == other.text
