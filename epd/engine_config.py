@@ -26,6 +26,7 @@ from epd.lora_modules import LoRAModule, lora_modules
 from epd.pixel_settings import PIXEL_FIELDS, PixelSettings, option
 from epd.records import Field, PydanticCustomError, ValidationInfo, field_validator
 from epd.reduction import LEAST_TOWER_SHARE, SELECTION_METHODS, TowerMerge, check_tolerance, tower_merge
+from epd.store.object_store import check_url
 
 # Families whose layers have a recurrent state, or a sliding window, by `model_type` of config.json.
 RECURRENT_FAMILIES = ("qwen3_5", "qwen3_5_moe")
@@ -40,9 +41,20 @@ def check_hub(name: str) -> None:
         raise RequestError(f"received a hub of '{name}'; allowed: {', '.join(HUB_NAMES)}; choose one of them")
 
 
+def check_cache_dir(folder: Path | None) -> None:
+    """Raises RequestError for a URL."""
+    if folder is not None and folder.parts[:1] in (("s3:",), ("gs:",), ("file:",)):
+        raise RequestError(
+            f"received the cache directory '{folder}'; allowed: a folder of this machine; give the URL as "
+            "cache_objects beside it"
+        )
+
+
 # Fields whose values are checked, and by what.
 _CHECKS: Mapping[str, Callable[..., object]] = {
     "device": check_device,
+    "cache_dir": check_cache_dir,
+    "cache_objects": check_url,
     "dtype": check_dtype,
     "hub": check_hub,
     "max_draft": lambda value: DraftConfig(max_draft=value),
@@ -133,6 +145,11 @@ class EngineConfig(PixelSettings):
         ge=1_000_000,
         description="Bytes of cache_dir at most; what was not used for longest goes first.",
     )
+    cache_objects: str | None = Field(
+        default=None,
+        description="Object store beneath cache_dir, which several machines share: s3://BUCKET/PREFIX, "
+        "gs://BUCKET/PREFIX or file:///FOLDER. Needs epd-vlm[cloud].",
+    )
     revision: str | None = Field(
         default=None,
         description="Branch, tag or commit of a model that is named as at its hub; by default main, at "
@@ -177,6 +194,14 @@ class EngineConfig(PixelSettings):
         config = super().checked(values)
         _ = config.tower_merge  # one of its options alone is refused
         return config
+
+    def check_cache(self) -> None:
+        """Raises RequestError for an object store without a folder above it."""
+        if self.cache_objects is not None and self.cache_dir is None:
+            raise RequestError(
+                "received a cache_objects without a cache_dir; allowed: both; give a folder of this machine, "
+                "which is read first"
+            )
 
     @property
     def engine(self) -> EngineConfig:

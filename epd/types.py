@@ -9,10 +9,11 @@ A *group* is a run of consecutive sampled frames that is decoded, encoded and pr
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,6 +128,37 @@ class StageTimings:
         return StageTimings(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
+Tier = Literal["memory", "disk", "objects"]
+ReuseKind = Literal["embeddings", "kv"]
+REUSE_KINDS: tuple[ReuseKind, ...] = get_args(ReuseKind)
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Says what a request found instead of having it computed.
+
+    tier: where it was: in a worker, in files of a machine, or in an object store.
+    num: embeddings, or prompt tokens with keys and values.
+    num_bytes: that were read for it; 0 in memory.
+    """
+
+    kind: ReuseKind
+    tier: Tier
+    num: int
+    num_bytes: int = 0
+
+
+def totals(reused: Iterable[Reuse]) -> tuple[Reuse, ...]:
+    """Adds up what was found of the same kind in the same tier."""
+    found: dict[tuple[str, str], Reuse] = {}
+    for each in reused:
+        key = (each.kind, each.tier)
+        if (before := found.get(key)) is not None:
+            each = replace(each, num=before.num + each.num, num_bytes=before.num_bytes + each.num_bytes)
+        found[key] = each
+    return tuple(found.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Counts the frames and tokens of one request.
@@ -135,6 +167,8 @@ class Usage:
     visual_tokens_before: those without reduction.
     num_substituted_frames: of num_frames, those that could not be decoded and show a neighbour.
     num_unseen_frames: of animated pictures that were taken as images, all but the first of each.
+    num_unread_frames: of num_frames, those that were not read, since what they become was found.
+    reused: what was found; empty where nothing is kept on disk, and num_unread_frames is 0.
     """
 
     num_frames: int
@@ -144,6 +178,12 @@ class Usage:
     visual_tokens_before: int = 0
     num_substituted_frames: int = 0
     num_unseen_frames: int = 0
+    num_unread_frames: int = 0
+    reused: tuple[Reuse, ...] = ()
+
+    def __add__(self, other: Usage) -> Usage:
+        """Counts both."""
+        return Usage(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     def __post_init__(self) -> None:
         if not self.visual_tokens_before:

@@ -391,6 +391,7 @@ class AppArgs(EngineConfig):
         parse_topology(self.topology)
         check_keys(self.api_key, self.admin_api_key, self.api_keys_file)
         _ = self.reduction_policy, self.load_retention, self.tower_merge
+        self.check_cache()
         self._check_ranks()
         path = self.model_path
         weight_files(path)

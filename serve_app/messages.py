@@ -27,6 +27,7 @@ from epd.stages.engine.generation import GenerateRequest, TokenOutput
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, Ticket
 from epd.transfer.transfers import Grant
+from epd.types import Reuse
 
 ReplyT = TypeVar("ReplyT")
 
@@ -182,10 +183,24 @@ class PeerLost(Message[tuple[str, ...]]):
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Reports that a request has its blocks at the prefill worker. num_cached: prompt tokens found cached."""
+    """Reports that a request has its blocks at the prefill worker. num_cached: prompt tokens found cached.
+
+    reused: where they were, unless in memory
+    """
 
     request_id: str
     num_cached: int
+    reused: tuple[Reuse, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingsReused:
+    """Reports what an encoder had on disk of a group. item, group: their numbers."""
+
+    request_id: str
+    item: int
+    group: int
+    reuse: Reuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +252,9 @@ class SpanDone:
     queued_s: float = 0.0
 
 
-WorkerEvent = Admitted | Grant | GroupsArrived | GroupFailed | HandedOver | RequestFailed | SpanDone
+WorkerEvent = (
+    Admitted | EmbeddingsReused | Grant | GroupsArrived | GroupFailed | HandedOver | RequestFailed | SpanDone
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,6 +205,7 @@ class AnswerEnd:
     timings: service time of each stage
     queued: time spent waiting for each stage
     num_retries: pieces of work that were retried elsewhere
+    keeps_media: whether anything is kept on disk
     """
 
     usage: Usage
@@ -213,6 +214,7 @@ class AnswerEnd:
     retention: float = 1.0
     queued: StageTimings = field(default_factory=StageTimings)
     num_retries: int = 0
+    keeps_media: bool = False
 
 
 AnswerItem = TokenDelta | StageSpan | AnswerEnd

@@ -76,7 +76,7 @@ def _orchestrator_config(args: AppArgs) -> OrchestratorConfig:
         max_waiting=args.max_waiting,
         max_wait_s=args.max_wait_s,
         sharding=args.sharding,
-        keeps_embeddings=args.cache_dir is not None,
+        cache_dir=args.cache_dir and args.cache_dir.expanduser(),
         elastic=ControllerConfig() if args.elastic else None,
         retention=args.load_retention,
     )

@@ -58,7 +58,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "client": ".",
         "bench": ". client shapes workload",
         "batch": ". client transfer",
-        "engine_config.py": ". encode kv",
+        "engine_config.py": ". encode kv store",
         "planning": ". encode kv profiles simulate workload",
     },
     "video": {

@@ -82,6 +82,7 @@ FEATURES = (
     _model("experts", "InternVL3.5-30B-A3B"),
     _model("recurrent states", "qwen3_5"),
     Feature("keys and values on disk", {"cache_dir": Path("kept")}),
+    Feature("an object store", {"cache_dir": Path("kept"), "cache_objects": "objects"}),
     _model("sliding windows", _IMAGES_ALONE),
     Feature("parsers", {"reasoning_parser": "qwen3", "tool_call_parser": "qwen3_coder"}),
     Feature("LoRA adapters", has_adapter=True, changes_answers=True),
@@ -140,6 +141,8 @@ class Trials:
         options = {name: value for each in features for name, value in each.options.items()}
         if "cache_dir" in options:  # one for all servers: none may find what another's features changed
             options["cache_dir"] = self._folder / options["cache_dir"]
+        if "cache_objects" in options:
+            options["cache_objects"] = f"file://{self._folder / options['cache_objects']}"
         fields = {name: value for each in features for name, value in each.fields.items()}
         model = next((self._built(each.checkpoint) for each in features if each.checkpoint), _MODEL)
         has_image = any(each.checkpoint == _IMAGES_ALONE for each in features)

@@ -3,11 +3,12 @@
     python -m benchmarks.serving.second_life --minutes 10 --rounds 3 --write
 
 Two models are asked: the embedded one, and a random one of 76 million parameters, whose prefill is dearer.
-Each round starts three servers in turn, asks each a short text first, and kills the second one:
+Each round starts four servers in turn, asks each a short text first, and kills the second one:
 
     without a cache_dir            first question
     with an empty one              first question | another one | SIGKILL
     with what that one has left                     another one
+    with an empty one again                         another one, from an S3 server behind a proxy of 1 GB/s
 
 The results go to benchmarks/results/second_life.{json,md} with --write.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import signal
 import socket
@@ -23,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +37,7 @@ from benchmarks.reporting import RESULTS, Row, markdown, setting
 from epd.shapes import make_scene
 from epd.store.piece_files import stored
 from epd.video.demo_video import write_demo_video
+from tests.store.object_servers import S3, Objects, proxied
 from tests.tiny_models import build_qwen2_5_vl
 
 _FIRST, _OTHER = "Describe the video.", "How many shapes are there?"
@@ -47,7 +51,9 @@ _RANDOM = {
     "num_key_value_heads": 16,
     "max_position_embeddings": 32768,
 }
-_COUNTERS = ("encoded_patches", "computed_tokens", "store_read_tokens")
+_COUNTERS = ("encoded_patches", "computed_tokens", "store_read_tokens", "store_read_objects_bytes")
+_BYTES_PER_S = 1e9  # of the object store
+_MOST_OF = 0.95  # lists and headers differ a little
 
 
 class Life:
@@ -98,27 +104,48 @@ def life(folder: Path, options: Sequence[str]) -> Iterator[Life]:
             server.send_signal(signal.SIGKILL)
 
 
-def one_round(video: Path, options: Sequence[str]) -> Row:
-    with TemporaryDirectory() as kept:
+def uploaded(objects: Objects, num_bytes: int) -> None:
+    """Waits until an object store has what was kept."""
+    end_s = time.monotonic() + _ANSWER_S
+    while sum(len(objects.get(path)) for path in objects.paths()) < _MOST_OF * num_bytes:
+        if time.monotonic() > end_s:
+            raise SystemExit("the object store did not get what was kept; see the server's log")
+        time.sleep(0.5)
+
+
+def one_round(video: Path, options: Sequence[str], s3: S3) -> Row:
+    prefix = uuid.uuid4().hex
+    objects = Objects(s3.url(prefix), s3, prefix)
+    with TemporaryDirectory() as kept, TemporaryDirectory() as elsewhere, proxied(s3, _BYTES_PER_S) as proxy:
+        below = ["--cache-objects", s3.url(prefix, proxy.port)]
         with life(video.parent, options) as plain:
             without_s = plain.ask(_FIRST, video)
-        with life(video.parent, [*options, "--cache-dir", kept]) as first:
+        with life(video.parent, [*options, "--cache-dir", kept, *below]) as first:
             first_s = first.ask(_FIRST, video)
             same_s = first.ask(_OTHER, video)
             first.counters()
-        stored_bytes = sum(each.num_bytes for each in stored(Path(kept)))
+            stored_bytes = sum(each.num_bytes for each in stored(Path(kept)))
+            uploaded(objects, stored_bytes)
         with life(video.parent, [*options, "--cache-dir", kept]) as second:
             other_s = second.ask(_OTHER, video)
             counted = second.counters()
+        with life(video.parent, [*options, "--cache-dir", elsewhere, *below]) as third:
+            objects_s = third.ask(_OTHER, video)
+            counted_there = third.counters()
+    if counted_there["encoded_patches"] or not counted_there["store_read_objects_bytes"]:
+        raise SystemExit(f"another machine found too little: {counted_there}")
     return {
         "first, without": round(without_s, 2),
         "first, with": round(first_s, 2),
         "second, same life": round(same_s, 3),
         "second, after SIGKILL": round(other_s, 3),
         "share of the first": round(other_s / first_s, 4),
+        "second, another machine": round(objects_s, 3),
+        "its share of the first": round(objects_s / first_s, 4),
         "cost of keeping": round(first_s / without_s, 3),
         "stored_mb": round(stored_bytes / 1e6, 1),
         **counted,
+        "store_read_objects_bytes": counted_there["store_read_objects_bytes"],
     }
 
 
@@ -131,6 +158,12 @@ def main() -> None:
     parser.add_argument("--options", default="--topology 1e1p1d", help="of epd serve")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/second_life.*")
     asked = parser.parse_args()
+    os.environ |= {
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    s3 = S3()
     with TemporaryDirectory() as folder:
         video = Path(folder, "media", "video.mp4")
         video.parent.mkdir()
@@ -138,7 +171,7 @@ def main() -> None:
         models = {"embedded": [], "random": [str(build_qwen2_5_vl(Path(folder, "model"), **_RANDOM))]}
         results: dict[str, list[Row]] = {}
         for name, model in models.items():
-            rows = [one_round(video, [*model, *asked.options.split()]) for _ in range(asked.rounds)]
+            rows = [one_round(video, [*model, *asked.options.split()], s3) for _ in range(asked.rounds)]
             medians = {column: statistics.median(row[column] for row in rows) for column in rows[0]}
             results |= {name: [medians], f"{name}_rounds": rows}
             print(json.dumps({name: medians}), flush=True)
@@ -152,6 +185,7 @@ def main() -> None:
     }
     text = markdown("A second life", command, found, titles)
     print(text)
+    s3.stop()
     if asked.write:
         (RESULTS / "second_life.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         (RESULTS / "second_life.md").write_text(text, encoding="utf-8")

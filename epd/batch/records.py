@@ -45,7 +45,7 @@ def result_record(outcome: Answered) -> JSON:
         record["model"] = completion["model"]
     if line.expected is not None:
         record |= {"expected": line.expected, "is_right": is_same_answer(answer, line.expected)}
-    return record | {"usage": completion.get("usage")} | _unseen(completion.get("epd"))
+    return record | {"usage": completion.get("usage")} | _of_report(completion.get("epd"))
 
 
 def _asked(line: BatchLine) -> JSON:
@@ -61,10 +61,13 @@ def _named(url: str) -> str:
     return url if path is None else str(path)
 
 
-def _unseen(report: object) -> JSON:
-    """Returns a record's fields about frames that could not be decoded or were not looked at, if any."""
+_REPORTED = ("substituted_frames", "unseen_frames", "cache")
+
+
+def _of_report(report: object) -> JSON:
+    """Returns a record's fields about frames that were not looked at, and about what was found, if any."""
     found = report if isinstance(report, dict) else {}
-    return {name: found[name] for name in ("substituted_frames", "unseen_frames") if found.get(name)}
+    return {name: found[name] for name in _REPORTED if found.get(name)}
 
 
 def answer_text(completion: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from epd.client.endpoint import Endpoint
 from epd.client.events import SSEParser
 from epd.errors import RequestError, UnavailableError
 from epd.late_module import LateModule
-from epd.types import Answer, MediaKind, StageTimings, Usage
+from epd.types import REUSE_KINDS, Answer, MediaKind, Reuse, StageTimings, Usage
 
 if TYPE_CHECKING:
     import httpx
@@ -203,8 +203,19 @@ class _Reply:
                 visual_tokens_before=report.get("visual_tokens_before_reduction", 0),
                 num_substituted_frames=report.get("substituted_frames", 0),
                 num_unseen_frames=report.get("unseen_frames", 0),
+                **_reused(report.get("cache") or {}),
             ),
         )
+
+
+def _reused(cache: JSON) -> dict[str, Any]:
+    """Returns the fields of `Usage` for what a server of ours found in what it keeps."""
+    found = tuple(
+        Reuse(kind, tier, each["tokens"], each["bytes"])
+        for kind in REUSE_KINDS
+        for tier, each in (cache.get(kind) or {}).items()
+    )
+    return {"num_unread_frames": cache.get("frames", 0), "reused": found}
 
 
 def completion(endpoint: Endpoint, body: JSON) -> JSON:

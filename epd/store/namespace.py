@@ -15,7 +15,7 @@ from pathlib import Path
 from epd import __version__
 
 # Of the files of this room. Another number is another namespace.
-_FORMAT = 1
+_FORMAT = 2
 _NAME_BYTES = 16
 _DIGESTS = "models.json"
 _SUFFIXES = frozenset((".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".tiktoken"))

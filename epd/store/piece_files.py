@@ -4,7 +4,7 @@
     folder/<namespace>/about.json          what the namespace is of, for people, from its first piece on
     folder/<namespace>/<2 of key>/<key>    header | payload
 
-    header    magic | bytes of the payload | digest of the payload
+    header    magic | bytes of the payload | digest of namespace, key and payload
 
 A file is written under another name and then renamed, so that it is whole or not there. Its name stands for
 its content, so it never changes, and two writers write the same. One that does not match its header is a miss
@@ -25,11 +25,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import NamedTemporaryFile, mkstemp
+from typing import Protocol
 
 from epd.errors import RequestError
+from epd.types import Reuse, Tier
 
-_ABOUT = "about.json"
-_MAGIC = b"EPDKV001"
+ABOUT = "about.json"
+_MAGIC = b"EPDKV002"
 _HEADER = struct.Struct("<8sQ16s")
 _DIGEST_BYTES = 16
 # Of the room, what stays after some were removed: so that not every write removes.
@@ -40,6 +42,47 @@ _RECOUNT = 1 << 28
 _PART_BYTES = 1 << 20
 # Seconds by which a piece is dated before the one that it follows: more than passes between their writes.
 _STEP_S = 1.0
+
+
+@dataclass(slots=True)
+class StoreCounts:
+    """Counts so far. num_failed: pieces that were expected and not there, or not whole.
+
+    objects_read_bytes: of read_bytes, from an object store. objects_written_bytes: beside written_bytes.
+    """
+
+    read_tokens: int = 0
+    read_bytes: int = 0
+    objects_read_bytes: int = 0
+    written_bytes: int = 0
+    objects_written_bytes: int = 0
+    num_failed: int = 0
+
+    def found(self, reuse: Reuse) -> Reuse:
+        """Counts what was read, and returns it."""
+        self.read_tokens += reuse.num
+        self.read_bytes += reuse.num_bytes
+        self.objects_read_bytes += reuse.num_bytes if reuse.tier == "objects" else 0
+        return reuse
+
+
+class Beneath(Protocol):
+    """Keeps the pieces of one namespace beneath files, for other machines too: see `slabs.Slabs`."""
+
+    counts: StoreCounts
+
+    def __contains__(self, key: str) -> bool: ...
+    def read(self, key: str, payload: memoryview) -> bool:
+        """Fills a payload, of the right number of bytes. False for one that is not there or not whole."""
+        ...
+
+    def add(self, key: str, payload: memoryview) -> None:
+        """Queues a payload, which is not written to meanwhile. Never waits."""
+        ...
+
+    def close(self) -> None:
+        """Ends once what waits is written, or after some time."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +108,23 @@ class Contents:
 class PieceFiles:
     """Reads and writes the pieces of one namespace. A reader and a writer may have threads."""
 
-    def __init__(self, folder: Path, namespace: str, max_bytes: int, about: Mapping[str, str]) -> None:
-        """Makes the folders. max_bytes: of all namespaces together. Raises as `make_folder`."""
+    def __init__(
+        self,
+        folder: Path,
+        namespace: str,
+        max_bytes: int,
+        about: Mapping[str, str],
+        beneath: Beneath | None = None,
+    ) -> None:
+        """Makes the folders. max_bytes: of all namespaces together. Raises as `make_folder`.
+
+        beneath: has what the files have not, and gets what they get.
+        """
         self.folder = folder
+        self.counts = StoreCounts()
+        self._beneath = beneath
+        if beneath is not None:
+            beneath.counts = self.counts
         self.max_bytes = max_bytes
         self._own = folder / namespace
         self._num_bytes: int | None = None  # of all files, once they were counted
@@ -76,36 +133,40 @@ class PieceFiles:
         make_folder(self._own)
 
     def __contains__(self, key: str) -> bool:
-        return self._path(key).exists()
+        return self._path(key).exists() or (self._beneath is not None and key in self._beneath)
 
     def _path(self, key: str) -> Path:
         return self._own / key[:2] / key
 
-    def read(self, key: str, index: int, payload: memoryview) -> bool:
-        """Fills a payload, of the right number of bytes. False, for one that is not there or not whole.
+    def read(self, key: str, index: int, payload: memoryview) -> Tier | None:
+        """Fills a payload, of the right number of bytes. None, for one that is not there or not whole.
 
         index: of the piece in its prompt.
         """
         path = self._path(key)
         if _fill(path, payload):
             _date(path, index)
-            return True
+            return "disk"
         with suppress(OSError):
             path.unlink(missing_ok=True)
-        return False
+        if self._beneath is not None and self._beneath.read(key, payload):
+            return "objects"
+        return None
 
     def write(self, key: str, index: int, payload: memoryview) -> int:
         """Keeps a payload. Returns the bytes written: none where it is there, or larger than the room.
 
         Raises OSError for a disk that does not take it.
         """
+        if self._beneath is not None:
+            self._beneath.add(key, payload)
         path, size = self._path(key), _HEADER.size + len(payload)
         if path.exists() or not self._has_room(size):
             return 0
-        digest = blake2b(payload, digest_size=_DIGEST_BYTES).digest()
+        digest = piece_digest(self._own.name, key, payload)
         try:
-            if not (self._own / _ABOUT).exists():
-                _put(self._own / _ABOUT, memoryview(self._about))
+            if not (self._own / ABOUT).exists():
+                _put(self._own / ABOUT, memoryview(self._about))
             path.parent.mkdir(mode=0o700, exist_ok=True)
             header = _HEADER.pack(_MAGIC, len(payload), digest)
             _put(path, memoryview(header), payload, index=index)
@@ -114,6 +175,11 @@ class PieceFiles:
         self._num_bytes = (self._num_bytes or 0) + size
         self._num_uncounted += size
         return size
+
+    def close(self) -> None:
+        """Ends what is beneath."""
+        if self._beneath is not None:
+            self._beneath.close()
 
     def _has_room(self, size: int) -> bool:
         """Makes room for a file. Returns False for one that is larger than all room."""
@@ -172,12 +238,23 @@ def _fill(path: Path, payload: memoryview) -> bool:
                 return False
     except (OSError, struct.error):
         return False
-    return blake2b(payload, digest_size=_DIGEST_BYTES).digest() == digest
+    return piece_digest(path.parts[-3], path.name, payload) == digest
+
+
+def piece_digest(namespace: str, key: str, payload: memoryview) -> bytes:
+    """Returns what a payload must match: so that one under another name is none of that name."""
+    digest = _digest_for(namespace, key)
+    digest.update(payload)
+    return digest.digest()
+
+
+def _digest_for(namespace: str, key: str) -> blake2b:
+    return blake2b(f"{namespace}/{key}/".encode(), digest_size=_DIGEST_BYTES)
 
 
 def is_whole(path: Path) -> bool:
     """Returns whether a file has what its header says. Reads it part by part."""
-    found = blake2b(digest_size=_DIGEST_BYTES)
+    found = _digest_for(path.parts[-3], path.name)
     try:
         with path.open("rb") as file:
             head: tuple[bytes, int, bytes] = _HEADER.unpack(file.read(_HEADER.size))
@@ -192,7 +269,7 @@ def is_whole(path: Path) -> bool:
 
 def contents(folder: Path) -> Iterator[Contents]:
     """Yields what each namespace of a folder has, by name."""
-    for about in sorted(folder.glob(f"*/{_ABOUT}")):
+    for about in sorted(folder.glob(f"*/{ABOUT}")):
         files = list(stored(about.parent))
         num_bytes = sum(each.num_bytes for each in files)
         used_s = max((each.used_s for each in files), default=about.stat().st_mtime)

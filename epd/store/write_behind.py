@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from threading import Lock
 
 from epd.store.piece_files import PieceFiles
+from epd.types import Tier
 
 logger = logging.getLogger(__name__)
 
 # Bytes that wait to be written; what comes on top is not kept.
 _MOST_WAITING = 1 << 28
-
-
-@dataclass(slots=True)
-class StoreCounts:
-    """Counts so far. num_failed: pieces that were expected and not there, or not whole."""
-
-    read_tokens: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    num_failed: int = 0
+_NUM_FLIGHTS = 64
 
 
 class WriteBehind:
@@ -34,11 +25,12 @@ class WriteBehind:
     def __init__(self, files: PieceFiles, kind: str) -> None:
         self.files = files
         self.is_open = True
-        self.counts = StoreCounts()
+        self.counts = files.counts
         self._kind = kind
         self._waiting: dict[str, memoryview] = {}
         self._num_waiting = 0  # bytes
         self._lock = Lock()
+        self._flights = [Lock() for _ in range(_NUM_FLIGHTS)]  # by key: each piece is read once at a time
         self._thread = ThreadPoolExecutor(1, f"write-{kind}")
 
     def __contains__(self, key: str) -> bool:
@@ -71,14 +63,22 @@ class WriteBehind:
                 del self._waiting[key]
                 self._num_waiting -= len(payload)
 
-    def read(self, key: str, index: int, payload: memoryview) -> bool:
-        """Fills a payload: see `PieceFiles.read`. What waits to be written is read from memory."""
-        waiting = self._waiting.get(key)
-        if waiting is None or len(waiting) != len(payload):
-            return self.files.read(key, index, payload)
-        payload[:] = waiting
-        return True
+    def read(self, key: str, index: int, payload: memoryview) -> Tier | None:
+        """Fills a payload: see `PieceFiles.read`. What waits to be written is read from memory.
+
+        One from an object store is written to the disk: it is not written to meanwhile.
+        """
+        with self._flights[hash(key) % _NUM_FLIGHTS]:
+            waiting = self._waiting.get(key)
+            if waiting is not None and len(waiting) == len(payload):
+                payload[:] = waiting
+                return "memory"
+            tier = self.files.read(key, index, payload)
+            if tier == "objects":
+                self.add(key, index, payload)
+            return tier
 
     def close(self) -> None:
         """Ends the thread, once what waits is written."""
         self._thread.shutdown()
+        self.files.close()

@@ -18,7 +18,7 @@ from epd.serve_app.cli.early_checks import media_and_question, media_at_hand, ou
 from epd.serve_app.cli.flags import with_fields_of, with_options_of
 from epd.serve_app.cli.options import AnswerFile, ApiKey, AsAudio, IsJson, Model, System, Url, Verbose
 from epd.serve_app.cli.question_options import QuestionOptions
-from epd.types import Answer, Usage
+from epd.types import Answer, Reuse, Usage
 
 _Words = Annotated[
     list[str] | None,
@@ -134,8 +134,16 @@ def _record(answer: Answer) -> dict[str, object]:
         "answer": answer.text,
         "ttft_s": answer.ttft_s,
         "timings": asdict(answer.timings),
-        "usage": asdict(answer.usage),
+        "usage": _usage(answer.usage),
     }
+
+
+def _usage(usage: Usage) -> dict[str, object]:
+    """The usage; without what was found on disk, where nothing is kept."""
+    fields = asdict(usage)
+    if not usage.reused and not usage.num_unread_frames:
+        del fields["reused"], fields["num_unread_frames"]
+    return fields
 
 
 def cost_line(answer: Answer, num_units_skipped: int = 0) -> str:
@@ -157,7 +165,16 @@ def cost_line(answer: Answer, num_units_skipped: int = 0) -> str:
         )
         + _substituted(usage)
         + _unseen(usage)
+        + "".join(f"; {_found(each)}" for each in usage.reused)
     )
+
+
+def _found(reuse: Reuse) -> str:
+    """One part of the line: what was found, and where."""
+    what = "keys and values" if reuse.kind == "kv" else reuse.kind
+    where = {"memory": "in memory", "disk": "on disk", "objects": "in the object store"}[reuse.tier]
+    size = f" ({reuse.num_bytes / 1e6:.1f} MB)" if reuse.num_bytes else ""
+    return f"{what} of {console.counted(reuse.num, 'token')} were {where}{size}"
 
 
 def _substituted(usage: Usage) -> str:

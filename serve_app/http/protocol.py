@@ -79,12 +79,31 @@ class SpanReport(BaseModel):
     choice: str | None = None
 
 
+class TierReport(BaseModel):
+    """What was found in a tier. tokens: of the prompt, or embeddings. bytes: read for them; 0 in memory."""
+
+    tokens: int
+    bytes: int
+
+
+class CacheReport(BaseModel):
+    """What was found instead of being computed, by tier: memory, disk, objects.
+
+    frames: that were not read, since what they become was found
+    """
+
+    frames: int
+    embeddings: dict[str, TierReport]
+    kv: dict[str, TierReport]
+
+
 class EpdReport(BaseModel):
     """The cost of the request. Seconds by stage, of service and of waiting; stages overlap.
 
     retention: share of the visual tokens that was to be kept
     substituted_frames: number of frames that could not be decoded and show a neighbour
     unseen_frames: of animated pictures that were sent as images, all frames but the first of each
+    cache: what was found, only where something is kept on disk
     """
 
     frames: int
@@ -99,6 +118,7 @@ class EpdReport(BaseModel):
     stages_s: dict[str, float]
     queued_s: dict[str, float]
     retries: int
+    cache: CacheReport | None = Field(default=None, exclude_if=lambda cache: cache is None)
 
 
 class EpdEvents(BaseModel):

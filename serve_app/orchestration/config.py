@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from epd.control.elasticity import ControllerConfig
 from epd.control.loss_policy import LossLimits
@@ -43,7 +44,7 @@ class OrchestratorConfig:
     num_planning_threads: threads that tokenise what is not short
     sharding: of one request's groups over the encoders
     switching: limits of role switches
-    keeps_embeddings: whether any encoder may have a group on disk
+    cache_dir: folder in which encoders may have groups; None if they keep none
     elastic, retention: how roles, and the share of visual tokens, follow the load; None if they do not
     """
 
@@ -58,6 +59,6 @@ class OrchestratorConfig:
     num_planning_threads: int = 2
     sharding: Sharding = "groups"
     switching: SwitchLimits = field(default_factory=SwitchLimits)
-    keeps_embeddings: bool = False
+    cache_dir: Path | None = None
     elastic: ControllerConfig | None = None
     retention: RetentionConfig | None = None

@@ -23,6 +23,7 @@ from epd.serve_app.fleet import (
 from epd.serve_app.messages import (
     Abort,
     Admitted,
+    EmbeddingsReused,
     GroupFailed,
     GroupsArrived,
     HandedOver,
@@ -218,12 +219,20 @@ class EventReader:
             self._take_progress(worker, self.shared.requests.attempts[event.request_id], event)
 
     def _take_progress(
-        self, worker: str, attempt: Attempt, event: Admitted | Grant | HandedOver | RequestFailed | SpanDone
+        self,
+        worker: str,
+        attempt: Attempt,
+        event: Admitted | EmbeddingsReused | Grant | HandedOver | RequestFailed | SpanDone,
     ) -> None:
         attempt.progress(self.shared.requests.clock())
         match event:
             case Admitted():
                 attempt.answer.cached_tokens = event.num_cached
+                if attempt.answer.reuses is not None:
+                    attempt.answer.reuses.admitted(event)
+            case EmbeddingsReused():
+                if attempt.answer.reuses is not None:
+                    attempt.answer.reuses.embeddings(event)
             case Grant():
                 attempt.on_grant(event)
             case HandedOver():

@@ -322,9 +322,10 @@ class GroupFeed:
         group = self._attempt.answer.plan.groups[granted.group]
         sole = self._attempt.sole_encoder if granted.ticket.key.reading else None
         worker = self._dispatcher.encoder_with(group)
-        if self._shared.config.keeps_embeddings and (worker is None or sole is not None):
+        if self._shared.config.cache_dir is not None and (worker is None or sole is not None):
             wanted = self._wanted_encoder() if sole is None else sole.name
-            worker = await self._dispatcher.encoder(wanted, needs_room=lambda: False)
+            allowed = partial(self._isolation.allowed, self._attempt, ("encode", granted.group))
+            worker = await self._dispatcher.encoder(wanted, allowed, needs_room=lambda: False)
         if sole is not None and not self._is_sole_encoder(worker):
             return False
         if worker is None or not self._isolation.allowed(self._attempt, ("encode", granted.group), [worker]):
@@ -342,6 +343,8 @@ class GroupFeed:
         num_substituted, frames = await self._frames[group.item].read(
             group, self._shared.config.unavailable_s
         )
+        if self._attempt.answer.reuses is not None:
+            self._attempt.answer.reuses.read(group.item, group.index)
         if plan.media[group.item].kind != "video":
             return frames
         self._attempt.answer.substituted.note(group.spec.key, num_substituted)

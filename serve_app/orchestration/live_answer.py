@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from epd.control.arrivals import RequestWork
-from epd.encode.encoder_cache import GroupKey
 from epd.encoders import MediaPlan
 from epd.encoders.adapter import PromptPlan
 from epd.encoders.groups import MediaGroup
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
-from epd.serve_app.messages import SpanDone
+from epd.serve_app.messages import Admitted, EmbeddingsReused, SpanDone
+from epd.serve_app.orchestration.substituted import SubstitutedFrames
 from epd.serve_app.service import (
     AnswerEnd,
     AnswerItem,
@@ -31,35 +30,9 @@ from epd.serve_app.service import (
     TokenDelta,
 )
 from epd.serve_app.token_text import TokenTexts
+from epd.serve_app.worker.media_feed import needed_groups
 from epd.stages.engine.generation import GenerateRequest, TokenOutput
-from epd.types import RequestStatus, StageTimings, Usage
-
-# Groups of damaged videos to remember; even after a busy day they take less than 20 MB.
-MAX_GROUPS = 1 << 14
-
-
-class SubstitutedFrames:
-    """Counts the frames of each group that show a neighbour, as of its last decoding.
-
-    Caches share groups by their key, so what was found when a group was decoded holds for each answer that
-    gets it without decoding. Beyond `max_groups` the groups noted longest ago are forgotten.
-    """
-
-    def __init__(self, max_groups: int = MAX_GROUPS) -> None:
-        self._num_by_group: OrderedDict[GroupKey, int] = OrderedDict()
-        self._max_groups = max_groups
-
-    def note(self, group: GroupKey, num_substituted: int) -> None:
-        """Notes the result of decoding a group."""
-        self._num_by_group.pop(group, None)
-        if num_substituted:
-            self._num_by_group[group] = num_substituted
-        if len(self._num_by_group) > self._max_groups:
-            self._num_by_group.popitem(last=False)
-
-    def total(self, groups: Iterable[GroupKey]) -> int:
-        """Returns the number of substituted frames in these groups."""
-        return sum(self._num_by_group.get(group, 0) for group in groups)
+from epd.types import RequestStatus, Reuse, StageTimings, Usage, totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +95,51 @@ class AnswerPlan:
         return self.prompt.reduction.policy.retention if self.prompt.reduction else 1.0
 
 
+class Reuses:
+    """Collects what an answer found instead of having it computed, where something is kept on disk."""
+
+    def __init__(self, plan: AnswerPlan) -> None:
+        self._plan = plan
+        self._num_cached = 0
+        self._found: list[Reuse] = []
+        self._read: set[tuple[int, int]] = set()  # groups whose frames were read, by item and index
+        self._kept: set[tuple[int, int]] = set()  # groups of which something was on disk
+
+    def admitted(self, event: Admitted) -> None:
+        """Notes the keys and values that were found."""
+        num_in_memory = event.num_cached - sum(each.num for each in event.reused)
+        memory = [Reuse("kv", "memory", num_in_memory)] if num_in_memory > 0 else []
+        self._num_cached = event.num_cached
+        self._found = [*memory, *event.reused]
+        self._kept.clear()
+
+    def embeddings(self, event: EmbeddingsReused) -> None:
+        """Notes embeddings that an encoder found on disk."""
+        self._found.append(event.reuse)
+        self._kept.add((event.item, event.group))
+
+    def read(self, item: int, group: int) -> None:
+        """Notes that the frames of a group were read."""
+        self._read.add((item, group))
+
+    def add_to(self, usage: Usage) -> Usage:
+        """Returns the usage with all of it. Embeddings that are needed, not read or on disk are in memory."""
+        groups = self._plan.groups
+        needed = needed_groups(self._plan.generate_request(""), groups, self._num_cached)
+        unread = [group for group in groups if (group.item, group.index) not in self._read]
+        in_memory = sum(
+            groups[number].spec.num_embeddings
+            for number in needed
+            if (groups[number].item, groups[number].index) not in self._read | self._kept
+        )
+        memory = [Reuse("embeddings", "memory", in_memory)] if in_memory else []
+        return replace(
+            usage,
+            num_unread_frames=sum(group.num_frames for group in unread),
+            reused=totals([*memory, *self._found]),
+        )
+
+
 @dataclass(slots=True)
 class _Choice:
     """Holds one choice. num_passed: tokens passed on. early: tokens, by index, that wait for earlier ones."""
@@ -154,6 +172,7 @@ class LiveAnswer:
         self.timings = StageTimings(probe_s=plan.plan_s)
         self.queued = StageTimings()
         self.cached_tokens = 0
+        self.reuses: Reuses | None = None  # where something is kept on disk
         self.first_token_s: float | None = None
         self._start_s = clock()
         self._clock = clock
@@ -303,6 +322,7 @@ class LiveAnswer:
                 retention=self.plan.retention,
                 queued=self.queued,
                 num_retries=self.num_retries,
+                keeps_media=self.reuses is not None,
             )
         )
 
@@ -310,7 +330,8 @@ class LiveAnswer:
         usage = self.plan.usage(sum(choice.num_passed for choice in self._choices))
         num_substituted = self.substituted.total(group.spec.key for group in self.plan.groups)
         num_unseen = sum(source.facts.num_unseen for source in self.request.media)
-        return replace(usage, num_substituted_frames=num_substituted, num_unseen_frames=num_unseen)
+        usage = replace(usage, num_substituted_frames=num_substituted, num_unseen_frames=num_unseen)
+        return usage if self.reuses is None else self.reuses.add_to(usage)
 
     def fail(self, error: Exception) -> None:
         """Ends the answer with an error, after what has come before."""

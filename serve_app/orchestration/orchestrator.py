@@ -34,7 +34,7 @@ from epd.serve_app.orchestration.evacuation import Evacuations
 from epd.serve_app.orchestration.event_reader import EventReader, Recovery
 from epd.serve_app.orchestration.group_feed import GroupFeed
 from epd.serve_app.orchestration.isolation import Isolation
-from epd.serve_app.orchestration.live_answer import AnswerPlan, LiveAnswer, SubstitutedFrames
+from epd.serve_app.orchestration.live_answer import AnswerPlan, LiveAnswer, Reuses
 from epd.serve_app.orchestration.loss_counter import LossCounter
 from epd.serve_app.orchestration.placement import RequestPlacer
 from epd.serve_app.orchestration.replacement import Replacement
@@ -42,6 +42,7 @@ from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.orchestration.requests import Attempt, Outcome, Requests, Shared
 from epd.serve_app.orchestration.retention import LoadRetention
 from epd.serve_app.orchestration.role_switch import RoleSwitcher, SwitchRequest
+from epd.serve_app.orchestration.substituted import SubstitutedFrames
 from epd.serve_app.orchestration.watchdog import Watchdog
 from epd.serve_app.service import (
     AnswerItem,
@@ -91,7 +92,7 @@ class Orchestrator:
             shared, self.arrivals, config.elastic, self.switcher.switch, lambda: self.leads
         )
         self.retention = None if config.retention is None else LoadRetention(config.retention, shared)
-        self._substituted = SubstitutedFrames()
+        self._substituted = SubstitutedFrames(folder=config.cache_dir)
         self._numbers = count(1)
         self._leads, self._is_draining = True, False
         self._threads = ThreadPoolExecutor(config.num_planning_threads, thread_name_prefix="planning")
@@ -164,6 +165,7 @@ class Orchestrator:
         await self.losses.check(request)
         plan = await self._plan(request)
         answer = LiveAnswer(request, plan, self._planner.texts, self.requests.clock, self._substituted)
+        answer.reuses = Reuses(plan) if self.config.cache_dir is not None else None
         self.arrivals.arrived(self.requests.clock(), plan.work)
         if self.retention is not None:
             self.retention.arrived(plan)

@@ -164,7 +164,7 @@ class PrefillRole:
             prompt.is_admitted = True
             prompt.queued_s = self._clock() - prompt.submitted_s
             prompt.num_spanned = sum(end <= admission.num_cached for end in prompt.ends)
-            reports.events.append(Admitted(admission.request_id, admission.num_cached))
+            reports.events.append(Admitted(admission.request_id, admission.num_cached, admission.reused))
             try:
                 message = prompt.message
                 self.feeds.open(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from epd.control.routing import InFlight
 from epd.errors import EncodeError, UnavailableError
 from epd.serve_app.messages import (
     CancelTickets,
+    EmbeddingsReused,
     EncodeGroup,
     HandedOver,
     RequestFailed,
@@ -32,10 +34,10 @@ from epd.stages.decode import DecodeStage
 from epd.stages.encode.beside import InTurn
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
 from epd.stages.engine.generation import TokenOutput
-from epd.store.write_behind import StoreCounts
+from epd.store.piece_files import StoreCounts
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, TransferOutcome
-from epd.types import UInt8Array
+from epd.types import Reuse, UInt8Array
 
 Clock = Callable[[], float]
 
@@ -137,6 +139,7 @@ class EncodeRole:
         self._worker = worker
         self._clock = clock
         self._begun: dict[str, _Job] = {}  # by transfer
+        self._reused: deque[EmbeddingsReused] = deque()  # not reported yet
         self._busy_s = 0.0
 
     def submit(self, message: EncodeGroup, frames: UInt8Array | None) -> bool:
@@ -149,10 +152,20 @@ class EncodeRole:
         job = _Job(message, self._clock())
         self.stage.submit(
             EncodeJob(
-                message.ticket, plan, lambda: self._begin(job, frames), request_id, group, message.reading
+                message.ticket,
+                plan,
+                lambda: self._begin(job, frames),
+                request_id,
+                group,
+                message.reading,
+                partial(self._note_reuse, message),
             )
         )
         return True
+
+    def _note_reuse(self, message: EncodeGroup, reuse: Reuse) -> None:
+        group = message.group
+        self._reused.append(EmbeddingsReused(message.request_id, group.item, group.index, reuse))
 
     def _begin(self, job: _Job, frames: UInt8Array | None) -> Tensor:
         if frames is None:
@@ -170,6 +183,8 @@ class EncodeRole:
     def step(self, reports: ReportBuffer) -> bool:
         was_busy = self.stage.outstanding_patches > 0
         done = self.stage.step()
+        while self._reused:
+            reports.events.append(self._reused.popleft())
         for batch in done:
             if batch.num_encoded:
                 self._busy_s += batch.seconds
@@ -347,7 +362,9 @@ def store_counters(counts: StoreCounts, read: str) -> dict[str, float]:
     return {
         read: counts.read_tokens,
         "store_read_bytes": counts.read_bytes,
+        "store_read_objects_bytes": counts.objects_read_bytes,
         "store_written_bytes": counts.written_bytes,
+        "store_written_objects_bytes": counts.objects_written_bytes,
         "store_failures": counts.num_failed,
     }
 

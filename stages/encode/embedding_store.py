@@ -25,6 +25,7 @@ from epd.stages.encode.encoder_pool import EmbeddingLayout, joined
 from epd.stages.kept_files import EMBEDDINGS_KIND
 from epd.store.piece_files import PieceFiles
 from epd.store.write_behind import WriteBehind
+from epd.types import Reuse, totals
 
 _NAME_BYTES = 16
 
@@ -40,6 +41,8 @@ class Wanted(Protocol):
     def num_embeddings(self) -> int: ...
     @property
     def frames(self) -> Callable[[], Tensor]: ...
+    @property
+    def on_reuse(self) -> Callable[[Reuse], None]: ...
 
 
 class EmbeddingStore:
@@ -78,19 +81,22 @@ class EmbeddingStore:
         """Returns the names of a group's units, of which each is found then, or in a run."""
         num_rows = group.num_embeddings // self._num_units(group.plan)
         names = self._units_of(group.key, group.plan)
-        if names and all(self._read(name, num_rows, found) for name in names):
+        reused: list[Reuse] = []
+        if names and all(self._read(name, num_rows, found, reused) for name in names):
+            _tell(group, reused)
             return names
         frames = group.frames()
         names, plan = self._names(frames, group), group.plan
         wanted = {name for new, _ in runs for name in new}
         new: dict[str, int] = {}
         for index, name in enumerate(names):
-            if name not in wanted and name not in new and not self._read(name, num_rows, found):
+            if name not in wanted and name not in new and not self._read(name, num_rows, found, reused):
                 new[name] = index
         if len(new) == len(names):
             runs.append((names, self._encoder.patches(frames, plan)))
         elif new:
             runs.append((list(new), self._encoder.patches(*_of_units(frames, plan, list(new.values())))))
+        _tell(group, reused)
         return names
 
     def _num_units(self, plan: MediaPlan) -> int:
@@ -124,14 +130,13 @@ class EmbeddingStore:
 
     # Rows
 
-    def _read(self, name: str, num_rows: int, found: dict[str, Tensor]) -> bool:
+    def _read(self, name: str, num_rows: int, found: dict[str, Tensor], reused: list[Reuse]) -> bool:
         """Reads the rows of a unit. Returns whether they are found."""
         if name not in found and name in self._files:
             rows = torch.empty(num_rows, self._layout.width, dtype=self._layout.dtype)
-            if self._files.read(name, 0, rows.flatten().view(torch.uint8).numpy().data):
+            if tier := self._files.read(name, 0, rows.flatten().view(torch.uint8).numpy().data):
                 found[name] = rows
-                self.counts.read_tokens += num_rows
-                self.counts.read_bytes += rows.nbytes
+                reused.append(self.counts.found(Reuse("embeddings", tier, num_rows, rows.nbytes)))
             else:
                 self.counts.num_failed += 1
         return name in found
@@ -139,6 +144,11 @@ class EmbeddingStore:
     def close(self) -> None:
         """Ends the thread, once what waits is written."""
         self._files.close()
+
+
+def _tell(group: Wanted, reused: Sequence[Reuse]) -> None:
+    for each in totals(reused):
+        group.on_reuse(each)
 
 
 def group_name(key: GroupKey, plan: MediaPlan) -> str:

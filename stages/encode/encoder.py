@@ -38,6 +38,7 @@ from epd.stages.encode.encoder_pool import EncoderPool
 from epd.store.piece_files import PieceFiles
 from epd.transfer.connectors import EncoderConnector, Ticket
 from epd.transfer.transfers import Outbox
+from epd.types import Reuse
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class EncodeJob:
     request_id: of the request that it is for.
     group: if the ticket is of a reading, the whole group.
     reading: what that is; with the group that it begins with.
+    on_reuse: told what was kept of it, in the lane.
     """
 
     ticket: Ticket
@@ -114,6 +116,7 @@ class EncodeJob:
     request_id: str = ""
     group: MediaGroup | None = None
     reading: ItemReduction | None = None
+    on_reuse: Callable[[Reuse], None] = lambda _: None
 
     @property
     def num_patches(self) -> int:

@@ -17,6 +17,7 @@ from epd.stages.engine.faults import RequestFault
 from epd.stages.sampling.sampler import SampledToken
 from epd.stages.sampling.sampling_state import with_bad_tokens
 from epd.transfer.handover import HandoverEnd
+from epd.types import Reuse
 
 FinishReason = Literal["stop", "length"]
 
@@ -177,10 +178,12 @@ class Admission:
     """Reports that a request has its blocks.
 
     num_cached: prompt tokens that need not be computed, nor encoded.
+    reused: where keys and values of them were, unless in memory.
     """
 
     request_id: str
     num_cached: int
+    reused: tuple[Reuse, ...] = ()
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from epd.stages.kept_files import KV_KIND, kept_files
 from epd.store.piece_files import PieceFiles
 from epd.store.pieces import PIECE_TOKENS, Piece, pieces
 from epd.store.write_behind import WriteBehind
-from epd.types import ceil_div
+from epd.types import Reuse, Tier, ceil_div, totals
 
 # Pieces of a request that are read ahead of the pools.
 _READ_AHEAD = 4
@@ -39,12 +39,12 @@ _READ_AHEAD = 4
 class _Restore:
     """Brings back a prompt's pieces.
 
-    missing: that are not read yet. reading: that are, or are being read, in order.
+    missing: that are not read yet. reading: that are, or are being read, in order, with where they were.
     """
 
     sequence: TokenSequence
     missing: deque[Piece]
-    reading: deque[tuple[Piece, Future[Tensor | None]]]
+    reading: deque[tuple[Piece, Future[tuple[Tensor, Tier] | None]]]
 
 
 class KVStore:
@@ -59,7 +59,8 @@ class KVStore:
         self._piece_tokens = ceil_div(piece_tokens, kv.block_size) * kv.block_size
         self._restores: dict[str, _Restore] = {}
         self._to_keep: dict[str, deque[Piece]] = {}  # of requests that are prefilled, the next one first
-        self._reader = ThreadPoolExecutor(1, "read-kv")
+        self._reused: dict[str, list[Reuse]] = {}  # of requests that are not admitted
+        self._reader = ThreadPoolExecutor(_READ_AHEAD, "read-kv")
         self._files = WriteBehind(files, KV_KIND)
         self.counts = self._files.counts
 
@@ -99,10 +100,10 @@ class KVStore:
             piece = restore.missing.popleft()
             restore.reading.append((piece, self._reader.submit(self._read, piece)))
 
-    def _read(self, piece: Piece) -> Tensor | None:
+    def _read(self, piece: Piece) -> tuple[Tensor, Tier] | None:
         payload = torch.empty(self._num_bytes(piece), dtype=torch.uint8)
-        is_read = self._files.read(piece.key, piece.index, payload.numpy().data)
-        return payload if is_read else None
+        tier = self._files.read(piece.key, piece.index, payload.numpy().data)
+        return (payload, tier) if tier else None
 
     def step(self) -> list[TokenSequence]:
         """Puts what was read into the prefix cache. Returns the requests that wait no longer."""
@@ -120,11 +121,12 @@ class KVStore:
             self._read_ahead(restore)
         return not restore.reading
 
-    def _place(self, sequence: TokenSequence, piece: Piece, payload: Tensor | None) -> bool:
+    def _place(self, sequence: TokenSequence, piece: Piece, read: tuple[Tensor, Tier] | None) -> bool:
         """Writes a piece to the pools. Returns False if it could not be."""
-        if payload is None:
+        if read is None:
             self.counts.num_failed += 1
             return False
+        payload, tier = read
         blocks = self._kv.restore(sequence.scheduled.identity, piece.start, piece.stop)
         if blocks is None:
             return False
@@ -134,9 +136,13 @@ class KVStore:
             ids = torch.tensor([each[group] for each in blocks], device=storage.device)
             values = part.view(storage.dtype).view(len(blocks), *storage.shape[1:])
             storage.index_copy_(0, ids, values.to(storage.device))
-        self.counts.read_tokens += piece.num_tokens
-        self.counts.read_bytes += len(payload)
+        found = self.counts.found(Reuse("kv", tier, piece.num_tokens, len(payload)))
+        self._reused.setdefault(sequence.request_id, []).append(found)
         return True
+
+    def take_reused(self, request_id: str) -> tuple[Reuse, ...]:
+        """Returns what was brought back for a request, once."""
+        return totals(self._reused.pop(request_id, ()))
 
     # To disk
 
@@ -177,6 +183,7 @@ class KVStore:
     def forget(self, request_id: str) -> bool:
         """Ends what is done for a request. Returns whether it waited for what is on disk."""
         self._to_keep.pop(request_id, None)
+        self._reused.pop(request_id, None)
         restore = self._restores.pop(request_id, None)
         for _, read in restore.reading if restore is not None else ():
             read.cancel()

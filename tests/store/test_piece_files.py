@@ -58,6 +58,19 @@ def test_a_payload_of_another_size_is_a_miss(tmp_path: Path) -> None:
     assert key_of(1) not in files, "it was removed"
 
 
+def test_a_renamed_file_is_a_miss(tmp_path: Path) -> None:
+    """Of another piece of the same size, and of another namespace: both are whole."""
+    files = files_in(tmp_path)
+    put(files, 1)
+    (file,) = (each.path for each in stored(tmp_path))
+    for target in (file.with_name(key_of(2)), tmp_path / "other" / file.parent.name / file.name):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(file.read_bytes())
+    assert got(files, 2) is None
+    assert got(files_in(tmp_path, "other"), 1) is None
+    assert got(files, 1) == payload_of(1)
+
+
 def test_those_that_were_used_last_stay(tmp_path: Path) -> None:
     """Of one prompt, the first pieces: those after them are worth nothing without them."""
     files = files_in(tmp_path, room=11_000)

@@ -12,6 +12,7 @@ from epd.errors import EPDError
 from epd.reduction import KeptCells
 from epd.serve_app.http.answers.answer_reader import AnswerReader, delta_of, reader_of, reply_of
 from epd.serve_app.http.protocol import (
+    CacheReport,
     ChatChunk,
     ChatCompletion,
     Choice,
@@ -26,11 +27,13 @@ from epd.serve_app.http.protocol import (
     PromptTokensDetails,
     ReplyMessage,
     SpanReport,
+    TierReport,
     TopLogprob,
     UsageReport,
 )
 from epd.serve_app.observability.record import AMOUNTS, RequestRecord, seconds_by_stage
 from epd.serve_app.service import AnswerEnd, AnswerItem, FinishReason, StageSpan, TokenDelta, TokenLogprob
+from epd.types import Usage, totals
 
 MIN_LOGPROB = -9999.0
 DONE = b"data: [DONE]\n\n"
@@ -295,8 +298,16 @@ def epd_report(record: RequestRecord, end: AnswerEnd) -> EpdReport:
             "total_s": record.total_s,
             "stages_s": seconds_by_stage(end.timings),
             "queued_s": seconds_by_stage(end.queued),
+            **({"cache": _cache_report(end.usage)} if end.keeps_media else {}),
         }
     )
+
+
+def _cache_report(usage: Usage) -> CacheReport:
+    found: dict[str, dict[str, TierReport]] = {"embeddings": {}, "kv": {}}
+    for each in totals(usage.reused):
+        found[each.kind][each.tier] = TierReport(tokens=each.num, bytes=each.num_bytes)
+    return CacheReport(frames=usage.num_unread_frames, **found)
 
 
 def span_report(span: StageSpan, record: RequestRecord) -> SpanReport:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import reduce
 
 from epd.serve_app.service import AnswerEnd, AnswerItem, AnswerRequest, AnswerService, TokenDelta
@@ -75,7 +75,7 @@ def _sum_of(ends: Sequence[AnswerEnd]) -> AnswerEnd:
     """Returns what several answers have used. Seconds of stages add up, their total is the longest."""
     return replace(
         ends[0],
-        usage=Usage(*(sum(getattr(end.usage, each.name) for end in ends) for each in fields(Usage))),
+        usage=reduce(Usage.__add__, (end.usage for end in ends)),
         cached_tokens=sum(end.cached_tokens for end in ends),
         num_retries=sum(end.num_retries for end in ends),
         timings=_timings([end.timings for end in ends]),

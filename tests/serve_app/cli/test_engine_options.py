@@ -43,6 +43,7 @@ GIVEN: dict[str, Any] = {
     "tower_merge_layer": 2,
     "cache_dir": Path("kept"),
     "cache_bytes": 1 << 30,
+    "cache_objects": "s3://bucket/kept",
     "revision": "v1",
     "hub": "modelscope",
     "lora_modules": frozenset({"pets=adapter"}),

@@ -12,7 +12,7 @@ import pytest
 from epd.encode.encoder_cache import GroupKey
 from epd.encoders import FrameSampling
 from epd.sampling_params import SamplingParams
-from epd.serve_app.orchestration.live_answer import SubstitutedFrames
+from epd.serve_app.orchestration.substituted import SubstitutedFrames
 from tests.serve_app.conftest import Front
 from tests.serve_app.deployments import Deployment, Question, deployed
 from tests.serve_app.fakes import USAGE, FakeService

@@ -22,7 +22,7 @@ from epd.models import embedded_model_path
 from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.media.fleet_media import FleetMedia
 from epd.serve_app.media_messages import CloseStream, FetchMedia, PlanImages, ReadFrames, ReadImage
-from epd.serve_app.orchestration.group_feed import GroupRun, ItemFrames, plan_runs
+from epd.serve_app.orchestration.group_feed import GroupFeed, GroupRun, ItemFrames, plan_runs
 from epd.serve_app.orchestration.live_answer import AnswerPlan, LiveAnswer
 from epd.serve_app.orchestration.loss_counter import LossCounter
 from epd.serve_app.orchestration.request_planner import RequestPlanner
@@ -194,3 +194,47 @@ def test_long_videos_use_every_reader_and_short_ones_one() -> None:
     assert plan_runs(100, 1) == (GroupRun(0, 100, 0),)
     assert plan_runs(9, 3) == (GroupRun(0, 4, 0), GroupRun(4, 8, 1), GroupRun(8, 9, 2))
     assert [run.stop - run.start for run in plan_runs(200, 2)[:2]] == [16, 16]
+
+
+class KeepsApart:
+    """Lets a suspect go to e1 alone."""
+
+    def allowed(self, _attempt: object, _place: object, workers: list[str]) -> list[str]:
+        return [each for each in workers if each == "e1"]
+
+
+class TakesAll:
+    """Two encoders, neither of which is known to have a group. given: those that were given one."""
+
+    def __init__(self) -> None:
+        self.given: list[str] = []
+
+    def encoder_with(self, _group: MediaGroup) -> None:
+        """None has it in memory."""
+
+    async def encoder(self, _wanted: str | None, allowed: Any = list, **_: Any) -> str:
+        return str(allowed(["e0", "e1"])[0])
+
+    def record(self, worker: str, *_: object) -> None:
+        self.given.append(worker)
+
+    async def give(self, *_: object) -> bool:
+        return True
+
+
+def test_a_suspect_asks_for_what_is_on_disk_only_where_it_may_go() -> None:
+    group: Any = SimpleNamespace(item=0, index=0)
+    plan = SimpleNamespace(groups=[group], prompt=None)
+    dispatcher = TakesAll()
+    shared = SimpleNamespace(
+        config=SimpleNamespace(cache_dir=Path("kept"), sharding="groups"), dispatcher=dispatcher
+    )
+    attempt = SimpleNamespace(
+        id="r", answer=SimpleNamespace(plan=plan), sole_encoder=None, prefill_worker="p0"
+    )
+    parts: list[Any] = [shared, None, None, KeepsApart(), attempt]
+    feed = GroupFeed(*parts)
+    ticket = SimpleNamespace(key=SimpleNamespace(reading=""))
+    granted: Any = SimpleNamespace(group=0, ticket=ticket)
+    assert asyncio.run(feed._from_cache(granted))
+    assert dispatcher.given == ["e1"]
