@@ -40,11 +40,6 @@ CASES = {
     "video and image": ("video", "image"),
     "image, videos": ("wide_image", "tall_video", "video"),
 }
-# Each media with a question, and each question alone: how a text becomes tokens does not hang on media.
-ASKED = [
-    *(((), question) for question in QUESTIONS),
-    *((names, QUESTIONS[number % len(QUESTIONS)]) for number, names in enumerate(CASES.values()) if names),
-]
 
 
 def with_settings(subject: Subject, **settings: object) -> ColocatedPipeline:
@@ -61,7 +56,8 @@ def held_blocks(subject: Subject) -> float:
     return subject.pipeline.engine.kv.usage
 
 
-@pytest.mark.parametrize(("names", "question"), ASKED)
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("names", CASES.values(), ids=CASES)
 def test_tokens_equal_generate(
     subject: Subject, media: dict[str, Path], names: tuple[str, ...], question: str
 ) -> None:

@@ -16,9 +16,9 @@ from tests.stages.prompts import Drive
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
 
-@pytest.mark.parametrize(("count", "chunk"), [(1, 4096), (5, 4096), (5, 1), (16, 7), (16, 64)])
-def test_tokens_equal_generate(any_family: Subject, count: int, chunk: int) -> None:
-    """One alone, each once, and many; chunks of one token, of a few, and whole prompts."""
+@pytest.mark.parametrize("chunk", [1, 7, 64, 4096])
+@pytest.mark.parametrize("count", [1, 5, 16])
+def test_tokens_equal_generate(any_family: Subject, chunk: int, count: int) -> None:
     config = SchedulerConfig(max_chunk_tokens=chunk, max_num_batched_tokens=max(chunk, 32))
     engine = any_family.engine(config=config, enable_prefix_caching=False)
     check(any_family, Drive(engine, seed=chunk + count), count)
@@ -79,7 +79,7 @@ def test_preemption_changes_no_token(any_family: Subject, mode: str, caching: bo
     engine = any_family.engine(
         config=config, block_size=4, num_kv_tokens=2 * longest + 24, enable_prefix_caching=caching
     )
-    for seed in range(2):
+    for seed in range(3):
         check(any_family, Drive(engine, seed), 12)
     assert engine.scheduler.num_preempted > 0, "the pool was meant to be too small"
 
