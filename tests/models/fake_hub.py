@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,11 +54,18 @@ def etag(path: Path) -> str:
     return hashlib.sha1(path.read_bytes(), usedforsecurity=False).hexdigest()
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of a client that does not read on."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @contextmanager
 def served_hub(models: dict[str, Path]) -> Iterator[FakeHub]:
     """Serves until the block is left."""
     hub = FakeHub(models)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
+    server = _Server(("127.0.0.1", 0), _handler(hub))
     hub.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
