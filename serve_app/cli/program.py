@@ -37,6 +37,10 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "bench": ("bench:bench", "Measure latency, goodput and SLO attainment of servers."),
         "bench compare": ("compare:compare", "Compare layouts of equal devices under the same traffic."),
         "profile": ("profile:profile", "Measure what each stage costs on this machine."),
+        "profile import": (
+            "profile:import_tables",
+            "Make a profile from published tables of measured kernels.",
+        ),
         "simulate": ("simulate:simulate", "Simulate a fleet."),
         "plan": ("plan:plan", "Search for the devices and the topology of your traffic."),
     },
