@@ -83,7 +83,12 @@ def main() -> None:
         "devices": Section("The same work on each device", lambda: list(device_rows(profiles))),
     }
     run_sections(
-        "silicon", "Profiles from published tables", sections, list(sections), lambda: setting(("pyarrow",))
+        "silicon",
+        "Profiles from published tables",
+        sections,
+        list(sections),
+        lambda: setting(("pyarrow",)),
+        module="planning.silicon FOLDER",
     )
 
 

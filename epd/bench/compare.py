@@ -118,10 +118,11 @@ class Comparison:
 
     def warm_requests(self, case: Case) -> list[PlannedRequest]:
         """Returns requests for each server of the layout, which no round has."""
-        workload = case.traffic.at(case.rate).resolve()
-        found = workload.requests(self.question.seed, _WARM_ROUND + case.index)
         count = self.question.warmup * case.layout.num_copies
-        return [each for each, _ in zip(found, range(count), strict=False)]
+        if not count:
+            return []
+        like = case.traffic.at(case.rate).model_copy(update={"num_requests": count, "duration_s": None})
+        return list(like.resolve().requests(self.question.seed, _WARM_ROUND + case.index))
 
     async def run(self, case: Case, serve: Serve, library: MediaLibrary) -> Round:
         """Runs one round, on a layout of its own. The library must hold the media already."""

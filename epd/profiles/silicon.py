@@ -24,12 +24,15 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]  # its stubs are another package
 
 from epd.errors import RequestError
+from epd.late_module import LateModule
 from epd.profiles.accelerators import DEVICES, Device, Devices
 from epd.profiles.analytic import analytic_profile
 from epd.profiles.catalogue import model_named
 from epd.profiles.cost import Measurement, fit_table
 from epd.profiles.profile import Profile
 from epd.profiles.shapes import Transformer
+
+parquet = LateModule("pyarrow.parquet")  # brought by an extra
 
 SYSTEMS: Mapping[str, str] = {
     "a100-80gb": "a100_sxm",
@@ -85,7 +88,7 @@ def _between(points: Mapping[float, float], size: float) -> float:
     above = next(each for each in sizes if each >= size)
     below = max(each for each in sizes if each < size)
     share = math.log(size / below) / math.log(above / below)
-    return points[below] ** (1 - share) * points[above] ** share
+    return math.exp((1 - share) * math.log(points[below]) + share * math.log(points[above]))
 
 
 @dataclass(frozen=True)
@@ -276,14 +279,12 @@ def _read(path: Path) -> Iterator[Row]:
             yield from csv.DictReader(file)
         return
     try:
-        from pyarrow import ArrowException, parquet  # brought by an extra
+        yield from parquet.read_table(path).to_pylist()
     except ModuleNotFoundError:
         raise RequestError(
             f"received '{path}', a Parquet file, without pyarrow; allowed: epd-vlm with [cloud]; install that"
         ) from None
-    try:
-        yield from parquet.read_table(path).to_pylist()
-    except (ArrowException, OSError) as error:
+    except (ValueError, OSError) as error:  # those of pyarrow are such
         reason = " ".join(str(error).split())[:120]
         raise RequestError(f"received '{path}', which cannot be read ({reason}); copy it again") from None
 

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -35,6 +35,7 @@ from epd.bench.media import MediaLibrary
 from epd.client.endpoint import find_model, parse_endpoints
 from epd.console import note
 from epd.errors import RequestError
+from epd.late_module import LateModule
 from epd.machine import usable_cpus
 from epd.planning.replay import group_tokens, replayed, scaled
 from epd.profiles.files import load_profile
@@ -45,6 +46,13 @@ from epd.video.demo_video import write_scene
 from epd.workload.comparison import Layout, Question, Round, Traffic
 from epd.workload.config import load_workload
 from epd.workload.metrics import SLO
+from epd.workload.requests import PlannedRequest
+
+if TYPE_CHECKING:
+    from epd.serve_app.local import paced_jobs, paced_layouts
+else:  # torch, which URLs do without
+    paced_jobs = LateModule("epd.serve_app.local.paced_jobs")
+    paced_layouts = LateModule("epd.serve_app.local.paced_layouts")
 
 _Layouts = Annotated[
     list[str] | None,
@@ -86,7 +94,7 @@ _Scale = Annotated[
         metavar="N",
         min=1,
         max=1024,
-        help="With --paced: a patch or token of the small model stands for so many of the device's.",
+        help="With --paced: a patch or token of the small model stands for N of the device's.",
     ),
 ]
 _Dilate = Annotated[
@@ -259,9 +267,7 @@ def _started(question: Question, model: str, api_key: str | None) -> Serve:
 
 def paced_serve(question: Question) -> Serve:
     """Returns what serves the layouts of a question here."""
-    from epd.serve_app.local.paced_layouts import paced_layouts  # torch, which URLs do without
-
-    return paced_layouts(question, _costs(question))
+    return paced_layouts.paced_layouts(question, _costs(question))
 
 
 def _costs(question: Question) -> Profile:
@@ -313,7 +319,7 @@ def _run_case(found: Comparison, case: Case, serve: Serve, library: MediaLibrary
     one = asyncio.run(found.run(case, serve, library))
     found.rounds[one.key] = one
     if found.question.is_paced:
-        found.simulated[one.key] = _simulated(found.question, case, requests)
+        found.simulated[one.key] = simulated(found.question, case, requests)
     kept = "" if one.counts else f"; not reported: {one.late_share:.1%} late passes"
     note(
         f"{case.traffic.name}, {case.layout.name}, {case.rate:g}/s, round {case.index + 1}: "
@@ -321,12 +327,11 @@ def _run_case(found: Comparison, case: Case, serve: Serve, library: MediaLibrary
     )
 
 
-def _simulated(question: Question, case: Case, requests: Any) -> Round:
-    from epd.serve_app.local.paced_jobs import MODEL, PacedJobs  # torch, which URLs do without
-
-    jobs = PacedJobs(MODEL, group_tokens(question.tokens)).jobs(requests)
+def simulated(question: Question, case: Case, requests: Sequence[PlannedRequest]) -> Round:
+    """Returns what the simulator says of a round of paced devices."""
+    maker = paced_jobs.PacedJobs(paced_jobs.MODEL, group_tokens(question.tokens))
     kinds = [each.shape.kind for each in requests]
-    return Round(*case.key, replayed(_costs(question), case.layout, question, jobs, kinds))
+    return Round(*case.key, replayed(_costs(question), case.layout, question, maker.jobs(requests), kinds))
 
 
 def made() -> dict[str, Any]:

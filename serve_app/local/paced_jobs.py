@@ -21,7 +21,10 @@ MODEL = embedded_model_path()
 
 
 class PacedJobs:
-    """Makes jobs of images, videos and text; media are there at once."""
+    """Makes jobs of images, videos and text; media are there at once.
+
+    The template before the media counts as text behind them, although a server computes it while it reads.
+    """
 
     def __init__(self, model: Path, group_tokens: int) -> None:
         self._model = model

@@ -79,7 +79,9 @@ def paced_layouts(question: Question, profile: Profile) -> Serve:
             for _ in range(layout.num_copies):
                 enter = lambda: stack.enter_context(own_service(args, is_greedy=True, pace=pace))  # noqa: E731 # one line
                 service = await asyncio.to_thread(enter)
-                clients.append((service.model, OwnClient(service, question.timeout_s * traffic.dilate)))
+                clients.append(
+                    (service.model, OwnClient(service, question.timeout_s * max(1.0, traffic.dilate)))
+                )
             yield _PacedLayout(clients, pace)
         finally:
             await asyncio.to_thread(stack.close)

@@ -1,4 +1,7 @@
-"""What a comparison runs and says: equal devices, saturation, continuing, who wins, and paced layouts."""
+"""What a comparison runs and says: equal devices, saturation, continuing, and who wins.
+
+Modules: `epd/bench/compare_report.py`, `epd/workload/comparison.py`.
+"""
 
 from __future__ import annotations
 
