@@ -14,6 +14,7 @@ from epd.workload.comparison import (
     Curve,
     Outcome,
     Traffic,
+    Verdict,
     compared_word,
     verdicts,
 )
@@ -32,21 +33,27 @@ def goodput_rows(found: Comparison) -> list[Row]:
         curves = found.curves(traffic)
         words = {each.layout: each for each in verdicts(curves, found.layouts)}
         for curve, simulated in zip(curves, found.curves(traffic, is_simulated=True), strict=True):
-            verdict = words.get(curve.layout)
             low, high = curve.spread
             rows.append(
                 {
                     "traffic": traffic.name,
                     "layout": curve.layout,
-                    "goodput": _goodput(curve),
-                    "spread": f"{low:.2f}-{high:.2f}" if curve.rounds else "",
+                    "goodput": _goodput(curve) if curve.is_whole else "",
+                    "spread": f"{low:.2f}-{high:.2f}" if curve.is_whole else "",
                     "rounds": len({each.index for each in curve.rounds}),
-                    "simulated": _goodput(simulated),
-                    "per 1000": _cost(found, curve),
-                    "verdict": f"{verdict.word}: {verdict.ratio:.2f} x {verdict.plain}" if verdict else "",
+                    "simulated": _goodput(simulated) if curve.is_whole else "",
+                    "per 1000": _cost(found, curve) if curve.is_whole else "",
+                    "verdict": _said(curve, words.get(curve.layout)),
                 }
             )
     return rows
+
+
+def _said(curve: Curve, verdict: Verdict | None) -> str:
+    """Returns the verdict for people; of a curve that lacks a rate, only that."""
+    if not curve.is_whole:
+        return "incomplete"
+    return f"{verdict.word}: {verdict.ratio:.2f} x {verdict.plain}" if verdict else ""
 
 
 def _goodput(curve: Curve) -> str:
@@ -156,7 +163,11 @@ def regret_rows(found: Comparison) -> list[Row]:
     """Returns what is lost by running the layout that the simulator finds best, by measured goodput."""
     rows = []
     for traffic in found.question.traffic:
-        measured = {each.layout: each.goodput for each in found.curves(traffic) if each.goodput is not None}
+        measured = {
+            each.layout: each.goodput
+            for each in found.curves(traffic)
+            if each.goodput is not None and each.is_whole
+        }
         simulated = {
             each.layout: each.goodput
             for each in found.curves(traffic, is_simulated=True)

@@ -296,7 +296,7 @@ def goodput(points: Sequence[tuple[float, float]], attainment: float) -> float:
 class Verdict:
     """Says how a layout does beside the best plain one: its median goodput over theirs.
 
-    word: "wins" or "loses" if all rounds agree, else "equal"; "incomplete" where rates are missing
+    word: "wins" or "loses" if all rounds agree, else "equal"
     """
 
     layout: str
@@ -306,19 +306,17 @@ class Verdict:
 
 
 def verdicts(curves: Sequence[Curve], layouts: Sequence[Layout]) -> list[Verdict]:
-    """Compares every split layout with the best plain one under the same traffic."""
+    """Compares every split layout with the best plain one under the same traffic, if no rate lacks."""
     split = {each.name for each in layouts if each.is_split}
-    plain = [each for each in curves if each.layout not in split and each.goodput]
+    plain = [each for each in curves if each.layout not in split and each.is_whole and each.goodput]
     if not plain:
         return []
     base = max(plain, key=lambda each: each.goodput or 0.0)
     found = []
     for each in curves:
-        if each.layout in split and each.rounds:
+        if each.layout in split and each.is_whole:
             (low, high), (base_low, base_high) = each.spread, base.spread
             word = "wins" if low > base_high else "loses" if high < base_low else "equal"
-            if not (each.is_whole and base.is_whole):
-                word = "incomplete"
             ratio = (each.goodput or 0.0) / (base.goodput or 1.0)
             found.append(Verdict(each.layout, base.layout, ratio, word))
     return found

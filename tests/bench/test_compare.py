@@ -150,7 +150,8 @@ def test_rounds_that_disagree_make_no_winner() -> None:
 def test_a_missing_rate_is_said() -> None:
     told = {**TOLD, "1e1pd": {1.0: [1.0, 1.0]}}
     rows = {each["layout"]: each for each in goodput_rows(filled(two_rounds(), told))}
-    assert rows["1e1pd"]["verdict"].startswith("incomplete: ")
+    assert (rows["1e1pd"]["verdict"], rows["1e1pd"]["goodput"]) == ("incomplete", "")
+    assert rows["1ep1d"]["verdict"].startswith("loses: ")
 
 
 def test_late_rounds_are_not_reported_and_are_run_again() -> None:
