@@ -238,13 +238,14 @@ class Curve:
 
     @property
     def goodputs(self) -> list[float]:
-        """Returns the goodput of each round, all rates of it."""
+        """Returns the goodput of each round that has every rate; by all rounds together if none has."""
         found = []
         for index in sorted({each.index for each in self.rounds}):
             own = {each.rate: each for each in self.rounds if each.index == index}
-            points = [(rate, own[rate].attained(self.traffic.slo)) for rate in sorted(own)]
-            found.append(goodput(points, self.attainment))
-        return found
+            if sorted(own) == self.rates:
+                points = [(rate, own[rate].attained(self.traffic.slo)) for rate in self.rates]
+                found.append(goodput(points, self.attainment))
+        return found or [goodput([(rate, self.attained(rate)) for rate in self.rates], self.attainment)]
 
     @property
     def goodput(self) -> float | None:

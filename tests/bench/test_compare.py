@@ -154,6 +154,12 @@ def test_a_missing_rate_is_said() -> None:
     assert rows["1ep1d"]["verdict"].startswith("loses: ")
 
 
+def test_a_round_that_lacks_a_rate_has_no_goodput_of_its_own() -> None:
+    told = {**TOLD, "1e1pd": {1.0: [1.0, 1.0], 2.0: [1.0]}}
+    rows = {each["layout"]: each for each in goodput_rows(filled(two_rounds(), told))}
+    assert (rows["1e1pd"]["goodput"], rows["1e1pd"]["spread"]) == (">= 2.00", "2.00-2.00")
+
+
 def test_late_rounds_are_not_reported_and_are_run_again() -> None:
     late = filled(two_rounds(), TOLD, late_share=0.06)
     assert len(late.left_out) == 12
