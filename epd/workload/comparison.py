@@ -307,7 +307,7 @@ class Verdict:
 
 
 def verdicts(curves: Sequence[Curve], layouts: Sequence[Layout]) -> list[Verdict]:
-    """Compares every split layout with the best plain one under the same traffic, where no rate is missing."""
+    """Compares every split layout with the best plain one, where no rate is missing."""
     split = {each.name for each in layouts if each.is_split}
     plain = [each for each in curves if each.layout not in split and each.is_whole and each.goodput]
     if not plain:
