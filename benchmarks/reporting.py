@@ -78,8 +78,12 @@ def run_sections(
     here: Callable[[], Row],
     *,
     save: bool = True,
+    module: str = "",
 ) -> None:
-    """Runs the wanted sections, keeps earlier results of the others, writes results/<name>.{json,md}."""
+    """Runs the wanted sections, keeps earlier results of the others, writes results/<name>.{json,md}.
+
+    module: of the benchmark below `benchmarks`, where it is not `name`
+    """
     path = RESULTS / f"{name}.json"
     found = {section: sections[section].run() for section in wanted}
     results: Row = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -90,5 +94,5 @@ def run_sections(
         RESULTS.mkdir(exist_ok=True)
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         titles = {key: section.title for key, section in sections.items()}
-        command = f"python -m benchmarks.{name}"
+        command = f"python -m benchmarks.{module or name}"
         path.with_suffix(".md").write_text(markdown(title, command, results, titles), encoding="utf-8")

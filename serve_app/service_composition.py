@@ -22,10 +22,13 @@ from epd.serve_app.worker.worker_stages import WorkerSettings
 _SWITCH_OF_RANKS_S = 300.0
 
 
-def create_service(args: AppArgs, fleet: Fleet, owner: str = "") -> tuple[Orchestrator, ApiSettings]:
+def create_service(
+    args: AppArgs, fleet: Fleet, owner: str = "", controller: ControllerConfig | None = None
+) -> tuple[Orchestrator, ApiSettings]:
     """Returns the service, which is not started, and the settings of who answers requests with it.
 
     owner: by which the fleet's workers know its requests
+    controller: of roles, where they follow the load; None for the default
     Raises EPDError.
     """
     planner = RequestPlanner(
@@ -37,7 +40,7 @@ def create_service(args: AppArgs, fleet: Fleet, owner: str = "") -> tuple[Orches
         lora_modules=args.adapters,
         thought_mark=REASONING_PARSERS[args.reasoning_parser][0] if args.reasoning_parser else "",
     )
-    service = Orchestrator(fleet, planner, _orchestrator_config(args), owner=owner)
+    service = Orchestrator(fleet, planner, _orchestrator_config(args, controller), owner=owner)
     return service, _api_settings(args, planner, owner)
 
 
@@ -70,14 +73,14 @@ def media_settings(args: AppArgs) -> MediaSettings:
     return replace(default, fetch=fetch, num_read_threads=args.num_video_threads, pixels=args.pixels)
 
 
-def _orchestrator_config(args: AppArgs) -> OrchestratorConfig:
+def _orchestrator_config(args: AppArgs, controller: ControllerConfig | None) -> OrchestratorConfig:
     return OrchestratorConfig(
         switching=SwitchLimits() if args.max_ranks == 1 else SwitchLimits(limit_s=_SWITCH_OF_RANKS_S),
         max_waiting=args.max_waiting,
         max_wait_s=args.max_wait_s,
         sharding=args.sharding,
         cache_dir=args.cache_dir and args.cache_dir.expanduser(),
-        elastic=ControllerConfig() if args.elastic else None,
+        elastic=controller or ControllerConfig() if args.elastic else None,
         retention=args.load_retention,
     )
 

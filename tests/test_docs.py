@@ -239,11 +239,12 @@ def _joined(text: str) -> str:
 
 
 def flags_of(command: str) -> set[str]:
-    """Those of a command, and of the commands below it, such as `epd keys new`."""
-    found = getattr(get_command(app), "commands", {})[command]
+    """Those of a command, and of the commands below it, such as `epd keys new` and `epd bench compare`."""
+    commands = getattr(get_command(app), "commands", {})
+    found = [each for name, each in commands.items() if name == command or name.startswith(f"{command} ")]
     options = [
-        *found.params,
-        *(each for part in getattr(found, "commands", {}).values() for each in part.params),
+        *(option for each in found for option in each.params),
+        *(option for part in getattr(found[0], "commands", {}).values() for option in part.params),
     ]
     return {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
 

@@ -8,8 +8,8 @@ from typing import Any
 from ray import serve
 
 import epd.serve_app.app
-from benchmarks.elasticity.pacing import paced_tower
 from epd.serve_app.app_args import AppArgs
+from epd.serve_app.local.pacing import paced_tower
 from epd.serve_app.ray import deployments
 from epd.topology import Stage
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 from zlib import crc32
 
-from benchmarks.elasticity.pacing import Encode, paced_tower, wait_out
 from benchmarks.epd_pays.mixes import MODEL, VIDEO_FPS, Arrival, Mix
 from epd.bench.media import draw_image
 from epd.control.elasticity.controller import ControllerConfig
@@ -21,20 +19,17 @@ from epd.engine_config import EngineConfig
 from epd.errors import EPDError
 from epd.kv.scheduling import SchedulerConfig
 from epd.planning.space import Settings
-from epd.profiles.profile import Profile
 from epd.sampling_params import SamplingParams
 from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
+from epd.serve_app.local.pacing import Pace, slowed
 from epd.serve_app.media.media_worker import MediaSettings
 from epd.serve_app.orchestration.config import OrchestratorConfig
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.service import AnswerRequest, MediaReference, TokenDelta
-from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_stages import WorkerSettings
-from epd.simulate.clock import seconds_of
-from epd.simulate.language import PassTicks
 from epd.stages.visual_inputs import VisualInputs
-from epd.topology import Stage, parse_topology
+from epd.topology import parse_topology
 from epd.video import FetchPolicy
 from epd.workload.requests import Resolution
 from tests.media import write_video
@@ -78,91 +73,19 @@ class Round:
     num_switches: int = 0
 
 
-class Pace:
-    """Lets the passes of all workers last as long as on the devices of a profile, times a factor.
-
-    profile: by the patches and tokens of the model that runs
-    """
-
-    def __init__(self, profile: Profile, dilate: float) -> None:
-        self.num_passes = self.num_late = 0
-        self._encode, self._pass = profile.encode.cost, PassTicks(profile)
-        self._switch_s = profile.switch_s
-        self._dilate = dilate
-        self._lock = threading.Lock()
-
-    def encoder(self, encode: Encode) -> Encode:
-        """Returns the call of a tower."""
-
-        def seconds(runs: Sequence[Any]) -> float:
-            return self._encode.seconds(sum(run.grid.num_patches for run in runs), len(runs))
-
-        return paced_tower(encode, seconds, self._wait)
-
-    def engine(self, engine: Any) -> Callable[[], Any]:
-        """Returns the step of a language engine, whose scheduler says what is in each pass."""
-        step, schedule, costs = engine.step, engine.scheduler.schedule, list[float]()
-
-        def noted() -> Any:
-            output = schedule()
-            if output.chunks:
-                costs.append(seconds_of(self._pass.mixed(output)))
-            return output
-
-        def paced() -> Any:
-            start = time.perf_counter()
-            costs.clear()
-            result = step()
-            if costs:
-                self._wait(start, sum(costs))
-            return result
-
-        engine.scheduler.schedule = noted
-        return paced
-
-    def load(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns what starts the stages of new roles."""
-
-        def paced(*args: Any) -> Any:
-            start = time.perf_counter()
-            result = load(*args)
-            self._wait(start, self._switch_s)
-            return result
-
-        return paced
-
-    def _wait(self, start: float, seconds: float) -> None:
-        is_late = wait_out(start, seconds * self._dilate)
-        with self._lock:
-            self.num_passes += 1
-            self.num_late += is_late
-
-
 @contextmanager
-def paced_workers(pace: Pace, *, is_overlapped: bool = True) -> Iterator[None]:
-    """Paces all workers that are built meanwhile."""
-    build, onload, num_ready = WorkerCore._build, WorkerCore._onload, VisualInputs.num_ready
-
-    def build_paced(core: WorkerCore, stage: Stage, roles: frozenset[Stage]) -> Any:
-        role: Any = build(core, stage, roles)
-        if stage == "encode":
-            role.stage._encoder.encode = pace.encoder(role.stage._encoder.encode)
-        else:
-            role.stage.engine.step = pace.engine(role.stage.engine)
-        return role
+def not_overlapped() -> Iterator[None]:
+    """Lets prefill begin only when all of a request is encoded."""
+    num_ready = VisualInputs.num_ready
 
     def whole(inputs: VisualInputs) -> int:
         ready = cast(property, num_ready).fget(inputs)  # type: ignore[misc]
         return ready if ready == inputs._num_prompt_tokens else 0
 
-    patched: Any = WorkerCore
-    patched._build, patched._onload = build_paced, pace.load(onload)
-    if not is_overlapped:
-        cast(Any, VisualInputs).num_ready = property(whole)
+    cast(Any, VisualInputs).num_ready = property(whole)
     try:
         yield
     finally:
-        patched._build, patched._onload = build, onload
         cast(Any, VisualInputs).num_ready = num_ready
 
 
@@ -236,7 +159,7 @@ def _drawn(arrival: Arrival, place: int, folder: Path) -> MediaReference:
     return MediaReference("video", path.as_uri(), "video")
 
 
-def fleet_of(mix: Mix, layout: Layout, media: MediaSettings, dilate: float) -> LocalFleet:
+def fleet_of(mix: Mix, layout: Layout, media: MediaSettings, pace: Pace, dilate: float) -> LocalFleet:
     """Returns threads with the limits of the layout, by the patches and tokens of shapes-vl."""
     settings = layout.settings
     workers = {worker.name: worker.roles for worker in parse_topology(layout.topology).workers()}
@@ -256,17 +179,9 @@ def fleet_of(mix: Mix, layout: Layout, media: MediaSettings, dilate: float) -> L
             decode_scheduler=limits(settings.decode_seqs),
             max_batch_patches=max(1, settings.encode_patches // mix.patches),
             encode_beside=False,  # a worker's stages share its device, and a pause is no work beside others
+            pace=pace,
         ),
     )
-
-
-def slowed(config: ControllerConfig, dilate: float) -> ControllerConfig:
-    """Returns the controller with its times on this machine's clock."""
-    names = (
-        "interval_s", "horizon_s", "load_s", "max_drain_s", "cache_s", "cooldown_s", "turn_cooldown_s",
-        "turn_s", "memory_s", "backoff_s",
-    )  # fmt: skip
-    return replace(config, **{name: dilate * getattr(config, name) for name in names})
 
 
 def run_live(mix: Mix, layout: Layout, arrivals: Sequence[Arrival], folder: Path, dilate: float) -> Round:
@@ -274,7 +189,7 @@ def run_live(mix: Mix, layout: Layout, arrivals: Sequence[Arrival], folder: Path
     warm = [replace(each, at_s=0.0, name=f"warm-{each.name}") for each in arrivals[:2]]
     media = drawn([*warm, *arrivals], folder)
     pace = Pace(mix.live_profile, dilate)
-    with paced_workers(pace, is_overlapped=layout.is_overlapped):
+    with nullcontext() if layout.is_overlapped else not_overlapped():
         return asyncio.run(_run_live(mix, layout, (warm, arrivals), folder, media, pace, dilate))
 
 
@@ -287,17 +202,17 @@ async def _run_live(
     pace: Pace,
     dilate: float,
 ) -> Round:
-    fleet = fleet_of(mix, layout, MediaSettings(MODEL, FetchPolicy(media_folder=folder)), dilate)
+    fleet = fleet_of(mix, layout, MediaSettings(MODEL, FetchPolicy(media_folder=folder)), pace, dilate)
     planner = RequestPlanner(MODEL, "shapes-vl", group_tokens=mix.group_tokens)
     service = Orchestrator(fleet, planner, _config(layout, dilate))
     await service.start()
     try:
         load = Load(service, media, dilate)
         await load.run(parts[0])
-        pace.num_passes = pace.num_late = 0
+        pace.reset()
         times = await load.run(parts[1])
         switches = [each for each in service.switcher.last if not each.error]
-        return Round(times, pace.num_late / max(1, pace.num_passes), len(switches))
+        return Round(times, pace.late_share, len(switches))
     finally:
         await service.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 from benchmarks.published.paper import paper_profile
@@ -14,6 +14,7 @@ from epd.encoders import FrameSampling, VideoFacts, load_adapter
 from epd.encoders.adapter import MediaPlan
 from epd.encoders.groups import plan_groups
 from epd.models import embedded_model_path
+from epd.planning.replay import scaled
 from epd.profiles.files import load_profile
 from epd.profiles.media import MediaWork
 from epd.profiles.profile import Profile
@@ -78,21 +79,7 @@ class Mix:
     @cached_property
     def live_profile(self) -> Profile:
         """Returns the costs of the device by the patches and tokens of shapes-vl."""
-        device = self.profile
-        encode, prefill, decode = device.encode.cost, device.prefill.cost, device.decode.cost
-        encode = replace(encode, per_unit_s=self.patches * encode.per_unit_s)
-        decode = replace(decode, per_item_s=self.tokens * decode.per_item_s)
-        prefill = replace(
-            prefill,
-            per_unit_s=self.tokens * prefill.per_unit_s,
-            per_item_s=self.tokens**2 * prefill.per_item_s,
-        )
-        return replace(
-            device,
-            encode=replace(device.encode, cost=encode),
-            prefill=replace(device.prefill, cost=prefill),
-            decode=replace(device.decode, cost=decode),
-        )
+        return scaled(self.profile, self.patches, self.tokens)
 
     @property
     def group_tokens(self) -> int:

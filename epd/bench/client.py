@@ -56,11 +56,12 @@ class ChatReply:
             self.is_finished = True
             return
         try:
-            self._take_chunk(_chunk(data), now_s)
+            self.take_chunk(_chunk(data), now_s)
         except (AttributeError, TypeError):
             raise AnswerError("malformed event", data) from None
 
-    def _take_chunk(self, chunk: dict[str, Any], now_s: float) -> None:
+    def take_chunk(self, chunk: dict[str, Any], now_s: float) -> None:
+        """Notes one chat chunk."""
         self._take_usage(chunk.get("usage"))
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}

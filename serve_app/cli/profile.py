@@ -15,6 +15,7 @@ from epd.errors import RequestError
 from epd.models import MODEL_HELP, model_folder, served_name
 from epd.profiles import HostCosts, Profile
 from epd.profiles.files import dump_profile, load_profile
+from epd.profiles.silicon import BACKENDS, SYSTEMS, load_silicon, silicon_profile
 from epd.serve_app.cli.flags import with_fields_of
 from epd.serve_app.cli.options import IsJson, Out
 
@@ -48,6 +49,11 @@ def profile(
     if repeats < 1:
         raise RequestError(f"repeats are {repeats}, there must be at least 1")
     found = _profile_of(model, repeats, machine, EngineConfig.checked(engine))
+    _show(found, out, as_json)
+
+
+def _show(found: Profile, out: Path | None, as_json: bool) -> None:
+    """Prints a profile, and writes it if a file is named."""
     if as_json:
         console.stream_text(dump_profile(found))
     else:
@@ -107,3 +113,36 @@ def _print_host(host: HostCosts) -> None:
             table.add_row(field.name, *(f"{1000 * seconds:.2f}" for seconds in parts))
     console.stdout_console().print(table)
     console.stdout_console().print(f"{host.num_cores} cores, {host.idle_cores:.2f} busy without requests")
+
+
+_Tables = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FOLDER", help="A copy of github.com/ai-dynamo/aiconfigurator, or of its systems."
+    ),
+]
+_Device = Annotated[
+    str, typer.Option("--device", metavar="NAME", help=f"{', '.join(SYSTEMS)}, or a system's name.")
+]
+_Of = Annotated[
+    str, typer.Option("--model", metavar="MODEL", help="A name of docs/models.md, or a config.json.")
+]
+_Backend = Annotated[str, typer.Option(metavar="NAME", help=f"Whose kernels: {', '.join(BACKENDS)}.")]
+
+
+def import_tables(
+    folder: _Tables,
+    device: _Device = "h100",
+    model: _Of = "qwen2.5-vl-7b",
+    backend: _Backend = "vllm",
+    out: Out = None,
+    as_json: IsJson = False,
+) -> None:
+    """Make a profile from published tables of measured kernels.
+
+    Reads your copy of AIConfigurator's tables: matrix products, attention of prefill, decode and towers. The
+    rest of the profile is as MODEL@DEVICE computes it.
+    """
+    console.note(f"reading tables of {device}")
+    found = silicon_profile(load_silicon(folder, device, backend), device, model)
+    _show(found, out, as_json)

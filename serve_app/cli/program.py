@@ -35,7 +35,12 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "Measure and plan": {
         "bench": ("bench:bench", "Measure latency, goodput and SLO attainment of servers."),
+        "bench compare": ("compare:compare", "Compare layouts of equal devices under the same traffic."),
         "profile": ("profile:profile", "Measure what each stage costs on this machine."),
+        "profile import": (
+            "profile:import_tables",
+            "Make a profile from published tables of measured kernels.",
+        ),
         "simulate": ("simulate:simulate", "Simulate a fleet."),
         "plan": ("plan:plan", "Search for the devices and the topology of your traffic."),
     },
@@ -113,10 +118,14 @@ class _Program(TyperGroup):
     def list_commands(self, _ctx: Any) -> list[str]:
         return list(self.commands)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        both = " ".join(args[:2])
+        return super().resolve_command(ctx, [both, *args[2:]] if both in _COMMANDS else args)
+
     def format_commands(self, _ctx: Any, formatter: Any) -> None:
         for title, group in _GROUPS.items():
             with formatter.section(title):
-                formatter.write_dl([(name, line) for name, (_, line) in group.items()], col_max=12)
+                formatter.write_dl([(name, line) for name, (_, line) in group.items()], col_max=14)
 
     def make_context(self, info_name: str | None, *args: Any, **extra: Any) -> Any:
         name = "epd" if info_name is None or "python" in info_name else info_name

@@ -10,7 +10,7 @@ import asyncio
 import json
 import queue
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from epd.serve_app.http.chat_answers import ApiSettings, ChatAnswers, ParsedRequ
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.request_parsing import describe
 from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
+from epd.serve_app.local.pacing import Pace
 from epd.serve_app.media.media_processes import MediaProcesses
 from epd.serve_app.media.media_worker import MediaSettings
 from epd.serve_app.observability.record import RequestRecord
@@ -91,23 +92,31 @@ class OwnService:
                     builder.add(item)
         return builder.build().model_dump(mode="json")
 
+    async def chunks(self, body: JSON, take: Callable[[JSON], None]) -> None:
+        """Gives the chunks of a chat request's answer to `take`, in the service's thread. Raises EPDError."""
+        work = asyncio.run_coroutine_threadsafe(self._taken(body, take), self._loop)
+        await asyncio.wrap_future(work)
+
     async def _stream(self, body: JSON, chunks: queue.SimpleQueue[JSON | BaseException | None]) -> None:
         """Puts all chunks, and None or an error in the end."""
         try:
-            record = RequestRecord(is_answer=True)
-            parsed = await self._parsed(body, record)
-            form = _form(self._answers, parsed)
-            builder = ChunkBuilder(record, parsed.chat.n or 1, includes_usage=True, **form)
-            async with aclosing(self._answers.items(parsed, record)) as answer:
-                async for items in answer:
-                    for item in items:
-                        for chunk in builder.chunks(item):
-                            chunks.put(chunk.model_dump(mode="json", exclude_unset=True))
-            for chunk in builder.last_chunks():
-                chunks.put(chunk.model_dump(mode="json", exclude_unset=True))
+            await self._taken(body, chunks.put)
             chunks.put(None)
         except Exception as error:  # noqa: BLE001 - raised where the chunks are read
             chunks.put(InternalError.of(error))
+
+    async def _taken(self, body: JSON, take: Callable[[JSON], None]) -> None:
+        record = RequestRecord(is_answer=True)
+        parsed = await self._parsed(body, record)
+        form = _form(self._answers, parsed)
+        builder = ChunkBuilder(record, parsed.chat.n or 1, includes_usage=True, **form)
+        async with aclosing(self._answers.items(parsed, record)) as answer:
+            async for items in answer:
+                for item in items:
+                    for chunk in builder.chunks(item):
+                        take(chunk.model_dump(mode="json", exclude_unset=True))
+        for chunk in builder.last_chunks():
+            take(chunk.model_dump(mode="json", exclude_unset=True))
 
     async def _parsed(self, body: JSON, record: RequestRecord) -> ParsedRequest:
         try:
@@ -129,10 +138,11 @@ def _form(answers: ChatAnswers, parsed: ParsedRequest) -> dict[str, Any]:
 
 
 @contextmanager
-def own_service(args: AppArgs, *, is_greedy: bool) -> Iterator[OwnService]:
+def own_service(args: AppArgs, *, is_greedy: bool, pace: Pace | None = None) -> Iterator[OwnService]:
     """Answers requests of this process while open; at the end, those in flight are ended.
 
     is_greedy: whether requests without a temperature are, instead of as the checkpoint has it
+    pace: of workers that last as long as on other devices
     Media may be of any size, and threads of this process read them.
     Raises EPDError for arguments that cannot be served.
     """
@@ -143,7 +153,7 @@ def own_service(args: AppArgs, *, is_greedy: bool) -> Iterator[OwnService]:
     thread = threading.Thread(target=loop.run_forever, name="service", daemon=True)
     thread.start()
     try:
-        service, settings = _wait(_started(args), loop)
+        service, settings = _wait(_started(args, pace), loop)
         if is_greedy:
             penalty = settings.default_params.repetition_penalty
             settings = replace(settings, default_params=SamplingParams(repetition_penalty=penalty))
@@ -164,11 +174,12 @@ def _wait(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop) -> _T:
     return asyncio.run_coroutine_threadsafe(work, loop).result()
 
 
-async def _started(args: AppArgs) -> tuple[Orchestrator, ApiSettings]:
+async def _started(args: AppArgs, pace: Pace | None) -> tuple[Orchestrator, ApiSettings]:
     media = media_settings(args)
     fetch = replace(media.fetch, max_bytes=_ANY_BYTES, trusts_urls=True)
     media = replace(media, fetch=fetch, opens_early=False)
-    service, settings = create_service(args, create_fleet(args, media))
+    fleet = create_fleet(args, media, pace=pace)
+    service, settings = create_service(args, fleet, controller=pace.controller if pace else None)
     try:
         await service.start()
     except BaseException:
@@ -193,7 +204,12 @@ async def _closed(service: Orchestrator) -> None:
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
-def create_fleet(args: AppArgs, media: MediaSettings, processes: MediaProcesses | None = None) -> LocalFleet:
+def create_fleet(
+    args: AppArgs,
+    media: MediaSettings,
+    processes: MediaProcesses | None = None,
+    pace: Pace | None = None,
+) -> LocalFleet:
     """Returns the workers of a topology as threads. processes: that read media, None for threads as well."""
     devices = devices_of(args)
     config = LocalFleetConfig(
@@ -204,7 +220,7 @@ def create_fleet(args: AppArgs, media: MediaSettings, processes: MediaProcesses 
         processes=processes,
     )
     num_sharing = 1 if devices else args.num_stage_workers
-    settings = replace(worker_settings(args), num_sharing=num_sharing, samples_load=args.elastic)
+    settings = replace(worker_settings(args), num_sharing=num_sharing, samples_load=args.elastic, pace=pace)
     return LocalFleet(config, settings)
 
 

@@ -232,6 +232,8 @@ class WorkerCore:
             self._builder.size(roles, missing)
             for stage in sorted(missing):
                 self.hosted[stage] = self._build(stage, roles)
+                if (pace := self._builder.settings.pace) is not None:
+                    pace.slow(stage, self.hosted[stage])
         self._choose_lane()
 
     def _choose_lane(self) -> None:
@@ -261,6 +263,8 @@ class WorkerCore:
         if self._builder.placement.is_cuda:
             self._drop_drained(roles)
         self._bring_up(roles)
+        if (pace := self._builder.settings.pace) is not None:
+            pace.started(start_s)
         return OnloadTimes(self._builder.weights_s - before_s, time.perf_counter() - start_s)
 
     def _remaining(self, stages: frozenset[Stage]) -> RemainingWork:

@@ -52,6 +52,18 @@ from epd.topology import Stage, TensorParallel, role_letters
 from epd.transfer.connectors import EncoderConnector, KVConnector
 
 
+class WorkerPace(Protocol):
+    """Lets the passes of workers last as long as on other devices; see `epd.serve_app.local.pacing`."""
+
+    def slow(self, stage: Stage, role: Any) -> None:
+        """Changes a stage that was just built."""
+        ...
+
+    def started(self, start_s: float) -> None:
+        """Waits for new roles. start_s: when they were asked for, by `time.perf_counter`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """Settings that all workers of a model share.
@@ -70,6 +82,7 @@ class WorkerSettings:
     encode_beside: in workers with other stages too, the tower runs in a thread of its own
     image_background: colour behind transparent images, which changes what is kept of them
     samples_load: reports have samples by which load is estimated: where roles or replicas may follow it
+    pace: of passes that last as on other devices; None, and always None beyond this process, for no other
     """
 
     model_path: Path
@@ -89,6 +102,7 @@ class WorkerSettings:
     encode_beside: bool = True
     image_background: str = ""
     samples_load: bool = True
+    pace: WorkerPace | None = None
 
     @property
     def decode_limits(self) -> SchedulerConfig:

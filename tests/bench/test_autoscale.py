@@ -41,7 +41,7 @@ def test_an_answer_that_was_cut_is_not_attained() -> None:
 def test_an_encoder_takes_its_time_before_anybody_gets_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     clock = SimpleNamespace(perf_counter=lambda: sum(slept), sleep=slept.append)
-    monkeypatch.setattr("benchmarks.elasticity.pacing.time", clock)
+    monkeypatch.setattr("epd.serve_app.local.pacing.time", clock)
     encoder = SimpleNamespace(encode=lambda runs: len(runs))
     role: Any = SimpleNamespace(stage=SimpleNamespace(_encoder=encoder))
     assert slowed(role, "prefill") is role

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.epd_pays import rounds
-from benchmarks.epd_pays.live import Layout, Pace, Round, Times, paced_workers, run_live
+from benchmarks.epd_pays.live import Layout, Round, Times, not_overlapped, run_live
 from benchmarks.epd_pays.mixes import MIXES, Kind, sizes_of
 from benchmarks.epd_pays.plan import predicted
 from benchmarks.epd_pays.rounds import Case, cases, kept_rounds, layout_of, measure
@@ -25,6 +25,7 @@ from benchmarks.epd_pays.tables import (
     verdict_rows,
 )
 from epd.planning.space import Settings
+from epd.serve_app.local.pacing import Pace
 from epd.serve_app.worker.worker_core import WorkerCore
 from epd.simulate.clock import seconds_of
 from epd.simulate.language import PassTicks
@@ -68,8 +69,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    for module in ("benchmarks.epd_pays.live", "benchmarks.elasticity.pacing"):
-        monkeypatch.setattr(f"{module}.time", found)
+    monkeypatch.setattr("epd.serve_app.local.pacing.time", found)
     return found
 
 
@@ -140,7 +140,7 @@ def test_embeddings_that_are_not_overlapped_wait_for_the_last() -> None:
     class Half:
         _num_prompt_tokens, _num_arrived, indices = 9, 1, (2, 5)
 
-    with paced_workers(Pace(IMAGES.live_profile, 1.0), is_overlapped=False):
+    with not_overlapped():
         ready = VisualInputs.num_ready.fget  # type: ignore[attr-defined]
         half: Any = Half()
         assert ready(half) == 0

@@ -124,7 +124,7 @@ def test_devices_are_extended_by_a_file(tmp_path: Path) -> None:
 
 def test_more_bandwidth_decodes_faster_and_more_flops_prefill_faster() -> None:
     """In the order of the data sheets."""
-    decode = ["l4", "a10g", "l40s", "a100-80gb", "h100", "h200", "b200"]
+    decode = ["l4", "a10g", "l40s", "a100-80gb", "h100", "h200", "b200", "gb200"]
     steps = [analytic_profile(name, "qwen2.5-vl-7b").decode.cost.seconds(1) for name in decode]
     assert steps == sorted(steps, reverse=True)
     prefill = ["a10g", "l4", "a100-80gb", "l40s", "h100", "b200"]

@@ -39,8 +39,8 @@ def test_help_lists_each_command_in_its_group() -> None:
     shown = CliRunner().invoke(app, ["--help"]).stdout
     for title, group in _GROUPS.items():
         section = shown.partition(f"{title}:\n")[2].partition("\n\n")[0].splitlines()
-        assert [line.split()[0] for line in section] == list(group)
-        assert all(line.endswith(group[line.split()[0]][1]) for line in section)
+        assert [line.strip().split("  ")[0] for line in section] == list(group)
+        assert all(line.endswith(group[line.strip().split("  ")[0]][1]) for line in section)
 
 
 def test_the_help_of_every_command_is_quick_and_imports_nothing_heavy() -> None:

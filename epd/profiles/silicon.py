@@ -1,0 +1,348 @@
+"""Makes profiles from a user's copy of AIConfigurator's tables of measured kernels (Apache-2.0).
+
+    FOLDER/…/h100_sxm.yaml                                      bandwidth, memory, FLOPs, watts
+    FOLDER/…/data/h100_sxm/gemm/vllm/0.24.0/gemm_perf.parquet   latency in ms by m, n, k and type
+
+Older releases have text with commas, `data/h100_sxm/vllm/0.10.0/gemm_perf.txt`, which is read too.
+A pass is the sum of its kernels: four matrix products and an attention in each layer, and what lies between
+them at the bandwidth of the memory. Its points are fitted as measured ones are. Between the sizes of a table
+the latency lies on a line of logarithms. Only 16-bit models without experts are known.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # its stubs are another package
+
+from epd.errors import RequestError
+from epd.late_module import LateModule
+from epd.profiles.accelerators import DEVICES, Device, Devices
+from epd.profiles.analytic import analytic_profile
+from epd.profiles.catalogue import model_named
+from epd.profiles.cost import Measurement, fit_table
+from epd.profiles.profile import Profile
+from epd.profiles.shapes import Transformer
+
+parquet = LateModule("pyarrow.parquet")  # brought by an extra
+
+SYSTEMS: Mapping[str, str] = {
+    "a100-80gb": "a100_sxm",
+    "h100": "h100_sxm",
+    "h200": "h200_sxm",
+    "b200": "b200_sxm",
+    "gb200": "gb200",
+    "l40s": "l40s",
+}
+BACKENDS = ("vllm", "sglang", "trtllm")
+_TYPE = "bfloat16"
+_BYTES = 2
+_MAX_FILE_BYTES = 256 << 20
+# Sizes of the points that costs are fitted to.
+_NEW_TOKENS = (64, 256, 1024, 2048, 4096, 8192, 16_384)
+_SEQUENCES, _CONTEXTS = (1, 8, 32, 64, 128), (512, 2048, 8192)
+_PATCHES = (256, 1024, 4096, 16_384, 32_768)
+_NEIGHBOURS = 4  # shapes of matrices between which one lies that no table has
+# Of a token and layer, between matrix products: values read and written, in widths of the model and of the
+# MLP, by passes over memory. Two norms, two sums, rotations, and an activation of two inputs.
+_HIDDEN_VALUES, _MLP_VALUES, _PASSES = 10, 3, 6
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Holds latencies in seconds by two sizes: rows of the first, points of the second in each."""
+
+    points: Mapping[float, Mapping[float, float]]
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[float, float, float]]) -> Grid:
+        """rows: (first, second, seconds). Of equal sizes, the fastest kernel counts."""
+        found: dict[float, dict[float, float]] = {}
+        for first, second, seconds in rows:
+            known = found.setdefault(first, {})
+            known[second] = min(seconds, known.get(second, math.inf))
+        return cls(found)
+
+    def seconds(self, first: float, second: float) -> float:
+        """Returns the latency; beyond the table it grows in proportion."""
+        rows = {each: _between(points, second) for each, points in self.points.items()}
+        return _between(rows, first)
+
+
+def _between(points: Mapping[float, float], size: float) -> float:
+    """Returns the value at a size; above all points in proportion, below them that of the first."""
+    sizes = sorted(points)
+    if size <= sizes[0]:
+        return points[sizes[0]]
+    if size >= sizes[-1]:
+        return points[sizes[-1]] * size / sizes[-1]
+    above = next(each for each in sizes if each >= size)
+    below = max(each for each in sizes if each < size)
+    share = math.log(size / below) / math.log(above / below)
+    return math.exp((1 - share) * math.log(points[below]) + share * math.log(points[above]))
+
+
+@dataclass(frozen=True)
+class Silicon:
+    """Holds the tables of one system and backend.
+
+    versions: of each table's file
+    """
+
+    system: str
+    backend: str
+    device: Device
+    bytes_per_s: float
+    pass_s: float
+    tables: Mapping[str, Sequence[Row]]
+    versions: Mapping[str, str]
+
+    @cached_property
+    def _matrices(self) -> Mapping[tuple[float, float], Mapping[float, float]]:
+        found: dict[tuple[float, float], dict[float, float]] = {}
+        for row in self._rows("gemm", gemm_dtype=_TYPE):
+            known, m = found.setdefault((_number(row, "n"), _number(row, "k")), {}), _number(row, "m")
+            known[m] = min(_number(row, "latency") / 1000, known.get(m, math.inf))
+        return found
+
+    def _rows(self, table: str, **fields: str) -> list[Row]:
+        """Returns the rows with these fields, without windows. Raises RequestError for none."""
+        found = [
+            row
+            for row in self.tables[table]
+            if all(str(row.get(name, value)) == value for name, value in fields.items())
+            and float(row.get("window_size") or 0) == 0
+        ]
+        if not found:
+            raise RequestError(
+                f"received tables of {self.system} whose {table} has no rows of {_TYPE}; allowed: tables "
+                "with them; name another backend"
+            )
+        return found
+
+    def matrix_s(self, m: int, n: int, k: int) -> float:
+        """Returns the seconds of a matrix product of m x k by k x n."""
+        near = sorted(
+            (math.hypot(math.log(n / each[0]), math.log(k / each[1])), each) for each in self._matrices
+        )[:_NEIGHBOURS]
+        total = sum(1 / max(distance, 1e-6) ** 2 for distance, _ in near)
+        return (
+            sum(
+                _between(self._matrices[each], m) * (n * k) / (each[0] * each[1]) / max(distance, 1e-6) ** 2
+                for distance, each in near
+            )
+            / total
+        )
+
+    def attention_s(self, table: str, of: Transformer, first: float, second: float) -> float:
+        """Returns the seconds of one layer's attention.
+
+        first, second: sequences and the tokens of each, new ones but for `generation_attention`
+        """
+        grid, num_heads = self._grid(table, of.num_heads, of.num_kv_heads, of.head_dim)
+        return grid.seconds(first, second) * of.num_heads / num_heads
+
+    def _grid(self, table: str, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Grid, float]:
+        """Returns the table of the nearest heads, and how many these are."""
+        fields = {"attn_dtype": _TYPE} | ({} if table == "encoder_attention" else {"kv_cache_dtype": _TYPE})
+        rows = self._rows(table, **fields)
+
+        def kv_heads(row: Row) -> float:
+            return float(row.get("num_key_value_heads") or row["num_heads"])
+
+        def distance(row: Row) -> tuple[float, float, float]:
+            heads, dim = _number(row, "num_heads"), _number(row, "head_dim")
+            ratio = (num_heads / num_kv_heads) / (heads / kv_heads(row))
+            return abs(math.log(head_dim / dim)), abs(math.log(ratio)), abs(math.log(num_heads / heads))
+
+        nearest = min(map(distance, rows))
+        own = [row for row in rows if distance(row) == nearest]
+        is_step = table == "generation_attention"
+        points = (
+            (
+                _number(row, "batch_size"),
+                _number(row, "isl") + (_number(row, "step") if is_step else 0.0),
+                _number(row, "latency") / 1000,
+            )
+            for row in own
+        )
+        # Heads of another width cost in proportion to it.
+        return Grid.of(points), _number(own[0], "num_heads") * _number(own[0], "head_dim") / head_dim
+
+    def layers_s(self, of: Transformer, tokens: int, attention_s: float) -> float:
+        """Returns the seconds of all layers for so many tokens. attention_s: of one layer."""
+        queries, keys = of.num_heads * of.head_dim, of.num_kv_heads * of.head_dim
+        widths = (
+            (queries + 2 * keys, of.hidden),
+            (of.hidden, queries),
+            ((of.mlp_matrices - 1) * of.mlp_hidden, of.hidden),
+            (of.hidden, of.mlp_hidden),
+        )
+        values = tokens * (_HIDDEN_VALUES * of.hidden + _MLP_VALUES * of.mlp_hidden)
+        between_s = values * _BYTES / self.bytes_per_s + _PASSES * self.pass_s
+        matrices_s = sum(self.matrix_s(tokens, n, k) for n, k in widths)
+        return of.num_layers * (matrices_s + attention_s + between_s)
+
+
+def _number(row: Row, name: str) -> float:
+    return float(row[name])
+
+
+_FILES = {
+    "gemm": "gemm_perf",
+    "context_attention": "context_attention_perf",
+    "generation_attention": "generation_attention_perf",
+    "encoder_attention": "encoder_attention_perf",
+}
+
+
+def load_silicon(folder: Path, device: str, backend: str = "vllm") -> Silicon:
+    """Reads a user's copy of the tables, the newest version of each. Raises RequestError.
+
+    folder: the repository, or any folder in it that holds the systems
+    device: of SYSTEMS, or a system's own name
+    """
+    if backend not in BACKENDS:
+        raise RequestError(f"received the backend {backend!r}; allowed: {', '.join(BACKENDS)}; name one")
+    system = SYSTEMS.get(device, device)
+    spec = next(folder.rglob(f"{system}.yaml"), None) if re.fullmatch(r"[a-z0-9_]+", system) else None
+    if spec is None:
+        raise RequestError(
+            f"received '{folder}' and the device {device!r}; allowed: a copy of AIConfigurator's systems "
+            f"with one of {', '.join(SYSTEMS)}; clone github.com/ai-dynamo/aiconfigurator and name its folder"
+        )
+    try:
+        described = yaml.safe_load(spec.read_text(encoding="utf-8"))
+        gpu, node = described["gpu"], described["node"]
+        known = DEVICES.get(device)
+        on = Device(
+            tflops=float(gpu["bfloat16_tc_flops"]) / 1e12,
+            memory_gb=float(gpu["mem_capacity"]) / 1e9,
+            bandwidth_gb_s=float(gpu["mem_bw"]) / 1e9,
+            link_gb_s=float(node["intra_node_bw"]) / 1e9,
+            power_w=float(gpu["power"]),
+            price_per_hour=known.price_per_hour if known else 1.0,
+            cores=known.cores if known else 24,
+        )
+        shares = float(gpu.get("mem_bw_empirical_scaling_factor", 0.8))
+        pass_s = float(gpu.get("mem_empirical_constant_latency", 3e-6))
+    except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise RequestError(
+            f"received '{spec}', whose {' '.join(str(error).split())[:80]} is missing or wrong; allowed: a "
+            "system of AIConfigurator; clone it again"
+        ) from None
+    data = spec.parent / "data" / system
+    found = {name: _newest(data, stem, backend) for name, stem in _FILES.items()}
+    return Silicon(
+        system,
+        backend,
+        on,
+        on.memory_bytes_per_s * shares,
+        pass_s,
+        {name: list(_read(path)) for name, path in found.items()},
+        {name: path.parent.name for name, path in found.items()},
+    )
+
+
+def _newest(data: Path, stem: str, backend: str) -> Path:
+    """Returns the file of a table in the newest version that has it. Raises RequestError."""
+    files = [
+        path
+        for path in data.rglob(f"{stem}.*")
+        if path.suffix in (".parquet", ".txt", ".csv") and path.parent.parent.name == backend
+    ]
+    if not files:
+        raise RequestError(
+            f"received '{data}', which has no {stem} of {backend}; allowed: a copy with that table, or "
+            f"another of {', '.join(BACKENDS)}; name another --backend"
+        )
+    return max(files, key=lambda path: ([int(each) for each in re.findall(r"\d+", path.parent.name)], path))
+
+
+def _read(path: Path) -> Iterator[Row]:
+    """Yields the rows of a table."""
+    if path.stat().st_size > _MAX_FILE_BYTES:
+        raise RequestError(
+            f"received '{path}' of {path.stat().st_size} bytes; allowed: {_MAX_FILE_BYTES}; cut it"
+        )
+    if path.suffix != ".parquet":
+        with path.open(encoding="utf-8", newline="") as file:
+            yield from csv.DictReader(file)
+        return
+    try:
+        yield from parquet.read_table(path).to_pylist()
+    except ModuleNotFoundError:
+        raise RequestError(
+            f"received '{path}', a Parquet file, without pyarrow; allowed: epd-vlm with [cloud]; install that"
+        ) from None
+    except (ValueError, OSError) as error:  # those of pyarrow are such
+        reason = " ".join(str(error).split())[:120]
+        raise RequestError(f"received '{path}', which cannot be read ({reason}); copy it again") from None
+
+
+def silicon_profile(silicon: Silicon, device: str, model: str) -> Profile:
+    """Returns the profile of a model on a device by measured kernels. Raises RequestError for experts."""
+    of = model_named(model)
+    if of.language.num_experts > 1:
+        raise RequestError(
+            f"received {of.name}, which has experts; allowed: models without; take "
+            f"--profile {of.name}@{device}"
+        )
+    try:
+        encode, prefill, decode = (
+            fit_table(units, items, [Measurement(*point, 0.0, 1) for point in points])
+            for units, items, points in (
+                ("patches", "groups", [_encode(silicon, of.vision, each) for each in _PATCHES]),
+                ("new tokens", "token pairs", [_prefill(silicon, of.language, each) for each in _NEW_TOKENS]),
+                (
+                    "sequences",
+                    "context tokens",
+                    [_decode(silicon, of.language, *each) for each in product(_SEQUENCES, _CONTEXTS)],
+                ),
+            )
+        )
+    except (KeyError, ValueError) as error:
+        raise RequestError(
+            f"received tables of {silicon.system} with a wrong column or value ({error}); allowed: those of "
+            "AIConfigurator; copy them again"
+        ) from None
+    base = analytic_profile(device, model, devices=Devices({device: silicon.device}))
+    versions = ", ".join(f"{name} {version}" for name, version in silicon.versions.items())
+    told = (
+        f"sums of kernels that AIConfigurator measured on {silicon.system}, {silicon.backend} ({versions})",
+        f"a call of the tower adds {base.encode.cost.fixed_s * 1e3:g} ms, an assumption; passes add nothing",
+        *base.assumptions[3:],
+    )
+    called = replace(encode.cost, fixed_s=encode.cost.fixed_s + base.encode.cost.fixed_s)
+    encode = replace(encode, cost=called, valid_items=base.encode.valid_items)
+    return replace(base, encode=encode, prefill=prefill, decode=decode, assumptions=told)
+
+
+_Point = tuple[float, float, float]
+
+
+def _encode(silicon: Silicon, of: Transformer, patches: int) -> _Point:
+    attended = min(patches, of.attended or patches)
+    attention_s = silicon.attention_s("encoder_attention", of, max(1.0, patches / attended), attended)
+    return patches, 0, silicon.layers_s(of, patches, attention_s)
+
+
+def _prefill(silicon: Silicon, of: Transformer, tokens: int) -> _Point:
+    attention_s = silicon.attention_s("context_attention", of, 1, tokens)
+    head_s = silicon.matrix_s(1, of.vocabulary, of.hidden)
+    return tokens, tokens * (tokens + 1) / 2, silicon.layers_s(of, tokens, attention_s) + head_s
+
+
+def _decode(silicon: Silicon, of: Transformer, sequences: int, context: int) -> _Point:
+    attention_s = silicon.attention_s("generation_attention", of, sequences, context)
+    head_s = silicon.matrix_s(sequences, of.vocabulary, of.hidden)
+    return sequences, sequences * context, silicon.layers_s(of, sequences, attention_s) + head_s

@@ -1,0 +1,113 @@
+"""Serves the layouts of a comparison in this process, each worker as if it had a device of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from epd.bench.bench import Client
+from epd.bench.client import AnswerError, ChatReply
+from epd.bench.compare import Serve, Served
+from epd.client.body import Body
+from epd.errors import EPDError
+from epd.planning.replay import group_tokens, paced_deployment
+from epd.profiles.profile import Profile
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.local.own_service import JSON, OwnService, own_service
+from epd.serve_app.local.paced_jobs import MODEL
+from epd.serve_app.local.pacing import Pace
+from epd.workload.comparison import Layout, Question, Traffic
+
+_WAIT_S, _MAX_REQUESTS = 600.0, 4096
+
+
+class OwnClient:
+    """Asks a service of this process, and notes when chunks are there. Is a `Client` of `epd.bench`."""
+
+    def __init__(self, service: OwnService, timeout_s: float) -> None:
+        self._service = service
+        self._timeout_s = timeout_s
+
+    def now_s(self) -> float:
+        return time.perf_counter()
+
+    async def ask(self, body: Body) -> ChatReply:
+        reply = ChatReply(self.now_s())
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._service.chunks(json.loads(b"".join(body.pieces)), self._taking(reply))
+        except EPDError as error:
+            reply.error = AnswerError(type(error).__name__, str(error))
+        except TimeoutError:
+            reply.error = AnswerError("timeout", f"no end within {self._timeout_s:g} s")
+        reply.end_s = self.now_s()
+        return reply
+
+    def _taking(self, reply: ChatReply) -> Callable[[JSON], None]:
+        return lambda chunk: reply.take_chunk(chunk, self.now_s())
+
+
+@dataclass(frozen=True, slots=True)
+class _PacedLayout:
+    """Holds a layout that runs."""
+
+    clients: Sequence[tuple[str, Client]]
+    pace: Pace
+
+    @property
+    def late_share(self) -> float:
+        return self.pace.late_share
+
+    def begin(self) -> None:
+        self.pace.reset()
+
+
+def paced_layouts(question: Question, profile: Profile) -> Serve:
+    """Returns what serves a layout of a question. profile: of `paced_profile`."""
+
+    @asynccontextmanager
+    async def serve(layout: Layout, traffic: Traffic) -> AsyncIterator[Served]:
+        pace = Pace(profile, traffic.dilate)
+        args = paced_args(layout, question, traffic.dilate)
+        stack = ExitStack()
+        try:
+            clients = []
+            for _ in range(layout.num_copies):
+                enter = lambda: stack.enter_context(own_service(args, is_greedy=True, pace=pace))  # noqa: E731 # one line
+                service = await asyncio.to_thread(enter)
+                clients.append(
+                    (service.model, OwnClient(service, question.timeout_s * max(1.0, traffic.dilate)))
+                )
+            yield _PacedLayout(clients, pace)
+        finally:
+            await asyncio.to_thread(stack.close)
+
+    return serve
+
+
+def paced_args(layout: Layout, question: Question, dilate: float) -> AppArgs:
+    """Returns the arguments of one server of a layout: those of `paced_deployment`."""
+    deployment = paced_deployment(layout, question)
+    limits = deployment.language
+    return AppArgs(
+        model=MODEL,
+        topology=str(layout.topology),
+        elastic=layout.has_roles,
+        encode_beside=deployment.encode_beside,
+        max_batch_patches=deployment.max_batch_patches,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_chunk_tokens=limits.max_chunk_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        num_kv_tokens=deployment.kv_tokens,
+        num_embeddings=deployment.num_embeddings,
+        group_tokens=group_tokens(question.tokens),
+        num_video_threads=min(64, deployment.cpu_threads),
+        max_requests=_MAX_REQUESTS,
+        max_waiting=_MAX_REQUESTS,
+        max_wait_s=_WAIT_S * max(1.0, dilate),
+        device="cpu",
+    )

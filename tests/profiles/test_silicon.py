@@ -1,0 +1,175 @@
+"""Profiles from tables of kernels: hand-made ones that follow a known law, and files that are wrong."""
+
+from __future__ import annotations
+
+import csv
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd.errors import RequestError
+from epd.profiles.catalogue import model_named
+from epd.profiles.files import load_profile
+from epd.profiles.silicon import Grid, Silicon, load_silicon, silicon_profile
+from epd.serve_app.cli.program import app
+
+# Of the made-up device: seconds of a multiplication, and of a pair of tokens in one head of 128.
+PER_PRODUCT_S, PER_PAIR_S = 1e-14, 1e-11
+YAML = """
+gpu: {mem_bw: 1.0e15, mem_bw_empirical_scaling_factor: 1.0, mem_empirical_constant_latency: 0.0,
+  mem_capacity: 8.0e10, bfloat16_tc_flops: 9.0e14, power: 700}
+node: {intra_node_bw: 4.5e11}
+"""
+
+
+def gemm() -> list[dict[str, Any]]:
+    sizes = (64, 512, 4096, 32_768)
+    return [
+        {"gemm_dtype": kind, "m": m, "n": n, "k": k, "latency": 1000 * PER_PRODUCT_S * m * n * k * factor}
+        for m, n, k in product((1, 16, 1024, 32_768), sizes, sizes)
+        for kind, factor in (("bfloat16", 1), ("fp8", 0.5))
+    ]
+
+
+def attention(name: str) -> list[dict[str, Any]]:
+    lengths = (1, 64, 1024, 8192, 65_536)
+    is_step, is_tower = name == "generation", name == "encoder"
+    rows = []
+    for batch, length, heads in product((1, 8, 128), lengths, (8, 32)):
+        pairs = batch * length * (1 if is_step else length)
+        row = {"batch_size": batch, "isl": 1 if is_step else length, "num_heads": heads, "head_dim": 128}
+        row |= {"attn_dtype": "bfloat16", "latency": 1000 * PER_PAIR_S * pairs * heads}
+        if is_step:
+            row["step"] = length - 1
+        if not is_tower:
+            row |= {"kv_cache_dtype": "bfloat16", "num_key_value_heads": heads // 8, "window_size": 0}
+        rows.append(row)
+    return rows
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        arrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(arrow.Table.from_pylist(rows), path)
+        return
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def tables(folder: Path, suffix: str = ".txt") -> Path:
+    data = folder / "systems" / "data" / "h100_sxm"
+    (folder / "systems").mkdir()
+    (folder / "systems" / "h100_sxm.yaml").write_text(YAML, encoding="utf-8")
+    new, old = "vllm/0.10.0", "vllm/0.9.1"
+    write(data / "gemm" / new / f"gemm_perf{suffix}", gemm())
+    for name in ("context", "generation", "encoder"):
+        room = "encoder_attention" if name == "encoder" else "attention"
+        write(data / room / new / f"{name}_attention_perf{suffix}", attention(name))
+    write(data / "gemm" / old / "gemm_perf.txt", [{**each, "latency": 1e9} for each in gemm()[:2]])
+    return folder
+
+
+@pytest.fixture
+def silicon(tmp_path: Path) -> Silicon:
+    return load_silicon(tables(tmp_path), "h100")
+
+
+def test_a_matrix_between_those_of_the_table_costs_by_its_products(silicon: Silicon) -> None:
+    for m, n, k in ((1, 64, 64), (100, 3584, 3584), (5000, 37_888, 3584), (65_536, 512, 512)):
+        assert silicon.matrix_s(m, n, k) == pytest.approx(PER_PRODUCT_S * m * n * k, rel=1e-6)
+
+
+def test_attention_is_of_the_nearest_heads(silicon: Silicon) -> None:
+    language = model_named("qwen2.5-vl-7b").language  # 28 heads, of which the table has 32
+    pairs = 1000 * 1000
+    found = silicon.attention_s("context_attention", language, 1, 1000)
+    assert found == pytest.approx(PER_PAIR_S * pairs * 28, rel=1e-6)
+    found = silicon.attention_s("generation_attention", language, 16, 3000)
+    assert found == pytest.approx(PER_PAIR_S * 16 * 3000 * 28, rel=1e-6)
+
+
+def test_a_profile_is_the_sum_of_its_kernels(silicon: Silicon) -> None:
+    """By a law without overheads: multiplications of the model, and pairs of its attention."""
+    found, of = silicon_profile(silicon, "h100", "qwen2.5-vl-7b"), model_named("qwen2.5-vl-7b")
+    language, vision = of.language, of.vision
+
+    def products(stack: Any) -> float:
+        attention = stack.hidden * stack.head_dim * (2 * stack.num_heads + 2 * stack.num_kv_heads)
+        return stack.num_layers * (attention + stack.mlp_matrices * stack.hidden * stack.mlp_hidden)
+
+    head = language.vocabulary * language.hidden
+    pair_s = PER_PAIR_S * language.num_layers * language.num_heads
+    expected = PER_PRODUCT_S * (4000 * products(language) + head) + pair_s * 4000 * 4000
+    assert found.prefill.cost.seconds(4000, 4000 * 4001 / 2) == pytest.approx(expected, rel=0.02)
+    expected = PER_PRODUCT_S * 32 * (products(language) + head) + pair_s * 32 * 2048
+    assert found.decode.cost.seconds(32, 32 * 2048) == pytest.approx(expected, rel=0.02)
+    width = vision.head_dim / 128
+    tower_s = PER_PRODUCT_S * 16_384 * products(vision)
+    tower_s += PER_PAIR_S * vision.num_layers * vision.num_heads * width * 16_384 * vision.attended
+    assert found.encode.cost.seconds(16_384, 4) == pytest.approx(tower_s + 0.003, rel=0.03)
+    assert "gemm 0.10.0" in found.assumptions[0]  # the newest, not by letters
+    assert found.memory.device_bytes == 80 * 10**9
+    assert found.media == load_profile("qwen2.5-vl-7b@h100").media
+
+
+def test_parquet_and_text_give_the_same(silicon: Silicon, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    again = load_silicon(tables(other, ".parquet"), "h100_sxm")
+    one, two = (silicon_profile(each, "h100", "qwen3-vl-8b") for each in (silicon, again))
+    assert (one.encode, one.prefill, one.decode) == (two.encode, two.prefill, two.decode)
+
+
+def test_beyond_a_table_latency_grows_in_proportion_and_below_it_does_not_fall() -> None:
+    grid = Grid.of([(1, 10, 1.0), (1, 100, 10.0), (4, 10, 4.0), (4, 100, 40.0), (4, 100, 50.0)])
+    assert grid.seconds(1, 1000) == pytest.approx(100.0)
+    assert grid.seconds(1, 1) == pytest.approx(1.0)
+    assert grid.seconds(2, 31.6227766) == pytest.approx(2 * 3.16227766)
+    assert grid.seconds(8, 100) == pytest.approx(80.0)
+
+
+def test_the_command_writes_a_profile_that_others_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine.json"
+    app(["profile", "import", str(tables(tmp_path)), "--out", str(out)], standalone_mode=False)
+    assert "AIConfigurator measured on h100_sxm" in capsys.readouterr().out
+    assert load_profile(str(out)).prefill.error < 0.05
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "told"),
+    [
+        ("h200", "vllm", "with one of a100-80gb, h100"),
+        ("../x", "vllm", "with one of"),
+        ("h100", "sglang", "no gemm_perf of sglang"),
+        ("h100", "tgi", "allowed: vllm, sglang, trtllm"),
+    ],
+)
+def test_what_the_copy_lacks_is_said(tmp_path: Path, device: str, backend: str, told: str) -> None:
+    with pytest.raises(RequestError, match=told):
+        load_silicon(tables(tmp_path), device, backend)
+
+
+def test_wrong_files_and_models_with_experts_are_refused(silicon: Silicon, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="has experts"):
+        silicon_profile(silicon, "h100", "qwen3-vl-30b-a3b")
+    broken = tmp_path / "systems" / "data" / "h100_sxm" / "gemm" / "vllm" / "0.11.0" / "gemm_perf"
+    write(broken.with_suffix(".txt"), [{"gemm_dtype": "bfloat16", "m": "x", "n": 1, "k": 1, "latency": 1}])
+    with pytest.raises(RequestError, match="wrong column or value"):
+        silicon_profile(load_silicon(tmp_path, "h100"), "h100", "qwen2.5-vl-7b")
+    broken.with_suffix(".txt").unlink()
+    broken.with_suffix(".parquet").write_bytes(b"no parquet")
+    pytest.importorskip("pyarrow")
+    with pytest.raises(RequestError, match="cannot be read"):
+        load_silicon(tmp_path, "h100")
+    (tmp_path / "systems" / "h100_sxm.yaml").write_text("gpu: {}", encoding="utf-8")
+    with pytest.raises(RequestError, match="missing or wrong"):
+        load_silicon(tmp_path, "h100")
