@@ -65,7 +65,7 @@ class Pages:
         return self._pages.get(path, self._send_schema)
 
     async def _send_schema(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers with the schema. A thread writes it when it is first asked for, since that takes a second."""
+        """Answers with the schema. A thread writes it when it is first asked for: it takes a second."""
         root = scope.get("root_path", "").rstrip("/")
         schema = self._schemas.get(root)
         if schema is None:
