@@ -19,7 +19,7 @@ from epd.serve_app.observability.logs import operation, with_fields
 
 _SAY_EVERY_S = 5.0  # how many requests are left
 # Connections that a turn of the event loop accepts, and those that wait for a turn in the system.
-_MAX_ACCEPTED, _BACKLOG = 64, 2048
+_MAX_ACCEPTED, _BACKLOG = 16, 2048
 
 
 def _is_no_cut(record: logging.LogRecord) -> bool:

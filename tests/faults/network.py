@@ -187,13 +187,11 @@ class Network:
         else:
             self.pipe(end.process, peer.process).deliver(lambda: peer.end(), context)
 
-    async def call(self, target: Process, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Has another process do something, and returns what comes of it. Raises what it raises."""
+    def call(self, answer: asyncio.Future[Any], target: Process, work: Callable[[], Awaitable[Any]]) -> None:
+        """Has another process do something. answer: gets what comes of it, in the process that runs now."""
         source = process_now()
         assert source is not None
-        answer: asyncio.Future[Any] = self.loop.create_future()
-        running: list[asyncio.Task[Any]] = []
-        to, back = self.pipe(source, target), self.pipe(target, source)
+        back = self.pipe(target, source)
 
         async def run() -> None:
             try:
@@ -202,8 +200,7 @@ class Network:
                 value, error = None, raised
             back.deliver(lambda: _settle(answer, value, error), source.context)
 
-        to.deliver(lambda: running.append(target.spawn(run())), target.context)
-        return await answer
+        self.pipe(source, target).deliver(lambda: target.spawn(run()), target.context)
 
 
 def _settle(answer: asyncio.Future[Any], value: Any, error: Exception | None) -> None:

@@ -42,6 +42,7 @@ _TOPOLOGIES = ("1e1p2d", "2e2p2d", "1e1p3d", "1e2p2d", "2epd", "1ep1p2d")
 _NUM_KINDS = (2, 3, 4, len(_WEIGHTS))  # of a seed: few kinds meet each other more often, the rare ones too
 _ASKED_S = 1.5  # in which questions are asked
 _SPAN_S = 3.0  # in which faults begin
+_TENSORS_EVERY = 20  # seeds
 POISONED_AT = ("Prefill", "Reserve", "EncodeGroup", "ReadFrames")
 # What a worker handles, or reports, when a strike comes.
 _STRUCK_AT = (
@@ -170,6 +171,11 @@ class FaultPlan:
 
     def without(self, number: int) -> FaultPlan:
         return replace(self, faults=self.faults[:number] + self.faults[number + 1 :])
+
+    @property
+    def has_tensors(self) -> bool:
+        """Returns whether workers run the tiny model of tensors. The others run `exact_model`."""
+        return self.seed % _TENSORS_EVERY == 0
 
     @property
     def poisoned(self) -> dict[int, str]:

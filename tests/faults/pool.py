@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,8 +24,9 @@ from epd.serve_app.worker import worker_stages
 from epd.stages.engine.generation import GenerationSettings, generation_settings
 from epd.stages.loading.weights import WholeModel
 from epd.stages.placement import Placement
+from tests.faults.exact_model import exact_model
 from tests.media import write_image, write_video
-from tests.serve_app.deployments import Question, clear_questions
+from tests.serve_app.deployments import Question, ask_alone, clear_questions
 from tests.tiny_models import build_qwen2_5_vl
 
 _NUM_QUESTIONS = 40
@@ -33,10 +36,11 @@ _KINDS = ((), (), ("image",), ("video",), ("image", "video"))
 
 @dataclass(frozen=True, slots=True)
 class PoolQuestion:
-    """A question, and the tokens of its undisturbed answer."""
+    """A question, and the tokens of its undisturbed answer, of the model of tensors and of the exact one."""
 
     question: Question
     tokens: tuple[int, ...]
+    exact: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +58,15 @@ def build_pool(folder: Path) -> Pool:
     rng = Random(1)
     drawn = [_question(rng, media, number) for number in range(_NUM_QUESTIONS + _NUM_SPARE)]
     questions, answers = clear_questions(model, drawn, _NUM_QUESTIONS, num_kv_tokens=8192)
-    pooled = zip(questions, answers, strict=True)
+    with exact_model():
+        exact = asyncio.run(ask_alone(model, questions, {"num_kv_tokens": 8192}))
+    pooled = tuple(
+        PoolQuestion(question, answer.tokens, other.tokens)
+        for question, answer, other in zip(questions, answers, exact, strict=True)
+    )
     gc.collect()
     gc.freeze()  # what all seeds share: each of them collects
-    return Pool(model, tuple(PoolQuestion(question, answered.tokens) for question, answered in pooled))
+    return Pool(model, pooled)
 
 
 def _question(rng: Random, media: dict[str, Path], number: int) -> Question:
@@ -75,7 +84,8 @@ def _question(rng: Random, media: dict[str, Path], number: int) -> Question:
 def read_once() -> Iterator[None]:
     """Lets all workers of this process share the model that the first one has read.
 
-    Names of their shared memory are in a folder of its own: other programs remove what seems to be left.
+    Their shared memory and temporary files are in a folder of its own: other programs remove what seems to be
+    left, and other simulations have the same names.
     """
     adapters: dict[str, Adapter] = {}
     models: dict[Path, WholeModel] = {}
@@ -104,5 +114,6 @@ def read_once() -> Iterator[None]:
         stack.enter_context(mock.patch.object(ProcessTransport, "weights", weights))
         folder = stack.enter_context(TemporaryDirectory(prefix="epd-faults-"))
         stack.enter_context(mock.patch.object(memory, "_MEMORY_FOLDER", Path(folder)))
+        stack.enter_context(mock.patch.object(tempfile, "tempdir", folder))
         stack.callback(gc.unfreeze)
         yield

@@ -12,13 +12,14 @@ import logging
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
 from epd.errors import EPDError, InternalError, PoisonedRequestError, WorkerFaultError
 from epd.serve_app.network import worker_server
 from epd.serve_app.network.connector import ProcessConnector
+from tests.faults.exact_model import exact_model
 from tests.faults.harm import Harm
 from tests.faults.plan import FaultPlan
 from tests.faults.pool import Pool, PoolQuestion
@@ -130,7 +131,8 @@ class _Run:
         late_s = world.loop.time() - began_s
         world.trace.note("ended", index, f"{late_s:.4f}", answered.tokens[:3])
         if asking.done():
-            self._judge(index, asking, answered, pooled.tokens)
+            tokens = pooled.tokens if self.plan.has_tensors else pooled.exact
+            self._judge(index, asking, answered, tokens)
         elif part.process.is_dead:
             self.result.counts["cut off by a lost front"] += 1
 
@@ -215,7 +217,8 @@ def simulate(plan: FaultPlan, pool: Pool, *, is_printed: bool = False) -> Result
     clock, result = Clock(), Result(plan)
     trace = Trace(clock, is_printed=is_printed)
     errors = _Errors(result, trace)
-    with decided(clock), _logged(errors), _collector_off():
+    model = nullcontext() if plan.has_tensors else exact_model()
+    with model, decided(clock), _logged(errors), _collector_off():
         loop = VirtualLoop(clock, plan.seed)
         loop.set_exception_handler(lambda _loop, _context: None)  # of tasks of dead processes
         asyncio.set_event_loop(loop)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import secrets
-import selectors
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections import deque
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from heapq import heappop, heappush
 from random import Random, SystemRandom
 from typing import Any
 from unittest import mock
@@ -48,7 +49,7 @@ class Process:
         self.context = contextvars.copy_context()
         self.context.run(_PROCESS.set, self)
         self._loop = loop
-        self._missed: list[tuple[Callable[..., Any], tuple[Any, ...], contextvars.Context]] | None = None
+        self._missed: list[_Handle] | None = None
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         return self._loop.create_task(work, context=self.context.copy())
@@ -62,12 +63,11 @@ class Process:
 
     def thaw(self) -> None:
         missed, self._missed = self._missed or [], None
-        for callback, arguments, context in missed:
-            self._loop.call_soon(callback, *arguments, context=context)
+        self._loop._next.extend(missed)
 
-    def miss(self, callback: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def miss(self, handle: _Handle) -> None:
         assert self._missed is not None
-        self._missed.append((callback, arguments, contextvars.copy_context()))
+        self._missed.append(handle)
 
 
 def process_now() -> Process | None:
@@ -103,18 +103,26 @@ class Clock:
         return self.now_s - _START_S
 
 
-class _Selector(selectors.DefaultSelector):
-    """Waits by moving the clock: there is no real input."""
+class _Handle:
+    """Stands for what is called back once, unless it is cancelled. context: of its process."""
 
-    def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        self._clock = clock
+    __slots__ = ("_arguments", "_callback", "context", "is_cancelled")
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            raise NothingLeftError
-        self._clock.now_s += max(0.0, timeout)
-        return []
+    def __init__(self, callback: Any, arguments: tuple[Any, ...], context: contextvars.Context) -> None:
+        self._callback = callback
+        self._arguments = arguments
+        self.context = context
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self._callback, self._arguments = None, ()  # what it holds is freed now, as by asyncio
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+    def run(self) -> None:
+        self.context.run(self._callback, *self._arguments)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -128,22 +136,65 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     is_ending = False
 
     def __init__(self, clock: Clock, seed: int) -> None:
-        super().__init__(_Selector(clock))
+        super().__init__()
         self.seed = seed
         self._virtual = clock
         self._executor_rng = Random(f"{seed} executor")
+        self._next: deque[_Handle] = deque()
+        self._later: list[tuple[float, int, _Handle]] = []  # a heap: of one time, in the order of calls
+        self._num_later = 0
 
     def time(self) -> float:
         return self._virtual.now_s
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
-        return super().call_soon(self._gated, callback, args, context=context)
+        handle = _Handle(callback, args, contextvars.copy_context() if context is None else context)
+        self._next.append(handle)
+        return handle
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
-        return super().call_at(when, self._gated, callback, args, context=context)
+        handle = _Handle(callback, args, contextvars.copy_context() if context is None else context)
+        self._num_later += 1
+        heappush(self._later, (when, self._num_later, handle))
+        return handle
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
+        return self.call_at(self._virtual.now_s + delay, callback, *args, context=context)
 
     def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
         return self.call_soon(callback, *args, context=context)
+
+    def _run_once(self) -> None:
+        """Calls back what is ready. With nothing ready, the clock moves to what comes next."""
+        ready, later = self._next, self._later
+        while later and later[0][2].is_cancelled:
+            heappop(later)
+        if not ready and not self._stopping:
+            if not later:
+                raise NothingLeftError
+            self._virtual.now_s = max(self._virtual.now_s, later[0][0])
+        while later and later[0][0] <= self._virtual.now_s:
+            ready.append(heappop(later)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.is_cancelled:
+                self._call(handle)
+
+    def _call(self, handle: _Handle) -> None:
+        """Calls back, as far as the process of the context can be called."""
+        process = handle.context.get(_PROCESS)
+        if process is not None and not self.is_ending:
+            if process.is_dead:
+                return
+            if process.is_frozen:
+                process.miss(handle)
+                return
+        try:
+            handle.run()
+        except (SystemExit, KeyboardInterrupt, NothingLeftError):
+            raise
+        except BaseException as error:  # noqa: BLE001 - as asyncio's own handles
+            self.call_exception_handler({"message": "a callback failed", "exception": error})
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]  # noqa: ARG002
         future = self.create_future()
@@ -171,14 +222,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def remove_reader(self, fd: Any) -> bool:  # noqa: ARG002 - no listening socket is real
         return False
-
-    def _gated(self, callback: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        """Calls back, as far as the process of the context can be called."""
-        process = _PROCESS.get()
-        if self.is_ending or process is None or not (process.is_dead or process.is_frozen):
-            callback(*arguments)
-        elif not process.is_dead:
-            process.miss(callback, arguments)
 
     def end(self) -> None:
         """Ends all tasks, those of dead processes too, so that none of them ends in another simulation."""

@@ -12,7 +12,7 @@ from epd.serve_app.media.media_worker import MediaSettings, MediaWorker
 from epd.serve_app.media_messages import ReadFrames
 from epd.serve_app.messages import DropOwner, Message, WorkerLoad, WorkerReport
 from epd.serve_app.worker.worker_core import WorkerCore
-from epd.serve_app.worker.worker_thread import Call, WorkerThread
+from epd.serve_app.worker.worker_thread import IDLE_S, Call, WorkerThread
 from epd.types import UInt8Array
 
 _LOAD_S = (0.05, 1.0)  # to load weights
@@ -20,7 +20,8 @@ _STEP_S = (0.01, 0.03, 0.05, 0.1)
 _SLOWNESS = (0.3, 1.0, 1.0, 6.0)  # of a worker
 _RARE_STEP_S = (0.1, 1.0)  # three in a hundred
 _READ_S = (0.001, 0.05)
-_LEAST_WAIT_S = 0.1  # every message wakes: looking more often only takes real time
+_LEAST_WAIT_S = 0.2  # every message wakes: looking more often only takes real time
+_IDLE_S = 2.0
 _PATIENCE_S = 60.0  # real time that media threads get, in which virtual time stands still
 
 # Gets a message that a worker is about to handle; returns whether that ends the worker.
@@ -44,7 +45,7 @@ class _Wake:
         self._event.clear()
 
     def wait(self, timeout_s: float) -> None:
-        self.wait_s = max(timeout_s, _LEAST_WAIT_S)
+        self.wait_s = _IDLE_S if timeout_s >= IDLE_S else _LEAST_WAIT_S
 
     async def waited(self) -> None:
         try:

@@ -69,24 +69,32 @@ class _Board(BoardCalls):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._calls: dict[asyncio.Future[Any], None] = {}
+        self._calls: dict[asyncio.Future[Any], Process] = {}
 
     def fail_calls(self) -> None:
-        for call in list(self._calls):
-            call.cancel()
+        error = UnavailableError("the board is gone")
+        for answer, process in list(self._calls.items()):
+            process.context.copy().run(_fail, answer, error)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         world = self._world
-        process, board = world.board_process, world.board
-        if process.is_dead:
+        source, board = process_now(), world.board
+        assert source is not None
+        if world.board_process.is_dead:
             await asyncio.sleep(0.01)
             raise UnavailableError("the board is gone")
-        call = asyncio.ensure_future(world.network.call(process, lambda: getattr(board, method)(*arguments)))
-        self._calls[call] = None
+        answer: asyncio.Future[Any] = world.loop.create_future()
+        self._calls[answer] = source
         try:
-            return await self._answer(call)
+            world.network.call(answer, world.board_process, lambda: getattr(board, method)(*arguments))
+            return await answer
         finally:
-            self._calls.pop(call, None)
+            del self._calls[answer]
+
+
+def _fail(answer: asyncio.Future[Any], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)
 
 
 @dataclass(eq=False)
@@ -137,7 +145,7 @@ class World:
             max_batch_patches=512,
             scheduler=SchedulerConfig(max_chunk_tokens=64),
         )
-        self._media = MediaSettings(model, ANY_FILE, spool_folder=model.parent, num_read_threads=1)
+        self._media = MediaSettings(model, ANY_FILE, num_read_threads=1)
         self._supervisors: list[asyncio.Task[None]] = []
 
     # Processes

@@ -258,7 +258,7 @@ def undisturbed(path: Path, questions: Sequence[Question], **settings: Any) -> l
     settings: of WorkerSettings
     """
     with clear_draws():
-        return [answer.tokens for answer in asyncio.run(_ask_alone(path, questions, settings))]
+        return [answer.tokens for answer in asyncio.run(ask_alone(path, questions, settings))]
 
 
 def clear_questions(
@@ -269,13 +269,14 @@ def clear_questions(
     questions: some to spare, each with a seed of its own. settings: of WorkerSettings
     """
     with close_draws() as close:
-        answers = asyncio.run(_ask_alone(path, questions, settings))
+        answers = asyncio.run(ask_alone(path, questions, settings))
     clear = [place for place, each in enumerate(questions) if each.sampling.seed not in close][:number]
     assert len(clear) == number, f"not enough questions to spare: {close}"
     return [questions[place] for place in clear], [answers[place] for place in clear]
 
 
-async def _ask_alone(path: Path, questions: Sequence[Question], settings: dict[str, Any]) -> list[Answered]:
+async def ask_alone(path: Path, questions: Sequence[Question], settings: dict[str, Any]) -> list[Answered]:
+    """Asks all questions at once, of one worker that does everything. settings: of WorkerSettings"""
     options: dict[str, Any] = {"max_waiting": len(questions), "max_wait_s": 3600.0}  # all at once
     async with deployed(path, "1epd", settings=settings, **options) as deployment:
         return await deployment.ask_all(questions)

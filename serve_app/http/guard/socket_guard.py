@@ -62,6 +62,8 @@ class ConnectionRoom(Generic[C]):
         self.reserved.pop(connection, None)
 
 
+# Bytes of answers that the system holds unsent for a client that takes nothing, instead of up to 4 MB.
+_MAX_UNSENT_BYTES = 128 << 10
 # Open files reserved for purposes other than client connections.
 _SPARE_FILES = 256
 _SILENT = logging.getLogger(f"{__name__}.silent")
@@ -102,7 +104,7 @@ class SocketLimits:
     max_connections: int = 8192
     num_reserved: int = 16
     max_pipelined: int = 2
-    num_pages: int = 8
+    num_pages: int = 2
 
     @property
     def num_connections(self) -> int:
@@ -161,7 +163,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # what the system does not take at once is waited for
-        _send_at_once(transport.get_extra_info("socket"))
+        _tune(transport.get_extra_info("socket"))
         self._find_room(self.room, self.loop.time())
         self._expect_within(self.limits.stuck_s if self in self.room.reserved else self.limits.header_s)
 
@@ -348,13 +350,16 @@ def _end_for_another(connection: GuardedProtocol | None) -> None:
         connection.end_for_another()
 
 
-def _send_at_once(sock: socket.socket) -> None:
-    """Sends small writes without waiting for the one before to be acknowledged, which can take 40 ms.
+def _tune(sock: socket.socket) -> None:
+    """Has the system send small writes at once, and take no more than is likely to be sent soon.
 
-    asyncio does so by itself only where the listening socket was made with the number of the protocol.
+    Otherwise a write waits up to 40 ms for the one before to be acknowledged: asyncio sees to that only where
+    the listening socket was made with the number of the protocol. And pages for clients that read nothing
+    would be made until buffers are full. What is on its way to a client has no such limit.
     """
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
 
 
 def _is_probe(url: bytes) -> bool:

@@ -10,6 +10,7 @@ from functools import cache
 from http import HTTPStatus
 from mimetypes import guess_type
 from pathlib import Path
+from threading import Lock
 
 from fastapi import APIRouter
 from fastapi.responses import Response
@@ -51,6 +52,8 @@ class Pages:
         self._host_check = host_check
         self._schema = schema
         self._pages = {route: _page(_FOLDER / name) for route, name in _FILES.items()}
+        self._schemas: dict[str, _Prepared] = {}
+        self._lock = Lock()  # of the thread that writes one
 
     def found(self, scope: Scope) -> ASGIApp | None:
         """Returns what answers a request; None where it is for no page, or has another server's name."""
@@ -59,9 +62,21 @@ class Pages:
         path = route_path(scope)
         if path not in (_SCHEMA, *self._pages) or not self._host_check.allows(scope):
             return None
-        if path != _SCHEMA:
-            return self._pages[path]
-        return _Prepared(self._schema(scope.get("root_path", "").rstrip("/")), _SCHEMA)
+        return self._pages.get(path, self._send_schema)
+
+    async def _send_schema(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers with the schema. A thread writes it when it is first asked for: it takes a second."""
+        root = scope.get("root_path", "").rstrip("/")
+        schema = self._schemas.get(root)
+        if schema is None:
+            schema = await asyncio.to_thread(self._written, root)
+        await schema(scope, receive, send)
+
+    def _written(self, root: str) -> _Prepared:
+        with self._lock:
+            return self._schemas.get(root) or self._schemas.setdefault(
+                root, _Prepared(self._schema(root), _SCHEMA)
+            )
 
 
 class _Prepared:

@@ -38,7 +38,7 @@ def test_a_turn_accepts_few_of_many_connections(monkeypatch: pytest.MonkeyPatch)
             clients.enter_context(socket.create_connection(listener.getsockname(), timeout=10))
         monkeypatch.setattr(socket.socket, "accept", counted)
         asyncio.run(accepted_in_turns(listener, counts))
-    assert max(counts) == 64
+    assert max(counts) == 16
 
 
 def test_pages_come_as_routes_answer(front: Front) -> None:

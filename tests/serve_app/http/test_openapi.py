@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import threading
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 import schemathesis
@@ -17,7 +20,10 @@ from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+from starlette.types import Message
 
+from epd.serve_app.http.guard.host_check import HostCheck
+from epd.serve_app.http.page import Pages
 from epd.video import FetchPolicy
 from tests.openapi_file import FILE
 from tests.serve_app.conftest import QUESTION, Front, media_settings, running_front
@@ -61,6 +67,44 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     media = media_settings(policy, tmp_path_factory.mktemp("spool"))
     with running_front(FakeService(), media=media) as front:
         yield front
+
+
+def test_nothing_waits_while_the_schema_is_written() -> None:
+    """It takes a second, which all others would wait. It is written once, whoever asks meanwhile."""
+    is_open, written = threading.Event(), list[str]()
+
+    def schema(root: str) -> bytes:
+        written.append(root)
+        assert is_open.wait(60)
+        return b"{}"
+
+    async def ask() -> None:
+        pages = Pages(HostCheck(has_key=False), schema)
+
+        async def get(path: str) -> list[Any]:
+            sent = list[Any]()
+
+            async def send(message: Message) -> None:
+                sent.append(message)
+
+            scope = {"type": "http", "method": "GET", "path": path, "headers": []}
+            page = pages.found(scope)
+            assert page is not None
+            await page(scope, receive, send)
+            return sent
+
+        asking = [asyncio.create_task(get("/openapi.json")) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert (await get("/"))[0]["status"] == 200
+        assert not any(task.done() for task in asking)
+        is_open.set()
+        assert [(await each)[1]["body"] for each in asking] == [b"{}"] * 3
+
+    async def receive() -> Message:
+        raise NotImplementedError
+
+    asyncio.run(ask())
+    assert written == [""]
 
 
 def test_the_schema_is_written_once_for_each_prefix(offline: Front) -> None:

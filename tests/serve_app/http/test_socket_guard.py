@@ -191,6 +191,22 @@ def test_a_client_that_takes_no_answer_is_ended(run: Run) -> None:
     assert is_answered(address)
 
 
+def test_the_system_holds_little_for_a_client_that_takes_nothing(run: Run) -> None:
+    """Or pages for those who read none would be made until the system's buffers are full: 4 MB each."""
+    waiting = [0]
+
+    class Counting(WriteClock):
+        def start(self, now_s: float, num_bytes: int) -> None:
+            waiting.append(num_bytes)
+            super().start(now_s, num_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket_guard, "WriteClock", Counting)
+        with asked(run(SocketLimits(write_s=60.0))):
+            wait_until(lambda: len(waiting) > 1)
+    assert LARGE - waiting[1] < 1 << 20
+
+
 def read(sock: socket.socket, num_bytes: int) -> int:
     """Returns how many bytes came, which are a few more than `num_bytes` if the server sends them."""
     num_read = 0
