@@ -83,6 +83,7 @@ class Slabs:
         self._lists: dict[str, int] = {}  # that were read, by path, with their sizes
         self._files: OrderedDict[str, NativeFile] = OrderedDict()
         self._waiting: OrderedDict[str, memoryview] = OrderedDict()
+        self._num_waiting = 0  # bytes
         self._changed = Condition()
         self._since_s = self._looked_s = self._silent_until_s = 0.0
         self._has_missed, self._is_closing = True, False
@@ -150,11 +151,12 @@ class Slabs:
     def add(self, key: str, payload: memoryview) -> None:
         """Queues a payload, which is not written to meanwhile. Never waits."""
         with self._changed:
-            is_full = sum(map(len, self._waiting.values())) + len(payload) > _MOST_WAITING
+            is_full = self._num_waiting + len(payload) > _MOST_WAITING
             if not self.is_open or is_full or key in self._places or key in self._waiting:
                 return
             self._since_s = self._since_s if self._waiting else time.monotonic()
             self._waiting[key] = payload
+            self._num_waiting += len(payload)
             self._changed.notify()
 
     def close(self) -> None:
@@ -187,7 +189,7 @@ class Slabs:
 
     def _is_slab_due(self) -> bool:
         is_old = time.monotonic() - self._since_s >= _SLAB_S or self._is_closing
-        return bool(self._waiting) and (is_old or sum(map(len, self._waiting.values())) >= _SLAB_BYTES)
+        return bool(self._waiting) and (is_old or self._num_waiting >= _SLAB_BYTES)
 
     def _is_look_due(self) -> bool:
         waited_s = time.monotonic() - self._looked_s
@@ -228,7 +230,7 @@ class Slabs:
         finally:
             with self._changed:
                 for key in slab:
-                    self._waiting.pop(key, None)
+                    self._num_waiting -= len(self._waiting.pop(key, b""))
                 self._since_s = time.monotonic()
 
     def _put(self, name: str, parts: list[memoryview]) -> None:
@@ -284,6 +286,7 @@ class Slabs:
         with self._changed:
             self.is_open = False
             self._waiting.clear()
+            self._num_waiting = 0
             self._files.clear()
         self._silent_until_s = time.monotonic() + _SILENT_S
         self._looked_s, self._has_missed = time.monotonic(), True

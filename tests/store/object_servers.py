@@ -107,7 +107,8 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self._open: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._acceptor = threading.Thread(target=self._accept, daemon=True)
+        self._acceptor.start()
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -132,6 +133,8 @@ class Proxy:
 
     def close(self) -> None:
         self.may_pass.set()
+        self._listener.shutdown(socket.SHUT_RDWR)  # or a thread that waits for a connection takes one more
+        self._acceptor.join()
         self._listener.close()
         for each in self._open:
             with suppress(OSError):
