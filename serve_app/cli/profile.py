@@ -132,7 +132,7 @@ _Backend = Annotated[str, typer.Option(metavar="NAME", help=f"Whose kernels: {',
 
 def import_tables(
     folder: _Tables,
-    device: _Device = "h100",
+    system: _Device = "h100",
     model: _Of = "qwen2.5-vl-7b",
     backend: _Backend = "vllm",
     out: Out = None,
@@ -143,6 +143,6 @@ def import_tables(
     Reads your copy of AIConfigurator's tables: matrix products, attention of prefill, decode and towers. The
     rest of the profile is as MODEL@DEVICE computes it.
     """
-    console.note(f"reading tables of {device}")
-    found = silicon_profile(load_silicon(folder, device, backend), device, model)
+    console.note(f"reading tables of {system}")
+    found = silicon_profile(load_silicon(folder, system, backend), system, model)
     _show(found, out, as_json)

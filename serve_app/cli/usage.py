@@ -80,7 +80,9 @@ def _line(error: Any) -> str:
         option = f"{error.param.opts[0]} " if error.param.param_type_name == "option" else ""
         return f"{command} lacks {option}{error.param.metavar or error.param.name}: {what}{has_all}"
     said, _, meant = " ".join(error.format_message().split()).partition(" Did you mean ")
-    tail = "; did you mean " + meant.replace("'", "") if meant else has_all
+    names = meant.replace("'", "").removesuffix("?").split(", ") if meant else []
+    names = [name for name in names if " " not in name] or names  # `bench`, without `bench compare`
+    tail = f"; did you mean {', '.join(names)}?" if names else has_all
     return f"{said[0].lower()}{said[1:].rstrip('.')}{tail}"
 
 

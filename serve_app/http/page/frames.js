@@ -3,11 +3,13 @@
 import { button, clock, element } from "./dom.js";
 
 const MOST = 48; // frames that are drawn
-const HEIGHT = 72, SEEK_MS = 10_000;
+const HEIGHT = 72, SEEK_MS = 10_000, SHOW_MS = 250;
 
-// Whether the video shows the frame; on a busy machine one took more than three seconds.
-function seeked(video, seconds) {
-  return new Promise((resolve) => {
+// Whether the video shows the frame; on a busy machine one took more than three seconds. A browser may say
+// that it has seeked before the new frame has taken the place of the one before.
+async function seeked(video, seconds) {
+  const shown = new Promise((resolve) => (video.requestVideoFrameCallback ?? resolve).call(video, resolve));
+  const isFound = await new Promise((resolve) => {
     const done = (event) => {
       clearTimeout(timer);
       video.removeEventListener("seeked", done);
@@ -17,6 +19,8 @@ function seeked(video, seconds) {
     video.addEventListener("seeked", done);
     video.currentTime = seconds;
   });
+  await Promise.race([shown, new Promise((resolve) => setTimeout(resolve, SHOW_MS))]);
+  return isFound;
 }
 
 // The numbers of those that are drawn, evenly spread.

@@ -176,9 +176,10 @@ def test_a_server_of_a_command_is_for_that_command_alone(server: Server, tmp_pat
 
 def line_of(result: Result, exit_code: int) -> str:
     assert result.exit_code == exit_code, result.output
-    (line,) = result.stderr.splitlines()
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, lines
     assert result.stdout == ""
-    return line
+    return lines[0]
 
 
 def test_what_cannot_be_asked_is_one_line(server: Server) -> None:

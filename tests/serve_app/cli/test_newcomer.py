@@ -231,12 +231,13 @@ ROWS: tuple[tuple[str, str], ...] = (
     meant("batch", "--topolgy", "--topology"),
     (
         "batch",
-        "epd batch lacks IN: JSON lines, a .csv, or a folder of videos or a .txt of media with "
-        "--question(s); epd batch --help has all",
+        "epd batch lacks IN: JSON lines, a .csv, Parquet, or a folder of videos or a .txt of media with "
+        "--question(s). A path, s3:// or gs://; epd batch --help has all",
     ),
     (
         "batch a.jsonl",
-        "epd batch lacks OUT: Results: OUT.jsonl or OUT.csv; failures go to OUT.errors.jsonl; epd batch",
+        "epd batch lacks OUT: Results: OUT.jsonl or OUT.csv, failures go to OUT.errors.jsonl; or a folder of "
+        "Parquet, a name that ends in / or .parquet, s3:// or gs://; epd batch",
     ),
     (
         "batch videos out.jsonl",
