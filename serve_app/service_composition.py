@@ -73,7 +73,7 @@ def media_settings(args: AppArgs) -> MediaSettings:
     return replace(default, fetch=fetch, num_read_threads=args.num_video_threads, pixels=args.pixels)
 
 
-def _orchestrator_config(args: AppArgs, controller: ControllerConfig | None) -> OrchestratorConfig:
+def _orchestrator_config(args: AppArgs, controller: ControllerConfig | None = None) -> OrchestratorConfig:
     return OrchestratorConfig(
         switching=SwitchLimits() if args.max_ranks == 1 else SwitchLimits(limit_s=_SWITCH_OF_RANKS_S),
         max_waiting=args.max_waiting,
