@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
 
 import pytest
@@ -73,6 +75,33 @@ def test_the_videos_of_a_server_that_is_lost_go_to_others_and_no_other_moves(tmp
         (tmp_path / "out.jsonl").unlink()
         run(tmp_path, urls[:3])
         assert [videos(server) for server in servers] == with_gone
+
+
+@contextmanager
+def hanging_up() -> Iterator[tuple[str, list[str]]]:
+    """A server that ends each connection. Yields its URL, and who has connected."""
+    met: list[str] = []
+
+    class HangingUp(BaseRequestHandler):
+        def handle(self) -> None:
+            met.append(self.client_address)
+
+    with ThreadingTCPServer(("127.0.0.1", 0), HangingUp) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", met
+        finally:
+            server.shutdown()
+
+
+def test_a_server_that_was_just_lost_is_asked_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its videos may find that out, and not each question."""
+    monkeypatch.setattr("epd.batch.http_backend._LOST_S", 600.0)
+    num_questions = 20
+    with three(pause_s=0.0) as servers, hanging_up() as (lost, met):
+        summary = run(tmp_path, [lost, *(server.url for server in servers)], num_questions)
+        assert summary.tally.num_answered == NUM_VIDEOS * num_questions
+        assert 1 < len(met) <= NUM_VIDEOS + 1
 
 
 def test_a_server_that_is_busy_gives_lines_to_the_next(tmp_path: Path) -> None:
