@@ -133,7 +133,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     _run(sys.executable, "-c", build, str(dist), cwd=source)
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        archive.extractall(work / "unpacked", filter="data")
+        archive.extractall(work / "unpacked", **_FILTER)
     (unpacked,) = (work / "unpacked").iterdir()
     _pip("wheel", "--no-build-isolation", "--wheel-dir", str(dist), str(unpacked), cwd=work)
     (wheel,) = dist.glob("*.whl")
@@ -186,6 +186,8 @@ _BROUGHT = {
     "pydantic-core": "pydantic",
     "triton": "torch",  # by the one for GPUs: without them no kernel is imported
 }
+# Python 3.11.3 and older has none, and 3.12 asks for one.
+_FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 _OPTIONAL = {"opentelemetry"}  # `--otlp-endpoint` says which package it needs
 
 
