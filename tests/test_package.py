@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 
