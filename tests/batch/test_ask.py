@@ -11,8 +11,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import pyarrow as pa
@@ -31,15 +31,23 @@ NUM_ROWS = 60
 
 
 def rows_of(
-    server: FakeServer, rows: list[dict[str, Any]], *asked: str, media_in_flight: int = 4, **fields: Any
+    server: FakeServer,
+    rows: list[dict[str, Any]],
+    *asked: str,
+    note: Callable[[int], None] = lambda _: None,
+    **fields: Any,
 ) -> list[dict[str, Any]]:
+    """Returns the results in the order in which they come. note: gets their number at each."""
     endpoints = parse_endpoints([server.url], api_key=KEY)
-    actor = AskVideos(endpoints, asked, LineDefaults(Path("/"), **fields), media_in_flight)
+    actor = AskVideos(endpoints, asked, LineDefaults(Path("/"), **fields), media_in_flight=4)
 
     async def answered() -> list[dict[str, Any]]:
-        tables = [table async for table in actor(pa.Table.from_pylist(rows))]
+        found = list[dict[str, Any]]()
+        async for table in actor(pa.Table.from_pylist(rows)):
+            found += table.to_pylist()
+            note(len(found))
         await actor.close()
-        return [row for table in tables for row in table.to_pylist()]
+        return found
 
     return asyncio.run(answered())
 
@@ -92,20 +100,12 @@ def test_a_long_video_holds_up_no_other() -> None:
     server = FakeServer(answer, pause_s=0.0)
     rows = [{"video": f"https://h/{n}.mp4", "question": "long" if n == 3 else "q"} for n in range(NUM_ROWS)]
 
-    def release() -> None:
-        end_s = monotonic() + 60
-        while len(server.spans) < NUM_ROWS - 1 and monotonic() < end_s:
-            sleep(0.01)
-        seen.append(len(server.spans))
-        free.set()
+    def note(num_found: int) -> None:
+        if num_found == NUM_ROWS - 1:
+            free.set()
 
-    seen: list[int] = []
     with serving(server):
-        waiter = threading.Thread(target=release)
-        waiter.start()
-        found = rows_of(server, rows)
-        waiter.join()
-    assert seen == [NUM_ROWS - 1]
+        found = rows_of(server, rows, note=note)
     assert found[-1]["question"] == "long"
     assert len(found) == NUM_ROWS
 
