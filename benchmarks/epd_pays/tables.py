@@ -13,11 +13,10 @@ from benchmarks.epd_pays.mixes import MIXES, Mix
 from benchmarks.epd_pays.plan import KINDS, predicted
 from benchmarks.epd_pays.rounds import MOST_LATE, Case, layout_of, planned
 from benchmarks.reporting import Row
+from epd.workload.comparison import compared_word, goodput
 from epd.workload.metrics import SLO
 
 ATTAINED = 0.9
-# Shares of requests that differ by less than this are taken for equal.
-LEAST_DIFFERENCE = 0.05
 Point = tuple[float, float]
 
 
@@ -106,21 +105,6 @@ def _order(case: Case) -> tuple[int, int, str, float, float, int]:
     return *place, case.variant, case.rate, case.dilate, case.round_index
 
 
-def goodput(points: Sequence[Point]) -> float:
-    """Returns the highest rate at which enough requests meet the objectives.
-
-    points: (rate, share that met them), by rate
-    """
-    best, last_rate, last = 0.0, 0.0, 1.0
-    for rate, share in points:
-        if share >= ATTAINED:
-            best = rate
-        elif last >= ATTAINED:
-            best = last_rate + (rate - last_rate) * (last - ATTAINED) / (last - share)
-        last_rate, last = rate, share
-    return best
-
-
 def goodput_rows(cells: Sequence[Cell]) -> list[Row]:
     """Compares goodput with merged workers, for both objectives, where the lowest rate of both is kept."""
     found = []
@@ -155,7 +139,7 @@ def _goodputs(own: Mapping[float, Cell], slo: SLO) -> Point:
         {rate: cell.simulated_times for rate, cell in own.items()},
     ):
         points = [(rate, attained(times[rate], slo)) for rate in own]
-        found.append(goodput(points) if points and points[0][1] >= ATTAINED else 0.0)
+        found.append(goodput(points, ATTAINED) if points and points[0][1] >= ATTAINED else 0.0)
     return found[0], found[1]
 
 
@@ -219,18 +203,12 @@ def verdict_rows(cells: Sequence[Cell]) -> list[Row]:
                         "rate": rate,
                         "attained more": round(measured, 2),
                         "simulated": round(simulated, 2),
-                        "measured": _word(measured),
-                        "planner says": _word(simulated),
-                        "right": "yes" if _word(measured) == _word(simulated) else "no",
+                        "measured": compared_word(measured),
+                        "planner says": compared_word(simulated),
+                        "right": "yes" if compared_word(measured) == compared_word(simulated) else "no",
                     }
                 )
     return found
-
-
-def _word(difference: float) -> str:
-    if abs(difference) < LEAST_DIFFERENCE:
-        return "equal"
-    return "wins" if difference > 0 else "loses"
 
 
 def tail_rows(cells: Sequence[Cell]) -> list[Row]:

@@ -181,9 +181,8 @@ class Outcome:
         return cls(kind, ttft_s, tpot_s, e2e_s, record.prompt_tokens, record.error)
 
     def meets(self, slo: SLO) -> bool:
-        limits = ((self.ttft_s, slo.ttft_s), (self.tpot_s, slo.tpot_s), (self.e2e_s, slo.e2e_s))
-        kept = all(value is None or limit is None or value <= limit for value, limit in limits)
-        return self.error is None and self.ttft_s is not None and kept
+        is_answered = self.error is None and self.ttft_s is not None
+        return is_answered and slo.allows(self.ttft_s, self.tpot_s, self.e2e_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,16 +131,12 @@ class SLO:
 
     def is_met(self, record: ClientRecord) -> bool:
         """Returns whether a request came to its end within all limits."""
-        kept = (
-            _is_within(record.ttft_s, self.ttft_s),
-            _is_within(record.tpot_s, self.tpot_s),
-            _is_within(record.e2e_s, self.e2e_s),
-        )
-        return record.is_ok and all(kept)
+        return record.is_ok and self.allows(record.ttft_s, record.tpot_s, record.e2e_s)
 
-
-def _is_within(value_s: float | None, limit_s: float | None) -> bool:
-    return value_s is None or limit_s is None or value_s <= limit_s
+    def allows(self, ttft_s: float | None, tpot_s: float | None, e2e_s: float | None) -> bool:
+        """Returns whether no time is over its limit. None: there is no such time."""
+        pairs = ((ttft_s, self.ttft_s), (tpot_s, self.tpot_s), (e2e_s, self.e2e_s))
+        return all(value_s is None or limit_s is None or value_s <= limit_s for value_s, limit_s in pairs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from benchmarks.epd_pays.mixes import MIXES, Kind, sizes_of
 from benchmarks.epd_pays.plan import predicted
 from benchmarks.epd_pays.rounds import Case, cases, kept_rounds, layout_of, measure
 from benchmarks.epd_pays.tables import (
+    ATTAINED,
     attained,
     cells_of,
-    goodput,
     goodput_rows,
     tail_rows,
     variant_rows,
@@ -30,6 +30,7 @@ from epd.serve_app.worker.worker_core import WorkerCore
 from epd.simulate.clock import seconds_of
 from epd.simulate.language import PassTicks
 from epd.stages.visual_inputs import VisualInputs
+from epd.workload.comparison import goodput
 from epd.workload.metrics import SLO
 
 IMAGES, VIDEOS, _ = MIXES.values()
@@ -50,7 +51,7 @@ PLAN = {
     ],
 )
 def test_goodput_lies_on_a_line_between_rates(points: list[tuple[float, float]], expected: float) -> None:
-    assert goodput(points) == pytest.approx(expected)
+    assert goodput(points, ATTAINED) == pytest.approx(expected)
 
 
 class Clock:
