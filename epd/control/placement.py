@@ -221,11 +221,18 @@ class PlacementPolicy:
             return names
         return [name for name in names if self.asking[name] < _MAX_ASKING]
 
-    def check_roles(self, waited_s: float, unavailable_s: float) -> None:
-        """Raises UnavailableError if a role is missing and a request has waited for longer than that."""
+    def check_roles(self, complete_s: float, now_s: float, unavailable_s: float) -> float:
+        """Returns when every role last had a worker. Raises UnavailableError if that is too long ago.
+
+        complete_s: when it last was so, or when the request began to wait, if that is later
+        """
         candidates = self.candidates()
         missing = [stage for stage in ("prefill", "decode") if not candidates.taking(stage)]
-        if missing and waited_s > unavailable_s:
+        if not missing:
+            return now_s
+        without_s = now_s - complete_s
+        if without_s > unavailable_s:
             raise UnavailableError(
-                f"no worker for {' and '.join(missing)} since {waited_s:.0f} s; see /health and try again"
+                f"no worker for {' and '.join(missing)} since {without_s:.0f} s; see /health and try again"
             )
+        return complete_s

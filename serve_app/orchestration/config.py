@@ -38,7 +38,7 @@ class OrchestratorConfig:
     max_attempts: losses of one request, of workers of any role
     losses: which requests are to blame for losses, and refused for a while
     max_prefills: requests whose prompt one worker computes at a time
-    unavailable_s: how long a request waits for a role that no worker has
+    unavailable_s: how long a request waits while a role has no worker
     stall_timeout_s: after which a silent attempt is lost, see `stall_policy`; longer than a worker's step
     max_backlog_patches: see `EncodeDispatcher`
     num_planning_threads: threads that tokenise what is not short

@@ -68,13 +68,14 @@ class RequestPlacer:
         """Returns once workers have taken the attempt or it has ended. Raises EPDError if none can."""
         priority = attempt.answer.request.priority
         self._queue.enter(attempt.id, self._clock(), deadline_s, is_new=is_new, priority=priority)
-        start_s = self._clock()
+        start_s = complete_s = self._clock()
+        unavailable_s = self._shared.config.unavailable_s
         try:
             while not await self._is_taken(attempt):
                 if attempt.has_ended:
                     return
                 self._queue.check_deadline(attempt.id, self._clock())
-                self._policy.check_roles(self._clock() - start_s, self._shared.config.unavailable_s)
+                complete_s = self._policy.check_roles(complete_s, self._clock(), unavailable_s)
                 await changed(attempt.may_look)
             self._queue.place(attempt.id, self._clock())
         finally:

@@ -211,11 +211,21 @@ def test_a_worker_that_changes_its_roles_takes_nothing_new() -> None:
 
 def test_a_role_that_no_worker_has_is_waited_for_but_not_for_ever() -> None:
     cluster = Cluster("1e1p1d")
-    cluster.policy.check_roles(100.0, 60.0)
+    assert cluster.policy.check_roles(0.0, 100.0, 60.0) == 100.0
     cluster.workers["d0"].is_closed = True
-    cluster.policy.check_roles(50.0, 60.0)
+    assert cluster.policy.check_roles(100.0, 150.0, 60.0) == 100.0
     with pytest.raises(UnavailableError, match="no worker for decode since 61 s"):
-        cluster.policy.check_roles(61.0, 60.0)
+        cluster.policy.check_roles(100.0, 161.0, 60.0)
+
+
+def test_a_role_that_comes_back_is_waited_for_anew() -> None:
+    cluster = Cluster("1e1p1d")
+    cluster.workers["p0"].is_closed = True
+    assert cluster.policy.check_roles(0.0, 59.0, 60.0) == 0.0
+    cluster.workers["p0"].is_closed = False
+    assert (complete_s := cluster.policy.check_roles(0.0, 90.0, 60.0)) == 90.0
+    cluster.workers["p0"].is_closed = True
+    assert cluster.policy.check_roles(complete_s, 149.0, 60.0) == 90.0
 
 
 def test_an_answer_that_moves_is_counted_where_it_is() -> None:

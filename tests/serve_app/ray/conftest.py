@@ -11,8 +11,17 @@ from tests.serve_app.ray.declared_app import DeclaredApp, declared_app
 from tests.serve_app.ray.ray_session import RaySession
 
 SHARED_TOPOLOGY = "1e1p2d"
-SHARED_HANG_S = 15.0  # a process that starts on busy cores may be silent for some seconds
+# A process that starts on busy cores may be silent for some seconds.
+SHARED_HANG_S = 30.0
+# Replicas are started again while other tests run: that takes minutes, and says nothing.
+TIMEOUT_S = 900
 KEY = "a-key-for-tests"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 @pytest.fixture(scope="package")

@@ -187,7 +187,7 @@ async def deployed_on(model: Path, num_nodes: int) -> AsyncIterator[RayDeploymen
     app = DeclaredApp("", args)
     app.deploy({"Media": {"num_replicas": num_nodes, "max_replicas_per_node": 1}})
     await until(app.is_running, DEPLOYED_S, every_s=0.2)
-    deployment = RayDeployment(model, max_wait_s=600.0)
+    deployment = RayDeployment(model)
     num_workers = parse_topology(TOPOLOGIES[num_nodes]).num_workers + num_nodes
     try:
         await deployment.service.start()

@@ -101,17 +101,18 @@ def running_app(session: RaySession, address: HttpAddress | None = None, **args:
 
 
 class RayDeployment(Deployment):
-    """A front of this process, over the workers of an application on Ray."""
+    """A front of this process, over the workers of an application on Ray.
 
-    def __init__(self, path: Path, **options: Any) -> None:
-        """options: of OrchestratorConfig"""
+    It is patient: a busy machine may take minutes to start lost workers again.
+    """
+
+    def __init__(self, path: Path) -> None:
         node_id = ray.get_runtime_context().get_node_id()
         place, purpose = ProcessAddress("127.0.0.1", node_id), Purpose(str(path.resolve()))
         self.ray_fleet = RemoteFleet(RayBoard("epd"), place, purpose)
         planner = RequestPlanner(path, "tiny", group_tokens=16)
-        self.service = Orchestrator(
-            self.ray_fleet, planner, OrchestratorConfig(**options), owner=self.ray_fleet.owner
-        )
+        config = OrchestratorConfig(max_wait_s=600.0, unavailable_s=600.0)
+        self.service = Orchestrator(self.ray_fleet, planner, config, owner=self.ray_fleet.owner)
 
     def member(self, name: str) -> Member:
         return self.ray_fleet.member(name)
@@ -122,9 +123,9 @@ class RayDeployment(Deployment):
 
 
 @asynccontextmanager
-async def ray_front(path: Path, max_wait_s: float = 120.0) -> AsyncIterator[RayDeployment]:
+async def ray_front(path: Path) -> AsyncIterator[RayDeployment]:
     """A front of this process over the workers of the application, which runs."""
-    deployment = RayDeployment(path, max_wait_s=max_wait_s)
+    deployment = RayDeployment(path)
     try:
         await deployment.service.start()
         await deployment.until_ready()
@@ -135,14 +136,14 @@ async def ray_front(path: Path, max_wait_s: float = 120.0) -> AsyncIterator[RayD
 
 @asynccontextmanager
 async def ray_deployed(
-    path: Path, topology: str, *, hang_s: float = 10.0, max_wait_s: float = 120.0, **args: Any
+    path: Path, topology: str, *, hang_s: float = 10.0, **args: Any
 ) -> AsyncIterator[RayDeployment]:
-    """Also an application, the only one. max_wait_s: of the front. args: of the application."""
+    """Also an application, the only one. args: of it"""
     args = {"model": path, "num_kv_tokens": 16_384, "allowed_media_path": Path("/"), **args}
     app_args = AppArgs(topology=topology, hang_s=hang_s, **args)
     await asyncio.to_thread(serve.run, build_app(app_args), name="epd", route_prefix="/")
     try:
-        async with ray_front(path, max_wait_s) as deployment:
+        async with ray_front(path) as deployment:
             yield deployment
     finally:
         await asyncio.to_thread(delete_app, "epd", app_args.drain_s)

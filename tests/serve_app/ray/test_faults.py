@@ -39,7 +39,7 @@ WAVES: list[list[Harm]] = [
 if IS_SOAK:
     WAVES = [[(name, how) for name in ("v0", "e0", "p0", "d0")] for how in (signal.SIGKILL, signal.SIGSTOP)]
 # There is room for all streams at one worker: they wait for nothing but their tokens.
-ROOM: dict[str, Any] = {"num_kv_tokens": 1 << 18, "max_num_seqs": 256, "max_wait_s": 600.0} if IS_SOAK else {}
+ROOM: dict[str, Any] = {"num_kv_tokens": 1 << 18, "max_num_seqs": 256} if IS_SOAK else {}
 KINDS = (("image",), ("video",), (), ("image", "tall_video"))
 SEED = 2
 
