@@ -7,6 +7,7 @@ tests draw the same examples each time, so that a commit passes or fails; `make 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable
 from copy import deepcopy
@@ -38,6 +39,16 @@ settings.register_profile("explore", deadline=None)
 settings.load_profile("same")
 # Else it draws constants of the modules that are imported, which in another order of files are others.
 providers._get_local_constants = providers.Constants  # type: ignore[assignment]
+
+
+class _Loggers(dict[str, logging.Logger | logging.PlaceHolder]):
+    """Lists the loggers at one time: pytest goes over them unlocked, and a thread may import a module."""
+
+    def values(self) -> list[logging.Logger | logging.PlaceHolder]:  # type: ignore[override]
+        return list(super().values())
+
+
+logging.root.manager.loggerDict = _Loggers(logging.root.manager.loggerDict)
 
 # Start Ray, or look at what Ray leaves in the folders of the machine: never two of them at once.
 RAY_FILES = (

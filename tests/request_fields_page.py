@@ -110,11 +110,11 @@ class Route:
         return done | no_effect | refused
 
     def table(self) -> str:
-        """Fields that are done or advised on, and not as a chat's, alike ones in one row."""
+        """Fields that are done, and not as a chat's, alike ones in one row."""
         chats = CHAT.here() if self is not CHAT else {}
         rows: dict[str, list[str]] = {}
         for name, here in self.here().items():
-            if here != chats.get(name) and (name in self.model.model_fields or name in self.others.advice):
+            if here != chats.get(name) and name in self.model.model_fields:
                 rows.setdefault(here, []).append(f"`{name}`")
         return _HEAD + "".join(f"| {', '.join(names)} | {words} |\n" for words, names in rows.items())
 

@@ -23,7 +23,7 @@ from tests.stages.conftest import RECURRENT
 
 PAGE = ROOT / "docs" / "support.md"
 MEDIA = ("text", "image", "images", "video", "video and image", "audio")
-_OPEN = "not compared"
+_OPEN = "-"
 TOPOLOGIES = ("1e1p1d", "several decode workers", "on Ray", "tensor parallel")
 _SHRUNK = {each.config["model_type"] for each in PUBLISHED.values()}
 _SEES = {name for name, each in FAMILIES.items() if "image" in each.takes}
@@ -139,21 +139,25 @@ PROOFS = (
 )
 
 
-def models(columns: tuple[str, ...]) -> str:
-    """Returns a row for each family with how each cell is proven, and one row for all without a proof."""
-    head = f"| model_type | {' | '.join(columns)} |\n{'|---' * (len(columns) + 1)}|\n"
-    rows = {name: [_cell(name, column) for column in columns] for name in FAMILIES}
-    named = [f"| `{name}` | {' | '.join(row)} |\n" for name, row in rows.items() if set(row) != {_OPEN}]
-    others = f"| each other | {' | '.join([_OPEN] * len(columns))} |\n" if len(named) < len(rows) else ""
-    return head + "".join(named) + others
+def models(columns: tuple[str, ...], labels: Mapping[str, str]) -> str:
+    """Returns how each cell of a family is proven, families that are alike in one row.
+
+    labels: what a row calls a family. Those without any proof stand in the last row together.
+    """
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name in FAMILIES:
+        rows.setdefault(tuple(_cell(name, column) for column in columns), []).append(labels[name])
+    open_cells = (_OPEN,) * len(columns)
+    if rows.pop(open_cells, None):
+        rows[open_cells] = ["each other"]
+    lines = (f"| {', '.join(names)} | {' | '.join(cells)} |\n" for cells, names in rows.items())
+    return f"| model_type | {' | '.join(columns)} |\n{'|---' * (len(columns) + 1)}|\n" + "".join(lines)
 
 
-def with_names(table: str) -> str:
-    """Returns a table with the checkpoints of each family, and whether an adapter of ours computes it."""
-    for name, family in FAMILIES.items():
-        by = ", native" if family.impl == "native" else ""
-        table = table.replace(f"| `{name}` |", f"| `{name}`: {family.name}{by} |")
-    return table
+def full_name(name: str) -> str:
+    """Returns a family with its checkpoints, and whether an adapter of ours computes it."""
+    by = ", native" if FAMILIES[name].impl == "native" else ""
+    return f"`{name}` ({FAMILIES[name].name}{by})"
 
 
 def _cell(family: str, column: str) -> str:
@@ -224,8 +228,8 @@ def _field_letters() -> str:
 def page(text: str) -> str:
     """Returns the page with its tables anew."""
     blocks = {
-        "media": with_names(models(MEDIA)),
-        "topologies": models(TOPOLOGIES),
+        "media": models(MEDIA, {name: full_name(name) for name in FAMILIES}),
+        "topologies": models(TOPOLOGIES, {name: f"`{name}`" for name in FAMILIES}),
         "letters": letters(),
         "fields": fields() + "\n" + _field_letters(),
     }

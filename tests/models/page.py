@@ -89,19 +89,18 @@ def _num_bytes(model: torch.nn.Module) -> int:
 
 
 def table() -> str:
-    start, end = "| checkpoint | `model_type` | context | weights E, GB | P, D, GB | KV a token, B ", _LAST
+    start, end = "| checkpoint | context | weights E, GB | P, D, GB | KV a token, B ", _LAST
     rows = "".join(f"| {' | '.join(_row(name, PUBLISHED[name]))} |\n" for name in PUBLISHED)
     recurrent = "".join(f"| {' | '.join(_row(name, each))} |\n" for name, each in RECURRENT.items())
     return (
-        f"{start}{end}|---|---|{'---:|' * 7}\n{rows}\n"
-        f"{start}| state of an answer, MB {end}|---|---|{'---:|' * 8}\n{recurrent}"
+        f"{start}{end}|---|{'---:|' * 7}\n{rows}\n"
+        f"{start}| state of an answer, MB {end}|---|{'---:|' * 8}\n{recurrent}"
     )
 
 
 def _row(name: str, published: Published) -> Iterator[str]:
     counted = figures(published)
     yield name
-    yield f"`{published.config['model_type']}`"
     yield f"{published.context_tokens:,}"
     yield f"{counted.encode_bytes / _GIGA:.2f}"
     yield f"{counted.language_bytes / _GIGA:.2f}"
