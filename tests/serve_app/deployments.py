@@ -38,6 +38,7 @@ from epd.topology import Stage
 from epd.video import media_kind
 from tests.clear_draws import clear_draws, close_draws
 from tests.engine_options import parted
+from tests.serve_app.held_answers import HeldAnswers
 from tests.serve_app.media_fleet import ANY_FILE, reference_to, unheld
 
 LETTERS: dict[str, Stage] = {"v": "video", "e": "encode", "p": "prefill", "d": "decode"}
@@ -114,7 +115,7 @@ class Answered:
 
 
 class Deployment:
-    """An orchestrator over a LocalFleet."""
+    """An orchestrator over a LocalFleet. held: whether answers stay in their middle."""
 
     def __init__(self, path: Path, topology: str, fleet: dict[str, Any], **options: Any) -> None:
         settings = WorkerSettings(
@@ -125,7 +126,8 @@ class Deployment:
             scheduler=SchedulerConfig(max_chunk_tokens=64),
         )
         engine, others = parted(options.pop("settings", {}), settings.engine)
-        settings = replace(settings, engine=engine, **others)
+        self.held = HeldAnswers()
+        settings = replace(settings, engine=engine, **{"pace": self.held, **others})
         fleet.setdefault("media", MediaSettings(path, ANY_FILE))
         workers = {**workers_of(topology), **fleet.pop("more_workers", {})}
         self.fleet = LocalFleet(LocalFleetConfig(workers, **fleet), settings)
