@@ -20,6 +20,7 @@ from epd.serve_app.app_args import AppArgs
 from epd.serve_app.network.memory import PoolFiles, orphans
 from tests.serve_app.conftest import JSON, data_url, image_part, video_part
 from tests.serve_app.deployments import Answered, Question
+from tests.serve_app.ray import held_app
 from tests.serve_app.ray.ray_session import RaySession, delete_app
 from tests.what_waits import what_waits
 
@@ -102,7 +103,7 @@ class DeclaredApp:
     url: str
     args: JSON
     front_config: JSON = field(default_factory=dict)
-    import_path: str = "epd.serve_app.app:build_app"
+    import_path: str = held_app.BUILDER
     pool_files: list[PoolFiles] = field(default_factory=list)
 
     def deploy(self, num_replicas: Mapping[str, int | JSON] | None = None, **args: Any) -> None:
@@ -218,7 +219,7 @@ def declared_app(
     num_replicas: Mapping[str, int | JSON] | None = None,
     *,
     front_port: int | None = None,
-    import_path: str = "epd.serve_app.app:build_app",
+    import_path: str = held_app.BUILDER,
     **args: Any,
 ) -> Iterator[DeclaredApp]:
     """The application, alone. It may leave no file of a pool behind.

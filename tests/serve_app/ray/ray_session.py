@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,7 +18,7 @@ import ray
 from ray import serve
 from ray.serve.config import ProxyLocation
 
-from epd.serve_app.app import application, build_app
+from epd.serve_app.app import application
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.network.members import Member, ProcessAddress, Purpose
@@ -29,6 +30,7 @@ from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.ray.board import RayBoard
 from epd.serve_app.ray.cluster import RaySettings, ray_cluster
 from tests.serve_app.deployments import Deployment
+from tests.serve_app.ray.held_app import HELD_FILE, build_app
 
 # What Ray and Serve do in this process is not ours to mend.
 IGNORED = (
@@ -41,18 +43,30 @@ IGNORED = (
 
 @dataclass(frozen=True, slots=True)
 class RaySession:
-    """port: of the HTTP proxy."""
+    """port: of the HTTP proxy. held_file: while it is there, answers are held; see `held_app.py`."""
 
     port: int
+    held_file: Path
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Answers stay in their middle while the block runs, or until the file is removed in it."""
+        self.held_file.touch()
+        try:
+            yield
+        finally:
+            self.held_file.unlink(missing_ok=True)
+
 
 @contextmanager
 def ray_with_serve() -> Iterator[RaySession]:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    held_file = Path(tempfile.gettempdir()) / f"epd-tests-held-{os.getpid()}"
+    os.environ[HELD_FILE] = str(held_file)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with ray_cluster(RaySettings(namespace=f"epd-tests-{os.getpid()}")):
@@ -61,7 +75,7 @@ def ray_with_serve() -> Iterator[RaySession]:
             proxy_location=ProxyLocation.HeadOnly,
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
-        yield RaySession(port)
+        yield RaySession(port, held_file)
         serve.shutdown()
 
 
