@@ -273,8 +273,16 @@ def contents(folder: Path) -> Iterator[Contents]:
         files = list(stored(about.parent))
         num_bytes = sum(each.num_bytes for each in files)
         used_s = max((each.used_s for each in files), default=about.stat().st_mtime)
-        facts = json.loads(about.read_text(encoding="utf-8"))
-        yield Contents(about.parent.name, facts, len(files), num_bytes, used_s)
+        yield Contents(about.parent.name, about_of(about.read_bytes()), len(files), num_bytes, used_s)
+
+
+def about_of(data: bytes) -> dict[str, str]:
+    """Returns what a namespace is of; nothing from a file that is not there or not whole."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def stored(folder: Path) -> Iterator[StoredFile]:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from epd.errors import RequestError
 from epd.serve_app.cli.program import app
 from epd.store.namespace import model_digest, namespace
-from epd.store.piece_files import PieceFiles, is_whole, remove_oldest, stored
+from epd.store.piece_files import PieceFiles, contents, is_whole, remove_oldest, stored
 
 _ROOM = 1 << 20
 
@@ -196,3 +196,13 @@ def test_the_command_refuses_what_is_no_folder(tmp_path: Path) -> None:
     code, said = run("ls", str(tmp_path / "none"))
     assert code == 2
     assert "which is no folder; allowed: a --cache-dir; name one" in said
+
+
+@pytest.mark.parametrize("damaged", [b"", b'{"mod', b"[1]", b"\xff\xfe"])
+def test_a_damaged_description_hides_nothing_else(tmp_path: Path, damaged: bytes) -> None:
+    put(files_in(tmp_path, "a"), 1)
+    put(files_in(tmp_path, "b"), 2)
+    next(tmp_path.glob("a*/about.json")).write_bytes(damaged)
+    assert [each.about for each in contents(tmp_path)] == [{}, {"model": "b"}]
+    listed = CliRunner().invoke(app, ["cache", "ls", str(tmp_path)])
+    assert listed.exit_code == 0, listed.output
