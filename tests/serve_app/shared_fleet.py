@@ -10,13 +10,12 @@ from typing import Any
 
 from epd.serve_app.fleet import Bulk, FleetEvent, WorkerChanged, WorkerLostError
 from epd.serve_app.messages import DropOwner, Message, ReplyT, WorkerReport, by_owner
-from epd.serve_app.orchestration.config import OrchestratorConfig
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.role_messages import Offload, SetRoles
 from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage
-from tests.serve_app.deployments import Deployment
+from tests.serve_app.deployments import Deployment, patient
 
 
 class SharedFleet:
@@ -108,7 +107,7 @@ class Front(Deployment):
         self.shared = shared
         planner = RequestPlanner(path, "tiny", group_tokens=16)
         self.view = FleetView(shared, owner)
-        self.service = Orchestrator(self.view, planner, OrchestratorConfig(**options), owner)
+        self.service = Orchestrator(self.view, planner, patient(options), owner)
         self.service.leads = len(shared.views) == 1
 
     async def crash(self) -> None:

@@ -240,7 +240,7 @@ def test_a_worker_that_hangs_is_replaced(
     victim: str, checkpoints: dict[str, Path], questions: list[Question], expected: list[tuple[int, ...]]
 ) -> None:
     async def run() -> None:
-        async with deployed(checkpoints["qwen2_5_vl"], "2e2p2d", fleet={"hang_s": 3.0}) as deployment:
+        async with deployed(checkpoints["qwen2_5_vl"], "2e2p2d", fleet={"hang_s": 10.0}) as deployment:
             asking = asyncio.create_task(deployment.ask_all(questions))
             await until_busy(deployment, victim)
             deployment.fleet.freeze(victim)

@@ -24,12 +24,11 @@ from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.network.members import Member, ProcessAddress, Purpose
 from epd.serve_app.network.memory import orphans
 from epd.serve_app.network.remote_fleet import RemoteFleet
-from epd.serve_app.orchestration.config import OrchestratorConfig
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.ray.board import RayBoard
 from epd.serve_app.ray.cluster import RaySettings, ray_cluster
-from tests.serve_app.deployments import Deployment
+from tests.serve_app.deployments import NEVER_S, Deployment, patient
 from tests.serve_app.ray.held_app import HELD_FILE, build_app
 
 # What Ray and Serve do in this process is not ours to mend.
@@ -79,7 +78,7 @@ def ray_with_serve() -> Iterator[RaySession]:
         serve.shutdown()
 
 
-def delete_app(name: str, drain_s: float, late_s: float = 60.0) -> None:
+def delete_app(name: str, drain_s: float, late_s: float = 600.0) -> None:
     """Deletes an application, and returns when it is gone. Raises TimeoutError that says who is left.
 
     Serve's own `delete` waits for a minute, less than a drain may take. A front was seen to wait for a
@@ -125,7 +124,7 @@ class RayDeployment(Deployment):
         place, purpose = ProcessAddress("127.0.0.1", node_id), Purpose(str(path.resolve()))
         self.ray_fleet = RemoteFleet(RayBoard("epd"), place, purpose)
         planner = RequestPlanner(path, "tiny", group_tokens=16)
-        config = OrchestratorConfig(max_wait_s=600.0, unavailable_s=600.0)
+        config = patient({"max_wait_s": NEVER_S})
         self.service = Orchestrator(self.ray_fleet, planner, config, owner=self.ray_fleet.owner)
 
     def member(self, name: str) -> Member:
