@@ -49,7 +49,7 @@ def neighbour(ray_session: RaySession) -> Iterator[str]:
 
 
 def said_at(url: str) -> str:
-    return httpx.get(url, trust_env=False, timeout=60).text
+    return httpx.get(url, trust_env=False, timeout=200).text
 
 
 @contextmanager
@@ -117,10 +117,10 @@ def test_two_applications_are_served_side_by_side(
         assert "Serve has its proxy at" in output.read_text()
         assert url_at(cluster_now(), "mine", "127.0.0.1") == url
         for each in (url, f"{ray_session.url}/mine"):
-            models = httpx.get(f"{each}/v1/models", trust_env=False, timeout=60).json()["data"]
+            models = httpx.get(f"{each}/v1/models", trust_env=False, timeout=200).json()["data"]
             assert [model["id"] for model in models] == ["shapes-vl-2"]
         asked = [sys.executable, "-c", START, "status", "--json", "--url", url]
-        status = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
+        status = subprocess.run(asked, capture_output=True, text=True, timeout=200, check=True)
         assert json.loads(status.stdout)["status"]["is_ready"]
         assert said_at(neighbour) == before
         process.send_signal(signal.SIGTERM)
@@ -153,11 +153,18 @@ def test_commands_look_and_deploy_one_after_the_other(ray_session: RaySession) -
         pass
 
 
-def test_an_application_that_others_delete_is_noticed(ray_session: RaySession) -> None:
+def test_an_application_that_others_delete_is_noticed(ray_session: RaySession, tmp_path: Path) -> None:
     """Serve names no owner of what it still ends."""
     assert ray_session.port
+    ending = tmp_path / "ending"
+    ending.touch()
 
-    @serve.deployment(name="Front", ray_actor_options={"num_cpus": 0}, user_config={OWNER: "me"})
+    @serve.deployment(
+        name="Front",
+        ray_actor_options={"num_cpus": 0},
+        user_config={OWNER: "me"},
+        graceful_shutdown_timeout_s=600.0,
+    )
     class Front:
         def reconfigure(self, _config: object) -> None:
             pass
@@ -166,7 +173,8 @@ def test_an_application_that_others_delete_is_noticed(ray_session: RaySession) -
             pass
 
         def __del__(self) -> None:
-            time.sleep(2.0)
+            while ending.exists():
+                time.sleep(0.05)
 
     serve.run(Front.bind(), name="held", route_prefix="/held")  # type: ignore[attr-defined]
     said: list[str] = []
@@ -178,5 +186,6 @@ def test_an_application_that_others_delete_is_noticed(ray_session: RaySession) -
             delete_app("held", drain_s=0.0, late_s=0.0)
         wait_until(lambda: is_taken("held", "me"), END_S)
         assert is_left(cluster_now(), "held", "me")
+        ending.unlink()
         wait_until(lambda: said == ["it is gone"], END_S)
     wait_until(lambda: not is_left(cluster_now(), "held", "me"), END_S)
