@@ -131,7 +131,7 @@ def test_estimate_answer_and_batch_agree(
     ).resolved()
     with (
         served_locally(args, address),
-        httpx.Client(base_url=address.url, trust_env=False, timeout=120) as http,
+        httpx.Client(base_url=address.url, trust_env=False, timeout=200) as http,
     ):
         estimate = http.post("/v1/epd/estimate", json=body_of(clip)).json()
         answer = http.post("/v1/chat/completions", json=body_of(clip)).json()

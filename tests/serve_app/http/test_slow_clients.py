@@ -65,7 +65,7 @@ class App:
         seconds = []
         for _ in range(10):
             start = monotonic()
-            with httpx.Client(base_url=self.http.base_url, trust_env=False, timeout=60) as http:
+            with httpx.Client(base_url=self.http.base_url, trust_env=False, timeout=200) as http:
                 assert http.post("/v1/chat/completions", json=BODY).status_code == 200
                 assert http.get("/health").status_code == 200
                 assert http.get("/metrics").status_code == 200
@@ -99,7 +99,7 @@ def running(kind: str, path: Path, request: pytest.FixtureRequest) -> Iterator[s
 def app(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[App]:
     with (
         running(request.param, checkpoints["shapes-vl"], request) as url,
-        httpx.Client(base_url=url, trust_env=False, timeout=60) as http,
+        httpx.Client(base_url=url, trust_env=False, timeout=200) as http,
     ):
         app = App(http)
         app.median_s()  # imports

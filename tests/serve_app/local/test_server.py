@@ -36,7 +36,7 @@ def address() -> HttpAddress:
 
 
 def client_of(address: HttpAddress) -> httpx.Client:
-    return httpx.Client(base_url=address.url, trust_env=False, timeout=60)
+    return httpx.Client(base_url=address.url, trust_env=False, timeout=200)
 
 
 def begun(client: httpx.Client, body: JSON | None = None) -> tuple[Iterator[str], httpx.Response]:
