@@ -29,6 +29,7 @@ from epd.shapes import make_scene
 from epd.video.demo_video import write_demo_video
 from tests import ROOT
 from tests.hostile_packages import write_hostile_packages
+from tests.ports import free_port
 from tests.serve_app.server import wait_until
 
 # A server on Ray takes a minute of CPU to start.
@@ -198,8 +199,7 @@ def running(
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The command when it is ready, and its URL. It is started among packages that it must not import."""
     write_hostile_packages(folder / "here")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     output = folder / "output"
     with output.open("wb") as stream:
         process = subprocess.Popen(

@@ -22,7 +22,7 @@ from tests.ports import kept_port
 from tests.serve_app.server import wait_until
 
 START = "from epd.serve_app.cli.program import main; main()"
-NUM_LINES, BAD, READY_S = 50, (3, 20, 44), 60.0
+NUM_LINES, BAD, READY_S = 50, (3, 20, 44), 200.0
 
 
 def line(number: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import pytest
 
 from epd.serve_app.http.address import HttpAddress
 from epd.video import FetchPolicy
+from tests.ports import free_port
 from tests.serve_app.conftest import JSON, QUESTION, data_url, image_part, media_settings
 from tests.serve_app.ray.ray_session import IGNORED, RaySession, running_app
 from tests.serve_app.real_app import real_app
@@ -87,8 +88,7 @@ def running(kind: str, path: Path, request: pytest.FixtureRequest) -> Iterator[s
             yield real.url
             real.wait_until_empty()
         return
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = HttpAddress(port=listener.getsockname()[1])
+    address = HttpAddress(port=free_port())
     session: RaySession = request.getfixturevalue("ray_session")
     own = address if kind == "fronts" else None
     with running_app(session, own, topology="1epd", allowed_media_hosts=HOSTS) as url:

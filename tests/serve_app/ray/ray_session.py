@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -28,6 +27,7 @@ from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.ray.board import RayBoard
 from epd.serve_app.ray.cluster import RaySettings, ray_cluster
+from tests.ports import free_port
 from tests.serve_app.deployments import NEVER_S, Deployment, patient
 from tests.serve_app.ray.held_app import HELD_FILE, build_app
 
@@ -66,8 +66,7 @@ def ray_with_serve() -> Iterator[RaySession]:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     held_file = Path(tempfile.gettempdir()) / f"epd-tests-held-{os.getpid()}"
     os.environ[HELD_FILE] = str(held_file)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     with ray_cluster(RaySettings(namespace=f"epd-tests-{os.getpid()}")):
         serve.start(
             http_options={"host": "127.0.0.1", "port": port},

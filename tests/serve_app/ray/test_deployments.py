@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from ray import serve
 
 from epd.sampling_params import SamplingParams
 from tests.media import write_video
+from tests.ports import free_port
 from tests.serve_app.deployments import Answered, Question, clear_questions
 from tests.serve_app.ray.conftest import SHARED_HANG_S
 from tests.serve_app.ray.declared_app import (
@@ -97,12 +97,6 @@ def app(
         drain_s=120,  # streams of the soak take longer than by default
     ) as app:
         yield app
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def say(capsys: pytest.CaptureFixture[str], row: str) -> None:

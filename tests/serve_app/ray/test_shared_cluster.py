@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -23,6 +21,7 @@ from epd.errors import UnavailableError
 from epd.serve_app.ray.front import OWNER
 from epd.serve_app.ray.supervisor import ends_once
 from epd.serve_app.ray.tenancy import cluster_now, is_left, is_taken, turn_to_deploy, url_at
+from tests.ports import free_port
 from tests.serve_app.cli.test_serve_command import END_S, READY_S, START, command
 from tests.serve_app.ray.ray_session import IGNORED, RaySession, delete_app
 from tests.serve_app.server import wait_until
@@ -69,18 +68,6 @@ def starting(tmp_path: Path, port: int, *options: str) -> Iterator[tuple[subproc
 
 def names() -> set[str]:
     return {each.name for each in cluster_now().tenants}
-
-
-def free_port() -> int:
-    """A port that no connection is given by itself: it is free for longer than a moment."""
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
-    while True:
-        with (
-            suppress(OSError),
-            socket.create_server(("127.0.0.1", random.randrange(first // 2, first))) as free,
-        ):
-            port: int = free.getsockname()[1]
-            return port
 
 
 @pytest.mark.parametrize(
