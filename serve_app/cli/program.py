@@ -202,6 +202,8 @@ def main() -> None:
     if sys.argv[1:2] == ["serve"]:
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, _end_early)
+    elif signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     ends: list[SystemExit] = []
     atexit.register(_end_process, ends)  # before the command registers anything, so that it is called last
     try:

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from epd.errors import InfeasibleError
+
 
 def pool_memory(
     num_bytes: int, shared_file: Path | None = None, device: torch.device | str = "cpu"
@@ -16,12 +18,19 @@ def pool_memory(
 
     A CPU's memory is taken page by page when it is written first, so a pool costs what is used of it.
 
-    Raises ValueError for a shared file on another device than the CPU.
+    Raises ValueError for a shared file on another device than the CPU, InfeasibleError where the process may
+    not have so much address space.
     """
     is_host = torch.device(device).type == "cpu"
     if shared_file is None and is_host:
         # torch writes its zeros at once, and NumPy asks for huge pages.
-        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+        try:
+            return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+        except OSError as error:
+            raise InfeasibleError(
+                f"a pool needs {num_bytes / 1e9:.1f} GB ({error.strerror}); where ulimit -v limits memory, "
+                "raise it; else lower num_kv_tokens"
+            ) from error
     if shared_file is None:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     if not is_host:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -112,6 +113,32 @@ def test_a_library_that_does_not_load_is_told_in_one_line() -> None:
     assert error.startswith("error: a library cannot be loaded (lib")
     assert "ulimit -v" in error
     assert done.returncode == 2
+
+
+INTERRUPTED = """
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+wanted = sys.argv.pop(1)
+
+class Interrupt:
+    def find_spec(self, name, *others):
+        if name == wanted:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("epd", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("imported", ["typer", "epd.serve_app.cli.ask", "torch"])
+def test_ctrl_c_during_an_import_leaves_no_traceback(imported: str) -> None:
+    words = ["ask", "docs/pictures/page-first.png", "What is shown?"]
+    command = [sys.executable, "-c", INTERRUPTED, imported, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    assert done.returncode in (-signal.SIGINT, 130)
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 1
 
 
 ENDS = """

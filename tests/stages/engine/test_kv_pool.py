@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from epd.errors import InfeasibleError
 from epd.stages.attention.pieces import is_one_piece
 from epd.stages.engine.kv_pool import (
     CopyRun,
@@ -24,6 +25,7 @@ from epd.stages.engine.kv_pool import (
     slot_runs,
     token_slots,
 )
+from epd.stages.engine.pool_memory import pool_memory
 
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
 ORDERS: tuple[StorageOrder, ...] = ("blocks", "heads")
@@ -237,3 +239,9 @@ def test_a_chunk_of_a_large_model_is_a_piece_for_each_block() -> None:
     layout = KVLayout(num_layers=28, num_kv_heads=4, head_dim=128, dtype=torch.bfloat16)
     block = KVPool(2, 16, layout).storage[1]
     assert (block.nbytes, block.is_contiguous()) == (917_504, True)
+
+
+def test_more_address_space_than_the_process_may_have_is_told() -> None:
+    """Linux gives no process 2^62 bytes, as it gives none what `ulimit -v` forbids."""
+    with pytest.raises(InfeasibleError, match="where ulimit -v limits memory, raise it; else lower num_kv"):
+        pool_memory(1 << 62)
