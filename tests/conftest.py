@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cache
 
@@ -93,6 +93,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """Undoes what `epd serve` sets up when a test runs it here: it would write to the stderr of that test.
+
+    That is closed by then, and Python says so on the stderr of whichever test runs when a server logs.
+    """
+    names = ("epd", "epd.serve_app", "epd.serve_app.operation", "asyncio", "uvicorn", "py.warnings")
+    before = [(each, each.handlers.copy(), each.level) for each in map(logging.getLogger, names)]
+    yield
+    for logger, handlers, level in before:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
 
 
 def read_processors_once() -> None:

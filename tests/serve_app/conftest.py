@@ -84,8 +84,8 @@ def running_front(
     """
     with (
         served(service, settings, media=media or media_settings()) as server,
-        httpx.Client(base_url=server.url, trust_env=False, verify=False, timeout=30) as http,
-        httpx.Client(trust_env=False, verify=False, timeout=30) as openai_http,
+        httpx.Client(base_url=server.url, trust_env=False, verify=False, timeout=120) as http,
+        httpx.Client(trust_env=False, verify=False, timeout=120) as openai_http,
     ):
         front = Front(service, server, http, openai_http)
         yield front

@@ -38,11 +38,13 @@ from epd.topology import Stage
 from epd.video import media_kind
 from tests.clear_draws import clear_draws, close_draws
 from tests.engine_options import parted
+from tests.serve_app.held_answers import HeldAnswers
 from tests.serve_app.media_fleet import ANY_FILE, reference_to, unheld
 
 LETTERS: dict[str, Stage] = {"v": "video", "e": "encode", "p": "prefill", "d": "decode"}
 NUM_FRAMES = 6
 MAX_TOKENS = 10
+NEVER_S = 3600.0  # what is lost is noticed, however long a busy machine is silent
 _numbers = itertools.count()
 
 
@@ -113,8 +115,13 @@ class Answered:
         return tuple(token for choice in sorted(self.token_ids) for token in self.token_ids[choice])
 
 
+def patient(options: dict[str, Any]) -> OrchestratorConfig:
+    """options: of it; by default no limit acts on a machine that is only slow"""
+    return OrchestratorConfig(**{"stall_timeout_s": NEVER_S, "unavailable_s": NEVER_S, **options})
+
+
 class Deployment:
-    """An orchestrator over a LocalFleet."""
+    """An orchestrator over a LocalFleet. held: whether answers stay in their middle."""
 
     def __init__(self, path: Path, topology: str, fleet: dict[str, Any], **options: Any) -> None:
         settings = WorkerSettings(
@@ -125,12 +132,13 @@ class Deployment:
             scheduler=SchedulerConfig(max_chunk_tokens=64),
         )
         engine, others = parted(options.pop("settings", {}), settings.engine)
-        settings = replace(settings, engine=engine, **others)
+        self.held = HeldAnswers()
+        settings = replace(settings, engine=engine, **{"pace": self.held, **others})
         fleet.setdefault("media", MediaSettings(path, ANY_FILE))
         workers = {**workers_of(topology), **fleet.pop("more_workers", {})}
         self.fleet = LocalFleet(LocalFleetConfig(workers, **fleet), settings)
         planner = RequestPlanner(path, "tiny", group_tokens=16)
-        self.service = Orchestrator(self.fleet, planner, OrchestratorConfig(**options))
+        self.service = Orchestrator(self.fleet, planner, patient(options))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -181,7 +189,7 @@ class Deployment:
     async def ask_all(self, questions: Sequence[Question]) -> list[Answered]:
         return list(await asyncio.gather(*(self.ask(question) for question in questions)))
 
-    async def settle(self, seconds: float = 60.0) -> None:
+    async def settle(self, seconds: float = 200.0) -> None:
         """Returns when nothing of any request is left anywhere."""
         end = asyncio.get_running_loop().time() + seconds
         while left := self.leftovers():

@@ -103,10 +103,10 @@ def real_app(
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        assert started.wait(60)
+        assert started.wait(START_S)
         deployment, error = found[0]
         assert error is None, error
-        with httpx.Client(base_url=url, trust_env=False, timeout=60) as http:
+        with httpx.Client(base_url=url, trust_env=False, timeout=120) as http:
             yield RealApp(url, deployment, http)
     finally:
         stop.set()

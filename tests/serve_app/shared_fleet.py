@@ -9,22 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from epd.serve_app.fleet import Bulk, FleetEvent, WorkerChanged, WorkerLostError
-from epd.serve_app.local.fleet import LocalFleet
 from epd.serve_app.messages import DropOwner, Message, ReplyT, WorkerReport, by_owner
-from epd.serve_app.orchestration.config import OrchestratorConfig
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.role_messages import Offload, SetRoles
 from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage
-from tests.serve_app.deployments import Deployment
+from tests.serve_app.deployments import Deployment, patient
 
 
 class SharedFleet:
     """A fleet with a view for each owner. views: of those that are there."""
 
-    def __init__(self, local: LocalFleet) -> None:
-        self.local = local
+    def __init__(self, deployment: Deployment) -> None:
+        self.local, self.held = deployment.fleet, deployment.held
         self.views: dict[str, FleetView] = {}
         self._pump: asyncio.Task[None] | None = None
 
@@ -105,11 +103,11 @@ class Front(Deployment):
     """One of several orchestrators over the same workers; the first leads."""
 
     def __init__(self, path: Path, shared: SharedFleet, owner: str, options: dict[str, Any]) -> None:
-        self.fleet = shared.local
+        self.fleet, self.held = shared.local, shared.held
         self.shared = shared
         planner = RequestPlanner(path, "tiny", group_tokens=16)
         self.view = FleetView(shared, owner)
-        self.service = Orchestrator(self.view, planner, OrchestratorConfig(**options), owner)
+        self.service = Orchestrator(self.view, planner, patient(options), owner)
         self.service.leads = len(shared.views) == 1
 
     async def crash(self) -> None:
@@ -124,7 +122,7 @@ async def fronts_over(
 ) -> AsyncIterator[list[Front]]:
     """Fronts named by single letters over one fleet. fleet, options: as in `deployed`."""
     settings = options.pop("settings", {})
-    shared = SharedFleet(Deployment(path, topology, fleet or {}, settings=settings).fleet)
+    shared = SharedFleet(Deployment(path, topology, fleet or {}, settings=settings))
     fronts = [Front(path, shared, owner, options) for owner in owners]
     try:
         for front in fronts:

@@ -46,7 +46,7 @@ def test_a_front_has_no_spool_and_no_child(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -33,7 +33,7 @@ def app() -> Iterator[RealApp]:
 @pytest.fixture
 def client(app: RealApp) -> Iterator[OpenAI]:
     with (
-        httpx.Client(trust_env=False, timeout=60) as http,
+        httpx.Client(trust_env=False, timeout=200) as http,
         OpenAI(base_url=f"{app.url}/v1", api_key="none", http_client=http, max_retries=0) as made,
     ):
         yield made

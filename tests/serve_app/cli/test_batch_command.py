@@ -230,7 +230,7 @@ def test_lines_are_answered_without_ray_and_web_server(lines: Path, tmp_path: Pa
     )
     options = ["--max-tokens", "2", "--num-kv-tokens", "4096"]
     command = [sys.executable, "-c", program, "batch", str(lines), str(tmp_path / "out.jsonl"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("2 of 3 lines answered, 1 failed\n")
     assert done.stderr.startswith("1 lines failed, see ")

@@ -105,7 +105,7 @@ def test_a_dialogue_knows_its_former_turns(server: Server) -> None:
         content = [*([] if number else [video]), {"type": "text", "text": question}]
         messages.append({"role": "user", "content": content})
         reply = httpx.post(
-            f"{server.url}/v1/chat/completions", json={"messages": messages}, headers=headers, timeout=60
+            f"{server.url}/v1/chat/completions", json={"messages": messages}, headers=headers, timeout=200
         ).json()
         messages.append(reply["choices"][0]["message"])
     expected = [each["content"] for each in messages if each["role"] == "assistant"]
@@ -140,7 +140,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_dialogue() -> None:
         assert process.stdout.read(5) == "word "
         fake.behave(gap_s=0.0)
         process.send_signal(signal.SIGINT)
-        shown, said = process.communicate("two\nthree\n", timeout=60)
+        shown, said = process.communicate("two\nthree\n", timeout=200)
     assert process.returncode == 0, said
     assert shown == "\nword word \nword word \n"
     assert said.splitlines()[0] == "stopped"

@@ -349,7 +349,7 @@ def test_nothing_heavy_is_imported_to_say_it(folder: Path) -> None:
     rows = folder / "rows.json"
     rows.write_text(json.dumps([words_of(typed) for typed, _ in ROWS]))
     done = subprocess.run(
-        [sys.executable, "-c", program, str(rows)], cwd=folder, capture_output=True, timeout=120, check=True
+        [sys.executable, "-c", program, str(rows)], cwd=folder, capture_output=True, timeout=200, check=True
     )
     assert json.loads(done.stdout) == [[2] * len(ROWS), []]
 
@@ -449,7 +449,7 @@ def test_a_process_says_the_same(typed: str, folder: Path, monkeypatch: pytest.M
     monkeypatch.chdir(folder)
     command = [sys.executable, "-m", "epd", *words_of(typed)]
     variables = {**os.environ, "NO_COLOR": "1", "COLUMNS": "60", "EPD_URL": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=variables, check=False)
     same = run(typed)
     assert (done.returncode, done.stdout, done.stderr) == (same.exit_code, same.stdout, same.stderr)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.encoders.tiny_tiles import BUILDERS
 from tests.media import write_video
 from tests.models.processors import qwen_bytes
 from tests.models.shrunk import build_with_published_files
+from tests.ports import free_port
 from tests.serve_app.conftest import data_url, video_part
 from tests.serve_app.local.test_batch import read, run
 
@@ -124,14 +124,13 @@ def test_estimate_answer_and_batch_agree(
     model: Path, clip: Path, tmp_path: Path, pixels: PixelSettings
 ) -> None:
     plan = planned(model, clip, pixels)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = HttpAddress(port=free.getsockname()[1])
+    address = HttpAddress(port=free_port())
     args = AppArgs(
         model=model, topology="1e1pd", num_kv_tokens=8192, num_threads=1, **pixels.given
     ).resolved()
     with (
         served_locally(args, address),
-        httpx.Client(base_url=address.url, trust_env=False, timeout=120) as http,
+        httpx.Client(base_url=address.url, trust_env=False, timeout=200) as http,
     ):
         estimate = http.post("/v1/epd/estimate", json=body_of(clip)).json()
         answer = http.post("/v1/chat/completions", json=body_of(clip)).json()

@@ -29,11 +29,15 @@ from epd.shapes import make_scene
 from epd.video.demo_video import write_demo_video
 from tests import ROOT
 from tests.hostile_packages import write_hostile_packages
+from tests.ports import free_port
 from tests.serve_app.server import wait_until
+
+# A server on Ray takes a minute of CPU to start.
+pytestmark = pytest.mark.timeout(1800)
 
 # Inherited by every process that the command starts.
 MARK = "EPD_TEST_MARK"
-READY_S, END_S = 200.0, 60.0
+READY_S, END_S = 900.0, 300.0
 START = "from epd.serve_app.cli.program import main; main()"
 SCENE, README = make_scene(3, 30.0), ROOT / "README.md"
 WITHOUT_RAY = f"import sys; sys.modules['ray'] = None; {START}"  # any import of it raises ImportError
@@ -67,7 +71,7 @@ def test_a_port_that_is_taken_is_told_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = subprocess.run(
-            command("--port", port), capture_output=True, text=True, timeout=60, check=False
+            command("--port", port), capture_output=True, text=True, timeout=200, check=False
         )
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port}: ")
@@ -81,7 +85,7 @@ def test_it_serves_from_one_process_without_ray(tmp_path: Path) -> None:
     mark, question = secrets.token_hex(8), "Which shape appears first?"
     options = ("--local", "--topology", "1e1p1d", "--allowed-media-path", str(tmp_path), "--verbose")
     with running(mark, tmp_path, *options, start=WITHOUT_RAY, TMPDIR=str(spool)) as (process, url):
-        with httpx.Client(trust_env=False, timeout=60) as http:
+        with httpx.Client(trust_env=False, timeout=200) as http:
             client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)
             video: Any = {"type": "video_url", "video_url": {"url": clip.as_uri()}}
             message: Any = {"role": "user", "content": [video, {"type": "text", "text": question}]}
@@ -111,7 +115,7 @@ def test_it_serves_from_one_process_without_ray(tmp_path: Path) -> None:
 
 def test_a_cluster_is_not_for_one_process() -> None:
     options = ("--local", "--address", "10.0.0.5:6379")
-    done = subprocess.run(command(*options), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command(*options), capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
     assert "received --local and --address 10.0.0.5:6379; allowed: one of them" in done.stderr
 
@@ -152,7 +156,7 @@ def run_example(serving: Serving, program: list[str], name: str) -> str:
     script = example(name).replace("http://127.0.0.1:8000", serving.url)
     done = subprocess.run(
         [*program, script], cwd=serving.folder, env={**os.environ, "NO_PROXY": "127.0.0.1"},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -171,7 +175,7 @@ def test_the_readmes_client(serving: Serving) -> None:
 def test_it_answers_and_drains(serving: Serving) -> None:
     """The last test of this server."""
     assert "bytes of text, 7 media, 65,536 frames" in serving.output.read_text()
-    client = httpx.Client(base_url=serving.url, trust_env=False, timeout=60)
+    client = httpx.Client(base_url=serving.url, trust_env=False, timeout=200)
     body = {
         "messages": [{"role": "user", "content": "What is it?"}],
         "stream": True,
@@ -195,8 +199,7 @@ def running(
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The command when it is ready, and its URL. It is started among packages that it must not import."""
     write_hostile_packages(folder / "here")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     output = folder / "output"
     with output.open("wb") as stream:
         process = subprocess.Popen(

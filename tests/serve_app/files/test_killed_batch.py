@@ -22,7 +22,7 @@ from tests.ports import kept_port
 from tests.serve_app.server import wait_until
 
 START = "from epd.serve_app.cli.program import main; main()"
-NUM_LINES, BAD, READY_S = 50, (3, 20, 44), 60.0
+NUM_LINES, BAD, READY_S = 50, (3, 20, 44), 200.0
 
 
 def line(number: int) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def is_ready(port: int, process: subprocess.Popen[bytes], http: httpx.Client) ->
 def test_a_killed_server_asks_no_line_twice(tmp_path: Path) -> None:
     folder, output = tmp_path / "kept", tmp_path / "output"
     lines = "\n".join(json.dumps(line(number)) for number in range(NUM_LINES)).encode()
-    with kept_port() as port, httpx.Client(trust_env=False, timeout=60) as http:
+    with kept_port() as port, httpx.Client(trust_env=False, timeout=200) as http:
         client = OpenAI(
             base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, http_client=http
         )

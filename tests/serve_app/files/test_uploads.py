@@ -131,7 +131,7 @@ def sent(url: str, path: str, num_bytes: int, content: bytes = b"") -> Iterator[
         f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {num_bytes}\r\n"
         "Content-Type: multipart/form-data; boundary=x\r\n\r\n"
     )
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=200) as connection:
         connection.sendall(head.encode() + content)
         yield connection
 
@@ -220,7 +220,7 @@ def test_many_upload_at_once_are_cut_and_go_on(run_front: RunFront, folder: Path
 
     def send(number: int) -> bool:
         content = number.to_bytes(2, "big") * 200_000
-        with httpx.Client(base_url=front.server.url, trust_env=False, verify=False, timeout=60) as http:
+        with httpx.Client(base_url=front.server.url, trust_env=False, verify=False, timeout=200) as http:
             mine = replace(front, http=http)
             upload = begun(mine, len(content)).json()["id"]
             with sent(front.server.url, f"/v1/uploads/{upload}/parts", 2_000_000, first):

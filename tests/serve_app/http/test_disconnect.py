@@ -30,7 +30,7 @@ def ask_and_leave(front: Front, body: JSON) -> None:
     host, port = front.server.url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\n"
-    with socket.create_connection((host, int(port)), timeout=30) as sock:
+    with socket.create_connection((host, int(port)), timeout=200) as sock:
         sock.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
         wait_until(lambda: len(front.service.requests) == 1)
 

@@ -42,7 +42,7 @@ def asked() -> Iterator[tuple[HttpServer, SlowApp, threading.Thread, list[str]]]
 
     def ask(url: str) -> None:
         try:
-            got.append(httpx.get(url, timeout=30, trust_env=False).text)
+            got.append(httpx.get(url, timeout=200, trust_env=False).text)
         except httpx.HTTPError as error:
             got.append(type(error).__name__)
 

@@ -164,7 +164,7 @@ class Target:
             return 0
 
     def beside(self, content: bytes, patience_s: float = PROMISED_S) -> tuple[int, Beside]:
-        with httpx.Client(base_url=self.app.url, trust_env=False, timeout=60) as http:
+        with httpx.Client(base_url=self.app.url, trust_env=False, timeout=200) as http:
             beside = Beside(http, self.app.num_bytes)
             with beside.running():
                 status = self.send(content, patience_s)
@@ -182,7 +182,7 @@ def app_of(kind: str, path: Path, spool: Path, request: pytest.FixtureRequest) -
     session = request.getfixturevalue("ray_session")
     with (
         running_app(session, topology="1e1p1d") as url,
-        httpx.Client(base_url=url, trust_env=False, timeout=60) as http,
+        httpx.Client(base_url=url, trust_env=False, timeout=200) as http,
     ):
         yield RayApp(url, http)
 
@@ -239,7 +239,7 @@ def test_drawn_bodies_lose_no_worker(target: Target, media: dict[str, Path]) -> 
     contents = [content_of(drawn(random_, parts)) for _ in range(NUM_DRAWN)]
     gc.collect()
     before = target.app.num_bytes()
-    with httpx.Client(base_url=target.app.url, trust_env=False, timeout=60) as http:
+    with httpx.Client(base_url=target.app.url, trust_env=False, timeout=200) as http:
         beside = Beside(http, target.app.num_bytes)
         with beside.running(), ThreadPoolExecutor(4) as clients:
             statuses = list(clients.map(target.send, contents))

@@ -1,6 +1,6 @@
-"""Whatever fits the OpenAPI schema, or does not, gets an answer of the shape it promises, and never 5xx.
+"""The OpenAPI schema: what it names, when it is written, and that any JSON in any field gets no 5xx.
 
-`make soak` draws ten times as many.
+What is drawn of all its operations is asked of real workers: see `test_openapi_real.py`.
 """
 
 from __future__ import annotations
@@ -52,12 +52,6 @@ OPERATIONS = {
     "POST /tokenize", "POST /detokenize", "POST /invocations",
     "GET /health", "GET /load", "GET /metrics", "GET /ping", "POST /ping", "GET /version",
 }  # fmt: skip
-CHAT = "POST /v1/chat/completions"
-PICTURE = "POST /v1/epd/picture"  # of a medium, which no drawn conversation has
-DRAWN_OF = [
-    *((label, GenerationMode.POSITIVE) for label in sorted(OPERATIONS - {PICTURE})),
-    *((label, GenerationMode.NEGATIVE) for label in (CHAT, PICTURE)),
-]
 
 
 @pytest.fixture(scope="module")
@@ -127,20 +121,19 @@ def operations(url: str) -> dict[str, schemathesis.APIOperation]:
     return {operation.label: operation for operation in found}
 
 
-@pytest.mark.parametrize(("label", "mode"), DRAWN_OF)
-def test_every_answer_is_as_promised(offline: Front, label: str, mode: GenerationMode) -> None:
-    operation = operations(offline.server.url)[label]
+def test_drawn_conversations_are_answered_as_promised(offline: Front) -> None:
+    operation = operations(offline.server.url)["POST /v1/chat/completions"]
     seen = set()
 
-    @given(case=operation.as_strategy(generation_mode=mode))
+    @given(case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE))
     @DRAWN
     def ask(case: Case) -> None:
-        response = case.call(timeout=20)
+        response = case.call(timeout=120)
         case.validate_response(response, checks=CHECKS)
         seen.add(response.status_code)
 
     ask()
-    assert seen & ({400, 405} if mode is GenerationMode.NEGATIVE else {200, 403, 404}), seen
+    assert seen & {200, 403, 404}, seen
     assert offline.ask().status_code == 200
 
 

@@ -40,7 +40,7 @@ from tests.video.recipes import GOP15, Recipe, make
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
 IS_SOAK = "EPD_SOAK" in os.environ
-NUM_DRAWN, NUM_LINES, NUM_OF_EACH_DAMAGE = (500, 600, 12) if IS_SOAK else (20, 24, 1)
+NUM_DRAWN, NUM_LINES, NUM_OF_EACH_DAMAGE = (500, 600, 12) if IS_SOAK else (30, 24, 1)
 MANY = settings(DRAWN, max_examples=NUM_DRAWN, derandomize=not IS_SOAK)
 HANG_S = 60.0
 MEDIA_ROUTES = ("/v1/chat/completions", "/v1/responses", "/invocations", "/v1/epd/estimate", "/tokenize")
@@ -48,7 +48,14 @@ BATCH_ROUTES = ("/v1/chat/completions", "/v1/completions")
 WITH_BODIES = [
     *(
         f"POST {route}"
-        for route in (*MEDIA_ROUTES, "/v1/completions", "/detokenize", "/v1/batches", "/v1/uploads")
+        for route in (
+            *MEDIA_ROUTES,
+            "/v1/completions",
+            "/v1/epd/picture",
+            "/detokenize",
+            "/v1/batches",
+            "/v1/uploads",
+        )
     )
 ]
 DRAWN_OF = [

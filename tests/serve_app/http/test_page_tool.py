@@ -155,7 +155,7 @@ def test_the_same_request_from_a_program(
     command = ["bash", "-c", code] if kind == "curl" else [sys.executable, "-c", code]
     environment = {**os.environ, "EPD_API_KEY": "none", "NO_PROXY": "127.0.0.1"}
     ran = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=True
     )
     assert (
         json.loads(ran.stdout)["choices"][0]["message"]["content"] if kind == "curl" else ran.stdout.strip()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -21,6 +20,7 @@ from epd.serve_app.http.guard.http_guard import RequestEdge
 from epd.serve_app.http.prefix import checked_prefix
 from epd.serve_app.observability.record import record_of
 from epd.serve_app.ray.front import FrontListener
+from tests.ports import free_port
 
 ANSWERS = "/v1/chat/completions"
 
@@ -46,8 +46,7 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 @asynccontextmanager
 async def listening(prefix: str) -> AsyncIterator[httpx.AsyncClient]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = HttpAddress(port=free.getsockname()[1], prefix=prefix)
+    address = HttpAddress(port=free_port(), prefix=prefix)
     made, edge_of = app(), {"answers": {ANSWERS: answer}, "host_check": HostCheck()}
     made.add_middleware(RequestEdge, on_finished=lambda _record: None, **edge_of)
     listener = FrontListener(made, drain_s=1.0)

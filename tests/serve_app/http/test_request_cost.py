@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,17 @@ HUGE: dict[str, Callable[[], bytes]] = {
 }
 
 
+@cache
+def slowness() -> float:
+    """How many times longer this machine takes to read JSON than one of 2026, at least 1."""
+    text, took = json.dumps([1] * 1_000_000), list[float]()
+    for _ in range(3):
+        start_s = time.process_time()
+        json.loads(text)
+        took.append(time.process_time() - start_s)
+    return max(1.0, min(took) / 0.05)
+
+
 @pytest.mark.parametrize("name", HUGE)
 def test_what_is_huge_costs_no_more_than_reading_it(front: Front, name: str) -> None:
     """Seconds of the server's event loop are what all other requests wait for."""
@@ -108,7 +120,8 @@ def test_what_is_huge_costs_no_more_than_reading_it(front: Front, name: str) -> 
         slowest_s = max(slowest_s, time.process_time() - start_s)
     assert response.status_code == 400, response.text[:300]
     assert len(response.content) < 1000
-    assert slowest_s < 2.0, slowest_s  # of sending, receiving and refusing it, all in this process
+    # Of sending, receiving and refusing it, all in this process.
+    assert slowest_s < 2.0 * slowness(), slowest_s
 
 
 def test_a_budget_of_everything() -> None:

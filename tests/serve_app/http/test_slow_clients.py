@@ -22,6 +22,7 @@ import pytest
 
 from epd.serve_app.http.address import HttpAddress
 from epd.video import FetchPolicy
+from tests.ports import free_port
 from tests.serve_app.conftest import JSON, QUESTION, data_url, image_part, media_settings
 from tests.serve_app.ray.ray_session import IGNORED, RaySession, running_app
 from tests.serve_app.real_app import real_app
@@ -65,7 +66,7 @@ class App:
         seconds = []
         for _ in range(10):
             start = monotonic()
-            with httpx.Client(base_url=self.http.base_url, trust_env=False, timeout=60) as http:
+            with httpx.Client(base_url=self.http.base_url, trust_env=False, timeout=200) as http:
                 assert http.post("/v1/chat/completions", json=BODY).status_code == 200
                 assert http.get("/health").status_code == 200
                 assert http.get("/metrics").status_code == 200
@@ -87,8 +88,7 @@ def running(kind: str, path: Path, request: pytest.FixtureRequest) -> Iterator[s
             yield real.url
             real.wait_until_empty()
         return
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = HttpAddress(port=listener.getsockname()[1])
+    address = HttpAddress(port=free_port())
     session: RaySession = request.getfixturevalue("ray_session")
     own = address if kind == "fronts" else None
     with running_app(session, own, topology="1epd", allowed_media_hosts=HOSTS) as url:
@@ -99,7 +99,7 @@ def running(kind: str, path: Path, request: pytest.FixtureRequest) -> Iterator[s
 def app(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[App]:
     with (
         running(request.param, checkpoints["shapes-vl"], request) as url,
-        httpx.Client(base_url=url, trust_env=False, timeout=60) as http,
+        httpx.Client(base_url=url, trust_env=False, timeout=200) as http,
     ):
         app = App(http)
         app.median_s()  # imports

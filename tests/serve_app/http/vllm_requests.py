@@ -37,7 +37,7 @@ def embedded_app() -> Iterator[RealApp]:
 @contextmanager
 def official_client(app: RealApp) -> Iterator[OpenAI]:
     with (
-        httpx.Client(trust_env=False, timeout=60) as http,
+        httpx.Client(trust_env=False, timeout=200) as http,
         OpenAI(base_url=f"{app.url}/v1", api_key="none", http_client=http, max_retries=0) as client,
     ):
         yield client

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from epd.serve_app.local.own_service import devices_of
 from epd.serve_app.local.server import served_locally, with_files
 from epd.stages.placement import Placement
 from epd.stages.ranks.group import ProcessRanks
+from tests.ports import free_port
 from tests.serve_app.conftest import JSON, data_url, image_part
 
 QUESTION = {"messages": [{"role": "user", "content": "What is it?"}]}
@@ -31,12 +31,11 @@ QUESTION = {"messages": [{"role": "user", "content": "What is it?"}]}
 
 @pytest.fixture
 def address() -> HttpAddress:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return HttpAddress(port=listener.getsockname()[1])
+    return HttpAddress(port=free_port())
 
 
 def client_of(address: HttpAddress) -> httpx.Client:
-    return httpx.Client(base_url=address.url, trust_env=False, timeout=60)
+    return httpx.Client(base_url=address.url, trust_env=False, timeout=200)
 
 
 def begun(client: httpx.Client, body: JSON | None = None) -> tuple[Iterator[str], httpx.Response]:

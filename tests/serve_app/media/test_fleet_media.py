@@ -19,6 +19,7 @@ from epd.serve_app.service import MediaReference, MediaSource
 from epd.types import content_hash
 from epd.video import OwnReader
 from tests.serve_app.conftest import data_url
+from tests.serve_app.deployments import NEVER_S
 from tests.serve_app.media_fleet import MediaFleet, reference_to
 from tests.serve_app.server import wait_until
 
@@ -123,13 +124,13 @@ class Waiting:
 
         def wait(reader: OwnReader, *arguments: Any, **options: Any) -> Any:
             self.begun.release()
-            assert self.may_go_on.wait(10)
+            assert self.may_go_on.wait(NEVER_S)
             return look(reader, *arguments, **options)
 
         monkeypatch.setattr(OwnReader, "look", wait)
 
     async def until_begun(self) -> None:
-        assert await asyncio.to_thread(self.begun.acquire, timeout=60)
+        assert await asyncio.to_thread(self.begun.acquire, timeout=200)
 
 
 async def fetched(front: FleetMedia, references: Sequence[MediaReference]) -> MediaSource:

@@ -342,31 +342,31 @@ def test_dripping_urls_hold_up_no_other_media(
             assert front.ask_about(image_part(url)).status_code == 200
         assert not any(attack.done() for attack in attacks), "nothing waited for them"
         for attack in attacks:
-            response = attack.result(timeout=60)
+            response = attack.result(timeout=200)
             assert code_of(response) == "media_limit"
             assert "bytes a second" in response.json()["error"]["message"]
     wait_until(lambda: front.spool.num_downloads == 0)
 
 
 def test_a_download_ends_when_its_client_leaves(run_front: Callable[..., Front], dripping: str) -> None:
-    front = run_front(fetch=replace(SLOW, grace_s=20.0))
+    front = run_front(fetch=replace(SLOW, grace_s=300.0, max_s=300.0))
     with pytest.raises(httpx.ReadTimeout):
         front.http.post(
             "/v1/chat/completions",
             json={"messages": [{"role": "user", "content": [image_part(f"{dripping}/1")]}]},
             timeout=0.5,
         )
-    wait_until(lambda: front.spool.num_downloads == 0, 15.0)  # before the download's own grace ends
+    wait_until(lambda: front.spool.num_downloads == 0)  # before the download's own grace ends
     front.wait_until_empty()
 
 
 def test_64_slow_urls_of_one_request_end_together(run_front: Callable[..., Front], dripping: str) -> None:
-    front = run_front(fetch=replace(SLOW, grace_s=20.0), max_s=1.0)
+    front = run_front(fetch=replace(SLOW, grace_s=300.0, max_s=300.0), max_s=1.0)
     began = monotonic()
     response = front.ask_about(*(image_part(f"{dripping}/{number}") for number in range(64)))
     assert code_of(response) == "media_limit"
     assert "took more than 1 s to fetch" in response.json()["error"]["message"]
-    assert monotonic() - began < 15.0, "before their own grace of 20 s"
+    assert monotonic() - began < 300.0, "before their own grace"
 
 
 def test_percent_encoded_megabytes_are_refused_before_they_are_decoded(

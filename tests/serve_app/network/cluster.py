@@ -21,14 +21,13 @@ from epd.serve_app.network.media_server import MediaServer
 from epd.serve_app.network.members import Kind, ProcessAddress, Purpose
 from epd.serve_app.network.remote_fleet import RemoteFleet
 from epd.serve_app.network.worker_server import WorkerServer, WorkerServerConfig
-from epd.serve_app.orchestration.config import OrchestratorConfig
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.topology import parse_topology
 from tests.engine_options import parted
-from tests.serve_app.deployments import ANY_FILE, Answered, Question, reference_to
+from tests.serve_app.deployments import ANY_FILE, Answered, Question, patient, reference_to
 from tests.serve_app.network.board_calls import BoardCalls
 
 HOST = "127.0.0.1"
@@ -75,9 +74,7 @@ class Front:
         self.ended: list[str] = []
         self.fleet.membership.on_ended = self.ended.append
         planner = RequestPlanner(cluster.model, "tiny", group_tokens=16)
-        self.service = Orchestrator(
-            self.fleet, planner, OrchestratorConfig(**options), owner=self.fleet.owner
-        )
+        self.service = Orchestrator(self.fleet, planner, patient(options), owner=self.fleet.owner)
 
     async def ask(self, question: Question, **options: Any) -> Answered:
         answered = Answered()
@@ -108,7 +105,7 @@ class Front:
 class Cluster:
     """Workers and fronts around one board."""
 
-    def __init__(self, model: Path, topology: str, *, hang_s: float = 10.0, **settings: Any) -> None:
+    def __init__(self, model: Path, topology: str, *, hang_s: float = 60.0, **settings: Any) -> None:
         self.model = model
         self.topology = topology
         self.board = BoardHere(hang_s)

@@ -15,7 +15,7 @@ from epd.serve_app.network.members import Credentials, Member
 from epd.serve_app.worker_info import WorkerInfo
 from tests.serve_app.deployments import Question, undisturbed
 from tests.serve_app.network.cluster import HOST, clustered
-from tests.serve_app.network.test_cluster import settled, until_all_see
+from tests.serve_app.network.test_cluster import settled, until, until_all_see
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -31,7 +31,7 @@ def test_workers_that_were_lost_with_the_board_are_not_taken_for_those_that_come
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A survivor that knows a worker as lost refuses what names it, and so must not meet its name again."""
-    monkeypatch.setattr(board, "_REGROUP_S", 0.5)
+    monkeypatch.setattr(board, "_REGROUP_S", 3.0)
     model = checkpoints["qwen2_5_vl"]
     questions = [
         Question(tuple(media[name] for name in kinds), f"what {number}?", LONG)
@@ -49,11 +49,11 @@ def test_workers_that_were_lost_with_the_board_are_not_taken_for_those_that_come
             for name in lost:
                 await cluster.kill(cluster.worker(name))
             cluster.board.restart(is_new=is_new)
-            await asyncio.sleep(0.3)  # the survivors call sooner than a new process is there
+            # The survivors, of fronts and media workers too, call sooner than a new process is there.
+            await until(lambda: cluster.board.board is not None and len(cluster.board.board._entries) == 4)
             coming = [asyncio.create_task(cluster.add_stage()) for _ in lost]
-            async with asyncio.timeout(20.0):
-                for answers in await asyncio.gather(*asking):
-                    assert [answer.tokens for answer in answers] == expected
+            for answers in await asyncio.gather(*asking):
+                assert [answer.tokens for answer in answers] == expected
             for server in await asyncio.gather(*coming):
                 assert server.info.name in lost
                 assert server.info.incarnation > 1

@@ -11,7 +11,7 @@ from epd.control.elasticity import ReplicaConfig
 from epd.sampling_params import SamplingParams
 from epd.serve_app import composition
 from epd.serve_app.orchestration.elastic import ReplicaAdvisor
-from tests.serve_app.deployments import Question, undisturbed
+from tests.serve_app.deployments import NEVER_S, Question, undisturbed
 from tests.serve_app.network.cluster import clustered
 from tests.serve_app.network.test_cluster import settled, topology_seen, until
 
@@ -85,7 +85,7 @@ def test_the_last_worker_of_a_stage_that_leaves_is_replaced(
             await until(lambda: topology_seen(leader) == topology_seen(other) == "2e1p1d")
             asking = None if is_leaving_at_once else asyncio.create_task(other.ask_all(questions))
             server = cluster.worker("d0")
-            assert await server.drain(20.0)
+            assert await server.drain(NEVER_S)
             await server.close()
             await until(lambda: topology_seen(leader) == topology_seen(other) == "1e1p1d")
             if asking is not None:
@@ -105,7 +105,7 @@ def test_a_lost_worker_is_waited_for(checkpoints: dict[str, Path]) -> None:
             (front,) = cluster.fronts
             await until(lambda: topology_seen(front) == "2e1p2d")
             gone = cluster.worker("d1")
-            assert await gone.drain(20.0)
+            assert await gone.drain(NEVER_S)
             await gone.close()
             await cluster.kill(cluster.worker("d0"))
             await until(lambda: topology_seen(front) == "2e1p")

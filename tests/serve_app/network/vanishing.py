@@ -16,7 +16,7 @@ from epd.serve_app.network.calls import Channel
 from epd.serve_app.network.link import Link, LinkClosedError, connect, listen
 
 KEY = bytes(32)
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def set_loopback(state: str) -> None:

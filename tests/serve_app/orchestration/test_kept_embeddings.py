@@ -248,8 +248,7 @@ def test_an_encoder_that_is_lost_in_the_middle_costs_a_retry(
 
             monkeypatch.setattr(EncoderPool, "copy", copy_then_lose)
             monkeypatch.setattr(ItemFrames, "read", read_so_many)
-            async with asyncio.timeout(30):
-                answer = await deployment.ask(question, reduction=QUARTER)
+            answer = await deployment.ask(question, reduction=QUARTER)
             await settled(deployment)
             return answer
 

@@ -21,6 +21,7 @@ from epd.models import embedded_model_path
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.serve_app.observability.record import RequestRecord
+from epd.serve_app.service import TokenDelta
 from epd.shapes import make_scene
 from epd.shapes.stories import TOLD_KINDS, facts_told, make_stories
 from epd.video.demo_video import write_demo_video
@@ -106,15 +107,12 @@ def test_a_decode_worker_changes_its_role_in_the_middle(
 
     async def run() -> None:
         async with deployed(MODEL, "1e1p2d") as deployment:
-            asking = [
-                asyncio.create_task(deployment.ask(each, reduction=policy))
-                for each in [*questions, *questions]
-            ]
+            asking = [asyncio.create_task(deployment.ask(each, reduction=policy)) for each in questions]
             await until_decoding(deployment, "d0", 1)
             switch = await deployment.service.switch_roles("d0", frozenset({LETTERS[becomes]}))
             assert (switch.num_moved > 0, switch.num_redone) == (True, 0)
             answers = [(await each).tokens for each in asking]
-            assert answers == (dropping if policy is DROPPING else expected) * 2
+            assert answers == (dropping if policy is DROPPING else expected)
             assert all(len(answer) >= LONG for answer in answers)
             await deployment.settle()
 
@@ -130,12 +128,13 @@ def test_time_between_tokens_is_that_of_the_stream(questions: list[Question]) ->
                 async for items in answer:
                     for item in items:
                         record.note(item)
-                    arrivals.append(asyncio.get_running_loop().time())
+                    if any(isinstance(item, TokenDelta) for item in items):
+                        arrivals.append(asyncio.get_running_loop().time())
         assert record.end is not None
         assert record.tpot_s is not None
         gaps = record.end.usage.completion_tokens - 1
         assert gaps >= LONG - 1
-        assert record.tpot_s * gaps == pytest.approx(arrivals[-1] - arrivals[1], rel=0.3)
+        assert record.tpot_s * gaps == pytest.approx(arrivals[-1] - arrivals[0], rel=0.1)
 
     asyncio.run(run())
 

@@ -105,7 +105,7 @@ def test_a_request_that_ends_its_workers_is_refused_after_two(
                 await deployment.ask(Question((media["image"],)))
             await deployment.settle()
 
-    asyncio.run(asyncio.wait_for(run(), 40.0))
+    asyncio.run(run())
 
 
 def test_a_request_is_not_blamed_for_two_workers_that_are_lost_at_once(
@@ -114,7 +114,7 @@ def test_a_request_is_not_blamed_for_two_workers_that_are_lost_at_once(
     """Their machine is. The second one has answered nothing since the first was lost."""
 
     async def run() -> None:
-        fleet = {"hang_s": 4.0}  # a busy machine holds workers up, too
+        fleet = {"hang_s": 10.0}  # a busy machine holds workers up, too
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d", fleet=fleet) as deployment:
             asking = asyncio.create_task(deployment.ask(questions[0]))
             await until_decoding(deployment, "d0", 1)
@@ -124,7 +124,7 @@ def test_a_request_is_not_blamed_for_two_workers_that_are_lost_at_once(
             await deployment.settle()
             assert await num_lost(deployment) == 2
 
-    asyncio.run(asyncio.wait_for(run(), 60.0))
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("kind", [Prefill, EncodeGroup])
@@ -146,4 +146,4 @@ def test_others_are_answered_while_a_request_ends_its_workers(
                 assert [answer.tokens for answer in await asking] == expected
             await deployment.settle()
 
-    asyncio.run(asyncio.wait_for(run(), 60.0))
+    asyncio.run(run())

@@ -17,7 +17,15 @@ from epd.machine import steady_time_s
 from epd.sampling_params import SamplingParams
 from epd.serve_app.role_messages import SetRoles
 from tests.colocated import ColocatedPipeline
-from tests.serve_app.deployments import MAX_TOKENS, NUM_FRAMES, Answered, Deployment, Question, deployed
+from tests.serve_app.deployments import (
+    MAX_TOKENS,
+    NEVER_S,
+    NUM_FRAMES,
+    Answered,
+    Deployment,
+    Question,
+    deployed,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -271,7 +279,7 @@ def test_a_step_of_the_wall_clock_refuses_nothing_that_waits(
             assert all(answer.tokens for answer in await asking)
             assert deployment.service.queue.num_refused == 0
 
-    asyncio.run(asyncio.wait_for(run(), 60.0))
+    asyncio.run(run())
 
 
 def test_draining_refuses_what_is_new_and_closing_ends_what_runs(checkpoints: dict[str, Path]) -> None:
@@ -281,7 +289,7 @@ def test_draining_refuses_what_is_new_and_closing_ends_what_runs(checkpoints: di
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
             short = asyncio.create_task(deployment.ask(Question(())))
             await asyncio.sleep(0)
-            assert await deployment.service.drain(30)
+            assert await deployment.service.drain(NEVER_S)
             assert (await short).end is not None
             with pytest.raises(UnavailableError):
                 await deployment.ask(Question(()))
@@ -310,9 +318,8 @@ def test_roles_change_while_requests_run(checkpoints: dict[str, Path], questions
                 await deployment.fleet.send("encode", "e1", SetRoles(frozenset({stage})))
             assert [each.tokens for each in await asking] == [each.tokens for each in expected]
             await deployment.settle()
-            async with asyncio.timeout(60):  # a worker at rest tells of it once
-                while (await switches_of(deployment, "e1")) < 3:
-                    await asyncio.sleep(0.02)
+            while (await switches_of(deployment, "e1")) < 3:  # a worker at rest tells of it once
+                await asyncio.sleep(0.02)
             status = await deployment.service.status()
             assert status.topology == "2e1p1d"
             assert await switches_of(deployment, "e1") == 3

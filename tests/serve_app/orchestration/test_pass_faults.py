@@ -122,7 +122,7 @@ def test_a_step_that_raises_costs_its_request_alone(
         async with deployed(checkpoints["qwen2_5_vl"], topology) as deployment:
             await check_others(deployment, others, expected, poisoned, InternalError)
 
-    asyncio.run(asyncio.wait_for(run(), 30.0))
+    asyncio.run(run())
     assert raised
 
 
@@ -154,4 +154,4 @@ def test_an_encoder_that_raises_costs_the_group_alone(
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
             await check_others(deployment, others, expected, poisoned, EncodeError)
 
-    asyncio.run(asyncio.wait_for(run(), 30.0))
+    asyncio.run(run())

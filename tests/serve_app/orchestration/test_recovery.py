@@ -187,7 +187,7 @@ def test_a_prompt_whose_decode_worker_is_lost_goes_to_another_and_is_not_begun_a
             assert (counters["workers_lost"], counters.get("retries", 0)) == (1, 0)
             assert counters["redirects"] == 1
 
-    asyncio.run(asyncio.wait_for(run(), 60.0))
+    asyncio.run(run())
 
 
 def test_an_answer_outlives_the_worker_that_computed_its_prompt(
@@ -197,19 +197,21 @@ def test_an_answer_outlives_the_worker_that_computed_its_prompt(
 
     async def run() -> None:
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
-            answer = Answered()
-            question = replace(questions[1], sampling=replace(LONG, max_tokens=1000))
-            asking = asyncio.create_task(deployment.ask(question, answer))
+            deployment.held.is_on = True
+            asking = asyncio.create_task(deployment.ask(questions[1]))
             await until_decoding(deployment, "d0", 1)
             deployment.fleet.kill("p0")
-            await asking
-            assert answer.tokens[:40] == expected[1]
+            while deployment.fleet.workers["p0"].is_alive:
+                await asyncio.sleep(0.002)
+            deployment.held.is_on = False
+            answer = await asking
+            assert answer.tokens == expected[1]
             assert answer.end is not None
-            assert (len(answer.tokens), answer.end.num_retries) == (1000, 0)
+            assert answer.end.num_retries == 0
             await deployment.settle()
             assert (await deployment.service.status()).counters["workers_lost"] == 1
 
-    asyncio.run(asyncio.wait_for(run(), 60.0))
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("topology", ["1e1p1d", "1ep1d", "1epd"])
@@ -238,7 +240,7 @@ def test_a_worker_that_hangs_is_replaced(
     victim: str, checkpoints: dict[str, Path], questions: list[Question], expected: list[tuple[int, ...]]
 ) -> None:
     async def run() -> None:
-        async with deployed(checkpoints["qwen2_5_vl"], "2e2p2d", fleet={"hang_s": 3.0}) as deployment:
+        async with deployed(checkpoints["qwen2_5_vl"], "2e2p2d", fleet={"hang_s": 10.0}) as deployment:
             asking = asyncio.create_task(deployment.ask_all(questions))
             await until_busy(deployment, victim)
             deployment.fleet.freeze(victim)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:Depre
 
 KINDS = (("image",), ("video",), (), ("image", "tall_video"))
 PREFILL, DECODE = frozenset({"prefill"}), frozenset({"decode"})
-LONG = SamplingParams(max_tokens=300, ignore_eos=True)
+LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 
 
 def asked(media: dict[str, Path], sampling: SamplingParams, num_questions: int) -> list[Question]:
@@ -69,7 +68,8 @@ def tokens_of(answers: list[list[Answered]]) -> list[list[tuple[int, ...]]]:
 
 
 async def in_the_middle(fronts: list[Front], questions: list[Question]) -> asyncio.Task[list[list[Answered]]]:
-    """All questions are asked at each front, and d0 has begun an answer of each."""
+    """All questions are asked at each front, d0 has begun an answer of each, and none goes on while held."""
+    fronts[0].held.is_on = True
     asking = asyncio.create_task(ask_at_both(fronts, questions))
     for front in fronts:
         await until_decoding(front, "d0", 1)
@@ -96,13 +96,10 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return owners
 
 
-async def until(is_so: Callable[[], bool], limit_s: float = 10.0) -> float:
-    """Returns the seconds until it is so."""
-    start_s = time.monotonic()
+async def until(is_so: Callable[[], bool]) -> None:
+    """Returns when it is so."""
     while not is_so():
-        assert time.monotonic() - start_s < limit_s
         await asyncio.sleep(0.005)
-    return time.monotonic() - start_s
 
 
 def test_the_same_questions_at_two_fronts_get_the_same_tokens(
@@ -150,7 +147,7 @@ def test_a_front_that_is_gone_takes_nothing_from_the_other(
             await asyncio.sleep(0.05)
             await gone.crash()
             assert [answer.tokens for answer in await asking] == expected
-            await other.settle(5.0)
+            await other.settle()
             assert (await other.service.status()).counters.get("workers_lost", 0) == 0
             assert (await other.ask(questions[1])).tokens == expected[1]
             lost.cancel()
@@ -172,6 +169,7 @@ def test_a_switch_moves_the_answers_of_every_front(
             assert moved == {"a", "b"}
             assert switch.num_moved > 0
             assert switch.num_redone == 0
+            fronts[0].held.is_on = False
             answers = await asking
             assert tokens_of(answers) == [long_expected, long_expected]
             assert [answer.end.num_retries for each in answers for answer in each if answer.end] == [0] * 6
@@ -230,21 +228,18 @@ def test_the_next_leader_ends_the_switch_of_one_that_is_gone(
     asyncio.run(run())
 
 
-async def drain(front: Front, worker: str) -> float:
-    """The worker leaves for good, as it does by itself. Returns the seconds until it had nothing left."""
+async def drain(front: Front, worker: str) -> None:
+    """The worker leaves for good, as it does by itself. Returns when it has nothing left."""
     info, fleet = front.fleet.workers[worker], front.fleet
     stage = min(info.roles)
     await fleet.send(stage, worker, Offload(frozenset(), EVERY_STAGE))
     front.shared.publish(WorkerChanged(worker))
-    start_s = time.monotonic()
     while not (await fleet.send(stage, worker, AskRemaining(EVERY_STAGE))).is_over:
-        assert time.monotonic() - start_s < 60.0
         await asyncio.sleep(0.01)
     fleet._stop(fleet._threads.pop(worker), "it has left")
     infos: Any = fleet.workers
     del infos[worker]
     front.shared.publish(WorkerLost(worker, "it has left", info.incarnation, is_planned=True))
-    return time.monotonic() - start_s
 
 
 @pytest.mark.parametrize("worker", ["e0", "p0", "d0"])
@@ -272,7 +267,10 @@ def test_the_only_worker_of_a_role_completes_its_answers_before_it_ends(
         limits = SwitchLimits(leave_s=0.0)
         async with fronts_over(checkpoints["qwen2_5_vl"], "1e1p1d", switching=limits) as fronts:
             asking = await in_the_middle(fronts, long_questions[:1])
-            await drain(fronts[0], "d0")
+            draining = asyncio.create_task(drain(fronts[0], "d0"))
+            await until(lambda: not fronts[0].fleet.workers["d0"].takes("decode"))
+            fronts[0].held.is_on = False
+            await draining
             answers = await asking
             assert tokens_of(answers) == [long_expected[:1]] * 2
             assert [answer.end.num_retries for each in answers for answer in each if answer.end] == [0, 0]
@@ -291,6 +289,7 @@ def test_answers_move_from_a_worker_that_drains(
             asking = await in_the_middle(fronts, long_questions)
             await drain(fronts[0], "d0")
             assert moved
+            fronts[0].held.is_on = False
             assert tokens_of(await asking) == [long_expected, long_expected]
             for front in fronts:
                 await front.settle()
@@ -304,6 +303,7 @@ def test_each_front_sees_the_work_of_the_other(
     async def run() -> None:
         async with fronts_over(checkpoints["qwen2_5_vl"], "1e2p2d") as (busy, other):
             other.service.share(QueueSummary())
+            busy.held.is_on = True
             asking = asyncio.create_task(busy.ask_all(long_questions[:1]))
             router = other.service.router
             await until(lambda: any(router.load(name).num_prefills for name in ("p0", "p1")))
@@ -311,6 +311,7 @@ def test_each_front_sees_the_work_of_the_other(
             (at,) = [name for name in ("d0", "d1") if router.load(name).num_decodes]
             assert router.load(at) == busy.service.router.in_flight(at)
             assert next(router.decode_order(("d0", "d1"))) != at
+            busy.held.is_on = False
             assert [answer.tokens for answer in await asking] == long_expected[:1]
             await until(lambda: not any(any(router.load(name)) for name in other.fleet.workers))
             assert not busy.service.router._others
@@ -325,17 +326,19 @@ def test_room_that_one_front_frees_wakes_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There is room for one answer at a time, and nobody looks for it without a reason."""
-    monkeypatch.setattr(worker_calls, "_POLL_S", 60.0)
+    monkeypatch.setattr(worker_calls, "_POLL_S", 3600.0)
     only: dict[str, Any] = {"settings": {"scheduler": SchedulerConfig(max_chunk_tokens=64, max_num_seqs=1)}}
 
     async def run() -> None:
         async with fronts_over(checkpoints["qwen2_5_vl"], "1e1p1d", **only) as (first, second):
+            first.held.is_on = True
             asking = [asyncio.create_task(first.ask(long_questions[0]))]
             await until_decoding(first, "d0", 1)
             second.service.share(QueueSummary())
             asking.append(asyncio.create_task(second.ask(long_questions[0])))
             await until(lambda: len(second.service.queue) == 1)
-            answers = await asyncio.wait_for(asyncio.gather(*asking), 30.0)
+            first.held.is_on = False
+            answers = await asyncio.gather(*asking)
             assert [answer.tokens for answer in answers] == long_expected[:1] * 2
 
     asyncio.run(run())

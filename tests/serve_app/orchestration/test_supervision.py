@@ -22,7 +22,6 @@ from tests.serve_app.deployments import Question, deployed, undisturbed, until_d
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
-LIMIT_S = 40.0
 
 
 def raise_bug(*_: Any, **__: Any) -> Any:
@@ -51,13 +50,12 @@ def test_a_loop_that_fails_is_started_again_and_gone_after_many_failures() -> No
 
         loops.start("work", work)
         loops.start("elastic", broken, is_vital=False)
-        async with asyncio.timeout(LIMIT_S):
-            while counters["loop_failures"] < 10:
-                await asyncio.sleep(0)
-            assert loops.gone == []
-            loops.start("events", broken)
-            while not told:
-                await asyncio.sleep(0)
+        while counters["loop_failures"] < 10:
+            await asyncio.sleep(0)
+        assert loops.gone == []
+        loops.start("events", broken)
+        while not told:
+            await asyncio.sleep(0)
         assert loops.gone == told == ["events"]
         await loops.close()
 
@@ -75,7 +73,7 @@ def test_a_service_without_its_reader_of_events_is_not_ready(
             assert (await deployment.service.status()).counters["loop_failures"] == 8
 
     monkeypatch.setattr(EventReader, "follow", raise_bug)
-    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+    asyncio.run(run())
 
 
 def only_for(text: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +106,7 @@ def test_a_report_that_cannot_be_taken_costs_its_request_alone(
             assert status.is_ready
             assert status.counters["event_failures"] > 0
 
-    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+    asyncio.run(run())
 
 
 def test_a_bug_in_the_feed_ends_the_request(
@@ -121,7 +119,7 @@ def test_a_bug_in_the_feed_ends_the_request(
                 await deployment.ask(Question((media["image"],)))
             await deployment.settle()
 
-    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+    asyncio.run(run())
 
 
 def test_a_bug_in_recovery_ends_the_request(
@@ -137,4 +135,4 @@ def test_a_bug_in_recovery_ends_the_request(
                 await asking
             await deployment.settle()
 
-    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+    asyncio.run(run())

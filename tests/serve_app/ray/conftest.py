@@ -14,7 +14,7 @@ SHARED_TOPOLOGY = "1e1p2d"
 # A process that starts on busy cores may be silent for some seconds.
 SHARED_HANG_S = 30.0
 # Replicas are started again while other tests run: that takes minutes, and says nothing.
-TIMEOUT_S = 900
+TIMEOUT_S = 3600
 KEY = "a-key-for-tests"
 
 

@@ -20,11 +20,12 @@ from epd.serve_app.app_args import AppArgs
 from epd.serve_app.network.memory import PoolFiles, orphans
 from tests.serve_app.conftest import JSON, data_url, image_part, video_part
 from tests.serve_app.deployments import Answered, Question
+from tests.serve_app.ray import held_app
 from tests.serve_app.ray.ray_session import RaySession, delete_app
 from tests.what_waits import what_waits
 
 DEPLOYMENTS = ("Front", "Media", "Stage")
-DEPLOYED_S = 240.0
+DEPLOYED_S = 3000.0  # nine processes start, which import torch; pytest ends the test later
 Truth = tuple[str, int]  # a text, and how many tokens it has
 
 
@@ -102,7 +103,7 @@ class DeclaredApp:
     url: str
     args: JSON
     front_config: JSON = field(default_factory=dict)
-    import_path: str = "epd.serve_app.app:build_app"
+    import_path: str = held_app.BUILDER
     pool_files: list[PoolFiles] = field(default_factory=list)
 
     def deploy(self, num_replicas: Mapping[str, int | JSON] | None = None, **args: Any) -> None:
@@ -201,7 +202,7 @@ class DeclaredApp:
         )
 
 
-async def until(holds: Callable[[], Any], seconds: float = 60.0, every_s: float = 0.02) -> float:
+async def until(holds: Callable[[], Any], seconds: float = 200.0, every_s: float = 0.02) -> float:
     """Returns the seconds until it holds. holds: may be a coroutine function."""
     start_s = time.monotonic()
     while True:
@@ -218,7 +219,7 @@ def declared_app(
     num_replicas: Mapping[str, int | JSON] | None = None,
     *,
     front_port: int | None = None,
-    import_path: str = "epd.serve_app.app:build_app",
+    import_path: str = held_app.BUILDER,
     **args: Any,
 ) -> Iterator[DeclaredApp]:
     """The application, alone. It may leave no file of a pool behind.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,18 +17,19 @@ import ray
 from ray import serve
 from ray.serve.config import ProxyLocation
 
-from epd.serve_app.app import application, build_app
+from epd.serve_app.app import application
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.network.members import Member, ProcessAddress, Purpose
 from epd.serve_app.network.memory import orphans
 from epd.serve_app.network.remote_fleet import RemoteFleet
-from epd.serve_app.orchestration.config import OrchestratorConfig
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.ray.board import RayBoard
 from epd.serve_app.ray.cluster import RaySettings, ray_cluster
-from tests.serve_app.deployments import Deployment
+from tests.ports import free_port
+from tests.serve_app.deployments import NEVER_S, Deployment, patient
+from tests.serve_app.ray.held_app import HELD_FILE, build_app
 
 # What Ray and Serve do in this process is not ours to mend.
 IGNORED = (
@@ -41,31 +42,42 @@ IGNORED = (
 
 @dataclass(frozen=True, slots=True)
 class RaySession:
-    """port: of the HTTP proxy."""
+    """port: of the HTTP proxy. held_file: while it is there, answers are held; see `held_app.py`."""
 
     port: int
+    held_file: Path
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Answers stay in their middle while the block runs, or until the file is removed in it."""
+        self.held_file.touch()
+        try:
+            yield
+        finally:
+            self.held_file.unlink(missing_ok=True)
+
 
 @contextmanager
 def ray_with_serve() -> Iterator[RaySession]:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    held_file = Path(tempfile.gettempdir()) / f"epd-tests-held-{os.getpid()}"
+    os.environ[HELD_FILE] = str(held_file)
+    port = free_port()
     with ray_cluster(RaySettings(namespace=f"epd-tests-{os.getpid()}")):
         serve.start(
             http_options={"host": "127.0.0.1", "port": port},
             proxy_location=ProxyLocation.HeadOnly,
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
-        yield RaySession(port)
+        yield RaySession(port, held_file)
         serve.shutdown()
 
 
-def delete_app(name: str, drain_s: float, late_s: float = 60.0) -> None:
+def delete_app(name: str, drain_s: float, late_s: float = 600.0) -> None:
     """Deletes an application, and returns when it is gone. Raises TimeoutError that says who is left.
 
     Serve's own `delete` waits for a minute, less than a drain may take. A front was seen to wait for a
@@ -111,7 +123,7 @@ class RayDeployment(Deployment):
         place, purpose = ProcessAddress("127.0.0.1", node_id), Purpose(str(path.resolve()))
         self.ray_fleet = RemoteFleet(RayBoard("epd"), place, purpose)
         planner = RequestPlanner(path, "tiny", group_tokens=16)
-        config = OrchestratorConfig(max_wait_s=600.0, unavailable_s=600.0)
+        config = patient({"max_wait_s": NEVER_S})
         self.service = Orchestrator(self.ray_fleet, planner, config, owner=self.ray_fleet.owner)
 
     def member(self, name: str) -> Member:

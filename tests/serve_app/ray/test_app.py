@@ -139,7 +139,7 @@ def test_tokens_equal_the_colocated_pipeline(
     """All at once; every other one streams."""
 
     async def run() -> list[tuple[str, int]]:
-        async with httpx.AsyncClient(trust_env=False, timeout=100) as http:
+        async with httpx.AsyncClient(trust_env=False, timeout=200) as http:
             client = AsyncOpenAI(base_url=f"{app.url}/v1", api_key=KEY, max_retries=0, http_client=http)
             asking = [
                 asked(client, paths, text, is_stream=number % 2 == 1)

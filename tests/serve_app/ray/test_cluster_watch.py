@@ -6,7 +6,6 @@ import os
 import secrets
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from epd.serve_app.ray.process_tree import children
@@ -19,10 +18,10 @@ TREE = """
 import os, subprocess, sys
 from epd.serve_app.ray.process_tree import adopt_orphans, children, end_descendants
 
-INNER = "trap '' TERM; echo there; sleep 60"
+INNER = "trap '' TERM; echo there; sleep 1000"
 adopt_orphans()
 below = subprocess.Popen(
-    ["setsid", "sh", "-c", 'setsid sh -c "$1" "$2" & sleep 60', "sh", INNER, sys.argv[1]],
+    ["setsid", "sh", "-c", 'setsid sh -c "$1" "$2" & sleep 1000', "sh", INNER, sys.argv[1]],
     stdout=subprocess.PIPE,
 )
 below.stdout.readline()
@@ -40,9 +39,8 @@ from epd.serve_app.ray.supervisor import supervised
 with ray_cluster(RaySettings()), supervised(owns_cluster=True):
     time.sleep(1.0)
     lost = [pid for pid, name in children(os.getpid()).items() if name == sys.argv[1]]
-    print(time.monotonic(), flush=True)
     os.kill(lost[0], signal.SIGKILL)
-    time.sleep(120)
+    time.sleep(1000)
 """
 
 
@@ -84,12 +82,10 @@ def test_a_part_that_is_heard_of_again_has_not_ended() -> None:
 
 def test_all_that_was_started_ends_with_the_process(tmp_path: Path) -> None:
     mark = str(tmp_path / "of-this-test")
-    start_s = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", TREE, mark], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", TREE, mark], capture_output=True, text=True, timeout=200, check=False
     )
     assert (done.returncode, done.stdout) == (3, "{}\n"), done.stderr
-    assert time.monotonic() - start_s < 100, "less than the children sleep"
     wait_until(lambda: processes_that_name(mark) == [])
 
 
@@ -112,17 +108,16 @@ def test_a_server_whose_raylet_is_gone_ends_and_leaves_nothing(tmp_path: Path) -
         env={**os.environ, MARK: mark},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 3, done.stderr
-    assert time.monotonic() - float(done.stdout.split()[0]) < 60
     assert "error: Ray's raylet has ended: the server cannot go on; start it again\n" in done.stderr
     wait_until(lambda: processes_with(mark) == [])
 
 
 def test_children_are_found_by_name() -> None:
-    process = subprocess.Popen(["sleep", "60"])
+    process = subprocess.Popen(["sleep", "1000"])
     try:
         wait_until(lambda: children(os.getpid()).get(process.pid) == "sleep")
     finally:

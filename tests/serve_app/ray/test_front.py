@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import subprocess
 import sys
 import warnings
@@ -20,6 +19,7 @@ from epd.errors import RequestError
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.ray.front import FrontListener, FrontReplica
+from tests.ports import free_port
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray's own, when it is imported
@@ -73,8 +73,7 @@ def address() -> HttpAddress:
 
 
 def free_address() -> HttpAddress:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return HttpAddress(port=listener.getsockname()[1])
+    return HttpAddress(port=free_port())
 
 
 async def ask(address: HttpAddress, path: str = "/name") -> str:

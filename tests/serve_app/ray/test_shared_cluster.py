@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -23,6 +21,7 @@ from epd.errors import UnavailableError
 from epd.serve_app.ray.front import OWNER
 from epd.serve_app.ray.supervisor import ends_once
 from epd.serve_app.ray.tenancy import cluster_now, is_left, is_taken, turn_to_deploy, url_at
+from tests.ports import free_port
 from tests.serve_app.cli.test_serve_command import END_S, READY_S, START, command
 from tests.serve_app.ray.ray_session import IGNORED, RaySession, delete_app
 from tests.serve_app.server import wait_until
@@ -49,7 +48,7 @@ def neighbour(ray_session: RaySession) -> Iterator[str]:
 
 
 def said_at(url: str) -> str:
-    return httpx.get(url, trust_env=False, timeout=60).text
+    return httpx.get(url, trust_env=False, timeout=200).text
 
 
 @contextmanager
@@ -69,18 +68,6 @@ def starting(tmp_path: Path, port: int, *options: str) -> Iterator[tuple[subproc
 
 def names() -> set[str]:
     return {each.name for each in cluster_now().tenants}
-
-
-def free_port() -> int:
-    """A port that no connection is given by itself: it is free for longer than a moment."""
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
-    while True:
-        with (
-            suppress(OSError),
-            socket.create_server(("127.0.0.1", random.randrange(first // 2, first))) as free,
-        ):
-            port: int = free.getsockname()[1]
-            return port
 
 
 @pytest.mark.parametrize(
@@ -117,10 +104,10 @@ def test_two_applications_are_served_side_by_side(
         assert "Serve has its proxy at" in output.read_text()
         assert url_at(cluster_now(), "mine", "127.0.0.1") == url
         for each in (url, f"{ray_session.url}/mine"):
-            models = httpx.get(f"{each}/v1/models", trust_env=False, timeout=60).json()["data"]
+            models = httpx.get(f"{each}/v1/models", trust_env=False, timeout=200).json()["data"]
             assert [model["id"] for model in models] == ["shapes-vl-2"]
         asked = [sys.executable, "-c", START, "status", "--json", "--url", url]
-        status = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
+        status = subprocess.run(asked, capture_output=True, text=True, timeout=200, check=True)
         assert json.loads(status.stdout)["status"]["is_ready"]
         assert said_at(neighbour) == before
         process.send_signal(signal.SIGTERM)
@@ -153,11 +140,18 @@ def test_commands_look_and_deploy_one_after_the_other(ray_session: RaySession) -
         pass
 
 
-def test_an_application_that_others_delete_is_noticed(ray_session: RaySession) -> None:
+def test_an_application_that_others_delete_is_noticed(ray_session: RaySession, tmp_path: Path) -> None:
     """Serve names no owner of what it still ends."""
     assert ray_session.port
+    ending = tmp_path / "ending"
+    ending.touch()
 
-    @serve.deployment(name="Front", ray_actor_options={"num_cpus": 0}, user_config={OWNER: "me"})
+    @serve.deployment(
+        name="Front",
+        ray_actor_options={"num_cpus": 0},
+        user_config={OWNER: "me"},
+        graceful_shutdown_timeout_s=600.0,
+    )
     class Front:
         def reconfigure(self, _config: object) -> None:
             pass
@@ -166,7 +160,8 @@ def test_an_application_that_others_delete_is_noticed(ray_session: RaySession) -
             pass
 
         def __del__(self) -> None:
-            time.sleep(2.0)
+            while ending.exists():
+                time.sleep(0.05)
 
     serve.run(Front.bind(), name="held", route_prefix="/held")  # type: ignore[attr-defined]
     said: list[str] = []
@@ -178,5 +173,6 @@ def test_an_application_that_others_delete_is_noticed(ray_session: RaySession) -
             delete_app("held", drain_s=0.0, late_s=0.0)
         wait_until(lambda: is_taken("held", "me"), END_S)
         assert is_left(cluster_now(), "held", "me")
+        ending.unlink()
         wait_until(lambda: said == ["it is gone"], END_S)
     wait_until(lambda: not is_left(cluster_now(), "held", "me"), END_S)

@@ -50,7 +50,7 @@ def test_a_decode_worker_encodes_and_prefills_from_then_on(
 ) -> None:
     with cuda.unchecked():  # weights are loaded
         bench = Bench(family.path, "1e1p2d")
-    question = Question((media["image"],), sampling=SamplingParams(max_tokens=8, ignore_eos=True))
+    question = Question((media["image"],), sampling=SamplingParams(max_tokens=5, ignore_eos=True))
     plan = bench.plan(question)
     assert bench.submit("r", plan)
     while len(bench.outputs.get("r", {})) < 3:
@@ -75,7 +75,7 @@ def test_a_decode_worker_encodes_and_prefills_from_then_on(
     assert set(bench.cores["d0"].hosted) == {"encode", "prefill"}
     assert bench.cores["d1"].load().counters["generated_tokens"] > 0
 
-    again = replace(question, text="And now?")
+    again = replace(question, text="And now?", sampling=SamplingParams(max_tokens=2, ignore_eos=True))
     plan = bench.plan(again)
     ticket = bench.reserve("s", plan, sender="d0", worker="d1")
     assert bench.submit_with("s", plan, "d0", ticket)
