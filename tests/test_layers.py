@@ -106,11 +106,8 @@ ROOMS: dict[str, dict[str, str]] = {
         "http/guard": ". http media observability",
         "http/requests": ".",
         "http/answers": ". http http/guard observability",
-        "http/format_checks.py": ".",
-        "http/chat_answers.py": ". files http/format_checks.py http/guard http/requests observability",
-        "http/server_state.py": (
-            ". files http/answers http/chat_answers.py http/guard http/requests observability"
-        ),
+        "http/chat_answers.py": ". files http/guard http/requests observability",
+        "http/server_state.py": ". files http/chat_answers.py http/guard http/requests observability",
         "http/routes": (". files http/answers http/guard http/requests http/server_state.py observability"),
         "http/page": "http http/guard observability",
         "http/http_server.py": "http http/guard observability",

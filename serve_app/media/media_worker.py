@@ -31,10 +31,9 @@ from epd.encoders import MediaPlan
 from epd.errors import CancelledError, EPDError
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
-from epd.serve_app.media.image_planner import ImagePlanner
+from epd.serve_app.media.image_planner import ImagePlanner, jpeg_of
 from epd.serve_app.media.media_processes import MediaProcesses
 from epd.serve_app.media.media_spool import FetchedFile, FetchedMedia, IncomingFile, MediaSpool, SpoolLimits
-from epd.serve_app.media.pictures import jpeg_of
 from epd.serve_app.media_messages import (
     FILE_CHUNK_BYTES,
     DecodeOrder,
