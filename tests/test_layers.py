@@ -108,7 +108,9 @@ ROOMS: dict[str, dict[str, str]] = {
         "http/answers": ". http http/guard observability",
         "http/chat_answers.py": ". files http/guard http/requests observability",
         "http/server_state.py": ". files http/chat_answers.py http/guard http/requests observability",
-        "http/routes": (". files http/answers http/guard http/requests http/server_state.py observability"),
+        "http/routes": (
+            ". files http http/answers http/guard http/requests http/server_state.py observability"
+        ),
         "http/page": "http http/guard observability",
         "http/http_server.py": "http http/guard observability",
         "http/api.py": (
