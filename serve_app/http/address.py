@@ -39,6 +39,12 @@ class HttpAddress:
             f"port, 1 to {_MAX_PORT}, and prefix, a path; change it"
         )
 
+    @classmethod
+    def free(cls) -> Self:
+        """Returns a loopback address that nobody listened on a moment ago."""
+        with socket.create_server((_HOST, 0)) as listener:
+            return cls(_HOST, listener.getsockname()[1])
+
     @property
     def config(self) -> dict[str, object]:
         """Returns what `of` takes."""

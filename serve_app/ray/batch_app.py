@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,18 +36,12 @@ def started_backend(
         allowed_media_path=media_folder,
         **config.given,
     )
-    http = HttpAddress("127.0.0.1", _free_port())
+    http = HttpAddress.free()
     with (
         served_app(args.resolved(), ServeSettings(http), RaySettings()),
         HttpBackend.open(http.url, key, has_seeds=True) as backend,
     ):
         yield backend
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def url_of_app(address: str, name: str = APP_NAME) -> str:
