@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+# Of a request whose answer is read as it comes over the wire: it must not be compressed.
+STREAM_HEADERS = {
+    "Accept": "text/event-stream",
+    "Accept-Encoding": "identity",
+    "Content-Type": "application/json",
+}
+
 
 class SSEParser:
     """Parses the data of every complete server-sent event (HTML standard, 9.2), from bytes cut anywhere."""
