@@ -12,9 +12,8 @@ from typing import Any, Self
 
 import httpx
 
-from epd.client.body import Body
+from epd.client.body import STREAM_HEADERS, Body, SSEParser
 from epd.client.endpoint import Endpoint
-from epd.client.events import STREAM_HEADERS, SSEParser
 
 _DETAIL_CHARS = 300
 # Below what servers keep idle connections for (uvicorn: 5 s), so that none is used that is being closed.

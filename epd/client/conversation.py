@@ -11,9 +11,8 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from epd.client.body import MediaPart, body_of, media_part, question_content
+from epd.client.body import STREAM_HEADERS, MediaPart, SSEParser, body_of, media_part, question_content
 from epd.client.endpoint import Endpoint
-from epd.client.events import STREAM_HEADERS, SSEParser
 from epd.errors import RequestError, UnavailableError
 from epd.late_module import LateModule
 from epd.types import REUSE_KINDS, Answer, MediaKind, Reuse, StageTimings, Usage

@@ -49,9 +49,8 @@ from epd.workload.metrics import SLO
 from epd.workload.requests import PlannedRequest
 
 if TYPE_CHECKING:
-    from epd.serve_app.local import paced_jobs, paced_layouts
+    from epd.serve_app.local import paced_layouts
 else:  # torch, which URLs do without
-    paced_jobs = LateModule("epd.serve_app.local.paced_jobs")
     paced_layouts = LateModule("epd.serve_app.local.paced_layouts")
 
 _Layouts = Annotated[
@@ -329,7 +328,7 @@ def _run_case(found: Comparison, case: Case, serve: Serve, library: MediaLibrary
 
 def simulated(question: Question, case: Case, requests: Sequence[PlannedRequest]) -> Round:
     """Returns what the simulator says of a round of paced devices."""
-    maker = paced_jobs.PacedJobs(paced_jobs.MODEL, group_tokens(question.tokens))
+    maker = paced_layouts.PacedJobs(paced_layouts.MODEL, group_tokens(question.tokens))
     kinds = [each.shape.kind for each in requests]
     return Round(*case.key, replayed(_costs(question), case.layout, question, maker.jobs(requests), kinds))
 

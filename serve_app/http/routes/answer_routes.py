@@ -19,8 +19,7 @@ from epd.control.request_budget import RequestBudget
 from epd.errors import RequestError
 from epd.serve_app.http.answers.answer_response import AnswerForm, AnswerResponse
 from epd.serve_app.http.answers.completion_answer import Completion, CompletionChunks, CompletionWhole
-from epd.serve_app.http.answers.response_answer import ResponseBuilder
-from epd.serve_app.http.answers.response_protocol import ResponseReply
+from epd.serve_app.http.answers.response_answer import ResponseBuilder, ResponseReply
 from epd.serve_app.http.answers.responses import ChunkBuilder, CompletionBuilder
 from epd.serve_app.http.guard.http_guard import client_of
 from epd.serve_app.http.protocol import ChatCompletion
