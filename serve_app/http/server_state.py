@@ -13,7 +13,6 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from epd.control.request_budget import check_json_size
-from epd.errors import RequestError
 from epd.serve_app.clients import Client
 from epd.serve_app.files.batch_store import BatchStore
 from epd.serve_app.files.file_store import FileStore, check_media, names_file
@@ -32,7 +31,6 @@ from epd.serve_app.service import (
     AnswerItem,
     AnswerRequest,
     AnswerService,
-    Estimate,
     MediaReference,
     MediaService,
     ModelCard,
@@ -43,7 +41,6 @@ from epd.types import StageTimings, Usage
 __all__ = ["ApiSettings", "ParsedRequest", "ServerState"]
 
 _T = TypeVar("_T", bound=BaseModel)
-_PICTURE_SIDE = 320  # pixels
 NUM_AT_ONCE = 16  # prompts of one request
 _Pieces = asyncio.Queue[Sequence[AnswerItem] | None]
 
@@ -167,26 +164,6 @@ class ServerState(ChatAnswers):
                     for item in items:
                         record.note(item)
                     yield without_spans(items)
-
-    async def estimate(self, parsed: ParsedRequest, record: RequestRecord) -> Estimate:
-        """Returns what the answer would use. Its media are held until then. Raises EPDError."""
-        request = self.request_of(parsed, record)
-        with self.admitted():
-            async with self.media.sources(record.request_id, parsed.references) as media:
-                self.named_media.keep(parsed.namespace, parsed.references, parsed.client.share)
-                self.bodies.release(record)
-                return await self.service.prompts.estimate(request(media=media))
-
-    async def picture(self, parsed: ParsedRequest, record: RequestRecord) -> bytes:
-        """Returns a JPEG of the first medium of a request, which is kept by its uuid. Raises EPDError."""
-        if not parsed.references:
-            raise RequestError("received no medium in messages; allowed: an image or a video; add it")
-        first = parsed.references[:1]
-        with self.admitted():
-            async with self.media.sources(record.request_id, first) as (source,):
-                self.named_media.keep(parsed.namespace, first, parsed.client.share)
-                self.bodies.release(record)
-                return await self.media.picture(source, _PICTURE_SIDE)
 
     def finish(self, record: RequestRecord) -> None:
         """Records a finished HTTP request. Called once for each, however it ended."""
