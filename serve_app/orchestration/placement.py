@@ -81,7 +81,8 @@ class RequestPlacer:
         finally:
             self._queue.leave(attempt.id)
             self._shared.wake()
-        attempt.place(start_s)
+        attempt.answer.queued.prefill_s += attempt.started_s - start_s
+        attempt.is_placed = True
 
     async def _is_taken(self, attempt: Attempt) -> bool:
         if attempt.has_ended or not self._queue.is_turn(attempt.id, NUM_FIRST, self._clock()):

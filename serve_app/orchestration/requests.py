@@ -127,11 +127,6 @@ class Attempt:
         self.is_withdrawn = is_taken is None
         return bool(is_taken)
 
-    def place(self, since_s: float) -> None:
-        """Notes that its workers have taken it. since_s: when it began to wait for them, Unix time."""
-        self.answer.queued.prefill_s += self.started_s - since_s
-        self.is_placed = True
-
     # Progress
 
     def arrive(self, worker: str) -> None:
@@ -157,17 +152,6 @@ class Attempt:
             self.end(Outcome.TAKEN_BACK)
         self.failures[group] += 1
         return self.failures[group]
-
-    # Losses
-
-    @contextmanager
-    def asked(self, worker: str) -> Iterator[None]:
-        """Marks the time in which a worker has a message about it."""
-        self.asking[worker] += 1
-        try:
-            yield
-        finally:
-            self.asking[worker] -= 1
 
     # End
 
@@ -272,10 +256,12 @@ class Shared:
         if info is None or not info.is_alive:
             yield
             return
+        attempt.asking[worker] += 1
         try:
-            with attempt.asked(worker):
-                yield
+            yield
         except WorkerLostError:
             if self.requests.num_lost[worker] == num_lost:  # its `WorkerLost` will come
                 attempt.lost_with.add(worker)
             raise
+        finally:
+            attempt.asking[worker] -= 1
