@@ -277,16 +277,11 @@ def _print_others(found: Plan) -> None:
     for name, each in zip(names, search.others, strict=False):
         out.print(f"{name}: {each.candidate.layout} with {each.goodput:.3g} requests/s")
     if search.replicas is not None:
-        num = winner_devices(found)
+        num = found.winner.candidate.num_devices  # of its cell, which runners-up have too
         out.print(f"plain: {num} x 1epd with {num * search.replicas.goodput:.3g} requests/s")
     if search.encoder_scaling:
         steps = ", ".join(f"{count}: {value:.3g}" for count, value in search.encoder_scaling)
         out.print(f"requests/s by number of encoders, all else equal: {steps}")
-
-
-def winner_devices(found: Plan) -> int:
-    """Returns the devices of the winner's cell, which runners-up have too."""
-    return found.winner.candidate.num_devices
 
 
 def print_answer(answer: Answer) -> None:

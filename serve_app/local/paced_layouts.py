@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +29,7 @@ from epd.planning.replay import group_tokens, paced_deployment
 from epd.profiles.media import MediaWork
 from epd.profiles.profile import Profile
 from epd.serve_app.app_args import AppArgs
-from epd.serve_app.local.own_service import JSON, OwnService, own_service
+from epd.serve_app.local.own_service import OwnService, own_service
 from epd.serve_app.local.pacing import Pace
 from epd.simulate.clock import ticks_of
 from epd.simulate.requests import GroupWork, Job
@@ -111,16 +111,14 @@ class OwnClient:
         reply = ChatReply(self.now_s())
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._service.chunks(json.loads(b"".join(body.pieces)), self._taking(reply))
+                take = lambda chunk: reply.take_chunk(chunk, self.now_s())  # noqa: E731 # one line
+                await self._service.chunks(json.loads(b"".join(body.pieces)), take)
         except EPDError as error:
             reply.error = AnswerError(type(error).__name__, str(error))
         except TimeoutError:
             reply.error = AnswerError("timeout", f"no end within {self._timeout_s:g} s")
         reply.end_s = self.now_s()
         return reply
-
-    def _taking(self, reply: ChatReply) -> Callable[[JSON], None]:
-        return lambda chunk: reply.take_chunk(chunk, self.now_s())
 
 
 @dataclass(frozen=True, slots=True)
