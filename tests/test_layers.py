@@ -128,10 +128,9 @@ ROOMS: dict[str, dict[str, str]] = {
         "ray": ". composition.py http http/http_server.py media network observability",
         "app.py": ". http ray",
         "ray/server.py": ". app.py http observability ray",
-        "ray/batch_app.py": ". http ray ray/server.py",
         "llm.py": ". http local",
         "verification.py": "llm.py",
-        "cli": ". http http/guard local observability ray ray/batch_app.py ray/server.py",
+        "cli": ". http http/guard local observability ray ray/server.py",
     },
 }
 

@@ -92,7 +92,7 @@ def test_no_command_names_a_field_as_its_parameter() -> None:
         *(ROOT / "serve_app/cli" / f"{module}.py" for module in modules),
         *(
             ROOT / name
-            for name in ("serve_app/llm.py", "serve_app/local/own_service.py", "serve_app/ray/batch_app.py")
+            for name in ("serve_app/llm.py", "serve_app/local/own_service.py", "serve_app/ray/server.py")
         ),
         ROOT / "stages/engine/setup.py",
     ]
