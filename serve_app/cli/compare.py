@@ -41,7 +41,7 @@ from epd.planning.replay import group_tokens, replayed, scaled
 from epd.profiles.files import load_profile
 from epd.profiles.profile import Profile
 from epd.serve_app.cli.options import Plot, Seed
-from epd.serve_app.cli.traffic_options import SloTpot, SloTtft
+from epd.serve_app.cli.traffic_options import AskedModel, Attainment, BenchKey, MediaDir, SloTpot, SloTtft
 from epd.video.demo_video import write_scene
 from epd.workload.comparison import Layout, Question, Round, Traffic
 from epd.workload.config import load_workload
@@ -72,9 +72,6 @@ _Rates = Annotated[
 ]
 _NumRequests = Annotated[int | None, typer.Option(metavar="N", min=1, help="Requests of a round.")]
 _Rounds = Annotated[int, typer.Option(metavar="N", help="Rounds of each layout and rate, each new content.")]
-_Attainment = Annotated[
-    float, typer.Option(metavar="P", help="Share of the requests that must meet the objectives.")
-]
 _Paced = Annotated[
     str | None,
     typer.Option(
@@ -106,13 +103,6 @@ _Devices = Annotated[
 _Price = Annotated[
     float | None, typer.Option("--price-per-hour", metavar="P", help="Of a device; else the profile's.")
 ]
-_Model = Annotated[str, typer.Option(metavar="NAME", help="Model to ask for, by default the first listed.")]
-_ApiKey = Annotated[
-    str | None, typer.Option(envvar="EPD_BENCH_API_KEY", metavar="KEY", help="Key to send to every server.")
-]
-_MediaDir = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Keep the drawn media in this folder, and reuse them.")
-]
 _Again = Annotated[
     Path | None,
     typer.Option("--again", metavar="FILE", help="File of an earlier comparison: its question again."),
@@ -138,7 +128,7 @@ def compare(
     num_requests: _NumRequests = None,
     slo_ttft_s: SloTtft = None,
     slo_tpot_s: SloTpot = None,
-    attainment: _Attainment = 0.9,
+    attainment: Attainment = 0.9,
     rounds: _Rounds = 3,
     seed: Seed = 0,
     paced: _Paced = None,
@@ -147,9 +137,9 @@ def compare(
     profile: _Profile = None,
     num_devices: _Devices = None,
     price_per_hour: _Price = None,
-    model: _Model = "",
-    api_key: _ApiKey = None,
-    media_dir: _MediaDir = None,
+    model: AskedModel = "",
+    api_key: BenchKey = None,
+    media_dir: MediaDir = None,
     again: _Again = None,
     out: _Out = None,
     plot_file: Plot = None,

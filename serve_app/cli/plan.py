@@ -31,15 +31,12 @@ from epd.serve_app.cli.options import (
     Profile,
     _output,
 )
-from epd.serve_app.cli.traffic_options import FleetOptions
+from epd.serve_app.cli.traffic_options import Attainment, FleetOptions
 from epd.simulate.frame_choice import VideoWishes
 
 _ASKED, _FLEETS = "What is asked", "Devices to choose from"
 
 Gpus = Annotated[int, typer.Option(metavar="N", help="Devices to lay out, 1 to 256.")]
-Attainment = Annotated[
-    float, typer.Option(metavar="P", help="Share of the requests that must meet the objectives.")
-]
 MinRate = Annotated[
     float | None,
     typer.Option(
