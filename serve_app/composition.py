@@ -48,11 +48,7 @@ async def create_app(args: AppArgs, fleet: Fleet, owner: str = "") -> FastAPI:
             await service.close()
 
     app.router.lifespan_context = lifespan
-    try:
-        await service.start()
-    except BaseException:
-        await service.close()
-        raise
+    await service.start()
     return app
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -133,8 +132,7 @@ def _served(model: str | Path | None, options: Mapping[str, Any]) -> Iterator[En
         first = error.errors(include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise RequestError(f"{place}: {first['msg']}; epd serve --help has all options") from None
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = HttpAddress(port=free.getsockname()[1])
+    address = HttpAddress.free()
     with served_locally(args, address):
         endpoint = Endpoint("here", address.url, api_key=key)
         yield replace(endpoint, model=served_model(endpoint).name)

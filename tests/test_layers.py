@@ -106,12 +106,11 @@ ROOMS: dict[str, dict[str, str]] = {
         "http/guard": ". http media observability",
         "http/requests": ".",
         "http/answers": ". http http/guard observability",
-        "http/format_checks.py": ".",
-        "http/chat_answers.py": ". files http/format_checks.py http/guard http/requests observability",
-        "http/server_state.py": (
-            ". files http/answers http/chat_answers.py http/guard http/requests observability"
+        "http/chat_answers.py": ". files http/guard http/requests observability",
+        "http/server_state.py": ". files http/chat_answers.py http/guard http/requests observability",
+        "http/routes": (
+            ". files http http/answers http/guard http/requests http/server_state.py observability"
         ),
-        "http/routes": (". files http/answers http/guard http/requests http/server_state.py observability"),
         "http/page": "http http/guard observability",
         "http/http_server.py": "http http/guard observability",
         "http/api.py": (
@@ -129,10 +128,9 @@ ROOMS: dict[str, dict[str, str]] = {
         "ray": ". composition.py http http/http_server.py media network observability",
         "app.py": ". http ray",
         "ray/server.py": ". app.py http observability ray",
-        "ray/batch_app.py": ". http ray ray/server.py",
         "llm.py": ". http local",
         "verification.py": "llm.py",
-        "cli": ". http http/guard local observability ray ray/batch_app.py ray/server.py",
+        "cli": ". http http/guard local observability ray ray/server.py",
     },
 }
 

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import random
-import socket
 import statistics
 import time
 from collections import Counter
@@ -89,8 +88,7 @@ def main() -> None:
 
 def schema_row(count: int, seed: int = 0, num_kv_tokens: int = _KV_TOKENS) -> Row:
     """Asks for a document of each drawn schema. Raises AssertionError unless all are valid."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = HttpAddress(port=listener.getsockname()[1])
+    address = HttpAddress.free()
     args = AppArgs(topology="1e1p1d", num_kv_tokens=num_kv_tokens, max_num_seqs=_IN_FLIGHT, num_threads=1)
     start_s = time.monotonic()
     with served_locally(args, address):

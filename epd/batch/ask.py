@@ -19,8 +19,8 @@ from epd.batch.folder import columns_for, records_of_row
 from epd.batch.http_backend import MAX_TASKS, Asker, HttpBackend
 from epd.batch.line_index import RefusedLine
 from epd.batch.lines import JSON, BatchLine, LineDefaults, LineError, parse_line
-from epd.batch.part_rows import part_row, part_table
 from epd.batch.records import error_record, result_record
+from epd.batch.tables import part_row, part_table
 from epd.batch.tasks import Answered, Failed, Outcome
 from epd.client.endpoint import Endpoint, parse_endpoints
 from epd.errors import RequestError, UnavailableError

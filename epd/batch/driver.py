@@ -36,11 +36,7 @@ IndexingBar = Callable[[], AbstractContextManager[Callable[[int, int], None]]]
 BatchBar = Callable[[], AbstractContextManager[ShowBatch]]
 
 
-def no_indexing_bar() -> AbstractContextManager[Callable[[int, int], None]]:
-    return nullcontext(lambda *_: None)
-
-
-def no_batch_bar() -> AbstractContextManager[ShowBatch]:
+def no_bar() -> AbstractContextManager[Callable[..., None]]:
     return nullcontext(lambda *_: None)
 
 
@@ -74,8 +70,8 @@ def run_batch(
     plan: BatchPlan,
     open_backend: OpenBackend,
     *,
-    indexing_bar: IndexingBar = no_indexing_bar,
-    bar: BatchBar = no_batch_bar,
+    indexing_bar: IndexingBar = no_bar,
+    bar: BatchBar = no_bar,
     utilisation: Utilisation | None = None,
 ) -> Summary:
     """Answers or explains every line that no earlier run has. utilisation: filled during the run.

@@ -22,11 +22,10 @@ from typing import Any
 
 import epd
 from epd.batch.lines import JSON
-from epd.batch.part_rows import part_row, part_table
 from epd.batch.places import Folder, arrow, is_remote, telling
 from epd.batch.records import key_of
 from epd.batch.result_files import Tally, open_locked
-from epd.batch.tables import PARQUET_SUFFIX
+from epd.batch.tables import PARQUET_SUFFIX, part_row, part_table
 from epd.errors import RequestError, StorageFullError
 
 _MANIFEST, _LOCK = "_manifest.json", "_lock"

@@ -12,21 +12,14 @@ from typing import Any, Self
 
 import httpx
 
-from epd.client.body import Body
+from epd.client.body import STREAM_HEADERS, Body, SSEParser
 from epd.client.endpoint import Endpoint
-from epd.client.events import SSEParser
 
 _DETAIL_CHARS = 300
 # Below what servers keep idle connections for (uvicorn: 5 s), so that none is used that is being closed.
 _KEEPALIVE_S = 2.0
 _CONNECT_TIMEOUT_S = 30.0
 _PRIME_TIMEOUT_S = 5.0
-# Events are read as they come over the wire, so they must not be compressed.
-_HEADERS = {
-    "Accept": "text/event-stream",
-    "Accept-Encoding": "identity",
-    "Content-Type": "application/json",
-}
 
 
 class AnswerError(Exception):
@@ -103,7 +96,7 @@ class ChatClient:
         # Proxies of the environment would be measured too.
         self._http = httpx.AsyncClient(
             trust_env=False,
-            headers={**endpoint.headers, **_HEADERS},
+            headers={**endpoint.headers, **STREAM_HEADERS},
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S), pool=None),
             limits=httpx.Limits(keepalive_expiry=_KEEPALIVE_S),
         )

@@ -31,9 +31,7 @@ DEFINITIONS = {
 _LATENCIES = {"TTFT": "ttft", "TPOT": "tpot", "ITL": "itl", "E2E": "e2e", "lateness": "lateness"}
 
 
-def result_record(
-    result: BenchResult, workload: Mapping[str, Any], *, with_requests: bool = True
-) -> dict[str, Any]:
+def result_record(result: BenchResult, workload: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all results as JSON values, without keys and passwords. workload: its resolved description."""
     plan = result.plan
     endpoints = {
@@ -46,7 +44,7 @@ def result_record(
         }
         for place, endpoint in enumerate(plan.endpoints)
     }
-    record: dict[str, Any] = {
+    return {
         "workload": dict(workload),
         "seed": plan.seed,
         "rounds": plan.rounds,
@@ -58,14 +56,12 @@ def result_record(
         "endpoints": endpoints,
         "ratios": [asdict(ratio) for ratio in result.ratios()],
         "ratios_by_kind": {kind: list(map(asdict, result.ratios(kind))) for kind in result.kinds()},
-    }
-    if with_requests:
-        record["requests"] = [
+        "requests": [
             {"endpoint": plan.endpoints[run.place].name, "round": run.round_index, **asdict(request)}
             for run in result.runs
             for request in run.records
-        ]
-    return record
+        ],
+    }
 
 
 def _report_record(report: RunReport) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from epd.client.body import MediaPart, body_of, media_part, question_content
+from epd.client.body import STREAM_HEADERS, MediaPart, SSEParser, body_of, media_part, question_content
 from epd.client.endpoint import Endpoint
-from epd.client.events import SSEParser
 from epd.errors import RequestError, UnavailableError
 from epd.late_module import LateModule
 from epd.types import REUSE_KINDS, Answer, MediaKind, Reuse, StageTimings, Usage
@@ -29,11 +28,6 @@ MAX_FILE_BYTES = 90 << 20
 _BESIDE_FILES_BYTES = 64 << 10  # of a body, for what is asked
 _CONNECT_S, _READ_S = 30.0, 3600.0
 _BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
-_HEADERS = {
-    "Accept": "text/event-stream",
-    "Accept-Encoding": "identity",
-    "Content-Type": "application/json",
-}
 JSON = dict[str, Any]
 
 
@@ -130,7 +124,7 @@ class Conversation:
     def _events(self, body: JSON) -> Iterator[JSON]:
         """Asks the server; yields the events of the answer."""
         shown, whole = self._endpoint.shown_url, body_of(body, self._files)
-        headers = {**self._endpoint.headers, **_HEADERS, "Content-Length": str(whole.num_bytes)}
+        headers = {**self._endpoint.headers, **STREAM_HEADERS, "Content-Length": str(whole.num_bytes)}
         timeout = httpx.Timeout(_READ_S, connect=_CONNECT_S)
         try:
             with httpx.stream(

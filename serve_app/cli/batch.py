@@ -265,7 +265,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
         with HttpBackend.open(target.urls, target.api_key) as backend:
             yield backend
     elif target.topology is not None or target.address is not None:
-        from epd.serve_app.ray.batch_app import started_backend, url_of_app  # Ray
+        from epd.serve_app.ray.server import started_backend, url_of_app  # Ray
 
         opened = (
             HttpBackend.open(url_of_app(target.address, target.name), target.api_key)

@@ -22,7 +22,14 @@ from epd.client.endpoint import find_model, parse_endpoints
 from epd.errors import RequestError
 from epd.serve_app.cli.flags import with_options_of
 from epd.serve_app.cli.options import JsonFile, Plot
-from epd.serve_app.cli.traffic_options import NumRequests, Rate, TrafficOptions
+from epd.serve_app.cli.traffic_options import (
+    AskedModel,
+    BenchKey,
+    MediaDir,
+    NumRequests,
+    Rate,
+    TrafficOptions,
+)
 from epd.video.demo_video import write_scene
 from epd.workload.arrivals import ArrivalKind
 from epd.workload.config import WorkloadConfig, load_workload
@@ -64,16 +71,6 @@ _VideoSeconds = Annotated[str | None, typer.Option(metavar="SIZE", help="Length 
 _VideoFps = Annotated[int | None, typer.Option(metavar="F", help="Frames per second of videos.")]
 _VideoSize = Annotated[str | None, typer.Option(metavar="WxH", help="Size of videos, in pixels.")]
 _IsPng = Annotated[bool, typer.Option("--png", help="Send images as PNG instead of JPEG.")]
-_MediaDir = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Keep the drawn media in this folder, and reuse those already there."),
-]
-_Model = Annotated[
-    str, typer.Option(metavar="NAME", help="Model to ask for; by default the first that the server lists.")
-]
-_ApiKey = Annotated[
-    str | None, typer.Option(envvar="EPD_BENCH_API_KEY", metavar="KEY", help="Key to send to every server.")
-]
 _IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", help="Ask for answers of exactly --max-tokens, if the server can.")
 ]
@@ -118,9 +115,9 @@ def bench(
     video_fps: _VideoFps = None,
     video_size: _VideoSize = None,
     png: _IsPng = False,
-    media_dir: _MediaDir = None,
-    model: _Model = "",
-    api_key: _ApiKey = None,
+    media_dir: MediaDir = None,
+    model: AskedModel = "",
+    api_key: BenchKey = None,
     ignore_eos: _IgnoreEos = False,
     max_completion_tokens: _NewLimit = False,
     extra_body: _ExtraBody = None,

@@ -41,7 +41,7 @@ from epd.planning.replay import group_tokens, replayed, scaled
 from epd.profiles.files import load_profile
 from epd.profiles.profile import Profile
 from epd.serve_app.cli.options import Plot, Seed
-from epd.serve_app.cli.traffic_options import SloTpot, SloTtft
+from epd.serve_app.cli.traffic_options import AskedModel, Attainment, BenchKey, MediaDir, SloTpot, SloTtft
 from epd.video.demo_video import write_scene
 from epd.workload.comparison import Layout, Question, Round, Traffic
 from epd.workload.config import load_workload
@@ -49,9 +49,8 @@ from epd.workload.metrics import SLO
 from epd.workload.requests import PlannedRequest
 
 if TYPE_CHECKING:
-    from epd.serve_app.local import paced_jobs, paced_layouts
+    from epd.serve_app.local import paced_layouts
 else:  # torch, which URLs do without
-    paced_jobs = LateModule("epd.serve_app.local.paced_jobs")
     paced_layouts = LateModule("epd.serve_app.local.paced_layouts")
 
 _Layouts = Annotated[
@@ -73,9 +72,6 @@ _Rates = Annotated[
 ]
 _NumRequests = Annotated[int | None, typer.Option(metavar="N", min=1, help="Requests of a round.")]
 _Rounds = Annotated[int, typer.Option(metavar="N", help="Rounds of each layout and rate, each new content.")]
-_Attainment = Annotated[
-    float, typer.Option(metavar="P", help="Share of the requests that must meet the objectives.")
-]
 _Paced = Annotated[
     str | None,
     typer.Option(
@@ -107,13 +103,6 @@ _Devices = Annotated[
 _Price = Annotated[
     float | None, typer.Option("--price-per-hour", metavar="P", help="Of a device; else the profile's.")
 ]
-_Model = Annotated[str, typer.Option(metavar="NAME", help="Model to ask for, by default the first listed.")]
-_ApiKey = Annotated[
-    str | None, typer.Option(envvar="EPD_BENCH_API_KEY", metavar="KEY", help="Key to send to every server.")
-]
-_MediaDir = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Keep the drawn media in this folder, and reuse them.")
-]
 _Again = Annotated[
     Path | None,
     typer.Option("--again", metavar="FILE", help="File of an earlier comparison: its question again."),
@@ -139,7 +128,7 @@ def compare(
     num_requests: _NumRequests = None,
     slo_ttft_s: SloTtft = None,
     slo_tpot_s: SloTpot = None,
-    attainment: _Attainment = 0.9,
+    attainment: Attainment = 0.9,
     rounds: _Rounds = 3,
     seed: Seed = 0,
     paced: _Paced = None,
@@ -148,9 +137,9 @@ def compare(
     profile: _Profile = None,
     num_devices: _Devices = None,
     price_per_hour: _Price = None,
-    model: _Model = "",
-    api_key: _ApiKey = None,
-    media_dir: _MediaDir = None,
+    model: AskedModel = "",
+    api_key: BenchKey = None,
+    media_dir: MediaDir = None,
     again: _Again = None,
     out: _Out = None,
     plot_file: Plot = None,
@@ -329,7 +318,7 @@ def _run_case(found: Comparison, case: Case, serve: Serve, library: MediaLibrary
 
 def simulated(question: Question, case: Case, requests: Sequence[PlannedRequest]) -> Round:
     """Returns what the simulator says of a round of paced devices."""
-    maker = paced_jobs.PacedJobs(paced_jobs.MODEL, group_tokens(question.tokens))
+    maker = paced_layouts.PacedJobs(paced_layouts.MODEL, group_tokens(question.tokens))
     kinds = [each.shape.kind for each in requests]
     return Round(*case.key, replayed(_costs(question), case.layout, question, maker.jobs(requests), kinds))
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from epd import console
 from epd.client.conversation import JSON, Conversation, Medium, max_file_bytes
-from epd.client.endpoint import Endpoint, ServedModel, parse_endpoints, served_model
-from epd.client.upload import Uploader
+from epd.client.endpoint import Endpoint, ServedModel, Uploader, parse_endpoints, served_model
 from epd.console import ShowProgress
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -166,9 +165,19 @@ def evaluate(
     placement, filming = placement_of(config, model), Filming.of(footage, background)
     if max_tokens is None:
         max_tokens = _STORY_TOKENS if stories else _WORD_TOKENS
-    run = _run_info(data, model, max_tokens, seed, seconds, per_kind, str(placement))
-    run = replace(
-        run, footage=footage, background=str(background or ""), has_stories=stories, pixels=config.visual_text
+    drawn: dict[str, Any] = (
+        {} if data else {"seed": seed, "duration_s": seconds or 0.0, "num_per_kind": per_kind}
+    )
+    run = RunInfo(
+        str(data or DEMO),
+        str(model or DEFAULT_MODEL),
+        max_tokens,
+        placement=str(placement),
+        footage=footage,
+        background=str(background or ""),
+        has_stories=stories,
+        pixels=config.visual_text,
+        **drawn,
     )
     cases = _cases(run, demo, asked.num_frames, video_dir)
     plan = EvalPlan(tuple(cases), asked.settings, max_tokens, ttft_videos)
@@ -211,21 +220,6 @@ def _asked(
         raise RequestError(f"--frames is {min(frames)}; sample 1 frame or more")
     once = (tuple(dict.fromkeys(names)), tuple(dict.fromkeys(retentions)), tuple(dict.fromkeys(frames)))
     return RowSelection(*once, against)
-
-
-def _run_info(
-    data: Path | None,
-    model: Path | None,
-    max_tokens: int,
-    seed: int,
-    seconds: float | None,
-    per_kind: int,
-    placement: str,
-) -> RunInfo:
-    name = DEFAULT_MODEL if model is None else str(model)
-    if data is not None:
-        return RunInfo(str(data), name, max_tokens, placement=placement)
-    return RunInfo(DEMO, name, max_tokens, seed, seconds or 0.0, per_kind, placement)
 
 
 def _cases(

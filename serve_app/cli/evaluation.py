@@ -143,11 +143,6 @@ class _Evaluation:
     def _conversation(
         self, case: EvalCase, source: str, setting: EvalSetting, **options: Any
     ) -> OwnConversation:
-        policy = policy_of(setting)
+        policy = ReductionPolicy() if setting == FULL else ReductionPolicy(setting.method, setting.retention)
         kept: dict[str, Any] = {"retention": policy.retention, "reduction": policy.method}
         return OwnConversation(self._service, [source], frames=case.num_frames, **kept, **options)
-
-
-def policy_of(setting: EvalSetting) -> ReductionPolicy:
-    """Returns the policy. Raises RequestError for an unknown method or an invalid retention."""
-    return ReductionPolicy() if setting == FULL else ReductionPolicy(setting.method, setting.retention)

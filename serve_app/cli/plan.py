@@ -1,12 +1,13 @@
-"""The command `epd plan`, which prints plans, and answers that compare fleets."""
+"""The command `epd plan`, which prints plans, and answers that compare fleets. Its options come first."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Annotated, Any, Self, get_args
 
+import typer
 import yaml  # type: ignore[import-untyped]  # its stubs are another package
 from rich.table import Table
 
@@ -17,7 +18,7 @@ from epd.planning.asked import DEFAULT_PROFILE
 from epd.planning.asked import plan as planned
 from epd.planning.offers import EXPECTED_ERROR, Fleet, Objective, Offer, Wanted, compare
 from epd.planning.plan import Plan
-from epd.planning.question import Films
+from epd.planning.question import Films, rate_of
 from epd.planning.report import Answer, page, shown_price
 from epd.profiles.accelerators import CATALOGUE, Devices, load_devices
 from epd.serve_app.cli.flags import with_options_of
@@ -28,28 +29,114 @@ from epd.serve_app.cli.options import (
     MaxVisualTokens,
     Out,
     Profile,
+    _output,
 )
-from epd.serve_app.cli.plan_options import (
-    AnswerTokens,
-    Attainment,
-    Budget,
-    DeviceFile,
-    FleetNames,
-    Gpus,
-    MaxDegree,
-    MinRate,
-    MinRetention,
-    Minutes,
-    PlannedModel,
-    RankBy,
-    Report,
-    VideoFps,
-    VideoSize,
-    VideosPerMinute,
-    WhatIf,
-)
-from epd.serve_app.cli.traffic_options import FleetOptions
+from epd.serve_app.cli.traffic_options import Attainment, FleetOptions
 from epd.simulate.frame_choice import VideoWishes
+
+_ASKED, _FLEETS = "What is asked", "Devices to choose from"
+
+Gpus = Annotated[int, typer.Option(metavar="N", help="Devices to lay out, 1 to 256.")]
+MinRate = Annotated[
+    float | None,
+    typer.Option(
+        metavar="R",
+        parser=rate_of,
+        help="Requests that must be served: 20 a second, or 20/min, 1000/h, 5000/day.",
+    ),
+]
+MinRetention = Annotated[
+    float, typer.Option(metavar="P", help="Lowest share of visual tokens to keep; below 1 costs accuracy.")
+]
+MaxDegree = Annotated[
+    int,
+    typer.Option(
+        "--max-tensor-parallel",
+        metavar="N",
+        help="Most devices that a worker may share its layers over: 1, 2, 4 or 8.",
+    ),
+]
+VideosPerMinute = Annotated[
+    float | None,
+    typer.Option(
+        "--videos-per-minute",
+        metavar="N",
+        min=0.001,
+        rich_help_panel=_ASKED,
+        help="Requests a minute about one video each, instead of --workload.",
+    ),
+]
+Minutes = Annotated[
+    float, typer.Option("--minutes", metavar="M", rich_help_panel=_ASKED, help="Length of each video.")
+]
+VideoSize = Annotated[
+    str, typer.Option("--video-size", metavar="WxH", rich_help_panel=_ASKED, help="Size of each video.")
+]
+VideoFps = Annotated[
+    int,
+    typer.Option("--video-fps", metavar="N", rich_help_panel=_ASKED, help="Frames a second of each video."),
+]
+AnswerTokens = Annotated[
+    int, typer.Option("--answer-tokens", metavar="N", rich_help_panel=_ASKED, help="Tokens of each answer.")
+]
+WhatIf = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--what-if",
+        metavar="NAME=VALUE",
+        rich_help_panel=_ASKED,
+        help="Plan the best fleet again with another frames, fps, max-visual-tokens, minutes or "
+        "answer-tokens. Repeatable.",
+    ),
+]
+PlannedModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        rich_help_panel=_FLEETS,
+        help="Name of a checkpoint of docs/models.md, a folder with a config.json, or that file.",
+    ),
+]
+FleetNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fleet",
+        metavar="FLEET",
+        rich_help_panel=_FLEETS,
+        help="Devices to compare: 8xh100, a mix 4xh100+8xl40s, or l40s for as many as are needed. "
+        "Repeatable.",
+    ),
+]
+DeviceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--devices", metavar="FILE", rich_help_panel=_FLEETS, help="YAML file of devices and prices of yours."
+    ),
+]
+Budget = Annotated[
+    float | None,
+    typer.Option(
+        "--budget",
+        metavar="PRICE",
+        parser=lambda text: 3600 * rate_of(text),
+        rich_help_panel=_FLEETS,
+        help="What all devices may cost: 30/h, 20000/month.",
+    ),
+]
+RankBy = Annotated[
+    str,
+    typer.Option(
+        "--rank-by", metavar="WHAT", rich_help_panel=_FLEETS, help="cost or throughput: the order of fleets."
+    ),
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        "--report", metavar="FILE", callback=_output, help="Write the answer as one HTML page, to hand on."
+    ),
+]
+
 
 # Fields that --what-if changes, of the films and of the wishes for their frames.
 _BUYER_FIELDS = ("minutes", "answer_tokens")
@@ -277,16 +364,11 @@ def _print_others(found: Plan) -> None:
     for name, each in zip(names, search.others, strict=False):
         out.print(f"{name}: {each.candidate.layout} with {each.goodput:.3g} requests/s")
     if search.replicas is not None:
-        num = winner_devices(found)
+        num = found.winner.candidate.num_devices  # of its cell, which runners-up have too
         out.print(f"plain: {num} x 1epd with {num * search.replicas.goodput:.3g} requests/s")
     if search.encoder_scaling:
         steps = ", ".join(f"{count}: {value:.3g}" for count, value in search.encoder_scaling)
         out.print(f"requests/s by number of encoders, all else equal: {steps}")
-
-
-def winner_devices(found: Plan) -> int:
-    """Returns the devices of the winner's cell, which runners-up have too."""
-    return found.winner.candidate.num_devices
 
 
 def print_answer(answer: Answer) -> None:

@@ -29,7 +29,7 @@ _ABOUT = "Answers questions about images and long videos with vision-language mo
 _GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "Answer questions": {
         "ask": ("ask:ask", "Answer a question about videos, images and audio."),
-        "chat": ("chat:chat", "Answer questions about videos and images in a dialogue."),
+        "chat": ("ask:chat", "Answer questions about videos and images in a dialogue."),
         "serve": ("serve:serve", "Serve a model with an OpenAI-compatible API."),
         "batch": ("batch:batch", "Answer a file of questions about videos and images."),
     },

@@ -62,6 +62,21 @@ SloTpot = Annotated[
     float | None,
     typer.Option("--slo-tpot-s", metavar="S", help="Objective: time per output token after it, in seconds."),
 ]
+Attainment = Annotated[
+    float, typer.Option(metavar="P", help="Share of the requests that must meet the objectives.")
+]
+AskedModel = Annotated[
+    str,
+    typer.Option("--model", metavar="NAME", help="Model to ask for; by default the first that is listed."),
+]
+BenchKey = Annotated[
+    str | None,
+    typer.Option("--api-key", envvar="EPD_BENCH_API_KEY", metavar="KEY", help="Key to send to every server."),
+]
+MediaDir = Annotated[
+    Path | None,
+    typer.Option("--media-dir", metavar="DIR", help="Keep the drawn media in this folder, and reuse them."),
+]
 CpuThreads = Annotated[
     int | None,
     typer.Option("--cpu-threads", metavar="N", callback=_at_least_one, help="Threads that read media."),

@@ -30,7 +30,6 @@ from epd.serve_app.http.guard.http_guard import (
 )
 from epd.serve_app.http.page import Pages, sample_route
 from epd.serve_app.http.protocol import (
-    ChatCompletion,
     DecisionReport,
     ErrorReply,
     Health,
@@ -48,20 +47,17 @@ from epd.serve_app.http.requests.completion_request import CompletionRequest
 from epd.serve_app.http.requests.prompt_request import DetokenizeRequest, TokenizeRequest
 from epd.serve_app.http.requests.response_request import ResponseRequest
 from epd.serve_app.http.routes.answer_routes import (
-    chat_answer,
-    completion_routes,
+    answer_routes,
+    chat_completions,
     completions,
-    invocation_routes,
     invocations,
-    response_routes,
     responses,
 )
 from epd.serve_app.http.routes.file_routes import batch_routes, file_routes
-from epd.serve_app.http.routes.prompt_routes import prompt_routes
+from epd.serve_app.http.routes.prompt_routes import prompt_routes, server_of
 from epd.serve_app.http.server_state import ApiSettings, ServerState
 from epd.serve_app.observability import metrics
 from epd.serve_app.observability.figures import log_figures
-from epd.serve_app.observability.record import record_of
 from epd.serve_app.service import AnswerService, MediaService, RoleSwitch
 from epd.serve_app.task_group import Tasks
 
@@ -165,40 +161,13 @@ class _App(FastAPI):
 
 _open = APIRouter()
 _guarded = APIRouter(prefix="/v1", responses=_ERRORS)
-_asking = APIRouter()
 # What a client's key must have a right to, for each route of these.
 _RIGHTS: tuple[tuple[APIRouter, Right], ...] = (
-    (_asking, "ask"),
+    (answer_routes, "ask"),
     (prompt_routes, "ask"),
-    (completion_routes, "ask"),
-    (response_routes, "ask"),
-    (invocation_routes, "ask"),
     (file_routes, "files"),
     (batch_routes, "batches"),
 )
-
-
-def _server(request: Request) -> ServerState:
-    server = request.app.state.server
-    assert isinstance(server, ServerState)
-    return server
-
-
-@_asking.post(
-    "/v1/chat/completions",
-    response_model=ChatCompletion,
-    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": {"$ref": _SCHEMA_REF.format(model="ChatRequest")}}},
-        }
-    },
-)
-async def chat_completions(request: Request) -> Response:
-    """Answers a conversation about images and videos, at once or as a stream of server-sent events."""
-    server = _server(request)
-    return chat_answer(server, await server.read(request), record_of(request))
 
 
 @_guarded.get("/models")
@@ -217,7 +186,7 @@ async def get_model(request: Request, name: str) -> ModelEntry:
 
 
 def _entries(request: Request) -> list[ModelEntry]:
-    server = _server(request)
+    server = server_of(request)
     limits = server.settings.limits.record() | {"max_body_bytes": server.settings.max_body_bytes}
     if server.settings.files is not None:
         limits |= server.settings.files.limits()
@@ -241,7 +210,7 @@ def _entries(request: Request) -> list[ModelEntry]:
 @_guarded.get("/epd/status")
 async def status(request: Request) -> StatusReport:
     """Returns the current topology, roles and queues."""
-    server = _server(request)
+    server = server_of(request)
     now = await server.service.status()
     return StatusReport(
         is_ready=now.is_ready,
@@ -260,7 +229,7 @@ async def status(request: Request) -> StatusReport:
 async def load(request: Request) -> LoadReport:
     """Returns the requests of the last ten minutes."""
     now_s = steady_time_s()
-    recent = _server(request).service.recent_load()
+    recent = server_of(request).service.recent_load()
     return LoadReport(
         requests=[LoadEntry(age_s=max(0.0, now_s - at_s), **asdict(work)) for at_s, work in recent]
     )
@@ -278,7 +247,7 @@ async def load(request: Request) -> LoadReport:
 async def switch_roles(request: Request) -> RoleSwitch:
     """Gives a worker other roles, with the admin key; responds when it has them, or has kept its own."""
     check_admin(request, "a change of roles", "GET /v1/epd/status")
-    server = _server(request)
+    server = server_of(request)
     wanted = await server.read_small(request, RolesRequest, _MAX_ROLES_BYTES)
     return await server.service.switch_roles(wanted.worker, frozenset(wanted.roles))
 
@@ -286,7 +255,7 @@ async def switch_roles(request: Request) -> RoleSwitch:
 @_open.get("/health", responses={503: {"model": Health}})
 async def health(request: Request) -> Response:
     """Returns 200 when every role that an answer needs has a worker, else 503."""
-    is_ready = (await _server(request).service.status()).is_ready
+    is_ready = (await server_of(request).service.status()).is_ready
     body = Health(status="ok" if is_ready else "unavailable")
     return JSONResponse(body.model_dump(), HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
 
@@ -300,7 +269,7 @@ async def ping(request: Request) -> Response:
 
 @_open.get("/load")
 async def server_load(request: Request) -> ServerLoad:
-    return ServerLoad(server_load=_server(request).num_requests)
+    return ServerLoad(server_load=server_of(request).num_requests)
 
 
 @_open.get("/version")
@@ -311,7 +280,7 @@ async def version() -> Version:
 @_open.get("/metrics", response_class=Response)
 async def prometheus(request: Request) -> Response:
     """Returns Prometheus metrics."""
-    return Response(await _server(request).render_metrics(), media_type=metrics.CONTENT_TYPE)
+    return Response(await server_of(request).render_metrics(), media_type=metrics.CONTENT_TYPE)
 
 
 def chat_route(app: FastAPI, keys: KeyCheck, endpoint: Callable[[Request], Awaitable[Response]]) -> ASGIApp:

@@ -5,6 +5,7 @@ The HTTP server does this for its routes; commands ask the service in their own 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,8 +20,8 @@ from epd.machine import steady_time_s
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.serve_app.clients import THIS_PROCESS, Client
+from epd.serve_app.fair_threads import FairThreads
 from epd.serve_app.files.settings import FileSettings
-from epd.serve_app.http.format_checks import FormatChecks
 from epd.serve_app.http.guard.body_reader import BodyLimits
 from epd.serve_app.http.requests.answer_format import answer_format, chooses_calls, no_turns, offers_tools
 from epd.serve_app.http.requests.chat_request import ChatRequest, EpdOptions
@@ -47,6 +48,51 @@ from epd.serve_app.service import (
     ModelCard,
     StageSpan,
 )
+from epd.stages.grammar.checker import GrammarChecker
+from epd.stages.grammar.formats import AnswerFormat
+
+# Processes at once, and those that one client may have.
+_NUM_CHILDREN, _MAX_PER_CLIENT = 2, 1
+# Formats that wait or are being checked.
+_MAX_WAITING, _MAX_WAITING_PER_CLIENT = 64, 32
+
+
+class FormatChecks:
+    """Checks formats for one event loop. Formats whose verdict is known wait for nothing."""
+
+    def __init__(self) -> None:
+        """Starts nothing yet."""
+        self._checker = GrammarChecker()
+        self._threads = FairThreads("formats", _NUM_CHILDREN, _MAX_PER_CLIENT)
+        self._num_waiting: Counter[str] = Counter()
+
+    async def checked(self, wanted: AnswerFormat, client: str) -> str:
+        """Returns the grammar of a client's format. Raises RequestError, OverloadedError."""
+        if self._checker.knows(wanted):
+            return self._checker.grammar_of(wanted)
+        self._check_waiting(client)
+        self._num_waiting[client] += 1
+        try:
+            return await self._threads.run(client, partial(self._checker.grammar_of, wanted))
+        finally:
+            self._num_waiting[client] -= 1
+            self._num_waiting += Counter()  # forgets clients without any
+
+    def _check_waiting(self, client: str) -> None:
+        for count, allowed, whose in (
+            (self._num_waiting[client], _MAX_WAITING_PER_CLIENT, "of this client "),
+            (self._num_waiting.total(), _MAX_WAITING, ""),
+        ):
+            if count >= allowed:
+                raise OverloadedError(
+                    f"{count} formats {whose}are being checked; allowed: {allowed}; retry later"
+                )
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._threads.close()
+        self._checker.close()
+
 
 _RETRY_AFTER_S = 1.0
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
+from epd.serve_app.http.address import ROOT, under_prefix
 from epd.serve_app.http.guard.socket_guard import GuardedProtocol
-from epd.serve_app.http.prefix import ROOT, under_prefix
 from epd.serve_app.observability.logs import operation, with_fields
 
 _SAY_EVERY_S = 5.0  # how many requests are left

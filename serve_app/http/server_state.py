@@ -6,18 +6,17 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from functools import reduce
 from typing import TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from epd.control.request_budget import check_json_size
-from epd.errors import RequestError
 from epd.serve_app.clients import Client
 from epd.serve_app.files.batch_store import BatchStore
 from epd.serve_app.files.file_store import FileStore, check_media, names_file
 from epd.serve_app.files.upload_store import UploadStore
-from epd.serve_app.http.answers.several_answers import answer_all
 from epd.serve_app.http.chat_answers import ApiSettings, ChatAnswers, ParsedRequest, without_spans
 from epd.serve_app.http.guard.body_reader import BodyReader
 from epd.serve_app.http.guard.http_guard import check_admin, client_of
@@ -28,18 +27,22 @@ from epd.serve_app.observability.metrics import ServerMetrics
 from epd.serve_app.observability.record import RequestRecord, record_of
 from epd.serve_app.observability.tracing import tracing_of
 from epd.serve_app.service import (
+    AnswerEnd,
     AnswerItem,
+    AnswerRequest,
     AnswerService,
-    Estimate,
     MediaReference,
     MediaService,
     ModelCard,
+    TokenDelta,
 )
+from epd.types import StageTimings, Usage
 
 __all__ = ["ApiSettings", "ParsedRequest", "ServerState"]
 
 _T = TypeVar("_T", bound=BaseModel)
-_PICTURE_SIDE = 320  # pixels
+NUM_AT_ONCE = 16  # prompts of one request
+_Pieces = asyncio.Queue[Sequence[AnswerItem] | None]
 
 
 class ServerState(ChatAnswers):
@@ -162,26 +165,6 @@ class ServerState(ChatAnswers):
                         record.note(item)
                     yield without_spans(items)
 
-    async def estimate(self, parsed: ParsedRequest, record: RequestRecord) -> Estimate:
-        """Returns what the answer would use. Its media are held until then. Raises EPDError."""
-        request = self.request_of(parsed, record)
-        with self.admitted():
-            async with self.media.sources(record.request_id, parsed.references) as media:
-                self.named_media.keep(parsed.namespace, parsed.references, parsed.client.share)
-                self.bodies.release(record)
-                return await self.service.prompts.estimate(request(media=media))
-
-    async def picture(self, parsed: ParsedRequest, record: RequestRecord) -> bytes:
-        """Returns a JPEG of the first medium of a request, which is kept by its uuid. Raises EPDError."""
-        if not parsed.references:
-            raise RequestError("received no medium in messages; allowed: an image or a video; add it")
-        first = parsed.references[:1]
-        with self.admitted():
-            async with self.media.sources(record.request_id, first) as (source,):
-                self.named_media.keep(parsed.namespace, first, parsed.client.share)
-                self.bodies.release(record)
-                return await self.media.picture(source, _PICTURE_SIDE)
-
     def finish(self, record: RequestRecord) -> None:
         """Records a finished HTTP request. Called once for each, however it ended."""
         self.bodies.release(record)
@@ -192,3 +175,75 @@ class ServerState(ChatAnswers):
             record.log()
             if self.tracing.is_on:
                 self.tracing.add(record.trace())
+
+
+async def answer_all(
+    service: AnswerService, requests: Sequence[AnswerRequest]
+) -> AsyncGenerator[Sequence[AnswerItem], None]:
+    """Yields the pieces of all answers, and one AnswerEnd with what all of them have used as the last.
+
+    Prompts are answered as if they were choices of one answer, a few at a time:
+
+    prompt 0, n 2    choices 0 1
+    prompt 1, n 2    choices 2 3
+
+    requests: at least one, each with the same number of choices.
+    Closing it closes all answers. Raises EPDError as the first answer that fails.
+    """
+    ends: list[AnswerEnd] = []
+    pieces: _Pieces = asyncio.Queue()
+    waiting = iter(enumerate(requests))
+    workers = [
+        asyncio.create_task(_answer_next(service, waiting, pieces, ends))
+        for _ in range(min(NUM_AT_ONCE, len(requests)))
+    ]
+    done = asyncio.gather(*workers)
+    done.add_done_callback(lambda _: pieces.put_nowait(None))
+    try:
+        while (items := await pieces.get()) is not None:
+            yield items
+        await done
+        if len(ends) == len(requests):
+            yield [_sum_of(ends)]
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(done, *workers, return_exceptions=True)
+
+
+async def _answer_next(
+    service: AnswerService,
+    waiting: Iterator[tuple[int, AnswerRequest]],
+    pieces: _Pieces,
+    ends: list[AnswerEnd],
+) -> None:
+    """Answers one request after the other until none is waiting. waiting: shared with others."""
+    for number, request in waiting:
+        first_choice = number * request.sampling.n
+        async with aclosing(service.answer(request)) as answer:
+            async for items in answer:
+                ends += [item for item in items if isinstance(item, AnswerEnd)]
+                moved = [_moved(item, first_choice) for item in items if not isinstance(item, AnswerEnd)]
+                if moved:
+                    pieces.put_nowait(moved)
+
+
+def _moved(item: AnswerItem, first_choice: int) -> AnswerItem:
+    return replace(item, index=item.index + first_choice) if isinstance(item, TokenDelta) else item
+
+
+def _sum_of(ends: Sequence[AnswerEnd]) -> AnswerEnd:
+    """Returns what several answers have used. Seconds of stages add up, their total is the longest."""
+    return replace(
+        ends[0],
+        usage=reduce(Usage.__add__, (end.usage for end in ends)),
+        cached_tokens=sum(end.cached_tokens for end in ends),
+        num_retries=sum(end.num_retries for end in ends),
+        timings=_timings([end.timings for end in ends]),
+        queued=_timings([end.queued for end in ends]),
+    )
+
+
+def _timings(timings: Sequence[StageTimings]) -> StageTimings:
+    total = reduce(StageTimings.__add__, timings)
+    return replace(total, total_s=max(each.total_s for each in timings))

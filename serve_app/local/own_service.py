@@ -180,11 +180,7 @@ async def _started(args: AppArgs, pace: Pace | None) -> tuple[Orchestrator, ApiS
     media = replace(media, fetch=fetch, opens_early=False)
     fleet = create_fleet(args, media, pace=pace)
     service, settings = create_service(args, fleet, controller=pace.controller if pace else None)
-    try:
-        await service.start()
-    except BaseException:
-        await service.close()
-        raise
+    await service.start()
     return service, settings
 
 

@@ -169,7 +169,7 @@ class FleetMedia:
         known_as = mm_hash or hash(references[0].url)
         lost: set[str] = set()
         for _ in range(_MAX_LOSSES):
-            hold = await self._new_hold(key, known_as, len(references), lost)
+            hold = self._hold_at(await self._choose(known_as, lost), key, len(references))
             try:
                 items = await self._fleet.send("video", hold.worker, FetchMedia(hold.name, references))
             except WorkerLostError:
@@ -180,9 +180,6 @@ class FleetMedia:
         raise UnavailableError(
             f"the media could not be fetched: {_MAX_LOSSES} times the worker was lost; retry later"
         )
-
-    async def _new_hold(self, key: str, known_as: int | str, num_media: int, avoid: Collection[str]) -> _Hold:
-        return self._hold_at(await self._choose(known_as, avoid), key, num_media)
 
     def _hold_at(self, worker: str, key: str, num_media: int) -> _Hold:
         if key not in self._holds:

@@ -1,23 +1,32 @@
-"""Decodes images at their planned sizes, and clips of sound, in threads that requests share fairly."""
+"""Decodes images at their planned sizes, and clips of sound, in threads that requests share fairly.
+
+Draws small pictures of media for people, where a browser cannot show the format.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
+
 from epd import video
 from epd.encoders import Adapter, load_adapter
-from epd.errors import MediaError
+from epd.errors import MediaError, RequestError
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.serve_app.fair_threads import FairThreads
+from epd.serve_app.media.frame_reader import Decoder
 from epd.serve_app.media.media_spool import FetchedFile
 from epd.serve_app.media.spool_files import ByteBudget
+from epd.serve_app.media_messages import DecodeOrder, ReadPicture
 from epd.stages.media import PlannedMedia, audio_part, plan_clip, plan_pixels
-from epd.types import Float32Array
+from epd.types import Float32Array, UInt8Array
 
 # For all requests: images resized to their planned sizes and samples of clips, held until they are released.
 _MAX_PIXEL_BYTES = 2 << 30
@@ -106,3 +115,37 @@ def _labelled(file: FetchedFile) -> Iterator[None]:
 def num_bytes(images: Sequence[PlannedMedia]) -> int:
     """Returns the bytes of the pixels of images, and of the samples of clips."""
     return sum(each.image.nbytes for each in images if each.image is not None)
+
+
+def jpeg_of(
+    file: FetchedFile, wanted: ReadPicture, reader: video.MediaReader, decoder: Decoder
+) -> UInt8Array:
+    """Returns a JPEG of an image, or of a video's first frame, upright: uint8 [N]. Blocks.
+
+    Raises MediaError for what cannot be decoded, RequestError for sound.
+    """
+    if file.facts.kind == "audio":
+        raise RequestError(
+            f"{file.label} is sound, which has no picture; allowed: images and videos; play it instead"
+        )
+    if file.facts.kind == "image":
+        with file.open() as opened:
+            pixels = reader.load_image(opened, file.label)
+    else:
+        pixels = _first_frame(file, wanted, decoder)
+    picture = Image.fromarray(pixels)
+    picture.thumbnail((wanted.max_side, wanted.max_side))
+    out = io.BytesIO()
+    picture.save(out, "JPEG")
+    return np.frombuffer(out.getvalue(), np.uint8)
+
+
+def _first_frame(file: FetchedFile, wanted: ReadPicture, decoder: Decoder) -> UInt8Array:
+    """Returns the frame at 0 s, small: uint8 [h, w, 3]."""
+    height, width = file.facts.height, file.facts.width
+    scale = min(1.0, wanted.max_side / max(height, width))
+    size = (max(1, round(height * scale)), max(1, round(width * scale)))
+    order = DecodeOrder(wanted.source, (0.0,), (1,), size)
+    with closing(decoder(file.open(), file.label, order)) as frames:
+        pixels: UInt8Array = frames.read().data[0]
+        return pixels

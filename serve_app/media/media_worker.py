@@ -31,10 +31,9 @@ from epd.encoders import MediaPlan
 from epd.errors import CancelledError, EPDError
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
-from epd.serve_app.media.image_planner import ImagePlanner
+from epd.serve_app.media.image_planner import ImagePlanner, jpeg_of
 from epd.serve_app.media.media_processes import MediaProcesses
 from epd.serve_app.media.media_spool import FetchedFile, FetchedMedia, IncomingFile, MediaSpool, SpoolLimits
-from epd.serve_app.media.pictures import jpeg_of
 from epd.serve_app.media_messages import (
     FILE_CHUNK_BYTES,
     DecodeOrder,
@@ -60,6 +59,7 @@ logger = logging.getLogger(__name__)
 # Names of released holds are kept for fetches that come after their release.
 _MAX_RELEASED = 4096
 _CLOSE_S = 5.0
+_NUM_IMAGE_THREADS = 2
 # The reply, and its bulk.
 Answer = tuple[Any, UInt8Array | None]
 
@@ -71,7 +71,6 @@ class MediaSettings:
     model: folder of the model that images are planned for
     fetch: where media may come from, and the maximum size of one
     spool_folder: where the spool is made; None is the system's temporary folder
-    num_image_threads: images decoded at once
     num_read_threads: groups of frames read at once
     pixels: of images and frames
     opens_early: whether the model's folder is opened before the first image comes
@@ -81,7 +80,6 @@ class MediaSettings:
     fetch: FetchPolicy = field(default_factory=lambda: FetchPolicy(max_bytes=512 << 20))
     limits: SpoolLimits = field(default_factory=SpoolLimits)
     spool_folder: Path | None = None
-    num_image_threads: int = 2
     num_read_threads: int = 4
     pixels: PixelSettings = AUTHORS_LIMITS
     opens_early: bool = True
@@ -118,7 +116,7 @@ class MediaWorker:
         self._images = ImagePlanner(
             settings.model,
             reader,
-            settings.num_image_threads,
+            _NUM_IMAGE_THREADS,
             settings.pixels,
             opens_early=settings.opens_early,
         )

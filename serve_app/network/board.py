@@ -170,7 +170,8 @@ class Board:
         before, entry.member = entry.member, member
         self._num_traffic += member.traffic != before.traffic
         if member != replace(before, traffic=member.traffic):
-            self._note_ready(entry, before)
+            if member.is_ready and not before.is_ready:
+                entry.ready_version, entry.ready_s = self._version + 1, time.monotonic()
             self._change()
         entry.heard_s = time.monotonic()
         entry.seen = max(entry.seen, seen)
@@ -270,10 +271,6 @@ class Board:
         here = [roles for node_id, roles in others if node_id == member.node_id]
         roles = roles_for_newcomer(wanted, [roles for _, roles in others], here=here)
         return _free_name(role_letters(roles), taken), roles
-
-    def _note_ready(self, entry: _Entry, before: Member) -> None:
-        if entry.member.is_ready and not before.is_ready:
-            entry.ready_version, entry.ready_s = self._version + 1, time.monotonic()
 
     def _introduce(self) -> None:
         """Marks ready members as known, once the workers that were there before have seen them."""

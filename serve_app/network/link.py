@@ -185,7 +185,7 @@ class Link(asyncio.BufferedProtocol):
     def _read_one(self, data: memoryview) -> int:
         """Reads one piece of what has come. Returns the bytes taken; 0 if more must come first."""
         if not self.is_open:
-            return self._shake_hands(data)
+            return self._check_client(data) if self._is_server else self._check_server(data)
         if len(data) < _PREFIX.size:
             return 0
         num_bytes, num_buffers, num_pickled = _PREFIX.unpack_from(data)
@@ -228,9 +228,6 @@ class Link(asyncio.BufferedProtocol):
             logger.exception("a message was not handled: %s", type(message).__name__)
 
     # The handshake
-
-    def _shake_hands(self, data: memoryview) -> int:
-        return self._check_client(data) if self._is_server else self._check_server(data)
 
     def _check_client(self, data: memoryview) -> int:
         size = _NONCE_BYTES + _PROOF_BYTES

@@ -107,14 +107,20 @@ class IncomingChannel(Generic[T]):
         return taken
 
 
-class PeerLike(Protocol):
-    """Identifies another worker in one epoch."""
+class MetWorker(Protocol):
+    """Names a worker in one epoch. incarnation: of the name, from 1."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def incarnation(self) -> int: ...
 
     @property
     def epoch(self) -> str: ...
 
 
-PeerT = TypeVar("PeerT", bound=PeerLike)
+PeerT = TypeVar("PeerT", bound=MetWorker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,19 +212,6 @@ class PeerLinks(Generic[PeerT]):
         while len(epochs) > _MAX_EPOCHS:
             del epochs[next(iter(epochs))]
         return channel.take(delivery.number, delivery.message), channel.next
-
-
-class MetWorker(Protocol):
-    """Names a worker in one epoch. incarnation: of the name, from 1."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def incarnation(self) -> int: ...
-
-    @property
-    def epoch(self) -> str: ...
 
 
 class KnownPeers:

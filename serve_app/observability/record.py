@@ -270,5 +270,5 @@ def seconds_by_stage(timings: StageTimings) -> dict[str, float]:
 
 def server_timing(end: AnswerEnd) -> str:
     """Returns the value of the Server-Timing header: milliseconds of each stage that took time."""
-    stages = seconds_by_stage(end.timings).items()
-    return ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in stages if seconds > 0)
+    stages = _seconds_taken(end.timings).items()
+    return ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in stages)

@@ -15,15 +15,11 @@ from epd.encode.sharding import Sharding
 class SwitchLimits:
     """Limits of role switches.
 
-    min_workers: workers of each role that must remain during a switch
-    max_in_flight: switches at a time
     drain_s: seconds after which remaining work is retried elsewhere
     leave_s: the same for a worker that leaves for good
     limit_s: seconds after which the whole switch is rolled back
     """
 
-    min_workers: int = 1
-    max_in_flight: int = 1
     drain_s: float = 2.0
     leave_s: float = 10.0
     limit_s: float = 30.0

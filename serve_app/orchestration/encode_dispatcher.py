@@ -106,7 +106,8 @@ class EncodeDispatcher:
             alive = self._alive()
             among = [wanted] if wanted is not None and wanted in alive else alive
             is_any = not needs_room()
-            names = allowed([name for name in among if is_any or self._has_backlog_room(name)])
+            load, most = self._router.load, self._max_backlog
+            names = allowed([name for name in among if is_any or load(name).encode_patches < most])
             if names:
                 return self._router.encoder(names)
             alive_s = clock() if alive else alive_s
@@ -115,9 +116,6 @@ class EncodeDispatcher:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_S):  # wait_for may swallow a cancellation
                     await self._has_room.wait()
-
-    def _has_backlog_room(self, worker: str) -> bool:
-        return self._router.load(worker).encode_patches < self._max_backlog
 
     def _check_wait(self, without_s: float, full_s: float) -> None:
         """Checks waiting times. without_s: since an encoder existed. full_s: since one completed a group."""

@@ -115,8 +115,12 @@ class Orchestrator:
         return self._shared.requests
 
     async def start(self) -> None:
-        """Starts the fleet. Raises EPDError when a worker cannot start."""
-        await self._shared.fleet.start()
+        """Starts the fleet, and ends it where a worker cannot start. Raises EPDError then."""
+        try:
+            await self._shared.fleet.start()
+        except BaseException:
+            await self.close()
+            raise
         watchdog, recovery = Watchdog(self._shared), Recovery(self._shared, self._placement.moves, self.owner)
         reader = EventReader(
             self._shared,

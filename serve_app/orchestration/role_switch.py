@@ -64,7 +64,6 @@ class RoleSwitcher:
     def __init__(self, shared: Shared, moves: DecodeMoves) -> None:
         """Starts without switches. moves: changes the decode workers of attempts."""
         self.last: deque[RoleSwitch] = deque(maxlen=_MAX_KEPT)
-        self._limits = shared.config.switching
         self.in_flight = shared.requests.switching
         self._totals: dict[str, SwitchTotals] = {}
         self._shared = shared
@@ -132,12 +131,11 @@ class RoleSwitcher:
             raise UnavailableError(f"worker '{worker}' gives up work already; try again later")
         if not info.is_alive:
             raise UnavailableError(f"worker '{worker}' is being started again; try again when it is back")
-        most = self._limits.max_in_flight
-        if len(self.in_flight) >= most or worker in self.in_flight:
+        if self.in_flight:
             raise UnavailableError(
-                f"{sorted(self.in_flight)} are being switched; allowed at once: {most}; try again later"
+                f"{sorted(self.in_flight)} are being switched; allowed at once: 1; try again later"
             )
-        check_others(self._shared.fleet, info, roles, self._limits.min_workers)
+        check_others(self._shared.fleet, info, roles)
         return info
 
 
@@ -151,14 +149,13 @@ def _stage_for(role: Stage, roles: frozenset[Stage]) -> Stage:
     return "prefill" if role == "decode" and "prefill" in roles else role
 
 
-def check_others(fleet: Fleet, info: WorkerInfo, roles: frozenset[Stage], min_workers: int) -> None:
-    """Raises InfeasibleError unless enough other workers have the roles that this one gives up."""
+def check_others(fleet: Fleet, info: WorkerInfo, roles: frozenset[Stage]) -> None:
+    """Raises InfeasibleError unless other workers have the roles that this one gives up."""
     for stage in sorted(closed_roles(info.roles, roles)):
-        others = [each for each in fleet.workers.values() if each.name != info.name and each.takes(stage)]
-        if len(others) < min_workers:
+        if not any(each.name != info.name and each.takes(stage) for each in fleet.workers.values()):
             raise InfeasibleError(
-                f"without '{info.name}' there are {len(others)} workers for {stage}; at least {min_workers} "
-                "must be left; give the role to another worker first"
+                f"without '{info.name}' there are 0 workers for {stage}; at least 1 must be left; give the "
+                "role to another worker first"
             )
 
 
@@ -250,7 +247,7 @@ class _SwitchRun:
     async def _migrate(self) -> None:
         redo_s = time.monotonic() + self.limits.drain_s
         while not (left := await self._remaining()).is_over:
-            check_others(self.shared.fleet, self.info, self.roles, self.limits.min_workers)
+            check_others(self.shared.fleet, self.info, self.roles)
             await self.evacuation.step(left, is_late=time.monotonic() >= redo_s)
             await asyncio.sleep(_POLL_S)
 
@@ -259,7 +256,7 @@ class _SwitchRun:
         self.weights_s = times.weights_s
 
     async def _announce(self) -> None:
-        check_others(self.shared.fleet, self.info, self.roles, self.limits.min_workers)
+        check_others(self.shared.fleet, self.info, self.roles)
         await self._send(SetRoles(self.roles))
         self.shared.router.forget(self.name)
         await self._report_closed()
@@ -280,7 +277,7 @@ class _SwitchRun:
         """Gives the worker its former roles; a lost worker is restarted with them."""
         for _ in range(_NUM_ROLL_BACKS):
             try:
-                await self.shared.fleet.send(self._address, self.name, SetRoles(self.info.roles))
+                await self.shared.fleet.send(min(self.info.roles), self.name, SetRoles(self.info.roles))
             except WorkerLostError:
                 return
             except Exception:
@@ -290,10 +287,6 @@ class _SwitchRun:
                 return
 
     # Messages
-
-    @property
-    def _address(self) -> Stage:
-        return min(self.info.roles)
 
     async def _remaining(self) -> RemainingWork:
         return await self._send(AskRemaining(self.leaving))
@@ -306,6 +299,6 @@ class _SwitchRun:
         left_s = self.start_s + self.limits.limit_s - time.monotonic()
         try:
             async with asyncio.timeout(max(left_s, 0.0)):
-                return await self.shared.fleet.send(self._address, self.name, message)
+                return await self.shared.fleet.send(min(self.info.roles), self.name, message)
         except TimeoutError:
             raise UnavailableError(f"it took more than {self.limits.limit_s:g} s") from None

@@ -52,20 +52,20 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _MAX_REASON = 400
 # For Ray's accounting only. Workers of this app request none, but others in the cluster may.
 _LEAST_CPUS = 8
+# Of a cluster that starts here. What goes between workers does not pass through it.
+_OBJECT_STORE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class RaySettings:
     """Configures Ray.
 
-    address: of a running cluster; None starts one, with num_cpus and object_store_bytes
-    object_store_bytes: memory for frames in transit and, between machines, embeddings, keys and values
+    address: of a running cluster; None starts one, with num_cpus
     shows_logs: whether the logs of its processes are written to stderr
     """
 
     address: str | None = None
     num_cpus: int | None = None
-    object_store_bytes: int = 256 << 20
     namespace: str = "epd"
     shows_logs: bool = False
 
@@ -126,7 +126,7 @@ def _start(settings: RaySettings) -> None:
                 address="local",
                 namespace=settings.namespace,
                 num_cpus=settings.num_cpus or max(_LEAST_CPUS, 2 * usable_cpus()),
-                object_store_memory=settings.object_store_bytes,
+                object_store_memory=_OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 log_to_driver=settings.shows_logs,
                 logging_level=logging.ERROR,

@@ -1,4 +1,7 @@
-"""Serves the application on Ray: in a cluster that starts and ends with it, or beside others in theirs."""
+"""Serves the application on Ray: in a cluster that starts and ends with it, or beside others in theirs.
+
+Also as a backend of `epd batch`: newly started, or found on a cluster.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
+from pydantic import SecretStr
 from ray import serve
 from ray.serve.api import RunTarget
 from ray.serve.config import ProxyLocation
 
 from epd import errors
+from epd.batch.http_backend import HttpBackend
 from epd.client.endpoint import Endpoint, get
+from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import CancelledError, EPDError, InfeasibleError, UnavailableError
 from epd.serve_app.app import application
 from epd.serve_app.app_args import AppArgs
@@ -39,6 +46,7 @@ from epd.serve_app.ray.tenancy import (
     is_of,
     is_taken,
     turn_to_deploy,
+    url_at,
 )
 
 # For fronts to find the workers, which are ready.
@@ -267,3 +275,43 @@ def start_error(messages: Sequence[str], said: str) -> EPDError:
     return UnavailableError(
         f"the application does not start: {reason_of(RuntimeError(reason))}; see the logs in /tmp/ray"
     )
+
+
+@contextmanager
+def started_backend(
+    model: Path | None, topology: str, media_folder: Path | None, config: EngineConfig = DEFAULT_ENGINE
+) -> Iterator[HttpBackend]:
+    """Starts a private application on this machine, protected by a key, with its own workers.
+
+    media_folder: the folder that files are read from.
+    Raises EPDError if it cannot be served.
+    """
+    key = secrets.token_hex(16)
+    args = AppArgs(
+        model=model,
+        topology=topology,
+        api_key=SecretStr(key),
+        allowed_media_path=media_folder,
+        **config.given,
+    )
+    http = HttpAddress.free()
+    with (
+        served_app(args.resolved(), ServeSettings(http), RaySettings()),
+        HttpBackend.open(http.url, key, has_seeds=True) as backend,
+    ):
+        yield backend
+
+
+def url_of_app(address: str, name: str = APP_NAME) -> str:
+    """Returns the URL of an application on a Ray cluster. Raises UnavailableError if it is not running."""
+    with ray_cluster(RaySettings(address=address)):
+        there = cluster_now()
+    head = address.partition("://")[2].rpartition(":")[0] or address.rpartition(":")[0] or "127.0.0.1"
+    url = url_at(there, name, head)
+    if url is None:
+        names = ", ".join(f"'{each.name}'" for each in there.tenants) or "none"
+        raise UnavailableError(
+            f"no application '{name}' answers on '{address}', which has {names}; start it with epd serve "
+            f"--address {address} --name {name}, or give the --name of another"
+        )
+    return url

@@ -21,8 +21,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
 from epd.errors import RequestError, UnavailableError
-from epd.serve_app.http.address import HttpAddress
-from epd.serve_app.http.prefix import ROOT
+from epd.serve_app.http.address import ROOT, HttpAddress
 from epd.serve_app.ray.front import OWNER, front_address
 
 APP_NAME = "epd"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from epd.control.elasticity import StageSample
 from epd.control.routing import InFlight
@@ -57,6 +57,8 @@ from epd.stages.engine.engine import LanguageEngine
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket
 from epd.types import UInt8Array
+
+RoleT = TypeVar("RoleT", EncodeRole, PrefillRole, DecodeRole)
 
 # Messages that may be handled in the middle of a pass.
 WITHIN_A_PASS = (Prefill, Reserve, Redirect, EncodeGroup, CancelTickets)
@@ -112,13 +114,13 @@ class WorkerCore:
             return refusal(message)
         match message:
             case EncodeGroup():
-                return self._encoding.submit(message, bulk)
+                return self._role("encode", EncodeRole).submit(message, bulk)
             case CancelTickets():
                 self._cancel(message)
             case Prefill():
                 return self._submit(message)
             case Redirect():
-                return self._prefilling.redirect(message.request_id, message.ticket)
+                return self._role("prefill", PrefillRole).redirect(message.request_id, message.ticket)
             case Reissue():
                 self._reissue(message.transfer_ids)
             case Reserve():
@@ -155,11 +157,11 @@ class WorkerCore:
             case AskRemaining():
                 return self._remaining(message.stages)
             case Pause():
-                return self._decoding.stage.pause(message.request_id)
+                return self._role("decode", DecodeRole).stage.pause(message.request_id)
             case Move():
-                return self._decoding.stage.move(message.request_id, message.ticket)
+                return self._role("decode", DecodeRole).stage.move(message.request_id, message.ticket)
             case Resume():
-                self._decoding.stage.resume(message.request_id)
+                self._role("decode", DecodeRole).stage.resume(message.request_id)
             case Onload():
                 return self._onload(message.roles)
             case StagesClosed():
@@ -169,32 +171,18 @@ class WorkerCore:
                 raise TypeError(f"a worker takes no {type(message).__name__}")
         return None
 
-    @property
-    def _encoding(self) -> EncodeRole:
-        role = self.hosted.get("encode")
-        if not isinstance(role, EncodeRole):
-            raise lost_stage("encode")
-        return role
-
-    @property
-    def _prefilling(self) -> PrefillRole:
-        role = self.hosted.get("prefill")
-        if not isinstance(role, PrefillRole):
-            raise lost_stage("prefill")
-        return role
-
-    @property
-    def _decoding(self) -> DecodeRole:
-        role = self.hosted.get("decode")
-        if not isinstance(role, DecodeRole):
-            raise lost_stage("decode")
+    def _role(self, stage: Stage, kind: type[RoleT]) -> RoleT:
+        """Returns a role that runs. Raises UnavailableError for one that the worker does not have."""
+        role = self.hosted.get(stage)
+        if not isinstance(role, kind):
+            raise lost_stage(stage)
         return role
 
     def _submit(self, message: Prefill) -> bool:
         """Submits a request, unless the role is missing: only merged roles work without a decode worker."""
         is_split = message.ticket is not None or message.awaits_ticket
         has_role = "prefill" in self.roles and (is_split or "decode" in self.roles)
-        return has_role and self._prefilling.submit(message)
+        return has_role and self._role("prefill", PrefillRole).submit(message)
 
     def _reserve(self, message: Reserve) -> KVTicket | None:
         role = self.hosted.get("decode")
@@ -218,7 +206,7 @@ class WorkerCore:
         self._is_switching = False
         self._set_roles(roles)
         if "decode" in self.hosted:  # answers that were paused to be moved and not taken elsewhere
-            self._decoding.stage.resume_all()
+            self._role("decode", DecodeRole).stage.resume_all()
 
     def _set_roles(self, roles: frozenset[Stage]) -> None:
         self._bring_up(roles)

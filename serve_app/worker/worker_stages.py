@@ -87,11 +87,9 @@ class WorkerSettings:
 
     model_path: Path
     engine: EngineConfig = DEFAULT_ENGINE
-    block_size: int = BLOCK_SIZE
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     enable_prefix_caching: bool = True
     num_embeddings: int | None = None
-    embeddings_per_block: int = 16
     max_batch_patches: int | None = None
     max_resize_pixels: int | None = None
     decode_scheduler: SchedulerConfig | None = None
@@ -145,6 +143,7 @@ class Transport(Protocol):
         ...
 
 
+_EMBEDDINGS_PER_BLOCK = 16
 # Workers of one process measure and fill its GPU one after another.
 _BUILDING = threading.Lock()
 
@@ -357,7 +356,7 @@ class StageBuilder:
         self, name: str, scheduler: SchedulerConfig, options: EngineConfig
     ) -> tuple[LanguageEngine, KVConnector]:
         settings, model = self.settings, self._language_model()
-        sizes = self._kv_tokens, settings.block_size, settings.num_kv_pools
+        sizes = self._kv_tokens, BLOCK_SIZE, settings.num_kv_pools
         shape = kv_shape(model, *sizes, scheduler.max_num_seqs, scheduler.max_chunk_tokens)
         max_ranks = settings.tensor_parallel.max_size
         ranks = None if self._ranks is None else EngineRanks(self._ranks, name)
@@ -379,7 +378,7 @@ class StageBuilder:
     def _embeddings(
         self, name: str, config: Any
     ) -> tuple[EncoderCacheManager, EncoderPool, EncoderConnector]:
-        size = self.settings.embeddings_per_block
+        size = _EMBEDDINGS_PER_BLOCK
         num_blocks = self._num_embeddings // size
         shape = EncoderPoolShape(num_blocks, size, embedding_layout(config, self.placement.dtype))
         pool, connector = self.transport.embeddings(name, shape, self.placement.device)

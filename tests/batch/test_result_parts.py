@@ -1,7 +1,4 @@
-"""Every line has one row, in parts that a manifest names, whenever a run is killed or a store fails.
-
-Modules: `epd/batch/part_rows.py`.
-"""
+"""Every line has one row, in parts that a manifest names, whenever a run is killed or a store fails."""
 
 from __future__ import annotations
 

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 
 from epd.bench.body import chat_body
 from epd.bench.client import AnswerError, ChatClient, ChatReply
-from epd.client.body import MediaPart
+from epd.client.body import MediaPart, SSEParser
 from epd.client.endpoint import Endpoint, find_model, parse_endpoints
-from epd.client.events import SSEParser
 from epd.errors import RequestError
 from epd.workload.requests import PlannedRequest, RequestShape
 from tests.bench.fake_server import FakeServer

@@ -104,11 +104,8 @@ def _kinds(schema: Any) -> set[str]:
     for each in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
         kinds |= _kinds(each)
     values = schema.get("enum")
-    return kinds or ({"string"} if isinstance(values, list) and all(map(_is_text, values)) else kinds)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+    are_texts = isinstance(values, list) and all(isinstance(each, str) for each in values)
+    return kinds or ({"string"} if are_texts else kinds)
 
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"

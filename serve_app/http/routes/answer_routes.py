@@ -19,10 +19,10 @@ from epd.control.request_budget import RequestBudget
 from epd.errors import RequestError
 from epd.serve_app.http.answers.answer_response import AnswerForm, AnswerResponse
 from epd.serve_app.http.answers.completion_answer import Completion, CompletionChunks, CompletionWhole
-from epd.serve_app.http.answers.response_answer import ResponseBuilder
-from epd.serve_app.http.answers.response_protocol import ResponseReply
+from epd.serve_app.http.answers.response_answer import ResponseBuilder, ResponseReply
 from epd.serve_app.http.answers.responses import ChunkBuilder, CompletionBuilder
 from epd.serve_app.http.guard.http_guard import client_of
+from epd.serve_app.http.protocol import ChatCompletion
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.completion_request import COMPLETION_FIELDS, CompletionRequest
 from epd.serve_app.http.requests.request_parsing import describe, stop_amounts
@@ -60,8 +60,19 @@ def chat_answer(server: ServerState, parsed: ParsedRequest, record: RequestRecor
     return AnswerResponse(form, server.items(parsed, record), record, server.settings.keep_alive_s)
 
 
-invocation_routes = APIRouter()
-completion_routes = APIRouter()
+answer_routes = APIRouter()
+
+
+@answer_routes.post(
+    "/v1/chat/completions",
+    response_model=ChatCompletion,
+    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    openapi_extra=body_of("ChatRequest"),
+)
+async def chat_completions(request: Request) -> Response:
+    """Answers a conversation about images and videos, at once or as a stream of server-sent events."""
+    server = server_of(request)
+    return chat_answer(server, await server.read(request), record_of(request))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +163,7 @@ def _check_length(token_ids: Sequence[int], model: ModelCard, place: str) -> Non
         raise RequestError(f"{place}: received {len(token_ids):,} tokens; allowed: {allowed}; change it")
 
 
-@completion_routes.post(
+@answer_routes.post(
     "/v1/completions",
     response_model=Completion,
     responses=EVENT_STREAM,
@@ -204,7 +215,7 @@ async def _no_answers(
     yield [record.end]
 
 
-@invocation_routes.post("/invocations", responses=EVENT_STREAM, openapi_extra=body_of("ChatRequest"))
+@answer_routes.post("/invocations", responses=EVENT_STREAM, openapi_extra=body_of("ChatRequest"))
 async def invocations(request: Request) -> Response:
     """Answers a request with messages as chat completions do, one with a prompt as completions."""
     server, record = server_of(request), record_of(request)
@@ -239,10 +250,7 @@ def _lacks(error: ValidationError, name: str) -> bool:
     return any(one["type"] == "missing" and one["loc"] == (name,) for one in errors)
 
 
-response_routes = APIRouter()
-
-
-@response_routes.post(
+@answer_routes.post(
     "/v1/responses",
     response_model=ResponseReply,
     responses=EVENT_STREAM,

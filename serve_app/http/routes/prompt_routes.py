@@ -15,11 +15,12 @@ from epd.serve_app.http.requests.prompt_request import (
     TokenizeRequest,
 )
 from epd.serve_app.http.requests.request_parsing import model_named
-from epd.serve_app.http.server_state import ServerState
-from epd.serve_app.observability.record import record_of
+from epd.serve_app.http.server_state import ParsedRequest, ServerState
+from epd.serve_app.observability.record import RequestRecord, record_of
 from epd.serve_app.service import Estimate, ModelCard
 
 prompt_routes = APIRouter()
+_PICTURE_SIDE = 320  # pixels
 # What a route says of its streams: their events have no schema.
 EVENT_STREAM: dict[int | str, dict[str, object]] = {200: {"content": {"text/event-stream": {}}}}
 
@@ -42,7 +43,7 @@ async def estimate(request: Request) -> EstimateReply:
     chat, num_bytes = await server.read_json(request, ChatRequest)
     card = model_named(chat.model, server.service.models)
     try:
-        found = await server.estimate(await server.checked(request, chat, num_bytes), record_of(request))
+        found = await _estimate(server, await server.checked(request, chat, num_bytes), record_of(request))
     except RequestBudgetError as error:
         reason = str(error)
         return EstimateReply(model=card.name, fits=False, reason=reason, max_model_len=card.max_model_len)
@@ -59,7 +60,25 @@ async def picture(request: Request) -> Response:
     """Returns a small JPEG of a chat request's first image, or of the first frame of its first video."""
     server = server_of(request)
     parsed = await server.read(request)
-    return Response(await server.picture(parsed, record_of(request)), media_type="image/jpeg")
+    if not parsed.references:
+        raise RequestError("received no medium in messages; allowed: an image or a video; add it")
+    first, record = parsed.references[:1], record_of(request)
+    with server.admitted():
+        async with server.media.sources(record.request_id, first) as (source,):
+            server.named_media.keep(parsed.namespace, first, parsed.client.share)
+            server.bodies.release(record)
+            jpeg = await server.media.picture(source, _PICTURE_SIDE)
+    return Response(jpeg, media_type="image/jpeg")
+
+
+async def _estimate(server: ServerState, parsed: ParsedRequest, record: RequestRecord) -> Estimate:
+    """Returns what the answer would use. Its media are held until then. Raises EPDError."""
+    request = server.request_of(parsed, record)
+    with server.admitted():
+        async with server.media.sources(record.request_id, parsed.references) as media:
+            server.named_media.keep(parsed.namespace, parsed.references, parsed.client.share)
+            server.bodies.release(record)
+            return await server.service.prompts.estimate(request(media=media))
 
 
 def _reply(card: ModelCard, found: Estimate) -> EstimateReply:
@@ -123,7 +142,7 @@ async def _tokens_of_chat(
         epd=wanted.epd,
     )
     parsed = await server.checked(request, chat, num_bytes)
-    return (await server.estimate(parsed, record_of(request))).token_ids
+    return (await _estimate(server, parsed, record_of(request))).token_ids
 
 
 @prompt_routes.post("/detokenize", openapi_extra=body_of("DetokenizeRequest"))

@@ -19,7 +19,7 @@ END_S = 60.0
 SERVER = """
 import _thread, os, signal, sys, threading, time
 from contextlib import contextmanager
-from epd.serve_app.cli.serving import Signals, serve_until_signal
+from epd.serve_app.cli.serve import Signals, serve_until_signal
 from epd.errors import CancelledError
 
 def say(words):

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from epd.errors import OverloadedError
-from epd.serve_app.http import format_checks
-from epd.serve_app.http.format_checks import FormatChecks
+from epd.serve_app.http import chat_answers
+from epd.serve_app.http.chat_answers import FormatChecks
 from epd.stages.grammar.formats import AnswerFormat, format_of
 
 STEP_S = 0.1
@@ -52,8 +52,8 @@ def test_a_client_with_many_formats_holds_up_no_other(checks: FormatChecks) -> N
 
 
 def test_a_flood_is_turned_away_alone(checks: FormatChecks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(format_checks, "_MAX_WAITING_PER_CLIENT", 3)
-    monkeypatch.setattr(format_checks, "_MAX_WAITING", 4)
+    monkeypatch.setattr(chat_answers, "_MAX_WAITING_PER_CLIENT", 3)
+    monkeypatch.setattr(chat_answers, "_MAX_WAITING", 4)
 
     async def scenario() -> list[str | BaseException]:
         clients = ["flood"] * 5 + ["other", "third"]
@@ -71,7 +71,7 @@ def test_a_flood_is_turned_away_alone(checks: FormatChecks, monkeypatch: pytest.
 def test_known_formats_wait_for_nothing(checks: FormatChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> str:
         await checks.checked(format_of("regex", "known"), "a")
-        monkeypatch.setattr(format_checks, "_MAX_WAITING", 0)
+        monkeypatch.setattr(chat_answers, "_MAX_WAITING", 0)
         return await checks.checked(format_of("regex", "known"), "b")
 
     assert asyncio.run(scenario()) == "known"

@@ -14,8 +14,8 @@ import pytest
 from epd.control.request_budget import RequestLimits
 from epd.errors import OverloadedError, RequestError
 from epd.sampling_params import SamplingParams
-from epd.serve_app.http.answers.several_answers import NUM_AT_ONCE
 from epd.serve_app.http.requests.completion_request import COMPLETION_FIELDS, CompletionRequest
+from epd.serve_app.http.server_state import NUM_AT_ONCE
 from tests.request_fields_page import COMPLETIONS
 from tests.serve_app.conftest import ADMIN, JSON, Front
 from tests.serve_app.fakes import USAGE, WORDS, FakePrompts, FakeService
