@@ -19,8 +19,7 @@ from epd.profiles.host import WAYS, HostCosts
 from epd.profiles.profile import Profile
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.deployment import Deployment
-from epd.simulate.placement import kept_job
-from epd.simulate.requests import JobMaker
+from epd.simulate.requests import GroupWork, Job, JobMaker
 from epd.simulate.simulation import Simulation
 from epd.topology import parse_topology
 from epd.types import Float64Array
@@ -45,6 +44,18 @@ class Asked:
     seed: int
     figures: Figures
     core_speed: float
+
+
+def kept_job(job: Job, retention: float) -> Job:
+    """Returns the job with that share of its visual tokens, rounded, with at least one in each group."""
+    groups: list[GroupWork] = []
+    num_kept = num_before = 0
+    for group in job.groups:
+        num_before += group.media.num_tokens
+        here = min(max(1, round(retention * num_before) - num_kept), group.media.num_tokens)
+        groups.append(replace(group, media=replace(group.media, num_tokens=here)))
+        num_kept += here
+    return replace(job, groups=tuple(groups))
 
 
 def simulated_figures(
