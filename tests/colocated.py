@@ -469,7 +469,7 @@ class ColocatedPipeline:
     def _add(self, request: GenerateRequest) -> None:
         """Adds a request; raises InfeasibleError when it does not fit, or not beside the held contexts."""
         while self._dropped:
-            self.engine.release(self._dropped.pop())
+            self.engine.scheduler.release(self._dropped.pop())
         if request.parent is None and not self.engine.can_admit(request):
             raise InfeasibleError(
                 f"{request.num_prompt_tokens} prompt tokens do not fit beside the contexts that are held; "
