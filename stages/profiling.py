@@ -186,7 +186,8 @@ class Profiler:
         item_bytes = self.placement.dtype.itemsize
         kv_bytes = kv_bytes_per_token(self.model)
         fixed_bytes = self._fixed_bytes(total)
-        encode_bytes, prefill_bytes = self._activation_bytes()
+        encode_bytes = _slope(map(self._encode_peak, _PEAK_BATCHES))
+        prefill_bytes = _slope(map(self._prefill_peak, _PEAK_CHUNKS))
         return MemoryNeeds(
             device_bytes=total_bytes(self.placement.device),
             vision_weight_bytes=vision,
@@ -212,10 +213,6 @@ class Profiler:
         _, encode = self._batch(_PEAK_BATCHES[-1])
         resident = resident_peak_bytes(encode)
         return max(0, resident - self._idle_bytes - weight_bytes - peak_bytes(encode))
-
-    def _activation_bytes(self) -> tuple[float, float]:
-        """Measures what a patch adds to the peak of the tower, and a token to that of the language model."""
-        return _slope(map(self._encode_peak, _PEAK_BATCHES)), _slope(map(self._prefill_peak, _PEAK_CHUNKS))
 
     def _encode_peak(self, size: int) -> tuple[int, int]:
         """Returns (patches, bytes) of one batch."""
