@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from epd.encoders import load_adapter
 from epd.encoders.batch import FrameEncoder
@@ -25,7 +27,6 @@ from epd.stages.engine.model_runner import kv_bytes_per_token
 from epd.stages.engine.setup import build_engine, default_kv_tokens
 from epd.stages.loading.weights import OnBytes, load_role, part_bytes
 from epd.stages.memory_sizing import text_request
-from epd.stages.peak_memory import peak_bytes
 from epd.stages.placement import CPU_FLOAT32, Placement, use_threads
 from epd.stages.profiled_media import Points, Reading, Sample, media_of
 
@@ -248,3 +249,56 @@ def _transfer_points() -> Points:
     for num_bytes in _TRANSFER_BYTES:
         source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
         yield num_bytes, 0, lambda source=source, target=target: np.copyto(target, source)  # type: ignore[misc]
+
+
+def peak_bytes(action: Callable[[], object]) -> int:
+    """Runs an action and returns the most bytes of new tensors that lived at once.
+
+    Counts the storages of all results while they live, on every device; what an operator takes and gives back
+    inside of itself is not seen. The same on every run, unlike the memory of the process.
+    """
+    watch = _Watch()
+    with watch:
+        action()
+    return watch.peak
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """Follows storages from the operator that makes them to their end."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak: int = 0
+        self._held = 0
+        self._known: dict[int, int] = {}  # bytes by address of the memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        old = {_address(each) for each in _tensors((args, kwargs))}
+        results = func(*args, **(kwargs or {}))
+        for tensor in _tensors(results):
+            if _address(tensor) not in old:
+                self._add(tensor)
+        self.peak = max(self.peak, self._held)
+        return results
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address in self._known or not storage.nbytes():
+            return
+        self._known[address] = storage.nbytes()
+        self._held += storage.nbytes()
+        weakref.finalize(storage, self._drop, address)
+
+    def _drop(self, address: int) -> None:
+        self._held -= self._known.pop(address, 0)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """Lists tensors; a matrix that oneDNN has laid out has no storage to count."""
+    leaves = torch.utils._pytree.tree_leaves(values)
+    return [each for each in leaves if isinstance(each, torch.Tensor) and not each.is_mkldnn]

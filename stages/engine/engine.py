@@ -26,10 +26,9 @@ from epd.stages.engine.faults import FaultCounts, run_apart
 from epd.stages.engine.generation import Admission, Extent, GenerateRequest, StepResult
 from epd.stages.engine.kv_store import KVStore
 from epd.stages.engine.model_runner import ModelRunner
-from epd.stages.engine.open_sequences import OpenSequences
+from epd.stages.engine.open_sequences import OpenSequences, SequenceMaker
 from epd.stages.engine.run_ahead import RunAhead
 from epd.stages.engine.sequence import ComputedChunk, TokenSequence, sample_chunks
-from epd.stages.engine.sequence_maker import SequenceMaker
 from epd.stages.sampling.sampler import SampledToken
 from epd.stages.visual_inputs import PlacedEmbeddings
 from epd.store.piece_files import PieceFiles
