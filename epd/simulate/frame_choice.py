@@ -51,12 +51,11 @@ class ChosenMedia:
     """Holds the groups of a request's videos, those of one after those of the other.
 
     text_tokens: between the frames of all
-    num_wanted: frames without a budget; num_frames: those that are taken, whose tokens keep `retention`
+    num_frames: those that are taken, whose tokens keep `retention`
     """
 
     groups: tuple[tuple[MediaWork, ...], ...]
     text_tokens: int
-    num_wanted: int
     num_frames: int
     retention: float
 
@@ -142,8 +141,7 @@ class _Videos:
         groups = tuple(
             tuple(self._kept(video, choice.retention)) for video in self._groups(choice.num_frames)
         )
-        between, num_wanted = self._text_between(choice.num_frames), sum(self.wanted)
-        return ChosenMedia(groups, between, num_wanted, choice.num_frames, choice.retention)
+        return ChosenMedia(groups, self._text_between(choice.num_frames), choice.num_frames, choice.retention)
 
     def _kept(self, groups: tuple[MediaWork, ...], retention: float) -> Iterator[MediaWork]:
         """Yields groups with a share of their tokens; it is carried on, so that no rounding adds up.

@@ -20,7 +20,6 @@ from epd.control.admission import AdmissionQueue
 from epd.control.arrivals import RequestWork
 from epd.control.elasticity import (
     ControllerConfig,
-    EstimatorConfig,
     RoleController,
     StageSample,
     Switch,
@@ -141,13 +140,12 @@ class SimulatedPlacer:
 
 @dataclass(frozen=True, slots=True)
 class Elasticity:
-    """Configures both. max_tokens: that requests allow for answers; None: as many as they get.
+    """Configures switches. max_tokens: that requests allow for answers; None: as many as they get.
 
     is_failing: whether a switch, drained and about to load, is to fail; its worker keeps its old roles.
     """
 
     controller: ControllerConfig = field(default_factory=ControllerConfig)
-    estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
     max_tokens: int | None = None
     is_failing: Callable[[Switch], bool] = lambda _: False
 
@@ -159,7 +157,7 @@ class RoleSwitching:
         self.elasticity = elasticity
         config = replace(elasticity.controller, load_s=profile.switch_s)
         self.controller = RoleController(config)
-        self.estimator = TrafficEstimator(elasticity.estimator, known_costs(profile))
+        self.estimator = TrafficEstimator(known_costs(profile))
 
     @property
     def interval_s(self) -> float:
