@@ -21,7 +21,7 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.profiles import MemoryNeeds, Profile, StageTable, fit_table
 from epd.profiles.measuring import Action, core_speed, measurement, table, timed
 from epd.stages.device_memory import total_bytes
-from epd.stages.encode.beside_cost import beside_of, wall_clock
+from epd.stages.encode.beside import beside_of, wall_clock
 from epd.stages.engine.generation import generation_settings
 from epd.stages.engine.model_runner import kv_bytes_per_token
 from epd.stages.engine.setup import build_engine, default_kv_tokens
