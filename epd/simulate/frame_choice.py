@@ -86,7 +86,11 @@ class FrameChooser:
         may_choose = bool(videos.wanted) and not self._wishes.has_own_frames
         levels = allowed_levels(self._budget, 1.0) if self._budget.max_tokens or may_choose else (1.0,)
         most = context if math.isinf(context) else videos.room(int(context))
-        found = self._found(videos, levels, most, may_choose=may_choose)
+
+        def fits(num_frames: int, retention: float) -> bool:
+            return videos.fits(FrameChoice(num_frames, retention), most, self._max_visual)
+
+        found = choose_frames(whole.num_frames, levels, fits, may_choose=may_choose)
         if found is None:
             least = min(LEAST_FRAMES, whole.num_frames) if may_choose else whole.num_frames
             num_tokens = videos.num_visual(FrameChoice(least, levels[-1]))
@@ -96,18 +100,6 @@ class FrameChooser:
     @property
     def _max_visual(self) -> float:
         return math.inf if self._budget.max_tokens is None else self._budget.max_tokens
-
-    def _found(
-        self, videos: _Videos, levels: tuple[float, ...], most: float, *, may_choose: bool
-    ) -> FrameChoice | None:
-        def fits(num_frames: int, retention: float) -> bool:
-            return videos.fits(FrameChoice(num_frames, retention), most, self._max_visual)
-
-        num_wanted = sum(videos.wanted)
-        if may_choose:
-            return choose_frames(num_wanted, levels, fits)
-        level = next((each for each in levels if fits(num_wanted, each)), None)
-        return None if level is None else FrameChoice(num_wanted, level)
 
 
 class _Videos:
