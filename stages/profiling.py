@@ -172,7 +172,6 @@ class Profiler:
             self.engine.abort(request.request_id)
 
     def _beside(self) -> float:
-        """Measures how much a batch of the tower and decode passes slow each other."""
         device = self.placement.device
         _, encode = self._batch(_BESIDE_BATCH)
         with self._decoding(_BESIDE_SEQUENCES, _DECODE_CONTEXTS[0], _BESIDE_TOKENS):

@@ -359,7 +359,6 @@ class EncodeStage:
 
     @torch.inference_mode()
     def _run(self, batch: Sequence[EncodeJob], places: Sequence[CachedGroup]) -> _Run:
-        """Encodes a batch, in the lane."""
         start_s = time.perf_counter()
         calls = self._calls(batch, places)
         return _Run(calls, time.perf_counter() - start_s)

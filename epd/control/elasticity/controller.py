@@ -323,7 +323,6 @@ class RoleController:
         return max(helpful, key=lambda option: option.net_s, default=None)
 
     def _roles_after(self, traffic: ClusterTraffic) -> dict[str, Roles]:
-        """Returns the roles of each worker after all switches in flight have ended."""
         return {
             each.name: self._in_flight[each.name].roles if each.name in self._in_flight else each.roles
             for each in traffic.workers
