@@ -436,7 +436,10 @@ class Adapter(Protocol):
         ...
 
     def tower_merger(self, tower: nn.Module, merge: TowerMerge) -> TowerMerger:
-        """Returns what merges neighbours inside of `tower`, see `epd.encoders.batch.BatchEncoder`."""
+        """Returns what merges neighbours inside of the tower.
+
+        Raises UnsupportedModelError for a tower where it cannot, RequestError for a layer that it lacks.
+        """
         ...
 
     def prepare_decoder(self, decoder: nn.Module) -> None:
