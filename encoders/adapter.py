@@ -281,12 +281,6 @@ class PromptPlan:
             visual_tokens_before=self.num_visual_tokens_before,
         )
 
-    @property
-    def prefix(self) -> PromptPlan:
-        """Returns the part before the question as a prompt of its own."""
-        stop = self.prefix_length
-        return replace(self, token_ids=self.token_ids[:stop], positions=self.positions[:, :stop])
-
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
@@ -389,13 +383,6 @@ class Adapter(Protocol):
 
     def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
         """Lays out one question after the media. Raises RequestError for an unusable question."""
-        ...
-
-    def plan_prefix(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage] = ()) -> PromptPlan:
-        """Lays out the common beginning of all questions about the media: up to the last visual token.
-
-        messages: a conversation that begins like all of them; by default the media begin.
-        """
         ...
 
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
