@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.score.app_costs import Figures, median
+from benchmarks.score.speed import at_speed
 from epd.profiles.cost import nonnegative_fit
 from epd.profiles.host import WAYS, HostCosts
 from epd.profiles.profile import Profile
@@ -98,7 +99,7 @@ def calibrated(profile: Profile, asked: Sequence[Asked]) -> Profile:
 
 def _simulated(profile: Profile, asked: Asked) -> Figures:
     deployment = Deployment(parse_topology(asked.topology), cpu_threads=_host(profile).num_cores)
-    return simulated_figures(profile.at_speed(asked.core_speed), deployment, asked.workload, asked.seed)
+    return simulated_figures(at_speed(profile, asked.core_speed), deployment, asked.workload, asked.seed)
 
 
 def _host(profile: Profile) -> HostCosts:
