@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from statistics import quantiles
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -25,18 +25,6 @@ _JOIN_S = 5.0  # a batch takes less, unless it hangs
 
 T = TypeVar("T")
 Work = Callable[[], T]
-
-
-class Lane(Protocol[T]):
-    """Runs one piece of work at a time."""
-
-    def start(self, work: Work[T]) -> None:
-        """Starts work, once the result of the work before has been taken."""
-        ...
-
-    def finish(self) -> T | None:
-        """Takes the result of the work, None if it is not over; raises what the work has raised."""
-        ...
 
 
 class InTurn(Generic[T]):

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from epd.encoders.adapter import PromptPlan
 from epd.encoders.device import to_device
-from epd.kv.drafting import RequestDrafts
+from epd.kv.draft_gain import ChosenDrafts
+from epd.kv.drafting import AllDrafts
 from epd.kv.kv_cache import KVCacheManager
 from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
 from epd.kv.scheduler_output import Chunk
@@ -88,7 +89,7 @@ class TokenSequence:
         visual: VisualInputs,
         capacity: int,
         matcher: TokenMatcher | None = None,
-        source: RequestDrafts | None = None,
+        source: AllDrafts | ChosenDrafts | None = None,
     ) -> None:
         """Starts an answer.
 

@@ -34,30 +34,11 @@ FIRST_GROUP_SIZE = 4
 GROUP_PERIOD_S = 0.5
 
 
-class Pictures(Protocol):
-    """Gives the frames of one video."""
-
-    @property
-    def starts_s(self) -> Sequence[float]:
-        """Returns when each is shown, seconds, and at last when the last one ends."""
-        ...
-
-    @property
-    def size(self) -> Size:
-        """Returns (height, width), upright."""
-        ...
-
-    def step_to(self, place: int) -> bool:
-        """Works for a moment on a frame. Returns whether it can be had now. Raises MediaError."""
-        ...
-
-    def pixels(self, place: int) -> UInt8Array:
-        """Returns that frame, uint8 [H, W, 3], upright. Raises MediaError."""
-        ...
-
-
 class ListedPictures:
-    """The frames that a client has listed."""
+    """The frames that a client has listed.
+
+    starts_s: when each is shown, seconds, and at last when the last one ends.
+    """
 
     def __init__(self, media: Media, background: Colour) -> None:
         """Finds the frames. Raises MediaError."""
@@ -67,12 +48,15 @@ class ListedPictures:
 
     @property
     def size(self) -> Size:
+        """Returns (height, width), upright."""
         return upright_size(self._frames.frame(0))
 
     def step_to(self, place: int) -> bool:  # noqa: ARG002 - any frame can be had at once
+        """Works for a moment on a frame. Returns whether it can be had now. Raises MediaError."""
         return True
 
     def pixels(self, place: int) -> UInt8Array:
+        """Returns that frame, uint8 [H, W, 3], upright. Raises MediaError."""
         return load_image(self._frames.frame(place), background=self._background)
 
 
@@ -102,7 +86,9 @@ class AnimatedPictures:
 class PictureRun:
     """Decodes the frames of one request, group by group; `close` stops it after the frame in work."""
 
-    def __init__(self, pictures: Pictures, times_s: Sequence[float], options: RunOptions) -> None:
+    def __init__(
+        self, pictures: ListedPictures | AnimatedPictures, times_s: Sequence[float], options: RunOptions
+    ) -> None:
         """Decodes nothing yet."""
         self._pictures = pictures
         self._places = [frame_at(pictures.starts_s, time_s) for time_s in times_s]
