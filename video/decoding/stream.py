@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from types import TracebackType
-from typing import Protocol
 
 import numpy as np
 
@@ -176,27 +175,10 @@ def decode(
     return group.frames
 
 
-class Run(Protocol):
-    """Decodes the frames of one request: of a container, or of a list of images."""
-
-    @property
-    def frame_size(self) -> Size:
-        """Returns (height, width) of the result."""
-        ...
-
-    def next_group(self) -> FrameGroup | None:
-        """Returns the next group in order, waiting for it; None after the last. Raises what went wrong."""
-        ...
-
-    def close(self) -> None:
-        """Stops decoding; calling it again does nothing."""
-        ...
-
-
 class GroupStream(Iterator[FrameGroup]):
     """Groups of frames in order, decoded ahead of the consumer; closing it stops the decoding."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: DecodeRun | PictureRun) -> None:
         self._run = run
 
     def __next__(self) -> FrameGroup:
@@ -275,7 +257,7 @@ def _or_now(deadline_s: float | None) -> float:
 
 def _start(
     source: Source | Media, times: list[float], options: RunOptions, pool: DecodePool, background: Colour
-) -> Run:
+) -> DecodeRun | PictureRun:
     media = as_media(source)
     if is_frame_list(media):
         return PictureRun(ListedPictures(media, background), times, options)
