@@ -281,12 +281,6 @@ class PromptPlan:
             visual_tokens_before=self.num_visual_tokens_before,
         )
 
-    @property
-    def prefix(self) -> PromptPlan:
-        """Returns the part before the question as a prompt of its own."""
-        stop = self.prefix_length
-        return replace(self, token_ids=self.token_ids[:stop], positions=self.positions[:, :stop])
-
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
@@ -391,13 +385,6 @@ class Adapter(Protocol):
         """Lays out one question after the media. Raises RequestError for an unusable question."""
         ...
 
-    def plan_prefix(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage] = ()) -> PromptPlan:
-        """Lays out the common beginning of all questions about the media: up to the last visual token.
-
-        messages: a conversation that begins like all of them; by default the media begin.
-        """
-        ...
-
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
         """Lays out a conversation by the checkpoint's own chat template.
 
@@ -436,7 +423,10 @@ class Adapter(Protocol):
         ...
 
     def tower_merger(self, tower: nn.Module, merge: TowerMerge) -> TowerMerger:
-        """Returns what merges neighbours inside of `tower`, see `epd.encoders.batch.BatchEncoder`."""
+        """Returns what merges neighbours inside of the tower.
+
+        Raises UnsupportedModelError for a tower where it cannot, RequestError for a layer that it lacks.
+        """
         ...
 
     def prepare_decoder(self, decoder: nn.Module) -> None:

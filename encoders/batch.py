@@ -1,4 +1,4 @@
-"""Encodes batches: its interface to a model family, and the path from frames to embeddings.
+"""Encodes batches: the path from frames to embeddings.
 
 Units of a video that look like the unit before are skipped if asked for: their embeddings are known. A tower
 attends within a unit only, so equal pixels give equal embeddings: with tolerance 0 nothing is lost.
@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from epd.encoders.adapter import Embeddings, MediaPlan, PatchRun, TowerMerger, concatenated
-from epd.encoders.device import CPU, device_of, to_device, to_host
+from epd.encoders.adapter import Adapter, Embeddings, MediaPlan, PatchRun, concatenated
+from epd.encoders.device import device_of, to_device, to_host
 from epd.reduction import TowerMerge, check_tolerance
 
 
@@ -91,29 +90,6 @@ def _by_unit(rows: Tensor, num_units: int) -> Tensor:
     return rows.reshape(num_units, -1, *rows.shape[1:])
 
 
-class BatchEncoder(Protocol):
-    """Declares the part of an `Adapter` that runs on an encode worker."""
-
-    def preprocess(self, frames: Tensor, plan: MediaPlan, device: torch.device = CPU) -> Tensor:
-        """Turns frames of planned size, uint8 [N, h, w, 3], into what the vision tower takes on a device."""
-        ...
-
-    def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
-        """Encodes several runs of whole units, of equal grid height and width, in one call of the tower."""
-        ...
-
-    def tower_merger(self, tower: nn.Module, merge: TowerMerge) -> TowerMerger:
-        """Returns what merges neighbours inside of the tower.
-
-        Raises UnsupportedModelError for a tower where it cannot, RequestError for a layer that it lacks.
-        """
-        ...
-
-    def join(self, embeddings: Embeddings, plan: MediaPlan, start: int, stop: int) -> Embeddings:
-        """See `Adapter`."""
-        ...
-
-
 class FrameEncoder:
     """Encodes frames with a family's tower, for every stage that encodes.
 
@@ -126,13 +102,13 @@ class FrameEncoder:
 
     def __init__(
         self,
-        family: BatchEncoder,
+        family: Adapter,
         tower: nn.Module,
         skip_static: float | None = None,
         merge: TowerMerge | None = None,
         max_patches: int | None = None,
     ) -> None:
-        """Raises RequestError for an invalid tolerance, and what `BatchEncoder.tower_merger` raises."""
+        """Raises RequestError for an invalid tolerance, and what `Adapter.tower_merger` raises."""
         check_tolerance(skip_static)
         self.num_skipped = 0
         self.family = family

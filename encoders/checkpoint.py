@@ -66,7 +66,6 @@ class Checkpoint:
 
     @staticmethod
     def _templates(owner: Any) -> dict[str, str]:
-        """Returns the chat templates of a processor or tokenizer by name."""
         found = owner.chat_template
         if isinstance(found, list):  # as old files name several
             found = {each["name"]: each["template"] for each in found}

@@ -7,15 +7,13 @@ Parts keep their order. Media before the text of the first user message give the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, cycle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from epd.errors import RequestError, check_question
 from epd.types import MediaKind
 
-_ANY_QUESTION = "?"
 # Messages of these roles are no turns. "tools": each text defines, as JSON, a tool to be called.
 # "template": each text is a JSON object of variables for the chat template.
 Role = Literal["tools", "template", "system", "user", "assistant", "tool"]
@@ -114,34 +112,6 @@ def one_turn(kinds: Sequence[MediaKind], question: str) -> tuple[ChatMessage, ..
     """Creates the conversation of one question after its media. Raises RequestError if it is empty."""
     check_question(question)
     return (ChatMessage("user", (*(ContentPart(kind) for kind in kinds), ContentPart("text", question))),)
-
-
-def dialogue(
-    kinds: Sequence[MediaKind], question: str, earlier: Sequence[tuple[str, str]] = ()
-) -> tuple[ChatMessage, ...]:
-    """Creates the conversation of media, questions with their answers, and one more question.
-
-    Raises RequestError if a text is empty.
-    """
-    first, *others = texts = [*chain.from_iterable(earlier), question]
-    for text in texts:
-        check_question(text)
-    roles: Iterator[Role] = cycle(("assistant", "user"))
-    return (*one_turn(kinds, first), *map(text_message, roles, others))
-
-
-def opening(kinds: Sequence[MediaKind], messages: Sequence[ChatMessage] = ()) -> tuple[ChatMessage, ...]:
-    """Creates the conversation that has any question behind the last medium of `messages`.
-
-    Without messages, or without media in them, it has one turn with media of these kinds.
-    """
-    with_media = [place for place, message in enumerate(messages) if message.media_kinds]
-    if not with_media:
-        return one_turn(kinds, _ANY_QUESTION)
-    last = messages[with_media[-1]]
-    stop = 1 + max(place for place, part in enumerate(last.parts) if part.kind != "text")
-    parts = (*last.parts[:stop], ContentPart("text", _ANY_QUESTION))
-    return (*messages[: with_media[-1]], replace(last, parts=parts))
 
 
 def media_kinds(messages: Sequence[ChatMessage]) -> tuple[MediaKind, ...]:

@@ -153,11 +153,9 @@ class UnavailableError(EPDError):
 
 
 class StorageFullError(UnavailableError):
-    """The disk has no room; retryable. retry_after_s: when to retry."""
+    """The disk has no room; retryable."""
 
-    def __init__(self, message: str, retry_after_s: float = 10.0) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    retry_after_s = 10.0
 
 
 class RankLostError(UnavailableError):

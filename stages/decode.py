@@ -70,7 +70,8 @@ class DecodeStage:
         it could never fit, ValueError for a request that is here already.
         """
         is_moving_away = request_id in self._paused or request_id in self._leaving
-        if is_moving_away or not self._has_slots(sampling.n):
+        is_full = self.num_seqs and self.num_seqs + sampling.n > self.engine.scheduler.config.max_num_seqs
+        if is_moving_away or is_full:  # more answers than the slots grow alone
             return None
         room = 1 + (sampling.n - 1) * self.engine.kv.block_size
         ticket = self.reception.reserve(
@@ -80,11 +81,6 @@ class DecodeStage:
             self._arriving[request_id] = _Arriving(identity, sender, sampling.n, num_dropped)
             self.engine.grammars.matcher(sampling.grammar)  # built by the time that the request arrives
         return ticket
-
-    def _has_slots(self, num_seqs: int) -> bool:
-        """Reports whether this many more answers may grow here; more than the slots grow alone."""
-        taken = self.num_seqs
-        return not taken or taken + num_seqs <= self.engine.scheduler.config.max_num_seqs
 
     @property
     def num_seqs(self) -> int:
@@ -201,14 +197,14 @@ class DecodeStage:
                 self.resume(end.request_id)
         for request_id in [each for each in self._leaving if self.outbox.is_settled(each)]:
             self._leaving.remove(request_id)
-            self.engine.release(request_id)
+            self.engine.scheduler.release(request_id)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless engine, reception and outbox agree."""
         self.engine.check_integrity()
         self.reception.check_integrity()
         self.outbox.check_integrity()
-        lost = [each for each in (*self._paused, *self._leaving) if not self.engine.is_held(each)]
+        lost = [each for each in (*self._paused, *self._leaving) if not self.engine.scheduler.is_held(each)]
         if lost:
             raise AssertionError(f"{lost} are being moved without their blocks")
         if len(self._arriving) != len(self.reception):

@@ -156,10 +156,7 @@ class _Planning:
                 self._fitting[choice] = self._fits(choice, most)
             return self._fitting[choice]
 
-        if may_choose_frames:
-            return choose_frames(num_wanted, levels, fits)
-        found = next((level for level in levels if fits(num_wanted, level)), None)
-        return None if found is None else FrameChoice(num_wanted, found)
+        return choose_frames(num_wanted, levels, fits, may_choose=may_choose_frames)
 
     def _fits(self, choice: FrameChoice, most_tokens: float) -> bool:
         """Reports whether a choice is within the budget, and its prompt has at most so many tokens.

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from epd.engine_config import EngineConfig
 from epd.models.hub import name_of
-from epd.store.namespace import model_digest, namespace
-from epd.store.piece_files import PieceFiles, make_folder
+from epd.store.piece_files import PieceFiles, make_folder, model_digest, namespace
 from epd.store.slabs import Slabs
 
 KV_KIND = "keys and values"

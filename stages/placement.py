@@ -69,7 +69,6 @@ def _device(name: str) -> torch.device:
 
 
 def _check_gpu(device: torch.device) -> None:
-    """Raises RequestError for a GPU that is not there."""
     if not torch.cuda.is_available():
         built = f"is built for CUDA {torch.version.cuda} and finds no GPU"
         reason = built if torch.version.cuda else "is built for CPUs alone"

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import Extent, GenerateRequest, StepResult, TokenOutput
-from epd.stages.visual_inputs import PlacedEmbeddings
 from epd.transfer.connectors import FirstToken, HandoverState, KVConnector, KVTicket, TransferOutcome
 from epd.transfer.handover import KVOutbox
 
@@ -42,10 +41,6 @@ class PrefillStage:
         self._handovers: dict[str, _Handover] = {}
         self._leaving: set[str] = set()  # over, but for blocks that may still be read
 
-    def can_admit(self, request: GenerateRequest) -> bool:
-        """Reports whether the request would be admitted at once; if not, forward it elsewhere."""
-        return self.engine.can_admit(request)
-
     def submit(
         self, request: GenerateRequest, ticket: KVTicket | None = None, *, awaits_ticket: bool = False
     ) -> None:
@@ -64,10 +59,6 @@ class PrefillStage:
         self._handovers[request.request_id] = _Handover(request)
         if ticket is not None:
             self._outbox.open(ticket)
-
-    def add_embeddings(self, request_id: str, placed: PlacedEmbeddings) -> None:
-        """Adds the next visual tokens of a request, in order."""
-        self.engine.add_embeddings(request_id, placed)
 
     def redirect(self, request_id: str, ticket: KVTicket) -> None:
         """Hands a request over to a decode worker, from its first token; a former one gets no more.
@@ -154,8 +145,8 @@ class PrefillStage:
                 self._leave(end.request_id)
         for request_id in [each for each in self._leaving if self._outbox.is_settled(each)]:
             self._leaving.remove(request_id)
-            if self.engine.is_held(request_id):
-                self.engine.release(request_id)
+            if self.engine.scheduler.is_held(request_id):
+                self.engine.scheduler.release(request_id)
 
     def _leave(self, request_id: str) -> None:
         del self._handovers[request_id]

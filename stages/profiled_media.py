@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,27 +48,7 @@ class Reading(NamedTuple):
     points: Points
 
 
-class ProfiledMedia(Protocol):
-    """Declares what `Profiler` measures a model with."""
-
-    def rule(self) -> MediaRule:
-        """Returns how the model cuts media."""
-        ...
-
-    def batches(self) -> Iterator[tuple[Sample, int]]:
-        """Yields what is encoded, and how often in one batch."""
-        ...
-
-    def typical(self) -> Sample:
-        """Returns what memory, and batches beside passes, are measured with."""
-        ...
-
-    def readings(self, folder: Path) -> Iterator[Reading]:
-        """Yields what is read; files are made in the folder."""
-        ...
-
-
-def media_of(adapter: Any) -> ProfiledMedia:
+def media_of(adapter: Any) -> _Sound | _Pictures:
     """Returns sound for a model that hears, else pictures."""
     try:
         return _Sound(adapter, adapter.audio)
@@ -115,13 +95,14 @@ class _Pictures:
         return self._adapter.plan_video(VideoFacts(240, 24.0, height, width), FrameSampling())
 
     def batches(self) -> Iterator[tuple[Sample, int]]:
-        """Yields images of several sizes, alone and together."""
+        """Yields what is encoded, and how often in one batch: images of several sizes, alone and together."""
         for side in _IMAGE_SIDES:
             sample = self._image(side)
             for batch in _IMAGE_BATCHES:
                 yield sample, batch
 
     def typical(self) -> Sample:
+        """Returns what memory, and batches beside passes, are measured with."""
         return self._image(_TYPICAL_SIDE)
 
     def _image(self, side: int) -> Sample:
@@ -129,6 +110,7 @@ class _Pictures:
         return Sample(plan, torch.zeros((1, *plan.size, 3), dtype=torch.uint8))
 
     def readings(self, folder: Path) -> Iterator[Reading]:
+        """Yields what is read; files are made in the folder."""
         yield Reading("video", "source pixels", "frames", _video_points(folder))
         yield Reading("images", "pixels", "images", _photo_points(folder))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from epd.encoders import load_adapter
 from epd.encoders.batch import FrameEncoder
@@ -19,13 +21,12 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.profiles import MemoryNeeds, Profile, StageTable, fit_table
 from epd.profiles.measuring import Action, core_speed, measurement, table, timed
 from epd.stages.device_memory import total_bytes
-from epd.stages.encode.beside_cost import beside_of, wall_clock
+from epd.stages.encode.beside import beside_of, wall_clock
 from epd.stages.engine.generation import generation_settings
 from epd.stages.engine.model_runner import kv_bytes_per_token
 from epd.stages.engine.setup import build_engine, default_kv_tokens
 from epd.stages.loading.weights import OnBytes, load_role, part_bytes
 from epd.stages.memory_sizing import text_request
-from epd.stages.peak_memory import peak_bytes
 from epd.stages.placement import CPU_FLOAT32, Placement, use_threads
 from epd.stages.profiled_media import Points, Reading, Sample, media_of
 
@@ -171,7 +172,6 @@ class Profiler:
             self.engine.abort(request.request_id)
 
     def _beside(self) -> float:
-        """Measures how much a batch of the tower and decode passes slow each other."""
         device = self.placement.device
         _, encode = self._batch(_BESIDE_BATCH)
         with self._decoding(_BESIDE_SEQUENCES, _DECODE_CONTEXTS[0], _BESIDE_TOKENS):
@@ -186,7 +186,8 @@ class Profiler:
         item_bytes = self.placement.dtype.itemsize
         kv_bytes = kv_bytes_per_token(self.model)
         fixed_bytes = self._fixed_bytes(total)
-        encode_bytes, prefill_bytes = self._activation_bytes()
+        encode_bytes = _slope(map(self._encode_peak, _PEAK_BATCHES))
+        prefill_bytes = _slope(map(self._prefill_peak, _PEAK_CHUNKS))
         return MemoryNeeds(
             device_bytes=total_bytes(self.placement.device),
             vision_weight_bytes=vision,
@@ -212,10 +213,6 @@ class Profiler:
         _, encode = self._batch(_PEAK_BATCHES[-1])
         resident = resident_peak_bytes(encode)
         return max(0, resident - self._idle_bytes - weight_bytes - peak_bytes(encode))
-
-    def _activation_bytes(self) -> tuple[float, float]:
-        """Measures what a patch adds to the peak of the tower, and a token to that of the language model."""
-        return _slope(map(self._encode_peak, _PEAK_BATCHES)), _slope(map(self._prefill_peak, _PEAK_CHUNKS))
 
     def _encode_peak(self, size: int) -> tuple[int, int]:
         """Returns (patches, bytes) of one batch."""
@@ -251,3 +248,56 @@ def _transfer_points() -> Points:
     for num_bytes in _TRANSFER_BYTES:
         source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
         yield num_bytes, 0, lambda source=source, target=target: np.copyto(target, source)  # type: ignore[misc]
+
+
+def peak_bytes(action: Callable[[], object]) -> int:
+    """Runs an action and returns the most bytes of new tensors that lived at once.
+
+    Counts the storages of all results while they live, on every device; what an operator takes and gives back
+    inside of itself is not seen. The same on every run, unlike the memory of the process.
+    """
+    watch = _Watch()
+    with watch:
+        action()
+    return watch.peak
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """Follows storages from the operator that makes them to their end."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak: int = 0
+        self._held = 0
+        self._known: dict[int, int] = {}  # bytes by address of the memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        old = {_address(each) for each in _tensors((args, kwargs))}
+        results = func(*args, **(kwargs or {}))
+        for tensor in _tensors(results):
+            if _address(tensor) not in old:
+                self._add(tensor)
+        self.peak = max(self.peak, self._held)
+        return results
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address in self._known or not storage.nbytes():
+            return
+        self._known[address] = storage.nbytes()
+        self._held += storage.nbytes()
+        weakref.finalize(storage, self._drop, address)
+
+    def _drop(self, address: int) -> None:
+        self._held -= self._known.pop(address, 0)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """Lists tensors; a matrix that oneDNN has laid out has no storage to count."""
+    leaves = torch.utils._pytree.tree_leaves(values)
+    return [each for each in leaves if isinstance(each, torch.Tensor) and not each.is_mkldnn]

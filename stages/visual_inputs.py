@@ -102,5 +102,4 @@ class VisualInputs:
             del self._parts[0], self._starts[0]
 
     def _count(self, num_tokens: int) -> int:
-        """Counts the visual tokens among prompt tokens [0, num_tokens)."""
         return int(np.searchsorted(self.indices, num_tokens))

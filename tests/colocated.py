@@ -54,6 +54,7 @@ from epd.stages.placement import Placement, use_threads
 from epd.stages.rank import RankGroup
 from epd.stages.ranks.group import load_with_ranks
 from epd.types import Answer, Int64Array, MediaKind, StageTimings
+from tests.conversations import plan_prefix
 
 # Of a reduced video a group leaves few tokens: a pass waits for this share of what a whole group has.
 _PASS_SHARE = 0.75
@@ -184,7 +185,7 @@ class MediaContext:
     def lay_out(self, reduction: ReductionPolicy) -> Self:
         """Lays out the prefix, with what is kept of the media."""
         self.reduction = reduction
-        self.prompt = reduce_prompt(self._adapter.plan_prefix(self.plans), reduction)
+        self.prompt = reduce_prompt(plan_prefix(self._adapter, self.plans), reduction)
         self.splicer = EmbeddingSplicer(self._adapter, self.prompt)
         return self
 
@@ -469,7 +470,7 @@ class ColocatedPipeline:
     def _add(self, request: GenerateRequest) -> None:
         """Adds a request; raises InfeasibleError when it does not fit, or not beside the held contexts."""
         while self._dropped:
-            self.engine.release(self._dropped.pop())
+            self.engine.scheduler.release(self._dropped.pop())
         if request.parent is None and not self.engine.can_admit(request):
             raise InfeasibleError(
                 f"{request.num_prompt_tokens} prompt tokens do not fit beside the contexts that are held; "

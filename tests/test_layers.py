@@ -91,7 +91,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "connectors": "",
         "engine": ". attention decoder grammar kernels reduction sampling",
         "encode": ". engine",
-        "prefill.py": ". engine",
+        "prefill.py": "engine",
         "decode.py": "engine sampling",
         "memory_sizing.py": ". engine",
         "ranks": ". connectors decoder engine loading",

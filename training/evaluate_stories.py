@@ -20,7 +20,6 @@ from pathlib import Path
 
 import jsonschema
 
-from epd.chat import dialogue
 from epd.engine_config import EngineConfig
 from epd.eval.statistics import wilson_interval
 from epd.models import embedded_model_path, model_folder
@@ -35,6 +34,7 @@ from epd.shapes.stories import (
 )
 from epd.video.demo_video import write_demo_video
 from tests.colocated import ColocatedPipeline
+from tests.conversations import dialogue
 from training.clip_questions import ask_which_clip
 from training.clips import HELD_OUT_SEED
 from training.evaluate import LENGTHS, write_into_card

@@ -11,10 +11,9 @@ from epd.video.containers.audio import AudioSlice, load_audio
 from epd.video.containers.images import load_image, media_kind
 from epd.video.containers.info import VideoInfo
 from epd.video.containers.limits import Limits
-from epd.video.containers.look import look
+from epd.video.containers.look import MediaReader, OwnReader, look
 from epd.video.containers.probe import probe
 from epd.video.decoding.stream import GroupStream, decode, stream
-from epd.video.reading import MediaReader, OwnReader
 from epd.video.reference import reference_decode
 from epd.video.sampling import sample_times
 from epd.video.sources.data_uri import read_data_uri

@@ -320,7 +320,7 @@ def memory_rows(counts: Sequence[int]) -> list[Row]:
         ours.add(requests(count, seed=0))
         for _ in range(8):
             engine.step()
-        tokens = sum(engine.num_computed(each.request_id) for each in engine.scheduler.running)
+        tokens = sum(engine.kv.num_tokens(each.request_id) for each in engine.scheduler.running)
         blocks = round(engine.kv.usage * pools.groups[0].num_blocks)
         stored = sum(pool.storage[0].nbytes for pool in pools.groups) * blocks
         theory = pools.bytes_per_token

@@ -240,7 +240,7 @@ class SplitPipeline:
         for index, embeddings, _ in taken:
             placed = opened.splicer.push(opened.groups[index], embeddings)
             if placed is not None:
-                self._prefill.add_embeddings(request_id, placed)
+                self._prefill.engine.add_embeddings(request_id, placed)
             self._receiver.release(request_id, index + 1)
             if index + 1 == len(opened.groups):
                 self._receiver.close(request_id)

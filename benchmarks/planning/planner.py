@@ -33,6 +33,7 @@ from benchmarks.reporting import RESULTS, Row, Section, run_sections, setting
 from benchmarks.score.app_costs import Figures
 from benchmarks.score.calibrating import simulated_figures
 from benchmarks.score.live_app import LiveApp, live_app
+from benchmarks.score.speed import at_speed
 from epd.bench.media import MediaLibrary
 from epd.machine import usable_cpus
 from epd.profiles import Profile
@@ -184,7 +185,7 @@ def compare(
     assert profile.core_speed is not None
     found = Round(
         result.figures(0.0),
-        simulated_figures(profile.at_speed(result.core_speed), deployment_of(topology), workload, seed),
+        simulated_figures(at_speed(profile, result.core_speed), deployment_of(topology), workload, seed),
         simulated_figures(profile, deployment_of(topology), workload, seed),
         profile.core_speed / result.core_speed,
     )

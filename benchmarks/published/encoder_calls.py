@@ -24,7 +24,7 @@ from benchmarks.published.tables import TABLE_5, TABLE_5_AT_OPTIMUM, Row
 from epd.encode.sharding import Sharding
 from epd.planning.goodput import goodput, simulate_at
 from epd.planning.search import Planner, Scored
-from epd.planning.space import Settings, Space, topologies
+from epd.planning.space import Settings, Space
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
 from epd.simulate.deployment import Deployment
@@ -94,7 +94,7 @@ def deployment_of(topology: str, encode: int, prefill: int, decode: int, shardin
 def random_goodputs(profile: Profile, seed: int = 0, num: int = 10) -> list[float]:
     """Returns goodputs of some configurations, drawn from all with equal chances."""
     rng = np.random.default_rng(seed)
-    layouts = [str(each) for each in topologies(8) if len(each.groups) == 3]
+    layouts = [str(each) for each in Space(8).topologies() if len(each.groups) == 3]
     choices = list(product(layouts, _ENCODE_BATCHES, _PREFILL_BATCHES, _DECODE_BATCHES, _SHARDINGS))
     drawn = [choices[int(index)] for index in rng.integers(len(choices), size=num)]
     return [goodput(profile, deployment_of(*each), paper_demand(profile)) for each in drawn]

@@ -8,7 +8,7 @@ from benchmarks.published.paper import images, paper_deployment, paper_profile
 from benchmarks.published.tables import TABLE_5, Row
 from epd.planning.goodput import Demand, goodput
 from epd.planning.search import Planner, SearchResult
-from epd.planning.space import Settings, Space, topologies
+from epd.planning.space import Settings, Space
 from epd.profiles.profile import Profile
 from epd.simulate.requests import JobMaker
 from epd.topology import Topology
@@ -53,7 +53,7 @@ def random_goodputs(seed: int = 0) -> list[float]:
     """Returns goodputs of ten random configurations: a split of the devices, batches and sharding each."""
     rng = np.random.default_rng(seed)
     space, demand, profile = paper_space(), paper_demand(), paper_profile()
-    layouts = [each for each in topologies(8) if len(each.groups) == 3]
+    layouts = [each for each in Space(8).topologies() if len(each.groups) == 3]
     found = []
     for _ in range(_NUM_RANDOM):
         topology: Topology = layouts[int(rng.integers(len(layouts)))]

@@ -40,6 +40,7 @@ from benchmarks.score.measuring import (
     measure,
     sense_of,
 )
+from benchmarks.score.speed import at_speed
 from epd.profiles import Profile
 
 AIM_MEDIAN, AIM_P90 = 0.10, 0.25
@@ -101,7 +102,7 @@ def compared(profile: Profile, live: LiveRun) -> list[Found]:
     workload = workload_at(sense.workloads[case.workload], NUM_REQUESTS, live.rate)
     simulated, steady = (
         simulated_figures(each, deployment, workload, sense.seed(case), retention=case.retention)
-        for each in (profile.at_speed(live.core_speed), profile)
+        for each in (at_speed(profile, live.core_speed), profile)
     )
     return [
         Found(case, figure, getattr(live.figures, name), getattr(simulated, name), getattr(steady, name))

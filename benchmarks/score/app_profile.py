@@ -23,6 +23,7 @@ from benchmarks.score import app_costs
 from benchmarks.score.app_costs import LAYOUTS, Figures, kinds_of
 from benchmarks.score.calibrating import Asked, calibrated
 from benchmarks.score.live_app import LiveApp, TrafficResult, live_app
+from benchmarks.score.speed import at_speed
 from epd.bench.media import MediaLibrary, WriteVideo
 from epd.errors import UnavailableError
 from epd.machine import usable_cpus
@@ -138,7 +139,7 @@ def fitted(profile: Profile, rounds: Sequence[AppRound]) -> Profile:
     layouts = " and ".join(LAYOUTS)
     assumption = f"the application's share: questions at random times, {num_rounds} rounds, of {layouts}"
     found = replace(found, assumptions=(*profile.assumptions, assumption))
-    return found.at_speed(fmean(each.core_speed for each in asked))
+    return at_speed(found, fmean(each.core_speed for each in asked))
 
 
 def _alone(profile: Profile, loads: _AppLoad) -> tuple[HostCosts, PromptRule]:

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.score.app_costs import Figures, median
+from benchmarks.score.speed import at_speed
 from epd.profiles.cost import nonnegative_fit
 from epd.profiles.host import WAYS, HostCosts
 from epd.profiles.profile import Profile
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.deployment import Deployment
-from epd.simulate.placement import kept_job
-from epd.simulate.requests import JobMaker
+from epd.simulate.requests import GroupWork, Job, JobMaker
 from epd.simulate.simulation import Simulation
 from epd.topology import parse_topology
 from epd.types import Float64Array
@@ -45,6 +45,18 @@ class Asked:
     seed: int
     figures: Figures
     core_speed: float
+
+
+def kept_job(job: Job, retention: float) -> Job:
+    """Returns the job with that share of its visual tokens, rounded, with at least one in each group."""
+    groups: list[GroupWork] = []
+    num_kept = num_before = 0
+    for group in job.groups:
+        num_before += group.media.num_tokens
+        here = min(max(1, round(retention * num_before) - num_kept), group.media.num_tokens)
+        groups.append(replace(group, media=replace(group.media, num_tokens=here)))
+        num_kept += here
+    return replace(job, groups=tuple(groups))
 
 
 def simulated_figures(
@@ -87,7 +99,7 @@ def calibrated(profile: Profile, asked: Sequence[Asked]) -> Profile:
 
 def _simulated(profile: Profile, asked: Asked) -> Figures:
     deployment = Deployment(parse_topology(asked.topology), cpu_threads=_host(profile).num_cores)
-    return simulated_figures(profile.at_speed(asked.core_speed), deployment, asked.workload, asked.seed)
+    return simulated_figures(at_speed(profile, asked.core_speed), deployment, asked.workload, asked.seed)
 
 
 def _host(profile: Profile) -> HostCosts:

@@ -20,11 +20,11 @@ from typing import Any
 import httpx
 
 from benchmarks.score.app_costs import Figures, median
+from benchmarks.score.speed import SpeedSampler
 from epd.bench.bench import BenchPlan, run_bench
 from epd.bench.media import MediaLibrary
 from epd.client.endpoint import Endpoint, find_model
 from epd.errors import UnavailableError
-from epd.profiles.measuring import SpeedSampler
 from epd.workload.access_log import MARK
 from epd.workload.metrics import ClientRecord
 from epd.workload.requests import Workload

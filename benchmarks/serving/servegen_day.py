@@ -29,7 +29,7 @@ from benchmarks.reporting import Row, Section, run_sections, setting
 from epd.control.elasticity import ControllerConfig, Roles
 from epd.control.elasticity.controller import PURE_ROLES
 from epd.planning.search import Candidate
-from epd.planning.space import Space, topologies
+from epd.planning.space import Space
 from epd.planning.traffic import planner_for
 from epd.profiles.files import load_profile
 from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
@@ -114,7 +114,7 @@ class Day:
 
     def layouts(self) -> list[Row]:
         sample = sliced(self._requests, SLICE_S)
-        static = [str(topology) for topology in topologies(self._num_devices)]
+        static = [str(topology) for topology in Space(self._num_devices).topologies()]
         starts = [start for start in STARTS if parse_topology(start).num_workers == self._num_devices]
         rows = [row(sample, by_default(layout)) for layout in dict.fromkeys([*static, *starts])]
         return _ranked([*rows, *(row(sample, by_default(start), switches=True) for start in starts)])

@@ -115,7 +115,7 @@ class Model:
 
     def stamps_of(self, plan: MediaPlan) -> tuple[float, ...]:
         """Returns the times that the prompt says, seconds; of whole seconds their middle."""
-        text = self.adapter.tokenizer.decode(self.adapter.plan_prefix([plan]).token_ids)
+        text = self.adapter.tokenizer.decode(self.adapter.plan_prompt([plan], "?").token_ids)
         if self.family == "qwen3_vl":
             return tuple(float(stamp) for stamp in re.findall(r"<([\d.]+) seconds>", text))
         clock = re.findall(r"(\d\d+):(\d\d):", text) if self.family == "smolvlm" else ()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from epd.chat import ChatMessage, one_turn, opening
+from epd.chat import ChatMessage, one_turn
 from epd.encoders.adapter import AudioSpec, Embeddings, MediaPlan, PromptPlan
 from epd.encoders.checkpoint import Checkpoint
 from epd.errors import UnsupportedMediaError
@@ -43,9 +43,6 @@ class BaseAdapter(ABC):
 
     def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
         return self.plan_chat(media, one_turn([plan.kind for plan in media], question))
-
-    def plan_prefix(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage] = ()) -> PromptPlan:
-        return self.plan_chat(media, opening([plan.kind for plan in media], messages)).prefix
 
     def join(self, embeddings: Embeddings, plan: MediaPlan, start: int, stop: int) -> Embeddings:  # noqa: ARG002
         return embeddings

@@ -110,7 +110,7 @@ class SmolVLMAdapter(TileAdapter):
     def canvas(self, height: int, width: int) -> tuple[int, int]:
         if not self.checkpoint.processor.image_processor.do_image_splitting:
             return 1, 1
-        height, width = self._resized(height, width, self.checkpoint.processor.image_processor.size)
+        height, width = _resized(height, width, self.checkpoint.processor.image_processor.size)
         return self._tiled(height, width)
 
     def _tiled(self, height: int, width: int) -> tuple[int, int]:
@@ -123,23 +123,10 @@ class SmolVLMAdapter(TileAdapter):
         rows = math.ceil(height / side)
         return rows, math.ceil(int(rows * side * aspect) / side)
 
-    @staticmethod
-    def _resized(height: int, width: int, size: Any) -> tuple[int, int]:
-        """Applies both processors' first resizing: the longer side to `longest_edge`, the other even."""
-        longest = min(int(size["longest_edge"]), _MAX_SIDE)
-        aspect = width / height
-        if width >= height:
-            width, height = longest, int(longest / aspect)
-            height += height % 2
-        else:
-            height, width = longest, int(longest * aspect)
-            width += width % 2
-        return max(height, 1), max(width, 1)
-
     def tiles(self, image: Tensor, rows: int, columns: int) -> Tensor:
         spec, side = self.image_spec, self.image_spec.side
         size = self.checkpoint.processor.image_processor.size
-        image = spec.resize(image, *self._resized(image.shape[1], image.shape[2], size))
+        image = spec.resize(image, *_resized(image.shape[1], image.shape[2], size))
         canvas = spec.resize(image, rows * side, columns * side)
         if rows * columns == 1:
             return canvas
@@ -149,7 +136,7 @@ class SmolVLMAdapter(TileAdapter):
         if plan.kind == "video":
             spec, size = self.video_spec, self.checkpoint.processor.video_processor.size
             # On the host: a GPU's resizing rounds otherwise than the processor's.
-            frames = spec.resize(frames, *self._resized(frames.shape[1], frames.shape[2], size))
+            frames = spec.resize(frames, *_resized(frames.shape[1], frames.shape[2], size))
             frames = spec.resize(frames, spec.side, spec.side)
         return super().preprocess(frames, plan, device)
 
@@ -191,3 +178,16 @@ class SmolVLMAdapter(TileAdapter):
         hidden = tower.vision_model(pixel_values=pixels, patch_attention_mask=mask, return_dict=True)
         rows: Tensor = tower.connector(hidden.last_hidden_state)
         return rows
+
+
+def _resized(height: int, width: int, size: Any) -> tuple[int, int]:
+    """Applies both processors' first resizing: the longer side to `longest_edge`, the other even."""
+    longest = min(int(size["longest_edge"]), _MAX_SIDE)
+    aspect = width / height
+    if width >= height:
+        width, height = longest, int(longest / aspect)
+        height += height % 2
+    else:
+        height, width = longest, int(longest * aspect)
+        width += width % 2
+    return max(height, 1), max(width, 1)

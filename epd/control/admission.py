@@ -152,15 +152,13 @@ class AdmissionQueue:
         A burst that comes before anything has been measured is let in, and is reduced here.
         """
         for num_ahead, waiting in enumerate(self._waiting):
-            if waiting.request_id == request_id:
-                self._check_waiting(waiting, num_ahead, now_s)
-
-    def _check_waiting(self, waiting: _Waiting, num_ahead: int, now_s: float) -> None:
-        if now_s > waiting.deadline_s:
-            raise self._refusal("no worker had room before the deadline")
-        expected_s = num_ahead * (self._interval_s.value or 0.0) + (self._first_token_s.value or 0.0)
-        if num_ahead and waiting.is_new and now_s + expected_s > waiting.deadline_s:
-            raise self._refusal(f"behind {num_ahead} others a first token takes {expected_s:.1f} s")
+            if waiting.request_id != request_id:
+                continue
+            if now_s > waiting.deadline_s:
+                raise self._refusal("no worker had room before the deadline")
+            expected_s = num_ahead * (self._interval_s.value or 0.0) + (self._first_token_s.value or 0.0)
+            if num_ahead and waiting.is_new and now_s + expected_s > waiting.deadline_s:
+                raise self._refusal(f"behind {num_ahead} others a first token takes {expected_s:.1f} s")
 
     def place(self, request_id: str, now_s: float) -> None:
         """Removes a request that has found room."""

@@ -50,11 +50,17 @@ class FrameChoice:
     retention: float
 
 
-def choose_frames(num_wanted: int, levels: tuple[float, ...], fits: Fits) -> FrameChoice | None:
+def choose_frames(
+    num_wanted: int, levels: tuple[float, ...], fits: Fits, *, may_choose: bool = True
+) -> FrameChoice | None:
     """Returns what has room, by the table above; None if not even LEAST_FRAMES have at the thinnest level.
 
     levels: shares that may be kept, thickest first; the first is kept where there is room.
+    may_choose: False for frames that were asked for, of which the thickest level with room is found.
     """
+    if not may_choose:
+        found = next((level for level in levels if fits(num_wanted, level)), None)
+        return None if found is None else FrameChoice(num_wanted, found)
     whole = levels[0]
     num_whole = _most_frames(num_wanted, whole, fits)
     if num_whole >= min(num_wanted, max(ENOUGH_FRAMES, ENOUGH_SHARE * num_wanted)):

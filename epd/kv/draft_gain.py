@@ -248,7 +248,7 @@ class ChosenDrafts:
         sampled: Sequence[int],
         num_open: int | None = None,
     ) -> None:
-        """Learns from a pass; see `RequestDrafts`. A draft that the pass was run without is compared, too."""
+        """Learns from a pass; see `AllDrafts`. A draft that the pass was run without is compared, too."""
         for name, guess in self._guesses.items():
             guesses = drafts if drafts and name == self._drafting else [guess]
             pairs = zip(guesses, sampled, strict=False)

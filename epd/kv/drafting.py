@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from epd.errors import RequestError
 from epd.kv.draft_gain import ChosenDrafts, DraftStatistics
@@ -48,40 +48,18 @@ class DraftConfig:
             )
 
 
-class RequestDrafts(Protocol):
-    """Drafts for one sequence."""
-
-    def propose(self, token_ids: Int64Array, room: int, num_sequences: int) -> list[int]:
-        """Returns tokens that may follow token_ids, int64 [T]: the whole sequence.
-
-        room: most tokens. num_sequences: that decode in the pass.
-        """
-        ...
-
-    def learn(
-        self,
-        token_ids: Int64Array,
-        drafts: Sequence[int],
-        sampled: Sequence[int],
-        num_open: int | None = None,
-    ) -> None:
-        """Learns from a pass: what was sampled after token_ids, and after each draft as if it had held.
-
-        num_open: of these tokens, those after which the answer goes on; None for all. A draft of the last
-        token of an answer saves nothing.
-        """
-        ...
-
-
 class AllDrafts:
-    """Drafts as many tokens as allowed in every pass, from one source."""
+    """Drafts for one sequence as many tokens as allowed in every pass, from one source."""
 
     def __init__(self, source: DraftSource, max_draft: int) -> None:
         self._source = source
         self._max_draft = max_draft
 
-    def propose(self, token_ids: Int64Array, room: int, num_sequences: int) -> list[int]:  # noqa: ARG002 # the protocol's
-        """Returns what the source proposes."""
+    def propose(self, token_ids: Int64Array, room: int, num_sequences: int) -> list[int]:  # noqa: ARG002 # for `ChosenDrafts`
+        """Returns tokens that may follow token_ids, int64 [T]: the whole sequence.
+
+        room: most tokens. num_sequences: that decode in the pass.
+        """
         return self._source.propose(token_ids, min(self._max_draft, room))
 
     def learn(
@@ -89,9 +67,13 @@ class AllDrafts:
         token_ids: Int64Array,
         drafts: Sequence[int],
         sampled: Sequence[int],
-        num_open: int | None = None,  # noqa: ARG002 # the protocol's
+        num_open: int | None = None,  # noqa: ARG002 # for `ChosenDrafts`
     ) -> None:
-        """Passes on what a pass has shown."""
+        """Learns from a pass: what was sampled after token_ids, and after each draft as if it had held.
+
+        num_open: of these tokens, those after which the answer goes on; None for all. A draft of the last
+        token of an answer saves nothing.
+        """
         self._source.learn(token_ids, drafts, sampled)
 
 
@@ -104,7 +86,7 @@ class Drafting:
         self._table = SuccessorTable(num_token_ids if config.method in ("recycling", "auto") else 0)
         self.statistics = DraftStatistics(config.max_draft)
 
-    def for_sequence(self) -> RequestDrafts | None:
+    def for_sequence(self) -> AllDrafts | ChosenDrafts | None:
         """Returns the drafts of a new sequence; None if nothing is drafted."""
         match self.config.method:
             case "prompt-lookup":

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 
 from epd.kv.block_pool import BlockPool, BlockTable
 from epd.kv.kv_identity import ROW_BYTES, TokenIdentity
-from epd.kv.kv_request import RequestBlocks, Shortage
-from epd.kv.kv_room import KVRoom
+from epd.kv.kv_room import KVRoom, RequestBlocks, Shortage
 from epd.kv.kv_spec import KVCacheSpec
 from epd.kv.prefix_cache import CachedBlock, PrefixMatch
 from epd.kv.windows import WindowTable

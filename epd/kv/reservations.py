@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from epd.errors import InfeasibleError
 from epd.kv.kv_cache import BlockCopy, KVCacheManager
-from epd.kv.kv_request import Shortage
+from epd.kv.kv_room import Shortage
 from epd.kv.scheduled_request import ScheduledRequest
 from epd.types import ceil_div
 

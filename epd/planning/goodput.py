@@ -28,6 +28,7 @@ from epd.workload.metrics import SLO
 
 # Closer to the bound a queue has no steady state: a short run would merely not show its growth.
 MAX_LOAD = 0.95
+_NUM_HALVINGS = 7  # of the bound, until an answer is exact enough
 # At a load of 1 + x the last one waits for x of the arrivals' time; a tenth of all may miss the objectives.
 KEEPS_UP = 0.1
 _LEAST_REQUESTS = 100
@@ -129,16 +130,15 @@ def goodput(
     *,
     at_least: float = 0.0,
     known: float | None = None,
-    num_halvings: int = 7,
 ) -> float:
     """Returns requests per second; 0 if a trickle misses the objectives, or all above `at_least` does.
 
-    The answer is exact to bound / 2 ** num_halvings, from below, and at most MAX_LOAD of the bound.
+    The answer is exact to bound / 2 ** _NUM_HALVINGS, from below, and at most MAX_LOAD of the bound.
     known: an answer with another `at_least`; what follows from it is not simulated again.
     Raises InfeasibleError if memory binds.
     """
     high = MAX_LOAD * rate_bound(profile, deployment, demand)
-    step = high / 2.0**num_halvings
+    step = high / 2.0**_NUM_HALVINGS
 
     def is_kept(rate_per_s: float) -> bool:
         if known is not None and not known < rate_per_s < known + step:

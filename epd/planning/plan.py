@@ -176,7 +176,6 @@ class Plan:
         }
 
     def _replicas_record(self) -> dict[str, Any] | None:
-        """Returns plain replicas on all devices."""
         if self.search.replicas is None:
             return None
         goodput = self.num_devices * self.search.replicas.goodput

@@ -57,10 +57,6 @@ class Scored:
     candidate: Candidate
     goodput: float
 
-    @property
-    def per_device(self) -> float:
-        return self.goodput / self.candidate.num_devices
-
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:

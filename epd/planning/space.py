@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
-from itertools import combinations_with_replacement, product
+from itertools import product
 
 from epd.encode.sharding import Sharding
 from epd.errors import RequestError
@@ -28,16 +28,6 @@ _APART = ("e", "p", "d")
 _MERGED = (("ep", "d"), ("e", "pd"), ("ed", "p"))
 # (letters of a kind of workers, devices of each of them); kinds that are not listed have one.
 Degrees = tuple[tuple[str, int], ...]
-
-
-def splits(num_devices: int, num_parts: int) -> Iterator[tuple[int, ...]]:
-    """Yields every way to give each part at least one device."""
-    if num_parts == 1:
-        yield (num_devices,)
-        return
-    for first in range(1, num_devices - num_parts + 2):
-        for rest in splits(num_devices - first, num_parts - 1):
-            yield (first, *rest)
 
 
 def splits_of(num_devices: int, degrees: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -81,23 +71,8 @@ def together(topologies: Iterable[Topology]) -> Topology:
     return Topology(tuple(WorkerGroup(count, roles) for roles, count in counts.items()))
 
 
-def topologies(num_devices: int) -> list[Topology]:
-    """Returns the plain layouts of a number of devices: each stage apart, two of them merged, or all."""
-    found = [_topology(sizes, ("e", "p", "d")) for sizes in splits(num_devices, 3)]
-    for letters in _MERGED:
-        found += [_topology(sizes, letters) for sizes in splits(num_devices, 2)]
-    return [*found, parse_topology(f"{num_devices}epd")]
-
-
 def _topology(sizes: tuple[int, ...], letters: tuple[str, ...]) -> Topology:
     return parse_topology("".join(f"{size}{part}" for size, part in zip(sizes, letters, strict=True)))
-
-
-def mixes(num_devices: int) -> Iterator[Topology]:
-    """Yields every layout, with kinds of workers mixed at will: 168 of four devices, 2,871 of eight."""
-    for chosen in combinations_with_replacement(_KINDS, num_devices):
-        if _does_all(chosen):
-            yield _counted(Counter(chosen))
 
 
 def neighbours(topology: Topology, degrees: Degrees = ()) -> Iterator[tuple[Topology, Degrees]]:

@@ -152,7 +152,6 @@ def _context(config: Config) -> int:
 
 
 def _limited(rule: MediaRule, family: str) -> MediaRule:
-    """Returns the rule with the limits of the family's authors."""
     authors, side = AUTHORS[family], rule.patch * rule.merge
     if authors.frame_tokens is not None:
         rule = replace(rule, max_frame_pixels=authors.frame_tokens * side**2)

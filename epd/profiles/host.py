@@ -10,7 +10,6 @@ computed and how much is computed beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from epd.profiles.cost import StageTable
 
@@ -32,14 +31,10 @@ class Overhead:
         if min(self.work_s, self.delay_s, self.beside_s) < 0:
             raise ValueError(f"an overhead takes at least 0 s, got {self}")
 
-    def times(self, factor: float) -> Overhead:
-        return Overhead(factor * self.work_s, self.delay_s, factor * self.beside_s)
-
 
 _NOTHING = Overhead()
 # Fields of `HostCosts`: actions on the way of a request.
 WAYS = ("request", "split", "media", "image", "video", "sent", "second", "end")
-_LEAST_FREE = 0.05  # cores left free of idle use, however slow all of them are
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +86,6 @@ class HostCosts:
     def __post_init__(self) -> None:
         if self.num_cores < 1 or not 0 <= self.idle_cores < self.num_cores:
             raise ValueError(f"a host needs at least 1 core, and not all of them idle, got {self}")
-
-    def times(self, factor: float) -> HostCosts:
-        """Returns costs with work multiplied by a factor; pure delays stay as they were."""
-        seconds = ("token_s", "encode_s", "prefill_s", "decode_s", "sequence_s")
-        changes: dict[str, Any] = {name: getattr(self, name).times(factor) for name in WAYS}
-        changes |= {name: factor * getattr(self, name) for name in seconds}
-        return replace(
-            self, idle_cores=min(factor * self.idle_cores, self.num_cores - _LEAST_FREE), **changes
-        )
 
     def in_worker(
         self, encode: StageTable, prefill: StageTable, decode: StageTable

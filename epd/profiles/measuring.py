@@ -7,11 +7,9 @@ again meanwhile. A profile keeps the speed that it was measured at.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import Self
 
 import numpy as np
 
@@ -61,10 +59,10 @@ def table(
     return fit_table(units, items, measured(points, num_repeats, clock))
 
 
-_PIECE, _PAUSE_S = 20_000, 0.02
+_PIECE = 20_000
 
 
-def _piece_s() -> float:
+def piece_s() -> float:
     """Returns the CPU seconds of a piece of work, on this thread."""
     start_s = time.thread_time()
     sum(range(_PIECE))
@@ -73,33 +71,7 @@ def _piece_s() -> float:
 
 def core_speed(seconds: float) -> float:
     """Measures pieces of work per CPU second, for the given number of seconds."""
-    end_s, taken = time.perf_counter() + seconds, [_piece_s()]
+    end_s, taken = time.perf_counter() + seconds, [piece_s()]
     while time.perf_counter() < end_s:
-        taken.append(_piece_s())
+        taken.append(piece_s())
     return len(taken) / sum(taken)
-
-
-class SpeedSampler:
-    """Measures the same on a thread of its own while other work runs: 1 or 2 % of a core."""
-
-    def __init__(self) -> None:
-        self._taken: list[float] = []
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="core-speed", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while not self._taken or not self._is_over.wait(_PAUSE_S):
-            self._taken.append(_piece_s())
-
-    @property
-    def core_speed(self) -> float:
-        """Returns the speed, once entered and left."""
-        return len(self._taken) / sum(self._taken)

@@ -33,7 +33,7 @@ class Profile:
     prompt: tokens around a text
     parallel: to run a worker on several devices, None where the layers are not known
     beside: times as long that a batch and a pass of one worker take while both run; 2 is half a device each
-    core_speed: of a CPU core when all of this was measured, by `SpeedSampler` or `core_speed`; None if not
+    core_speed: of a CPU core when all of this was measured, by `core_speed`; None if not
     """
 
     name: str
@@ -93,24 +93,6 @@ class Profile:
             return self
         encode, prefill, decode = self.host.in_worker(self.encode, self.prefill, self.decode)
         return replace(self, encode=encode, prefill=prefill, decode=decode)
-
-    def at_speed(self, core_speed: float) -> Profile:
-        """Returns the profile at that core speed. Raises ValueError where cores do not compute everything."""
-        if self.core_speed is None or self.host is None:
-            raise ValueError(f"profile {self.name!r} does not know at which speed its cores were measured")
-        factor = self.core_speed / core_speed
-        return replace(
-            self,
-            core_speed=core_speed,
-            encode=self.encode.times(factor),
-            prefill=self.prefill.times(factor),
-            decode=self.decode.times(factor),
-            transfer=self.transfer.times(factor),
-            video={codec: table.times(factor) for codec, table in self.video.items()},
-            images=None if self.images is None else self.images.times(factor),
-            audio=None if self.audio is None else self.audio.times(factor),
-            host=self.host.times(factor),
-        )
 
     def video_cost(self, codec: str) -> StageCost:
         """Returns the cost of decoding. Raises RequestError for a codec that was not measured."""

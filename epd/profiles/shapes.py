@@ -66,7 +66,7 @@ class Transformer:
         MLP: the residual, its norm, and the output of each matrix but the last beside the activation's.
         Attention: the residual, its norm, queries, keys and values, and those that are rotated. In place:
         what the layer was given too; two of the MLP's width; queries, keys and values, and the attended rows
-        twice. Measured for Qwen2.5-VL (`stages/peak_memory.py`): 6 % more, its tower 3 %.
+        twice. Measured for Qwen2.5-VL (`stages/profiling.py`): 6 % more, its tower 3 %.
         """
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = 3 * queries + 2 * keys

@@ -269,7 +269,6 @@ def _newest(data: Path, stem: str, backend: str) -> Path:
 
 
 def _read(path: Path) -> Iterator[Row]:
-    """Yields the rows of a table."""
     if path.stat().st_size > _MAX_FILE_BYTES:
         raise RequestError(
             f"received '{path}' of {path.stat().st_size} bytes; allowed: {_MAX_FILE_BYTES}; cut it"

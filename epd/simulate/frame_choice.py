@@ -51,12 +51,11 @@ class ChosenMedia:
     """Holds the groups of a request's videos, those of one after those of the other.
 
     text_tokens: between the frames of all
-    num_wanted: frames without a budget; num_frames: those that are taken, whose tokens keep `retention`
+    num_frames: those that are taken, whose tokens keep `retention`
     """
 
     groups: tuple[tuple[MediaWork, ...], ...]
     text_tokens: int
-    num_wanted: int
     num_frames: int
     retention: float
 
@@ -87,7 +86,11 @@ class FrameChooser:
         may_choose = bool(videos.wanted) and not self._wishes.has_own_frames
         levels = allowed_levels(self._budget, 1.0) if self._budget.max_tokens or may_choose else (1.0,)
         most = context if math.isinf(context) else videos.room(int(context))
-        found = self._found(videos, levels, most, may_choose=may_choose)
+
+        def fits(num_frames: int, retention: float) -> bool:
+            return videos.fits(FrameChoice(num_frames, retention), most, self._max_visual)
+
+        found = choose_frames(whole.num_frames, levels, fits, may_choose=may_choose)
         if found is None:
             least = min(LEAST_FRAMES, whole.num_frames) if may_choose else whole.num_frames
             num_tokens = videos.num_visual(FrameChoice(least, levels[-1]))
@@ -97,18 +100,6 @@ class FrameChooser:
     @property
     def _max_visual(self) -> float:
         return math.inf if self._budget.max_tokens is None else self._budget.max_tokens
-
-    def _found(
-        self, videos: _Videos, levels: tuple[float, ...], most: float, *, may_choose: bool
-    ) -> FrameChoice | None:
-        def fits(num_frames: int, retention: float) -> bool:
-            return videos.fits(FrameChoice(num_frames, retention), most, self._max_visual)
-
-        num_wanted = sum(videos.wanted)
-        if may_choose:
-            return choose_frames(num_wanted, levels, fits)
-        level = next((each for each in levels if fits(num_wanted, each)), None)
-        return None if level is None else FrameChoice(num_wanted, level)
 
 
 class _Videos:
@@ -142,8 +133,7 @@ class _Videos:
         groups = tuple(
             tuple(self._kept(video, choice.retention)) for video in self._groups(choice.num_frames)
         )
-        between, num_wanted = self._text_between(choice.num_frames), sum(self.wanted)
-        return ChosenMedia(groups, between, num_wanted, choice.num_frames, choice.retention)
+        return ChosenMedia(groups, self._text_between(choice.num_frames), choice.num_frames, choice.retention)
 
     def _kept(self, groups: tuple[MediaWork, ...], retention: float) -> Iterator[MediaWork]:
         """Yields groups with a share of their tokens; it is carried on, so that no rounding adds up.

@@ -321,7 +321,6 @@ class LanguageSide:
         return low
 
     def _blocks_for(self, running: Sequence[ScheduledRequest], steps: int) -> int:
-        """Returns the blocks that `steps` steps take from the pool."""
         size = self.kv.block_size
         return sum(
             max(0, ceil_div(each.num_computed + steps, size) - len(self.kv.block_table(each.request_id)))
@@ -344,7 +343,6 @@ class LanguageSide:
         return run.ticks(steps)
 
     def _allocate(self, run: StepRun, num_steps: int) -> None:
-        """Takes the blocks of the first steps of a run."""
         if num_steps <= run.num_allocated:
             return
         run.num_allocated, size = num_steps, self.kv.block_size

@@ -4,7 +4,7 @@
     shared cores    n tasks on c cores: each runs at min(1, c / n) of its speed
 
 With equal speeds for all, one clock is enough: it runs as fast as any task, and a task ends when the
-clock has advanced by its length. What is left of a task may change while it runs: see `Machine.set_left`.
+clock has advanced by its length. What is left of a task may change while it runs: see `set_left`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
-from typing import Literal, Protocol
+from typing import Literal
 
 from epd.profiles.host import HostCosts
 from epd.simulate.clock import EventPriority, EventQueue, ticks_of
@@ -35,39 +35,8 @@ class SimulatedTask:
         self.version = 0
 
 
-class Machine(Protocol):
-    """Runs tasks of a given number of ticks."""
-
-    @property
-    def work_ticks(self) -> int:
-        """Returns the work of all tasks so far."""
-        ...
-
-    def run(self, ticks: int, done: Then) -> SimulatedTask: ...
-
-    def left(self, task: SimulatedTask) -> int:
-        """Returns the ticks of work that a task has left."""
-        ...
-
-    def set_left(self, task: SimulatedTask, ticks: int) -> None:
-        """Gives a task under way more or less to do than it had left."""
-        ...
-
-    def spend(self, names: tuple[OverheadName, ...], then: Then) -> None:
-        """Runs costs of the application, by their names in `HostCosts`; then the continuation."""
-        ...
-
-    def spend_in_turn(self, name: OverheadName, then: Then) -> None:
-        """Runs the same in the one process that hands over media: one group after the other."""
-        ...
-
-    def send_tokens(self, num_tokens: int) -> None:
-        """Sends output tokens to clients, off the critical path of everything else."""
-        ...
-
-
 class OwnDevices:
-    """Runs each task without contention."""
+    """Runs each task without contention. work_ticks: of all tasks so far."""
 
     def __init__(self, events: EventQueue) -> None:
         self.work_ticks = 0
@@ -80,9 +49,11 @@ class OwnDevices:
         return task
 
     def left(self, task: SimulatedTask) -> int:
+        """Returns the ticks of work that a task has left."""
         return task.end - self._events.now
 
     def set_left(self, task: SimulatedTask, ticks: int) -> None:
+        """Gives a task under way more or less to do than it had left."""
         task.end = self._events.now + ticks
         task.version += 1
         self._events.push(task.end, EventPriority.END, partial(self._end, task, task.version))
@@ -143,6 +114,7 @@ class SharedCores:
         self._plan()
 
     def spend(self, names: tuple[OverheadName, ...], then: Then) -> None:
+        """Runs costs of the application, by their names in `HostCosts`; then the continuation."""
         overheads = [getattr(self._costs, name) for name in names]
         beside = ticks_of(sum(each.beside_s for each in overheads))
         if beside:
@@ -152,6 +124,7 @@ class SharedCores:
         self._events.push(at, EventPriority.END, partial(self.run, work, then))
 
     def spend_in_turn(self, name: OverheadName, then: Then) -> None:
+        """Runs the same in the one process that hands over media: one group after the other."""
         self._turns.append((name, then))
         if len(self._turns) == 1:
             self.spend((name,), self._end_turn)
@@ -163,6 +136,7 @@ class SharedCores:
         then()
 
     def send_tokens(self, num_tokens: int) -> None:
+        """Sends output tokens to clients, off the critical path of everything else."""
         if num_tokens and self._costs.token_s:
             self.run(num_tokens * ticks_of(self._costs.token_s), _nothing)
 
@@ -193,3 +167,6 @@ class SharedCores:
 
 def _nothing() -> None:
     """Does nothing, as the action after background work."""
+
+
+Machine = OwnDevices | SharedCores

@@ -161,7 +161,6 @@ class MediaFlow:
         return {group for group in range(num_groups) if state.starts[group + 1] > num_cached}
 
     def _submit(self, state: RequestState) -> None:
-        """Hands the request to its prefill worker."""
         state.is_added = True
         self._workers[state.prefill_worker].language_side.add(state)
         self._workers[state.prefill_worker].wake()

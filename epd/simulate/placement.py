@@ -1,4 +1,4 @@
-"""Places requests, switches roles and sets retention as the live policies say of simulated workers.
+"""Places requests and switches roles as the live policies say of simulated workers.
 
 A switch follows the paper (EPD, section 3.4): offload, the worker gets nothing new and completes its work;
 migrate and onload, `switch_s`; then it takes its new roles. No drain waits, since siblings get its work:
@@ -8,8 +8,6 @@ migrate and onload, `switch_s`; then it takes its new roles. No drain waits, sin
     answers under way                 with their keys and values, to another decode worker
 
 A prompt's embeddings move along at no cost. Work without room at any sibling is completed here.
-
-A simulator need not know which tokens are kept: every group has its share of those that its job keeps.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from epd.control.admission import AdmissionQueue
 from epd.control.arrivals import RequestWork
 from epd.control.elasticity import (
     ControllerConfig,
-    EstimatorConfig,
     RoleController,
     StageSample,
     Switch,
@@ -30,15 +27,13 @@ from epd.control.elasticity import (
     WorkerSample,
 )
 from epd.control.placement import Candidates, PlacementPolicy, Step
-from epd.control.prompt_load import PromptLoadEstimator
-from epd.control.retention import RetentionConfig, RetentionController
 from epd.control.routing import Router
 from epd.errors import InfeasibleError, OverloadedError
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
 from epd.simulate.clock import EventQueue, seconds_of
 from epd.simulate.deployment import Deployment
-from epd.simulate.requests import GroupWork, Job, RequestState
+from epd.simulate.requests import Job, RequestState
 from epd.simulate.worker import SimulatedWorker
 from epd.topology import Stage
 
@@ -145,13 +140,12 @@ class SimulatedPlacer:
 
 @dataclass(frozen=True, slots=True)
 class Elasticity:
-    """Configures both. max_tokens: that requests allow for answers; None: as many as they get.
+    """Configures switches. max_tokens: that requests allow for answers; None: as many as they get.
 
     is_failing: whether a switch, drained and about to load, is to fail; its worker keeps its old roles.
     """
 
     controller: ControllerConfig = field(default_factory=ControllerConfig)
-    estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
     max_tokens: int | None = None
     is_failing: Callable[[Switch], bool] = lambda _: False
 
@@ -163,7 +157,7 @@ class RoleSwitching:
         self.elasticity = elasticity
         config = replace(elasticity.controller, load_s=profile.switch_s)
         self.controller = RoleController(config)
-        self.estimator = TrafficEstimator(elasticity.estimator, known_costs(profile))
+        self.estimator = TrafficEstimator(known_costs(profile))
 
     @property
     def interval_s(self) -> float:
@@ -196,55 +190,6 @@ def sample_of(worker: SimulatedWorker, since_s: float) -> WorkerSample:
         sides = worker.language.samples()
         stages |= {stage: sides[stage] for stage in sides.keys() & worker.roles}
     return WorkerSample(worker.name, worker.roles, since_s, stages, kv_usage, worker.is_switching)
-
-
-class SimulatedRetention:
-    """Sets the level when requests come, and not between them. levels: of each request, by its index."""
-
-    def __init__(self, config: RetentionConfig, num_prefillers: int) -> None:
-        self.controller = RetentionController(config)
-        self.levels: dict[int, float] = {}
-        self._estimator = PromptLoadEstimator()
-        self._num_prefillers = num_prefillers
-        self._ahead: dict[str, int] = {}  # tokens of prompts that are not computed
-
-    def reduced(self, now: int, job: Job, *, num_waiting: int, kv_usage: float) -> Job:
-        """Returns the job with its kept tokens. now: ticks."""
-        now_s = seconds_of(now)
-        load = self._estimator.load(
-            now_s,
-            self._ahead.values(),
-            num_workers=self._num_prefillers,
-            num_waiting=num_waiting,
-            kv_usage=kv_usage,
-        )
-        level = self.levels[job.index] = self.controller.look(now_s, load)
-        self._estimator.arrived(now_s, job.text_tokens, job.num_visual_tokens)
-        kept = kept_job(job, level)
-        self._ahead[str(job.index)] = kept.num_prompt_tokens
-        return kept
-
-    def first_token(self, state: RequestState) -> None:
-        placed_s, first_s = seconds_of(state.placed), seconds_of(state.first_token)
-        begun_s = seconds_of(max(state.placed, state.encoded))
-        tokens = state.job.num_prompt_tokens
-        self._estimator.first_token(first_s, state.prefill_worker, placed_s, tokens, first_s - begun_s)
-        self._ahead.pop(state.request_id, None)
-
-    def ended(self, state: RequestState) -> None:
-        self._ahead.pop(state.request_id, None)
-
-
-def kept_job(job: Job, retention: float) -> Job:
-    """Returns the job with that share of its visual tokens, rounded, with at least one in each group."""
-    groups: list[GroupWork] = []
-    num_kept = num_before = 0
-    for group in job.groups:
-        num_before += group.media.num_tokens
-        here = min(max(1, round(retention * num_before) - num_kept), group.media.num_tokens)
-        groups.append(replace(group, media=replace(group.media, num_tokens=here)))
-        num_kept += here
-    return replace(job, groups=tuple(groups))
 
 
 AfterTransfer = Callable[[int, Callable[[], None]], None]

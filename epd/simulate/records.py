@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import IO, Any
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.requests import RequestState
-from epd.workload.metrics import SLO, ClientRecord, RunReport, report_of
+from epd.workload.metrics import SLO
 
 # Times in ticks; -1 for events that have not happened.
 ROW = np.dtype(
@@ -159,22 +158,3 @@ class SimulationResult:
             if limit_s is not None:
                 good &= ticks <= limit_s * TICKS_PER_S
         return float(good.mean())
-
-    def records(self) -> Iterator[ClientRecord]:
-        """Returns records as the load generator has them; only the first token's time is kept."""
-        for row in self.rows:
-            due_s, first_s, end_s = (float(row[name]) / TICKS_PER_S for name in ("due", "first_token", "end"))
-            is_refused = bool(row["is_refused"])
-            yield ClientRecord(
-                index=int(row["index"]),
-                due_s=due_s,
-                sent_s=due_s,
-                end_s=end_s,
-                token_times_s=() if is_refused else (first_s,),
-                prompt_tokens=int(row["prompt_tokens"]),
-                completion_tokens=0 if is_refused else int(row["output_tokens"]),
-                error="refused" if is_refused else None,
-            )
-
-    def report(self, slo: SLO) -> RunReport:
-        return report_of([list(self.records())], slo)

@@ -4,7 +4,7 @@
            | embeddings move | prefill, the live scheduler | keys and values move | decode | done
 
 Live code: AdmissionQueue, PlacementPolicy, Router, wanted_encoder, pick_batch, Scheduler, KVCacheManager, and
-where they are simulated the estimators and controllers of roles and retention.
+where they are simulated the estimator and controller of roles.
 In place of devices: costs of a Profile, and events in whole picoseconds.
 In place of the network: workers that answer in no time, so that requests are placed one after the other.
 """
@@ -30,7 +30,6 @@ from epd.simulate.placement import (
     Offloading,
     RoleSwitching,
     SimulatedPlacer,
-    SimulatedRetention,
     sample_of,
 )
 from epd.simulate.records import RecordTable, SimulationResult, WorkSpan
@@ -51,7 +50,6 @@ class Simulation:
         deployment: Deployment,
         *,
         elasticity: Elasticity | None = None,
-        retention: SimulatedRetention | None = None,
         has_spans: bool = False,
     ) -> None:
         """has_spans keeps the actions of every worker. Raises InfeasibleError if one does not fit."""
@@ -80,7 +78,6 @@ class Simulation:
         self._placed: dict[str, RequestState] = {}  # requests that have workers and have not ended
         self._since_s = dict.fromkeys(self._workers, 0.0)
         self._switches: list[tuple[float, str, str]] = []
-        self._retention = retention
         self._num_open = 0
 
     @property
@@ -135,22 +132,12 @@ class Simulation:
 
     def _arrive(self, job: Job, source: Iterator[Job]) -> None:
         self._plan_arrival(source)
-        job = self._kept(job)
         state = RequestState(job, Placement(self.router, job.num_prompt_tokens))
         if self.deployment.enable_prefix_caching:
             state.identity = identity_of(job)
         self._machine.spend(
             ("request", "split") if self._candidates.decoders() else ("request",), partial(self._enter, state)
         )
-
-    def _kept(self, job: Job) -> Job:
-        """Returns the job with the tokens that the load allows."""
-        if self._retention is None:
-            return job
-        prefillers = [self._workers[name].language_side for name in self._candidates.taking("prefill")]
-        usage = max((side.kv.usage for side in prefillers), default=0.0)
-        waiting = self._placer.num_waiting
-        return self._retention.reduced(self.events.now, job, num_waiting=waiting, kv_usage=usage)
 
     def _enter(self, state: RequestState) -> None:
         if not self._placer.enter(state):
@@ -168,8 +155,6 @@ class Simulation:
         self._num_open -= 1
         state.placement.release()
         self._placed.pop(state.request_id, None)
-        if self._retention is not None:
-            self._retention.ended(state)
         self.records.add(state, state.end, is_refused=is_refused)
         if self._switcher is not None and not is_refused:
             self._switcher.estimator.finished(seconds_of(state.end))
@@ -203,8 +188,6 @@ class Simulation:
     def _first_token(self, worker: SimulatedWorker, state: RequestState) -> None:
         state.first_token = self.events.now
         self._placer.first_token(state)
-        if self._retention is not None:
-            self._retention.first_token(state)
         if state.decode_worker == worker.name:
             return
         if state.job.output_tokens == 1:

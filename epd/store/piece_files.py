@@ -22,15 +22,22 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from tempfile import NamedTemporaryFile, mkstemp
 from typing import Protocol
 
+from epd import __version__
 from epd.errors import RequestError
 from epd.types import Reuse, Tier
 
 ABOUT = "about.json"
+_DIGESTS = "models.json"
+# Of the files of this room. Another number is another namespace.
+_FORMAT = 2
+_NAME_BYTES = 16
+# Of the files that a model consists of.
+_SUFFIXES = frozenset((".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".tiktoken"))
 _MAGIC = b"EPDKV002"
 _HEADER = struct.Struct("<8sQ16s")
 _DIGEST_BYTES = 16
@@ -310,3 +317,55 @@ def remove_oldest(folder: Path, most_bytes: int, before_s: float = math.inf) -> 
             each.path.unlink(missing_ok=True)
         left -= each.num_bytes
     return left
+
+
+def namespace(facts: Mapping[str, str]) -> str:
+    """Returns the name of a namespace: a digest of these facts, of this version and of the files' format.
+
+    facts: all that keys and values depend on besides the tokens, so that no model reads those of another.
+    """
+    text = json.dumps({"epd": __version__, "format": _FORMAT, **facts}, sort_keys=True)
+    return blake2b(text.encode(), digest_size=_NAME_BYTES).hexdigest()
+
+
+def model_digest(model: Path, folder: Path) -> str:
+    """Returns a digest of a model's files, weights and settings. folder: where digests of files are kept.
+
+    Files are read once. Their digests are kept by path, inode, size and time.
+    """
+    whole = blake2b(digest_size=_NAME_BYTES)
+    known = _known_digests(folder / _DIGESTS)
+    found = {}
+    for file in sorted(each for each in model.iterdir() if each.suffix in _SUFFIXES and each.is_file()):
+        stat = file.stat()
+        place = f"{file.resolve()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
+        found[place] = known.get(place) or _digest_of(file)
+        whole.update(f"{file.name} {found[place]}\n".encode())
+    if not found.keys() <= known.keys():
+        _keep_digests(folder / _DIGESTS, known | found)
+    return whole.hexdigest()
+
+
+def _digest_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        return file_digest(opened, "sha256").hexdigest()
+
+
+def _known_digests(file: Path) -> dict[str, str]:
+    """Reads digests; none from a file that is not there or not whole."""
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _keep_digests(file: Path, digests: Mapping[str, str]) -> None:
+    """Keeps digests, if the disk takes them: else they are made again."""
+    own = file.with_name(f"{file.name}.{os.getpid()}")
+    with suppress(OSError):
+        own.write_text(json.dumps(digests, indent=1), encoding="utf-8")
+        own.replace(file)
+        return
+    with suppress(OSError):
+        own.unlink(missing_ok=True)

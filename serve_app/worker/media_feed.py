@@ -150,7 +150,7 @@ class MediaFeeds:
             splicer = feed.splicer
             placed = splicer.place(group, embeddings, places) if is_kept else splicer.push(group, embeddings)
             if placed is not None:
-                self._stage.add_embeddings(feed.request.request_id, placed)
+                self._stage.engine.add_embeddings(feed.request.request_id, placed)
         if any(feed.groups[feed.numbers[each.number]].plan.is_joined_whole for each in taken):
             self._release(feed, feed.num_taken)  # it may be larger than the cache, so none is kept for long
         return bool(taken)

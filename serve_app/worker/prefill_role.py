@@ -181,7 +181,7 @@ class PrefillRole:
             if prompt is None:
                 continue
             num_tokens = prompt.message.request.num_prompt_tokens
-            num_computed = num_tokens if request_id in begun else self.stage.engine.num_computed(request_id)
+            num_computed = num_tokens if request_id in begun else self.stage.engine.kv.num_tokens(request_id)
             prompt.cells += self.feeds.take_cells(request_id)
             self.feeds.advance(request_id, num_computed)
             self._report_spans(prompt, start_s, num_computed, reports)

@@ -77,21 +77,16 @@ class AttentionBatch:
             )
 
 
-class Attention(Protocol):
-    """Attends the segments of one pass: on the host in pieces, on a GPU by kernels."""
-
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """Holds what every layer of a pass shares. slot_mapping: int64 [T], on the device.
 
+    attention: of the segments of the pass: on the host in pieces, on a GPU by kernels.
     pruned, viewed: rows that do not keep or do not read everything.
     """
 
     slot_mapping: Tensor
-    attention: Attention
+    attention: HostPlan | DevicePlan
     pruned: tuple[PrunedRows, ...] = ()
     viewed: tuple[ViewedRows, ...] = ()
 

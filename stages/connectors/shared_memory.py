@@ -40,8 +40,8 @@ class MemoryPlace:
 class SharedMemory:
     """Holds memory that this process has created. Its place is valid until this is dropped."""
 
-    def __init__(self, num_bytes: int, name: str = "epd-ranks") -> None:
-        name = f"{name}-{secrets.token_hex(8)}"
+    def __init__(self, num_bytes: int) -> None:
+        name = f"epd-ranks-{secrets.token_hex(8)}"
         self.descriptor = new_memory(name, num_bytes)
         self.place = MemoryPlace(f"/proc/{os.getpid()}/fd/{self.descriptor}", name, num_bytes)
         weakref.finalize(self, os.close, self.descriptor)

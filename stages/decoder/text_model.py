@@ -70,7 +70,6 @@ _SHARED = _SPARSE | {"shared_expert", "shared_expert_gate"}
 class TextModel:
     """Describes a text model that our decoder computes.
 
-    eps: of all its RMS norms.
     inv_freq: float32 [R / 2], of the rotary positions; R of a head's channels are rotated, most often all.
     rope_scale: that cosines and sines are multiplied by.
     row_of_frequency: int64 [R / 2], the row of positions that a frequency turns by; None with one row.
@@ -82,7 +81,6 @@ class TextModel:
     num_kv_heads: int
     head_dim: int
     scale: float
-    eps: float
     inv_freq: Tensor
     rope_scale: float
     row_of_frequency: Tensor | None
@@ -115,7 +113,6 @@ def text_model(decoder: Any) -> TextModel | None:
         num_kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,
         scale=attention.scaling,
-        eps=config.rms_norm_eps,
         inv_freq=rotary.inv_freq,
         rope_scale=rotary.attention_scaling,
         row_of_frequency=None if rows is None else to_device(rows, rotary.inv_freq.device),
@@ -135,7 +132,6 @@ def _with_local(config: Any, decoder: Any) -> TextModel | None:
             num_kv_heads=config.num_attention_heads // kinds[kind].num_key_value_groups,
             head_dim=kinds[kind].head_dim,
             scale=kinds[kind].scaling,
-            eps=config.rms_norm_eps,
             inv_freq=getattr(rotary, f"{kind}_inv_freq"),
             rope_scale=getattr(rotary, f"{kind}_attention_scaling"),
             row_of_frequency=None,

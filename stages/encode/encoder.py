@@ -32,7 +32,7 @@ from epd.encoders.batch import FrameEncoder
 from epd.encoders.groups import MediaGroup
 from epd.encoders.reduction.reading import ItemReducer, ItemReduction, Join, Places
 from epd.errors import EPDError, InternalError
-from epd.stages.encode.beside import InTurn, Lane
+from epd.stages.encode.beside import BesideThread, InTurn
 from epd.stages.encode.embedding_store import EmbeddingStore
 from epd.stages.encode.encoder_pool import EncoderPool
 from epd.store.piece_files import PieceFiles
@@ -209,7 +209,7 @@ class EncodeStage:
         self._unread: list[EncodeJob] = []  # encoded, of readings
         self._running: list[EncodeJob] = []  # in the tower
         self._unwanted: set[str] = set()  # transfers of those that were forgotten meanwhile
-        self.lane: Lane[_Run] = InTurn()
+        self.lane: InTurn[_Run] | BesideThread[_Run] = InTurn()
 
     def keep_in(self, files: PieceFiles) -> None:
         """Keeps embeddings in files, from now on, and takes them from there."""
@@ -359,7 +359,6 @@ class EncodeStage:
 
     @torch.inference_mode()
     def _run(self, batch: Sequence[EncodeJob], places: Sequence[CachedGroup]) -> _Run:
-        """Encodes a batch, in the lane."""
         start_s = time.perf_counter()
         calls = self._calls(batch, places)
         return _Run(calls, time.perf_counter() - start_s)

@@ -26,10 +26,9 @@ from epd.stages.engine.faults import FaultCounts, run_apart
 from epd.stages.engine.generation import Admission, Extent, GenerateRequest, StepResult
 from epd.stages.engine.kv_store import KVStore
 from epd.stages.engine.model_runner import ModelRunner
-from epd.stages.engine.open_sequences import OpenSequences
+from epd.stages.engine.open_sequences import OpenSequences, SequenceMaker
 from epd.stages.engine.run_ahead import RunAhead
 from epd.stages.engine.sequence import ComputedChunk, TokenSequence, sample_chunks
-from epd.stages.engine.sequence_maker import SequenceMaker
 from epd.stages.sampling.sampler import SampledToken
 from epd.stages.visual_inputs import PlacedEmbeddings
 from epd.store.piece_files import PieceFiles
@@ -179,14 +178,6 @@ class LanguageEngine:
         if self.scheduler.is_held(request_id) and not hold:
             self.scheduler.release(request_id)
 
-    def is_held(self, request_id: str) -> bool:
-        """Reports whether the request is over but for its blocks."""
-        return self.scheduler.is_held(request_id)
-
-    def release(self, request_id: str) -> None:
-        """Releases the blocks of a request that was prefilled and held."""
-        self.scheduler.release(request_id)
-
     @property
     def has_graphs(self) -> bool:
         """Returns whether decodes replay passes that were captured."""
@@ -200,10 +191,6 @@ class LanguageEngine:
     def request_ids(self) -> list[str]:
         """Lists all requests that are not over, in order of arrival."""
         return list(dict.fromkeys(sequence.request.request_id for sequence in self._sequences.values()))
-
-    def num_computed(self, request_id: str) -> int:
-        """Counts the tokens of a running or held request that are in the cache."""
-        return self.kv.num_tokens(request_id)
 
     # One step
 

@@ -57,6 +57,7 @@ class KVStore:
         self._kv = kv
         self._pools = pools
         self._piece_tokens = ceil_div(piece_tokens, kv.block_size) * kv.block_size
+        self._bytes_per_block = [kv.block_size * group.layout.bytes_per_token for group in pools.groups]
         self._restores: dict[str, _Restore] = {}
         self._to_keep: dict[str, deque[Piece]] = {}  # of requests that are prefilled, the next one first
         self._reused: dict[str, list[Reuse]] = {}  # of requests that are not admitted
@@ -171,11 +172,6 @@ class KVStore:
         return torch.cat(parts)
 
     # Both
-
-    @property
-    def _bytes_per_block(self) -> list[int]:
-        size = self._kv.block_size
-        return [size * group.layout.bytes_per_token for group in self._pools.groups]
 
     def _num_bytes(self, piece: Piece) -> int:
         return ceil_div(piece.num_tokens, self._kv.block_size) * sum(self._bytes_per_block)

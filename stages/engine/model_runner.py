@@ -256,7 +256,6 @@ class ModelRunner:
         return DeltaPlan.build(packed.batches[0].query_starts, packed.states, self._device)
 
     def _plans(self, batches: Sequence[AttentionBatch], segments: Sequence[Segment]) -> list[AttentionPlan]:
-        """Builds the plan of each layer group."""
         ends = ends_of(segments)
         return [
             replace(

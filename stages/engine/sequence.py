@@ -12,7 +12,8 @@ from torch import Tensor
 
 from epd.encoders.adapter import PromptPlan
 from epd.encoders.device import to_device
-from epd.kv.drafting import RequestDrafts
+from epd.kv.draft_gain import ChosenDrafts
+from epd.kv.drafting import AllDrafts
 from epd.kv.kv_cache import KVCacheManager
 from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
 from epd.kv.scheduler_output import Chunk
@@ -88,7 +89,7 @@ class TokenSequence:
         visual: VisualInputs,
         capacity: int,
         matcher: TokenMatcher | None = None,
-        source: RequestDrafts | None = None,
+        source: AllDrafts | ChosenDrafts | None = None,
     ) -> None:
         """Starts an answer.
 
@@ -200,25 +201,13 @@ class TokenSequence:
             block_tables=[self._table(kv, group) for group in range(num_groups)],
             visual=visual,
             num_logits=num_logits,
-            states=self._states(kv),
+            states=_states(kv, self.request_id),
             is_both_ways=start in self._both_ways,
             lora=self.request.sampling.lora,
             view=self.view if self.view is not None and start == self.view.start else None,
         )
         window = self._windows.get(start)
-        return segment if window is None else self._of_window(segment, window)
-
-    def _of_window(self, segment: Segment, window: WindowInputs) -> Segment:
-        """Returns the same segment with all tokens of the window instead of those that stay."""
-        return replace(
-            segment,
-            token_ids=np.repeat(segment.token_ids[:1], window.pruned.num_inputs),
-            positions=window.positions,
-            visual=window.placed(segment.visual),
-            num_kept=len(segment.token_ids),
-            method=window.method,
-            going_on=None if window.num_later is None else GoingOn(window.num_later),
-        )
+        return segment if window is None else _of_window(segment, window)
 
     def _lengths(self, kv: KVCacheManager, start: int) -> list[int]:
         """Counts the tokens in the cache by layer group, `start` in the first; in pruned layers fewer."""
@@ -227,10 +216,6 @@ class TokenSequence:
             return [start]
         pruned = start - kv.num_tokens(self.request_id)
         return [kv.num_tokens(self.request_id, group) + pruned for group in range(num_groups)]
-
-    def _states(self, kv: KVCacheManager) -> tuple[int | None, int] | None:
-        following = kv.next_state(self.request_id)
-        return None if following is None else (kv.current_state(self.request_id), following)
 
     def _table(self, kv: KVCacheManager, group: int) -> Int32Array:
         """Returns the block table as int32; converted again only when it has changed."""
@@ -342,3 +327,21 @@ def sample_chunks(
         ComputedChunk(chunk, family, [next(tokens) for _ in range(count)])
         for (chunk, family, _), count in zip(chunks, counts, strict=True)
     ]
+
+
+def _of_window(segment: Segment, window: WindowInputs) -> Segment:
+    """Returns the same segment with all tokens of the window instead of those that stay."""
+    return replace(
+        segment,
+        token_ids=np.repeat(segment.token_ids[:1], window.pruned.num_inputs),
+        positions=window.positions,
+        visual=window.placed(segment.visual),
+        num_kept=len(segment.token_ids),
+        method=window.method,
+        going_on=None if window.num_later is None else GoingOn(window.num_later),
+    )
+
+
+def _states(kv: KVCacheManager, request_id: str) -> tuple[int | None, int] | None:
+    following = kv.next_state(request_id)
+    return None if following is None else (kv.current_state(request_id), following)

@@ -132,7 +132,6 @@ def _graph_maker(model: Any) -> GraphMaker | None:
 
 
 def _num_token_ids(model: Any) -> int:
-    """Returns how many tokens the model has logits for."""
     return int(model.get_output_embeddings().out_features)
 
 

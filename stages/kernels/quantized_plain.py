@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,25 +12,6 @@ from epd.types import ceil_div
 
 # Values of a matrix that are dequantised at a time.
 _PIECE = 2**22
-
-
-class QuantizedMatrix(Protocol):
-    """Holds a matrix [N, C] in a quantised form."""
-
-    @property
-    def num_rows(self) -> int: ...
-
-    @property
-    def num_columns(self) -> int: ...
-
-    @property
-    def rows_of_scale(self) -> int:
-        """Returns how many rows share a scale."""
-        ...
-
-    def dequantised(self, start: int, stop: int) -> Tensor:
-        """Returns rows [start, stop) in float32; start is a multiple of `rows_of_scale`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +37,7 @@ class Fp8Matrix:
         return self.values.shape[1]
 
     def dequantised(self, start: int, stop: int) -> Tensor:
+        """Returns rows [start, stop) in float32; start is a multiple of `rows_of_scale`."""
         values = self.values[start:stop].to(torch.float32)
         end = ceil_div(stop, self.rows_of_scale)
         scales = self.scales[start // self.rows_of_scale : end].to(torch.float32)
@@ -96,13 +77,14 @@ class Int4Matrix:
         return self.num_columns // self.zeros.shape[1]
 
     def dequantised(self, start: int, stop: int) -> Tensor:
+        """Returns rows [start, stop) in float32."""
         halves = self.packed[start:stop].view(stop - start, -1, self.group // 2)
         values = torch.cat((halves & 15, halves >> 4), 2).to(torch.float32)
         zeros, scales = (each[start:stop, :, None].to(torch.float32) for each in (self.zeros, self.scales))
         return values.sub_(zeros).mul_(scales).flatten(1)
 
 
-def multiply_plain(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+def multiply_plain(rows: Tensor, matrix: Fp8Matrix | Int4Matrix, bias: Tensor | None) -> Tensor:
     """Returns [T, N] of rows [T, C]; some rows of the matrix are dequantised at a time. bias: [N]."""
     size = max(1, _PIECE // (matrix.num_columns * matrix.rows_of_scale)) * matrix.rows_of_scale
     out = rows.new_empty(len(rows), matrix.num_rows)

@@ -136,7 +136,6 @@ def _turned_forms(
 def _compressed_forms(
     matrix: str, known: Mapping[str, _Stored], quantization: Quantization
 ) -> Iterator[tuple[str, TensorForm]]:
-    """Returns the forms of the tensors that compressed-tensors packs."""
     weight, scales = (_found(f"{matrix}.{part}", known) for part in ("weight_packed", "weight_scale"))
     if f"{matrix}.weight_g_idx" in known:
         raise ValueError(f"{matrix} has weight_g_idx, groups of columns that do not follow each other")

@@ -150,7 +150,6 @@ class Follower:
         return None
 
     def _visual(self, packed: PackedPass) -> Embeddings | None:
-        """Receives the visual tokens of a pass."""
         if not len(packed.visual_rows):
             return None
         assert self._ranks is not None

@@ -30,7 +30,7 @@ from epd.encoders.names import WeightSet
 from epd.errors import EPDError, RankLostError, RequestError
 from epd.stages.decoder.rank_cut import cut_model
 from epd.stages.loading.weight_files import TensorPart
-from epd.stages.loading.weights import OnBytes, load_role
+from epd.stages.loading.weights import load_role
 from epd.stages.placement import Placement
 from epd.stages.rank import Rank
 from epd.stages.ranks.communicator import EXCHANGE_S, Communicator
@@ -220,7 +220,7 @@ def _placement(placement: Placement, index: int, size: int) -> Placement:
 
 
 def load_with_ranks(
-    path: Path, role: WeightSet, placement: Placement, size: int, on_progress: OnBytes | None = None
+    path: Path, role: WeightSet, placement: Placement, size: int
 ) -> tuple[Any, ProcessRanks | None]:
     """Loads a model, or rank 0's part of it and the other ranks; None with a size of 1.
 
@@ -228,7 +228,7 @@ def load_with_ranks(
     UnsupportedModelError for a language model that so many ranks cannot share, and RankLostError.
     """
     if size == 1:
-        return load_role(path, role, placement, on_progress=on_progress).model, None
+        return load_role(path, role, placement).model, None
     started: list[ProcessRanks] = []
 
     def cut(model: nn.Module) -> dict[str, TensorPart]:
@@ -238,7 +238,7 @@ def load_with_ranks(
         return parts
 
     try:
-        model = load_role(path, role, placement, on_progress=on_progress, cut=cut).model
+        model = load_role(path, role, placement, cut=cut).model
         started[0].connect()
     except BaseException:
         for ranks in started:

@@ -68,7 +68,6 @@ def _mask(row: SamplingRow) -> bytes:
 
 
 def _without(mask: bytes, token_ids: Iterable[int]) -> bytes:
-    """Returns a mask in which these tokens are not allowed."""
     kept = bytearray(mask)
     for token_id in token_ids:
         if token_id < 8 * len(kept):

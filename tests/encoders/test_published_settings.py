@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from epd.encoders import FrameSampling, VideoFacts, load_adapter
-from epd.encoders.published_settings import PUBLISHED
+from epd.encoders.published import PUBLISHED
 from epd.errors import ModelError
 from tests.encoders.tiny_tiles import BUILDERS
 from tests.models.processors import PROCESSORS

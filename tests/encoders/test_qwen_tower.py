@@ -20,7 +20,7 @@ from epd.encoders.adapter import Grid, PatchRun
 from epd.encoders.device import CPU
 from epd.encoders.families import qwen_tower
 from epd.encoders.families.qwen_tower import attend_runs, runs_by_length
-from epd.stages.peak_memory import peak_bytes
+from epd.stages.profiling import peak_bytes
 from tests.encoders.families import Family
 from tests.encoders.tolerances import assert_same_but_for_batching
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 
-from epd.store.namespace import model_digest
-from epd.store.piece_files import PieceFiles, contents, is_whole, stored
+from epd.store.piece_files import PieceFiles, contents, is_whole, model_digest, stored
 from tests.faults.disk import Disk, DiskFault, ServerEndedError
 
 _NUM_PIECES = 12

@@ -17,7 +17,6 @@ import yaml
 
 from epd.errors import RequestError
 from epd.planning.files import PlanFile, load_plan
-from epd.planning.space import mixes
 from epd.profiles import analytic_profile
 from epd.profiles.files import dump_profile
 from epd.reduction import ReductionPolicy
@@ -25,6 +24,7 @@ from epd.serve_app.app_args import AppArgs
 from epd.serve_app.cli import serve as cli_serve
 from epd.serve_app.cli.program import app
 from epd.topology import role_letters
+from tests.planning.layouts import mixes
 
 
 @dataclass

@@ -25,12 +25,10 @@ from epd.planning.space import (
     Settings,
     Space,
     cells_of,
-    mixes,
     neighbours,
-    splits,
+    splits_of,
     times,
     together,
-    topologies,
 )
 from epd.profiles import Profile, analytic_profile
 from epd.profiles.files import load_profile
@@ -39,6 +37,7 @@ from epd.simulate import Deployment, JobMaker
 from epd.topology import parse_topology
 from epd.workload.config import MixPart, WorkloadConfig
 from epd.workload.metrics import SLO
+from tests.planning.layouts import mixes
 
 PROFILE = analytic_profile("a100-80gb", "qwen2.5-vl-7b")
 BASE = Deployment(parse_topology("1epd"), cpu_threads=64)
@@ -66,7 +65,7 @@ def planner(space: Space, slo: SLO, **part: str) -> Planner:
 
 
 def test_topologies_of_three_devices_are_those_drawn() -> None:
-    assert set(map(str, topologies(3))) == {
+    assert set(map(str, Space(3).topologies())) == {
         "1e1p1d", "2ep1d", "1ep2d", "1e2pd", "2e1pd", "2ed1p", "1ed2p", "3epd",
     }  # fmt: skip
 
@@ -75,7 +74,7 @@ def test_the_space_of_eight_holds_the_published_optima() -> None:
     """Table 5's 6E1P1D, the 5E2P1D of the experiments, and every split with one decoder."""
     for space in (Space(8), paper_space()):
         assert all(name in space for name in ("6e1p1d", "5e2p1d", "1e6p1d", "1e1p6d"))
-    assert len(list(splits(8, 3))) == 21
+    assert len(list(splits_of(8, (1, 1, 1)))) == 21
     assert "7ep1d" in Space(8)
     assert "7ep1d" not in paper_space()
     assert "5e2p2d" not in Space(8)
@@ -143,7 +142,7 @@ def test_no_mix_of_four_devices_beats_what_the_search_finds(
 
 def test_steps_lead_from_every_layout_to_every_mix() -> None:
     assert (len(list(mixes(3))), len(list(mixes(4))), len(list(mixes(8)))) == (57, 168, 2871)
-    assert set(map(str, topologies(4))) < set(map(str, mixes(4)))
+    assert set(map(str, Space(4).topologies())) < set(map(str, mixes(4)))
     reached = {"4epd"}
     queue = ["4epd"]
     while queue:

@@ -22,7 +22,7 @@ from benchmarks.published.paper import (
     paper_deployment,
     paper_profile,
 )
-from epd.control.elasticity import ControllerConfig, EstimatorConfig, Switch
+from epd.control.elasticity import ControllerConfig, Switch
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.profile import Profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult
@@ -217,11 +217,11 @@ def test_the_simulator_learns_what_the_profile_says(stage: Stage) -> None:
     work = jobs([LoadWave(PICTURES, lambda _: 1.0, 1.0), LoadWave(TALK, lambda _: 1.0, 1.0)], 60.0)
     needs = []
     for is_told in (True, False):
-        elasticity = Elasticity(ControllerConfig(roles=()), EstimatorConfig())
+        elasticity = Elasticity(ControllerConfig(roles=()))
         simulation = Simulation(PROFILE, deployment("3e1p4d"), elasticity=elasticity)
         assert simulation._switcher is not None
         if not is_told:
-            simulation._switcher.estimator = type(simulation._switcher.estimator)(elasticity.estimator)
+            simulation._switcher.estimator = type(simulation._switcher.estimator)()
         estimator, loads = simulation._switcher.estimator, []
         observe = estimator.observe
         estimator.observe = lambda *a, _o=observe, _l=loads, **k: _l.append(_o(*a, **k)) or _l[-1]  # type: ignore

@@ -14,11 +14,12 @@ import pytest
 
 from benchmarks.score.app_costs import KINDS, LAYOUTS, LONG_TEXT, SHORT_TEXT, Figures, prompt_rule, sequence_s
 from benchmarks.score.calibrating import Asked, _weights, calibrated, simulated_figures
+from benchmarks.score.speed import SpeedSampler, at_speed
 from epd.planning.goodput import Demand, goodput, rate_bound
 from epd.profiles import HostCosts, Overhead, Profile, PromptRule, analytic_profile
 from epd.profiles.cost import StageCost
 from epd.profiles.files import dump_profile, parse_profile
-from epd.profiles.measuring import SpeedSampler, core_speed
+from epd.profiles.measuring import core_speed
 from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
 from epd.simulate.clock import EventPriority, EventQueue, ticks_of
 from epd.simulate.machine import SharedCores
@@ -163,7 +164,7 @@ def small_profile() -> Profile:
 
 def asked(profile: Profile, layout: str, part: Mapping[str, object], core_speed: float) -> Asked:
     """As if the simulator were the application, on cores of that speed."""
-    profile = profile.at_speed(core_speed)
+    profile = at_speed(profile, core_speed)
     config = load_workload(None, {"rate": 0.1, "num_requests": 6, "mix": [part]}).resolve()
     deployment = Deployment(parse_topology(layout), cpu_threads=2)
     return Asked(layout, config, 3, simulated_figures(profile, deployment, config, 3), core_speed)
@@ -201,16 +202,16 @@ def test_an_answer_that_was_disturbed_counts_by_its_error_and_not_by_the_square(
 def test_slower_cores_take_longer_for_work_but_not_for_waiting() -> None:
     host = replace(FREE, idle_cores=0.1, request=Overhead(0.02, 0.5), decode_s=0.004)
     profile = replace(small_profile(), host=host, core_speed=1000.0)
-    slow = profile.at_speed(500.0)
+    slow = at_speed(profile, 500.0)
     part = {"images": "1", "image_size": "448x448", "output_tokens": "9"}
     before, after = simulate(profile, "1epd", **part), simulate(slow, "1epd", **part)
     assert after.ttft_s[0] - 0.5 == pytest.approx(2 * (before.ttft_s[0] - 0.5))
     assert after.tpot_s[0] == pytest.approx(2 * before.tpot_s[0])
     assert slow.host is not None
     assert slow.host.idle_cores == pytest.approx(0.2)
-    assert slow.at_speed(1000.0) == profile
+    assert at_speed(slow, 1000.0) == profile
     with pytest.raises(ValueError, match="does not know at which speed"):
-        replace(profile, core_speed=None).at_speed(500.0)
+        at_speed(replace(profile, core_speed=None), 500.0)
 
 
 def test_the_speed_of_a_core_is_told_by_the_time_of_its_own_work() -> None:

@@ -8,15 +8,16 @@ from statistics import mean
 
 import pytest
 
+from benchmarks.score.calibrating import kept_job
 from epd.control.retention import RetentionConfig
 from epd.profiles import Profile, StageCost, analytic_profile
 from epd.profiles.media import MediaWork
-from epd.simulate import Deployment, Job, Simulation, SimulationResult
+from epd.simulate import Deployment, Job, SimulationResult
 from epd.simulate.clock import ticks_of
-from epd.simulate.placement import SimulatedRetention, kept_job
 from epd.simulate.requests import GroupWork
 from epd.topology import parse_topology
 from epd.workload.metrics import SLO
+from tests.simulate.retained import RetainingSimulation, SimulatedRetention
 
 SLO_S = 4.0
 CONFIG = RetentionConfig(SLO_S)
@@ -54,7 +55,7 @@ def simulate(
     """A config of one level is a fixed retention."""
     retention = SimulatedRetention(config, num_prefillers=1)
     deployment = Deployment(parse_topology(topology), max_wait_s=SLO_S, max_batch_patches=512)
-    return Simulation(profile(encode_s), deployment, retention=retention).run(jobs), retention
+    return RetainingSimulation(profile(encode_s), deployment, retention).run(jobs), retention
 
 
 @pytest.mark.parametrize(("seed", "topology"), [(0, "1epd"), (1, "1epd"), (2, "1e1p1d")])

@@ -96,7 +96,7 @@ class Deployment:
                 feeding[name] = list(prompts[name].groups)
             for name, groups in feeding.items():
                 if groups and self.rng.random() < 0.7:
-                    self.prefill.add_embeddings(name, groups.pop(0))
+                    self.prefill.engine.add_embeddings(name, groups.pop(0))
             self.step()
             if not waiting and all(self.is_over(name, sampling.n) for name in prompts):
                 return {name: self.tokens(name) for name in prompts}
@@ -116,4 +116,4 @@ def feed(deployment: Deployment, prompts: dict[str, Prompt]) -> None:
     for name, prompt in prompts.items():
         assert deployment.submit(name, prompt, GREEDY)
         for group in prompt.groups:
-            deployment.prefill.add_embeddings(name, group)
+            deployment.prefill.engine.add_embeddings(name, group)

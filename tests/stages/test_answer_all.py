@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from epd.chat import dialogue
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.models import embedded_model_path
 from epd.shapes import make_scene
 from epd.video.demo_video import write_demo_video
 from tests.colocated import ColocatedPipeline
+from tests.conversations import dialogue
 
 QUESTIONS = ["How many shapes are there?", "Which shape appears first?", "What colour is the star?"]
 

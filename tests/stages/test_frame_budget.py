@@ -12,6 +12,7 @@ from epd.errors import RequestBudgetError
 from epd.frame_sampling import ListedTimes
 from epd.reduction import KEEP_ALL, NO_BUDGET, ReductionPolicy, VisualBudget
 from epd.stages.frame_budget import BudgetedMedia, PlanOf, PromptRoom, plan_within
+from tests.conversations import plan_prefix
 from tests.encoders.tiny_tiles import BUILDERS
 
 SECONDS = (1, 60, 3600, 36_000)
@@ -40,7 +41,7 @@ def planned(
         reduction,
         budget,
         PromptRoom(context, 16),
-        adapter.plan_prefix,
+        partial(plan_prefix, adapter),
     )
 
 

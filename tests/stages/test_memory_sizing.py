@@ -33,8 +33,8 @@ from epd.stages.memory_sizing import (
     run_encode,
     run_prefill,
 )
-from epd.stages.peak_memory import peak_bytes
 from epd.stages.placement import CPU_FLOAT32, Placement
+from epd.stages.profiling import peak_bytes
 from epd.topology import parse_topology
 from tests.encoders.families import Family
 from tests.encoders.tiny_gemma import build_gemma3

@@ -54,7 +54,7 @@ def run_moving(deployment: Deployment, prompts: dict[str, Prompt], sampling: Sam
     for name, prompt in prompts.items():
         assert deployment.submit(name, prompt, sampling)
         for group in prompt.groups:
-            deployment.prefill.add_embeddings(name, group)
+            deployment.prefill.engine.add_embeddings(name, group)
     num_moved = 0
     for _ in range(400):
         deployment.step()
@@ -142,7 +142,7 @@ def begin(deployment: Deployment, prompt: Prompt) -> None:
     """The request "r", up to some tokens of its answer."""
     assert deployment.submit("r", prompt, GREEDY)
     for group in prompt.groups:
-        deployment.prefill.add_embeddings("r", group)
+        deployment.prefill.engine.add_embeddings("r", group)
     while len(deployment.tokens("r")) < 4:
         deployment.step()
     assert is_decoding(deployment.decode[deployment.placed["r"]], "r")

@@ -11,7 +11,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as models
 
 from epd.encoders.families.qwen_tower import prepare_tower
 from epd.profiles.shapes import Transformer
-from epd.stages.peak_memory import peak_bytes
+from epd.stages.profiling import peak_bytes
 
 
 def chain(num_values: int) -> Callable[[], None]:

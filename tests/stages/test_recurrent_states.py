@@ -84,7 +84,7 @@ def test_a_second_prompt_at_a_decode_worker_gets_what_is_new_and_its_state(recur
         assert (ticket.num_cached > 0) == (name == "second")
         deployment.prefill.submit(request, ticket)
         for group in prompt.groups:
-            deployment.prefill.add_embeddings(name, group)
+            deployment.prefill.engine.add_embeddings(name, group)
         while not deployment.is_over(name):
             deployment.step()
         assert deployment.tokens(name) == prompt.expected

@@ -85,7 +85,7 @@ def test_keys_and_values_go_out_while_prefill_goes_on(a_family: Subject) -> None
     prompt = a_family.prompts[1]
     assert deployment.submit("r", prompt, GREEDY)
     for group in prompt.groups:
-        deployment.prefill.add_embeddings("r", group)
+        deployment.prefill.engine.add_embeddings("r", group)
     missing = []
     while not deployment.tokens("r"):
         missing.append(deployment.decode["d0"].reception.num_missing("r"))
@@ -107,7 +107,7 @@ def test_blocks_that_are_being_read_are_not_taken_away(a_family: Subject) -> Non
         deployment.take(deployment.prefill.step())
     assert deployment.submit("split", split, GREEDY)
     for group in split.groups:
-        deployment.prefill.add_embeddings("split", group)
+        deployment.prefill.engine.add_embeddings("split", group)
     for _ in range(12):  # the decode worker does not read its mail meanwhile
         deployment.take(deployment.prefill.step())
     for _ in range(40):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import epd.stages.loading.weight_files
 from epd.errors import ModelError
 from epd.stages.loading.weight_files import num_weight_bytes, read_tensors, stored_tensors, write_weights
-from epd.stages.peak_memory import peak_bytes
+from epd.stages.profiling import peak_bytes
 
 NUM, SIDE = 12, 1024
 SIZE = SIDE * SIDE * 2  # bytes of a tensor

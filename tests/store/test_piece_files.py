@@ -1,7 +1,4 @@
-"""Files of pieces: whole or not there, within their room, and those of another model are never read.
-
-Modules: `epd/store/namespace.py`.
-"""
+"""Files of pieces: whole or not there, within their room, and those of another model are never read."""
 
 from __future__ import annotations
 
@@ -15,8 +12,15 @@ from typer.testing import CliRunner
 
 from epd.errors import RequestError
 from epd.serve_app.cli.program import app
-from epd.store.namespace import model_digest, namespace
-from epd.store.piece_files import PieceFiles, contents, is_whole, remove_oldest, stored
+from epd.store.piece_files import (
+    PieceFiles,
+    contents,
+    is_whole,
+    model_digest,
+    namespace,
+    remove_oldest,
+    stored,
+)
 
 _ROOM = 1 << 20
 
@@ -144,7 +148,7 @@ def test_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"w")
     first = model_digest(model, tmp_path)
-    monkeypatch.setattr("epd.store.namespace.file_digest", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("epd.store.piece_files.file_digest", lambda *_: pytest.fail("read again"))
     assert model_digest(model, tmp_path) == first
 
 

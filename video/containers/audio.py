@@ -195,7 +195,6 @@ def _resampled(media: Media, frames: Iterable[AudioFrame], rate: int) -> Iterato
 
 
 def _check(media: Media, part: AudioSlice, wanted: Float32Array, num_decoded: int) -> None:
-    """Checks what was decoded of a medium."""
     if len(wanted) > part.max_samples:
         raise MediaLimitError(
             f"{media.name} has more than {part.max_samples / part.rate:g} s of sound"

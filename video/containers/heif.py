@@ -93,15 +93,12 @@ class HeifImage:
             return self._coded(item, *_CODECS[kind])
         if kind == "grid" and depth < _MAX_DEPTH:
             return self._joined(item, depth)
-        if kind == "iden" and depth < _MAX_DEPTH and (sources := self._sources(item)):
+        if kind == "iden" and depth < _MAX_DEPTH and (sources := self._items.sources(item)):
             return self._whole(sources[0], depth + 1)
         raise UnsupportedMediaError(
             f"{self._media.name} holds an image of the type '{kind}'; allowed in HEIF: "
             f"{', '.join(_CODECS)} and grids of them; convert it to JPEG or PNG"
         )
-
-    def _sources(self, item: int) -> tuple[int, ...]:
-        return self._items.made_of.get((b"dimg", item), ())
 
     def _whole(self, item: int, depth: int) -> UInt8Array:
         return self._transformed(self._decoded(item, depth), item)
@@ -109,7 +106,7 @@ class HeifImage:
     def _joined(self, item: int, depth: int) -> UInt8Array:
         """Returns the tiles of a grid side by side, row by row, without what reaches beyond the picture."""
         rows, columns, height, width = self._grid(item)
-        tiles = self._sources(item)
+        tiles = self._items.sources(item)
         if len(tiles) != rows * columns:
             raise self._damaged(f"has {len(tiles)} tiles for {rows} x {columns} places")
         tile_height, tile_width = self._size_of(tiles[0])

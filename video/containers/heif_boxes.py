@@ -85,6 +85,10 @@ class HeifItems:
         """Returns the content of an item's property; None without one."""
         return next((content for name, content in self.properties.get(item, ()) if name == kind), None)
 
+    def sources(self, item: int) -> tuple[int, ...]:
+        """Returns the images that an item is put together from, in their order."""
+        return self.made_of.get((b"dimg", item), ())
+
     def data(self, media: Media, item: int) -> bytes:
         """Returns the bytes of an item. Raises CorruptMediaError, UnsupportedMediaError."""
         place = self.places.get(item)

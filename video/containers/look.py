@@ -1,17 +1,23 @@
-"""Reads what planning needs to know of a medium, opening it once and decoding one frame at most."""
+"""Reads what planning needs to know of a medium, opening it once and decoding one frame at most.
+
+A `MediaReader` does so in this process, or in children of it that files cannot hurt.
+"""
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from epd.errors import MediaError, MediaLimitError, UnsupportedMediaError
-from epd.types import MediaFacts
+from epd.types import Float32Array, MediaFacts, UInt8Array
 from epd.video.containers.animation import check_animation, clock, find_animation
-from epd.video.containers.audio import audio_length
-from epd.video.containers.images import image_size, upright_size
+from epd.video.containers.audio import AudioSlice, audio_length, load_audio
+from epd.video.containers.images import image_size, load_image, upright_size
 from epd.video.containers.limits import DEFAULT_LIMITS, Limits
 from epd.video.containers.mp4_claims import check_claims
 from epd.video.containers.mp4_edits import open_as_shown
 from epd.video.containers.probe import probe_open
 from epd.video.sources.frame_list import LIST_FPS, FrameList, is_frame_list
+from epd.video.sources.local_files import OpenFile
 from epd.video.sources.source import Media, Source, as_media
 
 
@@ -85,3 +91,32 @@ def _look_at_list(media: Media, limits: Limits) -> MediaFacts:
                 f"{width} x {height}; allowed: one size; scale them"
             )
     return MediaFacts("video", height, width, len(frames), LIST_FPS, is_frame_list=True)
+
+
+class MediaReader(Protocol):
+    """Reads open files. name: what messages call the file. For any thread; callers wait."""
+
+    def look(self, file: OpenFile, name: str, *, as_audio: bool = False) -> MediaFacts:
+        """Does what `video.look` does. Raises MediaError, UnavailableError."""
+        ...
+
+    def load_image(self, file: OpenFile, name: str) -> UInt8Array:
+        """Does what `video.load_image` does. Raises as `look`."""
+        ...
+
+    def load_audio(self, file: OpenFile, name: str, part: AudioSlice) -> Float32Array:
+        """Does what `video.load_audio` does. Raises as `look`, and RequestError."""
+        ...
+
+
+class OwnReader:
+    """A MediaReader in this process, for media that are trusted."""
+
+    def look(self, file: OpenFile, name: str, *, as_audio: bool = False) -> MediaFacts:
+        return look(Media(file.source, name), as_audio=as_audio)
+
+    def load_image(self, file: OpenFile, name: str) -> UInt8Array:
+        return load_image(Media(file.source, name))
+
+    def load_audio(self, file: OpenFile, name: str, part: AudioSlice) -> Float32Array:
+        return load_audio(Media(file.source, name), part)

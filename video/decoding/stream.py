@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from types import TracebackType
-from typing import Protocol
 
 import numpy as np
 
@@ -34,30 +33,11 @@ FIRST_GROUP_SIZE = 4
 GROUP_PERIOD_S = 0.5
 
 
-class Pictures(Protocol):
-    """Gives the frames of one video."""
-
-    @property
-    def starts_s(self) -> Sequence[float]:
-        """Returns when each is shown, seconds, and at last when the last one ends."""
-        ...
-
-    @property
-    def size(self) -> Size:
-        """Returns (height, width), upright."""
-        ...
-
-    def step_to(self, place: int) -> bool:
-        """Works for a moment on a frame. Returns whether it can be had now. Raises MediaError."""
-        ...
-
-    def pixels(self, place: int) -> UInt8Array:
-        """Returns that frame, uint8 [H, W, 3], upright. Raises MediaError."""
-        ...
-
-
 class ListedPictures:
-    """The frames that a client has listed."""
+    """The frames that a client has listed.
+
+    starts_s: when each is shown, seconds, and at last when the last one ends.
+    """
 
     def __init__(self, media: Media, background: Colour) -> None:
         """Finds the frames. Raises MediaError."""
@@ -67,12 +47,15 @@ class ListedPictures:
 
     @property
     def size(self) -> Size:
+        """Returns (height, width), upright."""
         return upright_size(self._frames.frame(0))
 
     def step_to(self, place: int) -> bool:  # noqa: ARG002 - any frame can be had at once
+        """Works for a moment on a frame. Returns whether it can be had now. Raises MediaError."""
         return True
 
     def pixels(self, place: int) -> UInt8Array:
+        """Returns that frame, uint8 [H, W, 3], upright. Raises MediaError."""
         return load_image(self._frames.frame(place), background=self._background)
 
 
@@ -102,7 +85,9 @@ class AnimatedPictures:
 class PictureRun:
     """Decodes the frames of one request, group by group; `close` stops it after the frame in work."""
 
-    def __init__(self, pictures: Pictures, times_s: Sequence[float], options: RunOptions) -> None:
+    def __init__(
+        self, pictures: ListedPictures | AnimatedPictures, times_s: Sequence[float], options: RunOptions
+    ) -> None:
         """Decodes nothing yet."""
         self._pictures = pictures
         self._places = [frame_at(pictures.starts_s, time_s) for time_s in times_s]
@@ -190,27 +175,10 @@ def decode(
     return group.frames
 
 
-class Run(Protocol):
-    """Decodes the frames of one request: of a container, or of a list of images."""
-
-    @property
-    def frame_size(self) -> Size:
-        """Returns (height, width) of the result."""
-        ...
-
-    def next_group(self) -> FrameGroup | None:
-        """Returns the next group in order, waiting for it; None after the last. Raises what went wrong."""
-        ...
-
-    def close(self) -> None:
-        """Stops decoding; calling it again does nothing."""
-        ...
-
-
 class GroupStream(Iterator[FrameGroup]):
     """Groups of frames in order, decoded ahead of the consumer; closing it stops the decoding."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: DecodeRun | PictureRun) -> None:
         self._run = run
 
     def __next__(self) -> FrameGroup:
@@ -289,7 +257,7 @@ def _or_now(deadline_s: float | None) -> float:
 
 def _start(
     source: Source | Media, times: list[float], options: RunOptions, pool: DecodePool, background: Colour
-) -> Run:
+) -> DecodeRun | PictureRun:
     media = as_media(source)
     if is_frame_list(media):
         return PictureRun(ListedPictures(media, background), times, options)

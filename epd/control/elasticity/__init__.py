@@ -16,14 +16,13 @@ from epd.control.elasticity.cluster import (
     WorkerStanding,
 )
 from epd.control.elasticity.controller import ControllerConfig, Decision, RoleController, Switch
-from epd.control.elasticity.estimator import EstimatorConfig, TrafficEstimator
+from epd.control.elasticity.estimator import TrafficEstimator
 from epd.control.elasticity.replicas import MediaReplicas, ReplicaAdvice, ReplicaConfig, StageReplicas
 
 __all__ = [
     "ClusterTraffic",
     "ControllerConfig",
     "Decision",
-    "EstimatorConfig",
     "MediaReplicas",
     "MediaSample",
     "ReplicaAdvice",

@@ -309,50 +309,24 @@ class RoleController:
     def _best(self, traffic: ClusterTraffic, workers: Sequence[WorkerStanding]) -> _Option | None:
         """Returns the option with the largest net gain among those that help a stage where requests wait."""
         now = self._roles_after(traffic)
-        base = self._ahead(traffic, [Phase(self.config.horizon_s, traffic.capacity(now.values()))])
+        base = _ahead(self.config, traffic, [Phase(self.config.horizon_s, traffic.capacity(now.values()))])
         options = [
             self._weigh(traffic, base, now, worker, roles)
             for worker in workers
             for roles in self.config.roles
             if roles != worker.roles
             and roles in now.values()
-            and self._waiting(base, roles - worker.roles) >= self.config.min_waiting
-            and self._is_bearable(traffic, now, worker, roles)
+            and _waiting(base, roles - worker.roles) >= self.config.min_waiting
+            and _is_bearable(traffic, now, worker, roles)
         ]
         helpful = [option for option in options if option.gain_s > 0]
         return max(helpful, key=lambda option: option.net_s, default=None)
 
     def _roles_after(self, traffic: ClusterTraffic) -> dict[str, Roles]:
-        """Returns the roles of each worker after all switches in flight have ended."""
         return {
             each.name: self._in_flight[each.name].roles if each.name in self._in_flight else each.roles
             for each in traffic.workers
         }
-
-    @staticmethod
-    def _waiting(outlook: Forecast, stages: frozenset[Stage]) -> float:
-        return max((outlook.most_waiting.get(stage, 0.0) for stage in stages), default=0.0)
-
-    @staticmethod
-    def _is_bearable(
-        traffic: ClusterTraffic, now: dict[str, Roles], worker: WorkerStanding, roles: Roles
-    ) -> bool:
-        """Returns whether no stage would become a worse bottleneck than the present one, if any.
-
-        What a stage needs now must fit the usable part of its time, what it needed in the last minutes all
-        of it.
-        """
-        after = traffic.capacity({**now, worker.name: roles}.values())
-        worst = _most_needed(traffic, traffic.capacity(now.values()), _peak)
-        return _most_needed(traffic, after, _demand) <= max(worst, USABLE) and _most_needed(
-            traffic, after, _peak
-        ) <= max(worst, 1.0)
-
-    def _ahead(
-        self, traffic: ClusterTraffic, phases: Sequence[Phase], lost: frozenset[Stage] = frozenset()
-    ) -> Forecast:
-        lost_s = dict.fromkeys(lost, self.config.cache_s)
-        return look_ahead(traffic, phases, self.config.horizon_s, lost_s)
 
     def _weigh(
         self,
@@ -371,8 +345,8 @@ class RoleController:
             Phase(drain_s + self.config.load_s, traffic.capacity(without)),
             Phase(self.config.horizon_s, after),
         ]
-        at_once = self._ahead(traffic, [Phase(self.config.horizon_s, after)])
-        real = self._ahead(traffic, phases, worker.roles - roles)
+        at_once = _ahead(self.config, traffic, [Phase(self.config.horizon_s, after)])
+        real = _ahead(self.config, traffic, phases, worker.roles - roles)
         return _Option(
             Switch(worker.name, roles),
             worker.roles,
@@ -402,6 +376,34 @@ class RoleController:
         count = self._streak[2] if self._streak is not None and self._streak[:2] == key else 0
         self._streak = (*key, count + 1)
         return count + 1
+
+
+def _ahead(
+    config: ControllerConfig,
+    traffic: ClusterTraffic,
+    phases: Sequence[Phase],
+    lost: frozenset[Stage] = frozenset(),
+) -> Forecast:
+    return look_ahead(traffic, phases, config.horizon_s, dict.fromkeys(lost, config.cache_s))
+
+
+def _waiting(outlook: Forecast, stages: frozenset[Stage]) -> float:
+    return max((outlook.most_waiting.get(stage, 0.0) for stage in stages), default=0.0)
+
+
+def _is_bearable(
+    traffic: ClusterTraffic, now: dict[str, Roles], worker: WorkerStanding, roles: Roles
+) -> bool:
+    """Returns whether no stage would become a worse bottleneck than the present one, if any.
+
+    What a stage needs now must fit the usable part of its time, what it needed in the last minutes all
+    of it.
+    """
+    after = traffic.capacity({**now, worker.name: roles}.values())
+    worst = _most_needed(traffic, traffic.capacity(now.values()), _peak)
+    return _most_needed(traffic, after, _demand) <= max(worst, USABLE) and _most_needed(
+        traffic, after, _peak
+    ) <= max(worst, 1.0)
 
 
 def _demand(stage: StageTraffic) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from epd.control.arrivals import Arrivals, RequestWork
 from epd.control.elasticity.cluster import (
@@ -27,6 +26,13 @@ from epd.topology import STAGES, Stage
 _ANSWER_MEMORY = 3.0
 _LEAST_KV_USAGE = 0.05  # usage below which a worker does not show how many requests would fit
 _NOTHING = StageSample()
+
+# How far ahead utilisation is predicted, and after which time data has lost most of its weight.
+_HORIZON_S, _MEMORY_S = 30.0, 20.0
+# How long the peak of a demand is remembered, and how long a demand lasts to count as one.
+_PEAK_S, _LASTING_S = 180.0, 15.0
+# Requests before a load counts as known.
+_MIN_ARRIVALS = 5
 
 
 class RateTrend:
@@ -159,41 +165,15 @@ class Traffic:
         return max(1.0, min(self._max_tokens.value or 1.0, learned))
 
 
-@dataclass(frozen=True, slots=True)
-class EstimatorConfig:
-    """Configures how load is estimated.
-
-    horizon_s: how far ahead utilisation is predicted
-    memory_s: time after which data has lost most of its weight
-    peak_s: time for which the peak of a demand is remembered
-    lasting_s: time that a demand must last to count as a peak
-    min_arrivals: requests before a load counts as known
-    """
-
-    horizon_s: float = 30.0
-    memory_s: float = 20.0
-    peak_s: float = 180.0
-    lasting_s: float = 15.0
-    min_arrivals: int = 5
-
-    def __post_init__(self) -> None:
-        times_s = (self.horizon_s, self.memory_s, self.peak_s, self.lasting_s)
-        if min(times_s) <= 0 or self.min_arrivals < 1:
-            raise ValueError(f"times must be above 0 s and arrivals at least 1, got {self}")
-
-
 class TrafficEstimator:
     """Estimates load: call `arrived` and `finished`, or `follow`, and `observe` every second or two."""
 
-    def __init__(
-        self, config: EstimatorConfig | None = None, costs: Mapping[Stage, StageCost] | None = None
-    ) -> None:
+    def __init__(self, costs: Mapping[Stage, StageCost] | None = None) -> None:
         """costs holds prior costs of a round, by units; measurements replace them as they come."""
-        self.config = config or EstimatorConfig()
-        self._traffic = Traffic(self.config.memory_s)
-        self._costs = StageCosts(self.config.memory_s, costs or {})
-        self._peaks = {stage: Peak(self.config.peak_s) for stage in STAGES}
-        self._lasting = {stage: Peak(self.config.peak_s, self.config.lasting_s) for stage in STAGES}
+        self._traffic = Traffic(_MEMORY_S)
+        self._costs = StageCosts(_MEMORY_S, costs or {})
+        self._peaks = {stage: Peak(_PEAK_S) for stage in STAGES}
+        self._lasting = {stage: Peak(_PEAK_S, _LASTING_S) for stage in STAGES}
         self._last: dict[str, WorkerSample] = {}
         self._num_followed = self._num_ended = 0  # of arrivals and of ended answers, by `follow`
 
@@ -236,7 +216,7 @@ class TrafficEstimator:
         return ClusterTraffic(
             now_s, trend.rate, trend.slope, trend.memory_s, num_waiting, stages,
             tuple(self._standing(worker, needs) for worker in workers),
-            len(needs) == len(STAGES) and self._traffic.num_arrived >= self.config.min_arrivals,
+            len(needs) == len(STAGES) and self._traffic.num_arrived >= _MIN_ARRIVALS,
         )  # fmt: skip
 
     def _note_peaks(self, now_s: float, needs: Mapping[Stage, StageNeed]) -> None:
@@ -286,7 +266,7 @@ class TrafficEstimator:
         num_workers = sum(time_share(each.roles, stage, needs) for each in workers if stage in each.roles)
         num_requests, queued_s = self._queued(stage, workers, needs)
         trend = self._traffic.trend
-        ahead = damped(trend.rate, trend.slope, trend.memory_s, self.config.horizon_s)
+        ahead = damped(trend.rate, trend.slope, trend.memory_s, _HORIZON_S)
         demand = ahead * need.share * need.request_s
         utilisation = min(_ratio(busy, num_workers), 1.0)
         peak = max(demand, self._peaks[stage].value)

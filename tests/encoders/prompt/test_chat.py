@@ -16,6 +16,7 @@ from epd.encoders import ChatMessage, ContentPart, FrameSampling
 from epd.encoders.checkpoint import Checkpoint
 from epd.errors import RequestError
 from epd.models import embedded_model_path
+from tests.conversations import plan_prefix
 from tests.encoders.families import Clip, Family, Media, Picture
 from tests.encoders.test_families import visual_ids
 from tests.positions import adapter_like_transformers, expected_positions, positions_in_transformers
@@ -174,7 +175,7 @@ def test_the_prefix_of_a_conversation_needs_none_of_its_questions(
     plans = [family.plan(item, SAMPLING) for item in media_of(family, messages)]
     whole = family.adapter.plan_chat(plans, messages)
 
-    prefix = family.adapter.plan_prefix(plans, messages)
+    prefix = plan_prefix(family.adapter, plans, messages)
 
     assert prefix.token_ids.tolist() == whole.token_ids[: whole.prefix_length].tolist()
     assert prefix.positions.tolist() == whole.positions[:, : whole.prefix_length].tolist()

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from epd.stages.encode.beside_cost import beside_of
+from epd.stages.encode.beside import beside_of
 
 NUM_STEPS = 10
 

@@ -1,6 +1,6 @@
 """Names of what is kept: equal for equal inputs alone, over all pairs of some requests.
 
-Modules: `epd/store/pieces.py`, `epd/store/namespace.py`.
+Modules: `epd/store/pieces.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from epd.encoders.adapter import Grid, MediaItem, MediaPlan, PromptPlan, PromptR
 from epd.encoders.groups import plan_groups, prompt_identity, salted
 from epd.reduction import ReductionPolicy
 from epd.stages.encode.embedding_store import group_name, unit_name
-from epd.store.namespace import namespace
+from epd.store.piece_files import namespace
 from epd.store.pieces import pieces
 from epd.types import PlaceholderRange
 

@@ -197,5 +197,5 @@ def test_held_media_serve_questions_without_a_prefix_cache(a_family: Subject) ->
     assert drive.run({"question": prompt}, parent="media")["question"] == prompt.expected
     question = len(prompt.plan) - prompt.plan.prefix_length
     assert engine.counts.num_computed_tokens - before == question + len(prompt.expected) - 1
-    engine.release("media")
+    engine.scheduler.release("media")
     assert engine.kv.usage == 0

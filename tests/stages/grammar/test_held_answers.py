@@ -187,6 +187,6 @@ def test_the_prompt_is_computed_while_the_grammar_is_built(
     for _ in range(5):
         assert not engine.step().outputs
         engine.check_integrity()
-    assert engine.num_computed("r") == len(shapes.prompts[0].plan) - 1
+    assert engine.kv.num_tokens("r") == len(shapes.prompts[0].plan) - 1
     is_built = True
     assert engine.step().outputs

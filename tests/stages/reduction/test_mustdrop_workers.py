@@ -96,7 +96,7 @@ def test_both_workers_hold_and_send_survivors_alone(engines: Engines, long: Prom
         assert deployment.submit("r", long, DRAWN)
         assert num_blocks(decode, "r") == ceil_div(num_held(long) + 1, decode.kv.block_size)
         for group in long.groups:
-            deployment.prefill.add_embeddings("r", group)
+            deployment.prefill.engine.add_embeddings("r", group)
         while not (result := deployment.prefill.step()).prefilled:
             deployment.decode["d0"].step()  # reads what it is offered
             assert not sent
@@ -178,7 +178,7 @@ def test_a_lost_decode_worker_costs_no_prefill(
     for name, prompt in prompts.items():
         assert deployment.submit(name, prompt, DRAWN)
         for group in prompt.groups:
-            deployment.prefill.add_embeddings(name, group)
+            deployment.prefill.engine.add_embeddings(name, group)
     for _ in range(steps):
         deployment.step()
     deployment.hub.disconnect("d0")

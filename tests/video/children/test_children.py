@@ -1,6 +1,6 @@
 """Media children: the same results as in this process, within limits, and a lost one costs its file alone.
 
-Modules: `video/reading.py`, `video/children/process.py`, `video/children/server.py`,
+Modules: `video/children/process.py`, `video/children/server.py`,
 `video/children/shared_pixels.py`, `video/children/stream.py`, `video/children/wire.py`.
 """
 
