@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
@@ -25,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
+
+from tests import media_servers
 
 if TYPE_CHECKING:
     from tests.reference import Subject
@@ -82,6 +85,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+    if "epd.video.children.process" in sys.modules:
+        media_servers.install(sys.modules["epd.video.children.process"])
 
 
 def read_processors_once() -> None:
