@@ -196,9 +196,9 @@ def test_both_steps_run_resume_and_leave_a_checkpoint_that_loads(
     _run(vision, monkeypatch, *seen, "--out", state, "--final", tower, "--steps", "3", "--batch", "4")
     assert len(updates) == torch.load(state)["step"] == 3
     taught = (*seen, "--vision", tower, "--out", tmp_path / "language.pt", "--cache", tmp_path / "encoded")
-    _run(language, monkeypatch, *taught, "--budget", "800", "--steps", "1")
+    _run(language, monkeypatch, *taught, "--budget", "300", "--steps", "1")
     _run(
-        language, monkeypatch, *taught, "--budget", "800", "--steps", "2", "--checkpoint", tmp_path / "model"
+        language, monkeypatch, *taught, "--budget", "300", "--steps", "2", "--checkpoint", tmp_path / "model"
     )
     assert len(updates) == 3 + 2
     answer = ColocatedPipeline.load(tmp_path / "model").ask([], "Is there a circle?", max_tokens=2)
