@@ -53,7 +53,7 @@ def epd(
     where = {"HF_HOME": str(home), "HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9"}
     command = [sys.executable, "-m", "epd", *arguments]
     return subprocess.run(
-        command, env=own | where | others, capture_output=True, text=True, timeout=120, check=False
+        command, env=own | where | others, capture_output=True, text=True, timeout=250, check=False
     )
 
 
