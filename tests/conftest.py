@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cache
@@ -26,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
+
+from tests import media_servers
 
 if TYPE_CHECKING:
     from tests.reference import Subject
@@ -93,6 +96,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+    if "epd.video.children.process" in sys.modules:
+        media_servers.install(sys.modules["epd.video.children.process"])
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,12 +34,15 @@ def question_of(line: BatchLine) -> str:
 class FakeBackend:
     """pause_s: for each line. ends_after: lines, then nothing can be answered any more.
 
+    stops_after: lines, then this process is killed.
+
     num_tokens: of each answer. Media with "missing" in their name fail. taken: number of lines of each task,
     as it was taken.
     """
 
     pause_s: float = 0.0
     ends_after: int | None = None
+    stops_after: int | None = None
     num_tokens: int = 0
     asked: list[Any] = field(default_factory=list)
     num_tasks: int = 0
@@ -53,6 +58,8 @@ class FakeBackend:
             for line in task.lines:
                 if self.ends_after is not None and len(self.asked) >= self.ends_after:
                     raise UnavailableError("the server is gone")
+                if self.stops_after == len(self.asked):
+                    os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(self.pause_s)
                 self.asked.append(line.line_id)
                 yield self._outcome(line)

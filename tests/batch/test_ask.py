@@ -115,7 +115,6 @@ def test_fields_that_are_none_are_named() -> None:
         ask_videos(None, url="http://h", fields={"speed": 3})
 
 
-@pytest.mark.timeout(900)
 def test_a_dataset_goes_from_parquet_to_parquet(tmp_path: Path) -> None:
     """Columns that nobody asks for do not reach the actors; each row is there once."""
     rows = [

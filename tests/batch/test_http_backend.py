@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,10 +48,13 @@ class FakeServer:
         start_s = monotonic()
         self.options.append(body.get("epd"))
         video, question = body["messages"][0]["content"]
-        sleep(self.pause_s)
+        self.hold(video["video_url"]["url"])
         reply = self.answer(question["text"])
         self.spans.append((video["video_url"]["url"], start_s, monotonic()))
         return reply
+
+    def hold(self, _url: str) -> None:
+        sleep(self.pause_s)
 
 
 @contextmanager
@@ -113,7 +117,21 @@ def run_lines(folder: Path, url: str, key: str, lines: Sequence[dict[str, Any]],
 
 
 def test_questions_about_a_video_follow_its_first_and_come_together(tmp_path: Path) -> None:
-    with serving(FakeServer(pause_s=0.3)) as server:
+    """The second of each video is answered when the third is there."""
+    meetings = {f"{number}.mp4": threading.Barrier(2) for number in range(6)}
+    num_asked: Counter[str] = Counter()
+
+    class Server(FakeServer):
+        def hold(self, url: str) -> None:
+            name = url.rpartition("/")[2]
+            with lock:
+                num_asked[name] += 1
+                number = num_asked[name]
+            if number in (2, 3):
+                meetings[name].wait(60)
+
+    lock = threading.Lock()
+    with serving(Server()) as server:
         summary = run(tmp_path, server.url)
     assert (summary.tally.num_answered, summary.tally.num_failed) == (48, 0)
     by_video: dict[str, list[tuple[float, float]]] = {}
@@ -127,9 +145,16 @@ def test_questions_about_a_video_follow_its_first_and_come_together(tmp_path: Pa
 
 
 def test_more_than_one_video_is_under_way(tmp_path: Path) -> None:
-    with serving(FakeServer(pause_s=0.5)) as server:
-        run(tmp_path, server.url, num_videos=4, num_questions=1)
-    assert max(start_s for _, start_s, _ in server.spans) < min(stop_s for *_, stop_s in server.spans)
+    """None is answered before all four are asked about."""
+    meeting = threading.Barrier(4)
+
+    class Server(FakeServer):
+        def hold(self, _url: str) -> None:
+            meeting.wait(60)
+
+    with serving(Server()) as server:
+        summary = run(tmp_path, server.url, num_videos=4, num_questions=1)
+    assert summary.tally.num_answered == 4
 
 
 def test_what_is_kept_by_default_is_said_to_the_server(tmp_path: Path) -> None:

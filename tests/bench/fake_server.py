@@ -49,7 +49,7 @@ class FakeServer:
         started = threading.Event()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(started),))
         self._thread.start()
-        assert started.wait(10)
+        assert started.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
@@ -25,6 +24,7 @@ from epd.client.endpoint import Endpoint, find_model, parse_endpoints
 from epd.errors import RequestError
 from epd.workload.requests import PlannedRequest, RequestShape
 from tests.bench.fake_server import FakeServer
+from tests.ports import kept_port
 
 # What timers and threads of a busy machine add. The server's delays are longer, for a wrong definition is off
 # by one of them.
@@ -53,7 +53,7 @@ def request(num_tokens: int = 5) -> PlannedRequest:
     return PlannedRequest(0, 0.0, RequestShape(12, num_tokens), media_seed=1, text_seed=2)
 
 
-def ask(url: str, *, num_tokens: int = 5, timeout_s: float = 10.0, key: str | None = None) -> ChatReply:
+def ask(url: str, *, num_tokens: int = 5, timeout_s: float = 60.0, key: str | None = None) -> ChatReply:
     async def run() -> ChatReply:
         async with ChatClient(Endpoint("it", url, "fake", key), timeout_s=timeout_s) as client:
             return await client.ask(chat_body(request(num_tokens), [], "fake", {}))
@@ -61,6 +61,7 @@ def ask(url: str, *, num_tokens: int = 5, timeout_s: float = 10.0, key: str | No
     return asyncio.run(run())
 
 
+@pytest.mark.timed
 @measured_again
 def test_times_are_those_of_the_server(server: FakeServer) -> None:
     server.behave(ttft_s=0.5, gap_s=0.25)
@@ -92,16 +93,16 @@ def test_a_server_that_does_not_count(server: FakeServer) -> None:
         ({"cut_after": 2}, "connection cut"),
         ({"error_after": 2}, "error in stream"),
         ({"is_garbage": True}, "malformed event"),
-        ({"ttft_s": 5.0}, "timeout"),
+        ({"ttft_s": 60.0}, "timeout"),
         ({"gap_s": 0.3}, "timeout"),
     ],
 )
 def test_every_failure_has_a_name(server: FakeServer, manner: dict[str, object], kind: str) -> None:
     server.behave(**manner)
-    reply = ask(server.url, timeout_s=0.5)
+    reply = ask(server.url, timeout_s=0.5 if kind == "timeout" else 60.0)
     assert reply.error is not None
     assert reply.error.kind == kind
-    assert reply.end_s - reply.sent_s < 4.0, "less than the slowest takes"
+    assert reply.end_s - reply.sent_s < 30.0, "less than the slowest takes"
 
 
 def test_why_a_server_refused_is_kept(server: FakeServer) -> None:
@@ -111,14 +112,9 @@ def test_why_a_server_refused_is_kept(server: FakeServer) -> None:
     assert "no room" in reply.error.detail
 
 
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
-
-
 def test_nobody_there() -> None:
-    reply = ask(f"http://127.0.0.1:{free_port()}")
+    with kept_port() as port:
+        reply = ask(f"http://127.0.0.1:{port}")
     assert reply.error is not None
     assert reply.error.kind == "connection refused"
 
@@ -214,6 +210,7 @@ def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(key: str) -> Non
 
 def test_the_model_is_asked_for(server: FakeServer) -> None:
     assert find_model(Endpoint("it", server.url)) == "fake"
-    for url in (f"{server.url}/elsewhere", f"http://127.0.0.1:{free_port()}"):
-        with pytest.raises(RequestError, match="/v1/models gave"):
-            find_model(Endpoint("it", url))
+    with kept_port() as port:
+        for url in (f"{server.url}/elsewhere", f"http://127.0.0.1:{port}"):
+            with pytest.raises(RequestError, match="/v1/models gave"):
+                find_model(Endpoint("it", url))

@@ -31,7 +31,7 @@ def venv(tmp_path: Path) -> Path:
 def started(venv: Path, *arguments: str) -> list[str]:
     command = ["bash", str(SCRIPT), str(venv), "MODEL", *arguments]
     environment = {**os.environ, "TMPDIR": str(venv)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in venv.iterdir()) == ["bin", "started"], "nothing else is left"
     return sorted((venv / "started").read_text().splitlines())
@@ -66,6 +66,6 @@ def test_the_page_names_the_commands_and_the_proxy() -> None:
 
 def test_another_kind_is_refused(venv: Path) -> None:
     command = ["bash", str(SCRIPT), str(venv), "MODEL", "both"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "received the kind 'both'; allowed: colocated, split PROXY" in done.stderr

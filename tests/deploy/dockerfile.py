@@ -121,8 +121,6 @@ class Image:
         path = f"{self.environment / 'bin'}:{known['PATH']}"
         pip = {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1"}
         variables = known | pip | self.variables | {"PATH": path, "DONE": str(self.root / "done")}
-        ended = subprocess.run(
-            command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300
-        )
+        ended = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout

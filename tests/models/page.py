@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from epd.encoders.names import WeightSet
 from epd.engine_config import DEFAULT_ENGINE
 from epd.kv.scheduling import SchedulerConfig
 from epd.serve_app.worker.worker_stages import embedding_layout
 from epd.stages.engine.model_runner import kv_bytes_per_token
 from epd.stages.engine.setup import states_shape
-from epd.stages.loading.weights import prune, skeleton
+from epd.stages.loading.weights import part_bytes, skeleton
 from tests import ROOT
 from tests.models.published import PUBLISHED, Published
 from tests.models.recurrent import RECURRENT
@@ -57,15 +56,15 @@ class Figures:
 
 
 def figures(published: Published) -> Figures:
-    """Builds the checkpoint without memory, role by role, and counts."""
+    """Builds the checkpoint without memory, and counts."""
     config = _read(published)
-    language: Any = _part(config, "language")
-    states = states_shape(language, SchedulerConfig().max_num_seqs)
-    tied = 0 if published.has_head else language.lm_head.weight.nbytes
+    model: Any = skeleton(config, torch.bfloat16)
+    states = states_shape(model, SchedulerConfig().max_num_seqs)
+    tied = 0 if published.has_head else model.lm_head.weight.nbytes
     return Figures(
-        _num_bytes(_part(config, "encode")),
-        _num_bytes(language) - tied,
-        kv_bytes_per_token(language),
+        part_bytes(model, "encode"),
+        part_bytes(model, "language") - tied,
+        kv_bytes_per_token(model),
         embedding_layout(config, torch.bfloat16).bytes_per_embedding,
         0 if states is None else states.layout.bytes_per_sequence,
         0 if states is None else states.num_bytes,
@@ -76,16 +75,6 @@ def _read(published: Published) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(published.config), encoding="utf-8")
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-
-
-def _part(config: Any, role: WeightSet) -> torch.nn.Module:
-    model = skeleton(config, torch.bfloat16)
-    prune(model, role)
-    return model
-
-
-def _num_bytes(model: torch.nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def table() -> str:

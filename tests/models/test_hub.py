@@ -52,9 +52,7 @@ def epd(
     }
     where = {"HF_HOME": str(home), "HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9"}
     command = [sys.executable, "-m", "epd", *arguments]
-    return subprocess.run(
-        command, env=own | where | others, capture_output=True, text=True, timeout=120, check=False
-    )
+    return subprocess.run(command, env=own | where | others, capture_output=True, text=True, check=False)
 
 
 def test_a_download_takes_what_is_read_and_the_cache_needs_no_hub(

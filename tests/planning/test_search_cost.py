@@ -1,9 +1,8 @@
-"""What a search costs: counted work, seconds of CPU, and no device left over."""
+"""What a search costs, in counted work, and no device left over."""
 
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 
 import pytest
@@ -30,8 +29,8 @@ def planner(space: Space, num_requests: int) -> Planner:
     return Planner(PROFILE, demand, space, Deployment(parse_topology("1epd"), cpu_threads=64))
 
 
-def test_a_search_of_eight_devices_is_a_matter_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 60 requests instead of 250: few of the candidates are simulated, and within 30 CPU seconds."""
+def test_a_search_of_eight_devices_simulates_few_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 20 requests instead of 250: few of the candidates are simulated."""
     events = [0]
     run = Simulation.run
 
@@ -42,12 +41,10 @@ def test_a_search_of_eight_devices_is_a_matter_of_seconds(monkeypatch: pytest.Mo
             events[0] += self.events.num_happened
 
     monkeypatch.setattr(Simulation, "run", counted)
-    started_s = time.process_time()
-    found = planner(Space(8), 60).search()
-    assert time.process_time() - started_s < 30
+    found = planner(Space(8), 20).search()
     assert 688 < found.num_candidates < 688 + 200  # plain layouts, and mixes
-    assert found.num_simulated < 688 / 4
-    assert events[0] < 300_000
+    assert found.num_simulated < 688 / 8
+    assert events[0] < 100_000
 
 
 def test_bounds_are_those_of_each_candidate_alone() -> None:
@@ -60,11 +57,11 @@ def test_bounds_are_those_of_each_candidate_alone() -> None:
         assert each.bound == rate_bound(PROFILE, each.deployment, searched.demand_of(each)), each.layout
 
 
-@pytest.mark.parametrize("num_devices", [64, 9])  # equal cells, and two kinds of them
+@pytest.mark.parametrize("num_devices", [10, 9])  # equal cells, and two kinds of them
 def test_all_devices_of_a_large_plan_are_used(
     num_devices: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("epd.planning.traffic.MOST_REQUESTS", 30)
+    monkeypatch.setattr("epd.planning.traffic.MOST_REQUESTS", 10)
     options = ["--gpus", str(num_devices), "--slo-ttft-s", "2.6", "--slo-tpot-s", "0.04", "--json"]
     app(["plan", *options, "--workload", "images"], standalone_mode=False)
     plan = json.loads(capsys.readouterr().out)

@@ -5,7 +5,6 @@ Modules: `epd/profiles/parallel.py`.
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -193,14 +192,13 @@ def test_no_schedule_exceeds_the_bound_of_several_devices() -> None:
 
 
 def test_a_search_over_eight_devices_is_quick() -> None:
-    """All layouts, degrees 1 and 2: some CPU seconds where 30 are allowed; 64 devices are eight cells."""
-    start_s = time.process_time()
+    """All layouts, degrees 1 and 2, of which few are simulated; 64 devices are eight cells."""
     space = Space(8, degrees=(1, 2))
     plan = make_plan(
-        Planner(PROFILE, demand(PROFILE, SLO(2.6, 0.04), 40, **HEAVY), space, BASE), cells=[(8, 8)]
+        Planner(PROFILE, demand(PROFILE, SLO(2.6, 0.04), 20, **HEAVY), space, BASE), cells=[(8, 8)]
     )
-    assert time.process_time() - start_s < 30
     assert plan.search.num_candidates > 800
+    assert plan.search.num_simulated < 800 / 4
     assert plan.num_devices == 64
 
 

@@ -75,7 +75,7 @@ def results(script: str, **environment: str) -> dict[str, str]:
     """What came of each part, by its name."""
     run = subprocess.run(
         [sys.executable, "-c", script + EACH], cwd=ROOT, env=os.environ | environment,
-        capture_output=True, text=True, timeout=250, check=False,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     return {name: result for name, _, result in (line.partition(" ") for line in run.stdout.splitlines())}

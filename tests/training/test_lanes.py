@@ -278,7 +278,7 @@ def test_both_steps_run_resume_and_leave_a_checkpoint_that_loads(
             "--checkpoint",
             tmp_path / "model",
         )
-        _run(lane_language, monkeypatch, *taught, "--budget", "900", "--steps", steps)
+        _run(lane_language, monkeypatch, *taught, "--budget", "100", "--steps", steps)
     assert torch.load(state)["step"] == torch.load(tmp_path / "language.pt")["step"] == 2
     pipeline = ColocatedPipeline.load(tmp_path / "model")
     assert pipeline.ask([], "Is there a circle?", max_tokens=2).usage.completion_tokens in (1, 2)
@@ -289,7 +289,7 @@ def test_both_steps_run_resume_and_leave_a_checkpoint_that_loads(
 def test_a_checkpoint_is_taught_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a rate of nothing it stays what it was; the tower is its own."""
     monkeypatch.setattr(lane_language, "VALIDATED", ((4, 1),))
-    taught = ("--model", "shapes-vl-2", "--lr", "0", "--steps", "1", "--budget", "900", "--thinned", "1")
+    taught = ("--model", "shapes-vl-2", "--lr", "0", "--steps", "1", "--budget", "100", "--thinned", "1")
     _run(
         lane_language, monkeypatch, *taught, "--out", tmp_path / "state.pt", "--checkpoint", tmp_path / "more"
     )

@@ -196,9 +196,9 @@ def test_both_steps_run_resume_and_leave_a_checkpoint_that_loads(
     _run(vision, monkeypatch, *seen, "--out", state, "--final", tower, "--steps", "3", "--batch", "4")
     assert len(updates) == torch.load(state)["step"] == 3
     taught = (*seen, "--vision", tower, "--out", tmp_path / "language.pt", "--cache", tmp_path / "encoded")
-    _run(language, monkeypatch, *taught, "--budget", "800", "--steps", "1")
+    _run(language, monkeypatch, *taught, "--budget", "300", "--steps", "1")
     _run(
-        language, monkeypatch, *taught, "--budget", "800", "--steps", "2", "--checkpoint", tmp_path / "model"
+        language, monkeypatch, *taught, "--budget", "300", "--steps", "2", "--checkpoint", tmp_path / "model"
     )
     assert len(updates) == 3 + 2
     answer = ColocatedPipeline.load(tmp_path / "model").ask([], "Is there a circle?", max_tokens=2)
@@ -227,7 +227,7 @@ def test_processes_learn_from_each_others_batches(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(script), str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert torch.load(out)["layer"]["weight"].item() == pytest.approx(-0.4)
 

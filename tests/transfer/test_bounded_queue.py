@@ -22,10 +22,12 @@ def test_a_queue_holds_so_much_and_then_its_producer_waits() -> None:
 
     producer = threading.Thread(target=produce)
     producer.start()
-    time.sleep(0.05)
+    while len(put) < 2:
+        time.sleep(0.001)
+    time.sleep(0.05)  # in which it would put a third
     assert put == [0, 1]
     assert list(queue) == [0, 1, 2, 3, 4]
-    producer.join(5)
+    producer.join()
     with pytest.raises(QueueClosed):
         queue.get()
 

@@ -256,13 +256,12 @@ def test_embeddings_come_from_another_process_through_shared_memory() -> None:
         process = context.Process(target=encode_elsewhere, args=(queues, pools, tickets))
         process.start()
         seen: dict[str, list[float]] = {"a": [], "b": []}
-        deadline = time.monotonic() + 60
-        while (process.is_alive() or not all(seen.values())) and time.monotonic() < deadline:
+        while process.is_alive() or not all(seen.values()):
             receiver.poll()
             for request_id, values in seen.items():
                 values += story.taken(request_id)
             process.join(0.01)
-        assert process.exitcode == 0
+            assert process.exitcode in (None, 0)
     assert seen == {"a": [7.0], "b": [9.0]}
     assert not theirs.path.exists()
 
@@ -278,9 +277,8 @@ def test_a_pool_file_that_is_gone_is_a_failed_group() -> None:
         story.submit("e", story.ask("a", 7))
         story.encoders["e"].step()
         theirs.unlink()
-        deadline = time.monotonic() + 20
-        while not (failed := receiver.poll()) and time.monotonic() < deadline:
-            pass
+        while not (failed := receiver.poll()):
+            time.sleep(0.001)
     assert "sender 'e' is gone" in next(iter(failed.values()))
 
 

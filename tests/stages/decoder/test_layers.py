@@ -34,7 +34,7 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.left: list[Tensor] = [torch.empty(0)] * size
-        self.barrier = Barrier(size, timeout=20)
+        self.barrier = Barrier(size, timeout=120)
 
 
 class ThreadCollectives:

@@ -26,7 +26,7 @@ from epd.errors import InfeasibleError, RankLostError, RequestError, Unsupported
 from epd.stages.placement import CPU_FLOAT32
 from epd.stages.rank import Rank
 from epd.stages.ranks import follower
-from epd.stages.ranks.communicator import Communicator
+from epd.stages.ranks.communicator import EXCHANGE_S, Communicator
 from epd.stages.ranks.group import ProcessRanks, load_with_ranks
 from tests.colocated import ColocatedPipeline
 from tests.stages.ranks.thread_ranks import recorded
@@ -99,7 +99,7 @@ def test_a_rank_that_hangs_ends_the_worker_in_time(pipeline: ColocatedPipeline) 
     start_s = time.monotonic()
     with pytest.raises(RankLostError, match=r"one of 2 processes .* is lost .*; start it again"):
         pipeline.ask([], "What is shown?", max_tokens=4)
-    assert LATE_S <= time.monotonic() - start_s < 10 * LATE_S
+    assert LATE_S <= time.monotonic() - start_s < EXCHANGE_S / 2, "it waited as long as ever"
     assert not is_running(process_id)
     with pytest.raises(RankLostError, match="one of 2 processes"):
         pipeline.ask([], "again?", max_tokens=4)

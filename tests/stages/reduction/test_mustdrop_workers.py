@@ -225,7 +225,7 @@ def ask_over_http(url: str, clip: Path, text: str, policy: ReductionPolicy) -> h
         "max_tokens": 4,
         "epd": {"reduction": policy.method, "retention": policy.retention, "num_frames": NUM_FRAMES},
     }
-    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30, trust_env=False, verify=False)
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=250, trust_env=False, verify=False)
 
 
 def test_it_is_answered_over_http_where_another_worker_decodes(clip: Path, questions: list[str]) -> None:

@@ -38,7 +38,7 @@ def test_the_most_urgent_task_passes_between_two_steps_of_another() -> None:
 
     slow = Slow("slow", 2.0, ["again", "again", "done"], log)
     pool.submit(slow)
-    assert leisurely.finished.wait(5)
+    assert leisurely.finished.wait(60)
     pool.close()
     assert log == ["slow", "urgent", "slow", "slow", "leisurely"]
 
@@ -48,20 +48,20 @@ def test_a_parked_task_goes_on_when_it_is_submitted_again() -> None:
     pool = DecodePool(1)
     parked = Recorded("parked", 1.0, ["parked", "done"], log)
     pool.submit(parked)
-    assert parked.finished.wait(5)
+    assert parked.finished.wait(60)
     other = Recorded("other", 2.0, ["done"], log)
     pool.submit(other)
-    assert other.finished.wait(5)
+    assert other.finished.wait(60)
     parked.finished.clear()
     pool.submit(parked)
-    assert parked.finished.wait(5)
+    assert parked.finished.wait(60)
     pool.close()
     assert log == ["parked", "other", "parked"]
 
 
 def test_as_many_threads_as_waiting_tasks_and_no_more_than_allowed() -> None:
     pool = DecodePool(3)
-    barrier = threading.Barrier(3, timeout=5)
+    barrier = threading.Barrier(3, timeout=60)
 
     class Meeting(Recorded):
         def step(self) -> StepResult:
@@ -71,5 +71,5 @@ def test_as_many_threads_as_waiting_tasks_and_no_more_than_allowed() -> None:
     tasks = [Meeting(str(i), 0.0, ["done"], []) for i in range(3)]
     for task in tasks:
         pool.submit(task)
-    assert all(task.finished.wait(5) for task in tasks)
+    assert all(task.finished.wait(60) for task in tasks)
     pool.close()
