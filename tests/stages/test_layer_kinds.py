@@ -18,7 +18,7 @@ from tests.stages.split_deployment import GREEDY, Deployment
 from tests.stages.test_moving import run_moving
 
 
-@pytest.mark.parametrize(("count", "chunk"), [(1, 4096), (None, 4096), (None, 1), (10, 7), (10, 64)])
+@pytest.mark.parametrize(("count", "chunk"), [(1, 4096), (None, 4096), (None, 1), (16, 7), (16, 64)])
 def test_tokens_equal_generate(other_layers: Subject, count: int | None, chunk: int) -> None:
     """count: None for each prompt once."""
     count = count or len(other_layers.prompts)
@@ -37,7 +37,7 @@ def test_preemption_changes_no_token(other_layers: Subject, mode: str, caching: 
         config=config, block_size=4, num_kv_tokens=longest + 48, enable_prefix_caching=caching
     )
     for seed in range(2):
-        check(other_layers, Drive(engine, seed), 6)
+        check(other_layers, Drive(engine, seed), 12)
     assert engine.scheduler.num_preempted > 0, "the pool was meant to be too small"
 
 

@@ -16,7 +16,8 @@ from tests.stages.prompts import Drive
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
 
-@pytest.mark.parametrize(("count", "chunk"), [(1, 4096), (5, 1), (5, 64), (16, 7)])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 4096])
+@pytest.mark.parametrize("count", [1, 5, 16])
 def test_tokens_equal_generate(any_family: Subject, chunk: int, count: int) -> None:
     config = SchedulerConfig(max_chunk_tokens=chunk, max_num_batched_tokens=max(chunk, 32))
     engine = any_family.engine(config=config, enable_prefix_caching=False)
@@ -78,8 +79,8 @@ def test_preemption_changes_no_token(any_family: Subject, mode: str, caching: bo
     engine = any_family.engine(
         config=config, block_size=4, num_kv_tokens=2 * longest + 24, enable_prefix_caching=caching
     )
-    for seed in range(2):
-        check(any_family, Drive(engine, seed), 8)
+    for seed in range(3):
+        check(any_family, Drive(engine, seed), 12)
     assert engine.scheduler.num_preempted > 0, "the pool was meant to be too small"
 
 
