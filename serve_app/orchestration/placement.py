@@ -81,8 +81,7 @@ class RequestPlacer:
         finally:
             self._queue.leave(attempt.id)
             self._shared.wake()
-        attempt.answer.queued.prefill_s += attempt.started_s - start_s
-        attempt.is_placed = True
+        attempt.place(start_s)
 
     async def _is_taken(self, attempt: Attempt) -> bool:
         if attempt.has_ended or not self._queue.is_turn(attempt.id, NUM_FIRST, self._clock()):
@@ -92,7 +91,7 @@ class RequestPlacer:
 
     async def _ask_workers(self, attempt: Attempt) -> bool:
         """Asks workers once. Returns whether they have taken the attempt."""
-        attempt.started_s = self._clock()
+        attempt.ask_workers(self._clock())
         allowed = partial(self._isolation.allowed, attempt)
         media, round_ = attempt.answer.plan.visual_tokens, _Round()
         with closing(round_), closing(self._policy.place(attempt.placement, media, allowed)) as steps:
@@ -125,7 +124,7 @@ class RequestPlacer:
                     round_.ticket, round_.seen = None, self.calls.seen(attempt)
                 plan = attempt.answer.plan
                 request, incarnation = plan.generate_request(attempt.id), round_.seen[1].incarnation
-                attempt.sole_encoder = self._sole_encoder(attempt)
+                attempt.submit(self._sole_encoder(attempt))
                 wants_kept = attempt.sole_encoder is not None or self._drops_by_window(attempt)
                 awaits_ticket = round_.reserving is not None
                 ticket = None if awaits_ticket else round_.ticket

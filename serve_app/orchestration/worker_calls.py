@@ -268,7 +268,7 @@ class DecodeMoves:
             return None
         if attempt.has_ended:
             return False
-        attempt.placement.move_decode(worker)
+        attempt.decode_at(worker)
         seen = self._calls.seen(attempt)
         ticket = await self._calls.reserve(attempt, worker)
         if ticket is None:
@@ -307,7 +307,7 @@ class DecodeMoves:
         message = Redirect(attempt.id, room.ticket, room.incarnation)
         is_taken = await self._calls.ask_or_redo(attempt, "prefill", prefiller, message)
         if is_taken and attempt.decode_worker == former:
-            attempt.placement.move_decode(room.worker)
+            attempt.decode_at(room.worker)
             await self._calls.abort(attempt, former)
             return room
         await self._calls.abort(attempt, room.worker)
@@ -333,12 +333,12 @@ class DecodeMoves:
         room = await self._other_decoder(attempt, message)
         if room is None:
             return False
-        attempt.moving_to = room.worker
+        attempt.begin_move(room.worker)
         moving = Move(attempt.id, room.ticket, room.incarnation)
         is_taken = await self._calls.ask_or_redo(attempt, "decode", former, moving)
         if is_taken or attempt.decode_worker == room.worker:  # it may be there before the reply, or without
             return True
-        attempt.moving_to = ""
+        attempt.cancel_move()
         await self._calls.abort(attempt, room.worker)
         return False
 

@@ -35,7 +35,7 @@ class MovingFleet(JoiningFleet):
 async def placed_at(bench: Bench, *workers: str) -> Attempt:
     attempt = bench.attempt("r")
     attempt.placement.take(*workers)
-    attempt.is_placed = True
+    attempt.place(0.0)
     return attempt
 
 
