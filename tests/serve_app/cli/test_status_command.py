@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -51,12 +52,27 @@ def test_a_table_of_workers_and_what_was_decided(front: Front) -> None:
     assert "plan: give --profile and an objective" in shown.stdout
 
 
+def first_tokens(front: Front) -> dict[float, float]:
+    """How many answers had their first token within so many seconds."""
+    name = r"^epd_time_to_first_token_seconds_bucket\{le=\"(.*)\"\} (.*)$"
+    found = re.findall(name, front.http.get("/metrics").text, re.MULTILINE)
+    return {float(edge): float(count) for edge, count in found}
+
+
+def bucket(before: dict[float, float], after: dict[float, float]) -> tuple[float, float]:
+    """The edges between which the answer lies that came meanwhile."""
+    edges = sorted(after)
+    place = next(place for place, edge in enumerate(edges) if after[edge] > before.get(edge, 0.0))
+    return edges[place - 1] if place else 0.0, edges[place]
+
+
 def test_it_watches_rates_and_latencies_until_it_is_stopped(
     run_front: Callable[..., Front], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    front, counts = run_front(), iter(("1.0", "2.0"))
+    front, counts, seen = run_front(), iter(("1.0", "2.0")), list[dict[float, float]]()
 
     def ask_or_stop(_seconds: float) -> None:
+        seen.append(first_tokens(front))
         if front.service.requests:
             raise KeyboardInterrupt
         front.ask()
@@ -71,7 +87,10 @@ def test_it_watches_rates_and_latencies_until_it_is_stopped(
     first, second = shown.stdout.split("2e1p1d, ready; ")[1:]
     assert first.endswith("rates and latencies follow in 2 s\n")
     assert "0 requests running, 0 waiting, " in second
-    assert "TTFT p50 0.005 s, p99 0.0099 s;" in second  # of one answer in the bucket from 0 to 0.01 s
+    # Of the one answer between two looks: how far into its bucket.
+    low, high = bucket(*seen)
+    p50_s, p99_s = (low + (high - low) * share for share in (0.5, 0.99))
+    assert f"TTFT p50 {p50_s:.3g} s, p99 {p99_s:.3g} s;" in second
     assert "has weights" not in shown.stdout
     front.service.requests.clear()
     last = json.loads(status(front, "--watch", "--json").stdout.splitlines()[-1])

@@ -137,10 +137,12 @@ def test_a_group_that_fails_in_the_tower_costs_itself_alone(held: Held) -> None:
 
 def test_what_is_no_error_of_a_group_ends_the_turn_that_takes_it(held: Held) -> None:
     def end() -> Tensor:
+        assert held.may_go_on.wait(SOON_S)
         raise SystemExit("the tower ends")
 
     held.ask("a", 1, end)
     assert held.stage.step() == []
+    held.may_go_on.set()
     assert held.woken.wait(SOON_S)
     with pytest.raises(SystemExit, match="the tower ends"):
         held.stage.step()
