@@ -70,6 +70,7 @@ LONG_FILES = (
     "tests/training/",
     "tests/video/decoding/",
 )
+POLICY = os.sched_getscheduler(0)
 SUBJECTS = ("qwen2_5_vl", "qwen3_vl", "shapes-vl")
 
 
@@ -98,6 +99,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
     if "epd.video.children.process" in sys.modules:
         media_servers.install(sys.modules["epd.video.children.process"])
+
+
+@pytest.fixture(autouse=True)
+def scheduled_as_before() -> Iterator[None]:
+    """No test may make this process a real-time one: see `tests/scheduling.py`."""
+    yield
+    assert os.sched_getscheduler(0) == POLICY
 
 
 @pytest.fixture(autouse=True)

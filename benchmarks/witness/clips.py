@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks.witness.timecode import HEIGHT, HIDDEN_MS, WIDTH, draw
 from epd.types import UInt8Array
+from tests.scheduling import as_before
 
 _SAMPLES = 1024  # of a frame of sound
 TICK = Fraction(1, 1000)  # seconds; of clips of variable rate
@@ -138,7 +139,8 @@ class Clip:
 def write(clip: Clip, path: Path, drawn_ms: Sequence[int] | None = None) -> Clip:
     """Encodes a clip, and returns what it is then. drawn_ms: into its frames, by default the right times."""
     sink: Any = _Pipe(path) if clip.is_piped else str(path)
-    with av.open(sink, "w", format=clip.muxer, options=dict(clip.container_options)) as container:
+    options = dict(clip.container_options)
+    with as_before(), av.open(sink, "w", format=clip.muxer, options=options) as container:
         video = _video_stream(container, clip)
         sound = _Sound(container, clip) if clip.sound else None
         clock = TICK if clip.is_variable else clip.gaps_s[0]

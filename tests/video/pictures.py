@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from epd.types import UInt8Array
+from tests.scheduling import as_before
 
 GREY, RGB, PALETTE, GREY_ALPHA, RGBA = 0, 2, 3, 4, 6  # colour types of PNG
 KEEP, CLEAR, RESTORE = 0, 1, 2  # disposals of PNG
@@ -173,7 +174,7 @@ def coded(pixels: UInt8Array, codec: str = "libx265", pixel_format: str = "yuv44
     """One picture, coded: (the decoder's configuration, the data), as MP4 and HEIF have them."""
     file = io.BytesIO()
     options = {"x265-params": "log-level=none:keyint=1:crf=1"} if codec == "libx265" else {"crf": "1"}
-    with av.open(file, "w", format="mp4") as container:
+    with as_before(), av.open(file, "w", format="mp4") as container:
         stream = container.add_stream(codec, rate=1, options=options)
         stream.height, stream.width, stream.pix_fmt = *pixels.shape[:2], pixel_format
         frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")

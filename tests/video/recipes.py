@@ -12,6 +12,7 @@ import av
 import numpy as np
 
 from epd.types import UInt8Array
+from tests.scheduling import as_before
 from tests.video.mpeg4 import Chunks, packed, rewrite, with_gaps
 
 GRID = Fraction(1, 600)  # seconds; fine enough for every rate and variable rate used here
@@ -102,7 +103,7 @@ def make(recipe: Recipe, path: Path) -> Path:
 
 
 def _encode(recipe: Recipe, path: Path) -> Path:
-    with av.open(str(path), "w", options=recipe.container_options) as container:
+    with as_before(), av.open(str(path), "w", options=recipe.container_options) as container:
         stream = container.add_stream(recipe.codec, rate=recipe.fps, options=dict(recipe.options))
         stream.width, stream.height, stream.pix_fmt = recipe.width, recipe.height, recipe.pixel_format
         stream.thread_count = 1

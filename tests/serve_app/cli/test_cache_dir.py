@@ -19,7 +19,7 @@ from epd.video.demo_video import write_demo_video
 from tests.ports import kept_port
 from tests.serve_app.server import wait_until
 
-_START_S = 60.0
+_START_S = 900.0
 _OTHER, _QUESTION = "How many shapes are there?", "Describe the video."
 
 
