@@ -301,13 +301,11 @@ def _answer(
     others = [(change, asked.changed(change)) for change in changes]  # refused before anything is planned
 
     def offers(of: _Asked, which: Sequence[Fleet]) -> list[Offer]:
-        plan_of = lambda num, device: of.plan(num, f"{model}@{device}")  # noqa: E731 # one line
-        price_of = lambda device: of.devices.named(device).price_per_hour  # noqa: E731 # one line
         return compare(
             which,
             replace(wanted, rate_per_s=of.asked_per_s),
-            plan_of,
-            price_of,
+            lambda num, device: of.plan(num, f"{model}@{device}"),
+            lambda device: of.devices.named(device).price_per_hour,
             lambda each: note(f"planning {each}"),
         )
 

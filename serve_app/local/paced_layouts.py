@@ -111,8 +111,8 @@ class OwnClient:
         reply = ChatReply(self.now_s())
         try:
             async with asyncio.timeout(self._timeout_s):
-                take = lambda chunk: reply.take_chunk(chunk, self.now_s())  # noqa: E731 # one line
-                await self._service.chunks(json.loads(b"".join(body.pieces)), take)
+                asked = json.loads(b"".join(body.pieces))
+                await self._service.chunks(asked, lambda chunk: reply.take_chunk(chunk, self.now_s()))
         except EPDError as error:
             reply.error = AnswerError(type(error).__name__, str(error))
         except TimeoutError:
@@ -147,8 +147,8 @@ def paced_layouts(question: Question, profile: Profile) -> Serve:
         try:
             clients = []
             for _ in range(layout.num_copies):
-                enter = lambda: stack.enter_context(own_service(args, is_greedy=True, pace=pace))  # noqa: E731 # one line
-                service = await asyncio.to_thread(enter)
+                opened = own_service(args, is_greedy=True, pace=pace)
+                service = await asyncio.to_thread(stack.enter_context, opened)
                 clients.append(
                     (service.model, OwnClient(service, question.timeout_s * max(1.0, traffic.dilate)))
                 )
