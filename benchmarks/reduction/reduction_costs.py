@@ -125,8 +125,8 @@ def prompt_costs(
         for placed, sent in _sent(pipeline, encoded, plan):
             num_bytes += _num_bytes(sent)
             if placed is not None:
-                prefill.add_embeddings("r", placed)
-        while not here.is_held("r"):
+                here.add_embeddings("r", placed)
+        while not here.scheduler.is_held("r"):
             prefill.step()
             peak = max(peak, len(here.kv.block_table("r")))
     decode.reception.poll()

@@ -129,7 +129,8 @@ class OnDevice:
         for index, embeddings in _ENCODED[self.family.name]:
             placed = splicer.push(self.groups[index], embeddings)
             for stage in stages if placed is not None else []:
-                stage.add_embeddings(request.request_id, placed)
+                engine = stage.engine if isinstance(stage, PrefillStage) else stage
+                engine.add_embeddings(request.request_id, placed)
 
     def encoded(self) -> Iterator[tuple[int, Embeddings]]:
         """Encodes the clip on a worker, and receives it: groups by their numbers."""
