@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from epd.errors import UnavailableError
 from epd.late_module import LateModule
 from epd.store.object_store import open_store
-from epd.store.piece_files import ABOUT, Contents, about_of, piece_digest
+from epd.store.piece_files import ABOUT, Contents, piece_digest, texts_of
 from epd.store.slabs import Place, places_of, read_whole
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ObjectContents:
             num_pieces = sum(len(self._places(info)) for info in lists)
             num_bytes = sum(info.size or 0 for info in inside)
             used_s = max((_written_s(info) for info in inside), default=0.0)
-            about = about_of(read_whole(self._system, path))
+            about = texts_of(read_whole(self._system, path))
             yield Contents(folder.rpartition("/")[2], about, num_pieces, num_bytes, used_s)
 
     def remove(self, namespace: str, before_s: float = math.inf) -> int:

@@ -280,11 +280,11 @@ def contents(folder: Path) -> Iterator[Contents]:
         files = list(stored(about.parent))
         num_bytes = sum(each.num_bytes for each in files)
         used_s = max((each.used_s for each in files), default=about.stat().st_mtime)
-        yield Contents(about.parent.name, about_of(about.read_bytes()), len(files), num_bytes, used_s)
+        yield Contents(about.parent.name, texts_of(about.read_bytes()), len(files), num_bytes, used_s)
 
 
-def about_of(data: bytes) -> dict[str, str]:
-    """Returns what a namespace is of; nothing from a file that is not there or not whole."""
+def texts_of(data: bytes) -> dict[str, str]:
+    """Returns the texts of a small file by name; none from one that is not whole."""
     try:
         found = json.loads(data)
     except ValueError:
@@ -354,10 +354,9 @@ def _digest_of(file: Path) -> str:
 def _known_digests(file: Path) -> dict[str, str]:
     """Reads digests; none from a file that is not there or not whole."""
     try:
-        known = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return texts_of(file.read_bytes())
+    except OSError:
         return {}
-    return known if isinstance(known, dict) else {}
 
 
 def _keep_digests(file: Path, digests: Mapping[str, str]) -> None:
