@@ -26,7 +26,7 @@ NUM_VIDEOS, NUM_QUESTIONS = 12, 4
 
 def run(folder: Path, urls: Sequence[str], num_questions: int = NUM_QUESTIONS) -> Summary:
     lines: list[dict[str, Any]] = [
-        {"id": f"{video} {number}", "video": f"{video}.mp4", "question": f"q{number}"}
+        {"id": f"{video} {number}", "video": f"https://media.test/{video}.mp4", "question": f"q{number}"}
         for number in range(num_questions)
         for video in range(NUM_VIDEOS)
     ]
@@ -38,6 +38,11 @@ def run(folder: Path, urls: Sequence[str], num_questions: int = NUM_QUESTIONS) -
             yield backend
 
     return run_batch(BatchPlan(folder / "in.jsonl", folder / "out.jsonl", LineDefaults(folder)), opened)
+
+
+def named(servers: Sequence[FakeServer]) -> list[str]:
+    """Returns endpoints whose names, and so the videos that each has first, are the same in every run."""
+    return [f"{name}={server.url}" for name, server in zip("abc", servers, strict=True)]
 
 
 def videos(server: FakeServer) -> set[str]:
@@ -52,7 +57,7 @@ def three(**options: Any) -> Iterator[list[FakeServer]]:
 
 def test_a_video_goes_to_one_server_and_to_the_same_in_the_next_run(tmp_path: Path) -> None:
     with three(pause_s=0.0) as servers:
-        urls = [server.url for server in servers]
+        urls = named(servers)
         run(tmp_path, urls)
         first = [videos(server) for server in servers]
         assert sum(map(len, first)) == len(set.union(*first)) == NUM_VIDEOS
@@ -64,9 +69,9 @@ def test_a_video_goes_to_one_server_and_to_the_same_in_the_next_run(tmp_path: Pa
 
 def test_the_videos_of_a_server_that_is_lost_go_to_others_and_no_other_moves(tmp_path: Path) -> None:
     with three(pause_s=0.0) as servers:
-        urls = [server.url for server in servers]
+        urls = named(servers)
         with serving(FakeServer()) as gone:
-            urls.append(gone.url)
+            urls.append(f"gone={gone.url}")
         summary = run(tmp_path, urls)
         assert (summary.tally.num_answered, summary.tally.num_failed) == (NUM_VIDEOS * NUM_QUESTIONS, 0)
         with_gone = [videos(server) for server in servers]
@@ -99,7 +104,7 @@ def test_a_server_that_was_just_lost_is_asked_last(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("epd.batch.http_backend._LOST_S", 600.0)
     num_questions = 20
     with three(pause_s=0.0) as servers, hanging_up() as (lost, met):
-        summary = run(tmp_path, [lost, *(server.url for server in servers)], num_questions)
+        summary = run(tmp_path, [f"lost={lost}", *named(servers)], num_questions)
         assert summary.tally.num_answered == NUM_VIDEOS * num_questions
         assert 1 < len(met) <= NUM_VIDEOS + 1
 
@@ -107,7 +112,7 @@ def test_a_server_that_was_just_lost_is_asked_last(tmp_path: Path, monkeypatch: 
 def test_a_server_that_is_busy_gives_lines_to_the_next(tmp_path: Path) -> None:
     with three(pause_s=0.0) as servers:
         servers[0].answer = lambda _: (503, {"error": {"message": "later"}})
-        summary = run(tmp_path, [server.url for server in servers])
+        summary = run(tmp_path, named(servers))
         assert summary.tally.num_answered == NUM_VIDEOS * NUM_QUESTIONS
         assert videos(servers[0])
 

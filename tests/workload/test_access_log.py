@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from time import perf_counter
 
 import pytest
 
@@ -46,7 +45,8 @@ def lines(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     for ended_s, took_s, status, media, ended in ends:
         monkeypatch.setattr(logging.time, "time", lambda ended_s=ended_s: 1_750_000_000 + ended_s)
         monkeypatch.setattr(logging.time, "time_ns", lambda ended_s=ended_s: round((1.75e9 + ended_s) * 1e9))
-        one = RequestRecord(start=perf_counter() - took_s, status=status, end=ended, num_media=media)
+        monkeypatch.setattr("epd.serve_app.observability.record.perf_counter", lambda: 1000.0)
+        one = RequestRecord(start=1000.0 - took_s, status=status, end=ended, num_media=media)
         one.log()
     monkeypatch.undo()
     return capfd.readouterr().err.splitlines()
