@@ -32,7 +32,6 @@ from PIL import Image
 
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
 from benchmarks.serving.structured import LONG_DOCUMENTS
-from epd.chat import one_turn
 from epd.engine_config import EngineConfig
 from epd.eval.demo import HELD_OUT_SEED
 from epd.kv.drafting import DEFAULT_MAX_DRAFT, DRAFT_METHODS, DraftConfig, Drafting
@@ -86,8 +85,8 @@ class Contender:
         tokens: dict[str, list[int]] = {}
         for number, each in enumerate(asked):
             name, context = f"r{number}", self.contexts[each.place]
-            messages = one_turn([plan.kind for plan in context.plans], each.text)
-            engine.add(context.prefix.question(name, messages, each.sampling, seed=number))
+            request = context.question(name, each.text, max_tokens=None)
+            engine.add(replace(request, sampling=each.sampling, seed=number))
             tokens[name] = []
         while engine.has_work():
             is_decoding = all(tokens.values())

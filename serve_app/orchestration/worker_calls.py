@@ -276,7 +276,7 @@ class DecodeMoves:
         message = Redirect(attempt.id, ticket, seen[1].incarnation)
         if not attempt.has_ended and await self._calls.give(attempt, message, seen):
             return True
-        await self._calls.abort(attempt, worker)
+        # Room that it leaves is freed with the attempt, which ends, or is lost with the worker.
         prefill_worker, decode_worker = self._calls.seen(attempt)
         is_lost_alone = decode_worker != seen[1] and prefill_worker == seen[0]
         return None if is_lost_alone and not attempt.is_withdrawn else False

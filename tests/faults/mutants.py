@@ -114,13 +114,7 @@ MUTANTS = (
         'await self._calls.ask(attempt, "decode", former, Resume(attempt.id))',
     ),
     Mutant(
-        "leaves reserved room", "leaving clients",
-        _CALLS,
-        "await self._calls.abort(attempt, worker)\n        prefill_worker, decode_worker",
-        "prefill_worker, decode_worker",
-    ),
-    Mutant(
-        "aborts an answer where it has moved", "moves",
+        "aborts an answer where it has moved", "unheard moves",
         _CALLS, "if is_taken or attempt.decode_worker == room.worker:", "if is_taken:",
     ),
     Mutant(

@@ -96,6 +96,8 @@ AIMS: Mapping[str, Aim] = MappingProxyType({
                          ("workers", "workers", "fronts"), _SPLIT, num_faults=(4, 8), max_nth=8),
     "moved answers": Aim({"switch": 4, "strike": 2}, ("Move",), ("named",), ("fronts",), _SPLIT,
                          num_faults=(4, 8), max_nth=2),
+    "unheard moves": Aim({"switch": 4, "strike": 2}, ("Move",), ("itself",), ("fronts",), _SPLIT,
+                         num_faults=(4, 8), max_nth=2),
     "late members": Aim({"board": 1, "freeze": 2}, num_faults=(2, 4)),
     "lost leaders": Aim({"switch": 3, "strike": 3}, ("Offload", "AskRemaining", "Onload"), ("front",),
                         num_fronts=(2, 3), max_nth=2),
@@ -189,6 +191,11 @@ class FaultPlan:
             for index, asked in enumerate(self.asked)
             if asked.number in poison
         }
+
+    @property
+    def has_poison_alone(self) -> bool:
+        """Returns whether nothing harms workers but poisoned questions."""
+        return {each.kind for each in self.faults} <= {"poison", "leave"}
 
     def lines(self) -> Sequence[str]:
         head = (

@@ -1,7 +1,8 @@
 """Runs one seed and says what was wrong at its end.
 
 Each answer has the tokens of the undisturbed run, or a stated error; nothing is left of any request; every
-request ends in time; a request that is not poisoned is not blamed; blocks are conserved.
+request ends in time; a request that is not poisoned is not blamed, and is answered where poison is all that
+harms; blocks are conserved.
 """
 
 from __future__ import annotations
@@ -167,6 +168,8 @@ class _Run:
             counts["blamed after strikes" if is_struck else "blamed"] += 1
             if self.world.num_deaths < _MIN_BLAMED_LOSSES:
                 self.found(f"request {index} is blamed for {self.world.num_deaths} lost workers")
+        if not is_poisoned and self.plan.has_poison_alone:
+            self.found(f"request {index} is not poisoned, nothing else is wrong, and it got: {error}")
         if not isinstance(error, EPDError) or isinstance(error, InternalError | WorkerFaultError):
             self.found(f"request {index}: {''.join(traceback.format_exception(error))[-1500:]}")
 
