@@ -56,6 +56,7 @@ logging.root.manager.loggerDict = _Loggers(logging.root.manager.loggerDict)
 
 # Start Ray, or look at what Ray leaves in the folders of the machine: never two of them at once.
 RAY_FILES = (
+    "tests/batch/test_ask.py",
     "tests/serve_app/ray/",
     "tests/serve_app/cli/test_serve_command.py",
 )
