@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -255,7 +256,7 @@ class Asker:
         return sorted(
             endpoints,
             key=lambda each: (
-                self._lost_s.get(each.url, 0.0) > since_s,
+                self._lost_s.get(each.url, -math.inf) > since_s,
                 hashlib.blake2b(f"{each.name} {media}".encode("utf-8", "surrogatepass")).digest(),
             ),
         )
