@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # Upgraded first: the pip that comes with Python 3.11 takes 50 s longer to resolve what it installs.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Files with tests that measure time, marked `timed`: a core is theirs at once, since all else is nicer.
-TIMED  := tests/bench/test_bench.py tests/bench/test_client.py tests/serve_app/http/test_hostile.py
+TIMED  := tests/serve_app/http/test_hostile.py
 # Processes of tests that run at once: one of them has all tests of Ray, which wait much of their time.
 TEST_PROCESSES ?= 3
 export OMP_WAIT_POLICY ?= passive

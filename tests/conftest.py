@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 from tests import media_servers
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 
 # What is imported stays: it is not searched for garbage while it grows, nor after it is frozen.
 gc.disable()
-# The machine may be busy: no example has a deadline.
-settings.register_profile("same", derandomize=True, deadline=None)
-settings.register_profile("explore", deadline=None)
+# The machine may be busy: no example has a deadline, nor has drawing any.
+_SLOW = [HealthCheck.too_slow]
+settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=_SLOW)
+settings.register_profile("explore", deadline=None, suppress_health_check=_SLOW)
 settings.load_profile("same")
 # Else it draws constants of the modules that are imported, which in another order of files are others.
 providers._get_local_constants = providers.Constants  # type: ignore[assignment]
@@ -55,6 +56,7 @@ logging.root.manager.loggerDict = _Loggers(logging.root.manager.loggerDict)
 
 # Start Ray, or look at what Ray leaves in the folders of the machine: never two of them at once.
 RAY_FILES = (
+    "tests/batch/test_ask.py",
     "tests/serve_app/ray/",
     "tests/serve_app/cli/test_serve_command.py",
 )

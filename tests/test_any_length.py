@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from epd.serve_app.cli.program import app
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.local.server import served_locally
 from tests.media import write_long_video
+from tests.ports import kept_port
 
 QUESTION = "What is shown?"
 # Less than the default 768 frames take; an hour and ten of them have as many.
@@ -113,12 +113,11 @@ def test_a_batch_answers_any_length(folder: Path, small_model: Path, tmp_path: P
 
 @pytest.fixture(scope="module")
 def client(folder: Path, small_model: Path) -> Iterator[httpx.Client]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = HttpAddress(port=listener.getsockname()[1])
     args = AppArgs(model=small_model, topology="1epd", allowed_media_path=folder, max_visual_tokens=600)
     with (
-        served_locally(args, address),
-        httpx.Client(base_url=address.url, trust_env=False, timeout=120) as client,
+        kept_port() as port,
+        served_locally(args, address := HttpAddress(port=port)),
+        httpx.Client(base_url=address.url, trust_env=False, timeout=None) as client,
     ):
         yield client
 

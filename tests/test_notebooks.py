@@ -6,14 +6,17 @@ import contextlib
 import io
 import json
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from epd.shapes import make_scene
 from tests import ROOT
+from tests.ports import kept_port
 
 FOLDER = ROOT / "docs" / "notebooks"
 NAMES = ("ask", "plan", "serve")
@@ -66,8 +69,12 @@ def test_ask_is_told_the_first_shape() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_server_answers_and_all_of_its_load() -> None:
-    printed = run("serve")
+def test_a_server_answers_and_all_of_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port that it finds is free stays so until its server listens, whoever else looks for one."""
+    with kept_port() as port:
+        free = SimpleNamespace(getsockname=lambda: ("127.0.0.1", port))
+        monkeypatch.setattr(socket, "create_server", lambda *_: contextlib.nullcontext(free))
+        printed = run("serve")
     assert "8 of 8 answered; first token after " in printed
     assert printed.endswith("ended with 0\n")
 

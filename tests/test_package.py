@@ -245,7 +245,7 @@ def _serving(installed: Installed, command: str, folder: Path) -> Iterator[int]:
             assert any("ready in" in line for line in process.stdout), "it has ended"
             yield port
             process.terminate()
-            assert process.wait(60) == 0
+            assert process.wait() == 0
         finally:
             process.kill()
 

@@ -14,13 +14,15 @@ from tests.what_waits import what_waits
 
 
 def test_a_thread_that_waits_is_shown_with_its_calls() -> None:
-    event = threading.Event()
+    begun, event = threading.Event(), threading.Event()
 
     def waits_for_an_event() -> None:
+        begun.set()
         event.wait()
 
     thread = threading.Thread(target=waits_for_an_event, name="somebody")
     thread.start()
+    begun.wait()
     try:
         (row,) = [each for each in what_waits().splitlines() if each.startswith("thread somebody:")]
     finally:

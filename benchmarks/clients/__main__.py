@@ -152,7 +152,7 @@ def generator_row(name: str, order: Order, installed: Environment) -> tuple[Row,
 
 def refused(url: str) -> int:
     """Returns how many requests the server has answered with an error so far."""
-    metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+    metrics = httpx.get(f"{url}/metrics", trust_env=False, timeout=None).text
     counts = re.findall(r'^epd_requests_total{status="(\d+)".*} (\S+)', metrics, re.MULTILINE)
     return sum(int(float(count)) for status, count in counts if status != "200")
 

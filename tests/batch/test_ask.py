@@ -26,6 +26,7 @@ from epd.errors import RequestError
 from tests import ROOT
 from tests.batch.parquet import write_table
 from tests.batch.test_http_backend import KEY, FakeServer, serving
+from tests.ports import kept_port
 
 NUM_ROWS = 60
 
@@ -82,9 +83,9 @@ def test_rows_that_cannot_be_asked_are_explained() -> None:
 
 def test_a_server_that_is_lost_is_an_error_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epd.batch.http_backend._FIRST_PAUSE_S", 0.001)
-    with serving(FakeServer()) as server:
-        pass
-    [row] = rows_of(server, [{"id": 1, "video": "https://h/a.mp4", "question": "q"}])
+    with kept_port() as port:
+        nobody = FakeServer(url=f"http://127.0.0.1:{port}")
+        [row] = rows_of(nobody, [{"id": 1, "video": "https://h/a.mp4", "question": "q"}])
     assert (row["id"], row["error"]["type"], row["error"]["status"]) == ("1", "UnavailableError", 503)
 
 
@@ -94,7 +95,7 @@ def test_a_long_video_holds_up_no_other() -> None:
 
     def answer(question: str) -> Any:
         if question == "long":
-            assert free.wait(60)
+            free.wait()
         return 200, {"choices": [{"message": {"content": question}, "finish_reason": "stop"}]}
 
     server = FakeServer(answer, pause_s=0.0)

@@ -49,7 +49,11 @@ def test_a_line_that_is_no_request_fails_alone(tmp_path: Path, name: str) -> Non
 
 
 @given(lines=DRAWN_LINES)
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=8,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    deadline=None,
+)
 def test_whatever_stands_beside_them_good_lines_can_be_asked(tmp_path: Path, lines: list[bytes]) -> None:
     good, refused = seen(tmp_path / "in", GOOD % 0, *lines, GOOD % 1)
     assert {"good 0", "good 1"} <= set(map(str, good))

@@ -26,6 +26,7 @@ from epd.batch.summary import Summary
 from epd.batch.tasks import Backend
 from epd.errors import RequestError, UnavailableError
 from tests.batch.fakes import completion
+from tests.ports import kept_port
 
 KEY = "secret"
 Reply = tuple[int, dict[str, Any]]
@@ -58,7 +59,7 @@ class FakeServer:
 
 
 @contextmanager
-def serving(server: FakeServer) -> Iterator[FakeServer]:
+def serving(server: FakeServer, port: int = 0) -> Iterator[FakeServer]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -84,7 +85,7 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
         daemon_threads = True
         request_queue_size = 64
 
-    with Server(("127.0.0.1", 0), Handler) as http:
+    with Server(("127.0.0.1", port), Handler) as http:
         thread = threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         server.url = f"http://127.0.0.1:{http.server_port}"
@@ -128,7 +129,7 @@ def test_questions_about_a_video_follow_its_first_and_come_together(tmp_path: Pa
                 num_asked[name] += 1
                 number = num_asked[name]
             if number in (2, 3):
-                meetings[name].wait(60)
+                meetings[name].wait()
 
     lock = threading.Lock()
     with serving(Server()) as server:
@@ -150,7 +151,7 @@ def test_more_than_one_video_is_under_way(tmp_path: Path) -> None:
 
     class Server(FakeServer):
         def hold(self, _url: str) -> None:
-            meeting.wait(60)
+            meeting.wait()
 
     with serving(Server()) as server:
         summary = run(tmp_path, server.url, num_videos=4, num_questions=1)
@@ -200,14 +201,15 @@ def test_a_server_that_is_gone_ends_the_run_and_fails_no_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_backend, "_FIRST_PAUSE_S", 0.001)
-    with (
-        serving(FakeServer(lambda _: (503, {}))) as server,
-        pytest.raises(UnavailableError, match="run the same"),
-    ):
-        run(tmp_path, server.url)
-    assert (tmp_path / "out.errors.jsonl").read_bytes() == b""
-    with pytest.raises(UnavailableError, match="start the server"):
-        run(tmp_path, server.url)
+    with kept_port() as port:
+        with (
+            serving(FakeServer(lambda _: (503, {})), port) as server,
+            pytest.raises(UnavailableError, match="run the same"),
+        ):
+            run(tmp_path, server.url)
+        assert (tmp_path / "out.errors.jsonl").read_bytes() == b""
+        with pytest.raises(UnavailableError, match="start the server"):
+            run(tmp_path, server.url)
 
 
 @pytest.mark.parametrize("status", [502, 503])

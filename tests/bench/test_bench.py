@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,9 @@ from epd.workload.arrivals import ArrivalTimes, ClosedArrivals, ConstantArrivals
 from epd.workload.distributions import SizeDistribution
 from epd.workload.metrics import SLO
 from epd.workload.requests import Mix, Resolution, ShapeClass, Workload
+from tests.bench.conftest import VirtualTime
 from tests.bench.fake_server import FakeServer, Manner
-from tests.bench.test_client import TOLERANCE_S, measured_again, took
-
-pytestmark = pytest.mark.timed
+from tests.bench.test_client import NEVER_S
 
 SMALL = ShapeClass(
     output_tokens=SizeDistribution.of(5), images=SizeDistribution.of(1), image_size=(Resolution(32, 32),)
@@ -42,7 +40,7 @@ def plan(
 ) -> BenchPlan:
     endpoints = tuple(Endpoint(f"s{place}", server.url, "fake") for place, server in enumerate(servers))
     workload = Workload("test", arrivals, Mix((shape,)), num_requests=num)
-    return BenchPlan(workload, endpoints, **{"warmup": 0, "timeout_s": 20.0, **more})
+    return BenchPlan(workload, endpoints, **{"warmup": 0, "timeout_s": NEVER_S, **more})
 
 
 def run(todo: BenchPlan, library: MediaLibrary) -> BenchResult:
@@ -50,21 +48,26 @@ def run(todo: BenchPlan, library: MediaLibrary) -> BenchResult:
     return asyncio.run(run_bench(todo, library))
 
 
-@measured_again
-def test_figures_are_those_of_the_server(server: FakeServer, library: MediaLibrary) -> None:
-    server.behave(ttft_s=0.5, gap_s=0.25)
-    report = run(plan(server, arrivals=ConstantArrivals(10.0), num=10), library).pooled(0)
+def measured(virtual: VirtualTime, todo: BenchPlan, library: MediaLibrary) -> BenchResult:
+    """The same in virtual time."""
+    library.draw(todo.all_requests(), lambda *_: None)
+    return virtual.run(run_bench(todo, library))
+
+
+def test_figures_are_those_of_the_server(virtual: VirtualTime, library: MediaLibrary) -> None:
+    server = virtual.server(ttft_s=0.5, gap_s=0.25)
+    report = measured(virtual, plan(server, arrivals=ConstantArrivals(10.0), num=10), library).pooled(0)
     assert report.num_ok == 10
     assert report.ttft is not None
     assert report.tpot is not None
     assert report.itl is not None
     assert report.e2e is not None
-    assert took(report.ttft.p50_s, 0.5)
-    assert took(report.tpot.p50_s + 0.02, 0.25), "a late first token shortens the time of the others"
-    assert took(report.itl.p50_s + 0.02, 0.25)
-    assert took(report.e2e.p50_s, 1.5)
+    assert report.ttft.p50_s == pytest.approx(0.5)
+    assert report.tpot.p50_s == pytest.approx(0.25)
+    assert report.itl.p50_s == pytest.approx(0.25)
+    assert report.e2e.p50_s == pytest.approx(1.5)
     # The last is sent at 0.9 s.
-    assert took(report.duration_s, 2.4)
+    assert report.duration_s == pytest.approx(2.4)
     assert report.completion_tokens == 50
 
 
@@ -72,7 +75,7 @@ class SleepyClient:
     """Answers after a second. No network: what is measured is the generator alone."""
 
     def now_s(self) -> float:
-        return time.perf_counter()
+        return asyncio.get_running_loop().time()
 
     async def ask(self, _body: Body, /) -> ChatReply:
         reply = ChatReply(self.now_s())
@@ -86,31 +89,28 @@ def prepared(num: int, gap_s: float) -> list[Prepared]:
     return [Prepared(index, index * gap_s, Body((b"{}",))) for index in range(num)]
 
 
-@measured_again
-def test_a_slow_server_delays_nothing() -> None:
+def test_a_slow_server_delays_nothing(virtual: VirtualTime) -> None:
     """40 requests are due within 0.4 s, long before the first answer."""
-    records = asyncio.run(run_load(SleepyClient(), prepared(40, 0.01), max_in_flight=100))
-    assert max(record.sent_s for record in records) < 0.4 + TOLERANCE_S
-    assert all(0 <= record.lateness_s < TOLERANCE_S for record in records)
+    records = virtual.run(run_load(SleepyClient(), prepared(40, 0.01), max_in_flight=100))
+    assert [record.sent_s for record in records] == pytest.approx([0.01 * each for each in range(40)])
+    assert [record.lateness_s for record in records] == pytest.approx([0.0] * 40)
     assert not any(record.waited_for_place for record in records)
 
 
-@measured_again
-def test_the_bound_holds_and_is_told() -> None:
+def test_the_bound_holds_and_is_told(virtual: VirtualTime) -> None:
     """Three places for six requests: the second three wait for the answers to the first, and say so."""
-    records = asyncio.run(run_load(SleepyClient(), prepared(6, 0.01), max_in_flight=3))
+    records = virtual.run(run_load(SleepyClient(), prepared(6, 0.01), max_in_flight=3))
     assert [record.waited_for_place for record in records] == [False] * 3 + [True] * 3
-    assert all(record.lateness_s > 0.9 for record in records[3:])
-    assert all(took(record.ttft_s or 0.0, 1.0) for record in records), "not from when they were due"
+    assert [record.lateness_s for record in records[3:]] == pytest.approx([0.97] * 3)
+    assert [record.ttft_s for record in records] == pytest.approx([1.0] * 6), "not from when they were due"
 
 
-@measured_again
-def test_a_closed_loop_keeps_its_number_in_flight() -> None:
-    records = asyncio.run(run_load(SleepyClient(), prepared(6, 0.0), max_in_flight=2, is_open_loop=False))
+def test_a_closed_loop_keeps_its_number_in_flight(virtual: VirtualTime) -> None:
+    records = virtual.run(run_load(SleepyClient(), prepared(6, 0.0), max_in_flight=2, is_open_loop=False))
     for record in records:
         together = sum(other.sent_s <= record.sent_s < other.end_s for other in records)
         assert together <= 2
-    assert took(records[-1].end_s, 3.0)
+    assert records[-1].end_s == pytest.approx(3.0)
     assert {record.lateness_s for record in records} == {0.0}
 
 
@@ -128,39 +128,37 @@ def test_failures_are_counted_by_kind(server: FakeServer, library: MediaLibrary)
     assert (report.num_ok, report.ttft, report.slo_attainment) == (0, None, 0.0)
 
 
-@measured_again
-def test_endpoints_take_turns_and_get_the_same(server: FakeServer, library: MediaLibrary) -> None:
-    server.bodies.clear()
-    with FakeServer(Manner(ttft_s=0.5)) as other:
-        todo = plan(server, other, arrivals=ConstantArrivals(50.0), num=3, shape=SMALL, rounds=2, warmup=1)
-        result = run(todo, library)
-        assert [(one.round_index, one.place) for one in result.runs] == [(0, 0), (0, 1), (1, 1), (1, 0)]
-        assert sorted(map(str, server.bodies)) == sorted(map(str, other.bodies))
+def test_endpoints_take_turns_and_get_the_same(virtual: VirtualTime, library: MediaLibrary) -> None:
+    server, other = virtual.server(), virtual.server(ttft_s=0.5)
+    todo = plan(server, other, arrivals=ConstantArrivals(50.0), num=3, shape=SMALL, rounds=2, warmup=1)
+    result = measured(virtual, todo, library)
+    assert [(one.round_index, one.place) for one in result.runs] == [(0, 0), (0, 1), (1, 1), (1, 0)]
+    assert sorted(map(str, server.bodies)) == sorted(map(str, other.bodies))
     # A warm-up and twice three, each with an image and a question of its own.
     assert len({str(body) for body in server.bodies}) == 7
     images = {body["messages"][0]["content"][0]["image_url"]["url"] for body in server.bodies}
     assert len(images) == 7
     found = {ratio.figure: ratio for ratio in result.ratios()}
-    assert 2 < found["TTFT p50"].median < 0.5 / 0.05 + 1, "0.5 s over 0.05 s, which a busy machine lengthens"
+    assert found["TTFT p50"].median == pytest.approx(0.5 / 0.05)
     assert found["TTFT p50"].num_rounds == 2
 
 
-@measured_again
-def test_kinds_of_requests_are_told_apart(server: FakeServer, library: MediaLibrary) -> None:
+def test_kinds_of_requests_are_told_apart(virtual: VirtualTime, library: MediaLibrary) -> None:
     """One of two answers an image after half a second, and a text at once; the other both at once."""
-    server.behave(media_ttft_s=0.45)
-    with FakeServer() as other:
-        todo = plan(server, other, arrivals=ConstantArrivals(20.0), num=12, rounds=2)
-        result = run(replace(todo, workload=replace(todo.workload, shapes=Mix((SMALL, TEXT)))), library)
+    server, other = virtual.server(media_ttft_s=0.45), virtual.server()
+    todo = plan(server, other, arrivals=ConstantArrivals(20.0), num=12, rounds=2)
+    todo = replace(todo, workload=replace(todo.workload, shapes=Mix((SMALL, TEXT))))
+    result = measured(virtual, todo, library)
     assert result.kinds() == ("image", "text")
     images, texts = (result.pooled(0, kind) for kind in result.kinds())
     assert images.num_requests + texts.num_requests == 24
     assert images.ttft is not None
     assert texts.ttft is not None
-    assert took(images.ttft.p50_s, 0.5)
-    assert texts.ttft.p50_s < 0.25
+    assert images.ttft.p50_s == pytest.approx(0.5)
+    assert texts.ttft.p50_s == pytest.approx(0.05)
     of_images, of_texts = ({ratio.figure: ratio for ratio in result.ratios(kind)} for kind in result.kinds())
-    assert of_images["TTFT p50"].median < 0.4 < of_texts["TTFT p50"].median
+    assert of_images["TTFT p50"].median == pytest.approx(0.1)
+    assert of_texts["TTFT p50"].median == pytest.approx(1.0)
 
 
 def test_requests_that_are_alike_have_no_kinds(server: FakeServer, library: MediaLibrary) -> None:

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
-from contextlib import suppress
-from functools import wraps
 from itertools import pairwise
 from typing import Any
 
@@ -23,53 +20,35 @@ from epd.client.body import MediaPart, SSEParser
 from epd.client.endpoint import Endpoint, find_model, parse_endpoints
 from epd.errors import RequestError
 from epd.workload.requests import PlannedRequest, RequestShape
+from tests.bench.conftest import VirtualTime
 from tests.bench.fake_server import FakeServer
 from tests.ports import kept_port
 
-# What timers and threads of a busy machine add. The server's delays are longer, for a wrong definition is off
-# by one of them.
-TOLERANCE_S = 0.2
-
-
-def took(measured_s: float, delay_s: float) -> bool:
-    """Whether a measured time is a delay of the server, never less and a little more."""
-    return delay_s - 0.005 <= measured_s < delay_s + TOLERANCE_S
-
-
-def measured_again(test: Callable[..., None]) -> Callable[..., None]:
-    """Measures up to three times: what a busy machine delays is on time again, and what is wrong stays so."""
-
-    @wraps(test)
-    def again(*args: Any, **more: Any) -> None:
-        for _ in range(2):
-            with suppress(AssertionError):
-                return test(*args, **more)
-        return test(*args, **more)
-
-    return again
+# Longer than any machine takes.
+NEVER_S = 3600.0
 
 
 def request(num_tokens: int = 5) -> PlannedRequest:
     return PlannedRequest(0, 0.0, RequestShape(12, num_tokens), media_seed=1, text_seed=2)
 
 
-def ask(url: str, *, num_tokens: int = 5, timeout_s: float = 60.0, key: str | None = None) -> ChatReply:
-    async def run() -> ChatReply:
-        async with ChatClient(Endpoint("it", url, "fake", key), timeout_s=timeout_s) as client:
-            return await client.ask(chat_body(request(num_tokens), [], "fake", {}))
+async def asked(
+    url: str, *, num_tokens: int = 5, timeout_s: float = NEVER_S, key: str | None = None
+) -> ChatReply:
+    async with ChatClient(Endpoint("it", url, "fake", key), timeout_s=timeout_s) as client:
+        return await client.ask(chat_body(request(num_tokens), [], "fake", {}))
 
-    return asyncio.run(run())
+
+def ask(url: str, **options: Any) -> ChatReply:
+    return asyncio.run(asked(url, **options))
 
 
-@pytest.mark.timed
-@measured_again
-def test_times_are_those_of_the_server(server: FakeServer) -> None:
-    server.behave(ttft_s=0.5, gap_s=0.25)
-    reply = ask(server.url)
+def test_times_are_those_of_the_server(virtual: VirtualTime) -> None:
+    server = virtual.server(ttft_s=0.5, gap_s=0.25)
+    reply = virtual.run(asked(server.url))
     assert reply.error is None
-    assert len(reply.token_times_s) == 5
-    assert took(reply.token_times_s[0] - reply.sent_s, 0.5)
-    assert took(reply.end_s - reply.sent_s, 1.5)
+    times_s = [time_s - reply.sent_s for time_s in (*reply.token_times_s, reply.end_s)]
+    assert times_s == pytest.approx([0.5, 0.75, 1.0, 1.25, 1.5, 1.5])
     assert (reply.prompt_tokens, reply.completion_tokens) == (7, 5)
 
 
@@ -93,16 +72,16 @@ def test_a_server_that_does_not_count(server: FakeServer) -> None:
         ({"cut_after": 2}, "connection cut"),
         ({"error_after": 2}, "error in stream"),
         ({"is_garbage": True}, "malformed event"),
-        ({"ttft_s": 60.0}, "timeout"),
+        ({"ttft_s": NEVER_S}, "timeout"),
         ({"gap_s": 0.3}, "timeout"),
     ],
 )
 def test_every_failure_has_a_name(server: FakeServer, manner: dict[str, object], kind: str) -> None:
     server.behave(**manner)
-    reply = ask(server.url, timeout_s=0.5 if kind == "timeout" else 60.0)
+    reply = ask(server.url, timeout_s=0.5 if kind == "timeout" else NEVER_S)
     assert reply.error is not None
     assert reply.error.kind == kind
-    assert reply.end_s - reply.sent_s < 30.0, "less than the slowest takes"
+    assert reply.end_s - reply.sent_s < 0.5 * NEVER_S, "less than the slowest takes"
 
 
 def test_why_a_server_refused_is_kept(server: FakeServer) -> None:

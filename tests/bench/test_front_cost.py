@@ -22,7 +22,7 @@ def test_every_layer_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         cases = asyncio.Queue[str]()
         for each in (*map(json.dumps, CASES), ""):
             cases.put_nowait(each)
-        await asyncio.wait_for(serve_cases(tmp_path, cases), 60)
+        await serve_cases(tmp_path, cases)
 
     asyncio.run(run())
     ready, *costs = capsys.readouterr().out.splitlines()

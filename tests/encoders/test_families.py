@@ -21,7 +21,11 @@ from tests.positions import adapter_like_transformers, expected_positions, posit
 # transformers near 5.17 hands torch tensors to numpy in InternVL's processor, in a way that numpy 2 regrets.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
-DRAWN = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DRAWN = settings(
+    max_examples=10,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 
 @st.composite

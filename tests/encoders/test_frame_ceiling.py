@@ -58,7 +58,11 @@ def test_any_rate_gives_no_more_than_the_ceiling(family: Family, fps: float) -> 
         st.builds(FrameSampling, num_frames=st.integers(1, 4000)),
     ),
 )
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_what_is_within_the_ceiling_is_planned_as_without_one(
     family: Family, num_frames: int, fps: float, wanted: FrameSampling
 ) -> None:

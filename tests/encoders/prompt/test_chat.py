@@ -24,7 +24,11 @@ from tests.positions import adapter_like_transformers, expected_positions, posit
 # transformers near 5.17 hands torch tensors to numpy in InternVL's processor, in a way that numpy 2 regrets.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
-DRAWN = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DRAWN = settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 SAMPLING = FrameSampling(num_frames=4)
 TEXT = ContentPart("text", "What? Ä, 漢")
 MEDIA = {"image": Picture(torch.full((40, 60, 3), 90, dtype=torch.uint8))}
