@@ -20,6 +20,7 @@ from epd.batch.summary import Summary
 from epd.batch.tasks import Backend
 from epd.errors import UnavailableError
 from tests.batch.test_http_backend import KEY, FakeServer, serving
+from tests.ports import kept_port
 
 NUM_VIDEOS, NUM_QUESTIONS = 12, 4
 
@@ -68,10 +69,8 @@ def test_a_video_goes_to_one_server_and_to_the_same_in_the_next_run(tmp_path: Pa
 
 
 def test_the_videos_of_a_server_that_is_lost_go_to_others_and_no_other_moves(tmp_path: Path) -> None:
-    with three(pause_s=0.0) as servers:
-        urls = named(servers)
-        with serving(FakeServer()) as gone:
-            urls.append(f"gone={gone.url}")
+    with three(pause_s=0.0) as servers, kept_port() as port:
+        urls = [*named(servers), f"gone=http://127.0.0.1:{port}"]
         summary = run(tmp_path, urls)
         assert (summary.tally.num_answered, summary.tally.num_failed) == (NUM_VIDEOS * NUM_QUESTIONS, 0)
         with_gone = [videos(server) for server in servers]
@@ -118,7 +117,5 @@ def test_a_server_that_is_busy_gives_lines_to_the_next(tmp_path: Path) -> None:
 
 
 def test_without_any_server_nothing_is_asked(tmp_path: Path) -> None:
-    with three() as gone:
-        pass
-    with pytest.raises(UnavailableError):
-        run(tmp_path, [server.url for server in gone])
+    with ExitStack() as stack, pytest.raises(UnavailableError):
+        run(tmp_path, [f"http://127.0.0.1:{stack.enter_context(kept_port())}" for _ in range(3)])
