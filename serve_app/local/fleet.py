@@ -322,10 +322,14 @@ class LocalFleet:
         return True
 
     async def _watch(self) -> None:
-        """Finds workers that hang."""
+        """Finds workers that hang. A look that is late judges nobody: the workers had no core either."""
+        interval_s, looked_s = self._config.hang_s / 4, time.monotonic()
         while True:
-            await asyncio.sleep(self._config.hang_s / 4)
+            await asyncio.sleep(interval_s)
             now = time.monotonic()
+            is_late, looked_s = now - looked_s > 2 * interval_s, now
+            if is_late:
+                continue
             for name, thread in list(self._threads.items()):
                 silent_s = max(now - thread.beat_s, thread.busy_s)
                 if self._infos[name].is_alive and silent_s > self._config.hang_s:

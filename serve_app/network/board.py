@@ -350,9 +350,14 @@ class Board:
             link.close()
 
     async def _watch_silence(self) -> None:
+        """Finds silent members. A time without a core does not count: nobody could be heard."""
+        ticked_s = time.monotonic()
         while True:
             await asyncio.sleep(_TICK_S)
             now_s = time.monotonic()
+            late_s, ticked_s = now_s - ticked_s - _TICK_S, now_s
+            for entry in self._entries.values():
+                entry.heard_s = min(entry.heard_s + late_s, now_s)
             for epoch, entry in list(self._entries.items()):
                 hang_s = self._hang_s or entry.member.hang_s
                 patience_s = hang_s if entry.member.is_ready else max(hang_s, _LOADING_S)

@@ -18,7 +18,7 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
 from epd.serve_app.media.media_worker import MediaSettings
-from epd.serve_app.orchestration.config import OrchestratorConfig
+from epd.serve_app.orchestration.config import OrchestratorConfig, SwitchLimits
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.service import (
@@ -117,7 +117,9 @@ class Answered:
 
 def patient(options: dict[str, Any]) -> OrchestratorConfig:
     """options: of it; by default no limit acts on a machine that is only slow"""
-    return OrchestratorConfig(**{"stall_timeout_s": NEVER_S, "unavailable_s": NEVER_S, **options})
+    never: dict[str, Any] = {"stall_timeout_s": NEVER_S, "unavailable_s": NEVER_S, "max_wait_s": NEVER_S}
+    limits = SwitchLimits(drain_s=NEVER_S, leave_s=NEVER_S, limit_s=NEVER_S)
+    return OrchestratorConfig(**{**never, "switching": limits, **options})
 
 
 class Deployment:
@@ -135,6 +137,7 @@ class Deployment:
         self.held = HeldAnswers()
         settings = replace(settings, engine=engine, **{"pace": self.held, **others})
         fleet.setdefault("media", MediaSettings(path, ANY_FILE))
+        fleet.setdefault("hang_s", NEVER_S)
         workers = {**workers_of(topology), **fleet.pop("more_workers", {})}
         self.fleet = LocalFleet(LocalFleetConfig(workers, **fleet), settings)
         planner = RequestPlanner(path, "tiny", group_tokens=16)

@@ -167,7 +167,7 @@ def test_a_dialogue_without_a_server(server: Server) -> None:
 
 
 def test_a_server_of_a_command_is_for_that_command_alone(server: Server, tmp_path: Path) -> None:
-    assert httpx.get(f"{server.url}/v1/models").status_code == 401
+    assert httpx.get(f"{server.url}/v1/models", timeout=200).status_code == 401
     other = write_video(tmp_path / "other.mp4")
     shown = run("ask", other.as_uri(), QUESTION, *server.options)
     assert shown.exit_code == 2

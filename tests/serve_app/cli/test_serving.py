@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 from tests.serve_app.server import wait_until
 
-END_S = 60.0
+END_S = 900.0
 # argv: where it stops to go on, and whether it is alone. It says what it does on a line each.
 SERVER = """
 import _thread, os, signal, sys, threading, time
@@ -35,24 +34,27 @@ def served(stopping):
         raise CancelledError("stopped")
     if sys.argv[1] == "error":
         raise ValueError("no")
-    if sys.argv[1] == "missed":
-        threading.Timer(0.2, _thread.interrupt_main, [signal.SIGTERM]).start()
     yield
     if sys.argv[1] == "drain":
         say("drains")
-        time.sleep(60)
+        time.sleep(3600)
     say("ends")
+
+def ready():
+    say("ready")
+    if sys.argv[1] == "missed":
+        threading.Timer(0.2, _thread.interrupt_main, [signal.SIGTERM]).start()
 
 def end(code):
     say(f"cut off with {code}")
     os._exit(code)
 
 with Signals() as signals:
-    serve_until_signal(served, signals, lambda: say("ready"), end, is_alone=sys.argv[2] == "alone")
+    serve_until_signal(served, signals, ready, end, is_alone=sys.argv[2] == "alone")
 say("returned")
 """
 # A server that starts slowly, in a call that no signal comes out of, as some of Ray's are.
-STUCK = SERVER.replace('say("starts")', 'say("starts"); time.sleep(60)')
+STUCK = SERVER.replace('say("starts")', 'say("starts"); time.sleep(3600)')
 
 
 @contextmanager
@@ -102,11 +104,9 @@ def test_a_start_among_others_takes_back_what_it_began(how: signal.Signals) -> N
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_start_that_is_alone_is_cut_off_even_where_it_is_stuck(how: signal.Signals) -> None:
-    start_s = time.monotonic()
     with serve(STUCK, "start", "alone") as process:
         assert lines_after(process, "starts", how) == ["cut off with 0"]
         assert process.returncode == 0
-        assert time.monotonic() - start_s < END_S
 
 
 def test_a_second_signal_ends_it_while_it_drains() -> None:
@@ -133,9 +133,9 @@ def test_a_signal_while_parts_are_imported_ends_it_cleanly(how: signal.Signals, 
         "        if name == 'epd.serve_app.cli.serve':\n"
         f"            pathlib.Path({str(there)!r}).touch()\n"
         "            try:\n"
-        "                time.sleep(60)\n"
+        "                time.sleep(3600)\n"
         "            except BaseException:\n"
-        "                time.sleep(60)\n"
+        "                time.sleep(3600)\n"
         "sys.meta_path.insert(0, Slow())\n"
         "sys.argv = ['epd', 'serve']\n"
         "from epd.serve_app.cli.program import main; main()\n"

@@ -17,14 +17,14 @@ from tests.serve_app.conftest import Front
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import wait_until
 
-PROFILE = ("--profile", "qwen2.5-vl-7b@a100-80gb")
+PROFILE = ("--profile", "qwen2.5-vl-7b@a100-80gb", "--plan-seconds", "3600")
 
 
 class BusyService(FakeService):
     """Of which enough was asked to plan for: pictures, and answers of some length."""
 
     def recent_load(self) -> list[tuple[float, RequestWork]]:
-        return [(1_700_000_000.0 + number, RequestWork(4096, 1100, 64)) for number in range(40)]
+        return [(1_700_000_000.0 + number, RequestWork(4096, 1100, 64)) for number in range(20)]
 
 
 def status(front: Front, *options: str) -> Result:

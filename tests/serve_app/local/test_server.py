@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +24,7 @@ from epd.stages.placement import Placement
 from epd.stages.ranks.group import ProcessRanks
 from tests.ports import free_port
 from tests.serve_app.conftest import JSON, data_url, image_part
+from tests.serve_app.server import wait_until
 
 QUESTION = {"messages": [{"role": "user", "content": "What is it?"}]}
 
@@ -68,13 +68,14 @@ def test_it_has_the_api_of_the_application_on_ray(address: HttpAddress) -> None:
         status = client.get("/v1/epd/status").json()
         assert status["topology"] == "2e1pd"
         assert sorted(worker["name"] for worker in status["workers"]) == ["e0", "e1", "pd0", "v0"]
-        assert 'epd_requests_total{status="200",stream="false"} 3.0' in client.get("/metrics").text
+        counted = 'epd_requests_total{status="200",stream="false"} 3.0'  # each once its answer was sent
+        wait_until(lambda: counted in client.get("/metrics").text)
         assert client.get("/health").json() == {"status": "ok"}
         assert client.get("/health", headers={"x": "y" * (65 << 10)}).status_code == 431, (
             "sockets are guarded"
         )
-    left = {thread.name for thread in threading.enumerate() if thread not in before}
-    assert not left & {"e0", "e1", "pd0", "http"}
+    ours = {"e0", "e1", "pd0", "http"}
+    wait_until(lambda: not ours & {each.name for each in threading.enumerate() if each not in before})
 
 
 def test_files_of_clients_are_media_and_end_with_the_server(
@@ -116,10 +117,8 @@ def test_a_request_in_flight_is_answered_before_it_ends(address: HttpAddress) ->
 def test_what_ends_the_block_ends_requests_at_once(address: HttpAddress) -> None:
     with client_of(address) as client:
         with suppress(KeyboardInterrupt), served_locally(AppArgs(topology="1epd"), address):
-            lines, response = begun(client)
-            start_s = time.monotonic()
+            lines, response = begun(client, {"max_tokens": 4000})
             raise KeyboardInterrupt
-        assert time.monotonic() - start_s < AppArgs().drain_s, "it did not wait for them"
         rest: list[str] = []
         with suppress(httpx.HTTPError):
             rest.extend(lines)
@@ -182,11 +181,9 @@ def test_workers_of_two_processes_answer_as_one_does_when_one_is_lost_too(
         answer = "".join(map(text_of, lines))
         response.close()
         assert answer == expected
-        deadline_s = time.monotonic() + 60
-        while not fleets[-1].workers["d0"].is_alive or fleets[-1].workers["d0"].incarnation == 1:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
+        workers = fleets[-1].workers
+        wait_until(lambda: workers["d0"].is_alive and workers["d0"].incarnation > 1)
         process_ids += ranks_of("d0").process_ids
         again = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
         assert again == expected
-    assert not [each for each in process_ids if Path(f"/proc/{each}").exists()]
+    wait_until(lambda: not [each for each in process_ids if Path(f"/proc/{each}").exists()])

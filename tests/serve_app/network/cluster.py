@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -27,19 +28,22 @@ from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.topology import parse_topology
 from tests.engine_options import parted
-from tests.serve_app.deployments import ANY_FILE, Answered, Question, patient, reference_to
+from tests.serve_app.deployments import ANY_FILE, NEVER_S, Answered, Question, patient, reference_to
 from tests.serve_app.network.board_calls import BoardCalls
 
 HOST = "127.0.0.1"
+HANG_S = 600.0
 _numbers = itertools.count()
 
 
 class BoardHere(BoardCalls):
-    """A board of this process that can be restarted. Calls that wait when it ends fail, as an actor's do."""
+    """A board of this process that can be restarted. Calls that wait when it ends fail, as an actor's do.
 
-    def __init__(self, hang_s: float) -> None:
-        self._hang_s = hang_s
-        self.board: Board | None = Board(hang_s=hang_s)
+    Whoever is lost is noticed by its link: a busy machine may be silent for long.
+    """
+
+    def __init__(self) -> None:
+        self.board: Board | None = Board(hang_s=HANG_S)
         self._calls: set[asyncio.Task[Any]] = set()
         self.unreachable: Kind | None = None  # for members of this kind
 
@@ -50,9 +54,24 @@ class BoardHere(BoardCalls):
         if board is not None:
             await board.close()
 
-    def restart(self, *, is_new: bool = False) -> None:
-        """is_new: another one in its place, which is not said to be restarted."""
-        self.board = Board(hang_s=self._hang_s, is_restarted=not is_new)
+    def restart(self, *, is_new: bool = False) -> asyncio.Event:
+        """is_new: another one in its place, which is not said to be restarted.
+
+        Returns an event that ends the time in which it waits for members: after all of them have called.
+        """
+        self.board, is_over = Board(hang_s=HANG_S, is_restarted=not is_new), asyncio.Event()
+        hold_regrouping(self.board, is_over)
+        return is_over
+
+    def knows(self, epoch: str) -> bool:
+        return self.board is not None and epoch in self.board._entries
+
+    async def hears_no_more_of(self, epoch: str) -> None:
+        """Lets a member whose calls have ended be silent for long, and nobody else."""
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        assert self.board is not None
+        self.board._regrouped_s -= 2 * HANG_S
+        self.board._entries[epoch].heard_s -= HANG_S + 1.0
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         is_refused = method == "follow" and arguments[0].kind == self.unreachable
@@ -62,6 +81,19 @@ class BoardHere(BoardCalls):
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         return await self._answer(call)
+
+
+def hold_regrouping(board: Board, is_over: asyncio.Event) -> None:
+    """Lets a board regroup until an event is set: a time might be over before all members have called."""
+
+    async def regroup() -> None:
+        if board._has_former and not is_over.is_set():
+            board._regrouped_s = time.monotonic() + NEVER_S
+            await is_over.wait()
+            board._regrouped_s = min(board._regrouped_s, time.monotonic())
+
+    board._regrouped_s = time.monotonic() + NEVER_S
+    board._regroup = regroup  # type: ignore[method-assign]
 
 
 class Front:
@@ -105,10 +137,10 @@ class Front:
 class Cluster:
     """Workers and fronts around one board."""
 
-    def __init__(self, model: Path, topology: str, *, hang_s: float = 60.0, **settings: Any) -> None:
+    def __init__(self, model: Path, topology: str, **settings: Any) -> None:
         self.model = model
         self.topology = topology
-        self.board = BoardHere(hang_s)
+        self.board = BoardHere()
         defaults = WorkerSettings(
             model,
             EngineConfig(num_kv_tokens=8192),
@@ -173,7 +205,7 @@ class Cluster:
         return server._thread.core
 
     async def kill(self, server: WorkerServer) -> None:
-        """Ends a worker as a killed process does."""
+        """Ends a worker as a killed process does. Returns when the board knows, if there is one."""
         server.is_healthy = False
         server.membership._has_left = True
         await server._loops.close()
@@ -185,9 +217,10 @@ class Cluster:
         await server.membership._listener.close()
         assert server._channels is not None
         server._channels.close()
+        await self._until_lost(server.membership.epoch)
 
     async def kill_media(self, server: MediaServer) -> None:
-        """Ends a media worker as a killed process does."""
+        """Ends a media worker as a killed process does. Returns when the board knows."""
         server.is_healthy = False
         server.membership._has_left = True
         await server._loops.close()
@@ -195,6 +228,17 @@ class Cluster:
             channel.close()
         assert server.membership._listener is not None
         await server.membership._listener.close()
+        await self._until_lost(server.membership.epoch)
+
+    async def _until_lost(self, epoch: str) -> None:
+        """Whoever comes before that gets another place."""
+        while self.board.knows(epoch):
+            await asyncio.sleep(0.001)
+
+    async def silence(self, server: WorkerServer) -> None:
+        """Lets a worker hang, as far as the board knows: it calls no more, but its links are open."""
+        await server._loops.close()
+        await self.board.hears_no_more_of(server.membership.epoch)
 
 
 @asynccontextmanager

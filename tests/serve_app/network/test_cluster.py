@@ -10,6 +10,7 @@ import pytest
 
 from epd.errors import OverloadedError
 from epd.sampling_params import SamplingParams
+from epd.serve_app.network import board as boards
 from epd.serve_app.network import remote_fleet
 from epd.serve_app.network.connector import TransportConfig
 from epd.serve_app.network.link import Address, Link, LinkTimeoutError, connect
@@ -19,7 +20,8 @@ from epd.serve_app.network.worker_server import WorkerServer
 from epd.stages.ranks import group
 from epd.topology import TensorParallel, topology_name
 from tests.serve_app.deployments import NEVER_S, Question, num_held, undisturbed
-from tests.serve_app.network.cluster import Cluster, Front, clustered
+from tests.serve_app.held_answers import HeldAnswers
+from tests.serve_app.network.cluster import HANG_S, Cluster, Front, clustered
 from tests.stages.ranks.thread_ranks import StartedThreadRanks
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
@@ -57,6 +59,11 @@ async def until(is_true: Callable[[], bool], seconds: float = 200.0) -> float:
 
 def topology_seen(front: Front) -> str:
     return topology_name([info.roles for info in front.fleet.workers.values() if info.is_alive])
+
+
+def has_begun(front: Front) -> bool:
+    """Whether an answer of a front is in its middle."""
+    return any(each.answer.has_begun for each in front.service.attempts.values())
 
 
 async def until_all_see(cluster: Cluster, topology: str) -> None:
@@ -162,15 +169,18 @@ def test_a_front_that_is_lost_takes_only_its_own_requests_with_it(
     model: Path, questions: list[Question], expected: list[tuple[int, ...]]
 ) -> None:
     async def run() -> None:
-        async with clustered(model, "1e1p1d", num_fronts=2) as cluster:
+        held = HeldAnswers()
+        async with clustered(model, "1e1p1d", num_fronts=2, pace=held) as cluster:
             lost, kept = cluster.fronts
             await until_all_see(cluster, "1e1p1d")
+            held.is_on = True
             dead = asyncio.create_task(lost.ask_all(questions))
             alive = asyncio.create_task(kept.ask_all(questions))
             await until(lambda: len(lost.service.attempts) + len(kept.service.attempts) >= 10)
-            await asyncio.sleep(0.2)
+            await until(lambda: all(map(has_begun, cluster.fronts)))
             await lost.kill()
             dead.cancel()
+            held.is_on = False
             assert [answer.tokens for answer in await alive] == expected
             assert (await kept.service.status()).counters.get("workers_lost", 0) == 0
             await settled(cluster)
@@ -294,9 +304,13 @@ def test_a_board_that_is_restarted_loses_nobody(
             await cluster.board.stop()
             await asyncio.sleep(0.3)
             cluster.board.unreachable = "front"  # they notice later that it is back
-            cluster.board.restart(is_new=is_new)
-            await asyncio.sleep(2.5)
+            all_have_called = cluster.board.restart(is_new=is_new)
+            workers = [*cluster.stages, *cluster.media]
+            await until(lambda: all(cluster.board.knows(each.membership.epoch) for each in workers))
+            await asyncio.sleep(0.3)
             cluster.board.unreachable = None
+            await until(lambda: all(cluster.board.knows(each.fleet.owner) for each in cluster.fronts))
+            all_have_called.set()
             for answers in await asyncio.gather(*asking):
                 assert [answer.tokens for answer in answers] == expected
             # It knows the names again, and gives new ones.
@@ -367,9 +381,11 @@ def test_any_front_switches_roles_and_all_move_their_answers(
     model: Path, questions: list[Question], expected: list[tuple[int, ...]]
 ) -> None:
     async def run() -> None:
-        async with clustered(model, "1e1p2d", num_fronts=2) as cluster:
+        held = HeldAnswers()
+        async with clustered(model, "1e1p2d", num_fronts=2, pace=held) as cluster:
             leader, other = cluster.fronts
             await until_all_see(cluster, "1e1p2d")
+            held.is_on = True
             assert (leader.service.leads, other.service.leads) == (True, False)
             asking = [asyncio.create_task(front.ask_all(questions)) for front in cluster.fronts]
             await until(
@@ -379,6 +395,7 @@ def test_any_front_switches_roles_and_all_move_their_answers(
                 )
             )
             switch = await other.service.switch_roles("d1", frozenset({"prefill"}))
+            held.is_on = False
             assert (switch.before, switch.after) == ("d", "p")
             assert [each.worker for each in leader.service.switcher.last] == ["d1"]
             await until_all_see(cluster, "1e2p1d")
@@ -425,11 +442,10 @@ def test_fronts_queue_as_one(model: Path) -> None:
 
 def test_a_worker_that_is_silent_is_lost_for_all(model: Path) -> None:
     async def run() -> None:
-        async with clustered(model, "1e1p1d", hang_s=5.0) as cluster:
+        async with clustered(model, "1e1p1d") as cluster:
             front = cluster.fronts[0]
             await until(lambda: topology_seen(front) == "1e1p1d")
-            server = cluster.worker("d0")
-            await server._loops.close()  # it calls the board no more, but its links are open
+            await cluster.silence(cluster.worker("d0"))
             await until(lambda: not front.fleet.workers["d0"].is_alive)
             again = await cluster.add_stage()
             assert again.info.name == "d0"
@@ -438,15 +454,19 @@ def test_a_worker_that_is_silent_is_lost_for_all(model: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_worker_that_comes_for_a_silent_one_takes_its_place(model: Path) -> None:
+def test_a_worker_that_comes_for_a_silent_one_takes_its_place(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Serve's own check of a stopped worker may be quicker than the board's."""
+    monkeypatch.setattr(boards, "_REPLACED_S", HANG_S)
 
     async def run() -> None:
-        async with clustered(model, "1e1p1d", hang_s=30.0) as cluster:
+        async with clustered(model, "1e1p1d") as cluster:
             front = cluster.fronts[0]
             await until(lambda: topology_seen(front) == "1e1p1d")
-            await cluster.worker("p0")._loops.close()
-            await asyncio.sleep(3.5)
+            assert cluster.board.board is not None
+            cluster.board.board._hang_s = NEVER_S
+            await cluster.silence(cluster.worker("p0"))
             again = await cluster.add_stage()
             assert (again.info.name, again.info.incarnation) == ("p0", 2)
             await until(lambda: topology_seen(front) == "1e1p1d")

@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import shutil
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPoolShape
 from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
 from epd.stages.engine.pool_memory import pool_memory
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, Ticket, TransferOutcome
+from tests.serve_app.deployments import NEVER_S
 from tests.serve_app.network.fake_gpu import FakeGpuMemory
 
 MIB = 1 << 20
@@ -180,7 +182,7 @@ class _PausedMail(deque[Envelope]):
 
     def append(self, envelope: Envelope) -> None:
         self.reached.set()
-        assert self.closed.wait(20)
+        assert self.closed.wait(NEVER_S)
         super().append(envelope)
 
 
@@ -195,10 +197,10 @@ def test_an_end_that_is_closed_while_an_offer_is_delivered_answers_it_once(files
     to = ticket("t", CachedGroup(7, (9, 0, 4)))
     delivering = threading.Thread(target=sender.send, args=(to, CachedGroup(7, (5, 2))))
     delivering.start()
-    assert mail.reached.wait(20)
+    assert mail.reached.wait(NEVER_S)
     workers["p0"].close("p0.prefill")
     mail.closed.set()
-    delivering.join(20)
+    delivering.join()
     assert outcomes(sender) == [TransferOutcome.CANCELLED]
 
 
@@ -314,14 +316,21 @@ def of_this_test(files: PoolFiles) -> list[Any]:
 
 
 def test_a_pool_is_bound_by_no_file_system_and_cannot_be_cut_short(
-    files: PoolFiles, monkeypatch: pytest.MonkeyPatch
+    files: PoolFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The end of a file that is cut short, or finds no room, would end whoever touches it by a signal."""
+    """The end of a file that is cut short, or finds no room, would end whoever touches it by a signal.
+
+    Its name lies where other tests do not look: what it claims would leave no memory to them.
+    """
     monkeypatch.setattr(shared_memory, "available_memory_bytes", lambda: 1 << 62)
-    path = files.create("e0.encode-kv", 2 * shutil.disk_usage(shared_memory._MEMORY_FOLDER).total)
-    before = shutil.disk_usage(shared_memory._MEMORY_FOLDER).used
+    folder = shared_memory._MEMORY_FOLDER
+    monkeypatch.setattr(shared_memory, "_MEMORY_FOLDER", tmp_path)
+    path = files.create("e0.encode-kv", 2 * shutil.disk_usage(folder).total)
     pool_memory(8 * MIB, path).fill_(1)
-    assert shutil.disk_usage(shared_memory._MEMORY_FOLDER).used - before < MIB
+    assert path.stat().st_blocks * 512 >= 8 * MIB
+    assert path.stat().st_dev not in {
+        each.stat().st_dev for each in (folder, tmp_path, Path(tempfile.gettempdir()))
+    }
     descriptor = open_pool(path)
     assert descriptor is not None
     with pytest.raises(PermissionError):

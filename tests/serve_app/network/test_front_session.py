@@ -44,9 +44,11 @@ def test_frames_that_cannot_be_fetched_hold_up_no_other_message(error: Exception
         await asyncio.sleep(0.01)
         assert handled == answers == []
         frames.set_exception(error)
-        await asyncio.sleep(0.01)
+        while len(answers) < 2:
+            await asyncio.sleep(0)
         channel.on_call(WorkerCall("third", None), answers.append)  # type: ignore[arg-type]
-        await asyncio.sleep(0.01)
+        while len(answers) < 3:
+            await asyncio.sleep(0)
         assert handled == [("second", pixels), ("third", None)]
         assert isinstance(answers[0], EPDError)
         assert told in str(answers[0])

@@ -13,8 +13,8 @@ from epd.serve_app.network import board
 from epd.serve_app.network.board import Board
 from epd.serve_app.network.members import Credentials, Member
 from epd.serve_app.worker_info import WorkerInfo
-from tests.serve_app.deployments import Question, undisturbed
-from tests.serve_app.network.cluster import HOST, clustered
+from tests.serve_app.deployments import NEVER_S, Question, undisturbed
+from tests.serve_app.network.cluster import HOST, clustered, hold_regrouping
 from tests.serve_app.network.test_cluster import settled, until, until_all_see
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
@@ -28,10 +28,8 @@ def test_workers_that_were_lost_with_the_board_are_not_taken_for_those_that_come
     is_new: bool,
     checkpoints: dict[str, Path],
     media: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A survivor that knows a worker as lost refuses what names it, and so must not meet its name again."""
-    monkeypatch.setattr(board, "_REGROUP_S", 3.0)
     model = checkpoints["qwen2_5_vl"]
     questions = [
         Question(tuple(media[name] for name in kinds), f"what {number}?", LONG)
@@ -48,10 +46,12 @@ def test_workers_that_were_lost_with_the_board_are_not_taken_for_those_that_come
             lost = [name for name in ("e0", "p0", "d0") if name != survivor]
             for name in lost:
                 await cluster.kill(cluster.worker(name))
-            cluster.board.restart(is_new=is_new)
+            all_have_called = cluster.board.restart(is_new=is_new)
             # The survivors, of fronts and media workers too, call sooner than a new process is there.
             await until(lambda: cluster.board.board is not None and len(cluster.board.board._entries) == 4)
             coming = [asyncio.create_task(cluster.add_stage()) for _ in lost]
+            await asyncio.sleep(0.1)
+            all_have_called.set()
             for answers in await asyncio.gather(*asking):
                 assert [answer.tokens for answer in answers] == expected
             for server in await asyncio.gather(*coming):
@@ -72,7 +72,7 @@ def test_a_board_on_a_machine_whose_clock_is_behind_follows_what_members_have_se
     newcomer = Member("n", "stage", (HOST, 1), "here", pid=0, topology="1epd")
 
     async def run() -> None:
-        restarted, credentials = Board(is_restarted=True), Credentials(bytes(32), "fleet")
+        restarted, credentials = Board(hang_s=NEVER_S, is_restarted=True), Credentials(bytes(32), "fleet")
         await asyncio.gather(
             restarted.follow(survivor, seen, credentials), restarted.follow(newcomer, -1, credentials)
         )
@@ -86,16 +86,20 @@ def test_a_board_on_a_machine_whose_clock_is_behind_follows_what_members_have_se
     asyncio.run(run())
 
 
-def test_a_member_that_calls_when_others_know_it_as_lost_must_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_calls_when_others_know_it_as_lost_must_end() -> None:
     """It was stopped while the board was started again, and its work is done by others."""
-    monkeypatch.setattr(board, "_REGROUP_S", 0.1)
     survivor = Member("s", "front", (HOST, 1), "here", pid=0, is_ready=True)
     info = WorkerInfo("epd0", frozenset({"encode", "prefill", "decode"}))
     stopped = Member("w", "stage", (HOST, 1), "here", pid=0, topology="1epd", info=info, is_ready=True)
 
     async def run() -> None:
-        restarted, credentials = Board(is_restarted=True), Credentials(bytes(32), "fleet")
-        view = await restarted.follow(survivor, 5, credentials)
+        restarted, credentials = Board(hang_s=NEVER_S, is_restarted=True), Credentials(bytes(32), "fleet")
+        hold_regrouping(restarted, is_over := asyncio.Event())
+        following = asyncio.create_task(restarted.follow(survivor, 5, credentials))
+        while not len(restarted):
+            await asyncio.sleep(0)
+        is_over.set()
+        view = await following
         assert view is not None
         assert set(view.members) == {"s"}
         late = await restarted.follow(stopped, 5, credentials)

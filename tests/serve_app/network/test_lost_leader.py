@@ -55,9 +55,10 @@ def test_a_leader_that_is_lost_while_it_switches_leaves_nothing_behind(
             leader, other = cluster.fronts
             await until_all_see(cluster, "1e1p2d")
             switched = cluster.worker("d1")
-            deliver = hold_deliveries(switched)
+            offers, deliver = hold_deliveries(switched)
             asking = [asyncio.create_task(front.ask_all(questions)) for front in cluster.fronts]
             await until(lambda: any(each.decode_worker == "d1" for each in leader.service.attempts.values()))
+            await until(lambda: bool(offers()))
             is_reached = kill_after(leader, at)
             switching = asyncio.create_task(leader.service.switch_roles("d1", frozenset({"prefill"})))
             await is_reached.wait()
@@ -74,22 +75,28 @@ def test_a_leader_that_is_lost_while_it_switches_leaves_nothing_behind(
     asyncio.run(run())
 
 
-def hold_deliveries(server: WorkerServer) -> Callable[[], None]:
-    """Holds back what others offer to a worker. Returns a function that delivers it, and what comes later."""
+def hold_deliveries(server: WorkerServer) -> tuple[Callable[[], list[Envelope]], Callable[[], None]]:
+    """Holds back what others send to a worker.
+
+    Returns a function that gives the offers so far, and one that delivers all of it, and what comes later.
+    """
     transport, held = server._transport, list[Envelope]()
     assert transport is not None
     deliver = transport.deliver
     transport.deliver = held.append  # type: ignore[method-assign, assignment]
 
+    def offers() -> list[Envelope]:
+        return [each for each in held if isinstance(each.message, Offer)]
+
     def go_on() -> None:
-        assert any(isinstance(each.message, Offer) for each in held)
+        assert offers()
         transport.deliver = deliver  # type: ignore[method-assign]
         for each in held:
             deliver(each)
         assert server._thread is not None
         server._thread.wake()
 
-    return go_on
+    return offers, go_on
 
 
 def kill_after(front: Front, at: type[Message[Any]]) -> asyncio.Event:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from epd.serve_app.network.link import Address
 from epd.serve_app.network.members import Credentials, Kind, Member, ProcessAddress
 from epd.serve_app.network.membership import Membership, end_process, start_ticks
 from epd.serve_app.worker_info import WorkerInfo
+from tests.serve_app.deployments import NEVER_S
 
 SOON_S = 60.0
 
@@ -59,7 +61,7 @@ def test_members_that_leave_are_not_ended(
     monkeypatch.setattr("epd.serve_app.network.membership.end_process", lambda pid, _ticks: ended.append(pid))
 
     async def run() -> None:
-        board, place = Board(), ProcessAddress("127.0.0.1", "here")
+        board, place = Board(hang_s=NEVER_S), ProcessAddress("127.0.0.1", "here")
         leaves, is_lost, watches = (Membership(board, kind, place) for _ in range(3))
         for number, each in enumerate((leaves, is_lost, watches)):
             await each.join(lambda _link: None)
@@ -82,9 +84,29 @@ def test_members_that_leave_are_not_ended(
     assert ended == [1_000_001]
 
 
+def test_a_time_in_which_the_board_had_no_core_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of that time wait unread. A member that is silent afterwards is lost."""
+    monkeypatch.setattr(boards, "_TICK_S", 0.01)
+
+    async def run() -> None:
+        board, credentials = Board(hang_s=0.1), Credentials(bytes(32), "fleet")
+        member = Member("m", "front", ("127.0.0.1", 1), "here", pid=0)
+        for is_ready in (False, True):
+            await board.follow(replace(member, is_ready=is_ready), -1, credentials)
+        await asyncio.sleep(0.02)
+        time.sleep(0.3)  # nothing else runs meanwhile
+        await asyncio.sleep(0.03)
+        assert len(board) == 1
+        while len(board):
+            await asyncio.sleep(0.01)
+        await board.close()
+
+    asyncio.run(run())
+
+
 def test_the_board_spreads_the_workers_of_a_stage_over_machines() -> None:
     async def run() -> None:
-        board = Board()
+        board = Board(hang_s=NEVER_S)
         for number, node_id in enumerate(["one", "two"] * 3):
             newcomer = Member(
                 f"w{number}", "stage", ("127.0.0.1", 1), node_id, pid=0, topology="2e2p2d", release="r"
@@ -102,7 +124,7 @@ def test_a_place_that_another_worker_has_is_not_given_again() -> None:
     """One came before the board heard of the loss, under another name: the next one gets what is lacking."""
 
     async def run() -> None:
-        board, credentials = Board(), Credentials(bytes(32), "fleet")
+        board, credentials = Board(hang_s=NEVER_S), Credentials(bytes(32), "fleet")
 
         async def came(epoch: str) -> str:
             newcomer = Member(epoch, "stage", ("127.0.0.1", 1), "here", pid=0, topology="1e1p1d", release="r")
@@ -128,7 +150,7 @@ def test_members_without_a_topology_come_and_go_while_a_place_is_vacant() -> Non
     """A front, and a worker that has its place already."""
 
     async def run() -> None:
-        board, credentials = Board(), Credentials(bytes(32), "fleet")
+        board, credentials = Board(hang_s=NEVER_S), Credentials(bytes(32), "fleet")
         here = Member("w", "stage", ("127.0.0.1", 1), "here", pid=0, topology="1e1p1d", release="r")
         own = WorkerInfo("mine", frozenset({"decode"}))
         await board.follow(here, -1, credentials)
@@ -156,12 +178,14 @@ def test_a_silent_worker_is_replaced_only_by_one_more_than_is_wanted(
     num_there: int, is_replaced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a release comes up on busy cores, Serve gives up the update if one of its workers is ended."""
-    monkeypatch.setattr(boards, "_REPLACED_S", 0.1)
+    monkeypatch.setattr(boards, "_REPLACED_S", 100.0)
 
     async def run() -> None:
-        board, credentials = Board(), Credentials(bytes(32), "fleet")
+        board, credentials = Board(hang_s=NEVER_S), Credentials(bytes(32), "fleet")
+        board._regrouped_s -= 1000.0
         for number in range(num_there + 1):
-            await asyncio.sleep(0.2)  # the board hears no more of those that are there
+            for entry in board._entries.values():
+                entry.heard_s -= 200.0  # the board hears no more of those that are there
             comes = Member(f"s{number}", "stage", Address("127.0.0.1", 1), "here", pid=0, topology="1e1p1d")
             view = await board.follow(comes, -1, credentials)
             await board.follow(replace(comes, is_ready=True), -1, credentials)

@@ -44,7 +44,8 @@ def test_requests_of_all_fronts_count_and_all_see_the_advice(
                     getattr(work, name) for _, work in its
                 )
             assert sum(bool(work.num_patches) for _, work in mine) == len(questions) // 2
-            await until(lambda: all("Stage" in each.membership.view.advice for each in cluster.stages))
+            members = [*(each.membership for each in cluster.stages), other.fleet.membership]
+            await until(lambda: all("Stage" in each.view.advice for each in members))
             given = cluster.stages[0].membership.view.advice["Stage"]
             assert 3 <= given.num_replicas <= 8
             for front in cluster.fronts:
@@ -63,7 +64,9 @@ def test_traffic_makes_no_new_view_for_workers(checkpoints: dict[str, Path]) -> 
         async with clustered(checkpoints["qwen2_5_vl"], "1epd", num_fronts=2) as cluster:
             leader, other = cluster.fronts
             await until(lambda: topology_seen(leader) == topology_seen(other) == "1epd")
-            await asyncio.sleep(1.0)
+            board = cluster.board.board
+            assert board is not None
+            await until(lambda: cluster.stages[0].membership.view.version == board._version)
             version = cluster.stages[0].membership.view.version
             await other.ask(Question((), "well?", SamplingParams(max_tokens=2)))
             await until(lambda: len(leader.service.recent_load()) == 1)

@@ -34,8 +34,8 @@ async def seconds() -> dict[str, float]:
     channels = {name: Channel(await connect(listener.address, KEY)) for name in ("idle", "pushes", "calls")}
     call = channels["calls"].call("a question")
     await asyncio.sleep(0.2)
-    set_loopback("down")
     start_s, ended = time.monotonic(), dict.fromkeys(channels, -1.0)
+    set_loopback("down")
     for name, channel in channels.items():
         channel.on_close = lambda _reason, name=name: ended.update({name: time.monotonic() - start_s})  # type: ignore[misc]
     channels["pushes"].push("what nobody acknowledges")

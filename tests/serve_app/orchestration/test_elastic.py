@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from epd.control.arrivals import Arrivals
 from epd.control.elasticity import ClusterTraffic, ControllerConfig, RoleController, Switch
 from epd.errors import UnavailableError
 from epd.kv.scheduling import SchedulerConfig
+from epd.machine import steady_time_s
 from epd.sampling_params import SamplingParams
 from epd.serve_app.messages import WorkerLoad
 from epd.serve_app.orchestration.elastic import ElasticityLoop
@@ -56,10 +57,8 @@ def scripted(deployment: Deployment) -> ScriptedController:
     return controller
 
 
-async def until(condition: object) -> None:
-    end_s = time.monotonic() + 20
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end_s
+async def until(condition: Callable[[], Any]) -> None:
+    while not condition():
         await asyncio.sleep(0.01)
 
 
@@ -108,7 +107,7 @@ def test_the_estimate_is_made_of_what_workers_report(
     async def run() -> None:
         async with deployed(checkpoints["qwen2_5_vl"], "2e1p1d") as deployment:
             service, elastic = deployment.service, deployment.service.elastic
-            elastic.estimator.observe(time.time(), elastic.samples())
+            elastic.estimator.observe(steady_time_s(), elastic.samples())
             answers = await deployment.ask_all(questions)
             await deployment.settle()
             samples = {each.name: each for each in elastic.samples()}
@@ -128,8 +127,8 @@ def test_the_estimate_is_made_of_what_workers_report(
                 for sample in each.stages.values()
                 if sample.done_units
             )
-            elastic.estimator.follow(time.time(), service.arrivals)
-            load = elastic.estimator.observe(time.time(), elastic.samples())
+            elastic.estimator.follow(steady_time_s(), service.arrivals)
+            load = elastic.estimator.observe(steady_time_s(), elastic.samples())
             assert load.is_known
             assert all(stage.need.request_s > 0 for stage in load.stages.values())
 
@@ -160,11 +159,13 @@ def test_what_a_worker_has_room_for_ends_with_its_seats_too() -> None:
 def test_seats_are_told(checkpoints: dict[str, Path]) -> None:
     async def run() -> None:
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
-            long = Question((), "what?", SamplingParams(max_tokens=400, ignore_eos=True))
+            long = Question((), "what?", SamplingParams(max_tokens=40, ignore_eos=True))
+            deployment.held.is_on = True
             asking = asyncio.create_task(deployment.ask_all([long, long]))
             loads = deployment.service.requests.loads
             most = SchedulerConfig().max_num_seqs
             await until(lambda: "d0" in loads and loads["d0"].seq_usage == 2 / most)
+            deployment.held.is_on = False
             await asking
             await deployment.settle()
 

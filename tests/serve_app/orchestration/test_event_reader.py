@@ -21,7 +21,7 @@ from tests.serve_app.orchestration.parts import shared_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
-LONG = SamplingParams(max_tokens=600, ignore_eos=True)
+LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 
 
 def test_a_first_token_is_recorded_once_and_frees_its_prefill_worker(
@@ -34,13 +34,15 @@ def test_a_first_token_is_recorded_once_and_frees_its_prefill_worker(
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
             service, recorded = deployment.service, list[float]()
             monkeypatch.setattr(service.queue, "record_first_token", recorded.append)
+            deployment.held.is_on = True
             asking = asyncio.create_task(deployment.ask_all(questions))
             await until_decoding(deployment, "d0", 2)
             assert not asking.done()
             assert (service.router.in_flight("p0").num_prefills, len(recorded)) == (0, 2)
+            deployment.held.is_on = False
             answers = await asking
             await deployment.settle()
-        assert [len(answer.tokens) for answer in answers] == [600, 600]
+        assert [len(answer.tokens) for answer in answers] == [40, 40]
         assert len(recorded) == 2
         assert all(0 < seconds < 120 for seconds in recorded)
 

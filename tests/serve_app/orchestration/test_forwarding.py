@@ -23,6 +23,7 @@ from epd.topology import Stage
 from epd.transfer.connectors import KVTicket
 from epd.types import StageTimings
 from tests.serve_app.conftest import ADMIN, QUESTION, Front
+from tests.serve_app.deployments import NEVER_S
 from tests.serve_app.orchestration.parts import shared_parts
 
 ROLES: Mapping[str, Stage] = {"p": "prefill", "d": "decode"}
@@ -71,6 +72,12 @@ class ScriptedFleet:
             yield event
 
 
+async def done() -> None:
+    """Returns when all has been done that waits for no time: nothing here is asked of another thread."""
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
 class Prompt(tuple[int, ...]):
     """Tokens of a prompt, all of which are kept."""
 
@@ -84,7 +91,7 @@ class Bench:
     def __init__(self, room: dict[str, int], fleet: ScriptedFleet | None = None) -> None:
         self.fleet = fleet or ScriptedFleet(room)
         self._clock = asyncio.get_running_loop().time
-        self.shared = shared_parts(self.fleet, clock=self._clock, max_prefills=16, unavailable_s=5.0)
+        self.shared = shared_parts(self.fleet, clock=self._clock, max_prefills=16, unavailable_s=NEVER_S)
         self.router, self.queue = self.shared.router, self.shared.queue
         self.attempts = self.shared.requests.attempts
         self.placement = RequestPlacer(self.shared, Isolation(self.shared))
@@ -108,7 +115,7 @@ class Bench:
         return attempt
 
     async def place(
-        self, name: str, *, seconds: float = 5.0, priority: int = 0, isolated_at: Stage | None = None
+        self, name: str, *, seconds: float = NEVER_S, priority: int = 0, isolated_at: Stage | None = None
     ) -> Attempt:
         attempt = self.attempt(name, priority)
         attempt.isolated_at = frozenset({isolated_at} if isolated_at else ())
@@ -141,7 +148,7 @@ def test_a_suspect_is_not_joined_by_those_that_had_chosen_its_worker_before() ->
         assert bench.fleet.asked == [("d0", Reserve)]
         suspect = await bench.place("suspect", isolated_at="prefill")
         gate.set()
-        await asyncio.sleep(0.05)
+        await done()
         assert bench.fleet.held == {"p0": {suspect.id}, "d0": set(), "d1": {suspect.id}}
         suspect.num_tokens = 1  # it got further: others may come
         bench.shared.wake()
@@ -156,13 +163,15 @@ def test_room_at_a_decode_worker_is_given_back_when_prefill_refuses() -> None:
 
     async def run() -> None:
         bench = Bench({"p0": 0, "p1": 0, "d0": 1})
-        placing = asyncio.create_task(bench.place("r", seconds=0.2))
-        await asyncio.sleep(0.05)
+        placing = asyncio.create_task(bench.place("r"))
+        await done()
+        assert bench.fleet.asked[-1] == ("d0", Abort)
         assert not any(bench.fleet.held.values())
         assert len(bench.queue) == 1
         assert bench.router.in_flight("d0").num_decodes == bench.router.in_flight("p0").num_prefills == 0
+        placing.cancel()
         with pytest.raises(OverloadedError, match="no worker had room before the deadline"):
-            await placing
+            await bench.place("s", seconds=0.1)
         assert not any(bench.fleet.held.values())
 
     asyncio.run(run())
@@ -194,11 +203,11 @@ def test_what_waits_is_placed_as_soon_as_there_is_room_by_priority() -> None:
             order.append(name)
 
         waiting = [asyncio.create_task(place("batch", 1)), asyncio.create_task(place("urgent", -1))]
-        await asyncio.sleep(0.05)
+        await done()
         assert order == []
         bench.fleet.room["p0"] = 9
         bench.shared.wake()
-        await asyncio.wait(waiting, timeout=200)
+        await asyncio.wait(waiting)
         assert order == ["urgent", "batch"]
 
     asyncio.run(run())

@@ -30,7 +30,7 @@ from epd.serve_app.orchestration.requests import Attempt
 from epd.serve_app.service import MediaReference
 from epd.video import reference_decode
 from tests.serve_app.conftest import data_url
-from tests.serve_app.deployments import Question
+from tests.serve_app.deployments import NEVER_S, Question
 from tests.serve_app.media_fleet import MediaFleet, image_pixels, reference_to
 from tests.serve_app.orchestration.parts import shared_parts
 
@@ -53,7 +53,7 @@ class Feed:
         return [group for group in self.plan.groups if group.item == item]
 
     async def read(self, item: int, number: int = 0) -> np.ndarray:
-        num, frames = await self.items[item].read(self.groups(item)[number], 5.0)
+        num, frames = await self.items[item].read(self.groups(item)[number], NEVER_S)
         assert num == 0
         assert isinstance(frames, np.ndarray)
         return frames
@@ -77,7 +77,7 @@ async def feeding(
 ) -> AsyncIterator[tuple[Feed, FleetMedia]]:
     anything: Any = fleet
     router = Router()
-    media = FleetMedia(anything, router, patience_s=5.0)
+    media = FleetMedia(anything, router, patience_s=NEVER_S)
     async with media.sources("r", references) as sources:
         question = Question(paths, frame_sampling=FrameSampling(num_frames=6))
         plan = planner.plan(question.request(sources), await media.plan_images(sources))

@@ -277,7 +277,7 @@ def test_groups_that_come_early_do_not_keep_the_first_one_out(
 
     monkeypatch.setattr(ItemFrames, "read", late)
     fleet = {"more_workers": {"v1": frozenset({"video"}), "v2": frozenset({"video"})}}
-    options = {"fleet": fleet, "max_backlog_patches": 1, "stall_timeout_s": 5.0}
+    options = {"fleet": fleet, "max_backlog_patches": 1, "stall_timeout_s": 120.0}
     assert ask(model, "1e1p1d", question, QUARTER, **options) == expected
     assert sent.num_kept >= 8
 

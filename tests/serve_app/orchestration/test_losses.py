@@ -116,10 +116,12 @@ def test_a_request_is_not_blamed_for_two_workers_that_are_lost_at_once(
     async def run() -> None:
         fleet = {"hang_s": 10.0}  # a busy machine holds workers up, too
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d", fleet=fleet) as deployment:
+            deployment.held.is_on = True
             asking = asyncio.create_task(deployment.ask(questions[0]))
             await until_decoding(deployment, "d0", 1)
             deployment.fleet.freeze("d1")
             deployment.fleet.kill("d0")
+            deployment.held.is_on = False
             assert (await asking).tokens == expected[0]
             await deployment.settle()
             assert await num_lost(deployment) == 2

@@ -65,5 +65,6 @@ def test_what_follows_the_load_runs_where_it_is_wanted(
         wait_until(lambda: not expected or optional_in(seen))  # a busy machine may look later
         at_rest = optional_in(seen)
         assert llm.ask((), "What is two plus two?", max_tokens=4).text
+        wait_until(lambda: optional_in(seen) >= expected)
         assert (at_rest, optional_in(seen)) == (at_rest & expected, expected)
         assert bool(at_rest) == bool(expected), "each looks from time to time"

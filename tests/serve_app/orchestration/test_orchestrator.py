@@ -25,6 +25,7 @@ from tests.serve_app.deployments import (
     Deployment,
     Question,
     deployed,
+    until_decoding,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
@@ -230,7 +231,12 @@ def test_a_flood_is_answered_with_overload_and_what_was_taken_completes(
     async def run() -> None:
         options = {"max_waiting": 4, "max_prefills": 1, "settings": {"num_kv_tokens": 512}}
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d", **options) as deployment:
-            asking = [deployment.ask(Question((media["image"],), str(i))) for i in range(40)]
+            deployment.held.is_on = True
+            asking = [
+                asyncio.create_task(deployment.ask(Question((media["image"],), str(i)))) for i in range(40)
+            ]
+            await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)  # one is refused
+            deployment.held.is_on = False
             results = await asyncio.gather(*asking, return_exceptions=True)
             refused = [each for each in results if isinstance(each, OverloadedError)]
             answered = [each for each in results if isinstance(each, Answered)]
@@ -270,12 +276,15 @@ def test_a_step_of_the_wall_clock_refuses_nothing_that_waits(
     questions = [Question((), f"what {number}?") for number in range(6)]
 
     async def run() -> None:
-        async with deployed(checkpoints["qwen2_5_vl"], "1epd", max_prefills=1, max_wait_s=60.0) as deployment:
+        options = {"max_wait_s": NEVER_S, "settings": {"scheduler": SchedulerConfig(max_num_seqs=1)}}
+        async with deployed(checkpoints["qwen2_5_vl"], "1epd", **options) as deployment:
+            deployment.held.is_on = True
             asking = asyncio.create_task(deployment.ask_all(questions))
             while not len(deployment.service.queue):
                 await asyncio.sleep(0.001)
             unix_s = time.time()
-            monkeypatch.setattr(time, "time", lambda: unix_s + 7200.0)
+            monkeypatch.setattr(time, "time", lambda: unix_s + 2 * NEVER_S)
+            deployment.held.is_on = False
             assert all(answer.tokens for answer in await asking)
             assert deployment.service.queue.num_refused == 0
 
@@ -294,8 +303,9 @@ def test_draining_refuses_what_is_new_and_closing_ends_what_runs(checkpoints: di
             with pytest.raises(UnavailableError):
                 await deployment.ask(Question(()))
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
+            deployment.held.is_on = True
             asking = asyncio.create_task(deployment.ask(endless))
-            await asyncio.sleep(0.2)
+            await until_decoding(deployment, "d0", 1)
             assert not await deployment.service.drain(0.1)
         with pytest.raises(UnavailableError):
             await asking

@@ -107,7 +107,7 @@ def test_a_long_text_that_is_tokenised_holds_up_no_other(
     """Both are in the tokeniser at once: neither waits for the other."""
     with planner._adapters.borrowed(), planner._adapters.borrowed():
         pass  # a tokeniser for each is loaded and tried before it is counted who is in one
-    both = threading.Barrier(2, timeout=20.0)
+    both = threading.Barrier(2, timeout=200.0)
     adapter = type(planner.adapter)
     plan_chat = adapter.plan_chat
 

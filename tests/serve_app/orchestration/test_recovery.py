@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +16,12 @@ import pytest
 from epd.control.loss_policy import LossLimits
 from epd.errors import UnavailableError
 from epd.sampling_params import SamplingParams
+from epd.serve_app.local import fleet as local_fleet
 from epd.serve_app.messages import EncodeGroup, Prefill
 from epd.serve_app.orchestration import worker_calls
 from epd.serve_app.orchestration.group_feed import GroupFeed
 from epd.serve_app.orchestration.requests import Attempt
+from epd.serve_app.worker import worker_thread
 from epd.topology import Stage
 from epd.transfer.transfers import Grant
 from tests.serve_app.deployments import (
@@ -248,6 +252,25 @@ def test_a_worker_that_hangs_is_replaced(
             await deployment.settle()
             assert [answer.tokens for answer in answers] == expected
             assert (await deployment.service.status()).counters["workers_lost"] == 1
+
+    asyncio.run(run())
+
+
+def test_a_time_in_which_the_process_had_no_core_loses_no_worker(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when its machine was stopped: no worker has been silent for longer than who looks at them."""
+    gone_s = 0.0
+    clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + gone_s)
+    for module in (local_fleet, worker_thread):
+        monkeypatch.setattr(module, "time", clock)
+
+    async def run() -> None:
+        nonlocal gone_s
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d", fleet={"hang_s": 6.0}) as deployment:
+            gone_s = 100.0
+            await asyncio.sleep(4.0)  # two looks
+            assert (await deployment.service.status()).counters.get("workers_lost", 0) == 0
 
     asyncio.run(run())
 

@@ -80,10 +80,11 @@ def test_a_worker_that_others_can_spare_takes_a_vacated_place_once(
         assert switched == []
         replacement.fill(frozenset({"encode"}))
         await asyncio.sleep(0.05)
+        while len(switched) < len(expected):
+            await asyncio.sleep(0.001)
         replacement.fill(frozenset())
-        await asyncio.sleep(0.05)
         assert replacement._looking is not None
-        assert replacement._looking.done()
+        await asyncio.wait([replacement._looking])
         return switched
 
     assert asyncio.run(run()) == expected

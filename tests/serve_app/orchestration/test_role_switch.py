@@ -16,12 +16,14 @@ from epd.kv.drafting import DraftConfig, DraftMethod
 from epd.sampling_params import SamplingParams
 from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.messages import EncodeGroup, Message, Reserve
+from epd.serve_app.orchestration import role_switch
 from epd.serve_app.orchestration.config import SwitchLimits
 from epd.serve_app.orchestration.role_switch import closed_roles
 from epd.serve_app.role_messages import AskRemaining, Move, Offload, Onload, Pause, SetRoles
 from epd.topology import Stage
 from tests.serve_app.deployments import (
     LETTERS,
+    NEVER_S,
     Answered,
     Deployment,
     Question,
@@ -205,8 +207,7 @@ def test_a_prompt_on_its_way_to_a_worker_that_leaves_decode_goes_to_another(
     """The prefill worker hands it over to the other decode worker: nothing is begun again."""
 
     async def run() -> None:
-        limits = SwitchLimits(drain_s=20.0)
-        async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d", switching=limits) as deployment:
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d") as deployment:
             fleet, send, may_encode = deployment.fleet, deployment.fleet.send, asyncio.Event()
 
             async def held(stage: Stage, target: str, message: Message[Any], bulk: Any = None) -> Any:
@@ -374,11 +375,17 @@ def test_a_worker_that_is_lost_in_its_switch_comes_back_as_it_was(
 
 
 def test_a_switch_that_takes_too_long_is_rolled_back(
-    checkpoints: dict[str, Path], long_questions: list[Question], long_expected: list[tuple[int, ...]]
+    checkpoints: dict[str, Path],
+    long_questions: list[Question],
+    long_expected: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """It is late from when answers are to move on."""
+    limits = property(lambda run: SwitchLimits(limit_s=0.3 if run.phase == "migrate" else NEVER_S))
+    monkeypatch.setattr(role_switch._SwitchRun, "limits", limits)
+
     async def run() -> None:
-        limits = SwitchLimits(limit_s=0.3)
-        async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d", switching=limits) as deployment:
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d") as deployment:
             asking = await decoding(deployment, long_questions)
             refused = pytest.raises(UnavailableError, match=r"migrate: it took more than 0.3 s")
             with on_message(deployment, Reserve, refuse_moves), refused:
@@ -395,7 +402,8 @@ def test_the_last_worker_of_a_role_keeps_it(
     """At the beginning, and if the others are lost in the middle of it."""
 
     async def run() -> None:
-        async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d", fleet={"restart_s": 1.0}) as deployment:
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d") as deployment:
+            may_restart = held_restarts(deployment)
             for worker in ("e0", "p0"):
                 with pytest.raises(InfeasibleError, match="at least 1 must be left"):
                     await deployment.service.switch_roles(worker, roles("d"))
@@ -403,10 +411,23 @@ def test_the_last_worker_of_a_role_keeps_it(
             lose = on_message(deployment, Pause, lambda _: deployment.fleet.kill("d1"))
             with lose, pytest.raises(UnavailableError, match="there are 0 workers for decode"):
                 await deployment.service.switch_roles("d0", roles("p"))
+            may_restart.set()
             assert [answer.tokens for answer in await released(deployment, asking)] == long_expected
             await deployment.settle()
 
     asyncio.run(run())
+
+
+def held_restarts(deployment: Deployment) -> asyncio.Event:
+    """Lost workers are not started again before the event is set."""
+    restart, may_restart = deployment.fleet._restart, asyncio.Event()
+
+    async def held(name: str) -> None:
+        await may_restart.wait()
+        await restart(name)
+
+    deployment.fleet._restart = held  # type: ignore[method-assign]
+    return may_restart
 
 
 def test_switches_that_cannot_be_are_refused(checkpoints: dict[str, Path]) -> None:

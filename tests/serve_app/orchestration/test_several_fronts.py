@@ -15,7 +15,7 @@ from epd.errors import UnavailableError
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.serve_app.fleet import WorkerChanged, WorkerLost
-from epd.serve_app.messages import owner_of
+from epd.serve_app.messages import EncodeGroup, owner_of
 from epd.serve_app.orchestration import worker_calls
 from epd.serve_app.orchestration.config import SwitchLimits
 from epd.serve_app.orchestration.requests import Attempt
@@ -297,6 +297,19 @@ def test_answers_move_from_a_worker_that_drains(
     asyncio.run(run())
 
 
+def held_encoding(front: Front) -> asyncio.Event:
+    """Prompts with media stay at their prefill workers until the event is set."""
+    send, may_encode = front.fleet.send, asyncio.Event()
+
+    async def held(stage: Any, target: str, message: Any, bulk: Any = None) -> Any:
+        if isinstance(message, EncodeGroup):
+            await may_encode.wait()
+        return await send(stage, target, message, bulk)
+
+    front.fleet.send = held  # type: ignore[method-assign]
+    return may_encode
+
+
 def test_each_front_sees_the_work_of_the_other(
     checkpoints: dict[str, Path], long_questions: list[Question], long_expected: list[tuple[int, ...]]
 ) -> None:
@@ -304,9 +317,11 @@ def test_each_front_sees_the_work_of_the_other(
         async with fronts_over(checkpoints["qwen2_5_vl"], "1e2p2d") as (busy, other):
             other.service.share(QueueSummary())
             busy.held.is_on = True
+            may_encode = held_encoding(busy)
             asking = asyncio.create_task(busy.ask_all(long_questions[:1]))
             router = other.service.router
             await until(lambda: any(router.load(name).num_prefills for name in ("p0", "p1")))
+            may_encode.set()
             await until(lambda: any(router.load(name).num_decodes for name in ("d0", "d1")))
             (at,) = [name for name in ("d0", "d1") if router.load(name).num_decodes]
             assert router.load(at) == busy.service.router.in_flight(at)

@@ -128,6 +128,7 @@ def test_a_bug_in_recovery_ends_the_request(
     async def run() -> None:
         monkeypatch.setattr("epd.serve_app.orchestration.event_reader._reply", raise_bug)
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
+            deployment.held.is_on = True
             asking = asyncio.create_task(deployment.ask(Question((media["image"],), sampling=LONG)))
             await until_decoding(deployment, "d0", 1)
             deployment.fleet.kill("d0")

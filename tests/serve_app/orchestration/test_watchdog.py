@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from epd.machine import steady_time_s
 from epd.sampling_params import SamplingParams
 from epd.serve_app.messages import WorkerLoad, WorkerReport
 from epd.serve_app.orchestration import watchdog
@@ -20,7 +20,7 @@ from epd.serve_app.worker import worker_thread
 from epd.stages.connectors.in_process import InProcessConnector
 from epd.transfer.connectors import Offer
 from epd.types import RequestStatus
-from tests.serve_app.deployments import Question, deployed, undisturbed
+from tests.serve_app.deployments import NEVER_S, Question, deployed, undisturbed
 from tests.serve_app.orchestration.parts import shared_parts
 from tests.serve_app.worker.threads import KeepingThread
 
@@ -51,21 +51,29 @@ def test_a_request_whose_offer_is_lost_is_done_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The log says before that what it waits for."""
-    monkeypatch.setattr(watchdog, "_SAY_AFTER_S", 1.0)
+    monkeypatch.setattr(watchdog, "_SAY_AFTER_S", NEVER_S)
     question = Question((media["image"],), sampling=LONG)
     expected = undisturbed(checkpoints["qwen2_5_vl"], [question])
 
     def is_lost(name: str, message: Any) -> bool:
-        return isinstance(message, Offer) and name.endswith(receiver)
+        if not isinstance(message, Offer) or not name.endswith(receiver):
+            return False
+        monkeypatch.setattr(watchdog, "_SAY_AFTER_S", 1.0)  # from now on nothing gets on
+        return True
 
     monkeypatch.setattr(InProcessConnector, "put", losing_first(is_lost, InProcessConnector.put))
 
     async def run() -> None:
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d", stall_timeout_s=5.0) as deployment:
-            start_s, asking = time.time(), asyncio.create_task(deployment.ask(question))
+            start_s, asking = steady_time_s(), asyncio.create_task(deployment.ask(question))
             while not deployment.service.attempts:
                 await asyncio.sleep(0.01)
             assert all(each.event_s > start_s for each in deployment.service.attempts.values())
+            counted = deployment.service.requests.counters
+            while not counted["stalls"]:
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(watchdog, "_SAY_AFTER_S", NEVER_S)
+            monkeypatch.setattr(watchdog, "stalled", lambda *_: ())  # the next one may be slow
             answer = await asking
             assert answer.tokens == expected[0]
             assert answer.end is not None
@@ -105,6 +113,7 @@ def test_a_worker_that_computes_without_an_event_shows_that_it_gets_on(
     async def run() -> None:
         thread = KeepingThread("p0", frozenset(), None, None)  # type: ignore[arg-type]
         core: Any = BusyCore()
+        monkeypatch.setattr(worker_thread, "_MAX_SILENCE_S", NEVER_S)
         thread.turn(core)
         assert len(await thread.take_reports(0.0)) == 1
         thread.turn(core)

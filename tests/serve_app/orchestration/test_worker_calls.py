@@ -14,6 +14,7 @@ from epd.serve_app.messages import Abort, Message, Prefill, Redirect, Reserve, W
 from epd.serve_app.orchestration.requests import Attempt, Outcome
 from epd.serve_app.orchestration.worker_calls import DecodeCapacity
 from epd.serve_app.worker_info import MemoryUse, WorkerInfo
+from tests.serve_app.deployments import NEVER_S
 from tests.serve_app.orchestration.test_forwarding import Bench, ScriptedFleet
 
 
@@ -159,7 +160,7 @@ def test_a_prompt_is_submitted_before_its_decode_worker_has_answered() -> None:
 
 async def ended_without_room(bench: JoiningBench) -> Attempt:
     attempt = bench.attempt("r")
-    await bench.placement.place(attempt, bench._clock() + 5, is_new=True)
+    await bench.placement.place(attempt, bench._clock() + NEVER_S, is_new=True)
     return attempt
 
 

@@ -85,10 +85,12 @@ def test_a_worker_that_leaves_is_not_counted_as_lost_and_nobody_is_blamed(
     async def run() -> None:
         limits = LossLimits(max_losses=1)
         async with deployed(checkpoints["qwen2_5_vl"], "2e2p2d", losses=limits, max_attempts=1) as deployment:
+            deployment.held.is_on = True
             asking = asyncio.create_task(deployment.ask_all(questions))
             await until_decoding(deployment, "d0", 1)
             for name in ("d0", "p1", "e0"):
                 leave(deployment, name)
+            deployment.held.is_on = False
             assert [answer.tokens for answer in await asking] == expected
             assert (await deployment.ask(questions[0])).tokens == expected[0]
             status = await deployment.service.status()

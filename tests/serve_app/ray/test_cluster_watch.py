@@ -37,7 +37,7 @@ from epd.serve_app.ray.cluster import RaySettings, ray_cluster
 from epd.serve_app.ray.supervisor import supervised
 
 with ray_cluster(RaySettings()), supervised(owns_cluster=True):
-    time.sleep(1.0)
+    time.sleep(10.0)  # the supervisor has seen it by then
     lost = [pid for pid, name in children(os.getpid()).items() if name == sys.argv[1]]
     os.kill(lost[0], signal.SIGKILL)
     time.sleep(1000)

@@ -20,6 +20,7 @@ from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.ray.front import FrontListener, FrontReplica
 from tests.ports import free_port
+from tests.serve_app.server import START_S
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray's own, when it is imported
@@ -78,8 +79,13 @@ def free_address() -> HttpAddress:
 
 async def ask(address: HttpAddress, path: str = "/name") -> str:
     """Asks over a connection of its own."""
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with patient_client() as client:
         return (await client.get(address.url + path)).text
+
+
+def patient_client() -> httpx.AsyncClient:
+    """Reads no certificates, which would take longer than all that is asked."""
+    return httpx.AsyncClient(trust_env=False, verify=False, timeout=START_S)
 
 
 def test_what_waits_for_a_front_behind_the_proxy_has_an_end() -> None:
@@ -107,12 +113,15 @@ def test_a_front_that_stops_answers_what_it_has_and_others_the_rest(address: Htt
     async def scenario() -> None:
         async with Front("stays").running(address):
             leaves = Front("leaves")
-            async with leaves.running(address), httpx.AsyncClient(trust_env=False) as client:
+            async with leaves.running(address), patient_client() as client:
                 while not leaves.app.num_asked:
                     await ask(address)
                 lines = await _begun_at(leaves, client, address)
+                server = leaves.listener._server
+                assert server is not None
                 leaving = asyncio.create_task(leaves.listener.close())
-                await asyncio.sleep(0.3)
+                while any(each.is_serving() for each in server.servers):
+                    await asyncio.sleep(0.01)
                 answers = await asyncio.gather(*(ask(address) for _ in range(NUM_ASKED)))
                 assert set(answers) == {'"stays"'}
                 assert not leaving.done()
@@ -137,7 +146,7 @@ async def _begun_at(front: Front, client: httpx.AsyncClient, address: HttpAddres
 def test_the_end_of_its_lifespan_waits_for_requests(address: HttpAddress) -> None:
     async def scenario() -> None:
         front = Front()
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with patient_client() as client:
             async with front.running(address):
                 sent = await client.send(client.build_request("GET", f"{address.url}/stream"), stream=True)
                 lines = sent.aiter_lines()
@@ -173,7 +182,7 @@ def test_a_front_that_has_stopped_to_listen_is_not_healthy(address: HttpAddress)
             await front.check_health()
             assert front.listener._serving is not None
             front.listener._serving.cancel()
-            await asyncio.sleep(0.1)
+            await asyncio.wait([front.listener._serving])
             with pytest.raises(RuntimeError, match="does not listen"):
                 await front.check_health()
             with contextlib.suppress(asyncio.CancelledError):

@@ -12,7 +12,7 @@ from epd.serve_app.network.memory import PoolFiles
 from tests.serve_app.deployments import Question, undisturbed, until_decoding
 from tests.serve_app.orchestration.test_role_switch import MEDIA, roles
 from tests.serve_app.ray.declared_app import DeclaredApp
-from tests.serve_app.ray.ray_session import IGNORED, ray_front
+from tests.serve_app.ray.ray_session import IGNORED, RaySession, ray_front
 
 pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
 
@@ -38,6 +38,7 @@ def expected(checkpoints: dict[str, Path], questions: list[Question]) -> list[tu
 
 
 def test_processes_change_roles_under_load(
+    ray_session: RaySession,
     shared_app: DeclaredApp,
     checkpoints: dict[str, Path],
     questions: list[Question],
@@ -48,9 +49,10 @@ def test_processes_change_roles_under_load(
             num_moved = 0
             assert {deployment.member(name).address.host for name in ("e0", "p0", "v0")} == {"127.0.0.1"}
             for worker, letters, topology in ROUND:
-                asking = asyncio.create_task(deployment.ask_all(questions))
-                await until_decoding(deployment, "d1" if worker == "d1" else "d0", 1)
-                switch = await deployment.service.switch_roles(worker, roles(letters))
+                with ray_session.holding():
+                    asking = asyncio.create_task(deployment.ask_all(questions))
+                    await until_decoding(deployment, "d1" if worker == "d1" else "d0", 1)
+                    switch = await deployment.service.switch_roles(worker, roles(letters))
                 num_moved += switch.num_moved
                 assert [answer.tokens for answer in await asking] == expected
                 assert switch.weights_s < switch.onload_s
