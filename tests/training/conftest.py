@@ -7,6 +7,10 @@ from functools import partial
 import pytest
 import torch
 
+from tests.draws import same_draws
+
+__all__ = ["same_draws"]
+
 
 @pytest.fixture(autouse=True)
 def quick_steps(monkeypatch: pytest.MonkeyPatch) -> None:

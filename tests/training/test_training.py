@@ -143,7 +143,7 @@ def test_a_question_among_others_gets_the_logits_it_gets_alone(
         clip for clip in encode_shard(model.model.visual, drawn[-3:], random.Random(0)) if not clip.is_image
     ]
     questions = [ask(clip, random.Random(1), 1) for clip in encoded]
-    batch = make_batch(Prompts(build_tokenizer()), encoded, questions, random.Random(), 0.0)
+    batch = make_batch(Prompts(build_tokenizer()), encoded, questions, random.Random(2), 0.0)
     with torch.inference_mode(), monkeypatch.context() as patched:
         patched.setattr(torch, "autocast", lambda *_: torch.no_grad())
         together, _, _ = language.answer_logits(model, batch)
