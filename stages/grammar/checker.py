@@ -28,7 +28,6 @@ _START_S = 60.0
 # Wall time of an answer: the child's limits are of CPU time, and it may have to wait for its turn.
 _ANSWER_S = 20 * MAX_BUILD_S
 _MAX_KEPT = 64
-_DEAD_S = 0.2
 _PART_BYTES = 1 << 16
 
 
@@ -110,6 +109,7 @@ class _Child:
             env=_ENVIRONMENT,
             start_new_session=True,
         )
+        self._has_ended = False
         if self._line(time.monotonic() + _START_S) != READY:
             self.close()
             raise UnavailableError("the process that checks formats did not start; retry later")
@@ -117,11 +117,9 @@ class _Child:
     def ask(self, line: bytes, patience_s: float) -> bytes | None:
         """Returns the answer to a line; None if it died or took too long, and is of no more use."""
         assert self._process.stdin is not None
-        try:
+        with suppress(OSError):  # it has died, which its other pipe tells
             self._process.stdin.write(line)
             self._process.stdin.flush()
-        except OSError:
-            return None
         return self._line(time.monotonic() + patience_s)
 
     def _line(self, until_s: float) -> bytes | None:
@@ -131,15 +129,14 @@ class _Child:
             ready, _, _ = select.select([pipe], [], [], max(0.0, until_s - time.monotonic()))
             part = os.read(pipe, _PART_BYTES) if ready else b""
             if not part:
+                self._has_ended = bool(ready)
                 return None
             read += part
         return read
 
     def status(self) -> int | None:
-        """Returns how it ended, as `subprocess` has it, once its pipe is closed; None if it has not."""
-        with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(_DEAD_S)
-        return None
+        """Returns how it ended, as `subprocess` has it; None if its pipe is open, since it goes on then."""
+        return self._process.wait() if self._has_ended else None
 
     def close(self) -> None:
         self._process.kill()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.draws import same_draws
 from tests.encoders.families import Family
 from tests.encoders.tiny_tiles import BUILDERS
+
+__all__ = ["same_draws"]
 
 
 @pytest.fixture(scope="session")

@@ -51,6 +51,8 @@ def epd(
         if not name.startswith(("HF_", "EPD_", "TRANSFORMERS_"))
     }
     where = {"HF_HOME": str(home), "HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9"}
+    # The hub is a thread of this process, which may have to wait for a core.
+    where |= {"HF_HUB_ETAG_TIMEOUT": "600", "HF_HUB_DOWNLOAD_TIMEOUT": "600"}
     command = [sys.executable, "-m", "epd", *arguments]
     return subprocess.run(command, env=own | where | others, capture_output=True, text=True, check=False)
 

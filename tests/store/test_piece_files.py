@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 import tracemalloc
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -75,8 +77,13 @@ def test_a_renamed_file_is_a_miss(tmp_path: Path) -> None:
     assert got(files, 1) == payload_of(1)
 
 
-def test_those_that_were_used_last_stay(tmp_path: Path) -> None:
-    """Of one prompt, the first pieces: those after them are worth nothing without them."""
+def test_those_that_were_used_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one prompt, the first pieces: those after them are worth nothing without them.
+
+    All in one moment: a machine that is busy for seconds between two writes would date the later one later.
+    """
+    now_s = time.time()
+    monkeypatch.setattr("epd.store.piece_files.time", SimpleNamespace(time=lambda: now_s))
     files = files_in(tmp_path, room=11_000)
     for index in range(10):
         put(files, index, index)

@@ -21,7 +21,7 @@ from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.cli.program import app
-from epd.store import slabs
+from epd.store import object_store, slabs
 from epd.store.object_store import check_url
 from epd.store.piece_files import PieceFiles
 from epd.store.slabs import Slabs
@@ -31,9 +31,19 @@ from tests.store.object_servers import S3, Objects, proxied, s3
 
 __all__ = ("s3",)
 
+_NEVER_S = 3600.0
 _ROOM = 1 << 28
 _SIZE = 5000  # stands in a slab
 _NUM = 6
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store is given all time to answer, and writes slabs when it is closed."""
+    for name in ("_SLAB_S", "_FIRST_LOOK_S", "_CLOSE_S"):
+        monkeypatch.setattr(slabs, name, _NEVER_S)
+    for name in ("_CONNECT_S", "_REQUEST_S"):
+        monkeypatch.setattr(object_store, name, 60.0)
 
 
 @pytest.fixture(params=["s3", "file"])
@@ -250,7 +260,11 @@ def test_writers_that_are_killed_leave_nothing_wrong(
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [each.message for each in caplog.records if each.levelno >= logging.WARNING]
+    return [
+        each.message
+        for each in caplog.records
+        if each.levelno >= logging.WARNING and each.name.startswith("epd.store")
+    ]
 
 
 def test_a_store_that_is_down_costs_one_warning(
@@ -273,6 +287,7 @@ def test_a_store_that_takes_nothing_is_read_all_the_same(
 ) -> None:
     filled(tmp_path, objects.url)
     monkeypatch.setattr(slabs, "_SILENT_S", 0.0)
+    monkeypatch.setattr(slabs, "_SLAB_S", 0.01)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

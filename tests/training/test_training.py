@@ -143,7 +143,7 @@ def test_a_question_among_others_gets_the_logits_it_gets_alone(
         clip for clip in encode_shard(model.model.visual, drawn[-3:], random.Random(0)) if not clip.is_image
     ]
     questions = [ask(clip, random.Random(1), 1) for clip in encoded]
-    batch = make_batch(Prompts(build_tokenizer()), encoded, questions, random.Random(), 0.0)
+    batch = make_batch(Prompts(build_tokenizer()), encoded, questions, random.Random(2), 0.0)
     with torch.inference_mode(), monkeypatch.context() as patched:
         patched.setattr(torch, "autocast", lambda *_: torch.no_grad())
         together, _, _ = language.answer_logits(model, batch)
@@ -225,7 +225,8 @@ def test_processes_learn_from_each_others_batches(tmp_path: Path) -> None:
     script, out = tmp_path / "learns.py", tmp_path / "state.pt"
     script.write_text(_LEARNS_IN_TWO)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(script), str(out)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command += ["--local-addr", "127.0.0.1", str(script), str(out)]  # no machine needs to know its own name
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ WORKERS.set_forkserver_preload([__name__, "tests.serve_app.network.test_two_proc
 Queues = dict[str, MessageQueue]
 Files = dict[str, SharedPoolFile]
 PROMPTS = {"a": list(range(1, 40)), "b": [5, 4, 3, 2, 1], "c": list(range(1, 30))}
-DEADLINE_S = 60.0
+NEVER_S = 3600.0  # a test that hangs is ended before
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def prefill_a_part(queues: Queues, files: Files, tickets: list[KVTicket]) -> Non
         assert worker.start(ticket.request_id, PROMPTS[ticket.request_id])
         worker.outbox.open(ticket)
         worker.compute(ticket.request_id, 3)
-    time.sleep(DEADLINE_S)
+    time.sleep(NEVER_S)
 
 
 def started(target: Callable[..., None], *args: object) -> BaseProcess:
@@ -86,11 +86,9 @@ def started(target: Callable[..., None], *args: object) -> BaseProcess:
 
 
 def wait_until(is_done: Callable[[], bool], process: BaseProcess | None = None) -> None:
-    """Returns when it is done, and fails after a minute or when the process that should do it has failed."""
-    deadline = time.monotonic() + DEADLINE_S
+    """Returns when it is done, and fails when the process that should do it has failed."""
     while not is_done():
         assert process is None or process.exitcode in (None, 0), f"it ended with {process.exitcode}"
-        assert time.monotonic() < deadline, "nothing came within a minute"
         time.sleep(0.005)
 
 
@@ -109,7 +107,7 @@ def test_prompts_come_from_another_process_through_shared_memory() -> None:
             return len(arrived) == 3
 
         wait_until(poll, process)
-        process.join(DEADLINE_S)
+        process.join()
         assert process.exitcode == 0
         assert all(decode.holds(request_id, PROMPTS[request_id]) for request_id in PROMPTS)
         decode.check()
@@ -130,7 +128,9 @@ def test_nothing_is_kept_of_a_process_that_was_killed_and_another_takes_over() -
         assert sorted(decode.reception.fail_sender("p")) == ["a", "b"]
         assert [decode.cache.num_free_blocks(group) for group in (0, 1)] == [60, 60]
         with SharedPoolFile.create(pools_shape(40, 4)) as successor:
-            files["p"], queues["p"] = successor, WORKERS.Queue()
+            files["p"] = successor
+            # Killed in the middle of a `put`, it has left the queue that it wrote to locked.
+            queues |= {"p": WORKERS.Queue(), "d": WORKERS.Queue()}
             prefill = new_prefill(queues, files)
             (ticket,) = reserve(decode, "a")
             prefill.start("a", PROMPTS["a"])

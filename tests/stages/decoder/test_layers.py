@@ -5,6 +5,7 @@ Here a rank is a thread, whose sums wait for those of the others.
 
 from __future__ import annotations
 
+import gc
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -111,6 +112,7 @@ def test_a_rank_reads_and_holds_its_part_alone(
 ) -> None:
     path = checkpoints[name]
     whole = load_role(path, "language", CPU_FLOAT32)
+    gc.collect()  # else mappings that nobody needs any more would go meanwhile
     whole_elements, before = sum(elements_read), mappings(path)
     for index in range(2):
         elements_read.clear()

@@ -134,10 +134,12 @@ def test_a_guess_that_was_wrong_is_computed_again(
 
     drawn = sampler._Choice._drawn
     monkeypatch.setattr(sampler, "_draw", drawing)
-    is_first: set[int] = set()
+    seen: dict[int, Any] = {}  # which keeps them, so that no later one has the id of an earlier one
 
     def bounded_at_first(choice: Any, *, is_bounded: bool) -> Any:
-        return drawn(choice, is_bounded=id(choice) not in is_first and not is_first.add(id(choice)))
+        is_first = id(choice) not in seen
+        seen[id(choice)] = choice
+        return drawn(choice, is_bounded=is_first)
 
     monkeypatch.setattr(sampler._Choice, "_drawn", bounded_at_first)
     prompts = a_family.mix(5)

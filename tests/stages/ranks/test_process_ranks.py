@@ -99,7 +99,7 @@ def test_a_rank_that_hangs_ends_the_worker_in_time(pipeline: ColocatedPipeline) 
     start_s = time.monotonic()
     with pytest.raises(RankLostError, match=r"one of 2 processes .* is lost .*; start it again"):
         pipeline.ask([], "What is shown?", max_tokens=4)
-    assert LATE_S <= time.monotonic() - start_s < EXCHANGE_S / 2, "it waited as long as ever"
+    assert LATE_S <= time.monotonic() - start_s < EXCHANGE_S, "it waited as long as ever"
     assert not is_running(process_id)
     with pytest.raises(RankLostError, match="one of 2 processes"):
         pipeline.ask([], "again?", max_tokens=4)
@@ -140,7 +140,8 @@ def test_what_another_rank_refuses_is_raised_here(
 ) -> None:
     boot = (
         "import sys; sys.path[:] = {path!r}; from multiprocessing.connection import Connection; "
-        "from epd.errors import InfeasibleError; Connection({descriptor}).send(InfeasibleError('no room'))"
+        "from epd.errors import InfeasibleError; told = Connection({descriptor}); told.recv_bytes(); "
+        "told.send(InfeasibleError('no room'))"
     )
     monkeypatch.setattr(epd.stages.ranks.group, "_BOOT", boot)
     ranks = ProcessRanks(checkpoints["qwen3_vl"], CPU_FLOAT32, 2)

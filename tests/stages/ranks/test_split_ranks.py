@@ -138,13 +138,16 @@ def test_blocks_are_kept_until_the_other_rank_has_copied(
 ) -> None:
     """The other rank is late, so that rank 0 would have answered long before."""
     deployment = ranked.deployment(2, 2, chunk=64)
-    copy, copied = SharedPools.copy_from, list[int]()
+    copy, copied, has_copied = SharedPools.copy_from, list[int](), threading.Event()
 
     def copy_late(pools: SharedPools, *args: Any) -> None:
         rank = pools.shape.rank.index
-        time.sleep(LATE_S * rank)
+        if rank:
+            has_copied.wait()
+            time.sleep(LATE_S)
         copy(pools, *args)
         copied.append(rank)
+        has_copied.set()
 
     monkeypatch.setattr(SharedPools, "copy_from", copy_late)
     prompts = ranked.subject.mix(1)

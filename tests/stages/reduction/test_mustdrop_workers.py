@@ -264,11 +264,13 @@ def test_a_switch_in_the_middle_of_answers_changes_no_token(clip: Path, question
 
     async def run(topology: str, *, is_switched: bool) -> list[tuple[int, ...]]:
         async with deployed(embedded_model_path(), topology) as deployment:
+            deployment.held.is_on = is_switched
             asking = [asyncio.create_task(deployment.ask(each, reduction=POLICY)) for each in some]
             if is_switched:
                 await until_decoding(deployment, "d0", 1)
                 switch = await deployment.service.switch_roles("d0", frozenset({LETTERS["e"]}))
                 assert switch.num_moved > 0
+                deployment.held.is_on = False
             answers = [(await each).tokens for each in asking]
             await deployment.settle()
             return answers

@@ -15,4 +15,5 @@ def real_servers() -> Iterator[None]:
     """Here they are started as users start them, and not forked: see `tests/media_servers.py`."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(process, "subprocess", subprocess)
+        patched.setattr(process, "_FORK_S", 600.0)  # a busy machine lets a server wait
         yield

@@ -27,7 +27,8 @@ with opened() as groups:
 all_s = time.perf_counter() - began
 peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 first_s = []
-for _ in range(5):  # on a busy machine this thread may wait for a core longer than for its frames
+# On a busy machine this thread may wait for a core longer than for its frames: then once more.
+while len(first_s) < 3 or (min(first_s) > 0.05 * all_s and len(first_s) < 30):
     began = time.perf_counter()
     with opened() as groups:
         next(iter(groups))

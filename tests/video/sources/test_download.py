@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -30,6 +31,7 @@ from epd.video.sources.policy import BytesSink
 from tests.video.conftest import Clip
 
 BODY = bytes(range(256)) * 1000
+NEVER_S = 3600.0
 ALLOWED = frozenset({"127.0.0.1", "media.test", ".cdn.test"})
 
 
@@ -53,7 +55,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         elif kind.startswith("to:"):
             self._answer(302, b"", {"Location": kind[3:].replace("|", "/")})
         elif kind == "slow":
-            self._answer(200, b"", {"Content-Length": "1000"})
+            self._answer(200, b"", {"Content-Length": str(1 << 20)})
             self._drip(b"x")
         elif kind == "slow_head":
             self.wfile.write(b"HTTP/1.0 200 OK\r\nX-Filler: ")
@@ -69,13 +71,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _drip(self, piece: bytes) -> None:
-        for _ in range(600):  # half a minute
-            try:
+        """Goes on until the client has gone."""
+        with suppress(OSError):
+            while True:
                 self.wfile.write(piece)
                 self.wfile.flush()
-            except OSError:
-                return
-            time.sleep(0.05)
+                time.sleep(0.05)
 
     def log_message(self, *args: object) -> None:
         """Keep quiet."""
@@ -98,7 +99,10 @@ def to_loopback(host: str, port: int, timeout_s: float) -> list[str]:
 
 
 def policy(**options: object) -> video.FetchPolicy:
-    return video.FetchPolicy(**{"allowed_hosts": ALLOWED, "resolver": to_loopback, **options})  # type: ignore[arg-type]
+    """options: of it; by default no download is too slow, since this process may have to wait for a core."""
+    patient = {"max_s": NEVER_S, "grace_s": NEVER_S}
+    own = {"allowed_hosts": ALLOWED, "resolver": to_loopback, **patient, **options}
+    return video.FetchPolicy(**own)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["body", "unsized", "to:|body", "to:|to:|body", "body?token=secret"])
@@ -115,7 +119,7 @@ def test_a_private_address_is_refused_by_default(port: int) -> None:
 
 def test_who_runs_the_process_may_name_a_private_address(port: int) -> None:
     """And is led to no other: a host that redirects chooses for itself."""
-    trusting = video.FetchPolicy(trusts_urls=True)
+    trusting = video.FetchPolicy(trusts_urls=True, max_s=NEVER_S, grace_s=NEVER_S)
     for path in ("body", "to:|body"):
         assert video.fetch(f"http://127.0.0.1:{port}/{path}", trusting) == BODY
     with pytest.raises(MediaForbiddenError, match=r"the host localhost .* of --allowed-media-hosts; name it"):
@@ -172,10 +176,9 @@ def test_too_many_bytes(port: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["slow", "slow_head"])
 def test_too_slow(port: int, kind: str) -> None:
-    began = time.monotonic()
-    with pytest.raises(MediaLimitError):
+    """The server goes on for as long as it is listened to."""
+    with pytest.raises(MediaLimitError, match=r"took more than 0\.4 s"):
         video.fetch(f"http://127.0.0.1:{port}/{kind}", policy(max_s=0.4))
-    assert time.monotonic() - began < 15, "half of what the server takes"
 
 
 def test_too_many_redirects(port: int) -> None:
@@ -306,10 +309,8 @@ def test_slower_than_the_least_rate(port: int, kind: str) -> None:
 def test_a_download_is_cancelled_from_outside(port: int, kind: str) -> None:
     download = video.Download(policy())
     threading.Timer(0.2, download.cancel).start()
-    began = time.monotonic()
     with pytest.raises(CancelledError):
         download.run(f"http://127.0.0.1:{port}/{kind}", BytesSink())
-    assert time.monotonic() - began < 15, "half of what the server takes"
 
 
 def test_base64_in_pieces_and_with_escapes() -> None:
