@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 from tests import media_servers
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 
 # What is imported stays: it is not searched for garbage while it grows, nor after it is frozen.
 gc.disable()
-# The machine may be busy: no example has a deadline.
-settings.register_profile("same", derandomize=True, deadline=None)
-settings.register_profile("explore", deadline=None)
+# The machine may be busy: no example has a deadline, and drawing them may take long.
+BUSY: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("same", derandomize=True, **BUSY)
+settings.register_profile("explore", **BUSY)
 settings.load_profile("same")
 # Else it draws constants of the modules that are imported, which in another order of files are others.
 providers._get_local_constants = providers.Constants  # type: ignore[assignment]
