@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 # What is imported stays: it is not searched for garbage while it grows, nor after it is frozen.
 gc.disable()
-# The machine may be busy: no example has a deadline, nor has drawing any.
-_SLOW = [HealthCheck.too_slow]
-settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=_SLOW)
-settings.register_profile("explore", deadline=None, suppress_health_check=_SLOW)
+# The machine may be busy: no example has a deadline, and drawing them may take long.
+BUSY: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("same", derandomize=True, **BUSY)
+settings.register_profile("explore", **BUSY)
 settings.load_profile("same")
 # Else it draws constants of the modules that are imported, which in another order of files are others.
 providers._get_local_constants = providers.Constants  # type: ignore[assignment]

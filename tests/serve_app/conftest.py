@@ -19,7 +19,7 @@ from epd.serve_app.media.media_spool import MediaSpool, SpoolLimits
 from epd.serve_app.media.media_worker import MediaSettings
 from epd.video import FetchPolicy
 from tests.serve_app.fakes import FakeService
-from tests.serve_app.server import Server, served, wait_until
+from tests.serve_app.server import START_S, Server, served, wait_until
 
 if TYPE_CHECKING:
     from tests.serve_app.ray.ray_session import RaySession
@@ -84,8 +84,8 @@ def running_front(
     """
     with (
         served(service, settings, media=media or media_settings()) as server,
-        httpx.Client(base_url=server.url, trust_env=False, verify=False, timeout=120) as http,
-        httpx.Client(trust_env=False, verify=False, timeout=120) as openai_http,
+        httpx.Client(base_url=server.url, trust_env=False, verify=False, timeout=START_S) as http,
+        httpx.Client(trust_env=False, verify=False, timeout=START_S) as openai_http,
     ):
         front = Front(service, server, http, openai_http)
         yield front

@@ -40,11 +40,11 @@ from tests.clear_draws import clear_draws, close_draws
 from tests.engine_options import parted
 from tests.serve_app.held_answers import HeldAnswers
 from tests.serve_app.media_fleet import ANY_FILE, reference_to, unheld
+from tests.serve_app.server import NEVER_S as NEVER_S  # others have it from here
 
 LETTERS: dict[str, Stage] = {"v": "video", "e": "encode", "p": "prefill", "d": "decode"}
 NUM_FRAMES = 6
 MAX_TOKENS = 10
-NEVER_S = 3600.0  # what is lost is noticed, however long a busy machine is silent
 _numbers = itertools.count()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -68,13 +69,16 @@ class FakePrompts:
 class FakeService:
     """error: raised after `words_before_error` words. word_s: seconds before each word.
 
-    num_open, num_closed: answers begun and those whose iterator has ended in any way. requests: as
-    received; files_seen: the bytes of their media, as read while the answer ran, from paths_seen.
+    holds_after: words after which an answer waits until it `may_go_on`, however slow its reader is.
+    num_open, num_closed: answers begun and those whose iterator has ended in any way; most_open: at once.
+    requests: as received; files_seen: the bytes of their media, as read meanwhile, from paths_seen.
     file_of: where the media worker has a medium.
     """
 
     error: Exception | None = None
     words_before_error: int = 0
+    holds_after: int | None = None
+    may_go_on: threading.Event = field(default_factory=threading.Event, repr=False)
     word_s: float = 0.0
     words: tuple[str, ...] = WORDS
     is_ready: bool = True
@@ -87,6 +91,7 @@ class FakeService:
     file_of: Callable[[HeldItem], FetchedFile] = field(default=_no_file, repr=False)
     num_open: int = 0
     num_closed: int = 0
+    most_open: int = 0
     switch_error: EPDError | None = None
     switched: list[tuple[str, frozenset[Stage]]] = field(default_factory=list)
     _kept: list[AsyncGenerator[Sequence[AnswerItem], None]] = field(default_factory=list)
@@ -104,6 +109,7 @@ class FakeService:
         self.paths_seen.append([self.file_of(source.held).path for source in request.media])
         self.files_seen.append([path.read_bytes() for path in self.paths_seen[-1]])
         self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open - self.num_closed)
         try:
             async for item in self._items(request):
                 yield (item,)
@@ -118,13 +124,16 @@ class FakeService:
                     yield StageSpan(stage, worker, now, now + 0.02, item=0, group=group)  # type: ignore[arg-type]
         for number, word in enumerate(self.words):
             await asyncio.sleep(self.word_s)
-            if self.error and number == self.words_before_error:
-                raise self.error
+            if number == self.holds_after:
+                while not self.may_go_on.is_set():
+                    await asyncio.sleep(0.01)
+            if (error := self.error) and number == self.words_before_error:
+                raise error
             last = number == len(self.words) - 1
             for choice in range(request.sampling.n):
                 yield self._delta(request, choice, number, word, last)
-        if self.error:
-            raise self.error
+        if error := self.error:
+            raise error
         if self.has_end:
             yield AnswerEnd(self.usage, TIMINGS, cached_tokens=16, retention=0.5)
 
@@ -147,7 +156,8 @@ class FakeService:
         return SWITCH
 
     def recent_load(self) -> list[tuple[float, RequestWork]]:
-        return [(time.time() - 60.0, RequestWork(256, 100, 32)), (time.time(), RequestWork(0, 20, 500))]
+        now_s = time.time()
+        return [(now_s - 60.0, RequestWork(256, 100, 32)), (now_s, RequestWork(0, 20, 500))]
 
     async def status(self) -> ServiceStatus:
         return ServiceStatus(

@@ -22,7 +22,10 @@ from epd.serve_app.media.media_worker import MediaSettings
 from epd.video import ChildLimits, MediaChildren
 from tests.serve_app.conftest import media_settings
 from tests.serve_app.deployments import Deployment
-from tests.serve_app.server import START_S, wait_until
+from tests.serve_app.server import NEVER_S, START_S, wait_until
+
+# Connections that wait are closed long before a server does so, which else may meet the next request.
+UNUSED = httpx.Limits(keepalive_expiry=1.0)
 
 
 def workers_lost(http: httpx.Client) -> int:
@@ -55,10 +58,16 @@ class RealApp:
             core.check_integrity()
 
 
+# Of children whose machine may be busy: none of their answers is late.
+PATIENT = ChildLimits(
+    max_children=3, look_s=NEVER_S, image_s=NEVER_S, audio_s=NEVER_S, group_s=NEVER_S, patience_s=NEVER_S
+)
+
+
 @cache
-def children() -> MediaChildren:
+def children(limits: ChildLimits) -> MediaChildren:
     """Those of all applications of this process: they import torch. They end with the process."""
-    return MediaChildren(ChildLimits(max_children=3), decodes_video=True)
+    return MediaChildren(limits, decodes_video=True)
 
 
 @contextmanager
@@ -67,16 +76,21 @@ def real_app(
     topology: str,
     settings: ApiSettings | None = None,
     media: MediaSettings | None = None,
+    limits: ChildLimits = PATIENT,
     **options: Any,
 ) -> Iterator[RealApp]:
-    """Serves the checkpoint at `path`, its media read by child processes. options: of OrchestratorConfig."""
+    """Serves the checkpoint at `path`, its media read by child processes.
+
+    limits: of these. options: of OrchestratorConfig.
+    """
     started, stop = threading.Event(), threading.Event()
     found: list[tuple[Deployment, BaseException | None]] = []
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
 
     async def serve() -> None:
         settings_here = media or replace(media_settings(), model=path)
-        fleet = {"processes": MediaProcesses(children(), children()), "media": settings_here}
+        processes = MediaProcesses(children(limits), children(limits))
+        fleet = {"processes": processes, "media": settings_here}
         deployment = Deployment(path, topology, fleet, **options)
         try:
             await deployment.service.start()
@@ -106,7 +120,7 @@ def real_app(
         assert started.wait(START_S)
         deployment, error = found[0]
         assert error is None, error
-        with httpx.Client(base_url=url, trust_env=False, timeout=120) as http:
+        with httpx.Client(base_url=url, trust_env=False, timeout=START_S, limits=UNUSED) as http:
             yield RealApp(url, deployment, http)
     finally:
         stop.set()

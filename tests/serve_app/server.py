@@ -24,6 +24,7 @@ from tests.serve_app.fakes import FakeService
 from tests.serve_app.media_fleet import MediaFleet
 
 START_S = 900.0  # on a machine that may be busy; pytest ends a test then
+NEVER_S = 3600.0  # what is lost is noticed, however long a busy machine is silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,13 @@ def served(
         app.router.lifespan_context = _around(app.router.lifespan_context, running)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(
-            uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=2)
+            uvicorn.Config(
+                app,
+                log_level="error",
+                access_log=False,
+                timeout_graceful_shutdown=2,
+                timeout_keep_alive=int(NEVER_S),  # else it may close what a client is about to use
+            )
         )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()

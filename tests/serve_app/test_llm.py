@@ -20,6 +20,7 @@ from epd.errors import MediaError, RequestError
 from epd.models import model_folder
 from tests.colocated import ColocatedPipeline
 from tests.media import write_image, write_video
+from tests.serve_app.server import START_S, wait_until
 
 QUESTION = "What is shown?"
 
@@ -37,7 +38,8 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def encoded_groups(llm: LLM) -> float:
     headers = {"Authorization": f"Bearer {llm.api_key}"}
-    text = httpx.get(f"{llm.url.removesuffix('/v1')}/metrics", headers=headers).text
+    url = f"{llm.url.removesuffix('/v1')}/metrics"
+    text = httpx.get(url, headers=headers, trust_env=False, timeout=START_S).text
     (value,) = re.findall(r"^epd_encoded_groups_total (\S+)$", text, flags=re.MULTILINE)
     return float(value)
 
@@ -71,9 +73,12 @@ def test_chat_is_the_api_of_openai(llm: LLM, clip: Path) -> None:
     messages = [{"role": "user", "content": parts}]
     whole = llm.chat(messages, max_tokens=4)
     assert whole["object"] == "chat.completion"
-    client = openai.OpenAI(base_url=llm.url, api_key=llm.api_key)
-    model = client.models.list().data[0].id
-    theirs = client.chat.completions.create(model=model, messages=messages, max_tokens=4)  # type: ignore[arg-type]
+    with (
+        httpx.Client(trust_env=False, timeout=START_S) as http,
+        openai.OpenAI(base_url=llm.url, api_key=llm.api_key, http_client=http) as client,
+    ):
+        model = client.models.list().data[0].id
+        theirs = client.chat.completions.create(model=model, messages=messages, max_tokens=4)  # type: ignore[arg-type]
     assert theirs.choices[0].message.content == whole["choices"][0]["message"]["content"]
     with pytest.raises(RequestError, match="temperature"):
         llm.chat(messages, temperature=-1)
@@ -110,7 +115,7 @@ def test_errors_are_typed(llm: LLM, tmp_path: Path) -> None:
 def test_nothing_is_left_when_it_is_closed() -> None:
     before = set(threading.enumerate())
     LLM().close()
-    assert {each.name for each in set(threading.enumerate()) - before} == set()
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 def test_the_package_is_light_until_a_model_is_asked_for() -> None:

@@ -15,6 +15,7 @@ from epd.models import model_folder
 from epd.serve_app.cli.program import app
 from tests.media import write_video
 from tests.models.lora import Drawn, draw
+from tests.serve_app.server import START_S
 
 QUESTION = "Which shape appears first?"
 OPTIONS = {"num_threads": 1, "num_kv_tokens": 4096}
@@ -53,7 +54,8 @@ def test_one_weight_copy_answers_as_the_model_and_as_the_adapter(llm: LLM, clip:
 
 def test_the_list_of_models_has_the_adapter_below_its_model(llm: LLM, drawn: Drawn) -> None:
     headers = {"Authorization": f"Bearer {llm.api_key}"}
-    base, pets = httpx.get(f"{llm.url}/models", headers=headers).json()["data"]
+    found = httpx.get(f"{llm.url}/models", headers=headers, trust_env=False, timeout=START_S).json()
+    base, pets = found["data"]
     assert (base["id"], base["root"], base["parent"]) == ("shapes-vl-2", "shapes-vl-2", None)
     assert (pets["id"], pets["root"], pets["parent"]) == ("pets", str(drawn.adapter), "shapes-vl-2")
     assert httpx.get(f"{llm.url}/models/pets", headers=headers).json() == pets

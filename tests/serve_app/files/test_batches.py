@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
-import time
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ import pytest
 from openai.types import Batch
 
 from epd.errors import OverloadedError
+from epd.serve_app.files.batch_store import BatchStore
 from epd.serve_app.files.settings import FileSettings
 from epd.serve_app.http.api import ApiSettings
+from epd.serve_app.service import AnswerItem, AnswerRequest
 from tests.serve_app.conftest import QUESTION, Front, running_front
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import wait_until
@@ -140,7 +142,8 @@ def test_a_batch_whose_file_is_gone_keeps_what_was_answered(tmp_path: Path) -> N
     settings = ApiSettings(files=FileSettings(tmp_path / "kept", num_in_flight=2))
     with running_front(FakeService(word_s=0.05), settings, is_left_busy=True) as front:
         batch = asked(front.openai, [line(str(number)) for number in range(500)])
-        wait_until(lambda: front.service.num_closed > 6)
+        results = tmp_path / "kept" / "batches" / batch.id / "results.jsonl"
+        wait_until(lambda: results.exists() and results.read_bytes().count(b"\n") > 6)
         front.openai.files.delete(batch.input_file_id)
     with running_front(FakeService(), settings) as front:
         done = ended(front.openai, batch)
@@ -152,11 +155,18 @@ def test_a_batch_whose_file_is_gone_keeps_what_was_answered(tmp_path: Path) -> N
         assert 6 < len(records(front.openai, done.output_file_id)) < 100
 
 
-def test_a_batch_that_cannot_be_written_holds_up_no_other(run_front: RunFront, tmp_path: Path) -> None:
+def test_a_batch_that_cannot_be_written_holds_up_no_other(
+    run_front: RunFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     front = run_front(FakeService(word_s=0.05), files=FileSettings(tmp_path / "kept"))
+    unfinished, is_stuck = BatchStore.unfinished, threading.Event()
+    monkeypatch.setattr(
+        BatchStore, "unfinished", lambda store: unfinished(store) if is_stuck.is_set() else []
+    )
     batches = [asked(front.openai, [line(str(number)) for number in range(20)]) for _ in range(3)]
     stuck, last = sorted(batches[1:], key=lambda each: (each.created_at, each.id))
     (tmp_path / "kept" / "batches" / stuck.id / ".batch.json.part").mkdir()
+    is_stuck.set()
     assert {ended(front.openai, each).status for each in (batches[0], last)} == {"completed"}
     assert front.openai.batches.retrieve(stuck.id).status not in FINAL
 
@@ -166,26 +176,35 @@ def test_a_long_batch_holds_up_no_other_key(run_front: RunFront, tmp_path: Path)
     kept = FileSettings(tmp_path / "kept", num_in_flight=2)
     front = run_front(FakeService(word_s=0.02), files=kept, api_key="none", admin_api_key="other")
     client, other = front.openai, front.openai.with_options(api_key="other")
-    long = asked(client, [line(str(number)) for number in range(150)])
+    long = asked(client, [line(str(number)) for number in range(1500)])
     wait_until(lambda: client.batches.retrieve(long.id).request_counts.completed > 3)
-    short, most = asked(other, [line(f"short {number}") for number in range(4)]), 0
-    while (now := other.batches.retrieve(short.id)).status not in FINAL:
-        most = max(most, front.service.num_open - front.service.num_closed)
-    assert (now.status, most) == ("completed", 2)
+    short = asked(other, [line(f"short {number}") for number in range(4)])
+    assert ended(other, short).status == "completed"
+    assert front.service.most_open == 2
     assert client.batches.retrieve(long.id).status == "in_progress"
-    assert len(front.service.requests) < 100
+    assert len(front.service.requests) < 1000
     client.batches.cancel(long.id)
     assert ended(client, long).status == "cancelled"
 
 
+class AfterFirst(FakeService):
+    """Which holds all answers but the first, that a batch asks for alone."""
+
+    async def _items(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
+        self.holds_after = None if self.num_open == 1 else 2
+        async for item in super()._items(request):
+            yield item
+
+
 def test_no_more_lines_are_in_flight_than_allowed(run_front: RunFront, tmp_path: Path) -> None:
-    front = run_front(FakeService(word_s=0.02), files=FileSettings(tmp_path / "kept", num_in_flight=3))
+    service = AfterFirst()
+    front = run_front(service, files=FileSettings(tmp_path / "kept", num_in_flight=3))
     batch = asked(front.openai, [line(str(number)) for number in range(24)])
-    most, end_s = 0, time.monotonic() + 20
-    while front.openai.batches.retrieve(batch.id).status not in FINAL and time.monotonic() < end_s:
-        most = max(most, front.service.num_open - front.service.num_closed)
-    assert most == 3
-    assert len(front.service.requests) == 24
+    wait_until(lambda: service.most_open >= 3)
+    service.may_go_on.set()
+    ended(front.openai, batch)
+    assert service.most_open == 3
+    assert len(service.requests) == 24
 
 
 def test_one_server_at_a_time_drives_a_batch(run_front: RunFront, tmp_path: Path) -> None:

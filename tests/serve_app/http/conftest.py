@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
 from tests.serve_app.conftest import Front
+from tests.serve_app.http.page_use import PATIENCE_MS
 
 ARGUMENTS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -18,7 +19,6 @@ ARGUMENTS = [
 ]  # fmt: skip
 # Set where Chromium was installed for these tests: then they may not be skipped.
 REQUIRED = "EPD_REQUIRE_CHROMIUM"
-PATIENCE_MS = 120_000  # on a machine that may be busy
 # What a page keeps is that of its address, which is another test's too.
 _FORGET = "localStorage.clear(); indexedDB.deleteDatabase('epd')"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tests.serve_app.fakes import WORDS, FakeService
 from tests.video.pictures import Item, box, coded, heif, ispe
 
 TEXT = "".join(WORDS)
+PATIENCE_MS = 120_000  # on a machine that may be busy
 # Of the newest question.
 ASKED, ANSWER, ERROR = (f".turn:last-child {part}" for part in (".asked", ".text", ".error"))
 _DROP = """([base64, name, type]) => {
@@ -56,6 +57,21 @@ def sent_bytes(page: Page) -> list[int]:
 
     page.on("request", note)
     return sizes
+
+
+def eventually(page: Page, condition: Callable[[], bool]) -> None:
+    """Returns as soon as the condition holds, while the page goes on."""
+    for _ in range(PATIENCE_MS // 50):
+        if condition():
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError("waited in vain")
+
+
+def until_kept(page: Page, num_turns: int) -> None:
+    """Returns once the browser has so many turns of the conversation, which a reload then shows."""
+    count = "async () => (await (await import('/page/kept.js')).kept()).length"
+    eventually(page, lambda: bool(page.evaluate(count) == num_turns))
 
 
 def asked(page: Page, question: str, *, answer: str = TEXT) -> None:

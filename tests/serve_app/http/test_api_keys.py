@@ -19,6 +19,7 @@ from epd.serve_app import api_keys
 from epd.serve_app.api_keys import KeysFile, hash_of
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.files.settings import FileSettings
+from epd.serve_app.http.guard import keyed_clients
 from epd.serve_app.http.guard.keyed_clients import Quota
 from tests.serve_app.conftest import QUESTION, Front
 from tests.serve_app.server import wait_until
@@ -100,7 +101,10 @@ def test_each_route_wants_its_right_and_no_other(
         assert front.http.get("/v1/models", headers=sent(key)).status_code == 200
 
 
-def test_requests_of_a_minute_are_counted_and_said(run_front: RunFront, keys: Callable[..., Path]) -> None:
+def test_requests_of_a_minute_are_counted_and_said(
+    run_front: RunFront, keys: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keyed_clients, "monotonic", lambda: 1000.0)
     file = keys(line("k1", "ann", requests_per_minute=2), line("k2", "ben"))
     front = run_front(api_keys_file=file)
     first, second, third = (ask(front, "k1") for _ in range(3))
@@ -109,7 +113,7 @@ def test_requests_of_a_minute_are_counted_and_said(run_front: RunFront, keys: Ca
         "1", "0", "0",
     ]  # fmt: skip
     assert third.status_code == 429
-    assert 20 < int(third.headers["retry-after"]) <= 30
+    assert int(third.headers["retry-after"]) == 30
     assert third.json()["error"]["code"] == "rate_limit_exceeded"
     other = ask(front, "k2")
     assert other.status_code == 200
@@ -126,7 +130,7 @@ def test_tokens_are_counted_once_an_answer_ends(run_front: RunFront, keys: Calla
     assert used > 1
     wait_until(lambda: f'epd_client_tokens_total{{client="ann"}} {used}.0' in metrics(front))
     assert ask(front, "k1").status_code == 429
-    assert 'epd_client_requests_total{client="ann",status="429"} 1.0' in metrics(front)
+    wait_until(lambda: 'epd_client_requests_total{client="ann",status="429"} 1.0' in metrics(front))
 
 
 def metrics(front: Front) -> str:
@@ -183,7 +187,7 @@ def test_lines_of_a_batch_are_its_owners_and_wait_for_no_minute(
 
     wait_until(lambda: batch()["status"] == "completed")
     assert batch()["request_counts"]["completed"] == 1
-    assert 'epd_client_requests_total{client="ann",status="200"} 2.0' in metrics(front)
+    wait_until(lambda: 'epd_client_requests_total{client="ann",status="200"} 2.0' in metrics(front))
 
 
 def test_a_key_ends_when_it_says(keys: Callable[..., Path]) -> None:
@@ -207,7 +211,7 @@ def test_a_broken_change_leaves_the_keys_as_they_were(
         keys('{"name": "ann"}')
         assert found.find(b"k1") is not None
         assert found.find(b"k1") is not None
-    assert len(caplog.records) == 1
+    assert len([each for each in caplog.records if each.name == api_keys.__name__]) == 1
     assert "line 1: sha256: Field required" in caplog.text
     path.unlink()
     assert found.find(b"k1") is not None

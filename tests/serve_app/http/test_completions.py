@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_the_official_client_gets_a_stream(front: Front) -> None:
 
 def test_words_arrive_one_by_one(run_front: Callable[..., Front]) -> None:
     """The first is there while the service is still far from the end."""
-    front = run_front(FakeService(word_s=0.2))
+    front = run_front(FakeService(holds_after=1))
     with front.openai.chat.completions.create(**ASKED, stream=True) as stream:
         first = next(chunk for chunk in stream if chunk.choices[0].delta.content)
         assert front.service.num_closed == 0
@@ -105,7 +106,9 @@ def test_the_report_tells_frames_tokens_and_seconds(front: Front) -> None:
 
 
 def test_events_of_stages_come_before_the_words(front: Front) -> None:
+    start_s = time.time()
     chunks = events(front, epd={"events": True})
+    took_s = time.time() - start_s
     spans = [span for chunk in chunks for span in chunk.get("epd", {}).get("events", [])]
     assert [(span["stage"], span["group"]) for span in spans[:4]] == [
         ("decode_video", 0),
@@ -113,7 +116,7 @@ def test_events_of_stages_come_before_the_words(front: Front) -> None:
         ("prefill", 0),
         ("decode_video", 1),
     ]
-    assert all(-0.1 < span["start_s"] < span["stop_s"] < 5 for span in spans)
+    assert all(-0.1 < span["start_s"] < span["stop_s"] < took_s + 0.1 for span in spans)
     first_word = next(index for index, chunk in enumerate(chunks) if chunk["choices"])
     assert all(not chunk["choices"] for chunk in chunks[:first_word])
     assert not any(chunk["choices"] == [] for chunk in events(front))

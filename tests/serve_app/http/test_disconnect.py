@@ -45,7 +45,7 @@ def test_before_the_first_word(run_front: Callable[..., Front], media: dict[str,
 
 
 def test_in_the_middle_of_a_stream(run_front: Callable[..., Front]) -> None:
-    service = FakeService(words=("word ",) * 1000, word_s=0.02)
+    service = FakeService(holds_after=2)
     front = run_front(service)
     with front.http.stream("POST", "/v1/chat/completions", json={**QUESTION, "stream": True}) as response:
         lines = response.iter_lines()
@@ -56,7 +56,7 @@ def test_in_the_middle_of_a_stream(run_front: Callable[..., Front]) -> None:
 
 
 def test_the_official_client_closes_its_stream(run_front: Callable[..., Front]) -> None:
-    front = run_front(FakeService(words=("word ",) * 1000, word_s=0.02))
+    front = run_front(FakeService(holds_after=2))
     stream = front.openai.chat.completions.create(model="shapes-vl", stream=True, **QUESTION)  # type: ignore[call-overload]
     next(iter(stream))
     stream.close()
@@ -70,11 +70,12 @@ def test_a_client_that_left_is_in_log_and_metrics(
     front = run_front(FakeService(word_s=HOURS))
     ask_and_leave(front, QUESTION)
     wait_until(lambda: "status=499 error=disconnected" in caplog.text)
-    assert 'epd_requests_total{status="499",stream="false"} 1.0' in front.http.get("/metrics").text
+    counted = 'epd_requests_total{status="499",stream="false"} 1.0'
+    wait_until(lambda: counted in front.http.get("/metrics").text)
 
 
 def test_others_do_not_notice(run_front: Callable[..., Front]) -> None:
-    front = run_front(FakeService(words=("word ",) * 20, word_s=0.02))
+    front = run_front(service := FakeService(holds_after=2))
     with front.http.stream("POST", "/v1/chat/completions", json={**QUESTION, "stream": True}) as stays:
         lines = stays.iter_lines()
         next(lines)
@@ -83,8 +84,11 @@ def test_others_do_not_notice(run_front: Callable[..., Front]) -> None:
             f"{front.server.url}/v1/chat/completions",
             json={**QUESTION, "stream": True},
             trust_env=False,
+            timeout=200,
         ) as leaves:
             next(leaves.iter_lines())
+        wait_until(lambda: service.num_closed == 1)
+        service.may_go_on.set()
         assert [line for line in lines if line][-1] == "data: [DONE]"
     front.wait_until_empty()
 

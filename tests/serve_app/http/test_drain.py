@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from epd.serve_app.http import http_server
 from epd.serve_app.http.http_server import HttpServer
 from epd.serve_app.observability.logs import OPERATION
-from tests.serve_app.server import wait_until
+from tests.serve_app.server import NEVER_S, wait_until
 
 
 class SlowApp(FastAPI):
@@ -36,9 +36,9 @@ class SlowApp(FastAPI):
 
 @pytest.fixture
 def asked() -> Iterator[tuple[HttpServer, SlowApp, threading.Thread, list[str]]]:
-    """A server with one request in flight, its thread, and what its client gets."""
+    """A server with one request in flight, its thread, and what its client gets. A drain waits for ever."""
     app, got = SlowApp(), list[str]()
-    server = HttpServer(app, drain_s=1)
+    server = HttpServer(app, drain_s=NEVER_S)
 
     def ask(url: str) -> None:
         try:
@@ -54,6 +54,7 @@ def asked() -> Iterator[tuple[HttpServer, SlowApp, threading.Thread, list[str]]]
         client.start()
         wait_until(lambda: app.num_asked == 1)
         yield server, app, thread, got
+        app.may_end.set()
         server.should_exit = True
         thread.join()
         client.join()
@@ -81,16 +82,20 @@ def test_what_is_left_is_said_until_it_is_answered(
     app.may_end.set()
     thread.join()
     lines = said(caplog)
-    assert lines[0] == "draining: 1 requests in flight, up to 1 s for them"
+    assert lines[0] == f"draining: 1 requests in flight, up to {NEVER_S:.0f} s for them"
     assert set(lines[1:-1]) <= {"draining: 1 requests left", "draining: 0 requests left"}
     assert lines[-1].endswith(" s: 1 requests answered, 0 cut off")
     wait_until(lambda: got == ["done"])
 
 
 def test_a_request_that_is_cut_off_is_counted_and_leaves_no_traceback(
-    asked: tuple[HttpServer, SlowApp, threading.Thread, list[str]], caplog: pytest.LogCaptureFixture
+    asked: tuple[HttpServer, SlowApp, threading.Thread, list[str]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(http_server, "_SAY_EVERY_S", NEVER_S)
     server, _app, thread, got = asked
+    server.config.timeout_graceful_shutdown = 1
     server.should_exit = True
     thread.join()
     first, last = said(caplog)

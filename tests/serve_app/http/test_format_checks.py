@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 
@@ -12,15 +13,26 @@ from epd.errors import OverloadedError
 from epd.serve_app.http import chat_answers
 from epd.serve_app.http.chat_answers import FormatChecks
 from epd.stages.grammar.formats import AnswerFormat, format_of
+from tests.serve_app.server import NEVER_S
 
 STEP_S = 0.1
 
 
 @pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[FormatChecks]:
-    """Checks that take `STEP_S` each."""
+def may_go_on() -> Iterator[threading.Event]:
+    """What checks wait for."""
+    may_go_on = threading.Event()
+    may_go_on.set()
+    yield may_go_on
+    may_go_on.set()
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch, may_go_on: threading.Event) -> Iterator[FormatChecks]:
+    """Checks that take `STEP_S` each, once they may go on."""
 
     def slowly(wanted: AnswerFormat) -> str:
+        assert may_go_on.wait(NEVER_S)
         time.sleep(STEP_S)
         return wanted.text
 
@@ -30,9 +42,12 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[FormatChecks]:
     checks.close()
 
 
-def test_a_client_with_many_formats_holds_up_no_other(checks: FormatChecks) -> None:
+def test_a_client_with_many_formats_holds_up_no_other(
+    checks: FormatChecks, may_go_on: threading.Event
+) -> None:
     """Thirty formats of one client beside five of another, which come later and are done first."""
     done: list[str] = []
+    may_go_on.clear()
 
     async def ask(client: str, name: str) -> None:
         done.append(await checks.checked(format_of("regex", name), client))
@@ -41,9 +56,13 @@ def test_a_client_with_many_formats_holds_up_no_other(checks: FormatChecks) -> N
         async with asyncio.TaskGroup() as group:
             for number in range(30):
                 group.create_task(ask("many", f"m{number}"))
-            await asyncio.sleep(STEP_S / 2)
+            while checks._num_waiting["many"] < 30:
+                await asyncio.sleep(0)
             for number in range(5):
                 group.create_task(ask("few", f"f{number}"))
+            while checks._num_waiting["few"] < 5:
+                await asyncio.sleep(0)
+            may_go_on.set()
 
     asyncio.run(scenario())
     assert len(done) == 35

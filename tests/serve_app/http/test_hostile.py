@@ -26,7 +26,7 @@ from epd.video import ChildLimits
 from tests.serve_app.conftest import data_url, image_part, media_settings, video_part
 from tests.serve_app.hostile import ENDLESS, Body, content_of, drawn, named, text_question
 from tests.serve_app.ray.ray_session import IGNORED
-from tests.serve_app.real_app import real_app, workers_lost
+from tests.serve_app.real_app import UNUSED, real_app, workers_lost
 from tests.serve_app.server import wait_until
 from tests.what_waits import children_of, what_waits
 
@@ -164,7 +164,7 @@ class Target:
             return 0
 
     def beside(self, content: bytes, patience_s: float = PROMISED_S) -> tuple[int, Beside]:
-        with httpx.Client(base_url=self.app.url, trust_env=False, timeout=200) as http:
+        with httpx.Client(base_url=self.app.url, trust_env=False, timeout=200, limits=UNUSED) as http:
             beside = Beside(http, self.app.num_bytes)
             with beside.running():
                 status = self.send(content, patience_s)
@@ -174,7 +174,8 @@ class Target:
 @contextmanager
 def app_of(kind: str, path: Path, spool: Path, request: pytest.FixtureRequest) -> Iterator[App]:
     if kind == "threads":
-        with real_app(path, "1e1p1d", media=media_settings(spool_folder=spool)) as app:
+        limits = ChildLimits(max_children=3)  # those of a server, which end what would take for ever
+        with real_app(path, "1e1p1d", media=media_settings(spool_folder=spool), limits=limits) as app:
             yield app
         return
     from tests.serve_app.ray.ray_session import running_app
@@ -222,9 +223,10 @@ def test_a_hostile_body_hurts_nobody_else(target: Target, bodies: dict[str, Body
     assert 200 <= status < 500 or status == 503 or (name == ENDLESS and status == 0), status
     assert not beside.failures
     most_s = max(1.0, 2 * target.alone_s)
-    if max(beside.seconds) > most_s:  # what is slow for its own sake is slow again
-        _, again = target.beside(content)
-        assert min(max(beside.seconds), max(again.seconds)) <= most_s, (beside.seconds, again.seconds)
+    slowest = [max(beside.seconds)]
+    while slowest[-1] > most_s and len(slowest) < 5:  # what is slow for its own sake is slow again
+        slowest.append(max(target.beside(content)[1].seconds))
+    assert min(slowest) <= most_s, slowest
     assert beside.peak_bytes - before < MOST_PEAK_BYTES
     target.app.wait_until_empty()
     assert target.app.num_workers_lost == num_lost
@@ -239,7 +241,7 @@ def test_drawn_bodies_lose_no_worker(target: Target, media: dict[str, Path]) -> 
     contents = [content_of(drawn(random_, parts)) for _ in range(NUM_DRAWN)]
     gc.collect()
     before = target.app.num_bytes()
-    with httpx.Client(base_url=target.app.url, trust_env=False, timeout=200) as http:
+    with httpx.Client(base_url=target.app.url, trust_env=False, timeout=200, limits=UNUSED) as http:
         beside = Beside(http, target.app.num_bytes)
         with beside.running(), ThreadPoolExecutor(4) as clients:
             statuses = list(clients.map(target.send, contents))

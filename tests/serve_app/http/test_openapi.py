@@ -28,6 +28,7 @@ from epd.video import FetchPolicy
 from tests.openapi_file import FILE
 from tests.serve_app.conftest import QUESTION, Front, media_settings, running_front
 from tests.serve_app.fakes import FakeService
+from tests.serve_app.server import START_S
 
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
 NUM_DRAWN = 300 if "EPD_SOAK" in os.environ else 30
@@ -69,7 +70,7 @@ def test_nothing_waits_while_the_schema_is_written() -> None:
 
     def schema(root: str) -> bytes:
         written.append(root)
-        assert is_open.wait(60)
+        assert is_open.wait(START_S)
         return b"{}"
 
     async def ask() -> None:
@@ -116,7 +117,7 @@ def test_the_file_of_the_schema_is_what_a_server_gives(offline: Front) -> None:
 @cache
 def operations(url: str) -> dict[str, schemathesis.APIOperation]:
     """Each operation of the server's schema, by its label."""
-    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json", timeout=START_S)
     found = [one.ok() for one in schema.get_all_operations()]
     return {operation.label: operation for operation in found}
 
@@ -128,7 +129,7 @@ def test_drawn_conversations_are_answered_as_promised(offline: Front) -> None:
     @given(case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE))
     @DRAWN
     def ask(case: Case) -> None:
-        response = case.call(timeout=120)
+        response = case.call(timeout=START_S)
         case.validate_response(response, checks=CHECKS)
         seen.add(response.status_code)
 

@@ -10,7 +10,6 @@ import sys
 import wave
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,9 +31,11 @@ from tests.serve_app.http.page_use import (
     asked,
     avi_video,
     drop,
+    eventually,
     heic_image,
     open_fold,
     sent_bytes,
+    until_kept,
     vp9_video,
 )
 
@@ -76,6 +77,7 @@ def test_a_conversation_outlives_a_reload(front: Front, open_page: OpenPage, med
     page = open_page(front)
     drop(page, media["video"], "video/mp4")
     asked(page, "First?")
+    until_kept(page, 1)
     page.reload()
     expect(page.locator(ANSWER)).to_have_text(TEXT)
     expect(page.locator(".facts")).to_contain_text("48 → 24")
@@ -85,6 +87,7 @@ def test_a_conversation_outlives_a_reload(front: Front, open_page: OpenPage, med
     texts = [[part.text or part.kind for part in each.parts] for each in messages]
     assert texts == [["video", "First?"], [TEXT], ["Second?"]]
     page.get_by_role("button", name="Start over").click()
+    until_kept(page, 0)
     page.reload()
     expect(page.locator("#service")).to_contain_text("ready")
     expect(page.locator(".turn")).to_have_count(0)
@@ -128,7 +131,7 @@ def test_markdown_is_shown_and_can_be_copied(run_front: Callable[..., Front], op
     expect(answer).to_contain_text("2 * 3 * 4.")
     expect(answer).to_contain_text("[none](javascript://x%0aalert)")
     page.get_by_role("button", name="Copy", exact=True).first.click()
-    assert page.evaluate("navigator.clipboard.readText()") == MARKDOWN
+    eventually(page, lambda: bool(page.evaluate("navigator.clipboard.readText()") == MARKDOWN))
 
 
 QUESTION = 'What\'s "in" `it` for $5 \\n?'
@@ -273,6 +276,7 @@ def test_a_url_and_a_path_on_the_server_are_media(
     assert front.service.requests == []
     asked(page, "What is it?")
     assert front.service.files_seen == [[media["video"].read_bytes()]]
+    until_kept(page, 1)
     page.reload()  # its name is kept
     expect(page.locator("#media img.from-server")).to_have_count(1)
     asked(page, "And now?")
@@ -392,23 +396,30 @@ NO_LABEL_IS_CUT = """() => {
 }"""
 
 
-def eventually(page: Page, condition: Callable[[], bool]) -> None:
-    """Returns as soon as the condition holds, while the page goes on."""
-    for _ in range(400):
-        if condition():
-            return
-        page.wait_for_timeout(50)
-    raise AssertionError("waited in vain")
-
-
 def parts_in(folder: Path) -> list[Path]:
     return [each for each in folder.iterdir() if each.suffix.startswith(".part")]
 
 
-def slowly(route: Route) -> None:
-    """So that a test can press a button meanwhile."""
-    route.request.frame.page.wait_for_timeout(150)
-    route.continue_()
+class Held:
+    """Lets some parts through; the next one waits, so that a test can press a button meanwhile.
+
+    is_open: all go through. num_sent: parts, with the one that waits.
+    """
+
+    def __init__(self, page: Page, num_passed: int) -> None:
+        self._num_passed = num_passed
+        self.num_sent = 0
+        self.is_open = False
+        page.route("**/parts", self._take)
+
+    def _take(self, route: Route) -> None:
+        self.num_sent += 1
+        if self.is_open or self.num_sent <= self._num_passed:
+            route.continue_()
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.num_sent > self._num_passed
 
 
 def test_a_large_file_is_sent_in_parts_that_can_pause(
@@ -416,17 +427,15 @@ def test_a_large_file_is_sent_in_parts_that_can_pause(
 ) -> None:
     page = open_page(keeping)
     expect(page.locator("#service")).to_contain_text("ready")
-    sent: list[Any] = []
-    page.on("request", lambda request: sent.append(request.url) if request.url.endswith("/parts") else None)
-    page.route("**/parts", slowly)
+    held = Held(page, 3)
     large = padded(media["video"], tmp_path / "large.mp4", 10 * MB)
     page.locator("#files").set_input_files(large)
+    eventually(page, lambda: held.is_waiting)
     page.get_by_role("button", name="Pause").click()
     expect(page.get_by_role("button", name="Resume")).to_be_visible()
-    page.wait_for_timeout(400)
-    num_sent = len(sent)
+    held.is_open = True
     page.wait_for_timeout(600)
-    assert len(sent) == num_sent < 10, "nothing is sent meanwhile"
+    assert held.num_sent == 4, "nothing is sent meanwhile"
     ask(page, "What is it?")  # waits for the rest
     page.get_by_role("button", name="Resume").click()
     expect(page.locator(ANSWER)).to_have_text(TEXT)
@@ -459,19 +468,17 @@ def test_a_cut_upload_goes_on_from_its_last_part(
     page.unroute("**/parts")
     page.get_by_title("remove large.mp4").click()
 
-    sent.clear()
-    page.route("**/parts", slowly)
-    page.on("request", lambda request: sent.append(request.url) if request.url.endswith("/parts") else None)
+    held = Held(page, 3)
     page.locator("#files").set_input_files(large)
-    eventually(page, lambda: len(sent) > 2)
+    eventually(page, lambda: held.is_waiting)
     page.get_by_role("button", name="Pause").click()
-    before = len(sent)
-    assert 2 < before < 10
+    assert held.num_sent == 4
+    held.is_open = True
     page.reload()  # the page has forgotten the file; it is chosen again
     expect(page.locator("#service")).to_contain_text("ready")
     page.locator("#files").set_input_files(large)
     expect(page.locator(".upload small")).to_have_text("sent")
-    assert len(sent) <= 11, "the parts that had arrived are not sent again"
+    assert held.num_sent <= 11, "the parts that had arrived are not sent again"
 
 
 def test_what_is_too_large_is_refused_before_it_is_sent(
@@ -485,10 +492,11 @@ def test_what_is_too_large_is_refused_before_it_is_sent(
     expect(page.locator("#refused")).to_have_text("huge.mp4 has 35 MB; this server takes 34 MB.")
     expect(page.locator("#media li")).to_have_count(0)
     assert sent == []
-    page.route("**/parts", slowly)
+    held = Held(page, 1)
     page.locator("#files").set_input_files(padded(media["video"], tmp_path / "large.mp4", 10 * MB))
     expect(page.locator("#refused li")).to_have_count(0)
     expect(page.locator(".upload progress")).to_be_visible()
+    eventually(page, lambda: held.is_waiting)
     page.get_by_title("remove large.mp4").click()
     kept = keeping.server.front.files.folder  # type: ignore[union-attr]
     eventually(page, lambda: not parts_in(kept))

@@ -20,6 +20,7 @@ from epd.serve_app.http.guard.http_guard import RequestEdge
 from epd.serve_app.observability.record import record_of
 from epd.serve_app.ray.front import FrontListener
 from tests.ports import free_port
+from tests.serve_app.server import START_S
 
 ANSWERS = "/v1/chat/completions"
 
@@ -51,7 +52,9 @@ async def listening(prefix: str) -> AsyncIterator[httpx.AsyncClient]:
     listener = FrontListener(made, drain_s=1.0)
     await listener.listen(address)
     try:
-        async with httpx.AsyncClient(base_url=address.url, trust_env=False, follow_redirects=True) as http:
+        async with httpx.AsyncClient(
+            base_url=address.url, trust_env=False, follow_redirects=True, timeout=START_S
+        ) as http:
             yield http
     finally:
         await listener.close()

@@ -244,13 +244,14 @@ def test_bodies_of_all_requests_together_are_bounded(run_front: Callable[..., Fr
 
 
 def test_a_flood_is_turned_away(run_front: Callable[..., Front]) -> None:
-    front = run_front(FakeService(word_s=0.2), max_requests=1)
+    front = run_front(service := FakeService(holds_after=1), max_requests=1)
     with front.http.stream("POST", "/v1/chat/completions", json={**QUESTION, "stream": True}) as first:
         lines = first.iter_lines()
         next(lines)
         refused = front.ask()
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"
+        service.may_go_on.set()
         assert [line for line in lines if line][-1] == "data: [DONE]"
     wait_until(lambda: front.server.front.num_requests == 0)
     assert front.ask().status_code == 200

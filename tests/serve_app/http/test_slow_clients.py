@@ -25,7 +25,8 @@ from epd.video import FetchPolicy
 from tests.ports import free_port
 from tests.serve_app.conftest import JSON, QUESTION, data_url, image_part, media_settings
 from tests.serve_app.ray.ray_session import IGNORED, RaySession, running_app
-from tests.serve_app.real_app import real_app
+from tests.serve_app.real_app import UNUSED, real_app
+from tests.serve_app.server import START_S, wait_until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
@@ -50,7 +51,7 @@ class App:
 
     def connected(self, num_bytes: int | None = None, announced: int = MB) -> socket.socket:
         """A connection that asks nothing, or one whose body ends after so many bytes, and is not complete."""
-        sock = socket.create_connection(self.address, timeout=30)
+        sock = socket.create_connection(self.address, timeout=START_S)
         if num_bytes is not None:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x.localhost\r\nContent-Length: {announced}"
             sock.sendall(head.encode() + b"\r\n\r\n" + b" " * num_bytes)
@@ -59,14 +60,14 @@ class App:
     def ask_patiently(self, body: JSON) -> int:
         """The status, once it comes."""
         url = self.http.base_url.join("/v1/chat/completions")
-        return httpx.post(url, json=body, timeout=180, trust_env=False).status_code
+        return httpx.post(url, json=body, timeout=START_S, trust_env=False).status_code
 
     def median_s(self) -> float:
         """Seconds of a plain question, health and metrics over new connections, all of which are answered."""
         seconds = []
         for _ in range(10):
             start = monotonic()
-            with httpx.Client(base_url=self.http.base_url, trust_env=False, timeout=200) as http:
+            with httpx.Client(base_url=self.http.base_url, trust_env=False, timeout=START_S) as http:
                 assert http.post("/v1/chat/completions", json=BODY).status_code == 200
                 assert http.get("/health").status_code == 200
                 assert http.get("/metrics").status_code == 200
@@ -74,10 +75,12 @@ class App:
         return median(seconds)
 
     def check_answers(self) -> None:
-        """A plain question takes no second, or on a busy machine not much more than it took alone."""
+        """A plain question takes no second, or on a busy machine not much more than it took alone.
+
+        What is slow for its own sake is slow again, and what others made slow is not always.
+        """
         most_s = max(1.0, 4 * self.alone_s)
-        seconds = self.median_s()
-        assert seconds < most_s or self.median_s() < most_s, "slow for its own sake, it is slow again"
+        assert any(self.median_s() < most_s for _ in range(5))
 
 
 @contextmanager
@@ -99,13 +102,17 @@ def running(kind: str, path: Path, request: pytest.FixtureRequest) -> Iterator[s
 def app(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[App]:
     with (
         running(request.param, checkpoints["shapes-vl"], request) as url,
-        httpx.Client(base_url=url, trust_env=False, timeout=200) as http,
+        httpx.Client(base_url=url, trust_env=False, timeout=START_S, limits=UNUSED) as http,
     ):
         app = App(http)
         app.median_s()  # imports
         yield replace(app, alone_s=app.median_s())
-        status = http.get("/v1/epd/status").json()
-        assert status["num_requests"] == status["num_waiting"] == 0
+
+        def num_left() -> int:
+            status = http.get("/v1/epd/status").json()
+            return int(status["num_requests"] + status["num_waiting"])
+
+        wait_until(lambda: num_left() == 0)
 
 
 @pytest.mark.parametrize("num_bytes", [None, 10], ids=["silent", "unfinished"])
@@ -113,7 +120,7 @@ def test_640_slow_sockets(app: App, num_bytes: int | None) -> None:
     with ExitStack() as stack:
         sockets = [stack.enter_context(app.connected(num_bytes)) for _ in range(640)]
         app.check_answers()
-        assert sockets[0].recv(100).startswith(b"HTTP/1.1 408")  # within the socket's half a minute
+        assert sockets[0].recv(100).startswith(b"HTTP/1.1 408")
 
 
 @pytest.mark.skipif(not IS_SOAK, reason="takes a GiB of memory: make soak")
@@ -168,8 +175,11 @@ def test_slow_urls(app: App, media: dict[str, Path], num_requests: int, num_urls
         app.check_answers()
         content = [known, {"type": "text", "text": "?"}]
         about = {**BODY, "messages": [{"role": "user", "content": content}]}
-        start = monotonic()
-        response = app.http.post("/v1/chat/completions", json=about)
-        assert response.status_code == 200, response.text
-        assert monotonic() - start < max(5.0, 10 * app.alone_s)
+        seconds = []
+        while not seconds or (len(seconds) < 5 and seconds[-1] >= max(5.0, 10 * app.alone_s)):
+            start = monotonic()
+            response = app.http.post("/v1/chat/completions", json=about)
+            assert response.status_code == 200, response.text
+            seconds.append(monotonic() - start)
+        assert min(seconds) < max(5.0, 10 * app.alone_s)
         assert {each.result() for each in asked} <= {400, 413, 408, 429}

@@ -9,7 +9,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import httpx
@@ -21,9 +21,15 @@ from uvicorn.config import HTTP_PROTOCOLS, LoopFactoryType
 from epd.serve_app.fair_threads import LoopTurns
 from epd.serve_app.http.guard import socket_guard
 from epd.serve_app.http.guard.socket_guard import ConnectionRoom, GuardedProtocol, SocketLimits, WriteClock
-from tests.serve_app.server import wait_until
+from tests.serve_app.server import NEVER_S, START_S, wait_until
 
-Run = Callable[[SocketLimits], str]
+Room = ConnectionRoom[GuardedProtocol]
+Run = Callable[..., str]
+
+
+def patient(**own: Any) -> SocketLimits:
+    """Limits of their own, and no other that acts on a machine that is only slow."""
+    return SocketLimits(**{"header_s": NEVER_S, "body_s": NEVER_S, "write_s": NEVER_S, **own})
 
 
 LARGE = 32 << 20  # far more than the buffers of the system
@@ -75,13 +81,13 @@ def guarded(
             yield f"127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(10)
+            thread.join(START_S)
 
 
 @pytest.fixture
 def run() -> Iterator[Run]:
     with ExitStack() as stack:
-        yield lambda limits: stack.enter_context(guarded(limits))
+        yield lambda limits, **own: stack.enter_context(guarded(limits, **own))
 
 
 def connected(address: str, data: bytes = b"") -> socket.socket:
@@ -107,17 +113,24 @@ def is_answered(address: str) -> bool:
 
 
 def test_headers_that_do_not_end_are_refused_in_time(run: Run) -> None:
-    address = run(SocketLimits(header_s=0.3))
+    address, other = run(patient(header_s=0.3)), run(patient())
     start = monotonic()
-    with connected(address) as silent, connected(address, b"GET / HTTP/1.1\r\nA: b") as begun:
+    with (
+        connected(other) as waiting,
+        connected(address) as silent,
+        connected(address, b"GET / HTTP/1.1\r\nA: b") as begun,
+    ):
         assert rest(begun).startswith(b"HTTP/1.1 408")
         assert rest(silent).startswith(b"HTTP/1.1 408")
-    assert 0.25 < monotonic() - start < SocketLimits().header_s, "by its own limit"
-    assert is_answered(address)
+        assert monotonic() - start > 0.25
+        waiting.setblocking(False)
+        with pytest.raises(BlockingIOError):  # where the limit is another
+            waiting.recv(1)
+    wait_until(lambda: is_answered(address))
 
 
 def test_large_headers_are_refused_before_they_are_held(run: Run) -> None:
-    address = run(SocketLimits())
+    address = run(patient())
     tracemalloc.start()
     try:
         with connected(address, b"GET / HTTP/1.1\r\nA: ") as sock, suppress(OSError):
@@ -132,16 +145,16 @@ def test_large_headers_are_refused_before_they_are_held(run: Run) -> None:
 
 
 def test_a_slow_body_is_refused_and_a_steady_one_is_not(run: Run) -> None:
-    address = run(SocketLimits(body_s=0.4, min_bytes_per_s=1000.0))
-    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
-    with connected(address, head + b"x") as slow, connected(address, head + b"x" * 900) as steady:
+    address = run(patient(body_s=0.4, min_bytes_per_s=5.0))
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10000\r\n\r\n"
+    with connected(address, head + b"x") as slow, connected(address, head + b"x" * 9000) as steady:
         assert rest(slow).startswith(b"HTTP/1.1 408")
-        steady.sendall(b"x" * 100)  # in time, since 900 bytes have bought 0.9 s
+        steady.sendall(b"x" * 1000)  # in time, since 9000 bytes have bought half an hour
         assert steady.recv(4096).startswith(b"HTTP/1.1 200")
 
 
 def test_a_body_over_the_limit_closes_the_connection(run: Run) -> None:
-    address = run(SocketLimits(max_body_bytes=1000))
+    address = run(patient(max_body_bytes=1000))
     with connected(address, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n") as sock:
         with suppress(OSError):
             sock.sendall(b"x" * 5000)
@@ -150,7 +163,7 @@ def test_a_body_over_the_limit_closes_the_connection(run: Run) -> None:
 
 
 def test_sockets_that_ask_nothing_make_room(run: Run) -> None:
-    address = run(SocketLimits(max_connections=20))
+    address = run(patient(max_connections=20))
     with ExitStack() as stack:
         idle = [stack.enter_context(connected(address)) for _ in range(30)]
         assert is_answered(address)
@@ -158,16 +171,25 @@ def test_sockets_that_ask_nothing_make_room(run: Run) -> None:
 
 
 def test_where_all_connections_are_busy_one_more_is_refused(run: Run) -> None:
-    address = run(SocketLimits(max_connections=16))
-    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+    room = Room()
+    address = run(patient(max_connections=16), room=room)
     with ExitStack() as stack:
-        busy = [stack.enter_context(connected(address, head)) for _ in range(16)]
+        busy = [stack.enter_context(connected(address, HEAD)) for _ in range(16)]
+        wait_until(lambda: are_busy(room))
         with connected(address) as one_more:
             answer = rest(one_more)
             assert answer.startswith(b"HTTP/1.1 503")
             assert b"\r\nRetry-After: 1\r\n" in answer
         busy[0].sendall(b"x" * 9)
         assert busy[0].recv(4096).startswith(b"HTTP/1.1 200")
+
+
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+
+
+def are_busy(room: Room) -> bool:
+    """Whether sixteen connections are there, and the head of each has been read: none makes room."""
+    return len(room.held) == 16 and not room.waiting
 
 
 def asked(address: str, path: str = "/large", count: int = 1) -> socket.socket:
@@ -181,12 +203,17 @@ def is_ended(sock: socket.socket) -> bool:
 
 
 def test_a_client_that_takes_no_answer_is_ended(run: Run) -> None:
-    address = run(SocketLimits(write_s=0.3, min_taken_per_s=2e6))
-    with asked(address) as steady:
-        assert read(steady, LARGE) > LARGE
+    room = Room()
+    address = run(patient(write_s=0.3, min_taken_per_s=2e6), room=room)
+
+    def is_taken_whole() -> bool:
+        with asked(address) as steady:
+            return read(steady, LARGE) > LARGE
+
+    wait_until(is_taken_whole)  # a client that has no core for that long is a slow one
     with asked(address) as silent, asked(address) as slow:
         read(slow, 1 << 20)  # far less than the buffers of the system hold
-        sleep(5)  # with what the buffers hold, it has 2 s
+        wait_until(lambda: not room.held)  # with what the buffers hold, it has 2 s
         assert is_ended(silent)
         assert is_ended(slow)
     assert is_answered(address)
@@ -203,7 +230,7 @@ def test_the_system_holds_little_for_a_client_that_takes_nothing(run: Run) -> No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket_guard, "WriteClock", Counting)
-        with asked(run(SocketLimits(write_s=60.0))):
+        with asked(run(patient())):
             wait_until(lambda: len(waiting) > 1)
     assert LARGE - waiting[1] < 1 << 20
 
@@ -234,7 +261,7 @@ def test_taken_bytes_buy_time() -> None:
 
 def test_clients_that_take_no_answer_make_room(run: Run) -> None:
     """Two hundred of them hold sixteen connections for about `stuck_s`, and not until they are late."""
-    address = run(SocketLimits(max_connections=16, stuck_s=0.2, write_s=600.0))
+    address = run(patient(max_connections=16, stuck_s=0.2))
     with ExitStack() as stack:
         for _ in range(200):
             stack.enter_context(asked(address))
@@ -242,10 +269,11 @@ def test_clients_that_take_no_answer_make_room(run: Run) -> None:
 
 
 def test_health_is_answered_where_all_connections_are_busy(run: Run) -> None:
-    address = run(SocketLimits(max_connections=16, num_reserved=3, stuck_s=30.0))
-    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+    room = Room()
+    address = run(patient(max_connections=16, num_reserved=3, stuck_s=NEVER_S), room=room)
     with ExitStack() as stack:
-        busy = [stack.enter_context(connected(address, head)) for _ in range(16)]
+        busy = [stack.enter_context(connected(address, HEAD)) for _ in range(16)]
+        wait_until(lambda: are_busy(room))
         silent = [stack.enter_context(connected(address)) for _ in range(5)]
         for path, status in (("/health", 200), ("/team/health?x", 200), ("/v1/models", 503)):
             answer = httpx.get(f"http://{address}{path}", trust_env=False, timeout=200)
@@ -257,7 +285,7 @@ def test_health_is_answered_where_all_connections_are_busy(run: Run) -> None:
 
 
 def test_a_connection_has_few_requests_before_their_turn(run: Run) -> None:
-    address = run(SocketLimits(max_pipelined=3))
+    address = run(patient(max_pipelined=3))
     with asked(address, "/", count=500) as sock:
         answers = rest(sock)
     assert answers.count(b"HTTP/1.1 200") == 4  # the one being answered, and three
@@ -268,7 +296,8 @@ def test_a_connection_has_few_requests_before_their_turn(run: Run) -> None:
 
 def test_pages_are_made_a_few_at_a_time_and_questions_do_not_wait_for_them() -> None:
     """Two pages are being made, for ever: a third waits, a question and a probe do not."""
-    limits, release = SocketLimits(), threading.Event()
+    limits, release = patient(), threading.Event()
+    PAGES.clear()
     with (
         guarded(limits, app=partial(held_pages, release), pages=LoopTurns(2, 2)) as address,
         ExitStack() as stack,
@@ -276,8 +305,8 @@ def test_pages_are_made_a_few_at_a_time_and_questions_do_not_wait_for_them() -> 
         pages = [stack.enter_context(asked(address, "/page")) for _ in range(3)]
         wait_until(lambda: len(PAGES) == 2)
         assert is_answered(address)
-        assert httpx.get(f"http://{address}/health", trust_env=False).status_code == 200
-        assert httpx.get(f"http://{address}/v1/models", trust_env=False).status_code == 200
+        for path in ("/health", "/v1/models"):
+            assert httpx.get(f"http://{address}{path}", trust_env=False, timeout=200).status_code == 200
         assert len(PAGES) == 2
         release.set()
         assert all(page.recv(4096).startswith(b"HTTP/1.1 200") for page in pages)
@@ -286,32 +315,38 @@ def test_pages_are_made_a_few_at_a_time_and_questions_do_not_wait_for_them() -> 
 
 def test_an_answer_that_is_not_taken_keeps_no_closed_connection(run: Run) -> None:
     """The server has closed it, and waits for what it wrote to be taken."""
-    address = run(SocketLimits(max_connections=16, write_s=0.3, stuck_s=60.0))
+    room = Room()
+    address = run(patient(max_connections=16, write_s=0.3, stuck_s=NEVER_S), room=room)
     request = b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     with ExitStack() as stack:
         stuck = [stack.enter_context(connected(address, request)) for _ in range(16)]
         wait_until(lambda: is_answered(address))
+        wait_until(lambda: not room.held)
         assert is_ended(stuck[0])
 
 
 def test_requests_on_one_connection_and_pipelined_ones_are_answered(run: Run) -> None:
-    address = run(SocketLimits(header_s=0.5))
+    address = run(patient())
     one = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc"
     with connected(address, one * 3) as sock:
         received = b""
         while received.count(b"HTTP/1.1 200") < 3:
-            received += sock.recv(4096)
+            more = sock.recv(4096)
+            assert more
+            received += more
 
 
 def test_no_answer_waits_for_the_one_before_to_be_acknowledged() -> None:
-    with guarded(SocketLimits(), loop="asyncio") as address, connected(address) as sock:
+    with guarded(patient(), loop="asyncio") as address, connected(address) as sock:
         seconds = []
         for _ in range(40):
             start = monotonic()
             sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             received = b""
             while not received.endswith(b"\r\n\r\n0"):
-                received += sock.recv(4096)
+                more = sock.recv(4096)
+                assert more
+                received += more
             seconds.append(monotonic() - start)
     assert min(seconds[20:]) < 0.03  # a system acknowledges after 40 ms what it need not answer
 

@@ -18,20 +18,21 @@ import pytest
 from epd.models import embedded_model_path
 from epd.serve_app.http.api import create_api
 from epd.serve_app.media.media_processes import MediaProcesses
-from epd.video import ChildLimits, FetchPolicy, MediaChildren
+from epd.video import FetchPolicy, MediaChildren
 from tests.serve_app.conftest import JSON, image_part, media_settings, video_part
 from tests.serve_app.deployments import Deployment, deployed
 from tests.serve_app.hostile import png
+from tests.serve_app.real_app import PATIENT
 from tests.video.corpus import Variant, corpus
 from tests.video.recipes import GOP15, Recipe, make
 
-HANG_S = 60.0
+HANG_S = 600.0
 REFUSALS = {400, 413, 415, 422}
 
 
 @pytest.fixture(scope="module")
 def children() -> Iterator[MediaChildren]:
-    children = MediaChildren(ChildLimits(max_children=3), decodes_video=True)
+    children = MediaChildren(PATIENT, decodes_video=True)
     yield children
     children.close()
 

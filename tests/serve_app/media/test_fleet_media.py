@@ -19,9 +19,8 @@ from epd.serve_app.service import MediaReference, MediaSource
 from epd.types import content_hash
 from epd.video import OwnReader
 from tests.serve_app.conftest import data_url
-from tests.serve_app.deployments import NEVER_S
 from tests.serve_app.media_fleet import MediaFleet, reference_to
-from tests.serve_app.server import wait_until
+from tests.serve_app.server import NEVER_S, wait_until
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def fleet() -> Iterator[MediaFleet]:
 
 def over(fleet: MediaFleet, **options: Any) -> FleetMedia:
     anything: Any = fleet
-    return FleetMedia(anything, Router(), **{"patience_s": 5.0, **options})
+    return FleetMedia(anything, Router(), **{"patience_s": NEVER_S, **options})
 
 
 def in_data(path: Path) -> MediaReference:

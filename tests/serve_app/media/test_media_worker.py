@@ -48,8 +48,7 @@ from epd.stages.media import PlannedMedia, plan_pixels
 from epd.types import MediaKind, content_hash
 from epd.video import FetchPolicy, MediaFacts, load_image, open_file, reference_decode
 from tests.serve_app.conftest import data_url
-from tests.serve_app.deployments import NEVER_S
-from tests.serve_app.server import wait_until
+from tests.serve_app.server import NEVER_S, START_S, wait_until
 
 TIMES_S = (0.1, 0.4, 0.7, 1.0)
 
@@ -269,7 +268,7 @@ def test_a_fetch_in_progress_ends(
         "drop": lambda: worker.drop_owner("front"),
         "close": worker.close,
     }[end]()
-    assert isinstance(fetching.exception(5), CancelledError)
+    assert isinstance(fetching.exception(START_S), CancelledError)
     reader.may_go_on.set()
     if end != "close":
         assert_empty(worker)

@@ -22,7 +22,7 @@ from epd.serve_app.observability.tracing import TraceFolder, Tracing, chrome_eve
 from epd.serve_app.service import StageSpan
 from tests.serve_app.conftest import JSON, Front
 from tests.serve_app.fakes import FakeService
-from tests.serve_app.server import wait_until
+from tests.serve_app.server import NEVER_S, wait_until
 
 START_S = 1_700_000_000.0
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -126,7 +126,7 @@ class Slow:
         self.is_closed = False
 
     def write(self, trace: RequestTrace) -> None:
-        self.go.wait(10)
+        self.go.wait(NEVER_S)
         self.names.append(trace.request_id)
         if len(self.names) == 1:
             raise OSError("disk full")
