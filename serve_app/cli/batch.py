@@ -275,7 +275,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
         with opened as backend:
             yield backend
     else:
-        from epd.serve_app.cli.own_model import OwnBackend, open_model  # torch
+        from epd.serve_app.cli.own_backend import OwnBackend, open_model  # torch
 
         limits = RequestLimits(max_media=_MAX_MEDIA)
         with open_model(target.model, target.config, limits=limits, max_wait_s=_MAX_WAIT_S) as service:
