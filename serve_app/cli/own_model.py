@@ -55,12 +55,21 @@ class OwnConversation(Conversation):
     """Asks a model of this process, turn by turn."""
 
     def __init__(
-        self, service: OwnService, paths: Sequence[str | Path], *, audio: bool = False, **options: Any
+        self,
+        service: OwnService,
+        paths: Sequence[str | Path],
+        *,
+        audio: bool = False,
+        note: str | None = None,
+        **options: Any,
     ) -> None:
-        """Takes paths or URLs. audio: whether sound alone is heard. options: see `request_fields`."""
+        """Takes paths or URLs.
+
+        audio: whether sound alone is heard. note: see `Conversation`. options: see `request_fields`
+        """
         self._service = service
         media = [medium_of(path, is_audio=audio) for path in paths]
-        super().__init__(HERE, service.model, media, request_fields(**options))
+        super().__init__(HERE, service.model, media, request_fields(**options), note=note)
 
     def _events(self, body: JSON) -> Iterator[JSON]:
         return self._service.events(body)
