@@ -227,12 +227,12 @@ ROWS: tuple[tuple[str, str], ...] = (
     ),
     ("chat clip.mp4 --fps 0", "received --fps 0.0; allowed: more than 0"),
     meant("batch", "--num-frames", "--frames"),
-    ("batch a.jsonl b.jsonl --question 1", "and questions; allowed: --question or --questions with a folder"),
+    ("batch a.jsonl b.jsonl --question 1", "and questions; allowed: --question or --questions with media"),
     meant("batch", "--topolgy", "--topology"),
     (
         "batch",
-        "epd batch lacks IN: JSON lines, a .csv, Parquet, or a folder of videos or a .txt of media with "
-        "--question(s). A path, s3:// or gs://; epd batch --help has all",
+        "epd batch lacks IN: JSON lines, a .csv or Parquet; with --question(s) also media: one, a pattern in "
+        "quotes, a folder of videos, a .txt of them. A path, - for lines from stdin, s3:// or gs://; epd",
     ),
     (
         "batch a.jsonl",
@@ -241,9 +241,15 @@ ROWS: tuple[tuple[str, str], ...] = (
     ),
     (
         "batch videos out.jsonl",
-        "received a folder, 'videos', and no question; allowed: with --question or --questions; give one",
+        "received media, 'videos', and no question; allowed: with --question or --questions; give one",
     ),
     ("batch a.jsonl b.jsonl c.jsonl", "got unexpected extra argument(s) (c.jsonl); epd batch --help has all"),
+    ("batch - out.jsonl", "received - for lines, and stdin is a terminal; pipe a file into it, or name one"),
+    ("batch '*.mov' out.jsonl --question What", "no file matches '*.mov'; give the path of a video or image"),
+    ("batch clip.mp4 out.jsonl", "received media, 'clip.mp4', and no question; allowed: with --question or"),
+    ("batch a.jsonl out.jsonl --temperature 3", "invalid value for '--temperature': "),
+    ("batch a.jsonl out.jsonl --schema nothing.json", "cannot read 'nothing.json': "),
+    ("batch a.jsonl out.jsonl --start now", "received the time 'now'; allowed: seconds, or 1:30 for a"),
     ("batch notes.txt out.jsonl --frames 0", "received --frames 0; allowed: more than 0"),
     (
         "batch notes.txt out.jsonl --fps 1 --frames 8",
