@@ -16,8 +16,8 @@ from epd.bench.media import draw_sound
 from epd.encoders import FrameSampling, VideoFacts
 from epd.encoders.adapter import AudioSpec, MediaPlan
 from epd.errors import UnsupportedMediaError
-from epd.profiles import MediaRule
 from epd.profiles.measuring import Action
+from epd.profiles.media import MediaRule
 from epd.video.demo_video import write_scene
 from epd.workload.requests import AudioClip, Resolution, VideoSpec
 

@@ -18,8 +18,10 @@ from epd.encoders import load_adapter
 from epd.encoders.batch import FrameEncoder
 from epd.host_memory import resident_bytes, resident_peak_bytes
 from epd.kv.scheduling import SchedulerConfig
-from epd.profiles import MemoryNeeds, Profile, StageTable, fit_table
+from epd.profiles.cost import StageTable, fit_table
 from epd.profiles.measuring import Action, core_speed, measurement, table, timed
+from epd.profiles.memory import MemoryNeeds
+from epd.profiles.profile import Profile
 from epd.stages.device_memory import total_bytes
 from epd.stages.encode.beside import beside_of, wall_clock
 from epd.stages.engine.generation import generation_settings

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.reporting import Row, Section, run_sections
-from epd.profiles import Profile, StageCost
+from epd.profiles.cost import StageCost
 from epd.profiles.files import load_profile
+from epd.profiles.profile import Profile
 from epd.simulate import Deployment, JobMaker, Simulation
 from epd.topology import parse_topology
 from epd.workload.requests import PlannedRequest, RequestShape, Resolution, VideoSpec

@@ -27,7 +27,7 @@ from benchmarks.score.app_costs import median
 from benchmarks.score.live_app import LiveApp, live_app
 from benchmarks.serving.caches import local_options, profile_asked_for
 from epd.bench.media import MediaLibrary
-from epd.profiles import Profile
+from epd.profiles.profile import Profile
 from epd.simulate import JobMaker, Simulation
 from epd.simulate.drafting import DraftPlan, acceptance_of
 from epd.video.demo_video import write_scene

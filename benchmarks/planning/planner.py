@@ -36,8 +36,8 @@ from benchmarks.score.live_app import LiveApp, live_app
 from benchmarks.score.speed import at_speed
 from epd.bench.media import MediaLibrary
 from epd.machine import usable_cpus
-from epd.profiles import Profile
 from epd.profiles.files import load_profile
+from epd.profiles.profile import Profile
 from epd.simulate import Deployment
 from epd.topology import parse_topology
 from epd.video.demo_video import write_scene

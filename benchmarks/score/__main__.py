@@ -41,7 +41,7 @@ from benchmarks.score.measuring import (
     sense_of,
 )
 from benchmarks.score.speed import at_speed
-from epd.profiles import Profile
+from epd.profiles.profile import Profile
 
 AIM_MEDIAN, AIM_P90 = 0.10, 0.25
 FIGURES = {"TTFT": "ttft_s", "TPOT": "tpot_s"}

@@ -28,9 +28,10 @@ from epd.bench.media import MediaLibrary, WriteVideo
 from epd.errors import UnavailableError
 from epd.machine import usable_cpus
 from epd.models import model_folder
-from epd.profiles import HostCosts, MediaRule, Profile
 from epd.profiles.files import dump_profile, load_profile
-from epd.profiles.host import PromptRule
+from epd.profiles.host import HostCosts, PromptRule
+from epd.profiles.media import MediaRule
+from epd.profiles.profile import Profile
 from epd.video.demo_video import write_scene
 from epd.workload.config import load_workload
 from epd.workload.requests import Workload

@@ -30,8 +30,8 @@ from benchmarks.score.hearing_checkpoint import write_hearing_checkpoint
 from benchmarks.score.live_app import live_app
 from epd.bench.media import MediaLibrary
 from epd.models import embedded_model_path
-from epd.profiles import Profile
 from epd.profiles.files import load_profile
+from epd.profiles.profile import Profile
 from epd.video.demo_video import write_scene
 
 NUM_REQUESTS, LOAD = 90, 0.5

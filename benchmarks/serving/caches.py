@@ -24,8 +24,8 @@ from benchmarks.reporting import Row, Section, run_sections, setting
 from benchmarks.score.app_costs import median
 from benchmarks.score.live_app import LiveApp, live_app
 from epd.bench.media import MediaLibrary
-from epd.profiles import Profile
 from epd.profiles.files import load_profile
+from epd.profiles.profile import Profile
 from epd.simulate import Job, JobMaker, Simulation
 from epd.video.demo_video import write_scene
 from epd.workload.config import load_workload

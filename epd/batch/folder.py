@@ -1,6 +1,7 @@
 """Turns a folder of videos, a list of media or a table into lines of our short form.
 
     videos/      each video of the folder, with the questions that are given       id "clip.mp4#1"
+    shots/*.png  each file that matches, or the one that is named                  id "a.png#1"
     media.txt    each path or URL, a line each, with the questions that are given  id "clip.mp4#1"
     rows.csv     each row; its columns are the fields of a line                    its id, or its number
     rows.parquet the same, a file or a folder of parts. A list in `questions` makes a line for each
@@ -17,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +26,7 @@ from urllib.parse import urlsplit
 from epd.batch.lines import SHORT_KEYS, URL_PREFIXES, LineId
 from epd.batch.places import Folder, copied, is_remote
 from epd.batch.tables import ParquetTable, is_parquet
-from epd.errors import RequestError
+from epd.errors import MediaNotFoundError, RequestError
 
 # Containers that are read; beside videos lie files of other kinds.
 _NAMES = "mp4 m4v mov mkv webm avi ts mts m2ts mpg mpeg flv wmv asf ogv 3gp nut mxf"
@@ -33,6 +35,7 @@ IMAGE_SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"}
 )
 TABLE_SUFFIX, LIST_SUFFIX = ".csv", ".txt"
+_PATTERN = frozenset("*?[")
 _COLUMN = re.compile(r"\{([^{}]+)\}")
 _QUESTIONS = "questions"  # a column of Parquet
 _TEXT_KEYS = ("id", "video", "images", "question", "answer", "reduction")
@@ -73,7 +76,8 @@ def is_lines(source: str | Path, *, has_questions: bool) -> bool:
     """Returns whether a source has lines already. A .txt is a list of media where questions are given."""
     suffix = PurePath(source).suffix.lower()
     is_list = has_questions and suffix == LIST_SUFFIX
-    return not (_is_folder(source) or suffix == TABLE_SUFFIX or is_list or is_parquet(source))
+    is_media = _is_folder(source) or _names_media(source)
+    return not (is_media or suffix == TABLE_SUFFIX or is_list or is_parquet(source))
 
 
 def is_table(source: str | Path) -> bool:
@@ -83,6 +87,12 @@ def is_table(source: str | Path) -> bool:
 
 def _is_folder(source: str | Path) -> bool:
     return not PurePath(source).suffix if is_remote(source) else Path(source).is_dir()
+
+
+def _names_media(source: str | Path) -> bool:
+    """Returns whether a source is a medium, by its name, or a pattern of names."""
+    is_pattern = bool(_PATTERN & set(str(source))) and not is_remote(source) and not Path(source).exists()
+    return is_pattern or PurePath(source).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES
 
 
 def read_questions(path: Path) -> list[str]:
@@ -114,6 +124,8 @@ def _items(source: str | Path, asked: Sequence[str], scratch: Path) -> Iterator[
         yield from _parquet_rows(source, folder, asked)
     elif _is_folder(source):
         yield from _media(source, _of_store(str(source)) if is_remote(source) else _of_folder(Path(source)))
+    elif _names_media(source):
+        yield from _media(source, _matching(str(source)))
     else:
         path = copied(str(source), scratch) if is_remote(source) else Path(source)
         if is_table(source):
@@ -152,6 +164,16 @@ def _of_folder(folder: Path) -> list[tuple[PurePath, str]]:
     """Returns the videos of a folder: their paths, and as lines name them."""
     paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in VIDEO_SUFFIXES)
     return [(path, _named(path.absolute())) for path in paths]
+
+
+def _matching(source: str) -> list[tuple[PurePath, str]]:
+    """Returns the files that match a pattern, or the one that is named. Raises MediaNotFoundError."""
+    if _is_url(source):
+        return [(PurePath(urlsplit(source).path), source)]
+    found = sorted(glob(source)) or [source]
+    if _PATTERN & set(source) and found == [source] and not Path(source).exists():
+        raise MediaNotFoundError(f"no file matches {source!r}; give the path of a video or image")
+    return [(Path(each), _named(Path(each).absolute())) for each in found]
 
 
 def _of_store(place: str) -> list[tuple[PurePath, str]]:

@@ -26,8 +26,9 @@ from typing import Any
 
 import httpx
 
-from epd.batch.lines import CHAT_URL, JSON, BatchLine, shared_prefix
+from epd.batch.lines import CHAT_URL, JSON, BatchLine
 from epd.batch.object_urls import with_urls
+from epd.batch.shared_prefix import shared_prefix
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
 from epd.client.endpoint import Endpoint, get, parse_endpoints
 from epd.errors import InternalError, UnavailableError

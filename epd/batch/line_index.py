@@ -17,19 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from epd.batch.line_files import check_is_lines, whole_lines
-from epd.batch.lines import (
-    BOM,
-    BatchLine,
-    Form,
-    LineDefaults,
-    LineError,
-    LineId,
-    id_key,
-    parse_line,
-    shared_prefix,
-)
+from epd.batch.lines import BOM, BatchLine, Form, LineDefaults, LineError, LineId, id_key, parse_line
 from epd.batch.media_names import SCHEMA as MEDIA_SCHEMA
 from epd.batch.media_names import KnownMedium, MediaNames
+from epd.batch.shared_prefix import shared_prefix
 from epd.errors import RequestError
 
 _SCHEMA = """

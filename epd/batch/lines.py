@@ -17,12 +17,13 @@ import math
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from epd.batch.shared_prefix import SAMPLING_PLACES, value_at
 from epd.client.body import question_content
 from epd.errors import RequestError
 
@@ -37,10 +38,7 @@ SHORT_KEYS = (
 )  # fmt: skip
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
 URL_PREFIXES = ("http://", "https://", "data:", "file:", "s3://", "gs://")
-# Where parts have their media, whatever their type is called.
-_MEDIA_PLACES = ("image_url", "video_url", "audio_url", "input_audio")
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
-_SAMPLING_PLACES = (("epd",), ("mm_processor_kwargs",), ("media_io_kwargs", "video"))
 _RATES = ("fps", "num_frames")
 _PART = ("start_s", "end_s")
 _REDUCTION = ("retention", "reduction", "compute_share", "max_visual_tokens")
@@ -73,6 +71,9 @@ class LineDefaults:
         backend.
     compute_share: of lines without a retention or reduction of their own.
     max_visual_tokens: that frames and retention are chosen for.
+    start_s, end_s: the part of the media, of lines that name none.
+    system: message before those of a line that has none.
+    sampling: temperature, seed and response_format, as bodies have them.
     url: the only one that OpenAI's form may have.
     least_priority: of every request; None leaves priorities as they are.
     is_from_client: of a server: of OpenAI's form alone, and no file that lines name is looked at.
@@ -87,6 +88,10 @@ class LineDefaults:
     reduction: str | None = None
     compute_share: float | None = None
     max_visual_tokens: int | None = None
+    start_s: float | None = None
+    end_s: float | None = None
+    system: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     url: str = CHAT_URL
     least_priority: int | None = None
     is_from_client: bool = False
@@ -112,18 +117,6 @@ class BatchLine:
     def key(self) -> str:
         """Returns the id as JSON: 1 and "1" are two ids."""
         return id_key(self.line_id)
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """Holds the prefix that a question may share with others.
-
-    urls: of its media, in order; without any, nothing is shared.
-    frame: JSON of everything else up to the last of the media, and of the options that change them.
-    """
-
-    urls: tuple[str, ...]
-    frame: str
 
 
 def id_key(line_id: LineId) -> str:
@@ -330,89 +323,29 @@ def _check_keys(record: JSON, known: tuple[str, ...]) -> None:
 def _with_defaults(body: JSON, defaults: LineDefaults) -> JSON:
     """Returns the body with the defaults where it is silent.
 
-    A rate or number of frames excludes both; a retention or reduction has a compute_share of its own.
+    A rate or number of frames excludes both, a start or end too. A retention or reduction has a compute_share
+    of its own.
     """
     if defaults.max_tokens is not None and all(body.get(name) is None for name in _TOKEN_LIMITS):
         body = {**body, "max_tokens": defaults.max_tokens}
-    places = [place for names in _SAMPLING_PLACES if isinstance(place := _at(body, names), dict)]
+    body = {**body, **{name: value for name, value in defaults.sampling.items() if body.get(name) is None}}
+    messages = body.get("messages")
+    if defaults.system is not None and isinstance(messages, list) and not any(map(_is_system, messages)):
+        body = {**body, "messages": [{"role": "system", "content": defaults.system}, *messages]}
+    places = [place for names in SAMPLING_PLACES if isinstance(place := value_at(body, names), dict)]
     has_rate = any(place.get(name) for place in places for name in _RATES)
     has_rate = has_rate or any(place.get("do_sample_frames") is False for place in places)
     ours = body["epd"] if isinstance(body.get("epd"), dict) else {}
     reduces = ours.get("retention") is not None or ours.get("reduction") is not None
+    is_part = any(ours.get(name) is not None for name in _PART)
     reduction = [name for name in _REDUCTION if name != "compute_share" or not reduces]
     added = {
         name: value
-        for name in (*(() if has_rate else _RATES), *reduction)
+        for name in (*(() if has_rate else _RATES), *(() if is_part else _PART), *reduction)
         if (value := getattr(defaults, name)) is not None and ours.get(name) is None
     }
     return {**body, "epd": {**ours, **added}} if added else body
 
 
-def shared_prefix(body: JSON) -> SharedPrefix:
-    """Returns the prefix of any body, also of an invalid one, which may share nothing."""
-    messages = body.get("messages")
-    messages = messages if isinstance(messages, list) else []
-    places = [place for place, message in enumerate(messages) if any(_urls(message))]
-    if not places:
-        return SharedPrefix((), "")
-    before, last = messages[: places[-1]], messages[places[-1]]
-    parts = last["content"]
-    stop = 1 + max(place for place, part in enumerate(parts) if _url_of(part) is not None)
-    common = [*before, {**last, "content": parts[:stop]}]
-    tools = None if body.get("tool_choice") == "none" else body.get("tools")
-    options = [
-        body.get("model"),
-        tools,
-        body.get("chat_template_kwargs"),
-        *(_at(body, names) for names in _SAMPLING_PLACES),
-    ]
-    urls = tuple(url for message in common for url in _urls(message))
-    return SharedPrefix(urls, json.dumps([options, _without_urls(common)], sort_keys=True))
-
-
-def _at(body: JSON, names: Sequence[str]) -> Any:
-    """Returns what is at a place of a body, None for nothing."""
-    found: Any = body
-    for name in names:
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
-
-
-def _urls(message: Any) -> Iterator[str]:
-    content = message.get("content") if isinstance(message, dict) else None
-    for part in content if isinstance(content, list) else ():
-        url = _url_of(part)
-        if url is not None:
-            yield url
-
-
-def _url_of(part: Any) -> str | None:
-    """Returns the URL of a part's medium in any form that servers take; of sound, its bytes as one."""
-    for name in _MEDIA_PLACES if isinstance(part, dict) else ():
-        place = part.get(name)
-        url = (place.get("url") or place.get("data")) if isinstance(place, dict) else place
-        if isinstance(url, str):
-            return f"data:audio/{place.get('format')};base64,{url}" if name == "input_audio" else url
-    return None
-
-
-def _without_urls(messages: list[Any]) -> list[Any]:
-    """Returns the same messages with all but the URL of each medium."""
-    return [
-        {**message, "content": [part if _url_of(part) is None else _without_url(part) for part in content]}
-        if isinstance(message, dict) and isinstance(content := message.get("content"), list)
-        else message
-        for message in messages
-    ]
-
-
-def _without_url(part: JSON) -> JSON:
-    """Returns all but the URL of a part, and what each of its fields held: "url" for a URL by itself."""
-    bare = {name: value for name, value in part.items() if name != "uuid"}
-    for name in _MEDIA_PLACES:
-        place = part.get(name)
-        if isinstance(place, dict):
-            bare[name] = {key: value for key, value in place.items() if key not in ("url", "data")}
-        elif isinstance(place, str):
-            bare[name] = "url"
-    return bare
+def _is_system(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") in ("system", "developer")

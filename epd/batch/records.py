@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from epd.batch.line_index import RefusedLine
-from epd.batch.lines import JSON, BatchLine, Form, LineId, id_key, shared_prefix
+from epd.batch.lines import JSON, BatchLine, Form, LineId, id_key
 from epd.batch.media_names import local_path
+from epd.batch.shared_prefix import shared_prefix
 from epd.batch.tasks import Answered, Failed
 
 _REFUSED_STATUS = 400
@@ -50,7 +51,7 @@ def result_record(outcome: Answered) -> JSON:
 
 def _asked(line: BatchLine) -> JSON:
     """Returns the media and the question of a line in the short form; of media that it holds, their type."""
-    question = line.body["messages"][0]["content"][-1]["text"]
+    question = line.body["messages"][-1]["content"][-1]["text"]
     return {"media": [_named(url) for url in shared_prefix(line.body).urls], "question": question}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from epd.batch.result_files import Reason, Tally
 from epd.batch.tasks import BackendCounts
+from epd.console import counted
 
 _NUM_REASONS = 3
 _MAX_EXAMPLE = 200
@@ -80,7 +81,7 @@ class Summary:
             f"  {reason.num_lines} {kind}, such as: {reason.example[:_MAX_EXAMPLE]}"
             for kind, reason in self.main_reasons
         ]
-        first = f"{self.tally.num_failed} lines failed, see '{errors}'; --retry-failed asks them again"
+        first = f"{counted(self.tally.num_failed, 'line')} failed, see '{errors}'; --retry-failed asks again"
         return [first, *reasons]
 
     def record(self) -> dict[str, Any]:
@@ -106,18 +107,25 @@ class Summary:
         tally, counts = self.tally, self.counts
         before = f", {self.num_done_before} of them before" if self.num_done_before else ""
         lines = [
-            f"{tally.num_answered} of {self.num_lines} lines answered, {tally.num_failed} failed{before}",
-            f"{self.num_now} lines about {self.num_groups} media in {self.wall_s:.1f} s, "
+            f"{tally.num_answered} of {counted(self.num_lines, 'line')} answered, {tally.num_failed} failed"
+            + before,
+            f"{counted(self.num_now, 'line')} about {_media(self.num_groups)} in {self.wall_s:.1f} s, "
             f"{self.lines_per_s:.2f} a second",
         ]
         if self.answer_tokens:
-            lines.append(f"{self.answer_tokens} tokens of answers, {self.answer_tokens_per_s:.1f} a second")
+            lines.append(
+                f"{counted(self.answer_tokens, 'token')} of answers, {self.answer_tokens_per_s:.1f} a second"
+            )
         if self.price_per_1000 is not None:
             lines.append(f"1,000 lines cost {self.price_per_1000:.4g} at {self.hourly_price:g} an hour")
         if self.accuracy is not None:
-            lines.append(f"{tally.num_right} of {tally.num_checked} answers right ({self.accuracy:.1%})")
+            lines.append(
+                f"{tally.num_right} of {counted(tally.num_checked, 'answer')} right ({self.accuracy:.1%})"
+            )
         if counts.num_encoded:
-            lines.append(f"media were encoded for {counts.num_encoded} lines, the others found them encoded")
+            lines.append(
+                f"media were encoded for {counted(counts.num_encoded, 'line')}, the others found them encoded"
+            )
         if counts.num_units_skipped:
             lines.append(
                 f"units of videos that did not change and were not encoded: {counts.num_units_skipped}"
@@ -126,6 +134,11 @@ class Summary:
             shares = ", ".join(f"{name} {share:.0%}" for name, share in self.utilisation.items())
             lines.append(f"busy since the first answer: {shares}")
         return lines
+
+
+def _media(number: int) -> str:
+    """Returns how many sets of media lines are about, or the one."""
+    return "one medium" if number == 1 else f"{number} media"
 
 
 def peak_bytes() -> int:

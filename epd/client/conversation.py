@@ -59,12 +59,15 @@ class Conversation:
         options: Mapping[str, Any],
         *,
         max_body_bytes: int | None = None,
+        note: str | None = None,
     ) -> None:
         """Reads the files. Raises RequestError for files that cannot be read or are too large together.
 
         options: fields of every request, as the API names them
         max_body_bytes: of one request, None where the server does not say
+        note: what a user should know of the model
         """
+        self.note = note
         self._endpoint = endpoint
         self._fixed = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **options}
         self._files = _read([each for each in media if not each.is_url], max_body_bytes)

@@ -112,11 +112,13 @@ class ServedModel:
 
     max_body_bytes: of one request; None where the server does not say
     max_part_bytes: of a part of a file that is uploaded; None if the server takes none
+    knows: what the model knows, where the server says that this is little
     """
 
     name: str
     max_body_bytes: int | None = None
     max_part_bytes: int | None = None
+    knows: str | None = None
 
 
 def find_model(endpoint: Endpoint) -> str:
@@ -136,7 +138,8 @@ def served_model(endpoint: Endpoint, name: str = "") -> ServedModel:
         entry = next((each for each in entries if each["id"] == name), entries[0])
         limits = entry.get("limits") or {}
         told = {each: limits.get(each) for each in _LIMITS if type(limits.get(each)) is int}
-        return ServedModel(name or str(entry["id"]), **told)
+        knows = entry.get("knows") if name in ("", entry["id"]) else None
+        return ServedModel(name or str(entry["id"]), **told, knows=knows)
     except (ValueError, LookupError, TypeError, AttributeError):
         raise RequestError(f"{endpoint.shown_url}/v1/models gave no list of models; {advice}") from None
 

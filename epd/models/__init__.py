@@ -89,7 +89,12 @@ def knowledge_line(model: Path | str | None, way: str = "--model") -> str | None
     """
     found = find_model(model)
     knows = knowledge_of(found) if isinstance(found, Path) else None
-    return knows and f"{served_name(model)} knows {knows}; for real pictures: {way} {EXAMPLE_MODEL}"
+    return told_knowledge(served_name(model), knows, way)
+
+
+def told_knowledge(name: str, knows: str | None, way: str) -> str | None:
+    """Returns the line for a model's name and what it knows; None where that is not little."""
+    return knows and f"{name} knows {knows}; for real pictures: {way} {EXAMPLE_MODEL}"
 
 
 def served_name(model: Path | str | None) -> str:

@@ -11,9 +11,10 @@ from epd.planning.plan import Plan, make_plan
 from epd.planning.search import OnProgress
 from epd.planning.space import Space, cells_of
 from epd.planning.traffic import planner_for, workload_jobs
-from epd.profiles import MediaRule, Profile
 from epd.profiles.accelerators import CATALOGUE, Devices
 from epd.profiles.files import load_profile
+from epd.profiles.media import MediaRule
+from epd.profiles.profile import Profile
 from epd.simulate import Deployment
 from epd.simulate.drafting import DraftPlan
 from epd.simulate.frame_choice import NO_WISHES, VideoWishes

@@ -15,7 +15,7 @@ from epd.client.conversation import JSON, Conversation
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError, check_question
 from epd.serve_app.cli.conversations import FrameProgress, open_conversation
-from epd.serve_app.cli.early_checks import media_and_question, media_at_hand, output_to, say_knowledge
+from epd.serve_app.cli.early_checks import media_and_question, media_at_hand, output_to
 from epd.serve_app.cli.flags import with_fields_of, with_options_of
 from epd.serve_app.cli.options import AnswerFile, ApiKey, AsAudio, IsJson, Model, Paths, System, Url, Verbose
 from epd.serve_app.cli.question_options import QuestionOptions
@@ -74,13 +74,20 @@ def ask(
         if url is not None:
             answer = conversation.ask(question, None if as_json else console.stream_text)
             show_answer(answer, as_json=as_json, verbose=verbose)
+            _say_knowledge(conversation)
             return
         with console.progress_bar("frames") as show:
             shown = _Shown(FrameProgress(show), shows_text=not as_json, is_verbose=verbose)
             answer = conversation.ask(question, shown.text, shown.span)
         num_skipped = _num_units_skipped(conversation, config)
         show_answer(answer, num_skipped, as_json=as_json, verbose=verbose)
-        say_knowledge(model)
+        _say_knowledge(conversation)
+
+
+def _say_knowledge(conversation: Conversation) -> None:
+    """Says on stderr what the model knows, where its card says that this is little."""
+    if conversation.note is not None:
+        console.note(conversation.note)
 
 
 def _num_units_skipped(conversation: Conversation, config: EngineConfig) -> int | None:
@@ -200,25 +207,27 @@ _QUIT = "/quit"
 def chat(
     paths: Paths,
     model: Model = None,
+    audio: AsAudio = False,
     system: System = None,
     url: Url = None,
     api_key: ApiKey = None,
+    verbose: Verbose = False,
     **options: Any,
 ) -> None:
     """Answer questions about videos and images in a dialogue.
 
     Reads a question from each line of stdin; /quit or the end of the input ends it, Ctrl-C ends an answer.
     Later questions know the former ones, and find the media in the caches. Without --url a model is loaded
-    into this process.
+    into this process. With --verbose, says after each answer what it cost.
     """
     asked, config = QuestionOptions.parted(options)
-    with open_conversation(paths, model, (url, api_key), config, **asked.given) as conversation:
+    server = (url, api_key)
+    with open_conversation(paths, model, server, config, as_audio=audio, **asked.given) as conversation:
         if system is not None:
             conversation.instruct(system)
-        if url is None:
-            say_knowledge(model)
+        _say_knowledge(conversation)
         for question in _questions(is_terminal=sys.stdin.isatty()):
-            _answer(conversation, question, is_terminal=sys.stdin.isatty())
+            _answer(conversation, question, is_terminal=sys.stdin.isatty(), verbose=verbose)
 
 
 def _questions(*, is_terminal: bool) -> Iterator[str]:
@@ -238,7 +247,7 @@ def _questions(*, is_terminal: bool) -> Iterator[str]:
             yield question
 
 
-def _answer(conversation: Conversation, question: str, *, is_terminal: bool) -> None:
+def _answer(conversation: Conversation, question: str, *, is_terminal: bool, verbose: bool) -> None:
     """Answers one question. On a terminal, what it refuses does not end the dialogue."""
     try:
         answer = conversation.ask(question, console.stream_text)
@@ -250,5 +259,4 @@ def _answer(conversation: Conversation, question: str, *, is_terminal: bool) -> 
             raise
         print("error:", error, file=sys.stderr)
     else:
-        console.stream_text("\n")
-        print(cost_line(answer), file=sys.stderr)
+        show_answer(answer, verbose=verbose)

@@ -32,6 +32,7 @@ from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.models import model_folder
 from epd.profiles.files import load_profile
+from epd.serve_app.cli.early_checks import STDIN, as_path, stdin_file
 from epd.serve_app.cli.flags import with_fields_of, with_options_of
 from epd.serve_app.cli.options import (
     Address,
@@ -40,15 +41,16 @@ from epd.serve_app.cli.options import (
     IsJson,
     Model,
     Plot,
+    System,
 )
-from epd.serve_app.cli.question_options import MediaOptions
+from epd.serve_app.cli.question_options import QuestionOptions
 
 _Source = Annotated[
     str,
     typer.Argument(
         metavar="IN",
-        help="JSON lines, a .csv, Parquet, or a folder of videos or a .txt of media with --question(s). A "
-        "path, s3:// or gs://.",
+        help="JSON lines, a .csv or Parquet; with --question(s) also media: one, a pattern in quotes, a "
+        "folder of videos, a .txt of them. A path, - for lines from stdin, s3:// or gs://.",
     ),
 ]
 _Out = Annotated[
@@ -141,7 +143,7 @@ class _Target:
 
 
 @with_fields_of(EngineConfig)
-@with_options_of(MediaOptions)
+@with_options_of(QuestionOptions)
 def batch(
     source: _Source,
     out: _Out,
@@ -153,6 +155,7 @@ def batch(
     address: Address = None,
     name: AppName = "epd",
     api_key: ApiKey = None,
+    system: System = None,
     retry_failed: _RetryFailed = False,
     max_attempts: _MaxAttempts = 3,
     allow_failures: _AllowFailures = False,
@@ -170,7 +173,8 @@ def batch(
     over the options. Run the same command again to resume a stopped batch. With --address, uses the
     application on that cluster. Exits with 1 when a line failed.
     """
-    asked, config = MediaOptions.parted(options)
+    asked, config = QuestionOptions.parted(options)
+    source = as_path(source)
     target = _Target(model, topology, tuple(url) if url else None, address, name, api_key, config)
     utilisation, results = Utilisation(), _results_place(out, max_attempts)
     _check_dry_run(target, profile, is_dry=dry_run)
@@ -188,6 +192,10 @@ def batch(
             asked.reduction,
             asked.compute_share,
             asked.max_visual_tokens,
+            start_s=asked.start or None,
+            end_s=asked.end,
+            system=system,
+            sampling=asked.sampling,
         )
         if dry_run:
             failed = _look(lines, defaults, target, profile, as_json=as_json)
@@ -216,17 +224,21 @@ def batch(
 def _lines_file(source: str, asked: list[str]) -> Iterator[tuple[Path, str | Path]]:
     """Yields the input itself, or lines made of it and the questions asked; where its paths begin."""
     is_ready = is_lines(source, has_questions=bool(asked))
+    if source == STDIN and not asked:
+        with stdin_file() as lines:
+            yield lines, Path.cwd()
+        return
     if is_ready and asked:
         raise RequestError(
-            f"received no folder, list or table, '{source}', and questions; allowed: --question or "
-            "--questions with a folder, a .txt of media, a .csv or Parquet, or a file of lines without"
+            f"received no media, list or table, '{source}', and questions; allowed: --question or "
+            "--questions with media, a folder, a .txt of media, a .csv or Parquet, or a file of lines without"
         )
     if is_ready and not is_remote(source):
         yield Path(source), folder_of(source)
         return
     if not (is_ready or asked or is_table(source)):
         raise RequestError(
-            f"received a folder, '{source}', and no question; allowed: with --question or --questions; give "
+            f"received media, '{source}', and no question; allowed: with --question or --questions; give "
             "one of them"
         )
     with tempfile.TemporaryDirectory(prefix="epd-batch-") as name:
@@ -275,7 +287,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
         with opened as backend:
             yield backend
     else:
-        from epd.serve_app.cli.own_model import OwnBackend, open_model  # torch
+        from epd.serve_app.cli.own_backend import OwnBackend, open_model  # torch
 
         limits = RequestLimits(max_media=_MAX_MEDIA)
         with open_model(target.model, target.config, limits=limits, max_wait_s=_MAX_WAIT_S) as service:

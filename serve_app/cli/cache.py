@@ -11,6 +11,7 @@ import typer
 
 from epd import console
 from epd.errors import RequestError
+from epd.serve_app.cli.usage import GroupedCommand
 from epd.store.object_contents import ObjectContents
 from epd.store.piece_files import Contents, contents, is_whole, remove_oldest, stored
 
@@ -32,7 +33,7 @@ def _cache() -> None:
     """List or remove what --cache-dir keeps."""
 
 
-@cache.command()
+@cache.command(cls=GroupedCommand)
 def ls(place: _Kept) -> None:
     """List what is kept, by model and settings."""
     for each in _contents(place):
@@ -45,7 +46,7 @@ def ls(place: _Kept) -> None:
         )
 
 
-@cache.command()
+@cache.command(cls=GroupedCommand)
 def rm(place: _Kept, model: _Model = None, unused_days: _Days = 0.0) -> None:
     """Remove what is kept. A server that uses the folder computes it again."""
     most_s = time.time() - unused_days * _DAY_S
@@ -61,7 +62,7 @@ def rm(place: _Kept, model: _Model = None, unused_days: _Days = 0.0) -> None:
     console.stream_text(f"removed {removed / 1e6:,.1f} MB\n")
 
 
-@cache.command()
+@cache.command(cls=GroupedCommand)
 def verify(place: _Kept) -> None:
     """Read every piece, and remove those that are damaged. Ends with code 1 if there are any."""
     if _is_url(place):

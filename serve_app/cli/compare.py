@@ -56,7 +56,7 @@ else:  # torch, which URLs do without
 _Layouts = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[LAYOUT]...",
+        metavar="LAYOUT...",
         help="8x1epd, 8epd, 2e5p1d, 2e5p1d+roles, 8epd+chunk=512, or NAME=URL,URL of servers that run.",
     ),
 ]

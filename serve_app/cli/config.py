@@ -17,7 +17,7 @@ from epd.control.request_budget import RequestLimits
 from epd.errors import RequestError
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.cli.options import IsJson
-from epd.serve_app.cli.usage import nearest
+from epd.serve_app.cli.usage import GroupedCommand, nearest
 from epd.serve_app.model_facts import limits_of
 
 config = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -26,7 +26,7 @@ _LIMIT = "limits."
 _Values = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[NAME=VALUE]...",
+        metavar="NAME=VALUE...",
         help="Arguments of the application as serve run takes them, limits.NAME for a limit; they take "
         "precedence over the file.",
     ),
@@ -44,7 +44,7 @@ def _config() -> None:
     """Show the resolved configuration of a server."""
 
 
-@config.command()
+@config.command(cls=GroupedCommand)
 def show(values: _Values = None, file: _File = None, as_json: IsJson = False) -> None:
     """Show every argument of the application and the limits of one request, resolved for the model.
 

@@ -14,7 +14,7 @@ from epd.client.endpoint import Endpoint, ServedModel, Uploader, parse_endpoints
 from epd.console import ShowProgress
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
-from epd.models import model_folder
+from epd.models import knowledge_line, model_folder, told_knowledge
 from epd.serve_app.cli.early_checks import as_path, check_media
 from epd.serve_app.request_options import kind_of, request_fields
 
@@ -50,7 +50,7 @@ def open_conversation(
         from epd.serve_app.cli.own_model import OwnConversation, open_model  # torch
 
     with open_model(model, config, is_greedy=is_greedy) as service:
-        yield OwnConversation(service, paths, audio=as_audio, **options)
+        yield OwnConversation(service, paths, audio=as_audio, note=knowledge_line(model), **options)
 
 
 @dataclass(slots=True)
@@ -96,7 +96,8 @@ def conversation_with(
     has_files = any(not each.is_url for each in media)
     served = _served(endpoint, model, has_files=has_files)
     sent = _uploaded(endpoint, served, media)
-    return Conversation(endpoint, served.name, sent, options, max_body_bytes=served.max_body_bytes)
+    note = told_knowledge(served.name, served.knows, "epd serve")
+    return Conversation(endpoint, served.name, sent, options, max_body_bytes=served.max_body_bytes, note=note)
 
 
 def _uploaded(endpoint: Endpoint, served: ServedModel, media: Sequence[Medium]) -> Sequence[Medium]:

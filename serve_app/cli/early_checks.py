@@ -1,4 +1,4 @@
-"""Finds what is wrong with what was asked before anything slow is imported. Says what a model knows."""
+"""Finds what is wrong with what was asked before anything slow is imported."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from urllib.parse import unquote, urlsplit
 
-from epd import console
 from epd.errors import MediaNotFoundError, RequestError
-from epd.models import knowledge_line
 from epd.serve_app.request_options import kind_of
 
 _EXAMPLE = 'epd ask clip.mp4 "What happens?"'
@@ -21,7 +19,7 @@ _EXAMPLE = 'epd ask clip.mp4 "What happens?"'
 _ENDINGS = frozenset(
     (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".ts", ".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp")
 ) | {".wav", ".mp3", ".flac", ".m4a", ".ogg"}
-_STDIN = "-"
+STDIN = "-"
 _PATTERN = frozenset("*?[")
 
 
@@ -45,7 +43,7 @@ def media_and_question(words: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _is_medium(word: str) -> bool:
-    if "://" in word or word.startswith("data:") or word == _STDIN:
+    if "://" in word or word.startswith("data:") or word == STDIN:
         return True
     is_name = len(word.split()) == 1 and Path(word).suffix.lower() in _ENDINGS
     return is_name or (0 < len(word) < 256 and Path(word).exists())
@@ -59,15 +57,24 @@ def is_terminal() -> bool:
 @contextmanager
 def media_at_hand(paths: Sequence[str]) -> Iterator[list[str]]:
     """Yields names of media with a file in the place of "-", which has what comes from stdin."""
-    if _STDIN not in paths:
+    if STDIN not in paths:
         yield list(paths)
         return
+    with stdin_file("media") as file:
+        yield [str(file) if path == STDIN else path for path in paths]
+
+
+@contextmanager
+def stdin_file(what: str = "lines") -> Iterator[Path]:
+    """Yields a file with what comes from stdin. Raises RequestError where stdin is a terminal."""
     if is_terminal():
-        raise RequestError("received - for media, and stdin is a terminal; pipe a file into it, or name one")
+        raise RequestError(
+            f"received - for {what}, and stdin is a terminal; pipe a file into it, or name one"
+        )
     with NamedTemporaryFile(prefix="epd-stdin-") as file:
         shutil.copyfileobj(sys.stdin.buffer, file)
         file.flush()
-        yield [file.name if path == _STDIN else path for path in paths]
+        yield Path(file.name)
 
 
 def check_media(paths: Sequence[str]) -> None:
@@ -88,16 +95,10 @@ def as_path(name: str) -> str:
     return unquote(urlsplit(name).path) if name.startswith("file://") else name
 
 
-def say_knowledge(model: Path | str | None) -> None:
-    """Says on stderr what the model knows, where its card says that this is little."""
-    if (line := knowledge_line(model)) is not None:
-        console.note(line)
-
-
 @contextmanager
 def output_to(path: Path | None) -> Iterator[None]:
     """Writes to a file what the block prints on stdout, if it ends well. Does nothing without a path."""
-    if path is None or str(path) == _STDIN:
+    if path is None or str(path) == STDIN:
         yield
         return
     text = StringIO()

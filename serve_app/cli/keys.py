@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from epd.errors import RequestError
 from epd.serve_app.api_keys import ApiKey, hash_of
+from epd.serve_app.cli.usage import GroupedCommand
 
 keys = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -34,7 +35,7 @@ def _keys() -> None:
     """Make keys for the clients of a server."""
 
 
-@keys.command()
+@keys.command(cls=GroupedCommand)
 def new(
     name: _Name,
     right: _Rights = None,

@@ -13,8 +13,9 @@ from epd import console
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.models import MODEL_HELP, model_folder, served_name
-from epd.profiles import HostCosts, Profile
 from epd.profiles.files import dump_profile, load_profile
+from epd.profiles.host import HostCosts
+from epd.profiles.profile import Profile
 from epd.profiles.silicon import BACKENDS, SYSTEMS, load_silicon, silicon_profile
 from epd.serve_app.cli.flags import with_fields_of
 from epd.serve_app.cli.options import IsJson, Out

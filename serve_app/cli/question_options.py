@@ -28,8 +28,8 @@ from epd.serve_app.cli.options import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MediaOptions:
-    """Holds what is looked at and how long an answer may be. Every field is a flag. Raises RequestError."""
+class QuestionOptions:
+    """Holds all that is asked for beside the question. Every field is a flag. Raises RequestError."""
 
     fps: Fps = None
     frames: Frames = None
@@ -38,6 +38,11 @@ class MediaOptions:
     reduction: Reduction = None
     compute_share: ComputeShare = None
     max_visual_tokens: MaxVisualTokens = None
+    start: Start = 0.0
+    end: End = None
+    temperature: Temperature = None
+    seed: AnswerSeed = None
+    schema: Schema = None
 
     def __post_init__(self) -> None:
         check_numbers(self.fps, self.frames, self.max_tokens)
@@ -51,16 +56,15 @@ class MediaOptions:
         asked = cls(**{name: value for name, value in options.items() if name in own})
         return asked, EngineConfig.checked({name: options[name] for name in options.keys() - own})
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuestionOptions(MediaOptions):
-    """Holds all that is asked for beside the question."""
-
-    start: Start = 0.0
-    end: End = None
-    temperature: Temperature = None
-    seed: AnswerSeed = None
-    schema: Schema = None
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Returns how answers are made, as the bodies of requests have it."""
+        fields_of_body = {
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "response_format": response_format(self.schema),
+        }
+        return {name: value for name, value in fields_of_body.items() if value is not None}
 
     @property
     def given(self) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.picture import picture
 from epd.planning.asked import cut_by, draft_plan, num_cpu_threads, workload_config
 from epd.planning.bounds import Bound, bounds
-from epd.profiles import Profile as LoadedProfile
 from epd.profiles.files import load_profile
+from epd.profiles.profile import Profile as LoadedProfile
 from epd.serve_app.cli.flags import with_options_of
 from epd.serve_app.cli.options import ChromeTrace, IsJson, Plot, Profile
 from epd.serve_app.cli.traffic_options import FleetOptions, NumRequests, Rate

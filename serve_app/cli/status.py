@@ -26,7 +26,7 @@ from epd.serve_app.observability.figures import Figures, Scrape
 from epd.serve_app.worker_info import MemoryUse
 from epd.workload.metrics import SLO
 
-_Url = Annotated[str, typer.Option(metavar="URL", help="Server of epd serve.")]
+_Url = Annotated[str, typer.Option(metavar="URL", envvar="EPD_URL", help="Server of epd serve.")]
 _Profile = Annotated[
     str | None,
     typer.Option(

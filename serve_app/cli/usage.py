@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,10 @@ _ELSEWHERE: Mapping[str, str | None] = {
     "--to": "--end",
     "--output": "--out",
 }
+_EXTRA_URL = re.compile(r"extra argument.*\((https?://\S+)\)")
+# A type as typer shows it for a value without a name of its own, and what it is called instead.
+_TYPE = re.compile(r"<([A-Za-z\[\] ]+)>")
+_VALUES: Mapping[str, str] = {"str": "TEXT", "int": "N", "int range": "N", "float": "X", "float range": "X"}
 
 
 @contextmanager
@@ -83,13 +88,16 @@ def _line(error: Any) -> str:
     names = meant.replace("'", "").removesuffix("?").split(", ") if meant else []
     names = [name for name in names if " " not in name] or names  # `bench`, without `bench compare`
     tail = f"; did you mean {', '.join(names)}?" if names else has_all
+    url = _EXTRA_URL.search(said)
+    if url and error.ctx is not None and "--url" in _options(error.ctx):
+        tail = f"; did you mean --url {url[1]}?"
     return f"{said[0].lower()}{said[1:].rstrip('.')}{tail}"
 
 
 def _meant(name: str, context: Any) -> str:
     """Says which option is meant: of that name in another program, of that spelling, or none."""
     params = context.command.get_params(context) if context is not None else []
-    own = [each for param in params for each in (*param.opts, *param.secondary_opts) if each.startswith("--")]
+    own = [] if context is None else _options(context)
     plain = name.lower().replace("_", "-")
     if plain in own:
         return f"; did you mean {plain}?"
@@ -111,15 +119,45 @@ def _meant(name: str, context: Any) -> str:
     return nearest(plain, own)
 
 
+def _options(context: Any) -> list[str]:
+    params = context.command.get_params(context)
+    return [
+        each for param in params for each in (*param.opts, *param.secondary_opts) if each.startswith("--")
+    ]
+
+
+def _arguments(context: Any) -> list[Any]:
+    return [each for each in context.command.get_params(context) if each.param_type_name == "argument"]
+
+
+def _shown(argument: Any) -> str:
+    """Returns an argument as a line of usage has it: in brackets where it may be left out."""
+    name = re.sub(r"[][]", "", argument.metavar or argument.name.upper())
+    name += "..." * (argument.nargs == -1 and "..." not in name)
+    return name if argument.required else f"[{name}]"
+
+
 class GroupedCommand(TyperCommand):
     """Shows options in the groups that their `rich_help_panel` names, without frames around them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            error.ctx = error.ctx or ctx  # an option without its value is raised without
+            raise
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[OPTIONS]", *map(_shown, _arguments(ctx))]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for param in self.get_params(ctx):
             if (row := param.get_help_record(ctx)) is not None:
-                title = getattr(param, "rich_help_panel", None)
-                groups[title or ("Options" if param.param_type_name == "option" else "Arguments")].append(row)
+                is_option = param.param_type_name == "option"
+                title = getattr(param, "rich_help_panel", None) or ("Options" if is_option else "Arguments")
+                name = _TYPE.sub(lambda found: _VALUES.get(found[1], found[1].upper()), row[0])
+                groups[title].append((name if is_option else _TYPE.sub("", row[0]).rstrip(), row[1]))
         for title, rows in groups.items():
             with formatter.section(title):
                 formatter.write_dl(rows)

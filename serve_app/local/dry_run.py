@@ -18,6 +18,7 @@ from epd.batch.line_index import LineGroup, LineIndex
 from epd.batch.lines import BatchLine
 from epd.batch.media_names import local_path
 from epd.batch.result_files import Reason
+from epd.console import counted
 from epd.control.arrivals import RequestWork
 from epd.encoders import MediaPlan
 from epd.errors import EPDError, UnsupportedMediaError
@@ -76,10 +77,12 @@ class DryRun:
     def lines(self) -> list[str]:
         """Returns the sums for people."""
         device = "unknown: give --profile" if self.device_s is None else _time(self.device_s)
+        lines, frames = counted(self.num_lines, "line"), counted(self.num_frames, "frame")
+        media = "1 medium" if self.num_media == 1 else f"{self.num_media} media"
         return [
-            f"{self.num_lines} lines, {self.num_failing} would fail, {self.num_not_looked_at} about media "
-            "elsewhere that were not looked at",
-            f"{self.num_media} media, {self.video_hours:.2f} hours of video, {self.num_frames:,} frames",
+            f"{lines}, {self.num_failing} would fail, {self.num_not_looked_at} about media elsewhere that "
+            "were not looked at",
+            f"{media}, {self.video_hours:.2f} hours of video, {frames}",
             f"{self.visual_tokens:,} visual tokens, each computed once; {self.prompt_tokens:,} tokens of "
             f"prompts, {self.answer_tokens:,} of answers expected",
             f"time on one device: {device}",

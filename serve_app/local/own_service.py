@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -27,13 +27,15 @@ from epd.serve_app.http.chat_answers import ApiSettings, ChatAnswers, ParsedRequ
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.request_parsing import describe
 from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
-from epd.serve_app.local.pacing import Pace
 from epd.serve_app.media.media_processes import MediaProcesses
 from epd.serve_app.media.media_worker import MediaSettings
 from epd.serve_app.observability.record import RequestRecord
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.service import MediaReference, ServiceStatus
 from epd.serve_app.service_composition import create_service, media_settings, worker_settings
+
+if TYPE_CHECKING:  # it brings the simulator
+    from epd.serve_app.local.pacing import Pace
 
 JSON = dict[str, Any]
 _T = TypeVar("_T")

@@ -11,7 +11,7 @@ import pytest
 
 from epd.batch.folder import is_lines, write_lines
 from epd.batch.lines import LineDefaults, LineError, parse_line
-from epd.errors import RequestError
+from epd.errors import MediaNotFoundError, RequestError
 
 
 def lines_of(source: Path, *asked: str) -> list[dict[str, Any]]:
@@ -47,6 +47,20 @@ def test_a_list_of_media_is_asked_about(tmp_path: Path) -> None:
     assert (asked[0]["video"], asked[2]["images"]) == (str(tmp_path / "a.mp4"), ["/b/c.PNG"])
     assert asked[4]["video"] == "https://host/d.mp4?x=1"
     assert (is_lines(path, has_questions=True), is_lines(path, has_questions=False)) == (False, True)
+
+
+def test_a_pattern_and_a_single_medium_are_asked_about(tmp_path: Path) -> None:
+    for name in ("b.mp4", "a.mp4", "c.png", "shot[1].png"):
+        (tmp_path / name).touch()
+    found = lines_of(tmp_path / "?.mp4", "What is {stem}?")
+    assert [each["id"] for each in found] == ["a.mp4#1", "b.mp4#1"]
+    assert [each["video"] for each in found] == [str(tmp_path / "a.mp4"), str(tmp_path / "b.mp4")]
+    for name in ("c.png", "shot[1].png"):
+        [picture] = lines_of(tmp_path / name, "What?")
+        assert (picture["id"], picture["images"]) == (f"{name}#1", [str(tmp_path / name)])
+        assert not is_lines(tmp_path / name, has_questions=False)
+    with pytest.raises(MediaNotFoundError, match="no file matches"):
+        lines_of(tmp_path / "*.mov", "What?")
 
 
 def test_the_columns_of_a_table_are_the_fields_of_lines(tmp_path: Path) -> None:

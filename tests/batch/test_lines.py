@@ -1,4 +1,7 @@
-"""Lines of both forms become bodies of chat requests; what cannot be one is refused under its id."""
+"""Lines of both forms become bodies of chat requests; what cannot be one is refused under its id.
+
+Modules: `epd/batch/shared_prefix.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from epd.batch.lines import BatchLine, LineDefaults, LineError, SharedPrefix, parse_line, shared_prefix
+from epd.batch.lines import BatchLine, LineDefaults, LineError, parse_line
+from epd.batch.shared_prefix import SharedPrefix, shared_prefix
 
 FOLDER = Path("/data")
 QUESTION = "How many shapes are there?"
@@ -91,6 +95,35 @@ def test_what_is_kept_is_as_the_line_says_or_else_the_default(
     assert parsed(record, retention=0.25, reduction="evs").body["epd"] == epd
     said = parsed(record).body.get("epd") or {}
     assert {name: value for name, value in said.items() if value is not None}.items() <= epd.items()
+
+
+@pytest.mark.parametrize(
+    ("record", "options"),
+    [
+        (short(), {"temperature": 0.5, "seed": 3, "epd": {"start_s": 1.0, "end_s": 9.0}}),
+        (short(start_s=2), {"temperature": 0.5, "seed": 3, "epd": {"start_s": 2}}),
+        (openai(seed=4), {"temperature": 0.5, "seed": 4, "epd": {"start_s": 1.0, "end_s": 9.0}}),
+        (
+            openai(temperature=0, seed=None, epd={"end_s": 3}),
+            {"temperature": 0, "seed": 3, "epd": {"end_s": 3}},
+        ),
+    ],
+)
+def test_how_and_about_which_part_is_as_the_line_says_or_else_the_default(
+    record: dict[str, Any], options: dict[str, Any]
+) -> None:
+    body = parsed(record, start_s=1.0, end_s=9.0, sampling={"temperature": 0.5, "seed": 3}).body
+    assert {name: value for name, value in body.items() if name != "messages"} == options
+
+
+def test_a_system_message_stands_before_lines_that_have_none() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    for record in (short(), openai()):
+        plain, told = parsed(record).body["messages"], parsed(record, system="Be brief.").body["messages"]
+        assert told == [system, *plain]
+    own = openai()
+    own["body"]["messages"].insert(0, {"role": "developer", "content": "Be long."})
+    assert parsed(own, system="Be brief.").body == parsed(own).body
 
 
 def test_a_line_that_reads_other_frames_shares_no_prefix() -> None:

@@ -17,7 +17,7 @@ import yaml
 
 from epd.errors import RequestError
 from epd.planning.files import PlanFile, load_plan
-from epd.profiles import analytic_profile
+from epd.profiles.analytic import analytic_profile
 from epd.profiles.files import dump_profile
 from epd.reduction import ReductionPolicy
 from epd.serve_app.app_args import AppArgs

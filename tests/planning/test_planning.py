@@ -30,8 +30,9 @@ from epd.planning.space import (
     times,
     together,
 )
-from epd.profiles import Profile, analytic_profile
+from epd.profiles.analytic import analytic_profile
 from epd.profiles.files import load_profile
+from epd.profiles.profile import Profile
 from epd.serve_app.cli.program import app
 from epd.simulate import Deployment, JobMaker
 from epd.topology import parse_topology

@@ -10,7 +10,7 @@ import pytest
 from epd.planning.goodput import Demand, rate_bound
 from epd.planning.search import Planner
 from epd.planning.space import Space
-from epd.profiles import analytic_profile
+from epd.profiles.analytic import analytic_profile
 from epd.serve_app.cli.program import app
 from epd.simulate import Deployment, JobMaker, Simulation
 from epd.simulate.records import SimulationResult

@@ -10,7 +10,7 @@ from epd.planning.goodput import Demand, goodput, simulate_at
 from epd.planning.search import Planner
 from epd.planning.space import Space
 from epd.planning.traffic import planner_for
-from epd.profiles import analytic_profile
+from epd.profiles.analytic import analytic_profile
 from epd.simulate import Deployment, JobMaker
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.requests import Job

@@ -16,7 +16,7 @@ from epd.planning.goodput import rate_bound, simulate_at
 from epd.planning.plan import make_plan
 from epd.planning.search import Planner
 from epd.planning.space import Settings, Space, splits_of
-from epd.profiles import analytic_profile
+from epd.profiles.analytic import analytic_profile
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.cli.program import app
 from epd.simulate import Deployment

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from epd.errors import InfeasibleError
-from epd.profiles import MemoryLimits, MemoryNeeds, analytic_profile
+from epd.profiles.analytic import analytic_profile
+from epd.profiles.memory import MemoryLimits, MemoryNeeds
 from epd.simulate import Deployment, Simulation
 from epd.stages.memory_sizing import DEFAULT_EMBEDDINGS
 from epd.topology import Stage, parse_topology

@@ -13,10 +13,12 @@ import pytest
 from epd.encoders.adapter import Grid, MediaPlan
 from epd.encoders.groups import plan_groups
 from epd.errors import RequestError
-from epd.profiles import Efficiency, Measurement, MemoryLimits, StageCost, analytic_profile, fit_table
+from epd.profiles.analytic import Efficiency, analytic_profile
 from epd.profiles.catalogue import MODELS
+from epd.profiles.cost import Measurement, StageCost, fit_table
 from epd.profiles.files import dump_profile, load_profile, parse_profile
 from epd.profiles.media import MediaRule, MediaWork
+from epd.profiles.memory import MemoryLimits
 from epd.workload.requests import AudioClip, Resolution, VideoSpec
 
 FOUR_K = Resolution(4032, 3024)

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.score.calibrating import kept_job
 from epd.control.prompt_load import PromptLoadEstimator
 from epd.control.retention import RetentionConfig, RetentionController
-from epd.profiles import Profile
+from epd.profiles.profile import Profile
 from epd.simulate import Deployment, Job, Simulation
 from epd.simulate.clock import seconds_of
 from epd.simulate.requests import RequestState

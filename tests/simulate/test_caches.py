@@ -12,7 +12,7 @@ import pytest
 
 from epd.control.elasticity import Switch
 from epd.encode.encoder_cache import EncoderCacheManager
-from epd.profiles import Profile
+from epd.profiles.profile import Profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult
 from epd.simulate.clock import EventPriority, ticks_of
 from epd.simulate.placement import Elasticity

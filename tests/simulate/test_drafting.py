@@ -8,7 +8,8 @@ import pytest
 
 from epd.errors import RequestError
 from epd.planning.goodput import Demand, rate_bound
-from epd.profiles import HostCosts, Profile
+from epd.profiles.host import HostCosts
+from epd.profiles.profile import Profile
 from epd.simulate import Deployment, Simulation, SimulationResult
 from epd.simulate.drafting import DraftPlan, acceptance_of
 from epd.topology import parse_topology

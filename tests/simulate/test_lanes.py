@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from epd.kv.scheduling import SchedulerConfig
-from epd.profiles import HostCosts, Profile
+from epd.profiles.host import HostCosts
+from epd.profiles.profile import Profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult
 from epd.simulate.clock import EventPriority, EventQueue, ticks_of
 from epd.simulate.machine import Machine, OwnDevices, SharedCores

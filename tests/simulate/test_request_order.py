@@ -9,7 +9,7 @@ import pytest
 
 from epd.kv.scheduled_request import RequestOrder
 from epd.kv.scheduling import SchedulerConfig
-from epd.profiles import analytic_profile
+from epd.profiles.analytic import analytic_profile
 from epd.serve_app.cli.program import app
 from epd.simulate import Deployment, JobMaker, Simulation
 from epd.simulate.records import SimulationResult

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from epd.profiles import Profile, StageCost, analytic_profile
+from epd.profiles.analytic import analytic_profile
+from epd.profiles.cost import StageCost
+from epd.profiles.profile import Profile
 from epd.simulate import Job, JobMaker
 from epd.simulate.clock import ticks_of
 from epd.simulate.requests import identity_of

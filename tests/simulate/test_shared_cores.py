@@ -17,10 +17,12 @@ from benchmarks.score.app_costs import KINDS, LAYOUTS, LONG_TEXT, SHORT_TEXT, Fi
 from benchmarks.score.calibrating import Asked, _weights, calibrated, simulated_figures
 from benchmarks.score.speed import SpeedSampler, at_speed
 from epd.planning.goodput import Demand, goodput, rate_bound
-from epd.profiles import HostCosts, Overhead, Profile, PromptRule, analytic_profile
+from epd.profiles.analytic import analytic_profile
 from epd.profiles.cost import StageCost
 from epd.profiles.files import dump_profile, parse_profile
+from epd.profiles.host import HostCosts, Overhead, PromptRule
 from epd.profiles.measuring import core_speed
+from epd.profiles.profile import Profile
 from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
 from epd.simulate.clock import EventPriority, EventQueue, ticks_of
 from epd.simulate.machine import SharedCores

@@ -10,8 +10,10 @@ import pytest
 
 from benchmarks.score.calibrating import kept_job
 from epd.control.retention import RetentionConfig
-from epd.profiles import Profile, StageCost, analytic_profile
+from epd.profiles.analytic import analytic_profile
+from epd.profiles.cost import StageCost
 from epd.profiles.media import MediaWork
+from epd.profiles.profile import Profile
 from epd.simulate import Deployment, Job, SimulationResult
 from epd.simulate.clock import ticks_of
 from epd.simulate.requests import GroupWork

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from epd.control.routing import InFlight, Router
 from epd.kv.scheduling import SchedulerConfig
-from epd.profiles import Profile, StageCost, analytic_profile
+from epd.profiles.analytic import analytic_profile
+from epd.profiles.cost import StageCost
+from epd.profiles.profile import Profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult, records
 from epd.simulate.clock import TICKS_PER_S, EventPriority, EventQueue, ticks_of
 from epd.simulate.placement import Elasticity

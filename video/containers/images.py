@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from PIL import Image, UnidentifiedImageError
+from PIL import (
+    AvifImagePlugin,
+    Image,
+    TiffImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
+)
 
 from epd.colour import WHITE, Colour
 from epd.errors import CorruptMediaError, MediaError, MediaLimitError, UnsupportedMediaError
@@ -27,6 +33,8 @@ _START, _END = b"\xff\xd8", b"\xff\xd9"
 _FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _WITHOUT_LENGTH = frozenset(range(0xD0, 0xD9)) | {0x00, 0x01, 0xFF}
 IMAGE_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "AVIF", "PPM")
+# With all of these imported, Pillow does not look for more of its 43 plugins where a file is no image.
+_PLUGINS = (AvifImagePlugin, TiffImagePlugin, WebPImagePlugin)  # it imports the others by itself
 MAX_IMAGE_PIXELS = 80_000_000
 _ORIENTATION = 0x0112  # the tag of EXIF
 

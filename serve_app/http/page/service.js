@@ -12,7 +12,9 @@ function showModel() {
   showDefaults(model?.defaults);
   $("knows").hidden = !model?.knows;
   if (!model?.knows) return;
-  $("knows").replaceChildren(element("strong", { textContent: model.id }), `: ${model.knows.replace(/\.$/, "")}. For real pictures, start the server with a model's name or folder: `,
+  // What stands between backticks is a command.
+  const words = model.knows.replace(/\.$/, "").split("`").map((text, index) => (index % 2 ? element("code", { textContent: text }) : text));
+  $("knows").replaceChildren(element("strong", { textContent: model.id }), ": ", ...words, `. For real pictures, start the server with a model's name or folder: `,
     element("code", { textContent: "epd serve Qwen/Qwen3-VL-2B-Instruct" }));
 }
 

@@ -14,7 +14,7 @@ from benchmarks.score.app_profile import _AppLoad
 from benchmarks.score.live_app import LiveApp, ServedRequest, TrafficResult, counted_in, live_app, served_in
 from epd.bench.media import MediaLibrary
 from epd.errors import UnavailableError
-from epd.profiles import MediaRule
+from epd.profiles.media import MediaRule
 from epd.video.demo_video import write_scene
 from epd.workload.metrics import ClientRecord
 

@@ -37,7 +37,7 @@ with warnings.catch_warnings():
         measure,
         sense_of,
     )
-    from epd.profiles import HostCosts, PromptRule
+    from epd.profiles.host import HostCosts, PromptRule
 
 HERE = {"date": "2999-01-01 10:00 UTC", "cores": 2}
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -27,7 +28,7 @@ from epd.errors import RequestError
 from epd.serve_app.cli.program import app
 from tests.batch.fakes import FakeBackend
 from tests.batch.parquet import committed_rows, write_table
-from tests.batch.test_http_backend import KEY, FakeServer, serving
+from tests.batch.test_http_backend import KEY, FakeServer, Reply, serving
 
 
 def run(*arguments: str | Path) -> Result:
@@ -60,7 +61,7 @@ def test_a_file_is_answered_and_summed_up(lines: Path, checkpoints: dict[str, Pa
     ]
     result = run(lines, out, *map(str, options), "--plot", plot, "--json")
     assert result.exit_code == 1, result.output
-    assert "1 lines failed, see '" in result.stderr
+    assert "1 line failed, see '" in result.stderr
     assert "1 MediaNotFoundError, such as: " in result.stderr
     assert "nowhere.mp4': cannot read the file: URL: No such file or directory" in result.stderr
     summary = json.loads(result.stdout)
@@ -110,6 +111,37 @@ def test_what_is_kept_is_as_the_options_say_where_lines_do_not(
     tokens = {name: each["prompt_tokens"] for name, each in usage.items()}
     assert tokens["default"] == tokens["late"] < tokens["all"]
     assert len(usage) == 3
+
+
+def test_lines_come_from_stdin_and_options_are_those_of_a_question(
+    media: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a server that writes down what it is asked. Relative paths begin where the user stands."""
+    monkeypatch.chdir(media["video"].parent)
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "string"}')
+    line = json.dumps({"id": 1, "video": media["video"].name, "question": "What?"})
+    bodies = []
+
+    class Listening(FakeServer):
+        def reply(self, body: dict[str, Any]) -> Reply:
+            bodies.append(body)
+            return super().reply({**body, "messages": body["messages"][1:]})
+
+    with serving(Listening()) as server:
+        words = ["-", tmp_path / "out.jsonl", "--url", server.url, "--api-key", KEY, "--system", "Be brief."]
+        more = ["--temperature", "0.5", "--seed", "3", "--start", "0:01", "--end", "1:30", "--schema", schema]
+        done = CliRunner().invoke(app, ["batch", *map(str, words + more)], input=line)
+    assert done.exit_code == 0, done.output
+    [body] = bodies
+    assert (body["temperature"], body["seed"]) == (0.5, 3)
+    assert (body["epd"]["start_s"], body["epd"]["end_s"]) == (1, 90)
+    assert body["response_format"]["json_schema"]["schema"] == {"type": "string"}
+    system, asked = body["messages"]
+    assert system == {"role": "system", "content": "Be brief."}
+    assert asked["content"][0]["video_url"]["url"] == media["video"].as_uri()
+    [record] = [json.loads(each) for each in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert record["question"] == "What?"
 
 
 def test_a_folder_and_questions_become_lines(tmp_path: Path) -> None:
@@ -169,7 +201,7 @@ def test_parquet_goes_in_and_out_at_servers(tmp_path: Path) -> None:
         result = run(tmp_path / "rows.parquet", out, *urls, "--hourly-price", "2", "--json")
         again = run(f"{tmp_path}/rows.parquet", out, *urls, "--allow-failures")
     assert result.exit_code == 1, result.output
-    assert f"1 lines failed, see '{out}/failed-*.parquet'; --retry-failed" in result.stderr
+    assert f"1 line failed, see '{out}/failed-*.parquet'; --retry-failed" in result.stderr
     assert json.loads(result.stdout)["price_per_1000"] > 0
     found = {row["id"]: row for row in committed_rows(out)}
     assert {key: row["answer"] for key, row in found.items()} == {"a#1": "One?", "a#2": "Two?", "b#1": None}
@@ -196,7 +228,9 @@ def test_parquet_goes_in_and_out_at_servers(tmp_path: Path) -> None:
         (["in.jsonl", "out.jsonl", "--url", "x"], "not an endpoint"),
         (["nothing.jsonl", "out.jsonl"], "nothing.jsonl"),
         ([".", "out.jsonl"], "--questions"),
-        (["in.jsonl", "out.jsonl", "--question", "What?"], "no folder"),
+        (["in.jsonl", "out.jsonl", "--question", "What?"], "no media, list or table"),
+        (["*.mov", "out.jsonl", "--question", "What?"], "no file matches '*.mov'"),
+        (["a.mp4", "out.jsonl"], "received media, 'a.mp4', and no question"),
         (["in.jsonl", "out.jsonl", "--questions", "q.txt"], "cannot read 'q.txt'"),
         (["in.jsonl", "out.jsonl", "--questions", "q.txt", "--question", "What?"], "one of them"),
         (["in.jsonl", "out.xlsx"], "'out.xlsx' for the results; allowed: a name that ends in .jsonl"),
@@ -233,7 +267,7 @@ def test_lines_are_answered_without_ray_and_web_server(lines: Path, tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("2 of 3 lines answered, 1 failed\n")
-    assert done.stderr.startswith("1 lines failed, see ")
+    assert done.stderr.startswith("1 line failed, see ")
     assert "Traceback" not in done.stderr
 
 

@@ -96,7 +96,9 @@ def test_the_answer_is_streamed_and_its_cost_follows(server: Server) -> None:
 def test_a_dialogue_knows_its_former_turns(server: Server) -> None:
     """Each answer is the API's own to the same messages; a line of white space asks nothing."""
     questions = ("What is shown?", "And which colour?", "How many?")
-    shown = run("chat", server.clip, *server.options, stdin="\n\n".join(questions) + "\n/quit\nnever asked\n")
+    shown = run(
+        "chat", server.clip, "-v", *server.options, stdin="\n\n".join(questions) + "\n/quit\nnever asked\n"
+    )
     assert shown.exit_code == 0, shown.output
     messages: list[dict[str, Any]] = []
     headers = {"Authorization": f"Bearer {server.key}"}
@@ -158,6 +160,23 @@ def begun(command: list[str]) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("command", ["ask", "chat"])
+def test_what_the_model_of_a_server_knows_is_said(server: Server, command: str) -> None:
+    """A server that says nothing of it, or another model of it, is not spoken for."""
+    words = [QUESTION] if command == "ask" else []
+    shown = run(command, server.clip, *words, "--max-tokens", "1", *server.options, stdin=f"{QUESTION}\n")
+    assert shown.exit_code == 0, shown.output
+    knows = "the shapes that `epd demo` draws, and nothing else"
+    note = f"note: shapes-vl-2 knows {knows}; for real pictures: epd serve Qwen/Qwen3-VL-2B-Instruct"
+    assert shown.stderr.splitlines() == [note]
+
+
+def test_a_dialogue_says_what_answers_cost_where_it_is_asked_to(server: Server) -> None:
+    shown = run("chat", server.clip, *server.options, "-v", stdin=f"{QUESTION}\n")
+    assert "encode" in shown.stderr
+    assert "first token after" in shown.stderr.splitlines()[-1]
 
 
 def test_a_dialogue_without_a_server(server: Server) -> None:

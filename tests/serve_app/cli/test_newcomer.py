@@ -103,7 +103,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("ask clip.mp4 What --fps fast", "invalid value for '--fps': "),
     ("ask clip.mp4 What --frames 0", "received --frames 0; allowed: more than 0"),
     ("ask clip.mp4 What --frames 8.5", "invalid value for '--frames': "),
-    ("ask clip.mp4 What --frames", "option '--frames' requires an argument; epd --help has all"),
+    ("ask clip.mp4 What --frames", "option '--frames' requires an argument; epd ask --help has all"),
     ("ask clip.mp4 What --fps 1 --frames 8", "received --fps 1.0 and --frames 8; give one of the two"),
     ("ask clip.mp4 What --max-tokens 0", "received --max-tokens 0; allowed: more than 0"),
     (
@@ -227,12 +227,12 @@ ROWS: tuple[tuple[str, str], ...] = (
     ),
     ("chat clip.mp4 --fps 0", "received --fps 0.0; allowed: more than 0"),
     meant("batch", "--num-frames", "--frames"),
-    ("batch a.jsonl b.jsonl --question 1", "and questions; allowed: --question or --questions with a folder"),
+    ("batch a.jsonl b.jsonl --question 1", "and questions; allowed: --question or --questions with media"),
     meant("batch", "--topolgy", "--topology"),
     (
         "batch",
-        "epd batch lacks IN: JSON lines, a .csv, Parquet, or a folder of videos or a .txt of media with "
-        "--question(s). A path, s3:// or gs://; epd batch --help has all",
+        "epd batch lacks IN: JSON lines, a .csv or Parquet; with --question(s) also media: one, a pattern in "
+        "quotes, a folder of videos, a .txt of them. A path, - for lines from stdin, s3:// or gs://; epd",
     ),
     (
         "batch a.jsonl",
@@ -241,9 +241,15 @@ ROWS: tuple[tuple[str, str], ...] = (
     ),
     (
         "batch videos out.jsonl",
-        "received a folder, 'videos', and no question; allowed: with --question or --questions; give one",
+        "received media, 'videos', and no question; allowed: with --question or --questions; give one",
     ),
     ("batch a.jsonl b.jsonl c.jsonl", "got unexpected extra argument(s) (c.jsonl); epd batch --help has all"),
+    ("batch - out.jsonl", "received - for lines, and stdin is a terminal; pipe a file into it, or name one"),
+    ("batch '*.mov' out.jsonl --question What", "no file matches '*.mov'; give the path of a video or image"),
+    ("batch clip.mp4 out.jsonl", "received media, 'clip.mp4', and no question; allowed: with --question or"),
+    ("batch a.jsonl out.jsonl --temperature 3", "invalid value for '--temperature': "),
+    ("batch a.jsonl out.jsonl --schema nothing.json", "cannot read 'nothing.json': "),
+    ("batch a.jsonl out.jsonl --start now", "received the time 'now'; allowed: seconds, or 1:30 for a"),
     ("batch notes.txt out.jsonl --frames 0", "received --frames 0; allowed: more than 0"),
     (
         "batch notes.txt out.jsonl --fps 1 --frames 8",
@@ -280,6 +286,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("bench", "epd bench lacks --url [NAME=]URL: Server to measure, without /v1"),
     ("bench http://127.0.0.1:9", "epd bench lacks --url [NAME=]URL: Server to measure, without /v1"),
     ("bench --url 127.0.0.1:9", "'127.0.0.1:9' is not an endpoint; write http://HOST:PORT or NAME=http"),
+    ("status http://127.0.0.1:9", "extra argument(s) (http://127.0.0.1:9); did you mean --url http://127.0"),
     ("status x y", "got unexpected extra argument(s) (x y); epd status --help has all"),
     ("demo-video", "epd demo-video lacks OUT.mp4: File to write; a JSON file with the truth goes beside it"),
     ("demo-video out.mp4 --size big", "size"),
@@ -293,6 +300,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ),
     ("config show topology", "received 'topology'; allowed: NAME=VALUE; write an equals sign"),
     ("config show --fil x.yaml", "epd config show has no option --fil; did you mean --file?"),
+    ("config show --file", "option '--file' requires an argument; epd config show --help has all"),
     ("config show --file nothing.yaml", "cannot read 'nothing.yaml': "),
 )
 
@@ -362,6 +370,15 @@ def test_help_is_shown_by_both_flags_and_by_the_word(name: str, flag: str) -> No
     assert shown.stdout.startswith(f"Usage: epd {name}".rstrip())
     assert "\x1b" not in shown.stdout
     assert run(f"help {name}").stdout == shown.stdout
+
+
+@pytest.mark.parametrize("name", [*_COMMANDS, "config show", "cache ls", "keys new"])
+def test_help_names_values_as_people_do(name: str) -> None:
+    """In usage, what may be left out stands in one pair of brackets."""
+    shown = run(f"{name} --help", COLUMNS="200").stdout
+    assert re.findall(r"<[a-zA-Z\[\] ]+>", shown) == []
+    usage = shown.partition("\n")[0]
+    assert not re.search(r"\[\[|\]\.\.\.|[{}]", usage.removesuffix(" COMMAND [ARGS]...")), usage
 
 
 def test_the_version_is_said() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from epd.profiles import Profile
 from epd.profiles.files import load_profile
 from epd.profiles.measuring import measured, measurement
+from epd.profiles.profile import Profile
 from epd.serve_app.cli.program import app
 from tests import ROOT
 

@@ -58,7 +58,7 @@ def test_the_first_screen_has_a_sample_and_questions(front: Front, open_page: Op
 def test_the_page_says_what_the_model_knows(front: Front, open_page: OpenPage) -> None:
     def with_card(route: Route) -> None:
         models = route.fetch().json()
-        models["data"][0]["knows"] = "drawn shapes, and nothing else"
+        models["data"][0]["knows"] = "the shapes that `epd demo` draws, and nothing else"
         route.fulfill(json=models)
 
     page = open_page(front)
@@ -66,7 +66,9 @@ def test_the_page_says_what_the_model_knows(front: Front, open_page: OpenPage) -
     expect(page.locator("#knows")).to_be_hidden()
     page.route("**/v1/models", with_card)
     page.reload()
-    expect(page.locator("#knows")).to_contain_text("shapes-vl: drawn shapes, and nothing else.")
+    knows = "shapes-vl: the shapes that epd demo draws, and nothing else."
+    expect(page.locator("#knows")).to_contain_text(knows)
+    expect(page.locator("#knows code").first).to_have_text("epd demo")
     expect(page.locator("#knows")).to_contain_text("epd serve Qwen/")
     expect(page.locator("#knows")).to_be_visible()
     page.get_by_label("Model").select_option("other/vl")

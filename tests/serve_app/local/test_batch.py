@@ -20,7 +20,8 @@ from epd.encoders import MediaPlan
 from epd.encoders.batch import FrameEncoder
 from epd.engine_config import EngineConfig
 from epd.reduction import ReductionPolicy
-from epd.serve_app.cli.own_model import OwnBackend, open_model
+from epd.serve_app.cli.own_backend import OwnBackend
+from epd.serve_app.cli.own_model import open_model
 from epd.serve_app.local.own_service import OwnService
 from epd.stages.engine.sequence import TokenSequence
 from tests.colocated import ColocatedPipeline
