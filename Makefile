@@ -62,6 +62,7 @@ structured: $(STAMP) ## 1,000 drawn schemas at temperature 1.5 in 1e1p1d, every 
 	$(BIN)/python -m benchmarks.serving.structured
 
 clients: $(STAMP) ## 1,000 requests by each of 9 clients and load generators of others, in environments of their own (CLIENTS="--requests 20 --local")
+	$(BIN)/python -m benchmarks.clients.page
 	$(BIN)/python -m benchmarks.clients $(CLIENTS)
 
 witness: $(STAMP) ## read the time drawn into 10,000 frames of clips of every container and rate; needs tesseract (WITNESS="--frames 500")
