@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import re
 import textwrap
@@ -93,7 +94,7 @@ def test_the_readmes_python_runs(truth: str) -> None:
 
 
 def test_the_first_change_fails_and_then_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CONTRIBUTING's test, in the file that it names, before and after CONTRIBUTING's row."""
+    """CONTRIBUTING's test, in the file that it names, before and after its row, and the list beside it."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     test, row = re.findall(r"^   ```python\n(.*?)^   ```$", text, flags=re.MULTILINE | re.DOTALL)
     facts = {**vars(test_catalogue)}
@@ -102,5 +103,13 @@ def test_the_first_change_fails_and_then_passes(monkeypatch: pytest.MonkeyPatch)
         facts["test_an_l40_decodes_as_an_l40s"]()
     rows = {**vars(accelerators)}
     exec(textwrap.dedent(row), rows)
-    monkeypatch.setattr(accelerators, "DEVICES", {**accelerators.DEVICES, **rows["DEVICES"]})
+    for module in (accelerators, test_catalogue):
+        monkeypatch.setattr(module, "DEVICES", {**module.DEVICES, **rows["DEVICES"]})
     facts["test_an_l40_decodes_as_an_l40s"]()
+    by_bandwidth = test_catalogue.test_more_bandwidth_decodes_faster_and_more_flops_prefill_faster
+    with pytest.raises(AssertionError):
+        by_bandwidth()
+    assert 'Put `"l40"` before `"l40s"` in its first list' in text
+    exec(inspect.getsource(by_bandwidth).replace('"l40s"', '"l40", "l40s"', 1), facts)
+    facts["DEVICES"] = accelerators.DEVICES
+    facts[by_bandwidth.__name__]()
