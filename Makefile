@@ -62,6 +62,7 @@ structured: $(STAMP) ## 1,000 drawn schemas at temperature 1.5 in 1e1p1d, every 
 	$(BIN)/python -m benchmarks.serving.structured
 
 clients: $(STAMP) ## 1,000 requests by each of 9 clients and load generators of others, in environments of their own (CLIENTS="--requests 20 --local")
+	$(BIN)/python -m benchmarks.clients.page
 	$(BIN)/python -m benchmarks.clients $(CLIENTS)
 
 witness: $(STAMP) ## read the time drawn into 10,000 frames of clips of every container and rate; needs tesseract (WITNESS="--frames 500")
@@ -100,13 +101,16 @@ release: $(STAMP) ## build the wheel twice with equal bytes, the source archive,
 hashes: $(STAMP) ## write constraints-hashes.txt: the archives of epd-vlm[serve] in its image, for pip --require-hashes
 	$(BIN)/python -m tests.deploy.hashes constraints-hashes.txt
 
+SITE_VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' epd/__init__.py)
 # Once it is there, the site is made without a network.
 build/sphinx/.installed: $(STAMP) Makefile
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target build/sphinx sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
 	touch $@
 
-site: build/sphinx/.installed ## the documents as a site with search and the Python API, in build/site
-	PYTHONPATH=build/sphinx $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs/site . build/site
+site: build/sphinx/.installed ## the documents as a site with search and the Python API, in build/site; fails where a link is dead
+	PYTHONPATH=build/sphinx $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs/site . build/site/$(SITE_VERSION)
+	$(BIN)/python docs/site/versions.py build/site
+	$(BIN)/python docs/site/links.py build/site
 
 bench: $(STAMP) ## run the benchmarks; results go to benchmarks/results
 	for b in serving.batch elasticity.elasticity encode.encode engine.engine front.hops planning.planner reduction.reduction reduction.retention serving.roles serving.serve video.video_decode; do $(BIN)/python -m benchmarks.$$b || exit 1; done

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import re
+import textwrap
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,9 +17,12 @@ import pytest
 from epd.batch.folder import write_lines
 from epd.batch.lines import LineDefaults, parse_line
 from epd.batch.result_parts import PartsFolder, ResultParts
+from epd.errors import RequestError
+from epd.profiles import accelerators
 from epd.shapes import make_scene
 from epd.video.demo_video import write_demo_video
 from tests import ROOT
+from tests.profiles import test_catalogue
 
 README, HOW_TO = ROOT / "README.md", ROOT / "docs" / "how-to"
 
@@ -86,3 +91,25 @@ def test_lines_for_parts_of_videos_are_lines_of_a_batch() -> None:
 def test_the_readmes_python_runs(truth: str) -> None:
     blocks = [(line, block) for line, block in python_blocks(README) if "LLM" in block]
     assert run(README, blocks) == f"{truth}\n"
+
+
+def test_the_first_change_fails_and_then_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CONTRIBUTING's test, in the file that it names, before and after its row, and the list beside it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    test, row = re.findall(r"^   ```python\n(.*?)^   ```$", text, flags=re.MULTILINE | re.DOTALL)
+    facts = {**vars(test_catalogue)}
+    exec(textwrap.dedent(test), facts)
+    with pytest.raises(RequestError, match="l40"):
+        facts["test_an_l40_decodes_as_an_l40s"]()
+    rows = {**vars(accelerators)}
+    exec(textwrap.dedent(row), rows)
+    for module in (accelerators, test_catalogue):
+        monkeypatch.setattr(module, "DEVICES", {**module.DEVICES, **rows["DEVICES"]})
+    facts["test_an_l40_decodes_as_an_l40s"]()
+    by_bandwidth = test_catalogue.test_more_bandwidth_decodes_faster_and_more_flops_prefill_faster
+    with pytest.raises(AssertionError):
+        by_bandwidth()
+    assert 'Put `"l40"` before `"l40s"` in its first list' in text
+    exec(inspect.getsource(by_bandwidth).replace('"l40s"', '"l40", "l40s"', 1), facts)
+    facts["DEVICES"] = accelerators.DEVICES
+    facts[by_bandwidth.__name__]()

@@ -28,6 +28,7 @@ include_patterns = [
 exclude_patterns = ["CHANGELOG.md"]  # a section for each version says "Added"
 html_theme = "furo"
 html_title = f"epd {version}"
+templates_path = ["templates"]  # names the page of all versions
 html_show_copyright = False
 html_extra_path = ["../openapi.json", "../notebooks"]
 myst_heading_anchors = 4
@@ -43,10 +44,16 @@ def _as_written(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lin
     lines[:] = [*first, "", "::", "", *(f"    {line}" for line in rest)] if any(rest) else first
 
 
-def _for_models(app: Any, error: Exception | None) -> None:
-    """Writes llms.txt, a list of the pages, and llms-full.txt, all pages behind each other."""
+_FIRST = (
+    '<!doctype html><meta http-equiv="refresh" content="0; url=docs/site/index.html"><title>epd</title>\n'
+)
+
+
+def _beside_pages(app: Any, error: Exception | None) -> None:
+    """Writes index.html, llms.txt, a list of the pages, and llms-full.txt, all pages behind each other."""
     if error is None:
         out = Path(app.outdir)
+        (out / "index.html").write_text(_FIRST, encoding="utf-8")
         (out / "llms.txt").write_text(listed(), encoding="utf-8")
         whole = (f"<!-- {page}.md -->\n{(_ROOT / f'{page}.md').read_text('utf-8')}" for page in pages())
         (out / "llms-full.txt").write_text("\n".join(whole), encoding="utf-8")
@@ -54,4 +61,4 @@ def _for_models(app: Any, error: Exception | None) -> None:
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", _as_written)
-    app.connect("build-finished", _for_models)
+    app.connect("build-finished", _beside_pages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from benchmarks.clients import __main__ as clients
 from benchmarks.clients import asks as asks_module
 from benchmarks.clients.asks import Case, Scene, difference, openai_batches, openai_client, run, whose
 from benchmarks.clients.environments import VLLM_VARIABLE, NotInstalledError, environment
+from benchmarks.clients.page import PAGE, RUNNERS, programs
 from benchmarks.clients.questions import drawn_cases
 from epd.models import embedded_model_path
 from epd.serve_app.files.settings import FileSettings
 from epd.serve_app.http.api import ApiSettings
+from tests import ROOT
 from tests.serve_app.real_app import real_app
 
 CASE = Case("What?", "data:image/png;base64,AAAA", "", {"text": "red", "image": "blue"})
@@ -43,6 +46,19 @@ def test_the_official_client_gets_what_plain_http_gives(
         assert clients.refused(app.url) == 0
         httpx.post(f"{app.url}/v1/chat/completions", json={"messages": []}, trust_env=False, timeout=None)
         assert clients.refused(app.url) == 1
+
+
+def test_make_clients_runs_every_program_of_the_page() -> None:
+    """But for curl and Python, which the README has, and Open WebUI, which is a container."""
+    text = PAGE.read_text(encoding="utf-8")
+    found = programs(text)
+    assert found.keys() == RUNNERS.keys()
+    assert text.count("```python\n") + text.count("```javascript\n") == len(found)
+    for code in found.values():
+        assert code.count("http://127.0.0.1:8000/v1") == code.count("file:///media/clip.mp4") == 1
+    command = ["make", "--dry-run", "clients"]
+    steps = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "python -m benchmarks.clients.page" in steps
 
 
 def test_other_answers_than_those_of_plain_http_are_errors_of_ours() -> None:

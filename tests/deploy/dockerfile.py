@@ -74,13 +74,15 @@ def last(steps: list[Step], keyword: str) -> Step:
 class Image:
     """What the steps have made. root: its folder `/`. environment: where its `pip` installs.
 
-    variables: of its processes. work: the folder that its steps and its program start in
+    variables: of its processes. work: the folder that its steps and its program start in. online: whether
+    `pip` downloads what is needed
     """
 
     root: Path
     environment: Path
     variables: dict[str, str] = field(default_factory=dict)
     work: str = "/"
+    online: bool = False
 
     @property
     def done(self) -> str:
@@ -119,7 +121,7 @@ class Image:
         folder.mkdir(parents=True, exist_ok=True)
         known = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         path = f"{self.environment / 'bin'}:{known['PATH']}"
-        pip = {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1"}
+        pip = {} if self.online else {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1"}
         variables = known | pip | self.variables | {"PATH": path, "DONE": str(self.root / "done")}
         ended = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,6 +1,7 @@
 """Builds what a release publishes: a wheel, twice with equal bytes, and the source archive.
 
-    python -m tests.deploy.release FOLDER
+    python -m tests.deploy.release FOLDER     builds, and says what stands before the tag
+    python -m tests.deploy.release --ready    says it alone; the exit status is 1 if there is something
 
 Both are built from what git lists, as the last commit's time; other files of the folder are left out.
 The wheel lists its dependencies in the versions that were tested, as CycloneDX, where PEP 770 has such lists.
@@ -28,6 +29,7 @@ import epd
 from tests import ROOT
 
 _BUILD = "import sys; from setuptools import build_meta as b; getattr(b, 'build_' + sys.argv[1])(sys.argv[2])"
+_ACROSS = re.MULTILINE | re.DOTALL
 
 
 def listed() -> list[str]:
@@ -115,13 +117,60 @@ def twice(folder: Path, time_s: int) -> Path:
     return wheel
 
 
+def before_the_tag(root: Path = ROOT) -> list[str]:
+    """Returns a line for each thing that a release of this repository's version still lacks."""
+    (version,) = re.findall(
+        r'^__version__ = "(.*)"', (root / "epd" / "__init__.py").read_text(), re.MULTILINE
+    )
+    changes = (root / "CHANGELOG.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## \[(.+?)\](.*?)(?=^## |\Z)", changes, _ACROSS))
+    unreleased = re.findall(r"^- ", sections.get("Unreleased", ""), re.MULTILINE)
+    written = {
+        "CITATION.cff": f"^version: {version}$",
+        "docs/deploy/chart/Chart.yaml": f"^version: {version}$",
+        "docs/openapi.json": f'"version": "{version}"',
+    }
+    lines = [
+        f"{name} is of another version than {version}"
+        for name, pattern in written.items()
+        if not re.search(pattern, (root / name).read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    if not re.match(r" - \d{4}-\d\d-\d\d\n", sections.get(version, "")):
+        lines.append(f"CHANGELOG.md has no heading such as: ## [{version}] - 2026-01-31")
+    if unreleased:
+        lines.append(
+            f"CHANGELOG.md lists {len(unreleased)} changes as unreleased: they belong below {version}"
+        )
+    if _git(root, "tag", "--list", "--no-contains", "HEAD", f"v{version}").strip():
+        lines.append(f"v{version} is the tag of an older commit: raise the version")
+    if _git(root, "status", "--porcelain", "--untracked-files=no").strip():
+        lines.append("some files differ from the last commit")
+    return lines
+
+
+def _git(folder: Path, *words: str) -> str:
+    return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the archives go")
-    folder = parser.parse_args().folder
+    parser.add_argument("folder", type=Path, nargs="?", help="where the archives go")
+    parser.add_argument("--ready", action="store_true", help="build nothing")
+    arguments = parser.parse_args()
+    if not (arguments.ready or arguments.folder):
+        parser.error("name the folder where the archives go, or --ready")
+    for made in () if arguments.ready else _archives(arguments.folder):
+        print(f"{made}  {made.stat().st_size:,} bytes  sha256 {sha256(made.read_bytes()).hexdigest()}")
+    missing = before_the_tag()
+    print("\n".join(f"before the tag: {line}" for line in missing))
+    if not missing:
+        print(f"ready: git tag v{epd.__version__} && git push origin v{epd.__version__}")
+    sys.exit(bool(missing) if arguments.ready else 0)
+
+
+def _archives(folder: Path) -> list[Path]:
     time_s = commit_time_s()
-    print(twice(folder, time_s))
-    print(build("sdist", folder, time_s))
+    return [twice(folder, time_s), build("sdist", folder, time_s)]
 
 
 if __name__ == "__main__":

@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 import epd
 from tests import ROOT
-from tests.deploy.release import sbom, twice
+from tests.deploy.release import before_the_tag, sbom, twice
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+SCHEMAS = yaml.safe_load((ROOT / "tests" / "deploy" / "github_schemas.yaml").read_text())
 _TIME_S = 1_700_000_000  # of the commit, which is in all files; an archive has even seconds
 
 
@@ -55,9 +57,141 @@ def test_the_list_in_a_wheel_has_every_dependency_in_its_tested_version() -> Non
     assert edge["dependsOn"] == [each["purl"] for each in listed["components"]]
 
 
+READY = {
+    "epd/__init__.py": '__version__ = "0.3.0"\n',
+    "CHANGELOG.md": "## [Unreleased]\n\n## [0.3.0] - 2026-12-01\n\n- A.\n\n## [0.2.0] - 2026-11-27\n\n- B.\n",
+    "CITATION.cff": "version: 0.3.0\n",
+    "docs/deploy/chart/Chart.yaml": "version: 0.3.0\nappVersion: 0.3.0\n",
+    "docs/openapi.json": '{"info": {"version": "0.3.0"}}\n',
+}
+
+
+def git(folder: Path, *words: str) -> None:
+    named = [
+        "-c",
+        "user.name=a",
+        "-c",
+        "user.email=a@example.org",
+        "-c",
+        "tag.gpgSign=false",
+        "-c",
+        "commit.gpgSign=false",
+    ]
+    subprocess.run(["git", *named, *words], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+
+
+def committed(folder: Path, changed: dict[str, str]) -> Path:
+    """A repository that is ready for the tag v0.3.0, but for these files."""
+    git(folder, "init", "--quiet")
+    for name, text in {**READY, **changed}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--message", "Begin")
+    return folder
+
+
+def test_a_repository_that_is_ready_lacks_nothing_and_so_does_its_tag(tmp_path: Path) -> None:
+    ready = committed(tmp_path, {})
+    assert before_the_tag(ready) == []
+    git(ready, "tag", "v0.3.0")
+    assert before_the_tag(ready) == []
+    git(ready, "commit", "--quiet", "--allow-empty", "--message", "Go on")
+    assert before_the_tag(ready) == ["v0.3.0 is the tag of an older commit: raise the version"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "lacks"),
+    [
+        ("CITATION.cff", "version: 0.2.0\n", "CITATION.cff is of another version than 0.3.0"),
+        ("docs/openapi.json", '{"version": "0.3.1"}', "docs/openapi.json is of another version than 0.3.0"),
+        (
+            "CHANGELOG.md",
+            "## [Unreleased]\n\n### Added\n\n- A.\n- B.\n\n## [0.3.0] - 2026-12-01\n\n- C.\n",
+            "CHANGELOG.md lists 2 changes as unreleased: they belong below 0.3.0",
+        ),
+        (
+            "CHANGELOG.md",
+            "## [0.2.0] - 2026-11-27\n",
+            "CHANGELOG.md has no heading such as: ## [0.3.0] - 2026-01-31",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_release_lacks_is_told(tmp_path: Path, name: str, text: str, lacks: str) -> None:
+    assert before_the_tag(committed(tmp_path, {name: text})) == [lacks]
+
+
+def test_files_that_no_commit_has_are_told(tmp_path: Path) -> None:
+    (committed(tmp_path, {}) / "CITATION.cff").write_text("version: 0.3.0 # new\n")
+    assert before_the_tag(tmp_path) == [
+        "CITATION.cff is of another version than 0.3.0",
+        "some files differ from the last commit",
+    ]
+
+
+def test_a_release_stops_where_something_is_missing() -> None:
+    steps = [
+        step.get("run", "") for step in jobs(ROOT / ".github" / "workflows" / "release.yml")["build"]["steps"]
+    ]
+    assert steps.index("make release") < steps.index(".venv/bin/python -m tests.deploy.release --ready")
+
+
 def jobs(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(path.read_text())["jobs"]
     return found
+
+
+def refused(kind: str, found: Any) -> list[str]:
+    """What is wrong of a file of .github. PyYAML reads the key `on` as true."""
+    if isinstance(found, dict) and True in found:
+        found = {**found, "on": found[True]}
+        del found[True]
+    return [
+        f"{each.json_path}: {each.message}" for each in Draft202012Validator(SCHEMAS[kind]).iter_errors(found)
+    ]
+
+
+DEPENDABOT = ROOT / ".github" / "dependabot.yml"
+GITHUB = [("workflow", path) for path in WORKFLOWS] + [
+    ("form", path) for path in FORMS if path.stem != "config"
+]
+
+
+@pytest.mark.parametrize(("kind", "path"), [*GITHUB, ("dependabot", DEPENDABOT)], ids=str)
+def test_files_for_the_page_have_the_keys_that_it_reads(kind: str, path: Path) -> None:
+    assert refused(kind, yaml.safe_load(path.read_text())) == []
+
+
+@pytest.mark.parametrize("key", ["runs-on", "timeout-minutes", "steps"])
+def test_a_wrong_key_of_a_workflow_is_seen(key: str) -> None:
+    found = yaml.safe_load(WORKFLOWS[-1].read_text())
+    job = found["jobs"]["site"]
+    job[f"{key}s"] = job.pop(key)
+    assert len(refused("workflow", found)) == 1
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_job_waits_for_jobs_that_are_there(path: Path) -> None:
+    found = jobs(path)
+    assert [job["needs"] for job in found.values() if job.get("needs", "") not in {"", *found}] == []
+    for job in found.values():
+        inside = job.get("uses", "").removeprefix("./")
+        assert not inside or (ROOT / inside).is_file()
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_only_a_job_that_pushes_keeps_the_token(path: Path) -> None:
+    for job in jobs(path).values():
+        steps = job.get("steps", ())
+        kept = [step["with"]["persist-credentials"] for step in steps if "checkout@" in step.get("uses", "")]
+        assert kept in ([], [job.get("permissions") == {"contents": "write"}])
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_what_others_wrote_is_no_part_of_a_command(path: Path) -> None:
+    """A name of a branch or a tag comes as a variable: in a command it could be one."""
+    runs = [step.get("run", "") for job in jobs(path).values() for step in job.get("steps", ())]
+    assert [run for run in runs if "${{" in run] == []
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

@@ -1,10 +1,16 @@
-"""Requests as Open WebUI sends them to a server: its list of models, a chat, a chat's title."""
+"""Requests as Open WebUI sends them to a server: the key's check, its list of models, a chat, a chat's title.
+
+They are those of `backend/open_webui/routers/openai.py` in its commit 004a45f5. Before a chat it sends
+nothing but GET /models, no ping. OPTIONS comes only from a browser, for a connection of one user's own.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from tests.serve_app.conftest import JSON, Front, data_url, image_part
@@ -40,6 +46,35 @@ def test_a_chat_about_a_picture_is_streamed_with_its_usage(front: Front, tmp_pat
     assert last["usage"]["completion_tokens"] > 0
 
 
+@pytest.mark.parametrize("kind", ["png", "jpeg", "webp", "gif"])
+def test_pictures_of_each_kind_that_it_sends_are_read(front: Front, tmp_path: Path, kind: str) -> None:
+    picture = tmp_path / f"picture.{kind}"
+    Image.new("RGB", (56, 56), "red").save(picture)
+    assert front.ask_about(image_part(data_url(picture, f"image/{kind}"))).status_code == 200
+
+
+def test_a_last_part_may_be_marked_for_a_cache(front: Front) -> None:
+    part = {"type": "text", "text": "What colour?", "cache_control": {"type": "ephemeral"}}
+    reply = front.ask({"messages": [{"role": "user", "content": [part]}]}, stream=True)
+    assert reply.text.endswith("data: [DONE]\n\n")
+
+
+def test_a_wrong_key_is_told_in_json_which_it_shows(run_front: Callable[..., Front]) -> None:
+    front = run_front(api_key="sesame")
+    wrong, right = (
+        front.http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}) for key in ("none", "sesame")
+    )
+    assert (wrong.status_code, right.status_code) == (401, 200)
+    assert wrong.json()["error"]["message"]
+
+
+def test_another_sites_page_may_not_ask_from_a_browser(front: Front) -> None:
+    """So the connection is made in the settings of the administrator: its server asks, no browser."""
+    asked = {"Origin": "http://127.0.0.1:3000", "Access-Control-Request-Method": "GET"}
+    reply = front.http.options("/v1/models", headers=asked)
+    assert [name for name in reply.headers if name.startswith("access-control-")] == []
+
+
 def test_a_title_is_asked_for_without_a_stream(front: Front) -> None:
     task = [{"role": "user", "content": "### Task:\nGenerate a concise title for the chat."}]
     reply = front.ask(messages=task, stream=False, max_completion_tokens=1000)
@@ -47,4 +82,6 @@ def test_a_title_is_asked_for_without_a_stream(front: Front) -> None:
 
 
 def test_a_longer_thought_is_refused_by_name(front: Front) -> None:
+    """It sends the second in the place of the first."""
     assert "reasoning_effort" in front.ask(reasoning_effort="high").json()["error"]["message"]
+    assert "reasoning" in front.ask(reasoning={"effort": "high"}).json()["error"]["message"]
