@@ -351,6 +351,7 @@ def test_nothing_heavy_is_imported_to_say_it(folder: Path) -> None:
     program = (
         "import json, os, sys\nos.dup2(os.open(os.devnull, os.O_RDWR), 0)\n"
         "from typer.testing import CliRunner\nfrom epd.serve_app.cli.program import app\n"
+        "from epd.serve_app.cli import early_checks\nearly_checks.is_terminal = lambda: True\n"
         "codes = [CliRunner().invoke(app, words).exit_code for words in json.load(open(sys.argv[1]))]\n"
         "print(json.dumps([codes, sorted({'torch', 'transformers', 'ray'} & sys.modules.keys())]))"
     )

@@ -81,7 +81,7 @@ def test_the_time_is_that_of_the_profile(source: Path, checkpoints: dict[str, Pa
         prefill_s + 3 * profile.decode.cost.seconds(32, 32 * tokens) / 32
     )
     shown = batch(source, tmp_path / "o.jsonl", *options).stdout
-    assert "1 lines, 0 would fail, 0 about media elsewhere" in shown
+    assert "1 line, 0 would fail, 0 about media elsewhere" in shown
     assert "time on one device: unknown: give --profile" in shown
 
 
