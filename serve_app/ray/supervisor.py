@@ -7,6 +7,7 @@ restarted by Ray, which takes seconds.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import threading
@@ -36,11 +37,14 @@ class ClusterWatch:
     """Keeps the last heartbeat of each part of a cluster.
 
     max_silence_s: how long each part, by name, may send no heartbeat, since it may be restarting. A part
-    that was never seen alive has not started yet.
+    that was never seen alive has not started yet. every_s: between two looks. One that is late was made by a
+    process that was stopped, and could hear of nobody: that time does not count.
     """
 
-    def __init__(self, max_silence_s: Mapping[str, float]) -> None:
+    def __init__(self, max_silence_s: Mapping[str, float], every_s: float) -> None:
         self._max_silence_s = dict(max_silence_s)
+        self._every_s = every_s
+        self._looked_s = math.inf
         self._alive_s: dict[str, float] = {}
         self._ended: set[str] = set()
 
@@ -54,8 +58,12 @@ class ClusterWatch:
         self._ended.add(part)
 
     def lost(self, now_s: float) -> str:
-        """Returns why the cluster is gone for good, "" while it is not."""
+        """Returns why the cluster is gone for good, "" while it is not. To be called every `every_s`."""
+        late_s = max(0.0, now_s - self._looked_s - self._every_s)
+        self._looked_s = now_s
         for part, alive_s in list(self._alive_s.items()):
+            if late_s:
+                alive_s = self._alive_s[part] = min(alive_s + late_s, now_s)
             if part in self._ended:
                 return f"{part} has ended"
             silence_s = now_s - alive_s
@@ -117,7 +125,7 @@ class _Supervisor:
     def __init__(self, owns_cluster: bool, end: Callable[[str], None]) -> None:
         self._owns_cluster = owns_cluster
         self._end = end
-        self._watch = ClusterWatch(_MAX_SILENCE_S)
+        self._watch = ClusterWatch(_MAX_SILENCE_S, _LOOK_EVERY_S)
         self._stopped = threading.Event()
         self._controller: Any = None
         self._num_dead_answers = 0

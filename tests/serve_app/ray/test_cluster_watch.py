@@ -45,7 +45,7 @@ with ray_cluster(RaySettings()), supervised(owns_cluster=True):
 
 
 def watch() -> ClusterWatch:
-    return ClusterWatch({"raylet": 30.0, "controller": 60.0})
+    return ClusterWatch({"raylet": 30.0, "controller": 60.0}, every_s=1.0)
 
 
 def test_a_part_that_has_ended_is_the_end_of_the_cluster() -> None:
@@ -70,6 +70,16 @@ def test_a_part_may_be_silent_for_a_while_as_it_may_be_starting_again() -> None:
     assert cluster.lost(61.0) == "controller has sent no heartbeat for 61 s"
     cluster.alive("controller", 62.0)
     assert cluster.lost(63.0) == ""
+
+
+def test_the_hour_in_which_a_server_was_stopped_is_nobodys_silence() -> None:
+    """Such as by Ctrl-Z, or with its machine."""
+    cluster = watch()
+    cluster.alive("controller", 0.0)
+    assert cluster.lost(1.0) == ""
+    for now_s in range(3600, 3659):
+        assert cluster.lost(now_s) == ""
+    assert cluster.lost(3660.0) == "controller has sent no heartbeat for 61 s"
 
 
 def test_a_part_that_is_heard_of_again_has_not_ended() -> None:
