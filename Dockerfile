@@ -9,14 +9,17 @@ RUN pip install --no-cache-dir -c constraints.txt setuptools
 RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
 FROM python:${PYTHON}-slim AS cpu
-# Torch's index of CPU wheels leaves out 3 GB of NVIDIA's libraries: --build-arg PIP_EXTRA_INDEX_URL=...
-ARG PIP_EXTRA_INDEX_URL=
+# Torch's index of CPU wheels leaves out 3 GB of NVIDIA's libraries: --build-arg UV_EXTRA_INDEX_URL=...
+ARG UV_EXTRA_INDEX_URL=
 COPY --from=wheel /wheels /wheels
 COPY constraints.txt constraints-hashes.txt /wheels/
 # --build-arg REQUIRE_HASHES=1 takes the archives that were tested and no others, on x86-64 from the usual index.
 ARG REQUIRE_HASHES=
-RUN [ -z "${REQUIRE_HASHES:-}" ] || pip install --no-cache-dir --no-deps --require-hashes -r /wheels/constraints-hashes.txt
-RUN pip install --no-cache-dir -c /wheels/constraints.txt "$(ls /wheels/*.whl)[serve]"
+# uv unpacks and compiles with all cores. As a user without rights the program could not keep what it compiles.
+RUN grep "^uv==" "/wheels/constraints${REQUIRE_HASHES:+-hashes}.txt" > /wheels/uv.txt && pip install --no-cache-dir -r /wheels/uv.txt
+ENV UV_NO_CACHE=1 UV_COMPILE_BYTECODE=1 UV_INDEX_STRATEGY=unsafe-best-match
+RUN [ -z "${REQUIRE_HASHES:-}" ] || python -m uv pip install --python "$(command -v python)" --no-deps --require-hashes -r /wheels/constraints-hashes.txt
+RUN python -m uv pip install --python "$(command -v python)" -c /wheels/constraints.txt "$(ls /wheels/*.whl)[serve]"
 COPY LICENSE NOTICE /licenses/
 RUN useradd --create-home --uid 1000 epd && install --directory --owner epd /work
 USER epd

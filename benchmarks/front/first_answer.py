@@ -141,7 +141,7 @@ def measured(trial: Trial, work: Path) -> dict[str, Any]:
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "python": version,
         "by": trial.by,
-        "with": "pip" if trial.by == "image" else trial.tool,
+        "with": "uv" if trial.by == "image" else trial.tool,
         "downloads": "new" if trial.cache is None else "kept in a folder",
         "right": f"{right} of {_RIGHT}",
         "seconds": round(clock.seconds["install"] + clock.seconds["demo"], 1),

@@ -1,7 +1,8 @@
 """Reads a Dockerfile, and runs its steps on this machine: no Docker, no network.
 
-Paths of an image lie below a folder. `pip` is that of an environment which sees the packages of this one, so
-that it downloads nothing; what changes a system (`apt-get`, `useradd`) is written down and not done.
+Paths of an image lie below a folder. `pip` and `uv` are those of an environment which sees the packages of
+this one, so that they download nothing. What changes a system (`apt-get`, `useradd`) is written down and
+not done.
 """
 
 from __future__ import annotations
@@ -115,13 +116,19 @@ class Image:
                 self.path(target).mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, self.path(target))
 
+    def _offline(self) -> dict[str, str]:
+        """Settings of pip and uv with which they install an archive alone."""
+        settings = self.environment / "uv.toml"
+        settings.write_text("offline = true\n[pip]\nno-deps = true\n")
+        return {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "UV_CONFIG_FILE": str(settings)}
+
     def run(self, command: list[str]) -> str:
         """Returns what a program of the image prints; it must end well."""
         folder = self.path(".")
         folder.mkdir(parents=True, exist_ok=True)
         known = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         path = f"{self.environment / 'bin'}:{known['PATH']}"
-        pip = {} if self.online else {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1"}
+        pip = {} if self.online else self._offline()
         variables = known | pip | self.variables | {"PATH": path, "DONE": str(self.root / "done")}
         ended = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,4 +1,4 @@
-"""Writes what epd-vlm[serve] needs in its image, each package at its version and with its archive's hash.
+"""Writes what epd-vlm[serve] and its image need, each package at its version and with its archive's hash.
 
     python -m tests.deploy.hashes constraints-hashes.txt
 
@@ -42,7 +42,7 @@ def resolved() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         target = ["--python-version", _PYTHON, "--target", folder]
-        options = [*target, "-c", "constraints.txt", "--report", str(path), ".[serve]"]
+        options = [*target, "-c", "constraints.txt", "--report", str(path), ".[serve]", "uv"]
         subprocess.run([sys.executable, "-m", "pip", *_RESOLVE, *options], cwd=ROOT, check=True)
         found: dict[str, Any] = json.loads(path.read_text())
         return found
