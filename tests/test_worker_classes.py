@@ -14,6 +14,8 @@ from pydantic import ValidationError
 from epd.errors import RequestError
 from epd.serve_app.app_args import STAGE_FIELDS, AppArgs
 from epd.serve_app.composition import worker_settings
+from epd.serve_app.local.fleet import LocalTransport
+from epd.serve_app.worker.worker_stages import StageBuilder
 from epd.topology import parse_topology
 from epd.worker_classes import class_parts, class_workers, given_classes
 
@@ -119,3 +121,16 @@ def test_types_of_encoders_and_of_language_models_may_differ() -> None:
     unknown.check_classes()
     with pytest.raises(RequestError, match="that encode in float32 and in the checkpoint's type on a GPU"):
         unknown.on_devices(lambda name: "cpu" if name else "cuda:0").check_classes()
+
+
+def test_what_is_kept_of_encoders_of_another_type_is_kept_apart() -> None:
+    """A store that servers share must not give one the embeddings or prompts that another's encoders made."""
+    facts = [
+        StageBuilder(
+            worker_settings(args_with(SMALL + own, device="cpu", dtype="bfloat16")), LocalTransport()
+        )
+        for own in ("", ",dtype:float32")
+    ]
+    same, other = (dict(each._facts) for each in facts)
+    assert "encoded_in" not in same
+    assert other == same | {"encoded_in": "torch.float32"}
