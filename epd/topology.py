@@ -121,7 +121,7 @@ def parse_topology(text: str, max_workers: int = MAX_WORKERS) -> Topology:
             f"received the topology {text[:100]!r}; allowed are numbers of workers, each before its roles "
             f"e, p, d; write one {_EXAMPLES}"
         )
-    topology = Topology(tuple(_group(number, letters, text) for number, letters in parts))
+    topology = topology_part(text)
     missing = set(STAGES).difference(*(group.roles for group in topology.groups))
     if missing:
         names = " or ".join(sorted(missing))
@@ -135,6 +135,11 @@ def parse_topology(text: str, max_workers: int = MAX_WORKERS) -> Topology:
             f"{max_workers}; ask for fewer"
         )
     return topology
+
+
+def topology_part(text: str) -> Topology:
+    """Returns the workers that a part of a topology names, such as `4e`. Others have the other roles."""
+    return Topology(tuple(_group(number, letters, text) for number, letters in _PART.findall(text)))
 
 
 def num_stage_replicas(text: str, max_workers: int = MAX_WORKERS) -> int:

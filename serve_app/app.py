@@ -9,7 +9,7 @@ counts out, the topology and `num_video_workers` set them.
 # No `from __future__ import annotations`: Serve reads the builder's annotation as a class.
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -19,7 +19,7 @@ from epd.serve_app.app_args import MEDIA_FIELDS, STAGE_FIELDS, AppArgs
 from epd.serve_app.http.address import HttpAddress
 from epd.serve_app.ray.deployments import Media, Stage, create_front
 from epd.serve_app.ray.front import OWNER, FrontListener, FrontReplica
-from epd.serve_app.ray.gpus import cluster_gpus, gpus_per_worker
+from epd.serve_app.ray.gpus import cluster_gpus, gpus_by_class, on_given_devices
 
 # Requests that Serve passes on concurrently: those being answered, those whose bodies are being read, and as
 # many being refused. Health and metrics requests are included, so that nothing can take their place.
@@ -55,9 +55,6 @@ def application(
         "health_check_period_s": 1.0,
         "health_check_timeout_s": args.hang_s,
     }
-    stage = _deployment(Stage, "Stage", args.num_stage_workers, options)
-    num_gpus = gpus_per_worker(args, cluster_gpus())
-    stage = stage.options(ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus})
     media = _deployment(Media, "Media", args.num_video_workers, options)
     front = _deployment(_front_class(args), "Front", args.num_fronts, options)
     front = front.options(
@@ -68,9 +65,18 @@ def application(
         front = front.options(user_config=config)
     if front_node:
         front = front.options(ray_actor_options={"num_cpus": 0, "resources": {f"node:{front_node}": 0.001}})
-    return front.bind(
-        stage.bind(args.for_workers(*STAGE_FIELDS)), media.bind(args.for_workers(*MEDIA_FIELDS))
-    )
+    return front.bind(*_stages(args, options), media.bind(args.for_workers(*MEDIA_FIELDS)))
+
+
+def _stages(args: AppArgs, options: Mapping[str, Any]) -> Iterator[serve.Application]:
+    """Yields the deployment `Stage`, and `Stage-NAME` of each class of workers."""
+    by_class = gpus_by_class(args, cluster_gpus())
+    args = on_given_devices(args, by_class).for_workers(*STAGE_FIELDS)
+    for name, part in args.parts.items():
+        own = args.worker_classes.get(name)
+        asked = {"num_cpus": 0, "num_gpus": by_class[name], **(own.ray_actor_options if own else {})}
+        stage = _deployment(Stage, f"Stage-{name}" if name else "Stage", part.num_workers, options)
+        yield stage.options(ray_actor_options=asked).bind(args, *([name] if name else []))
 
 
 def _deployment(

@@ -16,11 +16,10 @@ from epd.control.request_budget import RequestLimits
 from epd.control.retention import RetentionConfig, levels_down_to
 from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encode.sharding import Sharding
-from epd.engine_config import ENGINE_FIELDS, EngineConfig, check_options
+from epd.engine_config import ENGINE_FIELDS, check_options
 from epd.errors import RequestError
 from epd.kv.scheduling import SchedulerConfig
 from epd.lora_modules import check_served
-from epd.machine import usable_cpus
 from epd.models import MODEL_HELP, as_given, find_model, model_folder, served_name
 from epd.models.folder import weight_files
 from epd.pixel_settings import PIXEL_FIELDS
@@ -31,11 +30,7 @@ from epd.reduction import (
     ReductionPolicy,
 )
 from epd.serve_app.api_keys import check_keys
-from epd.topology import Stage, TensorParallel, parse_topology
-
-_VIDEO: frozenset[Stage] = frozenset({"video"})
-_KV_ROLES: frozenset[Stage] = frozenset({"prefill", "decode"})
-
+from epd.serve_app.worker_args import WorkerArgs
 
 # Environment variables for keys that the arguments leave out.
 KEY_VARIABLES = {"api_key": "EPD_API_KEY", "admin_api_key": "EPD_ADMIN_API_KEY"}
@@ -56,6 +51,7 @@ MAX_UPLOAD_BYTES = 128 << 20
 # What the workers of each kind are started with.
 STAGE_FIELDS = (
     "topology",
+    "worker_classes",
     "decode_tensor_parallel_size",
     "num_embeddings",
     "hang_s",
@@ -84,7 +80,7 @@ MEDIA_FIELDS = (
 )
 
 
-class AppArgs(EngineConfig):
+class AppArgs(WorkerArgs):
     """The application's arguments. Every field is also a flag of `epd serve` and a key of its YAML.
 
     A field's description is the help of its flag; `epd config show` prints the fields' resolved values.
@@ -97,34 +93,9 @@ class AppArgs(EngineConfig):
     model_name: str | None = Field(
         default=None, description="Name of the model in requests; by default its own."
     )
-    topology: str = Field(
-        default="1e1p1d",
-        description="Workers, each number before the roles it counts: e encodes, p prefills, d decodes; "
-        "1epd is one worker with all roles.",
-    )
-    gpus_per_worker: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="GPUs that each stage worker asks Ray for; below 1, workers share a GPU and its memory: "
-        "with 0.33, 1e1p1d fits one. By default 1 with a device of cuda, and with auto what fits. With a "
-        "tensor_parallel_size, for each of its processes.",
-    )
-    decode_tensor_parallel_size: int | None = Field(
-        default=None,
-        ge=1,
-        le=64,
-        description="The same for workers that only decode; by default tensor_parallel_size.",
-    )
-    encode_beside: bool = Field(
-        default=True,
-        description="In workers with other roles too, run the vision encoder in a thread of its own, on a "
-        "GPU in its own stream, so that encoding does not stall decodes.",
-    )
     num_fronts: int = Field(
         default=1, ge=1, le=64, description="Replicas that answer HTTP; each works with all workers."
     )
-    num_video_workers: int = Field(default=1, ge=1, le=64, description="Workers that decode video.")
     num_video_threads: int = Field(
         default=2, ge=1, le=64, description="Videos that each video worker decodes at once."
     )
@@ -282,7 +253,6 @@ class AppArgs(EngineConfig):
         description="Where one request's groups are encoded: groups (on all encoders), request (on one) or "
         "local (where they are prefilled).",
     )
-    elastic: bool = Field(default=False, description="Let workers change roles as the load changes.")
     limits: RequestLimits = Field(
         default_factory=RequestLimits,
         description="Limits of one request, such as max_frames=4096; epd config show lists all.",
@@ -335,43 +305,6 @@ class AppArgs(EngineConfig):
         kept = {name: getattr(self, name) for name in ("model", *fields)}
         return type(self).model_construct(**kept)
 
-    @property
-    def num_stage_workers(self) -> int:
-        return parse_topology(self.topology).num_workers
-
-    @property
-    def threads_per_worker(self) -> int:
-        """Returns torch threads per stage worker. One core is left to HTTP and Ray; workers share it."""
-        share = (usable_cpus() - 1) // sum(self.num_ranks(roles) for roles in self._stage_roles)
-        return self.num_threads or max(1, share)
-
-    @property
-    def num_kv_pools(self) -> int:
-        """Returns how many KV pools workers may have at once: one for each role that needs one, and one for
-        each other worker, which may be given such a role; each rank has its own."""
-        return sum(max(1, len(roles & _KV_ROLES)) * self.num_ranks(roles) for roles in self._stage_roles)
-
-    @property
-    def _stage_roles(self) -> list[frozenset[Stage]]:
-        """Lists the roles of each stage worker."""
-        return [roles for roles in self.workers.values() if roles != _VIDEO]
-
-    @property
-    def tensor_parallel(self) -> TensorParallel:
-        return TensorParallel(self.tensor_parallel_size, self.decode_tensor_parallel_size)
-
-    def num_ranks(self, roles: frozenset[Stage]) -> int:
-        """Returns the processes that share the language model of a worker that starts with these roles.
-
-        Where roles follow the load, any worker may get one.
-        """
-        return self.tensor_parallel.max_size if self.elastic else self.tensor_parallel.num_ranks(roles)
-
-    @property
-    def max_ranks(self) -> int:
-        """Returns the most processes of any worker of the topology."""
-        return max(map(self.num_ranks, self._stage_roles))
-
     def scheduler(self, *, is_decode: bool) -> SchedulerConfig:
         """Returns the limits of a pass, for workers that only decode or for the others."""
         seqs = (self.decode_max_num_seqs if is_decode else None) or self.max_num_seqs
@@ -388,11 +321,10 @@ class AppArgs(EngineConfig):
 
         Raises EPDError for a bad model, topology or key.
         """
-        parse_topology(self.topology)
+        self.check_workers()
         check_keys(self.api_key, self.admin_api_key, self.api_keys_file)
         _ = self.reduction_policy, self.load_retention, self.tower_merge
         self.check_cache()
-        self._check_ranks()
         path = self.model_path
         weight_files(path)
         check_options(path, self.draft, self.reduction, self.max_ranks)
@@ -407,23 +339,3 @@ class AppArgs(EngineConfig):
         if self.lora_modules:
             model["lora_modules"] = frozenset(str(each.resolved()) for each in self.adapters)
         return self.model_copy(update={**model, **paths})
-
-    def _check_ranks(self) -> None:
-        """Raises RequestError for what workers of several processes cannot do."""
-        received = f"received a tensor_parallel_size of {self.tensor_parallel_size}"
-        if self.elastic and not self.tensor_parallel.is_uniform:
-            raise RequestError(
-                f"{received} and a decode_tensor_parallel_size of {self.decode_tensor_parallel_size} with "
-                "elastic; allowed: the same for both; leave the second out"
-            )
-        if self.max_ranks > 1 and self.gpus_per_worker not in (None, 0, 1):
-            raise RequestError(
-                f"{received} and gpus_per_worker {self.gpus_per_worker:g}; allowed: 1, a GPU for each of the "
-                "processes, or 0; set one of these"
-            )
-
-    @property
-    def workers(self) -> Mapping[str, frozenset[Stage]]:
-        """Returns the roles of each worker by name. Raises RequestError for an invalid topology."""
-        workers = {worker.name: worker.roles for worker in parse_topology(self.topology).workers()}
-        return workers | {f"v{number}": _VIDEO for number in range(self.num_video_workers)}

@@ -22,7 +22,7 @@ from epd.serve_app.orchestration.role_switch import SwitchRequest
 from epd.serve_app.service import RoleSwitch
 from epd.serve_app.service_composition import create_service, media_settings, worker_settings
 from epd.serve_app.worker_info import EVERY_STAGE
-from epd.topology import Stage, parse_topology
+from epd.topology import Stage, topology_part
 
 __all__ = ["create_app", "media_settings", "share_lead", "worker_settings"]
 
@@ -105,11 +105,18 @@ def vacated(view: View, model: str) -> Roles:
     infos = [each.info for each in stages if each.info is not None and not each.info.is_draining]
     if not infos or not all(each.is_known for each in stages):
         return frozenset()
-    present, wanted = [info.roles - info.leaving for info in infos], parse_topology(stages[-1].topology)
+    if _has_classes(view):
+        return frozenset()
+    present, wanted = [info.roles - info.leaving for info in infos], topology_part(stages[-1].topology)
     is_served = frozenset[Stage]().union(*present) >= EVERY_STAGE
     if is_served or len(present) < wanted.num_workers:
         return frozenset()
     return roles_for_newcomer(wanted, present)
+
+
+def _has_classes(view: View) -> bool:
+    """Returns whether stage workers are of classes: each keeps its roles, in a deployment of its own."""
+    return any(each.worker_class for each in view.of_kind("stage"))
 
 
 class _Ages:
@@ -142,7 +149,8 @@ def _waiting_at(fronts: Sequence[Member], ages: _Ages) -> QueueSummary | None:
 
 def _follow_advice(service: Orchestrator, view: View, fleet: RemoteFleet) -> None:
     """Takes the bounds within which Serve scales, if it scales any deployment, and the leader's advice."""
-    bounds = {name: found for kind, name in _SCALED.items() if (found := view.bounds(kind))}
+    scaled = {kind: name for kind, name in _SCALED.items() if kind != "stage" or not _has_classes(view)}
+    bounds = {name: found for kind, name in scaled.items() if (found := view.bounds(kind))}
     advisor = service.elastic.advisor
     if not bounds and not service.elastic.is_running:
         return

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+
+import torch
 
 from epd.answer_parsers import REASONING_PARSERS, tool_call_parser_of
 from epd.control.elasticity import ControllerConfig
@@ -17,6 +20,9 @@ from epd.serve_app.orchestration.config import OrchestratorConfig, SwitchLimits
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.stages.placement import dtype_on
+from epd.topology import Stage
+from epd.worker_classes import REST
 
 # A worker that gets a language model of several ranks starts their processes, which import and load.
 _SWITCH_OF_RANKS_S = 300.0
@@ -44,21 +50,41 @@ def create_service(
     return service, _api_settings(args, planner, owner)
 
 
-def worker_settings(args: AppArgs) -> WorkerSettings:
+def worker_settings(args: AppArgs, worker_class: str = REST, device: str | None = None) -> WorkerSettings:
+    """Returns the settings of the workers of a class. device: that the worker was given, if any."""
+    own = args.of_class(worker_class)
+    engine = own.engine if device is None else own.engine.model_copy(update={"device": device})
+    types = _types(args)
     return WorkerSettings(
         args.model_path,
-        args.engine,
-        num_embeddings=args.num_embeddings,
+        engine,
+        num_embeddings=own.num_embeddings,
+        num_threads=own.threads_per_worker if types else None,
+        encoded_in=types.get("encode"),
+        embeddings_in=types.get("prefill"),
         num_kv_pools=args.num_kv_pools,
         tensor_parallel=args.tensor_parallel,
         encode_beside=args.encode_beside,
         is_alone=args.num_stage_workers == 1,
         scheduler=args.scheduler(is_decode=False),
-        max_batch_patches=args.max_batch_patches,
+        max_batch_patches=own.max_batch_patches,
         max_resize_pixels=args.limits.max_resize_pixels,
         decode_scheduler=args.scheduler(is_decode=True),
         image_background=args.image_background,
     )
+
+
+def _types(args: AppArgs) -> Mapping[Stage, torch.dtype]:
+    """Returns the types that stages compute in where workers are of several classes; nothing for others."""
+    if not args.worker_classes:
+        return {}
+    return {
+        stage: dtype_on(own.device.partition(":")[0], own.dtype, args.model_path)
+        for name, part in args.parts.items()
+        for own in (args.of_class(name),)
+        for group in part.groups
+        for stage in group.roles
+    }
 
 
 def media_settings(args: AppArgs) -> MediaSettings:
@@ -79,6 +105,7 @@ def _orchestrator_config(args: AppArgs, controller: ControllerConfig | None = No
         max_waiting=args.max_waiting,
         max_wait_s=args.max_wait_s,
         sharding=args.sharding,
+        has_classes=bool(args.worker_classes),
         cache_dir=args.cache_dir and args.cache_dir.expanduser(),
         elastic=controller or ControllerConfig() if args.elastic else None,
         retention=args.load_retention,

@@ -84,14 +84,19 @@ def _check_gpu(device: torch.device) -> None:
         )
 
 
-def _dtype(name: str, device: torch.device, model_path: Path | None) -> torch.dtype:
+def dtype_on(device_type: str, name: str, model_path: Path | None) -> torch.dtype:
+    """Returns what a name means on a type of device, cpu or cuda, which may be another machine's.
+
+    Raises RequestError for an unknown name.
+    """
     check_dtype(name)
     if name != "auto":
-        dtype = DTYPES[name]
-    elif device.type == "cpu":
-        dtype = torch.float32
-    else:
-        dtype = _checkpoint_dtype(model_path)
+        return DTYPES[name]
+    return torch.float32 if device_type == "cpu" else _checkpoint_dtype(model_path)
+
+
+def _dtype(name: str, device: torch.device, model_path: Path | None) -> torch.dtype:
+    dtype = dtype_on(device.type, name, model_path)
     has_bfloat16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
     if dtype == torch.bfloat16 and not has_bfloat16:
         raise RequestError(
@@ -117,6 +122,13 @@ def _checkpoint_dtype(model_path: Path | None) -> torch.dtype:
     ]
     first = next((DTYPES[each] for each in named if each in DTYPES), torch.bfloat16)
     return torch.bfloat16 if first == torch.float32 else first
+
+
+def use_own_threads(num_threads: int | None) -> None:
+    """Sets torch's number of threads for what this thread computes, whatever others of its process use."""
+    if num_threads is not None:
+        torch.get_num_threads()  # a thread takes the process' number the first time, and its own after that
+        torch.set_num_threads(num_threads)
 
 
 def use_threads(num_threads: int | None, num_processes: int = 1) -> None:

@@ -71,6 +71,10 @@ FEATURES = (
     Feature("split stages", {"topology": "1e1p1d"}),
     Feature("several encoders", {"topology": "2e1pd"}),
     Feature("role switching", {"topology": "1e1pd", "elastic": True}),
+    Feature(
+        "classes of workers",
+        {"topology": "2e1pd", "worker_classes": ["small=roles:e,count:1,device:cpu"]},
+    ),
     Feature("drafts", {"draft": "recycling"}),
     Feature("asynchronous scheduling", {"async_scheduling": True}),
     Feature("retention by load", {"retention_min": 0.25, "slo_ttft_s": 600.0}),

@@ -8,6 +8,9 @@
 Among a thousand workers the best is found without sorting them: each order is a heap.
 
     heap of (counts, name)    an entry is stale once its worker's counts have changed; a fresh one is pushed
+
+Where workers are of several classes, counts are divided by measured speeds: the worker comes first that would
+be done first with what it has and the new work.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from epd.control.recent import Recent
+from epd.control.speeds import Speeds
 from epd.encode.encoder_cache import GroupKey
+from epd.topology import Stage
 
 
 class InFlight(NamedTuple):
@@ -100,8 +105,12 @@ class Router:
     The orders are iterators: the workers after the first are sorted when the second is requested.
     """
 
-    def __init__(self, *, max_remembered: int = 65_536) -> None:
-        """max_remembered bounds the groups, and prefixes of media, whose last worker is known."""
+    def __init__(self, *, max_remembered: int = 65_536, speeds: Speeds | None = None) -> None:
+        """max_remembered bounds the groups, and prefixes of media, whose last worker is known.
+
+        speeds: of workers that are not equally fast; None for equal ones
+        """
+        self.speeds = speeds
         self._in_flight: dict[str, InFlight] = {}  # sent from here
         self._others: dict[str, InFlight] = {}  # sent by others, as far as known
         self._loads: dict[str, InFlight] = {}  # both
@@ -168,6 +177,10 @@ class Router:
         )
         self._recount(worker)
 
+    def _weighed(self, stage: Stage, worker: str, units: float) -> float:
+        """Returns how much work that is for a worker, in units of the fastest one."""
+        return units if self.speeds is None else units / self.speeds.relative(worker, stage)
+
     # Prefill and decode
 
     def prefill_order(
@@ -181,14 +194,19 @@ class Router:
         order = self._prefill
         order.choose_among(candidates)
         cached = {worker: num for worker, num in self._cached(media).items() if worker in order}
-        if not cached:
+        if not cached and self.speeds is None:
             yield from order.in_order()
             return
+        num_new = max(1, sum(num for _, num in media)) if self.speeds is not None else 0
 
-        def cost(worker: str) -> tuple[int, int, str]:
+        def cost(worker: str) -> tuple[float, int, str]:
             counts = self.load(worker)
-            return counts.prefill_tokens - cached.get(worker, 0), _num_requests(counts), worker
+            num_tokens = counts.prefill_tokens + num_new - cached.get(worker, 0)
+            return self._weighed("prefill", worker, num_tokens), _num_requests(counts), worker
 
+        if self.speeds is not None:
+            yield from sorted(candidates, key=cost)
+            return
         # A worker that had nothing can only be the best if it is the least loaded.
         best = min({order.first(), *cached}, key=cost)
         yield best
@@ -213,8 +231,13 @@ class Router:
 
     def decode_order(self, candidates: Collection[str]) -> Iterator[str]:
         """Yields the decode workers to ask for room, the one with the fewest requests first."""
+        if self.speeds is not None:
+            return iter(sorted(candidates, key=lambda name: (self._decode_cost(name), name)))
         self._decode.choose_among(candidates)
         return self._decode.in_order()
+
+    def _decode_cost(self, worker: str) -> float:
+        return self._weighed("decode", worker, self.load(worker).num_decodes + 1)
 
     # Encode and video
 
@@ -223,15 +246,22 @@ class Router:
         worker = self._groups.get(key)
         return worker if worker in candidates else None
 
-    def encoder(self, candidates: Collection[str], wanted: str | None = None) -> str:
+    def encoder(self, candidates: Collection[str], wanted: str | None = None, num_patches: int = 1) -> str:
         """Returns the wanted candidate, or the one with the fewest outstanding patches.
 
+        num_patches: of the new work, which counts where speeds differ
         Raises IndexError without candidates.
         """
         if wanted is not None and wanted in candidates:
             return wanted
+        if self.speeds is not None and candidates:
+            return min(candidates, key=lambda name: (self.encode_backlog(name, num_patches), name))
         self._encode.choose_among(candidates)
         return self._encode.first()
+
+    def encode_backlog(self, worker: str, num_more: int = 0) -> float:
+        """Returns the patches that a worker has, or would have with more, in the time of the fastest one."""
+        return self._weighed("encode", worker, self.load(worker).encode_patches + num_more)
 
     def remember_group(self, worker: str, key: GroupKey) -> None:
         """Remembers that the worker has encoded the group."""
@@ -253,6 +283,8 @@ class Router:
         """Forgets what the worker had, which is lost; the caller takes back its counts."""
         self._prefixes.drop(worker)
         self._groups.drop(worker)
+        if self.speeds is not None:
+            self.speeds.forget(worker)
         if self._others.pop(worker, None) is not None:
             self._recount(worker)
 

@@ -9,7 +9,7 @@ from epd.errors import RequestError
 from epd.kv.drafting import DEFAULT_MAX_DRAFT
 from epd.planning.plan import Plan, make_plan
 from epd.planning.search import OnProgress
-from epd.planning.space import Space, cells_of
+from epd.planning.space import MAX_CELL, Space, cells_of
 from epd.planning.traffic import planner_for, workload_jobs
 from epd.profiles.accelerators import CATALOGUE, Devices
 from epd.profiles.files import load_profile
@@ -39,6 +39,8 @@ def plan(
     min_rate: float | None = None,
     min_retention: float = 1.0,
     max_tensor_parallel: int = 1,
+    encoders: int = 0,
+    encoder_profile: str | None = None,
     cpu_threads: int | None = None,
     encode_beside: bool = True,
     group_tokens: int | None = None,
@@ -56,6 +58,7 @@ def plan(
     workload: a preset or a file; by default images
     slo_ttft_s, slo_tpot_s: seconds; without any, the rate that is kept up with
     min_rate: requests per second that the plan must serve
+    encoders, encoder_profile: devices of another kind that encode for all others, and their profile
     cpu_threads: that read media on each machine; by default its cores, or 64 where these are not known
     wishes: what requests name for their videos
     devices: that a profile may name
@@ -64,7 +67,12 @@ def plan(
     Raises RequestError for a bad option, InfeasibleError if no topology meets the objectives.
     """
     _check(max_tensor_parallel, {"attainment": attainment, "min retention": min_retention})
+    _check_encoders(encoders, encoder_profile, gpus, max_tensor_parallel)
     loaded = cut_by(load_profile(profile, devices), group_tokens)
+    beside = None if encoder_profile is None else cut_by(load_profile(encoder_profile, devices), group_tokens)
+    if beside is not None:
+        Deployment(parse_topology("1e1pd")).memory(beside, frozenset({"encode"}))  # raises where none fits
+        loaded = loaded.encoding_on(beside, encoders, gpus)
     loaded.on(max_tensor_parallel)  # raises where the profile cannot tell
     config = workload_config(loaded.media, workload, **requests)
     cells = cells_of(gpus)
@@ -76,6 +84,7 @@ def plan(
             cells[0][1],
             retentions=tuple(share for share in _RETENTIONS if share >= min_retention),
             degrees=tuple(each for each in _DEGREES if each <= max_tensor_parallel),
+            num_encoders=encoders,
         ),
         attainment=attainment,
         base=Deployment(
@@ -86,7 +95,7 @@ def plan(
             encode_beside=encode_beside,
         ),
     )
-    return make_plan(planner, cells=cells, min_rate=min_rate, on_progress=on_progress)
+    return make_plan(planner, cells=cells, min_rate=min_rate, encoders=beside, on_progress=on_progress)
 
 
 def _threads_beside(profile: Profile, num_devices: int) -> int:
@@ -101,6 +110,17 @@ def _check(degree: int, shares: dict[str, float]) -> None:
             raise RequestError(f"{name} is {share}, it must be above 0 and at most 1")
     if degree not in _DEGREES:
         raise RequestError(f"max tensor parallel is {degree}, it must be 1, 2, 4 or 8")
+
+
+def _check_encoders(encoders: int, profile: str | None, gpus: int, degree: int) -> None:
+    """Raises RequestError for encoders without a profile, and for more devices than one cell has."""
+    is_one_cell = encoders + gpus <= MAX_CELL and degree == 1
+    if (encoders > 0) != (profile is not None) or encoders < 0 or (encoders and not is_one_cell):
+        raise RequestError(
+            f"received {encoders} encoders with the profile {profile} beside {gpus} devices; allowed: both "
+            f"options, {MAX_CELL} devices in all and one a worker; give --encoders 4 --encoder-profile "
+            "MODEL@DEVICE"
+        )
 
 
 def draft_plan(acceptance: float, max_draft: int) -> DraftPlan | None:

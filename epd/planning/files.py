@@ -14,6 +14,7 @@ from epd.encode.sharding import Sharding
 from epd.errors import RequestError
 from epd.kv.drafting import DraftMethod
 from epd.topology import parse_topology
+from epd.worker_classes import WorkerClass
 
 FORMAT: Literal["epd plan, version 1"] = "epd plan, version 1"
 
@@ -26,7 +27,7 @@ class PlanSettings(_Strict):
     """Holds the settings of a plan beside the topology, under the names of the application's arguments.
 
     None: the plan leaves it open. retention: share of the visual tokens that is kept. tensor_parallel:
-    devices of a worker, by its roles, where there is more than one.
+    devices of a worker, by its roles, where there is more than one. worker_classes: where devices differ.
     """
 
     max_batch_patches: int = Field(ge=1)
@@ -44,6 +45,7 @@ class PlanSettings(_Strict):
     num_threads: int | None = Field(default=None, ge=1)
     num_kv_tokens: int | None = Field(default=None, ge=1)
     tensor_parallel: dict[str, int] = {}
+    worker_classes: dict[str, WorkerClass] = {}
 
 
 class PlanObjectives(_Strict):
@@ -69,7 +71,9 @@ class PlanFile(_Strict):
 
         Raises RequestError for several devices where a server cannot use them.
         """
-        decided = self.settings.model_dump(exclude_none=True, exclude={"tensor_parallel"})
+        decided = self.settings.model_dump(exclude_none=True, exclude={"tensor_parallel", "worker_classes"})
+        if self.settings.worker_classes:
+            decided["worker_classes"] = self.settings.worker_classes
         if self.settings.tensor_parallel:
             decided |= self._devices()
         if self.objectives.ttft_s is not None:

@@ -13,6 +13,7 @@ from epd.planning.files import FORMAT
 from epd.planning.goodput import Demand, simulate_at
 from epd.planning.search import OnProgress, Planner, Scored, SearchResult
 from epd.planning.space import is_colocated, times, together
+from epd.profiles.accelerators import RAY_TYPES
 from epd.profiles.memory import WorkerMemory
 from epd.profiles.profile import Profile
 from epd.topology import Topology
@@ -48,6 +49,7 @@ class Plan:
     binding: the tightest limit of the winner's rate
     turns: when the verdict may be another, None where that is not known
     num_cells: copies of the winner
+    encoders: the profile of encoders on devices of another kind, None without any
     rest: other cells for the devices that these leave, with the winner's settings
     """
 
@@ -61,6 +63,7 @@ class Plan:
     turns: str | None = None
     num_cells: int = 1
     rest: tuple[Cells, ...] = ()
+    encoders: Profile | None = None
 
     @property
     def cells(self) -> tuple[Cells, ...]:
@@ -116,6 +119,8 @@ class Plan:
         shared: dict[str, Any] = {"tensor_parallel": dict(settings.degrees)} if settings.degrees else {}
         if deployment.drafts is not None:
             shared |= {"draft": "auto", "max_draft": deployment.drafts.max_draft}
+        if self.encoders is not None:
+            shared["worker_classes"] = self._classes(self.encoders)
         return shared | {
             "max_batch_patches": settings.encode_patches,
             "max_num_batched_tokens": deployment.language.max_num_batched_tokens,
@@ -145,6 +150,15 @@ class Plan:
         """Returns the peak of each kind of worker, with the KV cache that the plan gives to all."""
         deployment = replace(self.winner.candidate.deployment, kv_tokens=self._num_kv_tokens())
         return tuple(deployment.memory(self.profile, group.roles) for group in deployment.topology.groups)
+
+    def _classes(self, encoders: Profile) -> dict[str, dict[str, Any]]:
+        """Returns the classes of workers: encoders, and the others of each set of roles."""
+        own: dict[str, Any] = {"dtype": encoders.dtype, "num_threads": encoders.num_threads}
+        classes = {"encoders": {"roles": "e", **_on(encoders), **own}}
+        for group in self.topology.groups:
+            if group.letters != "e":
+                classes[f"language-{group.letters}"] = {"roles": group.letters, **_on(self.profile)}
+        return classes
 
     def _explanation(self) -> dict[str, Any]:
         return {
@@ -182,6 +196,14 @@ class Plan:
         return {"topology": f"{self.num_devices} x 1epd", "goodput_per_s": round(goodput, 4)}
 
 
+def _on(profile: Profile) -> dict[str, Any]:
+    """Returns where the workers of a profile run, in the words of a class of workers."""
+    if profile.num_threads is not None:
+        return {"device": "cpu"}
+    kind = {"accelerator_type": RAY_TYPES[profile.device]} if profile.device in RAY_TYPES else {}
+    return {"device": "cuda", **kind}
+
+
 def _scored_record(scored: Scored | None) -> dict[str, Any] | None:
     if scored is None:
         return None
@@ -193,9 +215,12 @@ def make_plan(
     *,
     cells: Sequence[tuple[int, int]] | None = None,
     min_rate: float | None = None,
+    encoders: Profile | None = None,
     on_progress: OnProgress | None = None,
 ) -> Plan:
     """Searches and explains.
+
+    encoders: see `Plan`
 
     cells: (cells, devices in each), the first of the planner's space; a request stays in one cell. By default
         one cell.
@@ -228,12 +253,13 @@ def make_plan(
         planner.demand,
         result,
         reason,
-        verdict(result, binding),
+        verdict(result, binding) if encoders is None else f"split, as asked: encoders on {encoders.device}",
         assumptions,
         binding,
         turning_point(planner, result),
         num_cells,
         rest,
+        encoders,
     )
     if min_rate is not None and found.goodput < min_rate:
         raise InfeasibleError(_rate_binds(found, min_rate))

@@ -210,7 +210,7 @@ class Planner:
         colocated: whose settings it has, None to search for them
         Its threads are its share of those that read media. None if the model or the objectives are too much.
         """
-        if self.space.num_devices == 1:
+        if self.space.num_devices == 1 or self.space.num_encoders:
             return None
         threads = max(1, self._base.cpu_threads // self.space.num_devices)
         settings = None if colocated is None else replace(colocated.candidate.settings, degrees=())

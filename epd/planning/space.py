@@ -174,6 +174,7 @@ class Space:
         its own.
     fixed: the only settings, for layouts that can have them
     degrees: devices that a worker may share its layers over
+    num_encoders: workers on devices of another kind, which encode for all others; 0 for none
     """
 
     num_devices: int
@@ -186,12 +187,18 @@ class Space:
     has_merged_roles: bool = True
     fixed: Settings | None = None
     degrees: tuple[int, ...] = (1,)
+    num_encoders: int = 0
 
     def topologies(self) -> list[Topology]:
         return list({str(topology): topology for topology, _ in self.layouts()}.values())
 
     def layouts(self) -> Iterator[tuple[Topology, Degrees]]:
         """Yields the plain topologies with the devices of each kind of worker; none of them is a mix."""
+        if self.num_encoders:
+            for others in (("pd",), ("p", "d")):
+                for sizes in splits_of(self.num_devices, [1] * len(others)):
+                    yield _topology((self.num_encoders, *sizes), ("e", *others)), ()
+            return
         for letters in (_APART, *_MERGED, ("epd",)) if self.has_merged_roles else (_APART,):
             choices = product(self.degrees, repeat=len(letters))
             for chosen in choices if self.fixed is None else [tuple(map(self.fixed.degree, letters))]:
@@ -207,7 +214,7 @@ class Space:
         for each in self.settings(topology, settings.degrees):
             if each.num_different(settings) == 1:
                 yield topology, each
-        if self.has_merged_roles:
+        if self.has_merged_roles and not self.num_encoders:
             for other, degrees in neighbours(topology, settings.degrees):
                 allowed = self.settings(other, degrees)
                 nearest = min(allowed, key=settings.num_different, default=None)

@@ -104,6 +104,11 @@ class Devices:
 
 
 CATALOGUE = Devices({})
+# What Ray calls the kinds that it tells apart: `accelerator_type`.
+RAY_TYPES: Mapping[str, str] = {
+    "a100-80gb": "A100-80G", "h100": "H100", "h200": "H200", "b200": "B200", "l40s": "L40S", "l4": "L4",
+    "a10g": "A10G",
+}  # fmt: skip
 
 
 def load_devices(path: Path | None) -> Devices:

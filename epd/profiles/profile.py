@@ -12,6 +12,9 @@ from epd.profiles.media import MediaRule
 from epd.profiles.memory import MemoryNeeds
 from epd.profiles.parallel import ShardedModel
 
+# Of a transfer, to see which link is slower.
+_LARGE_UNITS = 1e9
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -85,6 +88,34 @@ class Profile:
             memory=self.parallel.memory(self.memory, num_devices),
             prefill=self.parallel.stage(self.prefill, num_devices),
             decode=self.parallel.stage(self.decode, num_devices),
+        )
+
+    def encoding_on(self, other: Profile, num_encoders: int, num_others: int) -> Profile:
+        """Returns the profile of workers whose encoders are on devices of another profile.
+
+        The price and the power of a device are the means of all, and links are those of the slower ones.
+        Raises RequestError for profiles that are not of one model, or that share the cores of one machine.
+        """
+        if other.model != self.model or self.host is not None or other.host is not None:
+            raise RequestError(
+                f"received the profiles {self.name!r} and {other.name!r} for encoders; allowed: two of one "
+                "model, each measured on a device or computed; take MODEL@DEVICE"
+            )
+
+        def mean(own: float | None, its: float | None) -> float | None:
+            if own is None or its is None:
+                return None
+            return (num_encoders * its + num_others * own) / (num_encoders + num_others)
+
+        is_one_currency = self.currency == other.currency
+        return replace(
+            self,
+            name=f"{self.name} with encoders of {other.name}",
+            encode=other.encode,
+            transfer=max(self.transfer, other.transfer, key=lambda each: each.cost.seconds(_LARGE_UNITS, 1)),
+            price_per_hour=mean(self.price_per_hour, other.price_per_hour) if is_one_currency else None,
+            power_w=mean(self.power_w, other.power_w),
+            assumptions=(*self.assumptions, f"encoders: {other.name}, and all links are the slower ones"),
         )
 
     def in_workers(self) -> Profile:

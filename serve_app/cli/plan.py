@@ -56,6 +56,14 @@ MaxDegree = Annotated[
         help="Most devices that a worker may share its layers over: 1, 2, 4 or 8.",
     ),
 ]
+Encoders = Annotated[
+    int,
+    typer.Option(metavar="N", help="Devices of another kind that encode, beside those of --gpus."),
+]
+EncoderProfile = Annotated[
+    str | None,
+    typer.Option(metavar="PROFILE", help="Profile of the devices of --encoders: as --profile."),
+]
 VideosPerMinute = Annotated[
     float | None,
     typer.Option(
@@ -219,6 +227,8 @@ class _Options(FleetOptions):
     attainment: Attainment = 0.9
     min_retention: MinRetention = 1.0
     max_tensor_parallel: MaxDegree = 1
+    encoders: Encoders = 0
+    encoder_profile: EncoderProfile = None
 
 
 @with_options_of(_Options)

@@ -58,7 +58,7 @@ class LocalFleetConfig:
     workers: roles of each, by name
     hang_s: a worker without a heartbeat for this time is lost
     restart_s: until a lost worker is restarted
-    devices: of workers that are not where the settings say, by name
+    own: settings of workers that have others than the rest, by name
     media: settings of media workers, by default those for the model of the other workers
     processes: read the media; None for threads of this process
     """
@@ -66,7 +66,7 @@ class LocalFleetConfig:
     workers: Mapping[str, frozenset[Stage]]
     hang_s: float = 30.0
     restart_s: float = 0.05
-    devices: Mapping[str, str] = field(default_factory=dict)
+    own: Mapping[str, WorkerSettings] = field(default_factory=dict)
     media: MediaSettings | None = None
     processes: MediaProcesses | None = None
 
@@ -186,9 +186,7 @@ class LocalFleet:
 
     async def _start(self, name: str) -> None:
         listener = WorkerCallbacks(self._take, lambda reason: self._lose(name, reason))
-        engine = self._settings.engine
-        device = self._config.devices.get(name, engine.device)
-        settings = replace(self._settings, engine=engine.model_copy(update={"device": device}))
+        settings = self._config.own.get(name, self._settings)
         thread = _LocalWorker(self._infos[name], settings, self._hubs, listener)
         self._threads[name] = thread
         await thread.start()

@@ -10,6 +10,7 @@ import asyncio
 import json
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -33,6 +34,7 @@ from epd.serve_app.observability.record import RequestRecord
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.service import MediaReference, ServiceStatus
 from epd.serve_app.service_composition import create_service, media_settings, worker_settings
+from epd.worker_classes import REST
 
 if TYPE_CHECKING:  # it brings the simulator
     from epd.serve_app.local.pacing import Pace
@@ -209,17 +211,34 @@ def create_fleet(
     pace: Pace | None = None,
 ) -> LocalFleet:
     """Returns the workers of a topology as threads. processes: that read media, None for threads as well."""
-    devices = devices_of(args)
+    devices, given = devices_of(args), args
+    if args.worker_classes:
+        args = given.on_devices(lambda name: _found_device(given.of_class(name).device))
+        args.check_classes()
+    own = {name: worker_settings(args, each, devices.get(name)) for name, each in args.classes.items()}
+    counted = Counter(each.placement().device for each in own.values())
+    own = {
+        name: replace(
+            settings,
+            num_sharing=counted[settings.placement().device],
+            samples_load=args.elastic or bool(args.worker_classes),
+            pace=pace,
+        )
+        for name, settings in own.items()
+    }
     config = LocalFleetConfig(
         args.workers,
         hang_s=max(args.hang_s, _MAX_STEP_S),
-        devices=devices,
+        own=own,
         media=media,
         processes=processes,
     )
-    num_sharing = 1 if devices else args.num_stage_workers
-    settings = replace(worker_settings(args), num_sharing=num_sharing, samples_load=args.elastic, pace=pace)
-    return LocalFleet(config, settings)
+    return LocalFleet(config, worker_settings(args))
+
+
+def _found_device(name: str) -> str:
+    """Returns what `auto` means on this machine, and other names as they are."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
 def devices_of(args: AppArgs) -> dict[str, str]:
@@ -233,7 +252,8 @@ def devices_of(args: AppArgs) -> dict[str, str]:
     devices: dict[str, str] = {}
     first = index = placement.device.index or 0
     for name, roles in args.workers.items():
-        if "video" not in roles:
+        worker_class = args.worker_classes.get(args.classes.get(name, REST))
+        if "video" not in roles and (worker_class is None or worker_class.device is None):
             devices[name] = f"cuda:{index}"
             index += args.num_ranks(roles)
     num_gpus = torch.cuda.device_count() - first

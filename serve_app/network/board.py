@@ -25,7 +25,7 @@ from epd.serve_app.network.members import Credentials, Hello, Member, View
 from epd.serve_app.network.memory import new_fleet_id
 from epd.serve_app.task_group import Tasks
 from epd.serve_app.worker_info import WorkerInfo
-from epd.topology import Stage, parse_topology, role_letters
+from epd.topology import Stage, role_letters, topology_part
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class Board:
 
     def _has_all(self, member: Member) -> bool:
         """Returns whether as many stage workers of a member's release are there as are wanted."""
-        return len(self._workers_like(member)) >= parse_topology(member.topology).num_workers
+        return len(self._workers_like(member)) >= topology_part(member.topology).num_workers
 
     def _forget_filled(self, member: Member) -> None:
         """Forgets the places of a release that others have under other names: they came before the loss."""
@@ -256,11 +256,12 @@ class Board:
         return max(following, self._version + 1) if self._has_former else following
 
     def _stage_place(self, member: Member, taken: Mapping[str, WorkerInfo]) -> tuple[str, frozenset[Stage]]:
-        wanted = parse_topology(member.topology)
+        wanted = topology_part(member.topology)
         kinds = {worker.roles for worker in wanted.workers()}
         for name, lost in self._vacant.items():
             assert lost.info is not None
-            if name not in taken and lost.info.roles in kinds:
+            is_like = lost.worker_class == member.worker_class and lost.info.roles in kinds
+            if name not in taken and is_like:
                 return name, lost.info.roles
         others = [
             (each.member.node_id, staying)
@@ -270,7 +271,7 @@ class Board:
         ]
         here = [roles for node_id, roles in others if node_id == member.node_id]
         roles = roles_for_newcomer(wanted, [roles for _, roles in others], here=here)
-        return _free_name(role_letters(roles), taken), roles
+        return _free_name(member.worker_class or role_letters(roles), taken), roles
 
     def _introduce(self) -> None:
         """Marks ready members as known, once the workers that were there before have seen them."""

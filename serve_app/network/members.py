@@ -25,6 +25,7 @@ class Member:
     model: members work together only with those of the same model
     topology, release: what a stage worker is to fill, and its configuration; workers of an older release
         are leaving, or will
+    worker_class: whose part of the topology a stage worker is to fill; empty for those of no class
     hang_s: after this time of silence it is lost
     info: of a worker, given by the board; None before
     is_ready: whether it can be given work
@@ -48,6 +49,7 @@ class Member:
     model: str = ""
     topology: str = ""
     release: str = ""
+    worker_class: str = ""
     hang_s: float = 10.0
     info: WorkerInfo | None = None
     is_ready: bool = False
@@ -86,6 +88,7 @@ class Purpose:
     topology: str = ""
     release: str = ""
     hang_s: float = 10.0
+    worker_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,7 @@ class Membership:
             topology=self.purpose.topology,
             release=self.purpose.release,
             hang_s=self.purpose.hang_s,
+            worker_class=self.purpose.worker_class,
         )
         while self.epoch not in self.view.members:
             await self._follow_once()

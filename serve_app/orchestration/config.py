@@ -41,6 +41,7 @@ class OrchestratorConfig:
     sharding: of one request's groups over the encoders
     switching: limits of role switches
     cache_dir: folder in which encoders may have groups; None if they keep none
+    has_classes: whether workers are of several classes: then speeds weigh, and each keeps its roles
     elastic, retention: how roles, and the share of visual tokens, follow the load; None if they do not
     """
 
@@ -56,5 +57,6 @@ class OrchestratorConfig:
     sharding: Sharding = "groups"
     switching: SwitchLimits = field(default_factory=SwitchLimits)
     cache_dir: Path | None = None
+    has_classes: bool = False
     elastic: ControllerConfig | None = None
     retention: RetentionConfig | None = None

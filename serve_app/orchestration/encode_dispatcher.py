@@ -93,11 +93,12 @@ class EncodeDispatcher:
         wanted: str | None = None,
         allowed: Allowed = list,
         needs_room: Callable[[], bool] = lambda: True,
+        num_patches: int = 1,
     ) -> str:
         """Returns the encoder that takes the next group; waits until one has room.
 
         wanted: the encoder that should take it, while it is alive. allowed: filters encoders that may.
-        needs_room: whether the group can wait for others to be encoded.
+        needs_room: whether the group can wait for others to be encoded. num_patches: of the group.
         Raises UnavailableError if no encoder is alive, or completes anything, for too long.
         """
         clock = asyncio.get_running_loop().time
@@ -106,10 +107,10 @@ class EncodeDispatcher:
             alive = self._alive()
             among = [wanted] if wanted is not None and wanted in alive else alive
             is_any = not needs_room()
-            load, most = self._router.load, self._max_backlog
-            names = allowed([name for name in among if is_any or load(name).encode_patches < most])
+            backlog, most = self._router.encode_backlog, self._max_backlog
+            names = allowed([name for name in among if is_any or backlog(name) < most])
             if names:
-                return self._router.encoder(names)
+                return self._router.encoder(names, num_patches=num_patches)
             alive_s = clock() if alive else alive_s
             self._check_wait(clock() - alive_s, clock() - max(start_s, self._freed_s))
             self._has_room.clear()

@@ -187,6 +187,11 @@ class EventReader:
             by_request.setdefault(output.request_id, []).append(output)
         for request_id, outputs in by_request.items():
             self._guarded(request_id, self._take_tokens, request_id, outputs)
+        if (speeds := self.shared.router.speeds) is not None:
+            for stage, done in report.load.stages.items():
+                # A pass over more answers takes hardly longer: of decode, passes are counted.
+                units = done.num_rounds if stage == "decode" else done.done_units
+                speeds.add(report.worker, stage, units, done.busy_s)
         if self.shared.queue.others is not None:
             self._count_others(report, before)
 

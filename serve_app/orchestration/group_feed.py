@@ -304,7 +304,10 @@ class GroupFeed:
                 self._attempt.end(Outcome.TAKEN_BACK)
                 await asyncio.Event().wait()  # until the feed is stopped
             return name
-        self._last_encoder = await self._dispatcher.encoder(self._wanted_encoder(), allowed)
+        num_patches = self._attempt.answer.plan.groups[granted.group].spec.num_patches
+        self._last_encoder = await self._dispatcher.encoder(
+            self._wanted_encoder(), allowed, num_patches=num_patches
+        )
         return self._last_encoder
 
     def _wanted_encoder(self) -> str | None:

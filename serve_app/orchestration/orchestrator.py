@@ -23,6 +23,7 @@ from typing import Any
 from epd.control.admission import AdmissionQueue, QueueSummary
 from epd.control.arrivals import Arrivals, RequestWork
 from epd.control.routing import Router
+from epd.control.speeds import Speeds
 from epd.errors import UnavailableError
 from epd.serve_app.fleet import Fleet, has_all_roles, send_surely, worker_statuses
 from epd.serve_app.media.fleet_media import FleetMedia
@@ -331,7 +332,7 @@ class Orchestrator:
 
 
 def _shared(fleet: Fleet, config: OrchestratorConfig) -> Shared:
-    router = Router()
+    router = Router(speeds=Speeds() if config.has_classes else None)
     dispatcher = EncodeDispatcher(
         fleet,
         router,

@@ -54,7 +54,7 @@ class Replacement:
                 await self._replace(switch)
 
     def _is_needed(self) -> bool:
-        return bool(self._vacated or self._leaving())
+        return not self._shared.config.has_classes and bool(self._vacated or self._leaving())
 
     def _leaving(self) -> set[str]:
         return {name for name, info in self._shared.fleet.workers.items() if info.is_draining}

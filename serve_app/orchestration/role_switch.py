@@ -131,6 +131,11 @@ class RoleSwitcher:
             raise UnavailableError(f"worker '{worker}' gives up work already; try again later")
         if not info.is_alive:
             raise UnavailableError(f"worker '{worker}' is being started again; try again when it is back")
+        if self._shared.config.has_classes:
+            raise RequestError(
+                f"received roles for the worker '{worker}' of a server with worker_classes; allowed: none, "
+                "since a worker of a class keeps its roles; start the server with another topology"
+            )
         if self.in_flight:
             raise UnavailableError(
                 f"{sorted(self.in_flight)} are being switched; allowed at once: 1; try again later"

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import logging
 import os
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from epd.serve_app.ray.autoscaling import advice_stats
 from epd.serve_app.ray.board import RayBoard
 from epd.serve_app.ray.cluster import LINK_HOST
 from epd.serve_app.ray.gpus import worker_device
+from epd.worker_classes import REST
 
 if TYPE_CHECKING:
     from ray.serve.context import ReplicaContext
@@ -60,13 +62,16 @@ class _Worker:
 class Stage(_Worker):
     """Runs one stage worker. The board gives it its name and roles."""
 
-    async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc] # Serve awaits it
+    async def __init__(self, args: AppArgs, worker_class: str = REST) -> None:  # type: ignore[misc] # Serve awaits it
+        """Starts a worker of a class; those of the rest have what the arguments say."""
         parts = _replica_parts()
         _quiet()
-        device = worker_device(args.device)
+        own = args.of_class(worker_class)
+        device = worker_device(own.device)
         parts.limit_memory(device, args.num_stage_workers)
-        settings = parts.worker_settings(args.model_copy(update={"device": device}))
-        config = parts.WorkerServerConfig(settings, _purpose(args), args.threads_per_worker)
+        settings = parts.worker_settings(args, worker_class, device)
+        purpose = replace(_purpose(args, worker_class), topology=str(args.parts[worker_class]))
+        config = parts.WorkerServerConfig(settings, purpose, own.threads_per_worker)
         self._drain_s = args.drain_s
         self._server = parts.WorkerServer(_board(), _place(), config)
         await _started(self._server)
@@ -158,9 +163,10 @@ def _place() -> ProcessAddress:
     return ProcessAddress(os.environ.get(LINK_HOST) or own, ray.get_runtime_context().get_node_id())
 
 
-def _purpose(args: AppArgs) -> Purpose:
-    release = hashlib.blake2b(args.model_dump_json().encode(), digest_size=8).hexdigest()
-    return Purpose(str(args.model), args.topology, release, args.hang_s)
+def _purpose(args: AppArgs, worker_class: str = REST) -> Purpose:
+    described = args.model_dump_json() + worker_class
+    release = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+    return Purpose(str(args.model), args.topology, release, args.hang_s, worker_class)
 
 
 def _quiet() -> None:

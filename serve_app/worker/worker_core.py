@@ -232,7 +232,7 @@ class WorkerCore:
         if isinstance(role, EncodeRole):
             if self._beside is None:
                 device = self._builder.placement.device
-                self._beside = BesideThread(f"{self.name} encode", device, self._wake)
+                self._beside = BesideThread(f"{self.name} encode", device, self._wake, settings.num_threads)
             role.stage.lane = self._beside
 
     @property

@@ -80,6 +80,9 @@ class WorkerSettings:
     num_sharing: workers of this process, which share its GPU
     tensor_parallel: processes that share the language model of a worker
     encode_beside: in workers with other stages too, the tower runs in a thread of its own
+    num_threads: of torch, for this worker's thread alone; None for the process' number
+    encoded_in, embeddings_in: types that encoders compute in and language models take, where workers are of
+    several classes; None for the placement's
     image_background: colour behind transparent images, which changes what is kept of them
     samples_load: reports have samples by which load is estimated: where roles or replicas may follow it
     pace: of passes that last as on other devices; None, and always None beyond this process, for no other
@@ -98,6 +101,9 @@ class WorkerSettings:
     num_sharing: int = 1
     tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
     encode_beside: bool = True
+    num_threads: int | None = None
+    encoded_in: torch.dtype | None = None
+    embeddings_in: torch.dtype | None = None
     image_background: str = ""
     samples_load: bool = True
     pace: WorkerPace | None = None
@@ -199,7 +205,7 @@ class StageBuilder:
             return
         encoder = self._encoder_model() if "encode" in roles else None
         config = encoder.config if encoder is not None else self._language_model().config
-        layout = embedding_layout(config, self.placement.dtype)
+        layout = embedding_layout(config, self._embeddings_in)
         if settings.num_embeddings is None:
             num_pools = len(roles & {"encode", "prefill"})
             device_bytes = self._memory(self.placement.device).device_bytes
@@ -301,7 +307,13 @@ class StageBuilder:
     @property
     def _facts(self) -> Mapping[str, str]:
         """Returns what changes pictures besides the engine's options."""
-        return {"image_background": self.settings.image_background}
+        settings, facts = self.settings, {"image_background": self.settings.image_background}
+        is_cast = settings.encoded_in != settings.embeddings_in
+        return facts | ({"encoded_in": str(settings.encoded_in)} if is_cast else {})
+
+    @property
+    def _embeddings_in(self) -> torch.dtype:
+        return self.settings.embeddings_in or self.placement.dtype
 
     def _keeps_kv(self, engine: LanguageEngine) -> bool:
         """Returns whether keys and values are all that is kept of a prompt, and all in this process."""
@@ -380,7 +392,7 @@ class StageBuilder:
     ) -> tuple[EncoderCacheManager, EncoderPool, EncoderConnector]:
         size = _EMBEDDINGS_PER_BLOCK
         num_blocks = self._num_embeddings // size
-        shape = EncoderPoolShape(num_blocks, size, embedding_layout(config, self.placement.dtype))
+        shape = EncoderPoolShape(num_blocks, size, embedding_layout(config, self._embeddings_in))
         pool, connector = self.transport.embeddings(name, shape, self.placement.device)
         self._pools[f"{name} embeddings"], self._use = shape, None
         return EncoderCacheManager(num_blocks, size), pool, connector

@@ -25,6 +25,7 @@ from epd.errors import EPDError, UnavailableError, WorkerFaultError
 from epd.serve_app.messages import Message, WorkerLoad, WorkerReport
 from epd.serve_app.worker.worker_core import WITHIN_A_PASS, WorkerCore
 from epd.serve_app.worker.worker_stages import Transport, WorkerSettings
+from epd.stages.placement import use_own_threads
 from epd.topology import Stage
 from epd.types import UInt8Array
 
@@ -111,6 +112,7 @@ class WorkerThread:
 
     def _run(self) -> None:
         try:
+            use_own_threads(self._arguments[2].num_threads)
             self.core = WorkerCore(*self._arguments, wake=self.wake, on_layer=self._on_layer, tell=self._tell)
             self._post(_resolve, self._ready, None)
             while not self.is_stopped:

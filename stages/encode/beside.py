@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from epd.profiles.measuring import Action, timed
+from epd.stages.placement import use_own_threads
 
 _JOIN_S = 5.0  # a batch takes less, unless it hangs
 
@@ -54,7 +55,11 @@ class BesideThread(Generic[T]):
     wake: called once work is over, in the thread that did it.
     """
 
-    def __init__(self, name: str, device: torch.device, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, device: torch.device, wake: Callable[[], None], num_threads: int | None = None
+    ) -> None:
+        """num_threads: of torch, for this thread; None for the process' number"""
+        self._num_threads = num_threads
         self._stream = EncodeStream(device) if device.type == "cuda" else None
         self._wake = wake
         self._inbox: SimpleQueue[tuple[Work[T], Any] | None] = SimpleQueue()
@@ -95,6 +100,7 @@ class BesideThread(Generic[T]):
         self._thread.join(_JOIN_S)
 
     def _serve(self) -> None:
+        use_own_threads(self._num_threads)
         while (order := self._inbox.get()) is not None:
             self._done = self._run(*order)
             self._wake()

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     from ray.serve.schema import DeploymentSchema, ServeDeploySchema
 
     from epd.serve_app.app import build_app
-    from epd.serve_app.ray.gpus import num_fitting
+    from epd.serve_app.ray.gpus import are_fitting
 
 DEPLOY = ROOT / "docs" / "deploy"
 SERVICE, _ = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
@@ -145,7 +145,7 @@ def test_replicas_without_room_are_found(change: Callable[[Any], object], words:
 
 def test_workers_that_share_a_gpu_fit_it() -> None:
     (stage,) = [each for name, each in deployments("gpu.yaml").items() if name == "Stage"]
-    assert num_fitting(stage["ray_actor_options"]["num_gpus"], num_gpus=1) >= stage["num_replicas"]
+    assert are_fitting([stage["ray_actor_options"]["num_gpus"]] * stage["num_replicas"], [1])
     assert stage["max_surge_percent"] == 0
 
 

@@ -126,7 +126,7 @@ def test_models_with_windows_refuse_what_is_not_computed(
 
 
 def test_processes_of_a_worker_share_its_room_and_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd.serve_app.app_args.usable_cpus", lambda: 9)
+    monkeypatch.setattr("epd.serve_app.worker_args.usable_cpus", lambda: 9)
     args = AppArgs(topology="1epd", tensor_parallel_size=2)
     assert args.threads_per_worker == 4
     assert worker_settings(args).num_kv_pools == 4

@@ -20,6 +20,7 @@ from epd.serve_app.network.link import Address
 from epd.serve_app.network.members import Credentials, Kind, Member, ProcessAddress
 from epd.serve_app.network.membership import Membership, end_process, start_ticks
 from epd.serve_app.worker_info import WorkerInfo
+from epd.topology import role_letters
 from tests.serve_app.deployments import NEVER_S
 
 SOON_S = 60.0
@@ -115,6 +116,36 @@ def test_the_board_spreads_the_workers_of_a_stage_over_machines() -> None:
         assert view is not None
         given = Counter((each.node_id, each.info.name[0]) for each in view.of_kind("stage") if each.info)
         assert given == Counter((node_id, letter) for node_id in ("one", "two") for letter in "epd")
+        await board.close()
+
+    asyncio.run(run())
+
+
+def test_a_worker_of_a_class_fills_a_place_of_its_class_alone() -> None:
+    """Both classes encode. A lost worker is replaced under its name, by one of its own class."""
+
+    async def run() -> None:
+        board, credentials = Board(hang_s=NEVER_S), Credentials(bytes(32), "fleet")
+
+        async def came(epoch: str, topology: str, worker_class: str) -> tuple[str, str]:
+            newcomer = Member(
+                epoch, "stage", ("127.0.0.1", 1), "here", pid=0, topology=topology,
+                release=f"r {worker_class}", worker_class=worker_class,
+            )  # fmt: skip
+            view = await board.follow(newcomer, -1, credentials)
+            assert view is not None
+            info = view.members[epoch].info
+            assert info is not None
+            return info.name, role_letters(info.roles)
+
+        assert await came("a", "1pd", "") == ("pd0", "pd")
+        assert await came("b", "2e", "small") == ("small0", "e")
+        assert await came("c", "1e", "large") == ("large0", "e")
+        assert await came("d", "2e", "small") == ("small1", "e")
+        await board.accuse("b", "its process has ended")
+        await board.accuse("c", "its process has ended")
+        assert await came("e", "1e", "large") == ("large0", "e")
+        assert await came("f", "2e", "small") == ("small0", "e")
         await board.close()
 
     asyncio.run(run())

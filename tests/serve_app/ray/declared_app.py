@@ -93,6 +93,15 @@ def truth(answer: Answered) -> Truth:
     return answer.text, len(answer.tokens)
 
 
+def replicas_of(application: str, deployment: str) -> dict[str, int]:
+    """The process ids of a deployment's running replicas, by their ids."""
+    client = _get_global_client()
+    assert client is not None
+    applications = client.get_serve_details()["applications"]
+    there = applications.get(application, {}).get("deployments", {}).get(deployment, {}).get("replicas", ())
+    return {each["replica_id"]: each["pid"] for each in there if each["state"] == "RUNNING"}
+
+
 @dataclass(frozen=True)
 class DeclaredApp:
     """args: of the application. front_config: `user_config` of fronts, which listen themselves with it.
@@ -134,11 +143,7 @@ class DeclaredApp:
 
     def replicas(self, deployment: str) -> dict[str, int]:
         """The process ids of a deployment's running replicas, by their ids."""
-        client = _get_global_client()
-        assert client is not None
-        applications = client.get_serve_details()["applications"]
-        there = applications.get("epd", {}).get("deployments", {}).get(deployment, {}).get("replicas", ())
-        return {each["replica_id"]: each["pid"] for each in there if each["state"] == "RUNNING"}
+        return replicas_of("epd", deployment)
 
     def all_replicas(self) -> dict[str, dict[str, int]]:
         return {name: self.replicas(name) for name in DEPLOYMENTS}

@@ -97,18 +97,20 @@ def delete_app(name: str, drain_s: float, late_s: float = 600.0) -> None:
 
 
 @contextmanager
-def running_app(session: RaySession, address: HttpAddress | None = None, **args: Any) -> Iterator[str]:
-    """The application, alone; its URL. It may leave no file of a pool behind.
+def running_app(
+    session: RaySession, address: HttpAddress | None = None, *, name: str = "epd", **args: Any
+) -> Iterator[str]:
+    """The application, alone or under a name of its own; its URL. It may leave no file of a pool behind.
 
     address: where its fronts listen themselves; None: behind the session's proxy
     """
     before = orphans()
     app_args = AppArgs(**args)
-    serve.run(application(app_args, address), name="epd", route_prefix="/")
+    serve.run(application(app_args, address), name=name, route_prefix="/" if name == "epd" else f"/{name}")
     try:
         yield session.url if address is None else address.url
     finally:
-        delete_app("epd", app_args.drain_s)
+        delete_app(name, app_args.drain_s)
     assert set(orphans()) <= set(before)
 
 

@@ -14,7 +14,9 @@ import pytest
 from epd.errors import InfeasibleError
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.ray import gpus
+from epd.worker_classes import REST
 from tests import ROOT
+from tests.serve_app.conftest import JSON
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray's own, when it is imported
@@ -47,7 +49,7 @@ def no_others(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_asks_for_a_gpu_where_it_runs_on_one(
     args: dict[str, Any], num_gpus: float, expected: float
 ) -> None:
-    assert gpus.gpus_per_worker(AppArgs(**args), num_gpus) == expected
+    assert gpus.gpus_by_class(AppArgs(**args), num_gpus) == {REST: expected}
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])
@@ -61,7 +63,8 @@ def test_no_worker_has_more_than_one_gpu(share: float) -> None:
     [(1, 2, 2), (0.5, 2, 4), (0.33, 1, 3), (0.34, 1, 2), (0.1, 1, 10), (0.6, 2, 2), (1, 0, 0)],
 )
 def test_no_share_lies_on_two_gpus(share: float, num_gpus: float, num_workers: int) -> None:
-    assert gpus.num_fitting(share, num_gpus) == num_workers
+    assert gpus.are_fitting([share] * num_workers, [num_gpus])
+    assert not gpus.are_fitting([share] * (num_workers + 1), [num_gpus])
 
 
 @pytest.mark.parametrize(
@@ -84,6 +87,73 @@ def test_a_cluster_with_too_few_gpus_is_refused_in_one_line(
     with pytest.raises(InfeasibleError, match=words) as raised:
         gpus.with_gpus(AppArgs(**args))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("classes", "options", "num_gpus", "expected"),
+    [
+        (["small=roles:e,device:cpu"], {}, 1, {"": 1, "small": 0}),
+        (["small=roles:e,device:cpu"], {"device": "cuda"}, 1, {"": 1, "small": 0}),
+        (["small=roles:e,num_gpus:0.1"], {}, 1, {"": 0.6, "small": 0.1}),
+        (["small=roles:e,num_gpus:0.1"], {"gpus_per_worker": 0.5}, 1, {"": 0.5, "small": 0.1}),
+        (["small=roles:e,count:2,device:cpu"], {}, 1, {"": 0.33, "small": 0}),
+        (["small=roles:e,device:cpu"], {}, 0, {"": 0, "small": 0}),
+        (
+            ["small=roles:e,num_gpus:1", "large=roles:pd"],
+            {"tensor_parallel_size": 4},
+            8,
+            {"small": 1, "large": 4},
+        ),
+    ],
+)  # fmt: skip
+def test_each_class_asks_for_the_gpus_of_its_own_roles(
+    classes: list[str],
+    options: JSON,
+    num_gpus: float,
+    expected: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = AppArgs(topology="4e1pd", worker_classes=classes, **options)
+    monkeypatch.setattr(gpus, "cluster_gpus", lambda: num_gpus)
+    monkeypatch.setattr(gpus, "node_gpus", lambda: [num_gpus])
+    assert gpus.gpus_by_class(gpus.with_gpus(args), num_gpus) == pytest.approx(expected)
+
+
+def test_classes_that_do_not_fit_the_gpus_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = AppArgs(topology="4e1pd", device="cuda", worker_classes=["small=roles:e,num_gpus:0.5"])
+    monkeypatch.setattr(gpus, "cluster_gpus", lambda: 2.0)
+    words = (
+        r"received 1 stage workers of 1 GPUs each and 4 stage workers of 0.5 GPUs each \(small\); "
+        "the cluster has 2 GPUs; choose a smaller topology"
+    )
+    with pytest.raises(InfeasibleError, match=words):
+        gpus.with_gpus(args)
+    monkeypatch.setattr(gpus, "cluster_gpus", lambda: 3.0)
+    assert gpus.with_gpus(args).gpus_per_worker == 1
+
+
+def test_each_class_is_a_deployment_with_what_it_asks_for() -> None:
+    classes = {
+        "small": {"roles": "e", "count": 3, "device": "cpu", "num_cpus": 2, "resources": {"cheap": 1}},
+        "other": {
+            "roles": "e",
+            "num_gpus": 0.25,
+            "accelerator_type": "L4",
+            "device": "cuda",
+            "dtype": "float32",
+        },
+    }
+    app = built(build_app(AppArgs(topology="4e1pd", worker_classes=classes)), name="epd")
+    found = {each.name: each for each in app.deployments if each.name.startswith("Stage")}
+    assert {name: each.num_replicas for name, each in found.items()} == {
+        "Stage": 1, "Stage-small": 3, "Stage-other": 1,
+    }  # fmt: skip
+    asked = {name: each.ray_actor_options for name, each in found.items()}
+    assert asked["Stage"] == {"num_cpus": 0, "num_gpus": 0}
+    assert asked["Stage-small"] == {"num_cpus": 2, "num_gpus": 0, "resources": {"cheap": 1}}
+    assert asked["Stage-other"] == {"num_cpus": 0, "num_gpus": 0.25, "accelerator_type": "L4"}
+    args, *name = found["Stage-small"].init_args
+    assert (name, args.of_class("small").device, args.of_class("").device) == (["small"], "cpu", "cpu")
 
 
 def test_the_advised_share_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,11 +185,12 @@ def test_only_stage_workers_ask_for_gpus() -> None:
 def test_a_group_of_processes_asks_for_a_gpu_each(
     args: dict[str, Any], num_gpus: float, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert gpus.gpus_per_worker(AppArgs(**args), num_gpus) == expected
+    assert gpus.gpus_by_class(AppArgs(**args), num_gpus) == {REST: expected}
     monkeypatch.setattr(gpus, "cluster_gpus", lambda: num_gpus)
     monkeypatch.setattr(gpus, "node_gpus", lambda: [num_gpus])
     if num_gpus or not expected:
-        assert gpus.gpus_per_worker(gpus.with_gpus(AppArgs(**args)), num_gpus) == expected, "asked again"
+        settled = gpus.with_gpus(AppArgs(**args))
+        assert gpus.gpus_by_class(settled, num_gpus) == {REST: expected}, "asked again"
 
 
 def test_a_group_of_processes_is_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
