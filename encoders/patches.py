@@ -23,7 +23,7 @@ from epd.errors import UnsupportedModelError
 from epd.types import ceil_div
 
 # Pillow's number of a resampling filter: torch's name. Those with a native uint8 kernel.
-_INTERPOLATION = {2: "bilinear", 3: "bicubic"}
+INTERPOLATION = {2: "bilinear", 3: "bicubic"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def patch_spec(processor: Any) -> PatchSpec:
     """Reads a transformers image or video processor. Raises UnsupportedModelError for unsupported steps."""
     settings = {name: getattr(processor, name, None) for name in ("do_resize", "do_rescale", "do_normalize")}
     resample = int(getattr(processor, "resample", 3))
-    if not all(settings.values()) or resample not in _INTERPOLATION:
+    if not all(settings.values()) or resample not in INTERPOLATION:
         raise UnsupportedModelError(
             f"a processor with {settings} and resample={resample} is not supported; "
             "it must resize (bilinear or bicubic), rescale and normalise"
@@ -76,14 +76,14 @@ def patch_spec(processor: Any) -> PatchSpec:
     )
 
 
-def resize_image(image: Tensor, size: tuple[int, int], spec: PatchSpec) -> Tensor:
-    """Resizes uint8 [H, W, 3] to uint8 [1, h, w, 3], with the processor's filter.
+def resize_image(image: Tensor, size: tuple[int, int], resample: int) -> Tensor:
+    """Resizes uint8 [H, W, 3] to uint8 [1, h, w, 3]. resample: the processor's filter.
 
     The bytes stay channels last, as they came: the same numbers as channels first, three times as fast.
     """
     if image.shape[:2] == size:
         return image[None]
-    mode = _INTERPOLATION[spec.resample]
+    mode = INTERPOLATION[resample]
     return interpolate(image[None].permute(0, 3, 1, 2), size, mode=mode, antialias=True).permute(0, 2, 3, 1)
 
 

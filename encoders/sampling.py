@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -135,6 +136,36 @@ def check_wanted(frame_sampling: FrameSampling, num_frames: float) -> None:
     """Raises RequestBudgetError where more frames are wanted than the request may have of this video."""
     if frame_sampling.max_frames is not None:
         check_num_frames(num_frames, frame_sampling.max_frames)
+
+
+def sample_by_rule(processor: Any, video: VideoFacts, frame_sampling: FrameSampling) -> tuple[int, ...]:
+    """Returns the indices of frames by a transformers video processor's own `sample_frames`, ascending.
+
+    Where a file names no rate, two frames a second. Raises RequestError for what the rule refuses, and
+    RequestBudgetError for more than `frame_sampling.max_frames`.
+    """
+    fps, num_frames = frame_sampling.fps, frame_sampling.num_frames
+    most: float
+    given: dict[str, Any]
+    if "num_frames" not in inspect.signature(processor.sample_frames).parameters:
+        # A frame a second, and fewer of a long video, as MiniCPM-V has it.
+        if fps is not None:
+            raise RequestError(
+                f"received fps {fps:g}; allowed: the model's own, one frame a second; leave it out, or give "
+                "a number of frames"
+            )
+        given = {"max_num_frames": num_frames or processor.max_num_frames, "stack_frames": 1}
+        most = min(given["max_num_frames"], math.ceil(video.num_frames / video.fps))
+    else:
+        wanted = num_frames or (processor.num_frames if fps is None else None)
+        rate = fps or processor.fps or DEFAULT_FPS
+        most = min(wanted or video.num_frames / video.fps * rate, video.num_frames)
+        given = {"num_frames": int(most)} if wanted else {"fps": rate}
+    check_wanted(frame_sampling, most)
+    try:
+        return tuple(int(each) for each in processor.sample_frames(source_metadata(video), **given))
+    except ValueError as error:
+        raise RequestError(f"received {given} of {video.num_frames} frames: {error}; change it") from error
 
 
 def sample_indices(processor: Any, video: VideoFacts, frame_sampling: FrameSampling) -> tuple[int, ...]:

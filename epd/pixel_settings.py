@@ -58,6 +58,12 @@ _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most"}
 # Of the families whose frames have no size of their own.
 _RESIZED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
+# Of these those that transformers' own code serves: a limit of an image, and one of a frame.
+_BY_TRANSFORMERS = (
+    *("exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "hyperclovax_vision_v2"),
+    *("paddleocr_vl", "qwen2_vl", "video_llama_3"),
+)
+
 
 def authors_limits(model_type: str) -> VideoLimits:
     """Returns what the authors of a family limit videos to; no limits for a family that is not in AUTHORS."""
@@ -129,7 +135,8 @@ class PixelSettings(BaseModel):
 
     def check_family(self, model_type: str) -> None:
         """Raises RequestError for a limit that changes nothing for a family."""
-        names = () if model_type in _RESIZED else ("max_pixels", "video_max_pixels", "cap_pixels_per_frame")
+        sizes = () if model_type in (*_RESIZED, *_BY_TRANSFORMERS) else ("max_pixels", "video_max_pixels")
+        names = sizes if model_type in _RESIZED else (*sizes, "cap_pixels_per_frame")
         for name in (*names, *(() if model_type in AUTHORS else ("video_max_tokens",))):
             if name in self.given:
                 raise RequestError(

@@ -106,7 +106,12 @@ PROOFS = (
     _proof(
         "h",
         "tests/test_generic_families.py::test_handed_over_in_chunks_and_from_the_cache",
-        product(("glm4v", "mistral3"), ["1e1p1d"]),
+        product(GENERIC, ["1e1p1d"]),
+    ),
+    _proof(
+        "v",
+        "tests/test_generic_families.py::test_preempted_both_ways_and_moved_between_decode_workers",
+        product(GENERIC, ["several decode workers"]),
     ),
     _proof(
         "c", "tests/test_gemma3.py::test_handed_over_in_chunks_and_from_the_cache", [("gemma3", "1e1p1d")]

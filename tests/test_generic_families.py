@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,23 +18,33 @@ from transformers import AutoTokenizer
 
 from epd import LLM
 from epd.encoders import Adapter, FrameSampling, VideoFacts, load_adapter
+from epd.encoders.adapter import MediaPlan, PatchRun
 from epd.encoders.families.generic import GenericAdapter
 from epd.encoders.families.measured_units import frames_per_unit
 from epd.encoders.groups import prompt_identity
+from epd.encoders.patches import resize_image
 from epd.encoders.registry import ADAPTERS
 from epd.engine_config import EngineConfig
-from epd.errors import MediaLimitError, UnsupportedMediaError, UnsupportedModelError
+from epd.errors import MediaLimitError, RequestError, UnsupportedMediaError, UnsupportedModelError
+from epd.kv.scheduling import SchedulerConfig
 from epd.models.families import FAMILIES, REFUSED
+from epd.pixel_limits import PixelLimits
 from epd.pixel_settings import PixelSettings
 from epd.reduction import ReductionPolicy
+from epd.stages.engine.generation import GenerationSettings
 from epd.types import PlaceholderRange, ceil_div
 from tests.colocated import ColocatedPipeline
-from tests.encoders.families import QUESTION, Family
+from tests.encoders.families import QUESTION, Clip, Family, Picture
 from tests.encoders.tiny_generic import BUILDERS
 from tests.encoders.tiny_tiles import BUILDERS as NATIVE
 from tests.reference import MAX_TOKENS, generated_as_it_is
 from tests.serve_app.test_llm import encoded_groups
+from tests.stages.conftest import Subject
+from tests.stages.prompts import Drive, prompt_of
+from tests.stages.split_deployment import GREEDY, Deployment
+from tests.stages.test_moving import run_moving
 from tests.test_tile_families import as_sent
+from tests.tiny_models import load_reference
 
 GENERIC = {name: each for name, each in FAMILIES.items() if each.impl == "transformers"}
 # Their `generate` counts the image's tokens as a video's, and refuses a prompt with both.
@@ -58,6 +70,12 @@ PAIRS = {
     and not (name in NOT_MIXED and case == "video and image")
 }
 SAMPLING = FrameSampling(num_frames=6)
+# What the processor is told for the same: tokens that depend on no pixels, frames where it knows a most.
+CALLS: Mapping[str, Mapping[str, Any]] = {
+    "video_llama_3": {"use_token_compression": False},
+    "minicpmv4_6": {"max_num_frames": 6},
+    "minicpmv4_7": {"max_num_frames": 6},
+}
 BY_TRANSFORMERS = PixelSettings(model_impl="transformers")
 
 pytestmark = [
@@ -83,7 +101,12 @@ def family(request: pytest.FixtureRequest, folders: Callable[[str], Path]) -> Fa
 
 
 def expected(family: Family, media: list[Path]) -> tuple[int, ...]:
-    return generated_as_it_is(family.model, family.their_inputs([as_sent(each) for each in media], SAMPLING))
+    return generated_as_it_is(family.model, inputs_for(family, media))
+
+
+def inputs_for(family: Family, media: list[Path]) -> Any:
+    call = CALLS.get(family.name, {}) if any(each.suffix == ".mp4" for each in media) else {}
+    return family.their_inputs([as_sent(each) for each in media], SAMPLING, **call)
 
 
 def test_every_family_that_is_listed_is_proven() -> None:
@@ -100,21 +123,56 @@ def test_tokens_equal_generate(family: Family, media: dict[str, Path], names: tu
     assert answer.token_ids == expected(family, paths)
 
 
-@pytest.mark.parametrize("name", ["glm4v", "mistral3"])
-def test_handed_over_in_chunks_and_from_the_cache(
-    folders: Callable[[str], Path], media: dict[str, Path], name: str
-) -> None:
-    family = Family.load(name, folders(name))
-    sees_videos = "video" in GENERIC[name].takes
-    paths = [media["video" if sees_videos else "wide_image"]]
+@pytest.mark.parametrize("family", sorted(GENERIC), indirect=True)
+def test_handed_over_in_chunks_and_from_the_cache(family: Family, media: dict[str, Path]) -> None:
+    paths = [media["video" if "video" in GENERIC[family.name].takes else "wide_image"]]
     text = family.adapter.tokenizer.decode(expected(family, paths), skip_special_tokens=True)
     with LLM(family.path, topology="1e1p1d", max_chunk_tokens=16, num_kv_tokens=4096) as llm:
-        asked: dict[str, Any] = {"frames": SAMPLING.num_frames if sees_videos else None}
+        asked: dict[str, Any] = {"frames": SAMPLING.num_frames if paths == [media["video"]] else None}
         first = llm.ask(paths, QUESTION, max_tokens=MAX_TOKENS, **asked)
         num_groups = encoded_groups(llm)
         second = llm.ask(paths, QUESTION, max_tokens=MAX_TOKENS, **asked)
         assert encoded_groups(llm) == num_groups > 0
     assert first.text == second.text == text
+
+
+@pytest.mark.parametrize("family", sorted(GENERIC), indirect=True)
+def test_preempted_both_ways_and_moved_between_decode_workers(family: Family, media: dict[str, Path]) -> None:
+    subject = staged(family, media)
+    prompt = max(subject.prompts, key=lambda each: len(each.plan))
+    longest = len(prompt.plan)
+    for mode in ("recompute", "offload"):
+        config = SchedulerConfig(max_chunk_tokens=64, preemption=mode)
+        engine = subject.engine(
+            config=config, block_size=4, num_kv_tokens=2 * longest + 8, enable_prefix_caching=False
+        )
+        drive = Drive(engine, seed=0)
+        for name in "abc":
+            engine.add(prompt.request(name))
+            for group in prompt.groups:
+                engine.add_embeddings(name, group)
+        while engine.has_work():
+            drive.step()
+        assert [drive.tokens(name) for name in "abc"] == [prompt.expected] * 3
+        assert engine.scheduler.num_preempted > 0, "the pool was meant to be too small"
+    deployment, prompts = Deployment(subject, 2, random.Random(0)), subject.mix(4)
+    assert run_moving(deployment, prompts, GREEDY) > 0
+    assert {name: deployment.tokens(name) for name in prompts} == {
+        name: prompt.expected for name, prompt in prompts.items()
+    }
+
+
+def staged(family: Family, media: dict[str, Path]) -> Subject:
+    """The family with prompts for engines of ours, and a model whose attention may become ours."""
+    model, always = load_reference(family.path), {"min_new_tokens": MAX_TOKENS, "eos_token_id": []}
+    clip = "video" if "video" in GENERIC[family.name].takes else "wide_image"
+    prompts = []
+    for names in ((), (clip,), ("image",)):
+        paths = [media[name] for name in names]
+        prompt = prompt_of(family.adapter, model, paths, QUESTION, SAMPLING, group_tokens=1)
+        generated = generated_as_it_is(family.model, inputs_for(family, paths), **always)
+        prompts.append(replace(prompt, expected=generated[: GREEDY.max_tokens]))
+    return Subject(family.name, family.adapter, model, GenerationSettings(frozenset()), prompts)
 
 
 @pytest.mark.parametrize("name", sorted({**BUILDERS, **NATIVE}))
@@ -142,12 +200,58 @@ def test_a_tower_that_mixes_frames_takes_a_video_whole(folders: Callable[[str], 
     assert frames_per_unit(config, mixed) is None
 
 
-def test_what_depends_on_all_frames_stays_whole(folders: Callable[[str], Path]) -> None:
-    """Of many frames each gets fewer pixels, so that a unit alone would have other tokens."""
-    adapter = load_adapter(folders("glm46v"))
-    plan = adapter.plan_video(VideoFacts(40, 2.0, 140, 140), FrameSampling(num_frames=40))
-    assert plan.is_joined_whole
-    assert (plan.num_units, plan.frames_per_unit) == (1, 40)
+@pytest.mark.parametrize(
+    ("family", "num_frames"), [("glm46v", 12), ("video_llama_3", 40)], indirect=["family"]
+)
+def test_frames_that_get_smaller_with_their_number_are_cut(family: Family, num_frames: int) -> None:
+    """A unit alone would have more pixels: it is shown at the size of the whole."""
+    draw = torch.Generator().manual_seed(0)
+    clip = Clip(torch.randint(0, 256, (num_frames, 112, 112, 3), dtype=torch.uint8, generator=draw), 2.0)
+    many = FrameSampling(num_frames=num_frames)
+    plan = family.plan(clip, many)
+    short = family.adapter.plan_video(VideoFacts(2, 2.0, 112, 112), FrameSampling(num_frames=2))
+    assert math.prod(plan.size) < math.prod(short.size)
+    assert plan.num_units * plan.frames_per_unit == num_frames
+    theirs = family.their_inputs([clip], many, **CALLS.get(family.name, {}))
+    assert family.prompt([clip], many).token_ids.tolist() == theirs["input_ids"][0].tolist()
+    frames = resize_image_of(clip, plan)
+    with torch.inference_mode():
+        runs = [
+            PatchRun("video", family.adapter.preprocess(part, plan), plan.grid.cut(1))
+            for part in torch.split(frames, plan.frames_per_unit)
+        ]
+        rows = torch.cat([each.rows for each in family.adapter.encode_batch(family.tower, runs)])
+        names = ("pixel_values_videos", "video_grid_thw", "video_merge_sizes")
+        whole = family.model.get_video_features(
+            **{n: theirs[n] for n in names if n in theirs}, return_dict=True
+        )
+    torch.testing.assert_close(rows, torch.cat(list(whole.pooler_output)), rtol=1e-4, atol=1e-4)
+
+
+def resize_image_of(clip: Clip, plan: MediaPlan) -> torch.Tensor:
+    """Frames as a decoder hands them over, at the planned size."""
+    return torch.cat([resize_image(frame, plan.size, 3) for frame in clip.frames[list(plan.frame_indices)]])
+
+
+@pytest.mark.parametrize("family", ["glm46v", "qwen2_vl"], indirect=True)
+def test_limits_of_pixels_hold(family: Family) -> None:
+    """Images equal those of the processor with such a `size`; a limit of frames holds each of them."""
+    image = Picture(torch.zeros((150, 100, 3), dtype=torch.uint8))
+    least = family.processor.image_processor.size["shortest_edge"]
+    frames = 2 if family.name == "glm46v" else 1  # that an image is counted as
+    sides = {"shortest_edge": least, "longest_edge": frames * least}
+    theirs = family.their_inputs([image], SAMPLING, images_kwargs={"size": sides})
+    small = PixelLimits(max_pixels=least)
+    plan = family.adapter.plan_image(150, 100, small)
+    assert plan.num_tokens < family.adapter.plan_image(150, 100).num_tokens
+    assert family.adapter.plan_prompt([plan], QUESTION).token_ids.tolist() == theirs["input_ids"][0].tolist()
+    clip = family.adapter.plan_video(VideoFacts(6, 2.0, 300, 400), SAMPLING, PixelLimits(max_pixels=1600))
+    assert math.prod(clip.size) <= 1600
+    assert (clip.num_units, clip.is_joined_whole) == (3, False)
+    family.adapter.check_pixels([("image", small), ("video", small)], None)
+    for kind, refused in (("image", PixelLimits(max_pixels=10**9)), ("video", PixelLimits(min_pixels=9))):
+        with pytest.raises(RequestError, match="allowed"):
+            family.adapter.check_pixels([(kind, refused)], None)
 
 
 def test_reduction_and_static_frames_work_on_units(

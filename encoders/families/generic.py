@@ -14,15 +14,14 @@ video is cut where the tower attends across no frames, which is measured: `measu
 from __future__ import annotations
 
 import inspect
-import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 
 from epd.chat import ChatMessage
@@ -30,25 +29,29 @@ from epd.encoders.adapter import Embeddings, Grid, MediaPlan, PatchRun, PromptPl
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU, device_of
 from epd.encoders.families.base import BaseAdapter
-from epd.encoders.families.measured_units import frames_per_unit
-from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
-from epd.encoders.sampling import (
-    DEFAULT_FPS,
-    check_wanted,
-    select_frames,
-    shown_metadata,
-    source_metadata,
+from epd.encoders.families.interfaces import (
+    FEATURES,
+    model_class,
+    pad_of,
+    position_rule,
+    seen_kinds,
+    size_rule,
 )
+from epd.encoders.families.measured_units import frames_per_unit
+from epd.encoders.patches import resize_image
+from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
+from epd.encoders.sampling import sample_by_rule, select_frames, shown_metadata
 from epd.errors import MediaLimitError, UnsupportedMediaError, UnsupportedModelError
 from epd.frame_sampling import FrameSampling
-from epd.pixel_limits import OWN_LIMITS, PixelLimits, refuse
+from epd.pixel_limits import CAP_FIELD, OWN_LIMITS, PixelLimits, check_ceiling, refuse
 from epd.reduction import TowerMerge
 from epd.types import Int64Array, MediaKind, ceil_div
 
 _META = torch.device("meta")
-_FEATURES = {"image": "get_image_features", "video": "get_video_features"}
 # Values of a processor's output that are kept with a plan: sizes and grids have few, pixels many.
 _MOST_FACTS = 4096
+# Of processors of videos: tokens do not depend on pixels, and no frames are joined.
+_FIXED: Mapping[str, object] = {"use_token_compression": False, "stack_frames": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +64,16 @@ class WholePlan(MediaPlan):
 
 
 class _Shown(NamedTuple):
-    """Names what a processor's text depends on: the shape of the pixels, and the times of frames."""
+    """Names what a processor's text depends on: the shape of the pixels, and the times of frames.
+
+    is_sized: whether the pixels have the size already that the processor gives them.
+    """
 
     kind: MediaKind
     size: tuple[int, int]
     indices: tuple[int, ...] = ()
     fps: float = 0.0
+    is_sized: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +96,15 @@ class GenericAdapter(BaseAdapter):
         self.checkpoint = checkpoint
         self._processor = checkpoint.processor
         self._class = model_class(checkpoint.config)
-        self._kinds = _kinds(checkpoint, self._class)
+        self._kinds = seen_kinds(checkpoint, self._class)
         tokens = {kind: str(getattr(self._processor, f"{kind}_token")) for kind in self._kinds}
-        pads = {kind: _pad(self._processor, kind, token) for kind, token in tokens.items()}
+        pads = {kind: pad_of(self._processor, kind, token) for kind, token in tokens.items()}
         self.markers = Markers(tokens, pads)
         self._expanded = lru_cache(maxsize=256)(self._expand)
-        self._positions = _position_rule(self._class, checkpoint.config)
+        self._positions = position_rule(self._class, checkpoint.config)
+        rope = getattr(checkpoint.config.get_text_config(), "rope_parameters", None) or {}
+        self._position_rows = 3 if "mrope_section" in rope else 1
+        self._rules = {kind: rule for kind in self._kinds if (rule := size_rule(self._processor, kind))}
         self._unit = frames_per_unit(checkpoint.config, self._rows_of) if "video" in self._kinds else None
 
     @property
@@ -103,26 +113,37 @@ class GenericAdapter(BaseAdapter):
         frames = f"; frames are encoded {cut}" if "video" in self._kinds else ""
         return f"sizes, frames and tokens as transformers' processor has them{frames}"
 
-    def check_pixels(self, media: Collection[tuple[MediaKind, PixelLimits]], most: int | None) -> None:  # noqa: ARG002
-        for _, pixels in media:
+    def check_pixels(self, media: Collection[tuple[MediaKind, PixelLimits]], most: int | None) -> None:
+        has_image = any(kind == "image" for kind, _ in media)
+        for kind, pixels in media:
+            pixels.check()
+            rule = self._rules.get(kind)
             for name in (*pixels.all_named, *(["detail low"] if pixels.is_low_detail else [])):
-                raise refuse(name, "none, this model family is served by transformers' processor as it is")
+                if rule is None or name == CAP_FIELD:
+                    raise refuse(
+                        name, "none, this model family is served by transformers' processor as it is"
+                    )
+                if kind == "video" and not has_image and not name.endswith("max_pixels"):
+                    raise refuse(name, "max_pixels for videos of this model family, and more for images")
+            if rule is not None and kind == "image":
+                for name, value in pixels.named.items():
+                    check_ceiling(name, value, max(rule.own[1], most or 0))
 
-    def plan_image(self, height: int, width: int, pixels: PixelLimits = OWN_LIMITS) -> MediaPlan:  # noqa: ARG002
+    def plan_image(self, height: int, width: int, pixels: PixelLimits = OWN_LIMITS) -> MediaPlan:
         if min(height, width) < 1:
             raise MediaLimitError(f"an image of {width}x{height} pixels shows nothing; send a larger one")
-        return self._plan(_Shown("image", (height, width)))
+        return self._plan(_Shown("image", (height, width)), pixels)[0]
 
     def plan_video(
-        self,
-        video: VideoFacts,
-        frame_sampling: FrameSampling,
-        pixels: PixelLimits = OWN_LIMITS,  # noqa: ARG002
+        self, video: VideoFacts, frame_sampling: FrameSampling, pixels: PixelLimits = OWN_LIMITS
     ) -> MediaPlan:
         self._check_kind("video")
-        frames = select_frames(video, frame_sampling, lambda part: self._sampled(part, frame_sampling))
+        processor = self._processor.video_processor
+        frames = select_frames(
+            video, frame_sampling, lambda part: sample_by_rule(processor, part, frame_sampling)
+        )
         shown = _Shown("video", (video.height, video.width), frames.indices, frames.fps)
-        plan = self._in_units(self._plan(shown), shown)
+        plan = self._in_units(*self._plan(shown, pixels))
         return replace(
             plan,
             times_s=frames.times_s,
@@ -130,6 +151,19 @@ class GenericAdapter(BaseAdapter):
             source_fps=frames.fps,
             unit_span_s=plan.frames_per_unit / frames.sampled_fps,
         )
+
+    def _sized(self, shown: _Shown, pixels: PixelLimits) -> _Shown:
+        """Returns an item at the size that the processor gives it, or that a user's limits do.
+
+        Then a part of a video has the size of the whole, and no number of frames changes it.
+        """
+        rule, settings = self._rules.get(shown.kind), self.checkpoint.pixels
+        if rule is None:
+            return shown
+        most = settings.max_pixels if shown.kind == "image" else settings.video_max_pixels
+        _, rows, columns = _grids(self._expanded(shown))[0][0].tolist()
+        made = (rows * rule.patch, columns * rule.patch)
+        return shown._replace(size=rule.within(made, shown.size, pixels, most), is_sized=True)
 
     def _in_units(self, plan: MediaPlan, shown: _Shown) -> MediaPlan:
         """Cuts a video where a unit alone has the tokens that it has in the whole; else it stays whole."""
@@ -150,37 +184,33 @@ class GenericAdapter(BaseAdapter):
                 f"{' and '.join(self._kinds)} and text; send another medium, or use another model"
             )
 
-    def _plan(self, shown: _Shown) -> WholePlan:
+    def _plan(self, shown: _Shown, pixels: PixelLimits) -> tuple[WholePlan, _Shown]:
+        """Returns an item in one unit, and how the processor is shown it."""
         self._check_kind(shown.kind)
         try:
-            expansion = self._expanded(shown)
+            sized = self._sized(shown, pixels)
+            expansion = self._expanded(sized)
         except (ValueError, ZeroDivisionError) as error:
             height, width = shown.size
             raise MediaLimitError(
                 f"a {shown.kind} of {width}x{height} pixels does not suit the model: {error}; crop it first"
             ) from error
         grid = Grid(1, 1, _num_patches(expansion))
-        return WholePlan(shown.kind, shown.size, grid, 1, expansion.num_tokens)
-
-    def _sampled(self, video: VideoFacts, frame_sampling: FrameSampling) -> tuple[int, ...]:
-        """Applies the processor's own rule; where a file names no rate, two frames a second."""
-        processor = self._processor.video_processor
-        wanted = frame_sampling.num_frames or (processor.num_frames if frame_sampling.fps is None else None)
-        rate = frame_sampling.fps or processor.fps or DEFAULT_FPS
-        most = min(wanted or math.inf, video.num_frames)
-        check_wanted(frame_sampling, min(most, video.num_frames / video.fps * rate) if not wanted else most)
-        given: dict[str, Any] = {"num_frames": int(most)} if wanted else {"fps": rate}
-        return tuple(int(each) for each in processor.sample_frames(source_metadata(video), **given))
+        return WholePlan(shown.kind, sized.size, grid, 1, expansion.num_tokens), sized
 
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
-        expansions = [self._expanded(_shown(plan)) for plan in media]
+        expansions = [self._expanded(self._shown(plan)) for plan in media]
         template = self.checkpoint.chat_template
         texts = [self._text(each, plan) for each, plan in zip(expansions, media, strict=True)]
+        texts = self._numbered(media, texts)
         plan = plan_text_prompt(self.checkpoint, template, self.markers, media, texts, messages)
         if self._positions is None:
-            return plan
+            return replace(plan, positions=np.repeat(plan.positions, self._position_rows, axis=0))
         positions = self._positions(self._position_inputs(plan.token_ids, expansions))
         return replace(plan, positions=positions, next_position=int(positions.max()) + 1)
+
+    def _shown(self, plan: MediaPlan) -> _Shown:
+        return _Shown(plan.kind, plan.size, plan.frame_indices, plan.source_fps, plan.kind in self._rules)
 
     def _text(self, expansion: _Expansion, plan: MediaPlan) -> ItemText:
         """Returns the words of an item, with a pad for each run of its tokens, or for each unit."""
@@ -190,6 +220,20 @@ class GenericAdapter(BaseAdapter):
         counts = iter(length // each for length in text.pad_lengths)
         cut = self._pad_pattern.sub(lambda pad: pad.group() * next(counts), text.text)
         return ItemText(cut, (each,) * plan.num_units)
+
+    def _numbered(self, media: Sequence[MediaPlan], texts: Sequence[ItemText]) -> list[ItemText]:
+        """Writes before an item how many of its kind came before, where the family does."""
+        processor, numbered = self._processor, list(texts)
+        is_on = getattr(processor, "use_image_id", None)
+        if not (getattr(processor, "default_use_image_id", False) if is_on is None else is_on):
+            return numbered
+        for kind, token in self.markers.in_template.items():
+            places = [place for place, plan in enumerate(media) if plan.kind == kind]
+            words = [texts[place].text for place in places]
+            named = processor._prepend_local_ids([token * len(places)], words, token)
+            for place, text in zip(places, named, strict=True):
+                numbered[place] = replace(texts[place], text=text)
+        return numbered
 
     def _position_inputs(self, token_ids: Int64Array, expansions: Sequence[_Expansion]) -> dict[str, Tensor]:
         """Returns what `get_rope_index` may take: ids, kinds of tokens, and the facts of all items."""
@@ -207,9 +251,10 @@ class GenericAdapter(BaseAdapter):
             "attention_mask": torch.ones_like(ids),
         }
 
-    def resize(self, image: Tensor, plan: MediaPlan) -> Tensor:  # noqa: ARG002
-        """Leaves an image as it is: the processor sizes it."""
-        return image[None]
+    def resize(self, image: Tensor, plan: MediaPlan) -> Tensor:
+        """Brings an image to its planned size; where it has none of its own, the processor sizes it."""
+        rule = self._rules.get(plan.kind)
+        return image[None] if rule is None else resize_image(image, plan.size, rule.resample)
 
     def preprocess(self, frames: Tensor, plan: MediaPlan, device: torch.device = CPU) -> Tensor:  # noqa: ARG002
         """Fills the last unit, and leaves frames on the host: the processor is a part of `encode_batch`."""
@@ -226,13 +271,18 @@ class GenericAdapter(BaseAdapter):
         )
 
     def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
-        return [Embeddings(self._rows_of(tower, run.values, run.kind)) for run in runs]
+        return [
+            Embeddings(self._rows_of(tower, run.values, run.kind, is_sized=run.kind in self._rules))
+            for run in runs
+        ]
 
-    def _rows_of(self, tower: Any, frames: Tensor, kind: MediaKind = "video") -> Tensor:
+    def _rows_of(
+        self, tower: Any, frames: Tensor, kind: MediaKind = "video", *, is_sized: bool = False
+    ) -> Tensor:
         """Returns the rows [V, C] of one item, uint8 [N, H, W, 3]."""
-        shown = _Shown(kind, (frames.shape[1], frames.shape[2]), tuple(range(len(frames))), 1.0)
+        shown = _Shown(kind, (frames.shape[1], frames.shape[2]), tuple(range(len(frames))), 1.0, is_sized)
         outputs, _ = self._processed(shown, frames)
-        features = getattr(tower, _FEATURES[kind])
+        features = getattr(tower, FEATURES[kind])
         names = inspect.signature(features).parameters
         dtype = next(tower.parameters()).dtype
         given = {
@@ -273,84 +323,28 @@ class GenericAdapter(BaseAdapter):
         settings = processor._merge_kwargs(
             tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt"
         )[f"{shown.kind}s_kwargs"]
+        settings |= {"do_resize": False} if shown.is_sized else {}
         if shown.kind == "image":
             outputs, texts = processor._process_images([pixels[0]], **settings)
         else:
             settings |= {"do_sample_frames": False, "return_metadata": True}
+            settings |= {
+                name: value for name, value in _FIXED.items() if hasattr(processor.video_processor, name)
+            }
             outputs, texts = processor._process_videos(
                 [pixels], **settings, video_metadata=[shown_metadata(shown.indices, shown.fps)]
             )
         return outputs, texts[0]
 
 
-def model_class(config: Any) -> Any:
-    """Returns transformers' class of the model without its head. Raises UnsupportedModelError for none."""
-    found = transformers.AutoModel._model_mapping.get(type(config), None)
-    if found is None:
-        raise UnsupportedModelError(
-            f"transformers {transformers.__version__} has no model of type '{config.model_type}'; allowed: "
-            "the types that it lists; install a release that has it"
-        )
-    return found
-
-
-def _kinds(checkpoint: Checkpoint, model: Any) -> tuple[MediaKind, ...]:
-    """Returns what the family sees. Raises UnsupportedModelError for nothing."""
-    processor = checkpoint.processor
-    kinds: list[MediaKind] = ["image", "video"]
-    found = tuple(
-        kind
-        for kind in kinds
-        if hasattr(model, _FEATURES[kind])
-        and hasattr(processor, f"replace_{kind}_token")
-        and getattr(processor, f"{kind}_token", None)
-        and getattr(processor, f"{kind}_processor", None) is not None
-        and not getattr(getattr(processor, f"{kind}_processor"), "use_token_compression", False)
-    )
-    if not found:
-        raise UnsupportedModelError(
-            f"a '{checkpoint.config.model_type}' model has no get_image_features, or its processor no "
-            "replace_image_token, which the generic path takes; use a family of this project"
-        )
-    return found
-
-
-def _pad(processor: Any, kind: MediaKind, token: str) -> str:
-    """Returns the token that a medium's tokens are made of, which may be another than marks its place."""
-    ids = getattr(processor, f"{kind}_token_ids", None) or [None]
-    if ids[0] is None or processor.tokenizer.convert_tokens_to_ids(token) in ids:
-        return token
-    return str(processor.tokenizer.convert_ids_to_tokens(ids[0]))
-
-
-PositionRule = Callable[[Mapping[str, Tensor]], Int64Array]
-
-
-def _position_rule(model: Any, config: Any) -> PositionRule | None:
-    """Returns the family's own rule of M-RoPE positions; None for a family that counts tokens."""
-    if not hasattr(model, "get_rope_index"):
-        return None
-    bare = model.__new__(model)
-    nn.Module.__init__(bare)
-    bare.config = config
-    names = inspect.signature(bare.get_rope_index).parameters
-
-    def positions(inputs: Mapping[str, Tensor]) -> Int64Array:
-        given = {name: value for name, value in inputs.items() if name in names}
-        found: Int64Array = bare.get_rope_index(**given)[0][:, 0].numpy()
-        return found
-
-    return positions
-
-
-def _shown(plan: MediaPlan) -> _Shown:
-    return _Shown(plan.kind, plan.size, plan.frame_indices, plan.source_fps)
+def _grids(expansion: _Expansion) -> list[Tensor]:
+    """Returns an item's patches in time, height and width, int64 [N, 3], where the processor says them."""
+    return [fact for name, fact in expansion.facts.items() if name.endswith("grid_thw")]
 
 
 def _num_patches(expansion: _Expansion) -> int:
     """Returns the patches of an item, where the processor says them; else a usual four for each token."""
-    grids = [fact for name, fact in expansion.facts.items() if name.endswith("grid_thw")]
-    return int(sum(grid.prod() for grid in grids)) or 4 * expansion.num_tokens
+    return int(sum(grid.prod() for grid in _grids(expansion))) or 4 * expansion.num_tokens
 
 
 def _tensors(outputs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -81,5 +81,8 @@ def _shrunk(config: Any) -> Any:
 
 def _numbers_layers(fields: Mapping[str, Any]) -> bool:
     """Reports whether a configuration names layers by their numbers, from the front."""
-    lists = [value for name, value in fields.items() if "layer" in name or "index" in name]
-    return any(isinstance(each, list | tuple) for each in lists)
+    return any(
+        name.endswith("layer_id")
+        or (isinstance(value, list | tuple) and ("layer" in name or "index" in name))
+        for name, value in fields.items()
+    )

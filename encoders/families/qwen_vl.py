@@ -192,7 +192,7 @@ class QwenVLAdapter(BaseAdapter):
         return PromptPlan(token_ids, positions, next_position, items)
 
     def resize(self, image: Tensor, plan: MediaPlan) -> Tensor:
-        return resize_image(image, plan.size, self.image_spec)
+        return resize_image(image, plan.size, self.image_spec.resample)
 
     def preprocess(self, frames: Tensor, plan: MediaPlan, device: torch.device = CPU) -> Tensor:
         return patchify(

@@ -71,6 +71,8 @@ _ALL = (
     _images("llava_next", "LLaVA-NeXT (1.6)"),
     _videos("llava_next_video", "LLaVA-NeXT-Video", 1),
     _native("llava_onevision", "LLaVA-OneVision", 1),
+    _videos("minicpmv4_6", "MiniCPM-V 4.6", 1),
+    _videos("minicpmv4_7", "MiniCPM-V 4.7", 1),
     _images("mistral3", "Mistral Small 3.1"),
     _images("paddleocr_vl", "PaddleOCR-VL"),
     _native("qwen2_5_vl", "Qwen2.5-VL", 2),
@@ -81,7 +83,7 @@ _ALL = (
     _native("qwen3_vl", "Qwen3-VL", 2),
     _native("qwen3_vl_moe", "Qwen3-VL with experts", 2),
     _native("smolvlm", "SmolVLM2", 1),
-    _images("video_llama_3", "VideoLLaMA3", "no videos: their tokens depend on their pixels"),
+    _videos("video_llama_3", "VideoLLaMA3", 1, "all tokens of a video: use_token_compression is off"),
     _videos("video_llava", "Video-LLaVA", 1),
     _images("vipllava", "ViP-LLaVA"),
 )
@@ -91,7 +93,9 @@ REFUSED: Mapping[str, str] = {
     "ernie4_5_vl_moe": "whose experts are chosen by the kind of a token",
     "gemma3n": "whose images are attended in both directions",
     "granite4_vision": "whose tower gives features for later layers (deepstack)",
+    "kimi_k25": "whose language model has latent attention (MLA)",
     "mllama": "whose text attends images in layers of their own",
+    "molmo2": "whose tokens of media attend each other across the prompt",
     "ovis2": "whose tower embeds tokens of the text too",
     "paligemma": "whose prompt is attended in both directions",
 }

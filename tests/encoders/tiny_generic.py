@@ -13,6 +13,7 @@ import transformers as hf
 from transformers import PreTrainedTokenizerFast
 
 from tests.encoders.tiny_gemma import build_gemma4
+from tests.encoders.tiny_minicpm import build_minicpmv4_6, build_minicpmv4_7
 from tests.encoders.tiny_tiles import _TEXT, _template, _text_ids, byte_tokenizer
 from tests.tiny_models import _save
 
@@ -431,7 +432,7 @@ def _qwen_like(processor: Any, tokenizer: PreTrainedTokenizerFast) -> Any:
 
 
 def build_video_llama_3(folder: Path, seed: int = 0) -> Path:
-    """VideoLLaMA3: images of any size."""
+    """VideoLLaMA3: images of any size, frames with their times."""
     tokenizer = _named(*_QWEN_NAMES.values())
     config = hf.VideoLlama3Config(
         text_config=_text(tokenizer, "qwen2"),
@@ -447,7 +448,9 @@ def build_video_llama_3(folder: Path, seed: int = 0) -> Path:
     processor = hf.VideoLlama3Processor(
         image_processor=hf.VideoLlama3ImageProcessor(**_GRID),
         tokenizer=tokenizer,
-        video_processor=hf.VideoLlama3VideoProcessor(**_GRID),
+        video_processor=hf.VideoLlama3VideoProcessor(
+            size={"shortest_edge": 56 * 56, "longest_edge": 8 * 84 * 84}
+        ),
         chat_template=tokenizer.chat_template,
     )
     return _save(folder, hf.VideoLlama3ForConditionalGeneration, config, processor, seed)
@@ -482,7 +485,7 @@ def build_paddleocr_vl(folder: Path, seed: int = 0) -> Path:
     return _save(folder, hf.PaddleOCRVLForConditionalGeneration, config, processor, seed)
 
 
-__all__ = ["BUILDERS", "build_gemma4"]
+__all__ = ["BUILDERS", "build_gemma4", "build_minicpmv4_6", "build_minicpmv4_7"]
 BUILDERS: Mapping[str, Callable[[Path], Path]] = {
     name.removeprefix("build_"): build
     for name, build in sorted(globals().items())
