@@ -38,6 +38,28 @@ def _load_keys(  # type: ignore[no-untyped-def] # arguments are pointers and num
     return loaded
 
 
+@triton.jit  # type: ignore[untyped-decorator] # Triton is untyped
+def _load_values(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
+    cache,
+    token,
+    is_key,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ARE_ALL: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Loads values as `_load_keys` does, or scaled rows at the places that those have among the keys."""
+    if cache.dtype.element_ty == tl.int8:
+        row = token // HEAD_DIM * (HEAD_DIM + 4)
+        codes = _load_keys(cache, row, is_key, HEAD_DIM, BLOCK_D, ARE_ALL)
+        scales = (cache + row + HEAD_DIM).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scales, mask=is_key, other=0.0)
+        loaded = (codes.to(tl.float32) * scale[:, None]).to(DTYPE)
+    else:
+        loaded = _load_keys(cache, token, is_key, HEAD_DIM, BLOCK_D, ARE_ALL)
+    return loaded
+
+
 @triton.jit
 def _absorb(scores, v, highest, total, weighted):  # type: ignore[no-untyped-def] # blocks of numbers
     """Performs one step of the running softmax, float32: scores [BLOCK_M, BLOCK_N], v [BLOCK_N, BLOCK_D]."""
@@ -83,7 +105,7 @@ def _attend_keys(  # type: ignore[no-untyped-def] # arguments are pointers, numb
     block = tl.load(entry) if IS_SEEN else tl.load(entry, mask=is_key, other=0)
     held = block.to(tl.int64) * block_stride + key % BLOCK_SIZE * slot_stride + head_start
     k = _load_keys(keys, held, is_key, HEAD_DIM, BLOCK_D, IS_SEEN)
-    v = _load_keys(values, held, is_key, HEAD_DIM, BLOCK_D, IS_SEEN)
+    v = _load_values(values, held, is_key, HEAD_DIM, BLOCK_D, IS_SEEN, q.dtype)
     if UPCAST:
         k = k.to(tl.float32)
         v = v.to(tl.float32)
@@ -250,6 +272,7 @@ def attend_tiles(
 
     query: [T, Hq, D], channels contiguous.
     key_cache, value_cache: [num_blocks, block_size, Hkv, D], of the same strides; blocks may lie apart.
+    Values may have scaled rows, in the same order as those of keys.
     is_windowed: whether rows see nothing before the first keys of their items.
     Sums are float32; float32 inputs are multiplied as IEEE has it.
     """
