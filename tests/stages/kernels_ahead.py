@@ -355,8 +355,7 @@ def _others() -> Iterator[tuple[str, Launch]]:
 def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[str, Any]:
     """Compiles what some shapes launch. Returns the reports of each by kernel, and the variants of a warm-up.
 
-    shapes: GPU, type, query heads, KV heads, head size and block size of each. Heads of 128 channels also with
-    values in int8.
+    shapes: GPU, type, query heads, KV heads, head size and block size of each; of 128 also with int8 values.
     """
     jobs: list[list[_Job]] = []
     for arch, dtype_name, query_heads, kv_heads, dim, block_size in shapes:
