@@ -41,6 +41,18 @@ def check_hub(name: str) -> None:
         raise RequestError(f"received a hub of '{name}'; allowed: {', '.join(HUB_NAMES)}; choose one of them")
 
 
+KV_CACHE_DTYPES = ("auto", "int8_values")
+
+
+def check_kv_cache_dtype(name: str) -> None:
+    """Raises RequestError for a type in which keys and values are not kept."""
+    if name not in KV_CACHE_DTYPES:
+        raise RequestError(
+            f"received the kv_cache_dtype '{name}'; allowed: {', '.join(KV_CACHE_DTYPES)}; use int8_values "
+            "for fewer bits, since some models lose their answers with keys in 8"
+        )
+
+
 def check_cache_dir(folder: Path | None) -> None:
     """Raises RequestError for a URL."""
     if folder is not None and folder.parts[:1] in (("s3:",), ("gs:",), ("file:",)):
@@ -56,6 +68,7 @@ _CHECKS: Mapping[str, Callable[..., object]] = {
     "cache_dir": check_cache_dir,
     "cache_objects": check_url,
     "dtype": check_dtype,
+    "kv_cache_dtype": check_kv_cache_dtype,
     "hub": check_hub,
     "max_draft": lambda value: DraftConfig(max_draft=value),
     "lora_modules": lambda value: lora_modules(value or ()),
@@ -99,6 +112,11 @@ class EngineConfig(PixelSettings):
         le=256,
         description="Threads of torch; by default OMP_NUM_THREADS or all cores; a server divides the cores "
         "among its workers.",
+    )
+    kv_cache_dtype: str = Field(
+        default=KV_CACHE_DTYPES[0],
+        description="Type of keys and values in the KV cache: auto is that of activations; int8_values keeps "
+        "values in 8 bits with a scale for each head of a token, and keys in that of activations.",
     )
     num_kv_tokens: int | None = Field(
         default=None,
@@ -216,6 +234,10 @@ class EngineConfig(PixelSettings):
     @property
     def drafting(self) -> DraftConfig:
         return DraftConfig(self.draft, self.max_draft)
+
+    @property
+    def int8_values(self) -> bool:
+        return self.kv_cache_dtype == "int8_values"
 
     @property
     def tower_merge(self) -> TowerMerge | None:

@@ -204,8 +204,15 @@ def measured_kv_tokens(
             letters=share.letters,
         )
 
-    num_tokens = num_tokens_beside(0, kv_bytes_per_token(model))
-    shape = kv_shape(model, num_tokens, max_num_seqs=passes.num_seqs, max_chunk_tokens=passes.chunk_tokens)
+    int8_values = share.options.int8_values
+    num_tokens = num_tokens_beside(0, kv_bytes_per_token(model, int8_values=int8_values))
+    shape = kv_shape(
+        model,
+        num_tokens,
+        max_num_seqs=passes.num_seqs,
+        max_chunk_tokens=passes.chunk_tokens,
+        int8_values=int8_values,
+    )
     bounded = [each for each in shape.groups if each.num_blocks < shape.groups[0].num_blocks]
     if not bounded:
         return num_tokens

@@ -82,7 +82,7 @@ ROOMS: dict[str, dict[str, str]] = {
     "stages": {
         ".": "",
         "kernels": "",
-        "reduction": ".",
+        "reduction": ". kernels",
         "attention": "kernels reduction",
         "decoder": ". attention kernels loading",
         "loading": ". attention kernels",

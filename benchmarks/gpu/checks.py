@@ -28,6 +28,7 @@ from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend
 from epd.stages.attention.device import DeviceHeads
 from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape, token_slots
 from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, multiply_plain
+from epd.stages.kernels.scaled_values import scaled, unscaled
 from epd.stages.loading.quantized_linear import QuantizedProduct
 from epd.types import ceil_div
 from tests.encoders.families import Clip, Family, Media, Picture
@@ -56,6 +57,7 @@ def kernels(setup: Setup) -> Iterator[Row]:
     for dtype in dict.fromkeys((torch.float32, setup.placement.dtype)):
         for heads in _HEADS:
             yield _attention(setup, dtype, *heads)
+        yield _attention(setup, dtype, *_HEADS[0], int8_values=True)
         for num_rows, (name, matrix) in itertools.product((1, 300), _matrices().items()):
             yield _product(setup, dtype, num_rows, name, matrix)
 
@@ -86,6 +88,7 @@ def _attention(
     *,
     segments: Sequence[tuple[int, int]] = _SEGMENTS,
     first_block: int = 0,
+    int8_values: bool = False,
 ) -> Row:
     device = setup.placement.device
     generator = torch.Generator().manual_seed(head_dim + num_heads)
@@ -96,7 +99,8 @@ def _attention(
     contexts = [context for _, context in segments]
     tables = _tables(contexts, first_block)
     num_blocks = first_block + sum(map(len, tables))
-    shape = KVPoolsShape((KVGroupShape(num_blocks, KVLayout(1, num_kv_heads, head_dim, dtype)),), _BLOCK_SIZE)
+    layout = KVLayout(1, num_kv_heads, head_dim, dtype, int8_values)
+    shape = KVPoolsShape((KVGroupShape(num_blocks, layout),), _BLOCK_SIZE)
     key_cache, value_cache = shape.build(device=device).layer(0)
     keys = [noise(context, num_kv_heads) for context in contexts]
     values = [noise(context, num_kv_heads) for context in contexts]
@@ -109,10 +113,12 @@ def _attention(
     )
     plan = AttentionPlan.build(_batch(tables, segments), device, DeviceHeads.of(key_cache, num_heads))
     ours = attend(torch.cat(queries).to(device), key_cache, value_cache, plan, head_dim**-0.5)
+    if int8_values:
+        values = [unscaled(scaled(each), dtype) for each in values]
     theirs = torch.cat([_plainly(*each) for each in zip(queries, keys, values, strict=True)])
     difference = float((ours.cpu().double() - theirs).abs().max() / theirs.abs().max())
     return {
-        "kernel": f"attention {num_heads}/{num_kv_heads} heads of {head_dim}",
+        "kernel": f"attention {num_heads}/{num_kv_heads} heads of {head_dim}" + ", int8 values" * int8_values,
         "dtype": str(dtype).removeprefix("torch."),
         "difference": f"{difference:.1e}",
         "allowed": _ALLOWED[dtype],

@@ -369,7 +369,8 @@ class StageBuilder:
     ) -> tuple[LanguageEngine, KVConnector]:
         settings, model = self.settings, self._language_model()
         sizes = self._kv_tokens, BLOCK_SIZE, settings.num_kv_pools
-        shape = kv_shape(model, *sizes, scheduler.max_num_seqs, scheduler.max_chunk_tokens)
+        limits = scheduler.max_num_seqs, scheduler.max_chunk_tokens
+        shape = kv_shape(model, *sizes, *limits, int8_values=options.int8_values)
         max_ranks = settings.tensor_parallel.max_size
         ranks = None if self._ranks is None else EngineRanks(self._ranks, name)
         sharing = PoolSharing(ranks, max_ranks) if max_ranks > 1 else None

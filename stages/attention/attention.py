@@ -26,6 +26,7 @@ from epd.stages.attention.device import DeviceHeads, DevicePlan
 from epd.stages.attention.host import HostPlan
 from epd.stages.attention.pieces import is_one_piece
 from epd.stages.attention.support import check_arguments
+from epd.stages.kernels.scaled_values import is_scaled, scaled
 from epd.stages.reduction.pruning import PrunedRows
 from epd.stages.reduction.question_views import ViewedRows
 from epd.types import BoolArray, Int32Array, Int64Array
@@ -116,11 +117,13 @@ def write_kv(
 ) -> None:
     """Writes keys and values [T, Hkv, D] to slots, int64 [T], of caches [num_blocks, block_size, Hkv, D].
 
-    Blocks may lie apart in memory, the tokens of a block may not.
+    Blocks may lie apart in memory, the tokens of a block may not. A cache of values may have scaled rows.
     """
     if uses_kernels(keys):
         kernels.write_slots(keys, values, key_cache, value_cache, slot_mapping)
         return
+    if is_scaled(value_cache):
+        values = scaled(values)
     if is_one_piece(key_cache):
         key_cache.view(-1, *keys.shape[1:]).index_copy_(0, slot_mapping, keys)
         value_cache.view(-1, *values.shape[1:]).index_copy_(0, slot_mapping, values)
@@ -134,7 +137,10 @@ def write_kv(
 def attend(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float
 ) -> Tensor:
-    """Attends query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D] with new tokens: [T, Hq, D]."""
+    """Attends query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D] with new tokens: [T, Hq, D].
+
+    value_cache: may have scaled rows, see `epd.stages.kernels.scaled_values`.
+    """
     return plan.attention.attend(query, key_cache, value_cache, scale)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from epd.stages.attention.pieces import Attended, Rows, is_one_piece, scratch
+from epd.stages.kernels.scaled_values import is_scaled, unscaled
 from epd.types import Int64Array, ceil_div
 
 
@@ -116,12 +117,13 @@ class _SpanViews:
 
     def read(self, cache: Tensor) -> Tensor:
         """Returns float32 [Hkv, num_tokens, D]; where blocks lie apart, or of another type, a copy."""
-        if self.place is not None:
+        if self.place is not None and not is_scaled(cache):
             shape, strides, offset = self.place
             return cache.as_strided(shape, strides, cache.storage_offset() + offset).float()
         first, block_size = self.span.slot // cache.shape[1], cache.shape[1]
         blocks = cache[first : first + ceil_div(self.span.num_tokens, block_size)]
-        return blocks.flatten(0, 1)[: self.span.num_tokens].transpose(0, 1).float()
+        tokens = blocks.flatten(0, 1)[: self.span.num_tokens].transpose(0, 1)
+        return unscaled(tokens, torch.float32).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +187,14 @@ class _Workspace:
         """Copies keys and values of blocks [S, n] side by side, float32 [S * Hkv, W, D] each."""
         num_blocks, block_size, num_heads, dim = keys.shape
         for cache, copy in zip((keys, values), self.copied, strict=True):
-            if self.is_by_head:
+            if self.is_by_head and not is_scaled(cache):
                 shape = (num_heads * num_blocks, block_size * dim)
                 by_head = cache.as_strided(shape, (block_size * dim, 1), cache.storage_offset())
                 torch.index_select(by_head, 0, self.blocks_by_head, out=copy.view(-1, block_size * dim))
             else:
                 chosen = cache.index_select(0, torch.from_numpy(blocks.ravel()))
                 chosen = chosen.view(*blocks.shape, *cache.shape[1:]).permute(0, 3, 1, 2, 4)
-                copy.view(chosen.shape).copy_(chosen)
+                copy.view(*chosen.shape[:4], dim).copy_(unscaled(chosen, copy.dtype))
         if self.cleared.shape[0]:
             self.copied.view(-1, dim).index_fill_(0, self.cleared, 0.0)
         used = self.copied[:, :, : self.loose.shape[-1]].float()

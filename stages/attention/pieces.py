@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from epd.stages.kernels.scaled_values import is_scaled, unscaled
 from epd.types import BoolArray, Int64Array, ceil_div
 
 # What torch's scaled_dot_product_attention calls on a CPU; it also gives the logarithms of the sums.
@@ -174,12 +175,15 @@ class BlockSpan:
         if self.blocks is None and is_one_piece(keys):
             start = self.first * keys.shape[1] + self.skipped
             held = slice(start, start + self.num_tokens)
-            return keys.flatten(0, 1)[held].transpose(0, 1), values.flatten(0, 1)[held].transpose(0, 1)
+            read = unscaled(values.flatten(0, 1)[held], keys.dtype)
+            return keys.flatten(0, 1)[held].transpose(0, 1), read.transpose(0, 1)
         num_blocks = self.stop - self.first if self.blocks is None else len(self.blocks)
         together = scratch.take((2, num_blocks, *keys.shape[1:]), keys.dtype)
         for cache, part in zip((keys, values), together, strict=True):
             if self.blocks is None:
-                part.copy_(cache[self.first : self.stop])
+                part.copy_(unscaled(cache[self.first : self.stop], part.dtype))
+            elif is_scaled(cache):
+                part.copy_(unscaled(cache.index_select(0, self.blocks), part.dtype))
             else:
                 torch.index_select(cache, 0, self.blocks, out=part)
         tokens = together.view(2, -1, *keys.shape[2:])[:, self.skipped : self.skipped + self.num_tokens]

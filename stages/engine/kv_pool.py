@@ -1,7 +1,8 @@
 """Stores keys and values: the memory behind a `KVCacheManager`, which alone knows what is where.
 
 One pool per layer group. storage: [num_blocks, num_layers, 2, block_size, Hkv, D], keys before values. What
-lies side by side in memory is up to its `StorageOrder`; who copies or attends sees strides alone.
+lies side by side in memory is up to its `StorageOrder`; who copies or attends sees strides alone. Values in 8
+bits are apart from their keys, a second tensor of the same shape but for the 2 and the D.
 A *slot* is where one token lies: block * block_size + place in the block.
 
     block table of a request   |   7    |   3    |   4    |      block_size 4
@@ -33,6 +34,7 @@ from epd.kv.kv_cache import BlockCopy
 from epd.stages import kernels
 from epd.stages.engine.pool_memory import pool_memory
 from epd.stages.engine.state_pool import StateLayout, StatePool, StatesShape
+from epd.stages.kernels.scaled_values import SCALE_BYTES
 from epd.stages.rank import ALONE, Rank
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket
 from epd.types import Int64Array, ceil_div
@@ -105,16 +107,28 @@ def slot_runs(sources: Int64Array, targets: Int64Array, source_size: int, target
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Describes a token's keys and values in a layer group, for each of its layers."""
+    """Describes a token's keys and values in a layer group, for each of its layers.
+
+    int8_values: whether keys alone have this dtype, and values have scaled rows: see `scaled`.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    int8_values: bool = False
+
+    @property
+    def planes(self) -> tuple[tuple[int, int, torch.dtype], ...]:
+        """Returns what lies apart: how many of keys and values, numbers of a head's row, and their type."""
+        if not self.int8_values:
+            return ((2, self.head_dim, self.dtype),)
+        return (1, self.head_dim, self.dtype), (1, self.head_dim + SCALE_BYTES, torch.int8)
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        row_bytes = sum(count * width * dtype.itemsize for count, width, dtype in self.planes)
+        return self.num_layers * self.num_kv_heads * row_bytes
 
 
 def token_slots(block_table: Sequence[int], start: int, stop: int, block_size: int) -> Tensor:
@@ -137,6 +151,7 @@ class KVPool:
 
     order: what lies in one piece.
     memory: uint8, of sufficient bytes; its own if left out.
+    planes: all that is stored; of values that lie apart from their keys, `storage` has the keys alone.
     """
 
     def __init__(
@@ -153,15 +168,24 @@ class KVPool:
         self.order = order
         if memory is None:
             memory = pool_memory(num_blocks * block_size * layout.bytes_per_token, device=device)
-        heads = (layout.num_kv_heads, layout.head_dim)
-        values = memory.view(layout.dtype)
-        if order == "blocks":
-            self.storage = values.view(num_blocks, layout.num_layers, 2, block_size, *heads)
-        else:
-            by_head = values.view(
-                layout.num_layers, 2, layout.num_kv_heads, num_blocks, block_size, layout.head_dim
-            )
-            self.storage = by_head.permute(3, 0, 1, 4, 2, 5)
+        num_rows = num_blocks * block_size * layout.num_layers * layout.num_kv_heads
+        num_bytes = [num_rows * count * width * dtype.itemsize for count, width, dtype in layout.planes]
+        self.planes: tuple[Tensor, ...] = tuple(
+            self._plane(part.view(dtype), num_blocks, block_size, count, width)
+            for part, (count, width, dtype) in zip(torch.split(memory, num_bytes), layout.planes, strict=True)
+        )
+
+    def _plane(self, numbers: Tensor, num_blocks: int, block_size: int, count: int, width: int) -> Tensor:
+        """Views numbers as [num_blocks, num_layers, count, block_size, Hkv, width]."""
+        num_layers, num_heads = self.layout.num_layers, self.layout.num_kv_heads
+        if self.order == "blocks":
+            return numbers.view(num_blocks, num_layers, count, block_size, num_heads, width)
+        by_head = numbers.view(num_layers, count, num_heads, num_blocks, block_size, width)
+        return by_head.permute(3, 0, 1, 4, 2, 5)
+
+    @property
+    def storage(self) -> Tensor:
+        return self.planes[0]
 
     @property
     def num_blocks(self) -> int:
@@ -172,14 +196,17 @@ class KVPool:
         return self.storage.shape[3]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns the caches of the group's layer `index`: views [num_blocks, block_size, Hkv, D]."""
-        return self.storage[:, index, 0], self.storage[:, index, 1]
+        """Returns the caches of the group's layer `index`: views [num_blocks, block_size, Hkv, D].
+
+        Scaled rows of values are wider than D.
+        """
+        return self.storage[:, index, 0], self.planes[-1][:, index, -1]
 
     def heads(self, start: int, stop: int) -> KVPool:
         """Returns a pool of the heads [start, stop), in the same memory."""
         part = shallow_copy(self)
         part.layout = replace(self.layout, num_kv_heads=stop - start)
-        part.storage = self.storage[..., start:stop, :]
+        part.planes = tuple(plane[..., start:stop, :] for plane in self.planes)
         return part
 
     def to_host(self, block_table: Sequence[int], num_tokens: int) -> KVPool:
@@ -216,53 +243,57 @@ class KVPool:
 
     def _copy_whole(self, source: KVPool, runs: SlotRuns) -> None:
         """Copies whole blocks: inside of a GPU by one kernel, else by a copy for each run of them."""
-        ours, theirs = self.storage, source.storage
-        is_near = ours.device == theirs.device and uses_kernels(ours)
-        if is_near and ours.is_contiguous() and theirs.is_contiguous() and runs.whole.size:
-            there, here = to_device(torch.from_numpy(runs.whole), ours.device)
-            kernels.copy_blocks_fused(theirs, ours, there, here)
-            return
-        for run in runs.blocks():
-            blocks = theirs[run.source : run.source + run.length]
-            ours[run.target : run.target + run.length].copy_(blocks, non_blocking=True)
+        for ours, theirs in zip(self.planes, source.planes, strict=True):
+            is_near = ours.device == theirs.device and uses_kernels(ours)
+            if is_near and ours.is_contiguous() and theirs.is_contiguous() and runs.whole.size:
+                there, here = to_device(torch.from_numpy(runs.whole), ours.device)
+                kernels.copy_blocks_fused(theirs, ours, there, here)
+                continue
+            for run in runs.blocks():
+                blocks = theirs[run.source : run.source + run.length]
+                ours[run.target : run.target + run.length].copy_(blocks, non_blocking=True)
 
     def _copy_tokens(self, source: KVPool, runs: Sequence[CopyRun]) -> None:
         """Copies tokens where several of a block go to one block: without a temporary."""
         for run in runs:
-            tokens = source._tokens(run.source, run.length)
-            self._tokens(run.target, run.length).copy_(tokens, non_blocking=True)
+            ours, theirs = self._tokens(run.target, run.length), source._tokens(run.source, run.length)
+            for target, tokens in zip(ours, theirs, strict=True):
+                target.copy_(tokens, non_blocking=True)
 
-    def _tokens(self, slot: int, num_tokens: int) -> Tensor:
-        """Returns a view of tokens of one block, from `slot` on: [num_layers, 2, num_tokens, Hkv, D]."""
+    def _tokens(self, slot: int, num_tokens: int) -> list[Tensor]:
+        """Returns views of tokens of one block, from `slot` on: [num_layers, 2, num_tokens, Hkv, D]."""
         start = slot % self.block_size
-        return self.storage[slot // self.block_size, :, :, start : start + num_tokens]
+        return [plane[slot // self.block_size, :, :, start : start + num_tokens] for plane in self.planes]
 
     def _copy_slots(self, source: KVPool, source_slots: Tensor, target_slots: Tensor) -> None:
         """Copies as `_copy_tokens`, as its plain twin, and alone where there would be many small copies."""
         here = to_device(source_slots, source.storage.device)
-        tokens = source.storage[here // source.block_size, :, :, here % source.block_size]
         there = to_device(target_slots, self.storage.device)
-        self.storage[there // self.block_size, :, :, there % self.block_size] = tokens.to(self.storage.device)
+        for ours, theirs in zip(self.planes, source.planes, strict=True):
+            tokens = theirs[here // source.block_size, :, :, here % source.block_size]
+            ours[there // self.block_size, :, :, there % self.block_size] = tokens.to(ours.device)
 
     def move(self, source_slots: Tensor, target_slots: Tensor) -> None:
         """Copies tokens inside of the pool; int64 [N] on its device, none of them in both."""
         size = self.block_size
-        tokens = self.storage[source_slots // size, :, :, source_slots % size]
-        self.storage[target_slots // size, :, :, target_slots % size] = tokens
+        for plane in self.planes:
+            tokens = plane[source_slots // size, :, :, source_slots % size]
+            plane[target_slots // size, :, :, target_slots % size] = tokens
 
     def fill(self, source: KVPool, block_ids: Sequence[int]) -> None:
         """Copies whole blocks of another pool of the same shape of blocks to this one's blocks 0, 1, ...
 
         From a GPU to pinned memory, the copies are queued and not waited for.
         """
-        for number, block in enumerate(block_ids):
-            self.storage[number].copy_(source.storage[block], non_blocking=True)
+        for ours, theirs in zip(self.planes, source.planes, strict=True):
+            for number, block in enumerate(block_ids):
+                ours[number].copy_(theirs[block], non_blocking=True)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Carries out copy-on-write, in order: the first tokens of one block into another."""
         for copy in copies:
-            tokens = self.storage[copy.source, :, :, : copy.num_tokens]
-            self.storage[copy.target, :, :, : copy.num_tokens] = tokens
+            for plane in self.planes:
+                plane[copy.target, :, :, : copy.num_tokens] = plane[copy.source, :, :, : copy.num_tokens]
 
 
 @dataclass(frozen=True, slots=True)

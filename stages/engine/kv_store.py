@@ -55,9 +55,9 @@ class KVStore:
     ) -> None:
         """piece_tokens: of a piece, made whole blocks. kv: keeps nothing but keys and values of prompts."""
         self._kv = kv
-        self._pools = pools
         self._piece_tokens = ceil_div(piece_tokens, kv.block_size) * kv.block_size
-        self._bytes_per_block = [kv.block_size * group.layout.bytes_per_token for group in pools.groups]
+        self._planes = [(group, plane) for group, pool in enumerate(pools.groups) for plane in pool.planes]
+        self._bytes_per_block = [plane[0].nbytes for _, plane in self._planes]
         self._restores: dict[str, _Restore] = {}
         self._to_keep: dict[str, deque[Piece]] = {}  # of requests that are prefilled, the next one first
         self._reused: dict[str, list[Reuse]] = {}  # of requests that are not admitted
@@ -132,11 +132,10 @@ class KVStore:
         if blocks is None:
             return False
         sizes = [len(blocks) * num_bytes for num_bytes in self._bytes_per_block]
-        for group, part in enumerate(torch.split(payload, sizes)):
-            storage = self._pools.groups[group].storage
-            ids = torch.tensor([each[group] for each in blocks], device=storage.device)
-            values = part.view(storage.dtype).view(len(blocks), *storage.shape[1:])
-            storage.index_copy_(0, ids, values.to(storage.device))
+        for (group, plane), part in zip(self._planes, torch.split(payload, sizes), strict=True):
+            ids = torch.tensor([each[group] for each in blocks], device=plane.device)
+            values = part.view(plane.dtype).view(len(blocks), *plane.shape[1:])
+            plane.index_copy_(0, ids, values.to(plane.device))
         found = self.counts.found(Reuse("kv", tier, piece.num_tokens, len(payload)))
         self._reused.setdefault(sequence.request_id, []).append(found)
         return True
@@ -164,10 +163,10 @@ class KVStore:
         """Copies a piece out of the pools, uint8 [bytes], on the host."""
         size = self._kv.block_size
         parts = []
-        for group, pool in enumerate(self._pools.groups):
+        for group, plane in self._planes:
             table = self._kv.block_table(request_id, group)
             ids = torch.tensor(table[piece.start // size : ceil_div(piece.stop, size)])
-            taken = pool.storage.index_select(0, ids.to(pool.storage.device))
+            taken = plane.index_select(0, ids.to(plane.device))
             parts.append(taken.contiguous().cpu().flatten().view(torch.uint8))
         return torch.cat(parts)
 

@@ -326,10 +326,10 @@ def _places(config: Any, pools: KVPools) -> tuple[list[int], list[tuple[Tensor, 
     return groups, caches
 
 
-def kv_layouts(model: Any) -> list[tuple[KVLayout, int | None]]:
+def kv_layouts(model: Any, *, int8_values: bool = False) -> list[tuple[KVLayout, int | None]]:
     """Describes what a token of `model` leaves in the cache of each layer group, and the group's window.
 
-    Layers of all tokens come first.
+    Layers of all tokens come first. int8_values: see `KVLayout`.
     """
     decoder = model.get_decoder()
     config, dtype = decoder.config, next(decoder.parameters()).dtype
@@ -340,13 +340,13 @@ def kv_layouts(model: Any) -> list[tuple[KVLayout, int | None]]:
     for kind in kinds:
         layers = [each for each in own if windows[each] == kind]
         heads = _kv_heads(config, layers[0])
-        found.append((KVLayout(len(layers), *heads, dtype), kind))
+        found.append((KVLayout(len(layers), *heads, dtype, int8_values), kind))
     return found
 
 
-def kv_bytes_per_token(model: Any) -> int:
+def kv_bytes_per_token(model: Any, *, int8_values: bool = False) -> int:
     """Counts the bytes that a token leaves in the cache, of all layers with attention."""
-    return sum(layout.bytes_per_token for layout, _ in kv_layouts(model))
+    return sum(layout.bytes_per_token for layout, _ in kv_layouts(model, int8_values=int8_values))
 
 
 def _kv_heads(config: Any, layer: int) -> tuple[int, int]:
@@ -377,12 +377,14 @@ def warm_up(key_cache: Tensor, value_cache: Tensor, num_query_heads: int, window
     """
     block_size, head_dim = key_cache.shape[1], key_cache.shape[3]
     heads = DeviceHeads.of(key_cache, num_query_heads)
+    held = key_cache[0, 0].clone(), value_cache[0, 0].clone()
     for num_new in (1, MOST_SHORT + 1):  # a decode step and a chunk are tiled apart
         starts, contexts = np.array([0, num_new], np.int32), np.array([_LONG_TOKENS], np.int32)
         table = np.zeros((1, ceil_div(_LONG_TOKENS, block_size)), np.int32)
         batch = AttentionBatch(starts, contexts, table, np.zeros(num_new, np.int64), block_size, window)
         plan = AttentionPlan.build(batch, key_cache.device, heads)
-        keys, values = (cache[0, :1].repeat(num_new, 1, 1) for cache in (key_cache, value_cache))
-        write_kv(keys, values, key_cache, value_cache, plan.slot_mapping)
+        new = key_cache.new_zeros(num_new, *key_cache.shape[2:])
+        write_kv(new, new, key_cache, value_cache, plan.slot_mapping)
         query = key_cache.new_zeros(num_new, num_query_heads, head_dim)
         attend(query, key_cache, value_cache, plan, head_dim**-0.5)
+    key_cache[0, 0], value_cache[0, 0] = held

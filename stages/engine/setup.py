@@ -93,7 +93,8 @@ def build_engine(
     if pools is None:
         num_pools = 1 if ranks is None else ranks.rank.size
         seqs, chunk = config.max_num_seqs, config.max_chunk_tokens
-        shape = kv_shape(model, options.num_kv_tokens, block_size, num_pools, seqs, chunk)
+        sizes = options.num_kv_tokens, block_size, num_pools, seqs, chunk
+        shape = kv_shape(model, *sizes, int8_values=options.int8_values)
         pools = shape.build(device=device_of(model))
     if ranks is None:
         runner = ModelRunner(
@@ -142,17 +143,20 @@ def kv_shape(
     num_pools: int = 1,
     max_num_seqs: int = DEFAULT_SCHEDULER.max_num_seqs,
     max_chunk_tokens: int = DEFAULT_SCHEDULER.max_chunk_tokens,
+    *,
+    int8_values: bool = False,
 ) -> KVPoolsShape:
     """Describes pools for a model, in the order that suits its device.
 
     num_kv_tokens: their room; by default `default_kv_tokens`.
     max_num_seqs: answers that grow at once. max_chunk_tokens: of a prompt in one pass.
+    int8_values: see `KVLayout`.
     """
-    layout = kv_layouts(model)[0][0]
-    num_tokens = num_kv_tokens or default_kv_tokens(layout.bytes_per_token, num_pools)
+    layouts = kv_layouts(model, int8_values=int8_values)
+    num_tokens = num_kv_tokens or default_kv_tokens(layouts[0][0].bytes_per_token, num_pools)
     order: StorageOrder = "blocks" if _is_on_gpu(model) else "heads"
     num_blocks = num_tokens // block_size
-    groups = [KVGroupShape(num_blocks, *each) for each in kv_layouts(model)]
+    groups = [KVGroupShape(num_blocks, *each) for each in layouts]
     for number, group in enumerate(groups):
         if group.window is not None:
             most = window_blocks(group.window, block_size, max_num_seqs, max_chunk_tokens)

@@ -23,6 +23,20 @@ _MOST_VALUES = 1024  # of a token that a program writes at a time
 
 
 @triton.jit  # type: ignore[untyped-decorator] # Triton is untyped
+def _store_scaled(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
+    values, rows, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Writes a head's values as the scaled row at `rows`; the twin is `scaled`."""
+    dim = tl.arange(0, BLOCK)
+    inside = dim < HEAD_DIM
+    value = tl.load(values + dim, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.max(tl.abs(value), 0) / 127.0
+    code = tl.floor(value / tl.where(scale == 0.0, 1.0, scale) + 0.5)
+    tl.store(rows + dim, code.to(tl.int8), mask=inside)
+    tl.store((rows + HEAD_DIM).to(tl.pointer_type(tl.float32)), scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator] # Triton is untyped
 def _write_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
     keys,
     values,
@@ -39,6 +53,7 @@ def _write_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and 
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
@@ -49,9 +64,15 @@ def _write_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and 
         head = index // HEAD_DIM
         dim = index % HEAD_DIM
         key = tl.load(keys + token * key_token_stride + head * key_head_stride + dim, mask=inside)
-        value = tl.load(values + token * value_token_stride + head * value_head_stride + dim, mask=inside)
         tl.store(key_cache + target + index, key, mask=inside)
-        tl.store(value_cache + target + index, value, mask=inside)
+        if value_cache.dtype.element_ty != tl.int8:
+            value = tl.load(values + token * value_token_stride + head * value_head_stride + dim, mask=inside)
+            tl.store(value_cache + target + index, value, mask=inside)
+    if value_cache.dtype.element_ty == tl.int8:
+        for kv_head in range(NUM_HEADS):
+            row = value_cache + (target // HEAD_DIM + kv_head) * (HEAD_DIM + 4)
+            place = values + token * value_token_stride + kv_head * value_head_stride
+            _store_scaled(place, row, HEAD_DIM, BLOCK_D)
 
 
 def write_slots(
@@ -60,7 +81,7 @@ def write_slots(
     """Writes keys, values [T, Hkv, D], channels contiguous, to slots int64 [T]. Twin: `index_put_`.
 
     key_cache, value_cache: [num_blocks, block_size, Hkv, D], of the same dtype and strides. Blocks may lie
-    apart; the heads of a token are contiguous.
+    apart; the heads of a token are contiguous. Values may have scaled rows, in the same order as keys.
     """
     num_tokens, num_heads, head_dim = keys.shape
     _write_kernel[(num_tokens,)](
@@ -79,6 +100,7 @@ def write_slots(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=key_cache.shape[1],
         BLOCK=_block(num_heads * head_dim),
+        BLOCK_D=int(triton.next_power_of_2(head_dim)),
     )
 
 
@@ -161,11 +183,16 @@ def _norm_rotate_write_kernel(  # type: ignore[no-untyped-def] # arguments are p
         tl.store(place + HALF, second, mask=inside)
     if head >= NUM_HEADS:
         slot = tl.load(slots + token).to(tl.int64)
-        target = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride + at
+        start = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
+        target = start + at
         if head < NUM_HEADS + NUM_KV_HEADS:
             key = key_cache + target + (head - NUM_HEADS) * 2 * HALF
             tl.store(key, first, mask=inside)
             tl.store(key + HALF, second, mask=inside)
+        elif value_cache.dtype.element_ty == tl.int8:
+            row = start // (2 * HALF) + head - NUM_HEADS - NUM_KV_HEADS
+            values = qkv + token * token_stride + head * 2 * HALF
+            _store_scaled(values, value_cache + row * (2 * HALF + 4), 2 * HALF, 2 * BLOCK)
         else:
             value = value_cache + target + (head - NUM_HEADS - NUM_KV_HEADS) * 2 * HALF
             tl.store(value, first, mask=inside)
@@ -187,7 +214,7 @@ def norm_rotate_write_fused(
     heads: [T, Hq + 2 Hkv, D], the heads of a token contiguous. num_heads: Hq, Hkv.
     norms: weights of queries and keys, [D] each.
     cos: [T, D / 2]. sin: [T, 2, D / 2], of which the second half is read.
-    caches: of keys and values, [num_blocks, block_size, Hkv, D], of the same dtype and strides.
+    caches: of keys and values, as `write_slots` has them.
     slot_mapping: int64 [T].
     Raises ValueError for rotations that are not in one piece.
     """

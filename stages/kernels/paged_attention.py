@@ -17,6 +17,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from epd.stages.kernels.scaled_values import is_scaled
 from epd.stages.kernels.tiles import PagedWork
 from epd.stages.kernels.tiling import LEAST_ROWS, next_power_of_2
 from epd.types import ceil_div
@@ -36,6 +37,24 @@ def _load_keys(  # type: ignore[no-untyped-def] # arguments are pointers and num
     else:
         loaded = tl.load(place, mask=is_key[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
     return loaded
+
+
+@triton.jit  # type: ignore[untyped-decorator] # Triton is untyped
+def _load_scaled(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
+    cache,
+    row,
+    is_key,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ARE_ALL: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Loads values of scaled rows, [BLOCK_N, BLOCK_D]; zeros where there is none."""
+    start = row * (HEAD_DIM + 4)
+    codes = _load_keys(cache, start, is_key, HEAD_DIM, BLOCK_D, ARE_ALL)
+    scales = (cache + start + HEAD_DIM).to(tl.pointer_type(tl.float32))
+    scale = tl.load(scales, mask=is_key, other=0.0)
+    return codes.to(DTYPE) * scale.to(DTYPE)[:, None]
 
 
 @triton.jit
@@ -83,7 +102,12 @@ def _attend_keys(  # type: ignore[no-untyped-def] # arguments are pointers, numb
     block = tl.load(entry) if IS_SEEN else tl.load(entry, mask=is_key, other=0)
     held = block.to(tl.int64) * block_stride + key % BLOCK_SIZE * slot_stride + head_start
     k = _load_keys(keys, held, is_key, HEAD_DIM, BLOCK_D, IS_SEEN)
-    v = _load_keys(values, held, is_key, HEAD_DIM, BLOCK_D, IS_SEEN)
+    if values.dtype.element_ty == tl.int8:
+        row = block.to(tl.int64) * (block_stride // HEAD_DIM) + key % BLOCK_SIZE * (slot_stride // HEAD_DIM)
+        row += head_start // HEAD_DIM
+        v = _load_scaled(values, row, is_key, HEAD_DIM, BLOCK_D, IS_SEEN, q.dtype)
+    else:
+        v = _load_keys(values, held, is_key, HEAD_DIM, BLOCK_D, IS_SEEN)
     if UPCAST:
         k = k.to(tl.float32)
         v = v.to(tl.float32)
@@ -234,6 +258,9 @@ def _merge_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and 
 
 _HEADS_PER_MERGE = 8
 _LEAST_TALL = 64  # rows of tiles of chunks
+_MOST_SCALED = (
+    64  # keys of a step whose values are in 8 bits: those of 128 take more registers than there are
+)
 
 
 def attend_tiles(
@@ -250,6 +277,7 @@ def attend_tiles(
 
     query: [T, Hq, D], channels contiguous.
     key_cache, value_cache: [num_blocks, block_size, Hkv, D], of the same strides; blocks may lie apart.
+    Values may have scaled rows, in the same order as those of keys.
     is_windowed: whether rows see nothing before the first keys of their items.
     Sums are float32; float32 inputs are multiplied as IEEE has it.
     """
@@ -280,7 +308,7 @@ def attend_tiles(
             BLOCK_SIZE=key_cache.shape[1],
             TOKENS=tile.tokens,
             BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
+            BLOCK_N=min(tile.block_n, _MOST_SCALED) if is_scaled(value_cache) else tile.block_n,
             BLOCK_D=tile.block_d,
             UPCAST=not query.is_cuda,  # the interpreter multiplies bfloat16 as if it were integers
             LEAST_TALL=_LEAST_TALL,

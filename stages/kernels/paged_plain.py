@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from epd.stages.kernels.scaled_values import unscaled
 from epd.stages.kernels.tiles import AlikeSegments, PagedSegments
 
 
@@ -23,6 +24,7 @@ def attend_plain(
 ) -> Tensor:
     """Attends query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D]: [T, Hq, D].
 
+    value_cache: may have scaled rows.
     Segments that are alike are padded to the longest; what padding computes goes to one more row.
     """
     num_rows = len(query)
@@ -44,7 +46,8 @@ def attend_plain(
             _gather(cache, tables, contexts, some.max_context, first) for cache in (key_cache, value_cache)
         ]
         padded = torch.cat([query, query.new_zeros(1, *query.shape[1:])])[rows]
-        out[rows] = _attend(padded, gathered[0], gathered[1], (first_seen, last_seen), scale)
+        values = unscaled(gathered[1], torch.float32)
+        out[rows] = _attend(padded, gathered[0], values, (first_seen, last_seen), scale)
     return out[:num_rows]
 
 

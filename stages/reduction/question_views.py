@@ -27,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from epd.encoders.adapter import PromptPlan
 from epd.encoders.device import CPU, arrays_to_device
 from epd.reduction import layer_counts
+from epd.stages.kernels.scaled_values import unscaled
 from epd.stages.rank import Collectives, averaged
 from epd.stages.reduction.pruning import at_slots, coarse
 from epd.types import BoolArray
@@ -140,7 +141,7 @@ class ViewedRows:
     ) -> None:
         """Writes to out [T, Hq, D] what the layer's rows of query [T, Hq, D] read.
 
-        keys, values: caches [num_blocks, block_size, Hkv, D].
+        keys, values: caches [num_blocks, block_size, Hkv, D]; values may have scaled rows.
         """
         is_choosing = self.view.is_choosing(layer)
         if not is_choosing and self.view.reads_all(layer):
@@ -148,7 +149,9 @@ class ViewedRows:
             return
         tokens = self.view.tokens(layer, len(self.slots))
         slots = self.slots[tokens]
-        keys, values = (at_slots(cache, slots).transpose(0, 1)[None] for cache in (keys, values))
+        keys, values = (
+            unscaled(at_slots(cache, slots), query.dtype).transpose(0, 1)[None] for cache in (keys, values)
+        )
         rows = query[self.start : self.stop].transpose(0, 1)[None]
         context = len(self.slots)
         at = torch.arange(context - (self.stop - self.start), context, device=query.device)

@@ -44,6 +44,7 @@ from epd.encoders.kernels.layer_fusions import (
 from epd.machine import usable_cpus
 from epd.stages.attention.attention import AttentionBatch
 from epd.stages.attention.device import DeviceHeads, DevicePlan
+from epd.stages.engine.kv_pool import KVLayout, KVPool
 from epd.stages.engine.model_runner import warm_up
 from epd.stages.kernels.kv_slots import copy_blocks_fused, norm_rotate_write_fused, write_slots
 from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
@@ -63,7 +64,7 @@ PATCHES = [((8, 448, 448, 3), 2, 14, 2), ((8, 448, 448, 3), 2, 16, 2), ((3, 384,
 _OPTIONS = frozenset({"num_warps", "num_stages"})
 _NAMES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
-    torch.int64: "*i64", torch.uint8: "*u8",
+    torch.int64: "*i64", torch.uint8: "*u8", torch.int8: "*i8",
 }  # fmt: skip
 
 
@@ -163,7 +164,12 @@ def recorded(launching: Any) -> list[Launch]:
 
 
 def attention_launches(
-    heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, arch: int
+    heads: tuple[int, int, int],
+    block_size: int,
+    dtype: torch.dtype,
+    arch: int,
+    *,
+    int8_values: bool = False,
 ) -> list[Launch]:
     """The launches of a pass: a decode with a long context, drafts and a chunk, and the write before."""
 
@@ -176,8 +182,8 @@ def attention_launches(
         unit = DeviceHeads(query_heads // kv_heads, kv_heads, dim, dtype, num_processors=132, chip=arch)
         plan = DevicePlan.build(batch, torch.device("cuda"), unit)
         num_rows = int(starts[-1])
-        storage = torch.empty(8, 28, 2, block_size, kv_heads, dim, dtype=dtype, device="cuda")
-        caches = storage[:, 3, 0], storage[:, 3, 1]
+        layout = KVLayout(28, kv_heads, dim, dtype, int8_values)
+        caches = KVPool(8, block_size, layout, device="cuda").layer(3)
         query, keys, values = (
             torch.empty(count, num_rows, dim, dtype=dtype, device="cuda").transpose(0, 1)
             for count in (query_heads, kv_heads, kv_heads)
@@ -190,7 +196,9 @@ def attention_launches(
     return recorded(launch)
 
 
-def fusion_launches(heads: tuple[int, int, int], dtype: torch.dtype, *, has_norms: bool) -> list[Launch]:
+def fusion_launches(
+    heads: tuple[int, int, int], dtype: torch.dtype, *, has_norms: bool, int8_values: bool = False
+) -> list[Launch]:
     """The launches of a decoder layer between its matrix products; widths are those of 7B and 8B models."""
 
     def launch() -> None:
@@ -200,7 +208,7 @@ def fusion_launches(heads: tuple[int, int, int], dtype: torch.dtype, *, has_norm
         weight, head_weight = empty(width), empty(dim)
         for added in (empty(rows, width), None):
             add_rms_norm_fused(empty(rows, width), added, weight, 1e-6)
-        storage = empty(8, 28, 2, 16, kv_heads, dim)
+        pool = KVPool(8, 16, KVLayout(28, kv_heads, dim, dtype, int8_values), device="cuda")
         norm_rotate_write_fused(
             empty(rows, (query_heads + 2 * kv_heads) * dim).view(rows, -1, dim),
             (query_heads, kv_heads),
@@ -208,14 +216,15 @@ def fusion_launches(heads: tuple[int, int, int], dtype: torch.dtype, *, has_norm
             1e-6,
             empty(rows, 1, 1, dim // 2),
             empty(rows, 1, 2, dim // 2),
-            (storage[:, 3, 0], storage[:, 3, 1]),
+            pool.layer(3),
             torch.empty(rows, dtype=torch.int64, device="cuda"),
         )
         silu_mul_fused(empty(rows, 2 * gates))
         turns = torch.empty(rows, dim, device="cuda")
         rotate_pairs_fused(empty(rows, 3, kv_heads, dim)[:, :2], turns, turns)
         blocks = torch.empty(4, dtype=torch.int64, device="cuda")
-        copy_blocks_fused(storage, storage, blocks, blocks)
+        for plane in pool.planes:
+            copy_blocks_fused(plane, plane, blocks, blocks)
 
     return recorded(launch)
 
@@ -324,12 +333,18 @@ def _attention(arch: int) -> Iterator[tuple[str, Launch]]:
     for (group, dim, size), dtype in itertools.product(shapes, DTYPES):
         for launch in attention_launches((4 * group, 4, dim), size, dtype, arch):
             yield f"group {group} dim {dim} block {size} {dtype}", launch
+    for group, dim, dtype in itertools.product(GROUPS, HEAD_DIMS, DTYPES):
+        for launch in attention_launches((4 * group, 4, dim), 16, dtype, arch, int8_values=True):
+            yield f"group {group} dim {dim} {dtype} values int8", launch
 
 
 def _others() -> Iterator[tuple[str, Launch]]:
     for group, dim, has_norms, dtype in itertools.product(GROUPS, HEAD_DIMS, (False, True), DTYPES):
         for launch in fusion_launches((4 * group, 4, dim), dtype, has_norms=has_norms):
             yield f"heads {4 * group} dim {dim} {dtype}", launch
+    for dim, dtype in itertools.product(HEAD_DIMS, DTYPES):
+        for launch in fusion_launches((28, 4, dim), dtype, has_norms=False, int8_values=True):
+            yield f"heads 28 dim {dim} {dtype} values int8", launch
     for group, dtype in itertools.product((32, 64, 128), DTYPES):
         for launch in quantized_launches(dtype, group):
             yield f"quantised group {group} {dtype}", launch
@@ -340,14 +355,17 @@ def _others() -> Iterator[tuple[str, Launch]]:
 def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[str, Any]:
     """Compiles what some shapes launch. Returns the reports of each by kernel, and the variants of a warm-up.
 
-    shapes: GPU, type, query heads, KV heads, head size and block size of each.
+    shapes: GPU, type, query heads, KV heads, head size and block size of each; of 128 also with int8 values.
     """
     jobs: list[list[_Job]] = []
     for arch, dtype_name, query_heads, kv_heads, dim, block_size in shapes:
         dtype = getattr(torch, dtype_name)
-        launches = attention_launches((query_heads, kv_heads, dim), block_size, dtype, arch)
+        heads, launches = (query_heads, kv_heads, dim), []
+        for int8_values in (False, True) if dim == 128 else (False,):
+            launches += attention_launches(heads, block_size, dtype, arch, int8_values=int8_values)
+            if arch in ARCHS:
+                launches += fusion_launches(heads, dtype, has_norms=dim != 64, int8_values=int8_values)
         if arch in ARCHS:
-            launches += fusion_launches((query_heads, kv_heads, dim), dtype, has_norms=dim != 64)
             launches += patch_launches((8, 448, 448, 3), 2, 14, 2, dtype)
             launches += quantized_launches(dtype, 32 if dim == 80 else 128)
         jobs.append([(launch, arch) for launch in launches])

@@ -99,7 +99,7 @@ def without_triton() -> dict[str, str]:
         ("refilled", None),
         ("moves", None),
         ("tower", None),
-        ("fusions", 12 * len(SHAPES)),
+        ("fusions", 15 * len(SHAPES)),
         ("products", len(PRODUCTS)),
         ("bytes", True),
     ],

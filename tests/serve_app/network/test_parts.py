@@ -60,6 +60,23 @@ def test_parts_hold_every_token_once_and_are_small(
         assert torch.equal(got, expected)
 
 
+def test_values_in_8_bits_take_three_quarters_of_the_bytes_on_the_wire() -> None:
+    """Of heads of 128 channels; the scales are what is above."""
+    span, num_bytes = KVSpan(0, 0, 64, tuple(range(4))), []
+    ticket = KVTicket("t", "d", "p", "r", 0, 64, (tuple(range(4)),))
+    for int8_values in (False, True):
+        layout = KVLayout(2, 4, 128, torch.bfloat16, int8_values)
+        shape = KVPoolsShape((KVGroupShape(4, layout),), 16)
+        source, target = shape.build(), shape.build()
+        source.memory.random_(generator=torch.Generator().manual_seed(1))
+        sent = [pack(source, part) for part in parts_of(source, KVChunk((span,)), 20_000)]
+        num_bytes.append(sum(each.contents.nbytes for each in sent))
+        for part, packed in zip(parts_of(source, KVChunk((span,)), 20_000), sent, strict=True):
+            target.receive(ticket, part.source, unpack(packed, CPU))  # type: ignore[arg-type]
+        assert torch.equal(target.memory, source.memory)
+    assert 0.75 < num_bytes[1] / num_bytes[0] < 0.76
+
+
 @pytest.mark.parametrize("max_blocks", [0, 100])
 def test_a_recurrent_state_comes_with_the_last_part(max_blocks: int) -> None:
     layout = StateLayout(2, 6, 3, 2, 4, 4, torch.bfloat16)

@@ -18,6 +18,7 @@ from epd.stages.attention.gathered import GatheredPiece
 from epd.stages.attention.host import HostPlan
 from epd.stages.attention.pieces import Piece, SharedRun, UnmaskedPiece, find_runs
 from epd.stages.engine.kv_pool import KVLayout, KVPool, StorageOrder
+from epd.stages.kernels.scaled_values import scaled, unscaled
 
 # (query heads, KV heads, head dim)
 HEADS = [(4, 2, 64), (4, 4, 16), (6, 1, 24)]
@@ -101,11 +102,18 @@ def naive(case: Case, scale: float) -> Tensor:
     return torch.stack(rows)
 
 
-def filled(case: Case, order: StorageOrder = "blocks") -> tuple[Tensor, Tensor]:
+def rounded(case: Case) -> Case:
+    """The same pass with the values that are left of them in 8 bits."""
+    return replace(case, values=[unscaled(scaled(each), each.dtype) for each in case.values])
+
+
+def filled(case: Case, order: StorageOrder = "blocks", *, int8_values: bool = False) -> tuple[Tensor, Tensor]:
     """Caches of one of two layers once the new tokens are written; what no segment owns is not a number."""
-    layout = KVLayout(2, *case.keys[0].shape[1:], case.query.dtype)
+    layout = KVLayout(2, *case.keys[0].shape[1:], case.query.dtype, int8_values)
     pool = KVPool(int(case.batch.block_tables.max()) + 2, case.batch.block_size, layout, order=order)
     storage = pool.storage.fill_(float("nan"))
+    if int8_values:
+        pool.planes[1].fill_(-1)  # a scale of these bytes is not a number
     caches = pool.layer(1)
     new_keys, new_values = [], []
     for s, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
@@ -115,7 +123,7 @@ def filled(case: Case, order: StorageOrder = "blocks") -> tuple[Tensor, Tensor]:
         seen = slice(max(0, past - (case.batch.window or 2**30) + 1), past)
         places = (blocks[seen], tokens[seen] % case.batch.block_size)
         caches[0][places] = keys[seen]
-        caches[1][places] = values[seen]
+        caches[1][places] = scaled(values[seen]) if int8_values else values[seen]
         new_keys.append(keys[past:])
         new_values.append(values[past:])
     slots = torch.from_numpy(case.batch.slot_mapping)
@@ -133,6 +141,11 @@ def check(case: Case, tolerance: float = 2e-6) -> None:
         assert ours.shape == case.query.shape
         assert ours.dtype == case.query.dtype
         assert (ours.double() - expected).abs().max() < tolerance
+    plan = AttentionPlan.build(freed(case.batch), "cpu")
+    for order in ORDERS:
+        ours = attend(case.query, *filled(case, order, int8_values=True), plan, scale)
+        plain = attend(case.query, *filled(rounded(case), order), plan, scale)
+        assert (ours - plain).abs().max() < tolerance
 
 
 def share(case: Case, segments: list[int], num_tokens: int) -> Case:

@@ -20,7 +20,17 @@ from epd.encoders.patches import PatchSpec, patchify
 from epd.stages.attention import device as attention_device
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
 from epd.stages.attention.device import DecodeRoom, DecodeWork, DeviceHeads, DevicePlan, decode_work
-from tests.stages.attention.test_attention import Case, filled, freed, make_case, naive, share, within
+from epd.stages.kernels.scaled_values import SCALE_BYTES, scaled
+from tests.stages.attention.test_attention import (
+    Case,
+    filled,
+    freed,
+    make_case,
+    naive,
+    rounded,
+    share,
+    within,
+)
 
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
 on_gpu = pytest.mark.skipif(not HAS_GPU, reason="no GPU in this machine")
@@ -32,7 +42,7 @@ class Pass:
 
     num_processors: that the device is taken to have; the more, the more splits.
     num_shared: leading blocks of all segments with one new token that are the same.
-    window, both_ways: see `within`.
+    window, both_ways: see `within`. int8_values: see `KVLayout`.
     """
 
     lens: tuple[tuple[int, int], ...]
@@ -43,6 +53,7 @@ class Pass:
     num_shared: int = 0
     window: int | None = None
     both_ways: tuple[int, ...] = ()
+    int8_values: bool = False
 
 
 # Few programs each: interpreted, one takes milliseconds.
@@ -63,6 +74,10 @@ PASSES = [
     Pass(((1, 40), (30, 90), (3, 20), (20, 60), (1, 7)), (4, 2, 16), 4, window=12, both_ways=(1,)),
     Pass(((70, 800), (1, 900)), (4, 1, 16), 16, num_processors=4, window=700),
     Pass(((30, 90), (1, 33)), (4, 2, 24), 16, both_ways=(0,)),
+    Pass(((1, 40), (5, 5), (3, 20), (1, 33)), (4, 2, 24), 4, int8_values=True),
+    Pass(((40, 300), (9, 200), (20, 20)), (4, 2, 24), 16, torch.bfloat16, int8_values=True),
+    Pass(((1, 600), (12, 520)), (4, 1, 16), 16, torch.float16, num_processors=16, int8_values=True),
+    Pass(((1, 40), (30, 90), (1, 7)), (4, 2, 16), 4, window=12, int8_values=True),
 ]
 LARGE_PASSES = [
     Pass(tuple((1, 200 + 87 * i) for i in range(32)), (28, 4, 128), 16),
@@ -71,6 +86,7 @@ LARGE_PASSES = [
     Pass(tuple((30 + 11 * i, 30 + 11 * i) for i in range(16)), (4, 2, 64), 16),
     Pass(((700, 700), (4, 1000)), (8, 8, 80), 32),
     Pass(((64, 300), (1, 500)), (8, 1, 256), 64),
+    Pass(((1, 60_000), (300, 300)), (28, 4, 128), 16, int8_values=True),
 ]
 MEAN, STD = (122.77, 116.75, 104.09), (68.5, 66.63, 70.32)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -90,6 +106,11 @@ def case_of(one: Pass) -> Case:
     """The segments of a pass, with the blocks that they share."""
     case = make_case(list(one.lens), one.heads, one.block_size, one.dtype)
     return within(sharing(case, one.num_shared), one.window, one.both_ways)
+
+
+def truth_of(one: Pass, case: Case) -> Case:
+    """What a pass attends, in float32: of values in 8 bits, what is left of them."""
+    return in_float32(rounded(case) if one.int8_values else case)
 
 
 def sharing(case: Case, num_blocks: int) -> Case:
@@ -114,13 +135,13 @@ def heads_of(one: Pass, key_cache: Tensor) -> DeviceHeads:
 def compare_attention(one: Pass, device: str, *, is_large: bool = False) -> None:
     case = case_of(one)
     scale = one.heads[2] ** -0.5
-    key_cache, value_cache = (cache.to(device) for cache in filled(case))
+    key_cache, value_cache = (cache.to(device) for cache in filled(case, int8_values=one.int8_values))
     with sharing_pays():
         plan = DevicePlan.build(freed(case.batch), torch.device(device), heads_of(one, key_cache))
     assert (len(plan.work.rows) > len(case.query)) == (one.num_shared > 0)
     ours = plan.attend_by_kernels(case.query.to(device), key_cache, value_cache, scale)
     assert ours.dtype == one.dtype
-    truth = in_float32(case)
+    truth = truth_of(one, case)
     twin = attend(truth.query, *filled(truth), AttentionPlan.build(case.batch), scale)
     expected = twin if is_large else naive(truth, scale)
     for wanted in (twin, expected):
@@ -188,6 +209,12 @@ def compare_moves(device: str, dtype: torch.dtype = torch.float32) -> None:
         for slot, row in zip(slots.tolist(), rows, strict=True):
             twin[slot // 4, 1, plane, slot % 4] = row
     assert torch.equal(ours, twin)
+    cached = torch.zeros(8, 2, 4, 3, 40, dtype=dtype, device=device)
+    rows = torch.zeros(8, 2, 4, 3, 40 + SCALE_BYTES, dtype=torch.int8, device=device)
+    write_slots(keys, values, cached[:, 1], rows[:, 1], slots)
+    assert torch.equal(cached[slots // 4, 1, slots % 4], keys)
+    assert torch.equal(rows[slots // 4, 1, slots % 4], scaled(values))
+    assert int(rows.any(-1).sum()) == keys.shape[0] * keys.shape[1]
     theirs = torch.randn(6, 2, 2, 4, 3, 40).to(device, dtype)
     read, written = torch.tensor([5, 0, 3], device=device), torch.tensor([1, 7, 4], device=device)
     copy_blocks_fused(theirs, ours, read, written)
@@ -198,11 +225,11 @@ def compare_moves(device: str, dtype: torch.dtype = torch.float32) -> None:
 @pytest.mark.parametrize("one", PASSES)
 def test_the_plain_twin_attends_from_the_same_inputs(one: Pass) -> None:
     case = in_float32(case_of(replace(one, dtype=torch.float32)))
-    caches = filled(case)
+    caches = filled(case, int8_values=one.int8_values)
     plan = DevicePlan.build(freed(case.batch), torch.device("cpu"), heads_of(one, caches[0]))
     scale = one.heads[2] ** -0.5
     ours = plan.attend(case.query, *caches, scale)
-    assert (ours.double() - naive(case, scale)).abs().max() < TOLERANCE[torch.float32]
+    assert (ours.double() - naive(truth_of(one, case), scale)).abs().max() < TOLERANCE[torch.float32]
 
 
 def test_tensors_without_values_take_the_twins() -> None:

@@ -19,6 +19,7 @@ from epd.stages.decoder.operations import (
     silu_mul,
 )
 from epd.stages.decoder.text_model import text_model
+from epd.stages.kernels.scaled_values import SCALE_BYTES, scaled
 from tests.stages.decoder.text_models import CONFIGS
 
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
@@ -41,9 +42,10 @@ def compare_all(device: str) -> int:
         for dtype in TOLERANCE:
             compare_norm(width, dtype, device)
             compare_rotation(heads, has_norms, dtype, device)
+            compare_scaled(heads, dtype, device)
             compare_gate(gates, dtype, device)
             compare_pairs(heads, dtype, device)
-            num_compared += 4
+            num_compared += 5
     return num_compared
 
 
@@ -95,6 +97,26 @@ def compare_rotation(heads: tuple[int, int, int], has_norms: bool, dtype: torch.
     assert close(split, torch.cat(plain, dim=1))
     assert close(ours, theirs)
     assert not ours[:, 0].any(), "another layer"
+
+
+def compare_scaled(heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    """Values that are written in 8 bits, bit by bit."""
+    from epd.stages.kernels.kv_slots import norm_rotate_write_fused
+
+    num_heads, num_kv_heads, dim = heads
+    qkv = drawn(3, num_heads + 2 * num_kv_heads, dim, dtype=dtype).to(device)
+    qkv[1, -1] = 0.0  # whose scale is 0
+    keys = torch.zeros(8, 2, 4, num_kv_heads, dim, dtype=dtype, device=device)
+    rows = torch.zeros(8, 2, 4, num_kv_heads, dim + SCALE_BYTES, dtype=torch.int8, device=device)
+    slots, turned = torch.tensor([7, 0, 30], device=device), rotations_of(torch.randn(3, dim // 2), dtype)
+    norm_rotate_write_fused(
+        qkv, (num_heads, num_kv_heads), None, 1e-5, turned.cos.to(device), turned.sin.to(device),
+        (keys[:, 1], rows[:, 1]), slots,
+    )  # fmt: skip
+    at = slots // 4, slots % 4
+    assert torch.equal(keys[:, 1][at], qkv[:, num_heads : num_heads + num_kv_heads])
+    assert torch.equal(rows[:, 1][at], scaled(qkv[:, num_heads + num_kv_heads :]))
+    assert not rows[:, 0].any(), "another layer"
 
 
 def compare_gate(size: int, dtype: torch.dtype, device: str) -> None:

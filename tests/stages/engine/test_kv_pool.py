@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,8 @@ from epd.stages.engine.pool_memory import pool_memory
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
 ORDERS: tuple[StorageOrder, ...] = ("blocks", "heads")
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.float32)
+INT8 = replace(LAYOUT, int8_values=True)
+of_both = pytest.mark.parametrize("layout", [LAYOUT, INT8], ids=["one type", "values in int8"])
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,16 @@ class Copy:
 
 
 def numbered(pool: KVPool) -> KVPool:
-    """The pool with another number in every place."""
-    pool.storage.copy_(torch.arange(pool.storage.numel()).view(pool.storage.shape))
+    """The pool with another number in every place, as far as the type has them."""
+    for plane in pool.planes:
+        plane.copy_(torch.arange(1, 1 + plane.numel()).view(plane.shape))
     return pool
 
 
 def token(pool: KVPool, slot: int) -> Tensor:
-    """What lies in one slot, read the slow way: [num_layers, 2, Hkv, D]."""
-    return pool.storage[slot // pool.block_size, :, :, slot % pool.block_size]
+    """What lies in one slot, read the slow way: all numbers in a row."""
+    place = slot // pool.block_size, slice(None), slice(None), slot % pool.block_size
+    return torch.cat([plane[place].flatten().float() for plane in pool.planes])
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
@@ -69,11 +73,16 @@ def test_tokens_past_the_block_table_are_refused() -> None:
 @pytest.mark.parametrize("orders", [("blocks", "blocks"), ("heads", "heads"), ("heads", "blocks")])
 @pytest.mark.parametrize(("source_size", "target_size"), [(4, 4), (4, 16), (16, 4), (1, 1), (1, 4)])
 @pytest.mark.parametrize("count", [0, 1, 5, 13, 16])
+@of_both
 def test_a_copy_brings_every_token_and_touches_nothing_else(
-    source_size: int, target_size: int, count: int, orders: tuple[StorageOrder, StorageOrder]
+    source_size: int,
+    target_size: int,
+    count: int,
+    orders: tuple[StorageOrder, StorageOrder],
+    layout: KVLayout,
 ) -> None:
-    source = numbered(KVPool(32 // source_size, source_size, LAYOUT, order=orders[0]))
-    target = KVPool(32 // target_size, target_size, LAYOUT, order=orders[1])
+    source = numbered(KVPool(32 // source_size, source_size, layout, order=orders[0]))
+    target = KVPool(32 // target_size, target_size, layout, order=orders[1])
     sources = token_slots(torch.randperm(source.num_blocks).tolist(), 2, 2 + count, source_size)
     targets = token_slots(torch.randperm(target.num_blocks).tolist(), 1, 1 + count, target_size)
     target.copy(source, sources, targets)
@@ -83,46 +92,87 @@ def test_a_copy_brings_every_token_and_touches_nothing_else(
     assert all(not token(target, slot).any() for slot in untouched)
 
 
-def test_copying_runs_equals_copying_slots() -> None:
-    source = numbered(KVPool(8, 4, LAYOUT))
-    fast, plain = KVPool(8, 4, LAYOUT), KVPool(8, 4, LAYOUT)
+@of_both
+def test_copying_runs_equals_copying_slots(layout: KVLayout) -> None:
+    source = numbered(KVPool(8, 4, layout))
+    fast, plain = KVPool(8, 4, layout), KVPool(8, 4, layout)
     sources = token_slots([5, 6, 7, 1], 1, 15, 4)
     targets = token_slots([0, 1, 6, 3, 4], 3, 17, 4)
     fast.copy(source, sources, targets)
     plain._copy_slots(source, sources, targets)
-    assert torch.equal(fast.storage, plain.storage)
-    assert fast.storage.any()
+    assert all(map(torch.equal, fast.planes, plain.planes))
+    assert all(bool(plane.any()) for plane in fast.planes)
+
+
+def test_tokens_move_and_blocks_fill_another_pool_with_their_values() -> None:
+    source, target = numbered(KVPool(8, 4, INT8)), KVPool(3, 4, INT8)
+    expected = [token(source, slot) for slot in (1, 6)]
+    source.move(torch.tensor([1, 6]), torch.tensor([20, 31]))
+    assert torch.equal(torch.stack([token(source, slot) for slot in (20, 31)]), torch.stack(expected))
+    target.fill(source, [5, 2])
+    for slot in range(4):
+        assert torch.equal(token(target, slot), token(source, 20 + slot))
+        assert torch.equal(token(target, 4 + slot), token(source, 8 + slot))
+        assert not token(target, 8 + slot).any()
+
+
+def test_heads_of_a_pool_have_their_values() -> None:
+    source, target = numbered(KVPool(2, 4, INT8)), KVPool(2, 4, INT8)
+    slots = torch.arange(8)
+    target.heads(0, 1).copy(source.heads(1, 2), slots, slots)
+    for ours, theirs in zip(target.planes, source.planes, strict=True):
+        assert torch.equal(ours[..., 0, :], theirs[..., 1, :])
+        assert not ours[..., 1, :].any()
+
+
+def test_values_in_8_bits_leave_room_for_a_third_more() -> None:
+    """A scale of 4 bytes for 128 channels is what is missing of the third and of the quarter."""
+    whole = KVLayout(num_layers=28, num_kv_heads=4, head_dim=128, dtype=torch.bfloat16)
+    less = replace(whole, int8_values=True)
+    memory_bytes = 2 << 30
+    more, usual = (memory_bytes // (16 * each.bytes_per_token) for each in (less, whole))
+    assert 1.31 < more / usual < 4 / 3
+    pool = KVPool(3, 16, less)
+    assert sum(plane.nbytes for plane in pool.planes) == 3 * 16 * less.bytes_per_token
+    assert 0.75 < less.bytes_per_token / whole.bytes_per_token < 0.76
 
 
 def test_pools_of_different_layouts_do_not_mix() -> None:
     other = KVPool(2, 4, KVLayout(3, 2, 8, torch.float32))
     slots = torch.arange(2)
-    with pytest.raises(ValueError, match="cannot copy tokens of KVLayout"):
-        KVPool(2, 4, LAYOUT).copy(other, slots, slots)
+    for each in (other, KVPool(2, 4, INT8)):
+        with pytest.raises(ValueError, match="cannot copy tokens of KVLayout"):
+            KVPool(2, 4, LAYOUT).copy(each, slots, slots)
 
 
-def test_a_copied_block_is_written_apart_from_its_source() -> None:
-    pool = numbered(KVPool(4, 4, LAYOUT))
-    before = pool.storage.clone()
+@of_both
+def test_a_copied_block_is_written_apart_from_its_source(layout: KVLayout) -> None:
+    pool = numbered(KVPool(4, 4, layout))
+    all_before = [plane.clone() for plane in pool.planes]
     pool.copy_blocks([Copy(0, source=1, target=3, num_tokens=3), Copy(0, source=3, target=0, num_tokens=2)])
-    assert torch.equal(pool.storage[3, :, :, :3], before[1, :, :, :3])
-    assert torch.equal(pool.storage[3, :, :, 3], before[3, :, :, 3])
-    assert torch.equal(pool.storage[0, :, :, :2], before[1, :, :, :2])
-    assert torch.equal(pool.storage[1], before[1])
+    for plane, before in zip(pool.planes, all_before, strict=True):
+        assert torch.equal(plane[3, :, :, :3], before[1, :, :, :3])
+        assert torch.equal(plane[3, :, :, 3], before[3, :, :, 3])
+        assert torch.equal(plane[0, :, :, :2], before[1, :, :, :2])
+        assert torch.equal(plane[1], before[1])
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_request_that_was_in_host_memory_comes_back_elsewhere(order: StorageOrder) -> None:
-    pool = numbered(KVPool(8, 4, LAYOUT, order=order))
+@of_both
+def test_a_request_that_was_in_host_memory_comes_back_elsewhere(
+    order: StorageOrder, layout: KVLayout
+) -> None:
+    pool = numbered(KVPool(8, 4, layout, order=order))
     here, there = token_slots([6, 2, 5], 0, 10, 4), token_slots([1, 0, 7], 0, 10, 4)
     expected = [token(pool, slot).clone() for slot in here.tolist()]
     kept = pool.to_host([6, 2, 5], 10)
     assert kept.num_blocks == 3
-    pool.storage.zero_()
+    for plane in pool.planes:
+        plane.zero_()
     pool.copy(kept, torch.arange(2, 10), there[2:])
     assert all(torch.equal(token(pool, there[i]), expected[i]) for i in range(2, 10))
     assert not token(pool, there[1]).any()  # found in the prefix cache, say
-    assert not pool.storage[2:7].any()
+    assert not any(bool(plane[2:7].any()) for plane in pool.planes)
 
 
 def test_what_lies_in_one_piece_is_up_to_the_order() -> None:

@@ -177,6 +177,29 @@ def test_several_answers_share_what_is_kept(a_family: Subject, tmp_path: Path) -
     assert run(a_family, life(a_family, tmp_path), seed=5) <= least(a_family)
 
 
+def test_values_in_8_bits_have_files_of_their_own(subjects: Callable[[str], Subject], tmp_path: Path) -> None:
+    """Those of another layout are never read, and a second life computes the questions alone."""
+    subject, model = subjects("shapes-vl"), tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    expected, written = {}, {}
+    for dtype in ("auto", "int8_values"):
+        options = EngineConfig(cache_dir=tmp_path / "kept", kv_cache_dtype=dtype)
+        for seed in range(2):
+            engine = subject.engine(enable_prefix_caching=True, kv_cache_dtype=dtype)
+            engine.keep_in(kv_files(model, options, engine.pools.shape, {}), _PIECE)
+            tokens = Drive(engine, seed).run(subject.mix(5))
+            engine.close()
+            assert engine.store is not None
+            assert tokens == expected.setdefault(dtype, tokens)
+            assert (engine.store.counts.read_tokens > 0) == (seed == 1)
+            written.setdefault(dtype, engine.store.counts.written_bytes)
+    layouts = [subject.engine(kv_cache_dtype=each).pools.bytes_per_token for each in written]
+    ratio = layouts[1] / layouts[0]
+    assert written["int8_values"] / written["auto"] == pytest.approx(ratio, rel=0.01)  # files have headers
+    assert ratio < 0.7
+
+
 def test_an_adapters_name_hides_no_other_fact(a_family: Subject, tmp_path: Path) -> None:
     """One may be called as a fact is that changes what is kept."""
     for name in ("model", "adapter"):
