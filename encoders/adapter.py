@@ -118,6 +118,11 @@ class MediaPlan:
         return self.num_units * self.tokens_per_unit
 
     @property
+    def span_s(self) -> float:
+        """Returns the seconds of video that the units stand for, 0 for an image or a clip."""
+        return self.num_units * self.unit_span_s if self.kind == "video" else 0.0
+
+    @property
     def line(self) -> str:
         """Returns frames, size and tokens, for people."""
         height, width = self.resized
@@ -279,6 +284,7 @@ class PromptPlan:
             prompt_tokens=len(self),
             completion_tokens=num_completion_tokens,
             visual_tokens_before=self.num_visual_tokens_before,
+            video_s=sum(item.plan.span_s for item in self.media),
         )
 
 

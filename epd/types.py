@@ -169,6 +169,7 @@ class Usage:
     num_unseen_frames: of animated pictures that were taken as images, all but the first of each.
     num_unread_frames: of num_frames, those that were not read, since what they become was found.
     reused: what was found; empty where nothing is kept on disk, and num_unread_frames is 0.
+    video_s: seconds of video that the frames stand for.
     """
 
     num_frames: int
@@ -180,6 +181,7 @@ class Usage:
     num_unseen_frames: int = 0
     num_unread_frames: int = 0
     reused: tuple[Reuse, ...] = ()
+    video_s: float = 0.0
 
     def __add__(self, other: Usage) -> Usage:
         """Counts both."""

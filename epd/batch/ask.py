@@ -74,9 +74,9 @@ def ask_videos(
 class _Explaining(Asker):
     """Answers with an error where no server can: the other steps of a pipeline go on."""
 
-    async def ask(self, line: BatchLine) -> Outcome:
+    async def ask(self, line: BatchLine, first: Endpoint | None = None) -> Outcome:
         try:
-            return await super().ask(line)
+            return await super().ask(line, first)
         except UnavailableError as error:
             return Failed.of(line, error)
 

@@ -15,9 +15,9 @@ from itertools import islice
 from pathlib import Path
 
 from epd.batch.line_index import LineGroup, LineIndex
-from epd.batch.lines import JSON, LineDefaults
+from epd.batch.lines import JSON, BatchLine, LineDefaults
 from epd.batch.order import CostModel, in_busy_order
-from epd.batch.progress import BatchProgress, ShowBatch
+from epd.batch.progress import BatchProgress, Done, ShowBatch
 from epd.batch.records import error_record, result_record
 from epd.batch.result_files import ResultFiles, Results, errors_path
 from epd.batch.result_parts import PartsFolder, ResultParts
@@ -102,46 +102,45 @@ class _BatchRun:
         self._num_lines = index.num_lines
         self._num_done_before = index.forget(files.done())
         self._num_groups = index.num_groups
-        self._num_left = index.num_lines
+        self._num_asked = index.num_lines
+        self._num_bytes = index.num_bytes
         self._costs = CostModel()
-        self._num_bytes_given = self._num_lines_given = self._num_answer_tokens = 0
+        self._done = Done()
+        self._taken: dict[int, LineGroup] = {}  # groups of lines without an outcome, by their numbers
         self._start_s = time.monotonic()
         self._sampled_s = 0.0
 
     def explain_refused(self) -> None:
         for chunk in _chunks(error_record(line) for line in self._index.refused()):
             self._files.add([], chunk)
-            self._num_left -= len(chunk)
+            self._num_asked -= len(chunk)
 
     def answer_all(self, backend: Backend, show: ShowBatch) -> Summary:
         self._start_s = time.monotonic()
-        with backend.run(self._tasks(backend)) as outcomes:
+        with backend.run(self._tasks(backend.max_tasks)) as outcomes:
             for outcome in outcomes:
                 if outcome is not None:
                     self._write(outcome)
                 self._watch(backend, show, is_warm=isinstance(outcome, Answered))
         return self.summary(backend)
 
-    def _tasks(self, backend: Backend) -> Iterator[MediaTask]:
+    def _tasks(self, max_tasks: int) -> Iterator[MediaTask]:
         """Yields tasks to the backend's threads, one at a time."""
-        for group in in_busy_order(self._index.groups(), self._costs):
-            yield MediaTask(group.first, self._index.lines(group))
-            self._note_given(group, backend)
+        for group in in_busy_order(self._index.groups(), self._costs, max_tasks=max_tasks):
+            yield MediaTask(group.first, self._lines(group))
 
-    def _note_given(self, group: LineGroup, backend: Backend) -> None:
-        """Learns costs: the work handed out so far approximates the work done."""
-        self._num_bytes_given += group.num_bytes
-        self._num_lines_given += group.num_lines
-        self._costs.learn(backend.busy_s(), self._num_bytes_given, self._num_lines_given)
+    def _lines(self, group: LineGroup) -> Iterator[BatchLine]:
+        """Yields the lines of a group."""
+        for line in self._index.lines(group):
+            self._taken[line.number] = group
+            yield line
 
     def _write(self, outcome: Outcome) -> None:
         if isinstance(outcome, Answered):
             self._files.add([result_record(outcome)], [])
-            usage = outcome.completion.get("usage") or {}
-            self._num_answer_tokens += usage.get("completion_tokens") or 0
         else:
             self._files.add([], [error_record(outcome)])
-        self._num_left -= 1
+        self._done.add(self._taken.pop(outcome.line.number), outcome)
 
     def _watch(self, backend: Backend, show: ShowBatch, *, is_warm: bool) -> None:
         """Samples stage utilisation at intervals, and draws it."""
@@ -152,13 +151,29 @@ class _BatchRun:
             return
         self._sampled_s = now_s
         busy_s = backend.busy_s()
-        self._utilisation.add(now_s, busy_s)
-        show(self._progress(now_s, self._utilisation.recent(now_s, busy_s)))
+        self._costs.learn(busy_s, self._done.num_bytes, self._done.num_lines)
+        self._utilisation.add(now_s, busy_s, backend.num_in_flight)
+        shares = self._utilisation.recent(now_s, busy_s)
+        show(self._progress(now_s, backend.num_in_flight, shares))
 
-    def _progress(self, now_s: float, shares: Mapping[str, float]) -> BatchProgress:
-        num_done = self._num_lines - self._num_left
-        rate = num_done / max(now_s - self._start_s, 1e-6)
-        return BatchProgress(num_done, self._num_lines, self._files.tally.num_failed, rate, shares)
+    def _progress(self, now_s: float, num_in_flight: int, shares: Mapping[str, float]) -> BatchProgress:
+        wall_s, reasons = now_s - self._start_s, self._files.tally.reasons
+        return BatchProgress(
+            done=replace(self._done),
+            num_all=self._num_asked,
+            num_in_flight=num_in_flight,
+            failures={kind: reason.num_lines for kind, reason in reasons.items()},
+            wall_s=wall_s,
+            left_s=self._left_s(wall_s),
+            shares=shares,
+        )
+
+    def _left_s(self, wall_s: float) -> float | None:
+        """Predicts the seconds left by the work that is left, by lines where no costs are known."""
+        work_s = self._costs.work_s
+        done = work_s(self._done.num_bytes, self._done.num_lines) or self._done.num_lines
+        left = work_s(self._num_bytes, self._num_asked) or self._num_asked
+        return wall_s * (left - done) / done if done else None
 
     def summary(self, backend: Backend | None) -> Summary:
         now_s = time.monotonic()
@@ -169,7 +184,7 @@ class _BatchRun:
             tally=self._files.tally,
             wall_s=now_s - self._start_s,
             peak_bytes=peak_bytes(),
-            answer_tokens=self._num_answer_tokens,
+            done=self._done,
         )
         if backend is None:
             return answered

@@ -8,7 +8,10 @@ refused for load, or lost with a connection, are retried. One that is refused re
 answered counts as a failure of its line.
 
 Of several servers, each medium has one that is asked first (rendezvous hashing), so that its caches are found
-again; the next one is asked where that one does not answer. Sources: Thaler and Ravishankar, 1998.
+again; the next one is asked where that one does not answer. A server with a free place looks some media ahead
+for one of its own, and takes one of another only where that one has many left.
+
+Source: Thaler and Ravishankar, 1998.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ import json
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -31,13 +36,14 @@ from epd.batch.object_urls import with_urls
 from epd.batch.shared_prefix import shared_prefix
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
 from epd.client.endpoint import Endpoint, get, parse_endpoints
-from epd.errors import InternalError, UnavailableError
+from epd.errors import EPDError, InternalError, UnavailableError
 from epd.transfer.bounded_queue import BoundedQueue, QueueClosed
 
 MAX_TASKS = 4
 MAX_REQUESTS = 16
 MAX_OUTCOMES = 1024
 NUM_TRIES = 6
+_MAX_AHEAD = 16  # media for each server that are looked at for one of its own
 _TICK_S = 0.1
 _CONNECT_S = 30.0
 _TIMEOUT_S = 3600.0
@@ -67,6 +73,7 @@ class HttpBackend:
         max_requests: int = MAX_REQUESTS,
         has_seeds: bool = False,
         signs: bool = False,
+        media_in_flight: int | None = None,
     ) -> None:
         """Takes one or more servers.
 
@@ -75,21 +82,32 @@ class HttpBackend:
         max_requests: in flight at each server.
         has_seeds: whether lines without a seed get one that is the same whenever they are repeated.
         signs: whether media in object stores are read with the credentials of this process.
+        media_in_flight: at all servers; by default some for each server.
         """
         self.endpoints = endpoints
         self._has_seeds = has_seeds
         self._signs = signs
         self.path = path
         self.transport = transport
-        self.max_requests = max_requests * len(endpoints)
-        self.max_tasks = MAX_TASKS * len(endpoints)
+        self.max_tasks = media_in_flight or MAX_TASKS * len(endpoints)
+        self.max_requests = max(max_requests * len(endpoints), self.max_tasks)
+        self.num_in_flight = 0
         self._busy_s: dict[str, float] = {}
         self._num_cold = 0
 
     @classmethod
     @contextmanager
-    def open(cls, urls: str | Sequence[str], api_key: str | None, **options: Any) -> Iterator[HttpBackend]:
-        """Raises RequestError for an invalid URL, UnavailableError when no server answers."""
+    def open(
+        cls,
+        urls: str | Sequence[str],
+        api_key: str | None,
+        media_in_flight: int | None = None,
+        **options: Any,
+    ) -> Iterator[HttpBackend]:
+        """Opens servers. media_in_flight: by default some for each worker that prefills.
+
+        Raises RequestError for an invalid URL, UnavailableError when no server answers.
+        """
         lost: list[UnavailableError] = []
         endpoints = parse_endpoints([urls] if isinstance(urls, str) else urls, api_key=api_key)
         for endpoint in endpoints:
@@ -99,7 +117,14 @@ class HttpBackend:
                 lost.append(error)
         if len(lost) == len(endpoints):
             raise lost[0]
-        yield cls(*endpoints, signs=True, **options)
+        num_workers = sum(map(_num_workers, endpoints))
+        yield cls(
+            *endpoints,
+            signs=True,
+            max_requests=MAX_REQUESTS * num_workers // len(endpoints),
+            media_in_flight=media_in_flight or MAX_TASKS * num_workers,
+            **options,
+        )
 
     @contextmanager
     def run(self, tasks: Iterator[MediaTask]) -> Iterator[Iterator[Outcome | None]]:
@@ -138,6 +163,15 @@ class HttpBackend:
     def counts(self) -> BackendCounts:
         """Counts lines for which something was encoded; the server does not report media."""
         return BackendCounts(self._num_cold)
+
+
+def _num_workers(endpoint: Endpoint) -> int:
+    """Returns how many workers of a server prefill: 1 where it does not say, or does not answer."""
+    try:
+        workers = get(endpoint, "/v1/epd/status", "ask again").json()["workers"]
+        return max(1, sum("p" in each["roles"] for each in workers))
+    except (EPDError, ValueError, LookupError, TypeError):
+        return 1
 
 
 def _seed(key: str) -> int:
@@ -191,11 +225,19 @@ class Asker:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def answer_all(self, lines: Iterator[BatchLine], put: Callable[[Outcome], Awaitable[None]]) -> None:
-        """Asks the first question alone, then the others as fast as slots become free."""
+    async def answer_all(
+        self,
+        lines: Iterator[BatchLine],
+        put: Callable[[Outcome], Awaitable[None]],
+        first: Endpoint | None = None,
+    ) -> None:
+        """Asks the first question alone, then the others as fast as slots become free.
+
+        first: the server that is asked before others; None for that of the media.
+        """
 
         async def answer(line: BatchLine) -> None:
-            await put(await self.ask(line))
+            await put(await self.ask(line, first))
 
         async with self._slots:
             await answer(next(lines))
@@ -205,19 +247,22 @@ class Asker:
                 asked = group.create_task(answer(line))
                 asked.add_done_callback(lambda _: self._slots.release())
 
-    async def ask(self, line: BatchLine) -> Outcome:
+    async def ask(self, line: BatchLine, first: Endpoint | None = None) -> Outcome:
         """Returns the outcome of a line. Raises UnavailableError when no server can answer any line."""
+        self._backend.num_in_flight += 1
         try:
-            outcome = await self._outcome(line)
+            outcome = await self._outcome(line, first)
         except UnavailableError:
             raise
         except Exception as error:  # noqa: BLE001 - what one line meets is that line's
             outcome = Failed.of(line, InternalError.of(error))
+        finally:
+            self._backend.num_in_flight -= 1
         if isinstance(outcome, Answered):
             self._backend.note(outcome.completion)
         return outcome
 
-    async def _outcome(self, line: BatchLine) -> Outcome:
+    async def _outcome(self, line: BatchLine, first: Endpoint | None) -> Outcome:
         """Returns the answer to a line, after a few attempts at each server.
 
         One that is refused each time by servers of which one is well and answers others is at fault itself.
@@ -225,7 +270,7 @@ class Asker:
         """
         pause_s, num_answered, status = _FIRST_PAUSE_S, self._num_answered, 0
         for _ in range(NUM_TRIES):
-            for endpoint in self._ranked(line):
+            for endpoint in self.ranked(line, first):
                 try:
                     url = f"{endpoint.url}{self._backend.path}"
                     answer = await self._http.post(url, json=self._backend.body_of(line))
@@ -247,8 +292,11 @@ class Asker:
             )
         raise UnavailableError(f"{shown}; once it answers, run the same command again to continue")
 
-    def _ranked(self, line: BatchLine) -> Sequence[Endpoint]:
-        """Returns the servers in the order of the line's media; those that were just lost come last."""
+    def ranked(self, line: BatchLine, first: Endpoint | None = None) -> Sequence[Endpoint]:
+        """Returns the servers in the order of the line's media, `first` before them.
+
+        Those that were just lost come last.
+        """
         endpoints = self._backend.endpoints
         if len(endpoints) == 1:
             return endpoints
@@ -258,6 +306,7 @@ class Asker:
             endpoints,
             key=lambda each: (
                 self._lost_s.get(each.url, -math.inf) > since_s,
+                each is not first,
                 hashlib.blake2b(f"{each.name} {media}".encode("utf-8", "surrogatepass")).digest(),
             ),
         )
@@ -292,22 +341,41 @@ class _HttpRun:
         outcomes: BoundedQueue[Outcome | BaseException | None],
     ) -> None:
         self._asker = Asker(backend)
+        self._endpoints = backend.endpoints
         self._max_tasks = backend.max_tasks
         self._tasks = tasks
+        self._ahead: dict[str, deque[Iterator[BatchLine]]] = {each.url: deque() for each in self._endpoints}
         self._outcomes = outcomes
 
     async def run(self) -> None:
-        """Runs some tasks at once, the next one when one has ended."""
+        """Runs some tasks at once at each server, the next one when one has ended."""
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(self._max_tasks):
-                    group.create_task(self._work())
+                for place in range(self._max_tasks):
+                    group.create_task(self._work(self._endpoints[place % len(self._endpoints)]))
         finally:
             await self._asker.close()
 
-    async def _work(self) -> None:
-        for task in self._tasks:
-            await self._asker.answer_all(task.lines, self._put)
+    async def _work(self, endpoint: Endpoint) -> None:
+        first = endpoint if len(self._endpoints) > 1 else None
+        while (lines := self._taken(endpoint)) is not None:
+            await self._asker.answer_all(lines, self._put, first)
+
+    def _taken(self, endpoint: Endpoint) -> Iterator[BatchLine] | None:
+        """Returns the lines of the next task of a server, or of another that has more ahead than places."""
+        if len(self._endpoints) == 1:
+            task = next(self._tasks, None)
+            return None if task is None else task.lines
+        own = self._ahead[endpoint.url]
+        while not own and sum(map(len, self._ahead.values())) < _MAX_AHEAD * len(self._endpoints):
+            if (task := next(self._tasks, None)) is None:
+                break
+            line = next(task.lines)
+            self._ahead[self._asker.ranked(line)[0].url].append(chain([line], task.lines))
+        if own:
+            return own.popleft()
+        most = max(self._ahead.values(), key=len)
+        return most.popleft() if len(most) * len(self._endpoints) > self._max_tasks else None
 
     async def _put(self, outcome: Outcome) -> None:
         await asyncio.to_thread(self._outcomes.put, outcome, 1)

@@ -159,10 +159,28 @@ class LineIndex:
         return self._count("SELECT count(*) FROM lines")
 
     @property
+    def num_refused(self) -> int:
+        """Counts those of them that cannot be asked."""
+        return self._count("SELECT count(*) FROM lines WHERE family IS NULL")
+
+    @property
+    def num_families(self) -> int:
+        """Counts all groups."""
+        return self._count("SELECT count(DISTINCT family) FROM lines")
+
+    @property
     def num_groups(self) -> int:
         """Counts the groups with media."""
         return self._count(
             "SELECT count(DISTINCT lines.family) FROM lines JOIN families USING (family) WHERE has_media"
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of the media of all lines, as far as they are known; equal media count once."""
+        return self._count(
+            "SELECT coalesce(sum(num_bytes), 0) FROM families"
+            " WHERE family IN (SELECT family FROM lines WHERE family IS NOT NULL)"
         )
 
     @property

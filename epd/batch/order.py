@@ -4,6 +4,9 @@ Three stages, one after the other, are a flow shop: media whose questions take l
 first and fill the last stage early; those that take longest to decode come when the last stage has enough to
 do; the ones with the least left for the last stage end the run.
 
+Only some media are worked on at once. One that takes long by itself would end alone if it began late, so
+orders that begin with the longest are looked at too, and the one that ends first is taken.
+
 Sources: Johnson, 1954, optimal for two stages. Campbell, Dudek and Smith, 1970: three stages seen as two, in
 the two possible ways; the better one is kept.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import islice
 
 from epd.batch.line_index import LineGroup
@@ -27,15 +31,33 @@ class StageSeconds:
     encode_s: float
     language_s: float
 
+    @property
+    def total_s(self) -> float:
+        return self.decode_s + self.encode_s + self.language_s
 
-def busy_order(jobs: Sequence[StageSeconds]) -> list[int]:
-    """Returns indices of the jobs in a good order; the given order if no other is better."""
+
+def busy_order(jobs: Sequence[StageSeconds], max_tasks: int | None = None) -> list[int]:
+    """Returns indices of the jobs in a good order; the given order if no other is better.
+
+    max_tasks: jobs that are worked on at once; None for any number
+    """
     orders = [
         list(range(len(jobs))),
         johnson_order([(job.decode_s, job.language_s) for job in jobs]),
         johnson_order([(job.decode_s + job.encode_s, job.encode_s + job.language_s) for job in jobs]),
     ]
-    return min(orders, key=lambda order: makespan_s([jobs[place] for place in order]))
+    orders += [_longest_first(jobs, order) for order in orders if jobs]
+
+    def ends_s(order: Sequence[int]) -> float:
+        ordered = [jobs[place] for place in order]
+        return makespan_s(ordered) if max_tasks is None else bounded_makespan_s(ordered, max_tasks)
+
+    return min(orders, key=ends_s)
+
+
+def _longest_first(jobs: Sequence[StageSeconds], order: Sequence[int]) -> list[int]:
+    longest = max(order, key=lambda place: jobs[place].total_s)
+    return [longest, *(place for place in order if place != longest)]
 
 
 def johnson_order(jobs: Sequence[tuple[float, float]]) -> list[int]:
@@ -55,6 +77,29 @@ def makespan_s(jobs: Iterable[StageSeconds]) -> float:
     return answered_s
 
 
+def bounded_makespan_s(jobs: Iterable[StageSeconds], max_tasks: int) -> float:
+    """Returns the same where `max_tasks` jobs are worked on at once, and decoded beside each other.
+
+    The other stages take the job that is ready first.
+    """
+    waiting, ready = iter(jobs), list[tuple[float, int, int, StageSeconds]]()
+    free_s, end_s = [0.0, 0.0], 0.0
+    for place, job in enumerate(islice(waiting, max_tasks)):
+        heappush(ready, (job.decode_s, place, 0, job))
+    place = max_tasks
+    while ready:
+        now_s, number, stage, job = heappop(ready)
+        if stage < len(free_s):
+            free_s[stage] = max(free_s[stage], now_s) + (job.language_s if stage else job.encode_s)
+            heappush(ready, (free_s[stage], number, stage + 1, job))
+            continue
+        end_s = now_s
+        if (following := next(waiting, None)) is not None:
+            heappush(ready, (now_s + following.decode_s, place, 0, following))
+            place += 1
+    return end_s
+
+
 class CostModel:
     """Predicts seconds by size and number of questions, from finished work."""
 
@@ -63,7 +108,7 @@ class CostModel:
         self._decode_s_per_byte = self._encode_s_per_byte = 2e-7
         self._language_s_per_line = 1e-2
 
-    def learn(self, busy_s: Mapping[str, float], num_bytes: int, num_lines: int) -> None:
+    def learn(self, busy_s: Mapping[str, float], num_bytes: float, num_lines: int) -> None:
         """Learns from the stages' busy_s (decode, encode, language) for `num_bytes` and `num_lines`."""
         if num_bytes > 0:
             self._decode_s_per_byte = busy_s.get("decode", 0.0) / num_bytes
@@ -78,8 +123,16 @@ class CostModel:
             group.num_lines * self._language_s_per_line,
         )
 
+    def work_s(self, num_bytes: float, num_lines: int) -> float:
+        """Predicts the seconds of all stages for lines and the bytes of their media."""
+        per_byte_s = self._decode_s_per_byte + self._encode_s_per_byte
+        return num_bytes * per_byte_s + num_lines * self._language_s_per_line
 
-def in_busy_order(groups: Iterator[LineGroup], costs: CostModel, chunk: int = _CHUNK) -> Iterator[LineGroup]:
+
+def in_busy_order(
+    groups: Iterator[LineGroup], costs: CostModel, chunk: int = _CHUNK, max_tasks: int | None = None
+) -> Iterator[LineGroup]:
     """Yields the groups in a good order, some hundred at a time, by the costs known at that time."""
     while window := list(islice(groups, chunk)):
-        yield from (window[place] for place in busy_order([costs.estimate(group) for group in window]))
+        jobs = [costs.estimate(group) for group in window]
+        yield from (window[place] for place in busy_order(jobs, max_tasks))

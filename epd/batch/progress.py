@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,43 +19,108 @@ from rich.progress import (
     Progress,
     TaskProgressColumn,
     TextColumn,
-    TimeRemainingColumn,
 )
 
 from epd import console
+from epd.batch.line_index import LineGroup
+from epd.batch.tasks import Answered, Outcome
 from epd.errors import EPDError, RequestError
 
 _LINE_EVERY_S = 60.0
 _FILE_EVERY_S = 1.0
 
 
+@dataclass(slots=True)
+class Done:
+    """Sums up the lines of a run that have ended. Each line has an equal share of its media.
+
+    num_media: sets of media. num_bytes, video_s: of media, where known. answer_tokens: of answers.
+    """
+
+    num_lines: int = 0
+    num_media: float = 0.0
+    num_bytes: float = 0.0
+    video_s: float = 0.0
+    answer_tokens: int = 0
+
+    def add(self, group: LineGroup, outcome: Outcome) -> None:
+        """Adds a line of a group."""
+        self.num_lines += 1
+        self.num_media += group.has_media / group.num_lines
+        self.num_bytes += group.num_bytes / group.num_lines
+        if isinstance(outcome, Answered):
+            self.video_s += outcome.amount("epd", "video_s") / group.num_lines
+            self.answer_tokens += int(outcome.amount("usage", "completion_tokens"))
+
+
 @dataclass(frozen=True, slots=True)
 class BatchProgress:
     """Says how far a run is.
 
-    num_done, num_all: lines of this run. num_failed: lines in the file of failures.
-    lines_per_s: since the model was loaded.
+    done: of the num_all lines that this run asks. num_in_flight: lines that are being asked.
+    failures: lines in the file of failures, by the name of the error.
+    wall_s: since the model was loaded. left_s: predicted from the work that is left, None before any is done.
     shares: of the last seconds that each stage worked.
     """
 
-    num_done: int
+    done: Done
     num_all: int
-    num_failed: int
-    lines_per_s: float
+    num_in_flight: int
+    failures: Mapping[str, int]
+    wall_s: float
+    left_s: float | None
     shares: Mapping[str, float]
 
     @property
-    def left_s(self) -> float | None:
-        """Returns the seconds left at the rate so far, None before the first line."""
-        return (self.num_all - self.num_done) / self.lines_per_s if self.num_done else None
+    def num_failed(self) -> int:
+        return sum(self.failures.values())
+
+    @property
+    def video_hours(self) -> float:
+        return self.done.video_s / 3600
+
+    @property
+    def lines_per_s(self) -> float:
+        return self.done.num_lines / max(self.wall_s, 1e-6)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.done.answer_tokens / max(self.wall_s, 1e-6)
 
     def line(self) -> str:
         """Returns the progress for people."""
         left = "unknown" if self.left_s is None else f"{self.left_s / 60:.0f} min"
         return (
-            f"{self.num_done} of {self.num_all} lines, {self.num_failed} failed; {self.lines_per_s:.2f} a "
-            f"second, time left {left}; busy: {self.busy}"
+            f"{self.done.num_lines} of {self.num_all} lines, {self.shown_failures}; {self.lines_per_s:.2f} a "
+            f"second, time left {left}; {self.work}; busy: {self.busy}"
         )
+
+    def record(self) -> dict[str, Any]:
+        """Returns the progress for programs."""
+        return {
+            "num_done": self.done.num_lines,
+            "num_all": self.num_all,
+            "num_in_flight": self.num_in_flight,
+            "num_failed": self.num_failed,
+            "failures": dict(self.failures),
+            "num_media": round(self.done.num_media, 2),
+            "video_hours": round(self.video_hours, 4),
+            "lines_per_s": round(self.lines_per_s, 3),
+            "answer_tokens_per_s": round(self.tokens_per_s, 3),
+            "left_s": self.left_s,
+            "shares": dict(self.shares),
+        }
+
+    @property
+    def shown_failures(self) -> str:
+        kinds = ", ".join(f"{number} {kind}" for kind, number in self.failures.items())
+        return f"{self.num_failed} failed ({kinds})" if kinds else "0 failed"
+
+    @property
+    def work(self) -> str:
+        """Returns what was worked on, for people."""
+        rate = f"{self.tokens_per_s:.1f} tokens/s"
+        return f"{self.done.num_media:.0f} media, {self.video_hours:.2f} h of video, {rate}"
 
     @property
     def busy(self) -> str:
@@ -78,15 +144,16 @@ def batch_bar() -> Iterator[ShowBatch]:
         BarColumn(),
         MofNCompleteColumn(),
         TaskProgressColumn(text_format="", text_format_no_percentage="", show_speed=True),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[busy]}"),
+        TextColumn("{task.fields[left]} {task.fields[busy]}"),
     )
     with Progress(*columns, console=console.stderr_console(), transient=True) as bar:
-        task = bar.add_task("lines", total=None, busy="")
+        task = bar.add_task("lines", total=None, left="", busy="")
 
         def show(progress: BatchProgress) -> None:
-            busy = f"{progress.num_failed} failed {progress.busy}" if progress.num_failed else progress.busy
-            bar.update(task, completed=progress.num_done, total=progress.num_all, busy=busy)
+            failed = f"{progress.shown_failures} " if progress.failures else ""
+            left = "" if progress.left_s is None else str(timedelta(seconds=round(progress.left_s)))
+            busy = f"{progress.work} {failed}{progress.busy}"
+            bar.update(task, completed=progress.done.num_lines, total=progress.num_all, left=left, busy=busy)
 
         yield show
 
@@ -120,7 +187,7 @@ class StatusFile:
     def show(self, progress: BatchProgress) -> None:
         """Writes the progress, about once a second."""
         if time.monotonic() - self._written_s >= _FILE_EVERY_S:
-            self.write("running", **asdict(progress), left_s=progress.left_s)
+            self.write("running", **progress.record())
 
     def write(self, state: str, **fields: Any) -> None:
         """Writes a status. state: starting, running, done, or failed where the run could not go on."""

@@ -9,12 +9,30 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from epd.batch.progress import Done
 from epd.batch.result_files import Reason, Tally
 from epd.batch.tasks import BackendCounts
 from epd.console import counted
 
 _NUM_REASONS = 3
 _MAX_EXAMPLE = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Says what is known of the hardware of a run. None where it is not.
+
+    hourly_price: of all of it, in any currency.
+    num_devices: that it has.
+    engine_tokens_per_s: output tokens a second of the engine alone, on requests of the same shape.
+    """
+
+    hourly_price: float | None = None
+    num_devices: int | None = None
+    engine_tokens_per_s: float | None = None
+
+    def price_of(self, seconds: float) -> float | None:
+        return None if self.hourly_price is None else self.hourly_price * seconds / 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +46,7 @@ class Summary:
     wall_s: of this run, from when the model was loaded.
     utilisation: share of the time from the first answer on that each stage worked.
     peak_bytes: of this process's memory.
-    answer_tokens: of this run.
-    hourly_price: of all that the run uses, in any currency; None if it is not given.
+    done: by this run.
     """
 
     num_lines: int
@@ -40,8 +57,8 @@ class Summary:
     counts: BackendCounts = field(default_factory=BackendCounts)
     utilisation: Mapping[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
-    answer_tokens: int = 0
-    hourly_price: float | None = None
+    done: Done = field(default_factory=Done)
+    hardware: Hardware = field(default_factory=Hardware)
 
     @property
     def num_now(self) -> int:
@@ -54,14 +71,29 @@ class Summary:
 
     @property
     def answer_tokens_per_s(self) -> float:
-        return self.answer_tokens / self.wall_s if self.wall_s > 0 else 0.0
+        return self.done.answer_tokens / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def efficiency(self) -> float | None:
+        """Returns the tokens of answers a second over those of the engine alone; None where not known."""
+        alone = self.hardware.engine_tokens_per_s
+        return self.answer_tokens_per_s / alone if alone and self.done.answer_tokens else None
+
+    @property
+    def video_hours_per_hour(self) -> float | None:
+        """Returns the hours of video in an hour of one device, or of the run where no number is known.
+
+        None where no video was looked at.
+        """
+        if not self.done.video_s or self.wall_s <= 0:
+            return None
+        return self.done.video_s / self.wall_s / (self.hardware.num_devices or 1)
 
     @property
     def price_per_1000(self) -> float | None:
         """Returns what 1,000 lines of this run have cost, None without a price or a line."""
-        if self.hourly_price is None or not self.num_now:
-            return None
-        return self.hourly_price * self.wall_s / 3600 / self.num_now * 1000
+        price = self.hardware.price_of(self.wall_s)
+        return None if price is None or not self.num_now else price / self.num_now * 1000
 
     @property
     def accuracy(self) -> float | None:
@@ -95,8 +127,12 @@ class Summary:
             **asdict(self.counts),
             "wall_s": round(self.wall_s, 3),
             "lines_per_s": round(self.lines_per_s, 3),
-            "answer_tokens": self.answer_tokens,
+            "answer_tokens": self.done.answer_tokens,
             "answer_tokens_per_s": round(self.answer_tokens_per_s, 3),
+            "efficiency": self.efficiency,
+            "video_hours": round(self.done.video_s / 3600, 4),
+            "video_hours_per_hour": self.video_hours_per_hour,
+            "num_devices": self.hardware.num_devices,
             "price_per_1000": self.price_per_1000,
             "utilisation": {name: round(share, 3) for name, share in self.utilisation.items()},
             "peak_bytes": self.peak_bytes,
@@ -112,12 +148,10 @@ class Summary:
             f"{counted(self.num_now, 'line')} about {_media(self.num_groups)} in {self.wall_s:.1f} s, "
             f"{self.lines_per_s:.2f} a second",
         ]
-        if self.answer_tokens:
-            lines.append(
-                f"{counted(self.answer_tokens, 'token')} of answers, {self.answer_tokens_per_s:.1f} a second"
-            )
+        lines += self._work_lines()
         if self.price_per_1000 is not None:
-            lines.append(f"1,000 lines cost {self.price_per_1000:.4g} at {self.hourly_price:g} an hour")
+            price = self.hardware.hourly_price
+            lines.append(f"1,000 lines cost {self.price_per_1000:.4g} at {price:g} an hour")
         if self.accuracy is not None:
             lines.append(
                 f"{tally.num_right} of {counted(tally.num_checked, 'answer')} right ({self.accuracy:.1%})"
@@ -133,6 +167,21 @@ class Summary:
         if self.utilisation:
             shares = ", ".join(f"{name} {share:.0%}" for name, share in self.utilisation.items())
             lines.append(f"busy since the first answer: {shares}")
+        return lines
+
+    def _work_lines(self) -> list[str]:
+        """Returns tokens and hours of video for people, where there are any."""
+        lines, done = [], self.done
+        if done.answer_tokens:
+            share = "" if self.efficiency is None else f", {self.efficiency:.0%} of the engine alone"
+            lines.append(
+                f"{counted(done.answer_tokens, 'token')} of answers, {self.answer_tokens_per_s:.1f} a second"
+                + share
+            )
+        if self.video_hours_per_hour is not None:
+            which = "of each device" if self.hardware.num_devices else "of the run"
+            rate = f"{self.video_hours_per_hour:.4g} in an hour {which}"
+            lines.append(f"{done.video_s / 3600:.2f} hours of video, {rate}")
         return lines
 
 

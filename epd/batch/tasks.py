@@ -26,6 +26,12 @@ class Answered:
     line: BatchLine
     completion: JSON
 
+    def amount(self, part: str, name: str) -> float:
+        """Returns a number of a part of the completion, 0 where the server does not say it."""
+        held = self.completion.get(part)
+        found = held.get(name) if isinstance(held, dict) else None
+        return found if isinstance(found, int | float) else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Failed:
@@ -58,6 +64,16 @@ class BackendCounts:
 
 class Backend(Protocol):
     """Answers tasks."""
+
+    @property
+    def max_tasks(self) -> int:
+        """Returns how many tasks it takes at once."""
+        ...
+
+    @property
+    def num_in_flight(self) -> int:
+        """Returns how many lines are being asked."""
+        ...
 
     def run(self, tasks: Iterator[MediaTask]) -> AbstractContextManager[Iterator[Outcome | None]]:
         """Yields the outcomes of all tasks' lines, in any order; None when none came for a moment.

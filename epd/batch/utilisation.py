@@ -1,4 +1,4 @@
-"""Samples how busy each stage is, in few samples however long a run is, and plots it."""
+"""Samples how busy each stage is and how many lines are asked at once, in few samples, and plots it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _MAX_SAMPLES = 512
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Holds a sample. busy_s: seconds that each stage has worked up to time_s."""
+    """Holds a sample. busy_s: seconds that each stage has worked up to time_s. num_in_flight: lines then."""
 
     time_s: float
     busy_s: Mapping[str, float]
+    num_in_flight: int = 0
 
 
 class Utilisation:
@@ -28,11 +29,11 @@ class Utilisation:
         self._least_gap_s = 0.0
         self._warm: Sample | None = None
 
-    def add(self, time_s: float, busy_s: Mapping[str, float]) -> None:
+    def add(self, time_s: float, busy_s: Mapping[str, float], num_in_flight: int = 0) -> None:
         """Adds a sample, unless the last is more recent than the gap between those that are kept."""
         if self.samples and time_s - self.samples[-1].time_s < self._least_gap_s:
             return
-        self.samples.append(Sample(time_s, dict(busy_s)))
+        self.samples.append(Sample(time_s, dict(busy_s), num_in_flight))
         if len(self.samples) > self._max_samples:
             del self.samples[1::2]
             span_s = self.samples[-1].time_s - self.samples[0].time_s
@@ -66,16 +67,24 @@ def _shares(before: Sample, after: Sample) -> dict[str, float]:
 
 
 def plot_utilisation(utilisation: Utilisation, path: Path) -> None:
-    """Draws a line for each stage: the share of each stretch of time that it worked."""
-    with picture(path, 10, 4) as figure:
-        axes = figure.subplots()
+    """Draws the share of each stretch of time that each stage worked, and below it the lines in flight."""
+    with picture(path, 10, 6) as figure:
+        axes, below = figure.subplots(2, 1, sharex=True)
         steps = utilisation.steps()
         start_s = utilisation.samples[0].time_s if utilisation.samples else 0.0
         names = list(dict.fromkeys(name for _, shares in steps for name in shares))
         times_s = [time_s - start_s for time_s, _ in steps]
         for name in names:
             axes.plot(times_s, [shares.get(name, 0.0) for _, shares in steps], label=name)
-        axes.set(xlabel="s", ylabel="share of time busy", ylim=(0, 1.05))
-        axes.grid(alpha=0.3)
+        samples = utilisation.samples
+        below.step(
+            [sample.time_s - start_s for sample in samples],
+            [sample.num_in_flight for sample in samples],
+            where="post",
+        )
+        axes.set(ylabel="share of time busy", ylim=(0, 1.05))
+        below.set(xlabel="s", ylabel="lines in flight", ylim=(0, None))
+        for each in (axes, below):
+            each.grid(alpha=0.3)
         if names:
             axes.legend()

@@ -200,6 +200,7 @@ class _Reply:
                 visual_tokens_before=report.get("visual_tokens_before_reduction", 0),
                 num_substituted_frames=report.get("substituted_frames", 0),
                 num_unseen_frames=report.get("unseen_frames", 0),
+                video_s=report.get("video_s", 0.0),
                 **_reused(report.get("cache") or {}),
             ),
         )

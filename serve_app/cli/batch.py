@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -23,7 +24,7 @@ from epd.batch.places import copied, is_remote
 from epd.batch.progress import StatusFile, batch_bar
 from epd.batch.result_files import errors_path, write_table
 from epd.batch.result_parts import PartsFolder
-from epd.batch.summary import Summary
+from epd.batch.summary import Hardware, Summary
 from epd.batch.tables import PARQUET_SUFFIX
 from epd.batch.tasks import Backend
 from epd.batch.utilisation import Utilisation, plot_utilisation
@@ -32,7 +33,7 @@ from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.models import model_folder
 from epd.profiles.files import load_profile
-from epd.serve_app.cli.early_checks import STDIN, as_path, stdin_file
+from epd.serve_app.cli.early_checks import STDIN, as_path, is_terminal, stdin_file
 from epd.serve_app.cli.flags import with_fields_of, with_options_of
 from epd.serve_app.cli.options import (
     Address,
@@ -44,6 +45,7 @@ from epd.serve_app.cli.options import (
     System,
 )
 from epd.serve_app.cli.question_options import QuestionOptions
+from epd.serve_app.local.dry_run import DryRun, Look, dry_run, server_look
 
 _Source = Annotated[
     str,
@@ -92,13 +94,35 @@ _StatusFile = Annotated[
 _DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Say what the batch would take: media, tokens, time. Ask nothing.")
 ]
+_IsAgreed = Annotated[
+    bool, typer.Option("--yes", "-y", help="On a terminal, begin without an estimate and a question.")
+]
 _Profile = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="With --dry-run: file of epd profile, or MODEL@DEVICE, for the time."),
+    typer.Option(metavar="FILE", help="Of an estimate: file of epd profile, or MODEL@DEVICE, for the time."),
 ]
 _HourlyPrice = Annotated[
     float | None,
     typer.Option(min=0, help="What the hardware costs an hour: the summary has the price of 1,000 lines."),
+]
+_NumDevices = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Devices of the hardware, for hours of video of each.")
+]
+_MediaInFlight = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="Media that running servers are asked about at once; by default by workers."
+    ),
+]
+_EngineRate = Annotated[
+    float | None,
+    typer.Option(
+        "--engine-tokens-per-s",
+        metavar="RATE",
+        min=0,
+        help="Output tokens a second of the engine alone, for requests of this shape: the summary has the "
+        "share that was reached.",
+    ),
 ]
 _Urls = Annotated[
     list[str] | None,
@@ -117,6 +141,8 @@ _Topology = Annotated[
         metavar="T", help="Start workers as epd serve does; by default one process does all the work."
     ),
 ]
+# Lines of a run from which on a terminal asks, and media that are looked at for its estimate.
+_MANY, _SAMPLE = 100, 32
 # In one process: media of a line, lines in flight, and how long one waits for room, since nobody does.
 _MAX_MEDIA, _MAX_REQUESTS, _MAX_WAIT_S = 1024, 56, 7 * 24 * 3600.0
 
@@ -132,14 +158,24 @@ class _Target:
     name: str
     api_key: str | None
     config: EngineConfig
+    media_in_flight: int | None = None
 
     def __post_init__(self) -> None:
         given = {"--topology": self.topology, "--url": self.urls, "--address": self.address}
         names = [name for name, value in given.items() if value is not None]
         if len(names) > 1:
             raise RequestError(f"received {' and '.join(names)}; allowed: one of them; leave out the rest")
-        if (self.urls, self.address) != (None, None):
+        if self.media_in_flight is not None and not self.is_server:
+            raise RequestError(
+                "received --media-in-flight and no running server; allowed: with --url or --address; add one"
+            )
+        if self.is_server:
             self.config.check_at_server()
+
+    @property
+    def is_server(self) -> bool:
+        """Returns whether a server that runs answers."""
+        return (self.urls, self.address) != (None, None)
 
 
 @with_fields_of(EngineConfig)
@@ -160,9 +196,13 @@ def batch(
     max_attempts: _MaxAttempts = 3,
     allow_failures: _AllowFailures = False,
     status_file: _StatusFile = None,
-    dry_run: _DryRun = False,
+    is_dry: _DryRun = False,
     profile: _Profile = None,
+    yes: _IsAgreed = False,
     hourly_price: _HourlyPrice = None,
+    num_devices: _NumDevices = None,
+    engine_tokens_per_s: _EngineRate = None,
+    media_in_flight: _MediaInFlight = None,
     plot: Plot = None,
     as_json: IsJson = False,
     **options: Any,
@@ -175,9 +215,12 @@ def batch(
     """
     asked, config = QuestionOptions.parted(options)
     source = as_path(source)
-    target = _Target(model, topology, tuple(url) if url else None, address, name, api_key, config)
+    urls = tuple(url) if url else None
+    target = _Target(model, topology, urls, address, name, api_key, config, media_in_flight)
     utilisation, results = Utilisation(), _results_place(out, max_attempts)
-    _check_dry_run(target, profile, is_dry=dry_run)
+    hardware = Hardware(hourly_price, num_devices, engine_tokens_per_s)
+    estimate = _Estimate(target, profile, hardware, is_asked=not yes and not is_dry and _has_terminal())
+    estimate.check(is_dry=is_dry)
     status = None if status_file is None else StatusFile(status_file)
     with ExitStack() as stack:
         lines, folder = stack.enter_context(_lines_file(source, _asked(question, questions)))
@@ -197,17 +240,17 @@ def batch(
             system=system,
             sampling=asked.sampling,
         )
-        if dry_run:
-            failed = _look(lines, defaults, target, profile, as_json=as_json)
+        if is_dry:
+            failed = estimate.dry_run(lines, defaults, as_json=as_json)
             raise typer.Exit(_SOME_FAILED if failed and not allow_failures else 0)
         summary = run_batch(
             BatchPlan(lines, results, defaults, retries_failed=retry_failed),
-            lambda index: _backend(target, index),
+            lambda index: _backend(target, index, estimate),
             indexing_bar=lambda: console.progress_bar("reading lines"),
             bar=batch_bar if status is None else partial(status.told, batch_bar),
             utilisation=utilisation,
         )
-    summary = replace(summary, hourly_price=hourly_price)
+    summary = replace(summary, hardware=hardware)
     if isinstance(results, Path) and PurePath(out).suffix.lower() == TABLE_SUFFIX:
         write_table(Path(out), results)
     if status is not None:
@@ -271,21 +314,41 @@ def _results_place(out: str, max_attempts: int) -> Path | PartsFolder:
     return Path(out).with_suffix(".jsonl") if suffix == TABLE_SUFFIX else Path(out)
 
 
-@contextmanager
-def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
-    if target.urls is not None:
-        with HttpBackend.open(target.urls, target.api_key) as backend:
-            yield backend
-    elif target.topology is not None or target.address is not None:
-        from epd.serve_app.ray.server import started_backend, url_of_app  # Ray
+def _has_terminal() -> bool:
+    """Returns whether somebody can be asked, and sees the question."""
+    return is_terminal() and sys.stderr.isatty()
 
-        opened = (
-            HttpBackend.open(url_of_app(target.address, target.name), target.api_key)
-            if target.address is not None
-            else started_backend(target.model, target.topology or "", index.media.folder(), target.config)
-        )
-        with opened as backend:
+
+def _ray_server() -> ModuleType:
+    """Returns the module that starts and finds applications."""
+    from epd.serve_app.ray import server  # Ray
+
+    return server
+
+
+@contextmanager
+def _server(target: _Target) -> Iterator[HttpBackend]:
+    """Opens the servers that run. Raises UnavailableError where none answers."""
+    urls = target.urls
+    if urls is None:
+        urls = (_ray_server().url_of_app(target.address, target.name),)
+    with HttpBackend.open(urls, target.api_key, target.media_in_flight) as backend:
+        yield backend
+
+
+@contextmanager
+def _backend(target: _Target, index: LineIndex, estimate: _Estimate) -> Iterator[Backend]:
+    """Opens what answers, once somebody at a terminal has agreed."""
+    if target.is_server:
+        with _server(target) as backend:
+            estimate.ask(index, lambda: server_look(backend))
             yield backend
+        return
+    estimate.ask(index, estimate.own_look)
+    if target.topology is not None:
+        folder = index.media.folder()
+        with _ray_server().started_backend(target.model, target.topology, folder, target.config) as started:
+            yield started
     else:
         from epd.serve_app.cli.own_backend import OwnBackend, open_model  # torch
 
@@ -294,31 +357,65 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
             yield OwnBackend(service, max_requests=_MAX_REQUESTS)
 
 
-def _check_dry_run(target: _Target, profile: str | None, *, is_dry: bool) -> None:
-    if profile is not None and not is_dry:
-        raise RequestError("received --profile without --dry-run; allowed: with it; add --dry-run")
-    if is_dry and (target.urls, target.address) != (None, None):
-        raise RequestError(
-            "received --dry-run and a running server; allowed: with the model's folder; give --model instead"
-        )
+@dataclass(frozen=True, slots=True)
+class _Estimate:
+    """Says what a batch would take. is_asked: whether somebody at a terminal decides if it begins."""
+
+    target: _Target
+    profile: str | None
+    hardware: Hardware
+    is_asked: bool
+
+    def check(self, *, is_dry: bool) -> None:
+        if self.profile is not None and not (is_dry or self.is_asked):
+            raise RequestError(
+                "received --profile without --dry-run, and no question at a terminal; allowed: with one of "
+                "them; add --dry-run"
+            )
+
+    def dry_run(self, lines: Path, defaults: LineDefaults, *, as_json: bool) -> int:
+        """Says what all lines would take. Writes no results. Returns how many lines would fail."""
+        with ExitStack() as stack:
+            index = stack.enter_context(closing(LineIndex(lines, defaults)))
+            index.build()
+            look = (
+                server_look(stack.enter_context(_server(self.target)))
+                if self.target.is_server
+                else self.own_look()
+            )
+            found = self._found(index, look, None)
+        if as_json:
+            console.print_json(found.record())
+        else:
+            print(*found.lines(), sep="\n")
+        _tell_failures(found)
+        return found.num_failing
+
+    def ask(self, index: LineIndex, look: Callable[[], Look]) -> None:
+        """Asks whether a run of many lines is to begin, by a sample of its media. Raises Abort."""
+        if not self.is_asked or index.num_lines < _MANY:
+            return
+        found = self._found(index, look(), _SAMPLE)
+        print(*found.lines(), sep="\n", file=sys.stderr)
+        _tell_failures(found)
+        if not typer.confirm("Begin?", default=True, err=True):
+            raise typer.Abort
+
+    def own_look(self) -> Look:
+        from epd.serve_app.local.planned_lines import own_look  # torch
+
+        config = self.target.config
+        return own_look(model_folder(self.target.model, config.revision, config.hub), config.pixels)
+
+    def _found(self, index: LineIndex, look: Look, max_groups: int | None) -> DryRun:
+        costs = None if self.profile is None else load_profile(self.profile)
+        with console.progress_bar("looking at media") as show:
+            return dry_run(index, look, costs, show, hardware=self.hardware, max_groups=max_groups)
 
 
-def _look(lines: Path, defaults: LineDefaults, target: _Target, profile: str | None, *, as_json: bool) -> int:
-    """Says what the batch would take. Writes no results. Returns how many lines would fail."""
-    from epd.serve_app.local.dry_run import dry_run  # torch
-
-    costs = None if profile is None else load_profile(profile)
-    model = model_folder(target.model, target.config.revision, target.config.hub)
-    with closing(LineIndex(lines, defaults)) as index, console.progress_bar("looking at media") as show:
-        index.build()
-        found = dry_run(index, model, target.config.pixels, costs, show)
-    if as_json:
-        console.print_json(found.record())
-    else:
-        print(*found.lines(), sep="\n")
+def _tell_failures(found: DryRun) -> None:
     for kind, reason in found.reasons.items():
         print(f"would fail: {reason.num_lines} {kind}, such as: {reason.example}", file=sys.stderr)
-    return found.num_failing
 
 
 def _report(summary: Summary, utilisation: Utilisation, plot: Path | None, *, as_json: bool) -> None:

@@ -186,6 +186,11 @@ class _Watched:
     def __init__(self, inner: HttpBackend, run: BatchRun) -> None:
         self._inner = inner
         self._run = run
+        self.max_tasks = inner.max_tasks
+
+    @property
+    def num_in_flight(self) -> int:
+        return self._inner.num_in_flight
 
     @contextmanager
     def run(self, tasks: Iterator[MediaTask]) -> Iterator[Iterator[Outcome | None]]:

@@ -100,6 +100,7 @@ class CacheReport(BaseModel):
 class EpdReport(BaseModel):
     """The cost of the request. Seconds by stage, of service and of waiting; stages overlap.
 
+    video_s: seconds of video that the frames stand for
     retention: share of the visual tokens that was to be kept
     substituted_frames: number of frames that could not be decoded and show a neighbour
     unseen_frames: of animated pictures that were sent as images, all frames but the first of each
@@ -107,6 +108,7 @@ class EpdReport(BaseModel):
     """
 
     frames: int
+    video_s: float
     substituted_frames: int
     unseen_frames: int
     visual_tokens: int

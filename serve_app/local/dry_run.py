@@ -1,64 +1,81 @@
-"""Says what a batch would take, before anything is decoded: lines, media, hours, tokens, and device time.
+"""Says what a batch would take, before anything is decoded: lines, media, hours, tokens, device time, price.
 
-Only the headers of media are read. Media of other machines are counted and not looked at.
+Media are looked at here (`planned_lines.py`), or by the server that will answer. Only their headers are read.
+A sample of the media stands for all of them where the run itself is to begin soon.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
+from http import HTTPStatus
 from typing import Any
 
-from pydantic import ValidationError
+import httpx
 
-from epd import video
+from epd.batch.http_backend import HttpBackend
 from epd.batch.line_index import LineGroup, LineIndex
-from epd.batch.lines import BatchLine
-from epd.batch.media_names import local_path
+from epd.batch.lines import JSON, BatchLine
 from epd.batch.result_files import Reason
+from epd.batch.summary import Hardware
+from epd.batch.tasks import Failed
 from epd.console import counted
-from epd.control.arrivals import RequestWork
-from epd.encoders import MediaPlan
-from epd.errors import EPDError, UnsupportedMediaError
-from epd.pixel_settings import PixelSettings
+from epd.encode.sharding import GROUP_TOKENS
+from epd.errors import RequestBudgetError
+from epd.kv.answer_length import TYPICAL_TOKENS
+from epd.profiles.media import MediaRule
 from epd.profiles.profile import Profile
-from epd.reduction import KEEP_ALL
-from epd.sampling_params import SamplingParams
-from epd.serve_app.http.requests.answer_format import no_turns
-from epd.serve_app.http.requests.chat_request import ChatRequest
-from epd.serve_app.http.requests.request_parsing import (
-    conversation,
-    describe,
-    heard_part,
-    pixel_limits,
-    reduction_policy,
-    sampling_params,
-    video_sampling,
-    visual_budget,
-)
-from epd.serve_app.orchestration.live_answer import AnswerPlan
-from epd.serve_app.orchestration.request_planner import RequestPlanner
-from epd.serve_app.service import AnswerRequest, HeldItem, MediaReference, MediaSource
+from epd.types import ceil_div
 
 # Answers that are decoded together.
 _BATCH = 32
+_ESTIMATE_URL = "/v1/epd/estimate"
+_TIMEOUT_S = 120.0
+_COUNTS = (
+    "num_not_looked_at", "num_failing", "num_media", "num_frames", "visual_tokens", "prompt_tokens",
+    "answer_tokens",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """Says what one line would take.
+
+    visual_tokens: of the prompt, as they are prefilled. whole_tokens: those without reduction
+    num_patches: of its media; None where it is not known
+    answer_tokens: as many as are expected
+    """
+
+    num_media: int
+    video_s: float
+    num_frames: int
+    visual_tokens: int
+    whole_tokens: int
+    prompt_tokens: int
+    answer_tokens: int
+    num_patches: int | None = None
+
+
+# None for media that cannot be looked at.
+Look = Callable[[BatchLine], Looked | Failed | None]
 
 
 @dataclass(slots=True)
 class DryRun:
     """Sums up what a batch would take.
 
+    num_groups: sets of media. num_sampled: those that were looked at, which stand for all
     num_not_looked_at: lines about media of other machines, which are in no other sum
     num_failing: lines that would fail, by `reasons`
-    num_media: media of this machine, each once. video_hours: of those that are videos, whole
+    num_media: each once. video_hours: of those that are videos
     visual_tokens: computed once for all questions about the same media
     prompt_tokens, answer_tokens: of all lines; of answers as many as are expected
     device_s: seconds of one device for all stages but the decoding of video; None without a profile
     """
 
     num_lines: int = 0
+    num_groups: int = 0
+    num_sampled: int = 0
     num_not_looked_at: int = 0
     num_failing: int = 0
     num_media: int = 0
@@ -68,18 +85,41 @@ class DryRun:
     prompt_tokens: int = 0
     answer_tokens: int = 0
     device_s: float | None = None
+    hardware: Hardware = field(default_factory=Hardware)
     reasons: dict[str, Reason] = field(default_factory=dict)
 
     def fail(self, num_lines: int, kind: str, message: str) -> None:
         self.num_failing += num_lines
         self.reasons.setdefault(kind, Reason(message)).num_lines += num_lines
 
+    def scaled(self, factor: float) -> DryRun:
+        """Returns the sums of as many times the media."""
+        more: dict[str, Any] = {name: round(factor * getattr(self, name)) for name in _COUNTS}
+        more["reasons"] = {
+            kind: Reason(reason.example, round(factor * reason.num_lines))
+            for kind, reason in self.reasons.items()
+        }
+        device_s = None if self.device_s is None else factor * self.device_s
+        return replace(self, **more, video_hours=factor * self.video_hours, device_s=device_s)
+
+    @property
+    def time_s(self) -> float | None:
+        """Returns the seconds of all devices, where their number and a profile are known."""
+        num_devices = self.hardware.num_devices
+        return None if self.device_s is None or num_devices is None else self.device_s / num_devices
+
+    @property
+    def price(self) -> float | None:
+        """Returns the price of the run; of one device where no number of devices is known."""
+        seconds = self.device_s if self.time_s is None else self.time_s
+        return None if seconds is None else self.hardware.price_of(seconds)
+
     def lines(self) -> list[str]:
         """Returns the sums for people."""
         device = "unknown: give --profile" if self.device_s is None else _time(self.device_s)
         lines, frames = counted(self.num_lines, "line"), counted(self.num_frames, "frame")
         media = "1 medium" if self.num_media == 1 else f"{self.num_media} media"
-        return [
+        found = [
             f"{lines}, {self.num_failing} would fail, {self.num_not_looked_at} about media elsewhere that "
             "were not looked at",
             f"{media}, {self.video_hours:.2f} hours of video, {frames}",
@@ -87,125 +127,141 @@ class DryRun:
             f"prompts, {self.answer_tokens:,} of answers expected",
             f"time on one device: {device}",
         ]
+        if self.num_sampled < self.num_groups:
+            found[0] = f"about {found[0]}; {self.num_sampled} of {self.num_groups} media were looked at"
+        if self.time_s is not None:
+            found.append(
+                f"time on {counted(self.hardware.num_devices or 1, 'device')}: {_shown(self.time_s)}"
+            )
+        if self.price is not None:
+            found.append(f"price: {self.price:.4g} at {self.hardware.hourly_price:g} an hour")
+        return found
 
     def record(self) -> dict[str, Any]:
         """Returns the sums for `--json`."""
-        return asdict(self)
+        return {**asdict(self), "time_s": self.time_s, "price": self.price}
 
 
 def _time(seconds: float) -> str:
-    shown = f"{seconds:.3g} s" if seconds < 60 else f"{seconds / 60:,.1f} min"
-    return f"{shown}, {seconds / 3600:.3g} GPU hours, without the decoding of video"
+    return f"{_shown(seconds)}, {seconds / 3600:.3g} GPU hours, without the decoding of video"
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 60 else f"{seconds / 60:,.1f} min"
 
 
 def dry_run(
     index: LineIndex,
-    model: Path,
-    pixels: PixelSettings,
+    look: Look,
     profile: Profile | None,
     show: Callable[[int, int], None],
+    *,
+    hardware: Hardware,
+    max_groups: int | None = None,
 ) -> DryRun:
-    """Looks at all media of an index that is built. Raises ModelError.
+    """Looks at the media of an index that is built. Raises ModelError.
 
-    model, pixels: what would answer, and the sizes that it gets media in. profile: its costs
-    show: called with the lines done, and all
+    profile: costs of the model that would answer
+    show: called with the sets of media that are done, and all
+    max_groups: sets of media to look at, evenly spread; None for all
     """
-    planner = RequestPlanner(model, pixels=pixels)
-    found = DryRun(num_lines=index.num_lines, device_s=None if profile is None else 0.0)
+    num_groups = index.num_families
+    every = 1 if max_groups is None else ceil_div(num_groups, max_groups)
+    found = DryRun(num_groups=num_groups, device_s=None if profile is None else 0.0, hardware=hardware)
+    num_seen = 0
+    for place, group in enumerate(index.groups()):
+        if place % every == 0:
+            _add(found, look, profile, group, next(index.lines(group)))
+            found.num_sampled += 1
+            num_seen += group.num_lines
+            show(place + 1, num_groups)
+    num_asked = index.num_lines - index.num_refused
+    if num_seen < num_asked:
+        found = found.scaled(num_asked / num_seen)
     for refused in index.refused():
         found.fail(1, "RequestError", refused.message)
-    num_done = found.num_failing
-    for group in index.groups():
-        _add(found, planner, profile, group, next(index.lines(group)))
-        num_done += group.num_lines
-        show(num_done, found.num_lines)
+    found.num_lines = index.num_lines
     return found
 
 
-def _add(
-    found: DryRun, planner: RequestPlanner, profile: Profile | None, group: LineGroup, line: BatchLine
-) -> None:
+def _add(found: DryRun, look: Look, profile: Profile | None, group: LineGroup, line: BatchLine) -> None:
     """Adds a group, each of whose lines is taken to be as its first."""
-    try:
-        looked = _planned(planner, line)
-    except ValidationError as error:
-        found.fail(group.num_lines, "RequestError", str(describe(error)))
-    except EPDError as error:
-        found.fail(group.num_lines, type(error).__name__, str(error))
+    looked, num_lines = look(line), group.num_lines
+    if isinstance(looked, Failed):
+        found.fail(num_lines, looked.kind, looked.message)
+    elif looked is None:
+        found.num_not_looked_at += num_lines
     else:
-        if looked is None:
-            found.num_not_looked_at += group.num_lines
-        else:
-            _add_plan(found, profile, group.num_lines, *looked)
+        found.num_media += looked.num_media
+        found.video_hours += looked.video_s / 3600
+        found.num_frames += looked.num_frames
+        found.visual_tokens += looked.visual_tokens
+        found.prompt_tokens += num_lines * looked.prompt_tokens
+        found.answer_tokens += num_lines * looked.answer_tokens
+        if profile is not None:
+            found.device_s = (found.device_s or 0.0) + _device_s(profile, looked, num_lines)
 
 
-def _add_plan(
-    found: DryRun, profile: Profile | None, num_lines: int, plan: AnswerPlan, facts: list[video.MediaFacts]
-) -> None:
-    work, usage = plan.work, plan.usage(0)
-    num_answer = work.expected_tokens or work.max_tokens
-    found.num_media += len(facts)
-    found.video_hours += sum(each.num_frames / each.fps for each in facts if each.kind == "video") / 3600
-    found.num_frames += usage.num_frames
-    found.visual_tokens += usage.visual_tokens
-    found.prompt_tokens += num_lines * work.num_prompt_tokens
-    found.answer_tokens += num_lines * num_answer
-    if profile is not None:
-        seconds = _device_s(profile, work, usage.visual_tokens, num_lines, len(plan.groups))
-        found.device_s = (found.device_s or 0.0) + seconds
-
-
-def _device_s(profile: Profile, work: RequestWork, num_visual: int, num_lines: int, num_groups: int) -> float:
+def _device_s(profile: Profile, looked: Looked, num_lines: int) -> float:
     """Returns what a group of lines takes: its media once, each question and each answer."""
-    num_prompt = work.num_prompt_tokens
+    num_prompt, num_visual = looked.prompt_tokens, looked.visual_tokens
     num_text = num_prompt - num_visual
-    encode_s = profile.encode.cost.seconds(work.num_patches, num_groups) if num_groups else 0.0
+    num_groups = ceil_div(looked.whole_tokens, GROUP_TOKENS)
+    patches = looked.num_patches
+    if patches is None:
+        patches = round(looked.whole_tokens * _patches_per_token(profile.media))
+    encode_s = profile.encode.cost.seconds(patches, num_groups) if num_groups else 0.0
     media_s = (
         profile.prefill.cost.seconds(num_visual, num_visual * (num_visual + 1) / 2) if num_visual else 0.0
     )
     question_s = profile.prefill.cost.seconds(num_text, num_text * (num_visual + num_prompt + 1) / 2)
     token_s = profile.decode.cost.seconds(_BATCH, _BATCH * num_prompt) / _BATCH
-    return encode_s + media_s + num_lines * (question_s + (work.expected_tokens or work.max_tokens) * token_s)
+    return encode_s + media_s + num_lines * (question_s + looked.answer_tokens * token_s)
 
 
-def _planned(planner: RequestPlanner, line: BatchLine) -> tuple[AnswerPlan, list[video.MediaFacts]] | None:
-    """Plans a line; None where a medium is not here. Raises EPDError, and ValidationError for its body."""
-    chat = ChatRequest.model_validate_json(json.dumps(line.body))
-    messages, references = conversation(chat.messages, no_turns(chat), pixel_limits(chat), heard_part(chat))
-    sources: list[MediaSource] = []
-    images: dict[int, MediaPlan] = {}
-    for place, reference in enumerate(references):
-        source = _source(place, reference)
-        if source is None:
+def _patches_per_token(media: MediaRule) -> float:
+    return media.merge**2 if media.kind == "grid" else media.tile_patches / media.tile_tokens
+
+
+def server_look(backend: HttpBackend) -> Look:
+    """Returns how a server of ours looks at lines. One of another maker looks at none."""
+    endpoint = backend.endpoints[0]
+
+    def look(line: BatchLine) -> Looked | Failed | None:
+        try:
+            answer = httpx.post(
+                f"{endpoint.url}{_ESTIMATE_URL}",
+                json=backend.body_of(line),
+                headers=endpoint.headers,
+                timeout=_TIMEOUT_S,
+                trust_env=False,
+            )
+            reply = answer.json()
+        except (httpx.HTTPError, ValueError):
             return None
-        sources.append(source)
-        if source.kind == "image":
-            facts = source.facts
-            images[place] = planner.adapter.plan_image(facts.height, facts.width, reference.pixels)
-    request = AnswerRequest(
-        request_id=line.key,
-        model=planner.card.name,
-        messages=messages,
-        media=tuple(sources),
-        sampling=sampling_params(chat, SamplingParams()),
-        frame_sampling=video_sampling(chat, references),
-        reduction=reduction_policy(chat, KEEP_ALL),
-        budget=visual_budget(chat, None),
-    )
-    return planner.plan(request, images), [each.facts for each in sources]
+        return _looked(line, reply) if answer.status_code == HTTPStatus.OK else _failed(line, reply)
+
+    return look
 
 
-def _source(place: int, reference: MediaReference) -> MediaSource | None:
-    """Looks at a medium; None for one that is no file, and for sound. Raises MediaError."""
-    path = local_path(reference.url)
-    if path is None or reference.kind == "audio":
+def _failed(line: BatchLine, reply: Any) -> Failed | None:
+    """Returns why a server of ours refused a line: its codes are names. None for another server."""
+    error = reply.get("error") if isinstance(reply, dict) else None
+    if not isinstance(error, dict) or not isinstance(error.get("code"), str):
         return None
-    facts = video.look(path).taken_as(reference.kind)
-    if facts.kind != reference.kind:
-        raise UnsupportedMediaError(
-            f"{reference.label} is of the kind {facts.kind}; allowed: {reference.kind}; name it as it is"
-        )
-    num_bytes = path.stat().st_size
-    return MediaSource(
-        facts, reference.url, num_bytes, reference.label, HeldItem("", place), reference.pixels
+    return Failed(line, error["code"], str(error.get("message")))
+
+
+def _looked(line: BatchLine, reply: JSON) -> Looked | Failed:
+    if not reply["fits"]:
+        return Failed.of(line, RequestBudgetError(reply["reason"]))
+    asked = line.body.get("max_completion_tokens") or line.body.get("max_tokens") or TYPICAL_TOKENS
+    return Looked(
+        num_media=len(reply["media"]),
+        video_s=reply["video_s"],
+        num_frames=reply["frames"],
+        visual_tokens=reply["visual_tokens"],
+        whole_tokens=reply["visual_tokens_before_reduction"],
+        prompt_tokens=reply["prompt_tokens"],
+        answer_tokens=min(reply["max_completion_tokens"], asked),
     )

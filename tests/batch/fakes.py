@@ -46,6 +46,8 @@ class FakeBackend:
     num_tokens: int = 0
     asked: list[Any] = field(default_factory=list)
     num_tasks: int = 0
+    max_tasks: int = 1
+    num_in_flight: int = 0
 
     @contextmanager
     def run(self, tasks: Iterator[MediaTask]) -> Iterator[Iterator[Outcome | None]]:

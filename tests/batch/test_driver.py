@@ -11,8 +11,10 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ import pytest
 from epd.batch.driver import BatchPlan, run_batch
 from epd.batch.line_index import LineIndex
 from epd.batch.lines import LineDefaults
+from epd.batch.progress import BatchProgress, Done
 from epd.batch.result_files import Tally, errors_path
-from epd.batch.summary import Summary
-from epd.batch.tasks import Backend
+from epd.batch.summary import Hardware, Summary
+from epd.batch.tasks import Backend, MediaTask, Outcome
 from epd.batch.utilisation import Utilisation
 from epd.errors import RequestError, UnavailableError
 from tests import ROOT
@@ -93,7 +96,7 @@ def test_a_run_answers_group_by_group_and_sums_up(tmp_path: Path) -> None:
         tmp_path,
         backend,
         utilisation=utilisation,
-        bar=lambda: nullcontext(lambda progress: shown.append((progress.num_done, progress.num_all))),
+        bar=lambda: nullcontext(lambda progress: shown.append((progress.done.num_lines, progress.num_all))),
     )
     assert_complete(tmp_path)
     tally = summary.tally
@@ -103,21 +106,27 @@ def test_a_run_answers_group_by_group_and_sums_up(tmp_path: Path) -> None:
     assert summary.num_now == NUM_LINES
     assert summary.utilisation.keys() == {"decode", "language"}
     assert shown
-    assert all(every == NUM_LINES for _, every in shown)
+    assert all(every == NUM_LINES - 15 for _, every in shown)  # the others are refused before
     assert summary.record()["accuracy"] == pytest.approx(180 / 380)
     assert "380 of 400 lines answered, 20 failed" in summary.lines()[0]
 
 
 def test_the_summary_has_tokens_a_second_and_the_price_of_lines(tmp_path: Path) -> None:
     tally = Tally(num_answered=40, num_failed=10)
-    summary = Summary(50, 0, 5, tally, wall_s=36.0, answer_tokens=720, hourly_price=2.0)
+    done = Done(50, 5, video_s=7200.0, answer_tokens=720)
+    summary = Summary(50, 0, 5, tally, wall_s=36.0, done=done, hardware=Hardware(2.0, 4, 80.0))
     assert summary.answer_tokens_per_s == pytest.approx(20.0)
     assert summary.price_per_1000 == pytest.approx(2.0 * 0.01 / 50 * 1000)
-    assert "720 tokens of answers, 20.0 a second" in summary.lines()
+    assert "720 tokens of answers, 20.0 a second, 25% of the engine alone" in summary.lines()
+    assert "2.00 hours of video, 50 in an hour of each device" in summary.lines()
+    assert replace(summary, hardware=Hardware()).lines()[2:] == [
+        "720 tokens of answers, 20.0 a second",
+        "2.00 hours of video, 200 in an hour of the run",
+    ]
     assert "1,000 lines cost 0.4 at 2 an hour" in summary.lines()
-    assert Summary(50, 50, 0, tally, 1.0, hourly_price=2.0).price_per_1000 is None
+    assert Summary(50, 50, 0, tally, 1.0, hardware=Hardware(2.0)).price_per_1000 is None
     write_input(tmp_path, 4)
-    assert run(tmp_path, FakeBackend(num_tokens=3)).answer_tokens == 12
+    assert run(tmp_path, FakeBackend(num_tokens=3)).done.answer_tokens == 12
 
 
 def test_lines_that_failed_are_asked_again_on_request(tmp_path: Path) -> None:
@@ -206,3 +215,34 @@ def test_an_empty_input_is_no_work(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("\n\n")
     summary = run(tmp_path, FakeBackend())
     assert (summary.num_lines, summary.tally.num_answered) == (0, 0)
+
+
+def test_the_time_left_is_that_of_the_work_left(tmp_path: Path) -> None:
+    """Of four videos the last has ten times the bytes of the others together."""
+    sizes = (1000, 1001, 999, 30_000)
+    for number, size in enumerate(sizes):
+        (tmp_path / f"{number}.mp4").write_bytes(b"0" * size)
+    lines = [{"id": number, "video": f"{number}.mp4", "question": "q"} for number in range(len(sizes))]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown: list[BatchProgress] = []
+
+    class Reading(FakeBackend):
+        def busy_s(self) -> Mapping[str, float]:
+            return {"decode": sum(sizes[number] for number in self.asked) / 1e6}
+
+        def _outcomes(self, tasks: Iterator[MediaTask]) -> Iterator[Outcome | None]:
+            lines = [line for task in tasks for line in task.lines]
+            for self.num_in_flight, line in zip((3, 2, 1, 0), lines, strict=True):
+                time.sleep(0.15)  # longer than between two looks
+                self.asked.append(line.line_id)
+                yield self._outcome(line)
+
+    utilisation = Utilisation()
+    bar = lambda: nullcontext(shown.append)  # noqa: E731 - as the command gives it
+    run(tmp_path, Reading(), bar=bar, utilisation=utilisation)
+    last = [each for each in shown if each.done.num_lines == 3][-1]
+    assert last.left_s == pytest.approx(10 * last.wall_s)
+    assert (last.done.num_media, last.done.num_bytes, last.num_all) == (3, 3000, 4)
+    assert shown[-1].left_s == 0
+    assert [each.num_in_flight for each in shown] == [3, 2, 1, 0]
+    assert [sample.num_in_flight for sample in utilisation.samples] == [3, 2, 1, 0]

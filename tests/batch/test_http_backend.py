@@ -36,7 +36,7 @@ Reply = tuple[int, dict[str, Any]]
 class FakeServer:
     """answer: gives status and body for a question. spans: of each, (video, start, stop) in seconds.
 
-    options: ours of each body.
+    options: ours of each body. path: that was asked last. workers: that it says to have.
     """
 
     answer: Callable[[str], Reply] = lambda question: (200, completion(question))
@@ -44,6 +44,8 @@ class FakeServer:
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     options: list[Any] = field(default_factory=list)
     url: str = ""
+    path: str = ""
+    workers: list[dict[str, str]] = field(default_factory=list)
 
     def reply(self, body: dict[str, Any]) -> Reply:
         start_s = monotonic()
@@ -64,11 +66,12 @@ def serving(server: FakeServer, port: int = 0) -> Iterator[FakeServer]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self._send(200, {"data": [{"id": "m"}]})
+            self._send(200, {"data": [{"id": "m"}], "workers": server.workers})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             is_known = self.headers["Authorization"] == f"Bearer {KEY}"
+            server.path = self.path
             self._send(*(server.reply(body) if is_known else (401, {"error": {"message": "who?"}})))
 
         def _send(self, status: int, body: dict[str, Any]) -> None:
@@ -295,3 +298,12 @@ def test_what_a_server_of_ours_reports_is_added_up(tmp_path: Path) -> None:
 def test_what_is_no_url_is_refused() -> None:
     with pytest.raises(RequestError, match="not an endpoint"), HttpBackend.open("server:8000", None):
         pass
+
+
+@pytest.mark.parametrize(("roles", "num_media"), [("", 4), ("e p d", 4), ("ep ep epd d v", 12)])
+def test_a_server_with_many_workers_is_asked_about_more_media_at_once(roles: str, num_media: int) -> None:
+    server = FakeServer(workers=[{"roles": letters} for letters in roles.split()])
+    with serving(server), HttpBackend.open(server.url, KEY) as backend:
+        assert (backend.max_tasks, backend.max_requests) == (num_media, 4 * num_media)
+    with serving(server), HttpBackend.open([server.url], KEY, media_in_flight=100) as backend:
+        assert (backend.max_tasks, backend.max_requests) == (100, 100)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from epd.batch.progress import BatchProgress, StatusFile, batch_bar
+from epd.batch.progress import BatchProgress, Done, StatusFile, batch_bar
 from epd.errors import UnavailableError
 
-HALF = BatchProgress(50, 100, 3, 0.5, {"decode": 0.25})
+HALF = BatchProgress(Done(50, 5, 0, 5400.0, 250), 100, 2, {"MediaError": 3}, 100.0, 90.0, {"decode": 0.25})
 
 
 def test_a_line_a_minute_without_a_terminal(
@@ -24,13 +24,16 @@ def test_a_line_a_minute_without_a_terminal(
         for _ in range(1300):  # 130 s
             show(HALF)
             now_s += 0.1
-    line = "50 of 100 lines, 3 failed; 0.50 a second, time left 2 min; busy: decode  25%\n"
+    line = (
+        "50 of 100 lines, 3 failed (3 MediaError); 0.50 a second, time left 2 min; 5 media, 1.50 h of video, "
+        "2.5 tokens/s; busy: decode  25%\n"
+    )
     assert capsys.readouterr().err == 2 * line
 
 
 def test_nothing_is_known_before_the_first_line() -> None:
-    assert BatchProgress(0, 100, 0, 0.0, {}).left_s is None
-    assert HALF.left_s == 100.0
+    line = BatchProgress(Done(), 100, 0, {}, 0.0, None, {}).line()
+    assert line.startswith("0 of 100 lines, 0 failed; 0.00 a second, time left unknown; 0 media")
 
 
 def test_the_file_says_how_far_the_run_is_and_why_it_ended(tmp_path: Path) -> None:
@@ -41,7 +44,7 @@ def test_the_file_says_how_far_the_run_is_and_why_it_ended(tmp_path: Path) -> No
     with status.told(lambda: nullcontext(shown.append)) as show:
         show(HALF)
     told = json.loads(path.read_text())
-    assert (told["state"], told["num_done"], told["num_failed"], told["left_s"]) == ("running", 50, 3, 100.0)
+    assert (told["state"], told["num_done"], told["num_failed"], told["left_s"]) == ("running", 50, 3, 90.0)
     assert shown == [HALF]
     with pytest.raises(UnavailableError), status.of_run():
         raise UnavailableError("the server is gone")

@@ -292,6 +292,7 @@ def epd_report(record: RequestRecord, end: AnswerEnd) -> EpdReport:
     return EpdReport.model_validate(
         {
             **amounts,
+            "video_s": end.usage.video_s,
             "visual_tokens_before_reduction": end.usage.visual_tokens_before,
             "retention": end.retention,
             "ttft_s": record.ttft_s or 0.0,

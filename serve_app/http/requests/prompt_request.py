@@ -86,6 +86,7 @@ class EstimateReply(BaseModel):
     max_model_len: int | None = None
     prompt_tokens: int | None = None
     frames: int | None = None
+    video_s: float | None = None
     visual_tokens: int | None = None
     visual_tokens_before_reduction: int | None = None
     retention: float | None = None

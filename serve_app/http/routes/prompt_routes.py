@@ -88,6 +88,7 @@ def _reply(card: ModelCard, found: Estimate) -> EstimateReply:
         max_model_len=card.max_model_len,
         prompt_tokens=found.usage.prompt_tokens,
         frames=found.usage.num_frames,
+        video_s=found.usage.video_s,
         visual_tokens=found.usage.visual_tokens,
         visual_tokens_before_reduction=found.usage.visual_tokens_before,
         retention=found.retention,

@@ -83,7 +83,7 @@ def test_an_estimate_is_the_usage_of_the_answer(app: RealApp, media: dict[str, P
     found, report = estimate.json(), answer.json()["epd"]
     assert found["fits"]
     assert found["prompt_tokens"] == answer.json()["usage"]["prompt_tokens"]
-    for name in ("frames", "visual_tokens", "visual_tokens_before_reduction", "retention"):
+    for name in ("frames", "video_s", "visual_tokens", "visual_tokens_before_reduction", "retention"):
         assert found[name] == report[name], name
 
 
