@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from epd.answer_parsers import REASONING_PARSERS, tool_call_parser_of
 from epd.control.elasticity import ControllerConfig
@@ -17,6 +19,7 @@ from epd.serve_app.orchestration.config import OrchestratorConfig, SwitchLimits
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.store.piece_files import PieceFiles, namespace
 
 # A worker that gets a language model of several ranks starts their processes, which import and load.
 _SWITCH_OF_RANKS_S = 300.0
@@ -107,10 +110,17 @@ def _api_settings(args: AppArgs, planner: RequestPlanner, front: str) -> ApiSett
         log_stats_s=None if args.disable_log_stats else args.log_stats_interval,
         files=_file_settings(args),
         front=front,
+        name_files=partial(_name_files, args.cache_dir, args.engine.cache_bytes) if args.cache_dir else None,
         reasoning_parser=args.reasoning_parser,
         tool_call_parser=args.tool_call_parser or _shown_parser(planner),
         enable_auto_tool_choice=args.enable_auto_tool_choice,
     )
+
+
+def _name_files(folder: Path, max_bytes: int) -> PieceFiles:
+    """Opens the files about named videos, of this machine alone. Raises RequestError for a bad folder."""
+    about = {"kind": "names of videos"}
+    return PieceFiles(folder.expanduser(), namespace(about), max_bytes, {"model": "(all)", **about})
 
 
 def _shown_parser(planner: RequestPlanner) -> str:
