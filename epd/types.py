@@ -128,7 +128,7 @@ class StageTimings:
         return StageTimings(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-Tier = Literal["memory", "disk", "objects"]
+Tier = Literal["memory", "disk", "objects", "left"]
 ReuseKind = Literal["embeddings", "kv"]
 REUSE_KINDS: tuple[ReuseKind, ...] = get_args(ReuseKind)
 
@@ -137,9 +137,10 @@ REUSE_KINDS: tuple[ReuseKind, ...] = get_args(ReuseKind)
 class Reuse:
     """Says what a request found instead of having it computed.
 
-    tier: where it was: in a worker, in files of a machine, or in an object store.
+    tier: where it was: in a worker, in files of a machine, or in an object store. What is kept and was left
+        there was computed again, since that was quicker.
     num: embeddings, or prompt tokens with keys and values.
-    num_bytes: that were read for it; 0 in memory.
+    num_bytes: that were read for it; 0 in memory, and of what was left.
     """
 
     kind: ReuseKind

@@ -14,24 +14,14 @@ from dataclasses import dataclass, replace
 from epd.encoders import MediaPlan
 from epd.errors import UnavailableError
 from epd.serve_app.messages import Message
-from epd.serve_app.service import HeldItem, MediaReference
+from epd.serve_app.service import FetchedItem, HeldItem, MediaReference
 from epd.types import MediaKind
-from epd.video import MediaFacts
 
 FILE_CHUNK_BYTES = 4 << 20
 
 
 class NotHeldError(UnavailableError):
     """Raised by a media worker for media that it does not keep, or not any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchedItem:
-    """What a media worker found out about a medium. mm_hash: `epd.types.content_hash` of its bytes."""
-
-    facts: MediaFacts
-    mm_hash: str
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ class EncodeGroup(Message[bool]):
     incarnation: of the prefill worker, as in `Reserve`
     reading: if the ticket is for what is kept, with the group that the reading begins with; the other groups
         of the reading must come to the same encoder, in any order
+    frames_s: without frames, the seconds in which they would come; None if that is not known
     """
 
     request_id: str
@@ -76,6 +77,7 @@ class EncodeGroup(Message[bool]):
     group: MediaGroup
     incarnation: int = 0
     reading: ItemReduction | None = None
+    frames_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

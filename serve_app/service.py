@@ -35,6 +35,15 @@ StageName = Literal["probe", "decode_video", "preprocess", "encode", "transfer",
 
 
 @dataclass(frozen=True, slots=True)
+class FetchedItem:
+    """What a media worker found out about a medium. mm_hash: `epd.types.content_hash` of its bytes."""
+
+    facts: MediaFacts
+    mm_hash: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class MediaReference:
     """A medium as a request names it.
 
@@ -43,6 +52,7 @@ class MediaReference:
     start_s, end_s: the part of a clip of sound that is heard, seconds, None for its end
     uuid: the client's name for it, empty for none
     is_upload: whether the URL is the id of a file that the client has uploaded, and that it may read
+    known: what was found out about it when it was named, if it comes by its name alone
     """
 
     kind: MediaKind
@@ -53,6 +63,7 @@ class MediaReference:
     start_s: float = 0.0
     end_s: float | None = None
     is_upload: bool = False
+    known: FetchedItem | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

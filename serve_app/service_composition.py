@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -21,6 +23,7 @@ from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.stages.placement import dtype_on
+from epd.store.piece_files import PieceFiles, namespace
 from epd.topology import Stage
 from epd.worker_classes import REST
 
@@ -134,10 +137,17 @@ def _api_settings(args: AppArgs, planner: RequestPlanner, front: str) -> ApiSett
         log_stats_s=None if args.disable_log_stats else args.log_stats_interval,
         files=_file_settings(args),
         front=front,
+        name_files=partial(_name_files, args.cache_dir, args.engine.cache_bytes) if args.cache_dir else None,
         reasoning_parser=args.reasoning_parser,
         tool_call_parser=args.tool_call_parser or _shown_parser(planner),
         enable_auto_tool_choice=args.enable_auto_tool_choice,
     )
+
+
+def _name_files(folder: Path, max_bytes: int) -> PieceFiles:
+    """Opens the files about named videos, of this machine alone. Raises RequestError for a bad folder."""
+    about = {"kind": "names of videos"}
+    return PieceFiles(folder.expanduser(), namespace(about), max_bytes, {"model": "(all)", **about})
 
 
 def _shown_parser(planner: RequestPlanner) -> str:

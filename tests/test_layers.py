@@ -45,7 +45,7 @@ ROOMS: dict[str, dict[str, str]] = {
     "epd": {
         ".": "",
         "kv": ".",
-        "store": ". kv",
+        "store": ". control kv",
         "encode": ".",
         "transfer": ". encode kv",
         "workload": ".",

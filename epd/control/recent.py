@@ -1,4 +1,4 @@
-"""Remembers the recent past: the last used entries, and a mean in which older samples count for less."""
+"""Remembers the recent past: the last used entries, means in which older samples count for less, paces."""
 
 from __future__ import annotations
 
@@ -29,6 +29,37 @@ class DecayedMean:
     def value(self) -> float | None:
         """Returns the ratio, None before the first sample."""
         return self._total / self._weight if self._weight > 0 else None
+
+
+class Pace:
+    """Measures the seconds that a unit of work takes. Thread-safe. Times are of one clock, in seconds.
+
+    Work that is done at once counts for the time that it takes together.
+    """
+
+    def __init__(self, memory_s: float = 30.0, forget_s: float = math.inf) -> None:
+        """forget_s: without work, after which nothing is known."""
+        self._mean = DecayedMean(memory_s)
+        self._memory_s = memory_s
+        self._forget_s = forget_s
+        self._seen_s = -math.inf
+        self._lock = threading.Lock()
+
+    def add(self, units: float, start_s: float, stop_s: float) -> None:
+        """Adds work that was done from one time to another."""
+        with self._lock:
+            if stop_s - self._seen_s > self._forget_s:
+                self._mean = DecayedMean(self._memory_s)
+            elapsed_s = min(max(0.0, stop_s - self._seen_s), 1e6)
+            self._mean.add(max(0.0, stop_s - max(start_s, self._seen_s)), units, elapsed_s)
+            self._seen_s = max(stop_s, self._seen_s)
+
+    def seconds(self, units: float, now_s: float) -> float | None:
+        """Returns the seconds for some work; None where nothing is known."""
+        per_unit_s = self._mean.value
+        if per_unit_s is None or now_s - self._seen_s > self._forget_s:
+            return None
+        return units * per_unit_s
 
 
 class Recent(Generic[K, V]):

@@ -12,6 +12,7 @@ from epd.profiles.media import MediaRule
 from epd.profiles.memory import MemoryLimits, WorkerMemory
 from epd.profiles.profile import Profile
 from epd.simulate.drafting import DraftPlan
+from epd.simulate.kept_media import KeptMedia
 from epd.topology import Stage, Topology, role_letters
 
 _DEFAULT_LIMITS = SchedulerConfig()
@@ -36,6 +37,7 @@ class Deployment:
         tiles a call of the tower takes no more than max_batch_patches all the same
     enable_prefix_caching: with the caches of embeddings, of encoders and of receivers
     drafts: None for none
+    kept: what a disk has of all media from an earlier life, with `enable_prefix_caching`; None for nothing
     max_waiting, max_wait_s: before requests are refused
     encode_beside: workers with other stages too encode beside these, as `epd serve` has it; else in turns
     is_stepwise: every decode step is an event of its own, a slow check of combined steps
@@ -56,6 +58,7 @@ class Deployment:
     block_size: int = 16
     enable_prefix_caching: bool = False
     drafts: DraftPlan | None = None
+    kept: KeptMedia | None = None
     max_waiting: int = 4096
     max_wait_s: float = 600.0
     encode_beside: bool = True

@@ -14,11 +14,13 @@ from itertools import groupby
 
 from epd.control.placement import Candidates
 from epd.control.routing import Router
+from epd.control.way_back import cheapest
 from epd.encode.sharding import wanted_encoder
 from epd.profiles.profile import Profile
 from epd.simulate.clock import EventPriority, EventQueue, ticks_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeSide, EncodeTask
+from epd.simulate.kept_media import Disk, Fleet, part_costs
 from epd.simulate.machine import Machine
 from epd.simulate.receiving import GroupReceiver, group_key
 from epd.simulate.requests import RequestState
@@ -46,6 +48,7 @@ class MediaFlow:
         self._router = router
         self._candidates = candidates
         self._cpu = CpuPool(machine, deployment.cpu_threads)
+        self._disk = None if deployment.kept is None else Disk(events, deployment.kept)
         self._num_dispatched = 0
         self.num_groups = self.num_encoded = 0  # of all requests, and those that were not in a cache
 
@@ -53,12 +56,51 @@ class MediaFlow:
         """Brings all groups of a request that has been placed, and submits it to its prefill worker."""
         self.num_groups += len(state.job.groups)
         state.missing = self._missing_groups(state)
+        if self._disk is None or not state.missing:
+            self._begin_missing(state)
+        else:
+            self._read_back(state, self._disk)
+
+    def _begin_missing(self, state: RequestState) -> None:
         if not state.missing:
             self._plan_known(state)
             return
         if self._deployment.is_overlapped:
             self._submit(state)
         self.receive(state)
+
+    def _read_back(self, state: RequestState, disk: Disk) -> None:
+        """Reads the keys and values of leading groups, as far as that is the cheapest way; then begins."""
+        deployment, kept = self._deployment, self._deployment.kept
+        assert kept is not None
+        groups = sorted(state.missing)
+        num_encoders = min(len(groups), max(1, len(self._candidates().taking("encode"))))
+        chunk_tokens = deployment.language.max_chunk_tokens
+        fleet = Fleet(num_encoders, deployment.max_batch_patches, chunk_tokens)
+        parts = list(part_costs(self._profile, fleet, kept, state, groups))
+        way = cheapest(parts, deployment.cpu_threads)
+        num_kv = way.num_kv
+        state.kept = {groups[number] for number in way.embeddings}
+        num_tokens = sum(state.job.groups[group].media.num_tokens for group in groups[:num_kv])
+
+        def restored() -> None:
+            if num_kv:
+                self._restore(state, state.starts[groups[num_kv - 1] + 1])
+                state.missing = self._missing_groups(state)
+            self._begin_missing(state)
+
+        if num_kv:
+            disk.read(num_tokens * self._profile.memory.kv_bytes_per_token, restored)
+        else:
+            restored()
+
+    def _restore(self, state: RequestState, stop: int) -> None:
+        """Puts keys and values behind those that are cached, if there is room."""
+        self._workers[state.prefill_worker].wake()
+        kv = self._workers[state.prefill_worker].language_side.kv
+        start = kv.num_cached(state.identity, stop) // kv.block_size * kv.block_size
+        if start < stop:
+            kv.restore(state.identity, start, stop)
 
     def _plan_known(self, state: RequestState) -> None:
         """Plans a prompt whose media are all known: they come all the same, and are looked at."""
@@ -121,6 +163,11 @@ class MediaFlow:
 
     def _bring(self, state: RequestState, wanted: Sequence[int]) -> None:
         """Reads groups, plans the prompt when all its images are there, and hands them over."""
+        for group in (each for each in wanted if each in state.kept):
+            self._read_embeddings(state, group)
+        wanted = [group for group in wanted if group not in state.kept]
+        if not wanted:
+            return
         unread = len(wanted)
         images = [group for group in wanted if not state.job.groups[group].is_video]
         unplanned = len(images)
@@ -149,6 +196,22 @@ class MediaFlow:
                 self._cpu.submit(state.job.groups[group].decode_ticks, partial(read, group))
 
         self._machine.spend(("media",), begin)
+
+    def _read_embeddings(self, state: RequestState, group: int) -> None:
+        """Brings the embeddings of a group from the disk."""
+        assert self._disk is not None
+        num_tokens = state.job.groups[group].media.num_tokens
+        num_bytes = num_tokens * self._profile.memory.embedding_bytes_per_token
+
+        def arrived() -> None:
+            receiver = state.receiver
+            if receiver is None:
+                self._has_come(state, group)
+            else:
+                receiver.deliver(group_key(state, group, self._profile.model))
+                self._take(receiver)
+
+        self._disk.read(num_bytes, partial(self.after_transfer, num_bytes, arrived))
 
     def _missing_groups(self, state: RequestState) -> set[int]:
         """Returns groups that the prefill worker has no keys and values of."""

@@ -139,7 +139,7 @@ class RequestState:
 
     __slots__ = (
         "adopted", "encode_ticks", "encoded", "encoder", "end", "first_token", "identity", "is_added", "job",
-        "media_read", "missing", "num_cached", "num_prefilled", "num_sent", "placed", "placement",
+        "kept", "media_read", "missing", "num_cached", "num_prefilled", "num_sent", "placed", "placement",
         "prefill_ticks", "receiver", "request_id", "starts",
     )  # fmt: skip
 
@@ -156,6 +156,7 @@ class RequestState:
         self.num_cached = -1  # prompt tokens that the prefill worker had, once it has begun
         self.num_prefilled = 0
         self.missing: set[int] = set()
+        self.kept: set[int] = set()  # of these, groups whose embeddings are read from a disk
         self.receiver: GroupReceiver | None = None  # of its groups, where caches are simulated
         self.starts = (0, *accumulate(group.media.num_tokens for group in job.groups))
 

@@ -55,10 +55,12 @@ _STEP_S = 1.0
 class StoreCounts:
     """Counts so far. num_failed: pieces that were expected and not there, or not whole.
 
+    left_tokens: that are kept, and were computed since that was quicker.
     objects_read_bytes: of read_bytes, from an object store. objects_written_bytes: beside written_bytes.
     """
 
     read_tokens: int = 0
+    left_tokens: int = 0
     read_bytes: int = 0
     objects_read_bytes: int = 0
     written_bytes: int = 0
@@ -66,7 +68,10 @@ class StoreCounts:
     num_failed: int = 0
 
     def found(self, reuse: Reuse) -> Reuse:
-        """Counts what was read, and returns it."""
+        """Counts what was read, or left, and returns it."""
+        if reuse.tier == "left":
+            self.left_tokens += reuse.num
+            return reuse
         self.read_tokens += reuse.num
         self.read_bytes += reuse.num_bytes
         self.objects_read_bytes += reuse.num_bytes if reuse.tier == "objects" else 0
@@ -140,7 +145,13 @@ class PieceFiles:
         make_folder(self._own)
 
     def __contains__(self, key: str) -> bool:
-        return self._path(key).exists() or (self._beneath is not None and key in self._beneath)
+        return self.tier_of(key) is not None
+
+    def tier_of(self, key: str) -> Tier | None:
+        """Returns where a piece is; None if it is not there."""
+        if self._path(key).exists():
+            return "disk"
+        return "objects" if self._beneath is not None and key in self._beneath else None
 
     def _path(self, key: str) -> Path:
         return self._own / key[:2] / key
@@ -154,11 +165,15 @@ class PieceFiles:
         if _fill(path, payload):
             _date(path, index)
             return "disk"
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
+        self.remove(key)
         if self._beneath is not None and self._beneath.read(key, payload):
             return "objects"
         return None
+
+    def remove(self, key: str) -> None:
+        """Removes a piece from the folder, if it is there."""
+        with suppress(OSError):
+            self._path(key).unlink(missing_ok=True)
 
     def write(self, key: str, index: int, payload: memoryview) -> int:
         """Keeps a payload. Returns the bytes written: none where it is there, or larger than the room.

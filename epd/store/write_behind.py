@@ -1,11 +1,17 @@
-"""Writes pieces in a thread, so that disks hold up nobody. What waits is bounded, and can be read."""
+"""Writes pieces in a thread, so that disks hold up nobody. What waits is bounded, and can be read.
+
+The pace of each tier is measured as it is read, and forgotten after a while: what was slow is tried again.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 
+from epd.control.recent import Pace
 from epd.store.piece_files import PieceFiles
 from epd.types import Tier
 
@@ -14,6 +20,10 @@ logger = logging.getLogger(__name__)
 # Bytes that wait to be written; what comes on top is not kept.
 _MOST_WAITING = 1 << 28
 _NUM_FLIGHTS = 64
+# Bytes that take as long as a read does besides its bytes, about.
+_READ_BYTES = 1 << 16
+# Seconds after which the pace of a tier is not known any more.
+_FORGET_S = 60.0
 
 
 class WriteBehind:
@@ -31,10 +41,27 @@ class WriteBehind:
         self._num_waiting = 0  # bytes
         self._lock = Lock()
         self._flights = [Lock() for _ in range(_NUM_FLIGHTS)]  # by key: each piece is read once at a time
+        self._paces: dict[Tier, Pace] = {tier: Pace(forget_s=_FORGET_S) for tier in ("disk", "objects")}
         self._thread = ThreadPoolExecutor(1, f"write-{kind}")
 
     def __contains__(self, key: str) -> bool:
-        return key in self._waiting or key in self.files
+        return self.tier_of(key) is not None
+
+    def tier_of(self, key: str) -> Tier | None:
+        """Returns where a piece is; None if it is not there."""
+        return "memory" if key in self._waiting else self.files.tier_of(key)
+
+    def seconds(self, tier: Tier | None, num_bytes: int) -> float:
+        """Returns how long a piece takes to read: 0 where nothing is known, infinite where there is none."""
+        if tier is None:
+            return math.inf
+        pace = self._paces.get(tier)
+        return (pace.seconds(_READ_BYTES + num_bytes, time.monotonic()) or 0.0) if pace is not None else 0.0
+
+    def note_read(self, tier: Tier, num_bytes: int, start_s: float) -> None:
+        """Notes bytes that were read, or awaited, until now. start_s: by the monotonic clock."""
+        if tier in self._paces:
+            self._paces[tier].add(_READ_BYTES + num_bytes, start_s, time.monotonic())
 
     def add(self, key: str, index: int, payload: memoryview) -> bool:
         """Queues a payload, bytes in one dimension. Returns whether it is kept, or will be.
@@ -73,7 +100,10 @@ class WriteBehind:
             if waiting is not None and len(waiting) == len(payload):
                 payload[:] = waiting
                 return "memory"
+            start_s = time.monotonic()
             tier = self.files.read(key, index, payload)
+            if tier is not None:
+                self.note_read(tier, len(payload), start_s)
             if tier == "objects":
                 self.add(key, index, payload)
             return tier

@@ -180,6 +180,8 @@ def cost_line(answer: Answer, num_units_skipped: int = 0) -> str:
 def _found(reuse: Reuse) -> str:
     """One part of the line: what was found, and where."""
     what = "keys and values" if reuse.kind == "kv" else reuse.kind
+    if reuse.tier == "left":
+        return f"{what} of {console.counted(reuse.num, 'token')} were kept, and quicker to compute"
     where = {"memory": "in memory", "disk": "on disk", "objects": "in the object store"}[reuse.tier]
     size = f" ({reuse.num_bytes / 1e6:.1f} MB)" if reuse.num_bytes else ""
     return f"{what} of {console.counted(reuse.num, 'token')} were {where}{size}"

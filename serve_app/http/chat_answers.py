@@ -25,7 +25,7 @@ from epd.serve_app.files.settings import FileSettings
 from epd.serve_app.http.guard.body_reader import BodyLimits
 from epd.serve_app.http.requests.answer_format import answer_format, chooses_calls, no_turns, offers_tools
 from epd.serve_app.http.requests.chat_request import ChatRequest, EpdOptions
-from epd.serve_app.http.requests.named_media import NamedMedia, namespace_of
+from epd.serve_app.http.requests.named_media import KeptNames, NamedMedia, namespace_of
 from epd.serve_app.http.requests.request_parsing import (
     budget_of,
     check_supported,
@@ -50,6 +50,7 @@ from epd.serve_app.service import (
 )
 from epd.stages.grammar.checker import GrammarChecker
 from epd.stages.grammar.formats import AnswerFormat
+from epd.store.piece_files import PieceFiles
 
 # Processes at once, and those that one client may have.
 _NUM_CHILDREN, _MAX_PER_CLIENT = 2, 1
@@ -112,6 +113,7 @@ class ApiSettings:
     max_visual_tokens: of each request, None for what the model's context has room for
     default_deadline_s: of the first token, from arrival
     max_named_media, max_named_bytes: media with a uuid that are kept to be asked about again
+    name_files: opens the files in which what is known of named videos outlives the server; None for none
     keep_alive_s: seconds of silence in a stream before a comment is sent
     allowed_hosts: names that clients may use for the server, see `HostCheck`
     trace_dir: folder for a Chrome trace of each request, of which the latest `max_traces` are kept
@@ -136,6 +138,7 @@ class ApiSettings:
     max_visual_tokens: int | None = None
     max_named_media: int = 4096
     max_named_bytes: int = 256 << 20
+    name_files: Callable[[], PieceFiles] | None = None
     keep_alive_s: float = 15.0
     allowed_hosts: frozenset[str] | None = None
     trace_dir: Path | None = None
@@ -193,11 +196,13 @@ class ChatAnswers:
         self.media = media
         self.settings = settings
         self.formats = FormatChecks()
-        self.named_media = NamedMedia(settings.max_named_media, settings.max_named_bytes)
+        kept = None if settings.name_files is None else KeptNames(settings.name_files())
+        self.named_media = NamedMedia(settings.max_named_media, settings.max_named_bytes, kept)
         self.num_requests = 0
 
     def close(self) -> None:
         self.formats.close()
+        self.named_media.close()
 
     def begun(self, record: RequestRecord) -> None:
         """Notes that the body of a request is not needed any more."""
@@ -213,7 +218,7 @@ class ChatAnswers:
         model = self.check_chat(chat)
         messages, sent = conversation(chat.messages, no_turns(chat), pixel_limits(chat), heard_part(chat))
         parsed = ParsedRequest(chat, messages, sent, client=client)
-        found = await self.with_files(self.named_media.found(parsed.namespace, sent), client)
+        found = await self.with_files(await self.named_media.completed(parsed.namespace, sent), client)
         parsed = replace(parsed, references=found)
         num_bytes += sum(len(each.url) for each, old in zip(found, sent, strict=True) if not old.url)
         if found != sent:
@@ -272,7 +277,7 @@ class ChatAnswers:
         record.num_media = len(parsed.references)
         with self.admitted():
             async with self.media.sources(record.request_id, parsed.references) as media:
-                self.named_media.keep(parsed.namespace, parsed.references, parsed.client.share)
+                self.named_media.keep(parsed.namespace, parsed.references, parsed.client.share, media)
                 del parsed  # it holds whole media as text, and the answer may take minutes
                 self.begun(record)
                 async with aclosing(self.service.answer(request(media=media))) as answer:

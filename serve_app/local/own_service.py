@@ -161,7 +161,8 @@ def own_service(args: AppArgs, *, is_greedy: bool, pace: Pace | None = None) -> 
         if is_greedy:
             penalty = settings.default_params.repetition_penalty
             settings = replace(settings, default_params=SamplingParams(repetition_penalty=penalty))
-        settings = replace(settings, max_named_media=0)  # nothing is kept from one request to another
+        # No name is kept from one request to another.
+        settings = replace(settings, max_named_media=0, name_files=None)
         answers = ChatAnswers(service, service.media, settings)
         try:
             yield OwnService(answers, loop)

@@ -7,6 +7,8 @@
 
 A `data:` URL is kept until all media of its request are fetched, and counts against the memory of request
 bodies until then; a medium that came as one and is lost later must be sent again.
+
+A medium that came by its name alone, and that is known, is fetched once its frames are needed.
 """
 
 from __future__ import annotations
@@ -23,11 +25,10 @@ import numpy as np
 from epd.control.recent import Recent
 from epd.control.routing import Router
 from epd.encoders import MediaPlan
-from epd.errors import EPDError, MediaError, UnavailableError
+from epd.errors import EPDError, MediaError, UnavailableError, UnknownUuidError
 from epd.serve_app.fleet import Fleet, WorkerLostError, send_surely
 from epd.serve_app.media_messages import (
     FILE_CHUNK_BYTES,
-    FetchedItem,
     FetchMedia,
     NotHeldError,
     PlanImages,
@@ -37,7 +38,7 @@ from epd.serve_app.media_messages import (
     StoreFile,
 )
 from epd.serve_app.messages import WorkerLoad
-from epd.serve_app.service import HeldItem, MediaReference, MediaSource
+from epd.serve_app.service import FetchedItem, HeldItem, MediaReference, MediaSource
 from epd.serve_app.task_group import Tasks
 
 _MAX_LOSSES = 3  # of workers, for one fetch or one plan
@@ -46,6 +47,14 @@ _MAX_READERS = 4  # of one video
 _MAX_REMEMBERED = 4096  # contents and URLs whose last worker is known
 _CLOSE_S = 2.0
 _DATA, _FILE = "data:", "file:"
+_NOT_KEPT = (
+    "received a uuid without a URL, and not all of the medium's frames are kept; allowed: with its URL; send "
+    "it again with that"
+)
+_CHANGED = (
+    "received a uuid without a URL, and another medium is at its URL now; allowed: with its "
+    "URL; send it again with that"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +71,8 @@ class _Hold:
 class _Medium:
     """One medium of a request.
 
-    reference: to fetch it again; None if that was a data: URL
+    reference: to fetch it again; None if that was a data: URL, or its name is all that came
+    is_named: whether it came by its name alone
     places: where it is, by worker
     planned: those of the places where an image or a clip has been planned
     """
@@ -70,6 +80,7 @@ class _Medium:
     request_id: str
     source: MediaSource
     reference: MediaReference | None
+    is_named: bool = False
     places: dict[str, tuple[_Hold, HeldItem]] = field(default_factory=dict)
     planned: set[HeldItem] = field(default_factory=set)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -149,18 +160,28 @@ class FleetMedia:
                 self._release(hold)
 
     async def _fetched(self, key: str, references: tuple[MediaReference, ...]) -> list[_Medium]:
+        """Fetches media, but those that are known. Returns all of them, in order."""
+        wanted = tuple(each for each in references if not _is_known(each))
+        fetched = iter(await self._fetched_now(key, wanted) if wanted else ())
+        return [self._known(key, each) if _is_known(each) else next(fetched) for each in references]
+
+    async def _fetched_now(self, key: str, references: tuple[MediaReference, ...]) -> list[_Medium]:
         hold, items = await self._fetch(key, references)
         media = []
         for number, (item, reference) in enumerate(zip(items, references, strict=True)):
-            held = HeldItem(hold.name, number)
-            source = MediaSource(
-                item.facts, item.mm_hash, item.num_bytes, reference.label, held, reference.pixels
-            )
+            source = _source(item, reference, HeldItem(hold.name, number))
             medium = _Medium(key, source, None if _is_data(reference) else reference)
-            medium.places[hold.worker] = (hold, held)
+            medium.places[hold.worker] = (hold, source.held)
             self._had.set(item.mm_hash, hold.worker)
             media.append(medium)
         return media
+
+    def _known(self, key: str, reference: MediaReference) -> _Medium:
+        """Returns a medium that no worker has yet."""
+        assert reference.known is not None
+        held = HeldItem(f"{self._owner}/{key}#{next(self._numbers)}", 0)
+        source = _source(reference.known, reference, held)
+        return _Medium(key, source, reference if reference.url else None, is_named=True)
 
     async def _fetch(
         self, key: str, references: tuple[MediaReference, ...], mm_hash: str = ""
@@ -347,12 +368,16 @@ class FleetMedia:
 
     async def _fetch_again(self, medium: _Medium) -> tuple[str, HeldItem]:
         source = medium.source
+        if medium.reference is None and medium.is_named:
+            raise UnknownUuidError(f"{source.label}: {_NOT_KEPT}")
         if medium.reference is None:
             raise UnavailableError(
                 f"{source.label}: the worker that had it is lost, and it came in the request itself; "
                 "send the request again"
             )
         hold, [item] = await self._fetch(medium.request_id, (medium.reference,), source.mm_hash)
+        if item.mm_hash != source.mm_hash and medium.is_named:
+            raise UnknownUuidError(f"{source.label}: {_CHANGED}")
         if item.mm_hash != source.mm_hash:
             raise MediaError(
                 f"{source.label} was changed during the request; allowed: media that stay as they are; "
@@ -369,3 +394,12 @@ def _is_file(reference: MediaReference) -> bool:
 
 def _is_data(reference: MediaReference) -> bool:
     return reference.url[: len(_DATA)].lower() == _DATA
+
+
+def _is_known(reference: MediaReference) -> bool:
+    """Returns whether it need not be fetched before its frames are needed."""
+    return reference.known is not None and not _is_data(reference)
+
+
+def _source(item: FetchedItem, reference: MediaReference, held: HeldItem) -> MediaSource:
+    return MediaSource(item.facts, item.mm_hash, item.num_bytes, reference.label, held, reference.pixels)

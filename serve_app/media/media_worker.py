@@ -37,7 +37,6 @@ from epd.serve_app.media.media_spool import FetchedFile, FetchedMedia, IncomingF
 from epd.serve_app.media_messages import (
     FILE_CHUNK_BYTES,
     DecodeOrder,
-    FetchedItem,
     FetchMedia,
     NotHeldError,
     PlanImages,
@@ -49,7 +48,7 @@ from epd.serve_app.media_messages import (
     StoreFile,
 )
 from epd.serve_app.messages import DropOwner, Message, WorkerLoad, owner_of
-from epd.serve_app.service import HeldItem, MediaReference
+from epd.serve_app.service import FetchedItem, HeldItem, MediaReference
 from epd.stages.media import PlannedMedia
 from epd.types import UInt8Array
 from epd.video import FetchPolicy

@@ -141,6 +141,7 @@ SERVICE_COUNTERS = {
     "refused": "Requests refused because workers had no capacity in time.",
     "retries": "Request attempts aborted because a worker was lost.",
     "store_failures": "Pieces in cache_dir that were damaged or gone.",
+    "store_left_tokens": "Tokens kept in cache_dir that were quicker to compute than to read.",
     "store_read_bytes": "Bytes read from cache_dir.",
     "store_read_objects_bytes": "Bytes of them that were read from cache_objects.",
     "store_read_embeddings": "Embeddings read from cache_dir.",

@@ -334,10 +334,14 @@ class GroupFeed:
         if worker is None or not self._isolation.allowed(self._attempt, ("encode", granted.group), [worker]):
             return False
         self._dispatcher.record(worker, self._attempt.prefill_worker, granted, group)
-        is_taken = await self._dispatcher.give(worker, self._message(granted), None)
+        is_taken = await self._dispatcher.give(worker, self._message(granted, self._frames_s(group)), None)
         if is_taken:
             self._sent.add(group)
         return is_taken
+
+    def _frames_s(self, group: MediaGroup) -> float | None:
+        """Returns the seconds in which frames like a group's came of late; None if that is not known."""
+        return self._shared.reading.seconds(group.spec.num_patches, self._shared.requests.clock())
 
     async def _read(self, number: int) -> Bulk:
         plan = self._attempt.answer.plan
@@ -348,6 +352,7 @@ class GroupFeed:
         )
         if self._attempt.answer.reuses is not None:
             self._attempt.answer.reuses.read(group.item, group.index)
+            self._shared.reading.add(group.spec.num_patches, start_s, self._shared.requests.clock())
         if plan.media[group.item].kind != "video":
             return frames
         self._attempt.answer.substituted.note(group.spec.key, num_substituted)
@@ -364,9 +369,9 @@ class GroupFeed:
             worker = await self._encoder(granted)
             self._dispatcher.record(worker, self._attempt.prefill_worker, granted, group)
 
-    def _message(self, granted: Grant) -> EncodeGroup:
+    def _message(self, granted: Grant, frames_s: float | None = None) -> EncodeGroup:
         plan = self._attempt.answer.plan
         group, reading = plan.groups[granted.group], None
         if granted.ticket.key.reading:
             reading = ItemReduction.of(plan.prompt, plan.groups, group)
-        return EncodeGroup(self._attempt.id, granted.ticket, group, reading=reading)
+        return EncodeGroup(self._attempt.id, granted.ticket, group, reading=reading, frames_s=frames_s)

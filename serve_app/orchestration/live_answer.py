@@ -107,7 +107,7 @@ class Reuses:
 
     def admitted(self, event: Admitted) -> None:
         """Notes the keys and values that were found."""
-        num_in_memory = event.num_cached - sum(each.num for each in event.reused)
+        num_in_memory = event.num_cached - sum(each.num for each in event.reused if each.tier != "left")
         memory = [Reuse("kv", "memory", num_in_memory)] if num_in_memory > 0 else []
         self._num_cached = event.num_cached
         self._found = [*memory, *event.reused]

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from epd.control.admission import AdmissionQueue
 from epd.control.placement import Placement
+from epd.control.recent import Pace
 from epd.control.routing import Router
 from epd.errors import EPDError
 from epd.machine import steady_time_s
@@ -289,7 +290,7 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Holds what all parts of an orchestrator share."""
+    """Holds what all parts of an orchestrator share. reading: of the patches of groups that were read."""
 
     fleet: Fleet
     router: Router
@@ -297,6 +298,7 @@ class Shared:
     dispatcher: EncodeDispatcher
     requests: Requests = field(default_factory=Requests)
     config: OrchestratorConfig = field(default_factory=OrchestratorConfig)
+    reading: Pace = field(default_factory=Pace)
 
     def wake(self) -> None:
         """Lets the first requests of the queue look for room again, and those that change decode workers."""

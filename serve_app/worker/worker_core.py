@@ -267,13 +267,18 @@ class WorkerCore:
     def _build(self, stage: Stage, roles: frozenset[Stage]) -> Role:
         name = endpoint(self.name, stage)
         if stage == "encode":
-            return EncodeRole(self.name, self._builder.encode(name), self._clock)
+            encode = self._builder.encode(name)
+            if encode.store is not None and self._wake is not None:
+                encode.store.on_look = self._wake
+            return EncodeRole(self.name, encode, self._clock)
         if stage == "decode":
             decode = self._builder.decode(name)
             self._interrupt(decode.engine)
             return DecodeRole(decode, self._clock)
         prefill = self._builder.prefill(name, decodes="decode" in roles)
         self._interrupt(prefill.engine)
+        if prefill.engine.store is not None and self._wake is not None:
+            prefill.engine.store.on_read = self._wake
         feeds = MediaFeeds(self._builder.adapter, prefill, self._builder.receiver(name))
         return PrefillRole(self.name, prefill, feeds, self._clock, self._tell)
 

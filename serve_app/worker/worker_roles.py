@@ -138,7 +138,6 @@ class EncodeRole:
         self.stage = stage
         self._worker = worker
         self._clock = clock
-        self._begun: dict[str, _Job] = {}  # by transfer
         self._reused: deque[EmbeddingsReused] = deque()  # not reported yet
         self._busy_s = 0.0
 
@@ -147,7 +146,7 @@ class EncodeRole:
         group = message.group if message.ticket.key.reading else None
         key = message.ticket.key if group is None else group.spec.key
         plan, request_id = message.group.plan, message.request_id
-        if frames is None and not self.stage.has(key, plan):
+        if frames is None and not self.stage.has(key, plan, message.frames_s):
             return False
         job = _Job(message, self._clock())
         self.stage.submit(
@@ -159,6 +158,8 @@ class EncodeRole:
                 group,
                 message.reading,
                 partial(self._note_reuse, message),
+                has_frames=frames is not None,
+                owner=job,
             )
         )
         return True
@@ -171,7 +172,6 @@ class EncodeRole:
         if frames is None:
             raise EncodeError("the group has left what the encoder keeps; send its frames")
         job.started_s = self._clock()
-        self._begun[job.message.ticket.transfer_id] = job
         return _tensor(frames)
 
     def cancel(self, message: CancelTickets) -> None:
@@ -181,17 +181,18 @@ class EncodeRole:
             self.stage.end_readings(message.request_id)
 
     def step(self, reports: ReportBuffer) -> bool:
-        was_busy = self.stage.outstanding_patches > 0
+        was_busy = self.stage.can_step
         done = self.stage.step()
         while self._reused:
             reports.events.append(self._reused.popleft())
         for batch in done:
             if batch.num_encoded:
                 self._busy_s += batch.seconds
-            begun = [self._begun.pop(each) for each in batch.transfer_ids if each in self._begun]
+            jobs = [each.owner for each in batch.jobs if isinstance(each.owner, _Job)]
+            begun = [job for job in jobs if job.started_s]
             if begun:
                 reports.events += self._spans(begun, batch.seconds)
-        return bool(done) if self.stage.is_encoding else was_busy
+        return bool(done) if self.stage.is_encoding else was_busy or bool(done)
 
     def step_within(self, reports: ReportBuffer) -> None:
         if self.is_beside:
@@ -366,6 +367,7 @@ def store_counters(counts: StoreCounts, read: str) -> dict[str, float]:
         "store_written_bytes": counts.written_bytes,
         "store_written_objects_bytes": counts.objects_written_bytes,
         "store_failures": counts.num_failed,
+        "store_left_tokens": counts.left_tokens,
     }
 
 

@@ -3,20 +3,28 @@
     group      source, range, size  ->  names of its units        found without a frame
     unit       its decoded pixels   ->  its embeddings            found in any file, at any time
 
+    a group is looked for in a thread, and its pixels are hashed there  ->  the tower encodes what is missing
+
 A tower attends within a unit of a video only, so equal pixels have equal embeddings. A group of an image, of
-sound, or where units are compared or merged, is one unit.
+sound, or where units are compared or merged, is one unit. What is quicker to encode than to read is encoded.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Protocol
+from threading import Lock
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from epd.control.recent import Pace
+from epd.control.way_back import PartCosts
 from epd.encode.encoder_cache import GroupKey
 from epd.encoders.adapter import Embeddings, MediaPlan, PatchRun
 from epd.encoders.batch import FrameEncoder
@@ -28,6 +36,26 @@ from epd.store.write_behind import WriteBehind
 from epd.types import Reuse, totals
 
 _NAME_BYTES = 16
+# Groups that are hashed, and that are read, at once.
+_NUM_HASHERS, _NUM_READERS = 2, 4
+# Seconds that an idle tower waits at least for a group that is looked for.
+_PATIENCE_S = 0.25
+
+
+@dataclass(slots=True)
+class Found:
+    """Says what is kept of a group.
+
+    names: of its units, in order.
+    rows: those that were read, [V, width] of each unit, by name.
+    left: names of units that are kept, and are quicker to encode.
+    frames: uint8 [N, h, w, 3], if any of it has to be encoded.
+    """
+
+    names: list[str]
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
+    frames: Tensor | None = None
 
 
 class Wanted(Protocol):
@@ -40,64 +68,181 @@ class Wanted(Protocol):
     @property
     def num_embeddings(self) -> int: ...
     @property
+    def num_patches(self) -> int: ...
+    @property
     def frames(self) -> Callable[[], Tensor]: ...
+    @property
+    def has_frames(self) -> bool: ...
+    @property
+    def found(self) -> Found | None: ...
     @property
     def on_reuse(self) -> Callable[[Reuse], None]: ...
 
 
 class EmbeddingStore:
-    """Keeps what one encoder encodes. Another thread may ask what is kept."""
+    """Keeps what one encoder encodes. Threads of its own look what is kept.
+
+    on_look: called by another thread, once a step has something to take.
+    """
 
     def __init__(self, files: PieceFiles, layout: EmbeddingLayout, encoder: FrameEncoder) -> None:
         self._files = WriteBehind(files, EMBEDDINGS_KIND)
         self.counts = self._files.counts
+        self.on_look: Callable[[], None] = lambda: None
         self._layout = layout
         self._encoder = encoder
+        self._encoding = Pace()  # of patches
+        self._counting = Lock()
+        self._hashers = ThreadPoolExecutor(_NUM_HASHERS, "hash-frames")
+        self._readers = ThreadPoolExecutor(_NUM_READERS, "read-embeddings")
 
-    def has(self, key: GroupKey, plan: MediaPlan) -> bool:
-        """Returns whether all of a group is kept, so that its frames need not be read."""
-        names = self._units_of(key, plan)
-        return bool(names) and all(name in self._files for name in names)
+    def has(self, key: GroupKey, plan: MediaPlan, frames_s: float | None = None) -> bool:
+        """Returns whether all of a group is kept and to be read, so that its frames need not come.
+
+        frames_s: in which they would come; None if that is not known.
+        """
+        name = group_name(key, plan)
+        num_bytes = plan.num_tokens * self._layout.width * self._layout.dtype.itemsize
+        media_s = self._encode_s(plan.grid.num_patches, math.inf if frames_s is None else frames_s)
+        if not self._is_read(self._files.seconds(self._files.tier_of(name), num_bytes), media_s):
+            return False
+        tiers = [self._files.tier_of(unit) for unit in self._units_of(key, plan)]
+        read_s = sum(self._files.seconds(tier, num_bytes // len(tiers)) for tier in tiers)
+        return bool(tiers) and self._is_read(read_s, media_s)
+
+    def _encode_s(self, num_patches: int, frames_s: float = 0.0) -> float:
+        """Returns the seconds until patches are encoded, infinite if that is not known."""
+        seconds = self._encoding.seconds(num_patches, time.monotonic())
+        return math.inf if seconds is None else max(seconds, frames_s)
+
+    @staticmethod
+    def _is_read(read_s: float, media_s: float) -> bool:
+        return math.isfinite(read_s) and PartCosts(embeddings_s=read_s, encode_s=media_s).reads_embeddings
+
+    def note_encoded(self, num_patches: int, seconds: float) -> None:
+        """Notes how long the tower took for patches, until now."""
+        now_s = time.monotonic()
+        self._encoding.add(num_patches, now_s - seconds, now_s)
+
+    # Looking for groups, in threads
+
+    def look(self, group: Wanted) -> Future[Found]:
+        """Looks for a group. The future raises what `frames` does.
+
+        One whose frames are there is known by its pixels, and waits for no other group's reads.
+        """
+        looked: Future[Found] = Future()
+        looked.add_done_callback(lambda _: self.on_look())
+        if group.has_frames:
+            self._hashers.submit(self._settle, looked, self._look_by_pixels, group, looked)
+        else:
+            self._readers.submit(self._settle, looked, self._look_by_source, group)
+        return looked
+
+    @staticmethod
+    def _settle(looked: Future[Found], work: Callable[..., Found | None], *arguments: object) -> None:
+        """Does work that gives a future its result, or hands it on."""
+        try:
+            found = work(*arguments)
+        except BaseException as error:  # noqa: BLE001 - the future raises it
+            looked.set_exception(error)
+            return
+        if found is not None:
+            looked.set_result(found)
+
+    def is_late(self, group: Wanted, since_s: float) -> bool:
+        """Returns whether a group that is looked for would have been encoded by now."""
+        waited_s = time.monotonic() - since_s
+        return group.has_frames and waited_s > max(_PATIENCE_S, self._encode_s(group.num_patches))
+
+    def _look_by_pixels(self, group: Wanted, looked: Future[Found]) -> Found | None:
+        """Returns what is found at once; None if something is to be read first."""
+        frames = group.frames()
+        found = Found(self._names(frames, group), frames=frames)
+        kept = [name for name in dict.fromkeys(found.names) if name in self._files]
+        found.left.update(name for name in kept if not self._pays(name, group))
+        num_left = len(found.left) * self._num_rows(group)
+        if num_left:
+            group.on_reuse(self._counted(Reuse("embeddings", "left", num_left)))
+        if len(kept) == len(found.left):
+            return found
+        self._readers.submit(self._settle, looked, self._read_units, group, found)
+        return None
+
+    def _look_by_source(self, group: Wanted) -> Found:
+        """Reads a group without frames, as was found out before; asks for them if it is there no more."""
+        found = self._read_units(group, Found(self._units_of(group.key, group.plan)))
+        if not found.names or any(name not in found.rows for name in found.names):
+            found.frames = group.frames()
+        return found
+
+    def _read_units(self, group: Wanted, found: Found) -> Found:
+        """Reads those units of a group that are kept, and are not left."""
+        reused: list[Reuse] = []
+        for name in dict.fromkeys(found.names):
+            if name not in found.left:
+                self._read(name, self._num_rows(group), found.rows, reused)
+        _tell(group, reused)
+        return found
+
+    def _pays(self, name: str, group: Wanted) -> bool:
+        """Returns whether a unit is read sooner than encoded, as far as that is known."""
+        num_bytes = self._num_rows(group) * self._layout.width * self._layout.dtype.itemsize
+        encode_s = self._encode_s(group.num_patches // self._num_units(group.plan))
+        return self._is_read(self._files.seconds(self._files.tier_of(name), num_bytes), encode_s)
+
+    # In the tower's thread
 
     def encode(self, groups: Sequence[Wanted]) -> tuple[list[Embeddings], int]:
         """Returns the embeddings of groups, and how many patches were encoded for them."""
-        found: dict[str, Tensor] = {}  # rows [V, width] of units, on the host
+        rows: dict[str, Tensor] = {}  # [V, width] of units, on the host
         runs: list[tuple[list[str], PatchRun]] = []  # to encode, with the names of their units
-        names = [self._find(group, found, runs) for group in groups]
+        names = [self._add_run(group, group.found or self._hashed(group), rows, runs) for group in groups]
         encoded = self._encoder.encode([run for _, run in runs]) if runs else []
         for (new, _), embeddings in zip(runs, encoded, strict=True):
-            rows = to_host(joined(embeddings)).to(self._layout.dtype)
-            found |= zip(new, rows.chunk(len(new)), strict=True)
+            whole = to_host(joined(embeddings)).to(self._layout.dtype)
+            rows |= zip(new, whole.chunk(len(new)), strict=True)
             for index, name in enumerate(new):
-                self._files.add(name, index, found[name].flatten().view(torch.uint8).numpy().data)
+                self._files.add(name, index, rows[name].flatten().view(torch.uint8).numpy().data)
         for group, each in zip(groups, names, strict=True):
             self._keep_names(group, each)
-        whole = [self._layout.split(torch.cat([found[name] for name in each])) for each in names]
-        return whole, sum(run.grid.num_patches for _, run in runs)
+        results = [self._layout.split(torch.cat([rows[name] for name in each])) for each in names]
+        return results, sum(run.grid.num_patches for _, run in runs)
 
-    def _find(
-        self, group: Wanted, found: dict[str, Tensor], runs: list[tuple[list[str], PatchRun]]
-    ) -> list[str]:
-        """Returns the names of a group's units, of which each is found then, or in a run."""
-        num_rows = group.num_embeddings // self._num_units(group.plan)
-        names = self._units_of(group.key, group.plan)
-        reused: list[Reuse] = []
-        if names and all(self._read(name, num_rows, found, reused) for name in names):
-            _tell(group, reused)
-            return names
+    def _hashed(self, group: Wanted) -> Found:
+        """Returns a group for which the disk did not answer, to be encoded whole."""
         frames = group.frames()
-        names, plan = self._names(frames, group), group.plan
-        wanted = {name for new, _ in runs for name in new}
+        names = self._names(frames, group)
+        return Found(names, left=set(names), frames=frames)
+
+    def _add_run(
+        self, group: Wanted, found: Found, rows: dict[str, Tensor], runs: list[tuple[list[str], PatchRun]]
+    ) -> list[str]:
+        """Adds the run of a group's units that are in none yet. Returns the names of all its units.
+
+        Units that other groups had encoded since it was looked for are read.
+        """
+        rows |= found.rows
+        known = {name for new, _ in runs for name in new}
         new: dict[str, int] = {}
-        for index, name in enumerate(names):
-            if name not in wanted and name not in new and not self._read(name, num_rows, found, reused):
+        reused: list[Reuse] = []
+        for index, name in enumerate(found.names):
+            if name in known or name in new or name in rows:
+                continue
+            is_left = name in found.left or not self._pays(name, group)
+            if is_left or not self._read(name, self._num_rows(group), rows, reused):
                 new[name] = index
-        if len(new) == len(names):
-            runs.append((names, self._encoder.patches(frames, plan)))
-        elif new:
-            runs.append((list(new), self._encoder.patches(*_of_units(frames, plan, list(new.values())))))
+        if new:
+            frames = group.frames() if found.frames is None else found.frames
+            plan = group.plan
+            if len(new) < len(found.names):
+                frames, plan = _of_units(frames, plan, list(new.values()))
+            runs.append((list(new), self._encoder.patches(frames, plan)))
         _tell(group, reused)
-        return names
+        return found.names
+
+    def _num_rows(self, group: Wanted) -> int:
+        return group.num_embeddings // self._num_units(group.plan)
 
     def _num_units(self, plan: MediaPlan) -> int:
         """Counts the units of a group that are known one by one."""
@@ -130,20 +275,69 @@ class EmbeddingStore:
 
     # Rows
 
-    def _read(self, name: str, num_rows: int, found: dict[str, Tensor], reused: list[Reuse]) -> bool:
-        """Reads the rows of a unit. Returns whether they are found."""
-        if name not in found and name in self._files:
-            rows = torch.empty(num_rows, self._layout.width, dtype=self._layout.dtype)
-            if tier := self._files.read(name, 0, rows.flatten().view(torch.uint8).numpy().data):
-                found[name] = rows
-                reused.append(self.counts.found(Reuse("embeddings", tier, num_rows, rows.nbytes)))
-            else:
+    def _read(self, name: str, num_rows: int, rows: dict[str, Tensor], reused: list[Reuse]) -> bool:
+        """Reads the rows of a unit. Returns whether they are there."""
+        if name not in self._files:
+            return False
+        found = torch.empty(num_rows, self._layout.width, dtype=self._layout.dtype)
+        tier = self._files.read(name, 0, found.flatten().view(torch.uint8).numpy().data)
+        if tier is None:
+            with self._counting:
                 self.counts.num_failed += 1
-        return name in found
+            return False
+        rows[name] = found
+        reused.append(self._counted(Reuse("embeddings", tier, num_rows, found.nbytes)))
+        return True
+
+    def _counted(self, reuse: Reuse) -> Reuse:
+        with self._counting:
+            return self.counts.found(reuse)
 
     def close(self) -> None:
-        """Ends the thread, once what waits is written."""
+        """Ends the threads, once what waits is written."""
+        for threads in (self._hashers, self._readers):
+            threads.shutdown(wait=False, cancel_futures=True)
         self._files.close()
+
+
+WantedT = TypeVar("WantedT", bound=Wanted)
+
+
+class Looks(Generic[WantedT]):
+    """Holds the groups that are being looked for, in order. Used by one thread."""
+
+    def __init__(self, store: EmbeddingStore) -> None:
+        self._store = store
+        self._looks: list[tuple[WantedT, Future[Found], float]] = []
+
+    @property
+    def groups(self) -> list[WantedT]:
+        return [group for group, _, _ in self._looks]
+
+    def add(self, group: WantedT) -> None:
+        """Begins to look for a group."""
+        self._looks.append((group, self._store.look(group), time.monotonic()))
+
+    def forget(self, is_over: Callable[[WantedT], bool]) -> None:
+        """Forgets groups."""
+        self._looks = [each for each in self._looks if not is_over(each[0])]
+
+    def take(self, *, is_idle: bool) -> list[tuple[WantedT, Future[Found] | None]]:
+        """Returns the groups that are found or not, and for an idle tower those for which it waits too long.
+
+        None comes with these.
+        """
+        taken: list[tuple[WantedT, Future[Found] | None]] = []
+        left = []
+        for group, looked, since_s in self._looks:
+            if looked.done():
+                taken.append((group, looked))
+            elif is_idle and self._store.is_late(group, since_s):
+                taken.append((group, None))
+            else:
+                left.append((group, looked, since_s))
+        self._looks = left
+        return taken
 
 
 def _tell(group: Wanted, reused: Sequence[Reuse]) -> None:

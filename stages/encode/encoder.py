@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,72 +30,18 @@ from epd.encode.encoder_cache import CachedGroup, EncoderCacheManager, GroupKey
 from epd.encoders.adapter import Embeddings, MediaPlan
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.groups import MediaGroup
-from epd.encoders.reduction.reading import ItemReducer, ItemReduction, Join, Places
+from epd.encoders.reduction.reading import ItemReduction
 from epd.errors import EPDError, InternalError
 from epd.stages.encode.beside import BesideThread, InTurn
-from epd.stages.encode.embedding_store import EmbeddingStore
+from epd.stages.encode.embedding_store import EmbeddingStore, Found, Looks
 from epd.stages.encode.encoder_pool import EncoderPool
+from epd.stages.encode.readings import Readings
 from epd.store.piece_files import PieceFiles
 from epd.transfer.connectors import EncoderConnector, Ticket
 from epd.transfer.transfers import Outbox
 from epd.types import Reuse
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Open:
-    reader: ItemReducer
-    request_id: str
-    receiver: str
-
-
-class Readings:
-    """Holds the readings that are not over, by name. Not thread-safe."""
-
-    def __init__(self, join: Join) -> None:
-        self._join = join
-        self._open: dict[str, _Open] = {}
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def open(self, job: EncodeJob) -> None:
-        """Starts the reading of a job, if it begins with it; the same one once more is ignored.
-
-        One of a single group is not held: it begins and ends with the job's turn.
-        """
-        name, ticket = job.ticket.key.reading, job.ticket
-        if job.reading is None or job.group is None or job.reading.is_of_a_group or name in self._open:
-            return
-        reader = ItemReducer(self._join, job.reading, job.group)
-        self._open[name] = _Open(reader, job.request_id, ticket.receiver)
-
-    def has_turn(self, job: EncodeJob, group: MediaGroup) -> bool:
-        """Returns whether no earlier group has to be read first. One that was read has its turn: it fails."""
-        if job.reading is not None and job.reading.is_of_a_group:
-            return True
-        name = job.ticket.key.reading
-        return name in self._open and group.index <= self._open[name].reader.next
-
-    def read(self, job: EncodeJob, group: MediaGroup, embeddings: Embeddings) -> tuple[Embeddings, Places]:
-        """Reads a group: see `ItemReducer.read`. Raises ValueError for one that was read before."""
-        if job.reading is not None and job.reading.is_of_a_group:
-            return ItemReducer(self._join, job.reading, group).read(group, embeddings)
-        name = job.ticket.key.reading
-        reader = self._open[name].reader
-        kept = reader.read(group, embeddings)
-        if reader.next == reader.end:
-            del self._open[name]
-        return kept
-
-    def drop_requests(self, is_over: Callable[[str], bool]) -> None:
-        """Forgets the readings of requests that are over. is_over: asked with each's id."""
-        self._open = {name: each for name, each in self._open.items() if not is_over(each.request_id)}
-
-    def drop_receiver(self, receiver: str) -> None:
-        """Forgets the readings for a receiver that is gone."""
-        self._open = {name: each for name, each in self._open.items() if each.receiver != receiver}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +53,10 @@ class EncodeJob:
     request_id: of the request that it is for.
     group: if the ticket is of a reading, the whole group.
     reading: what that is; with the group that it begins with.
-    on_reuse: told what was kept of it, in the lane.
+    on_reuse: told what was kept of it, in a thread.
+    has_frames: whether `frames` can give any.
+    found: what is kept of it, once that was looked for.
+    owner: of whoever submits it, to know it again.
     """
 
     ticket: Ticket
@@ -117,6 +66,9 @@ class EncodeJob:
     group: MediaGroup | None = None
     reading: ItemReduction | None = None
     on_reuse: Callable[[Reuse], None] = lambda _: None
+    has_frames: bool = True
+    found: Found | None = None
+    owner: object = None
 
     @property
     def num_patches(self) -> int:
@@ -157,10 +109,10 @@ class EncodeCounts:
 class EncodedBatch:
     """Describes a batch that has been encoded.
 
-    transfer_ids: of its jobs. num_encoded: of them, those that did not fail. seconds: that it took
+    num_encoded: of its jobs, those that did not fail. seconds: that it took
     """
 
-    transfer_ids: tuple[str, ...]
+    jobs: tuple[EncodeJob, ...]
     num_encoded: int
     seconds: float
 
@@ -199,6 +151,7 @@ class EncodeStage:
         self.cache = cache
         self.counts = EncodeCounts()
         self.store: EmbeddingStore | None = None
+        self._looks: Looks[EncodeJob] | None = None
         self.outbox = Outbox(cache)
         self._encoder = encoder
         self._pool = pool
@@ -214,10 +167,11 @@ class EncodeStage:
     def keep_in(self, files: PieceFiles) -> None:
         """Keeps embeddings in files, from now on, and takes them from there."""
         self.store = EmbeddingStore(files, self._pool.layout, self._encoder)
+        self._looks = Looks(self.store)
 
-    def has(self, key: GroupKey, plan: MediaPlan) -> bool:
-        """Returns whether a group can be offered without its frames."""
-        return self.cache.is_ready(key) or (self.store is not None and self.store.has(key, plan))
+    def has(self, key: GroupKey, plan: MediaPlan, frames_s: float | None = None) -> bool:
+        """Returns whether a group is to be offered without its frames. frames_s: see `EmbeddingStore.has`."""
+        return self.cache.is_ready(key) or (self.store is not None and self.store.has(key, plan, frames_s))
 
     def close(self) -> None:
         """Ends what runs beside it."""
@@ -228,7 +182,24 @@ class EncodeStage:
         """Queues a job. Raises InfeasibleError when its result would never fit."""
         self.cache.check_fits(job.num_embeddings)
         self._readings.open(job)
-        self._waiting.append(job)
+        if self._looks is None or self.cache.is_ready(job.key):
+            self._waiting.append(job)
+        else:
+            self._looks.add(job)
+
+    def _take_looks(self) -> None:
+        """Queues the jobs that were looked for, in order, with what was found."""
+        for job, looked in () if self._looks is None else self._looks.take(is_idle=not self.can_step):
+            if looked is None:
+                self._waiting.append(job)
+            elif (error := looked.exception()) is not None:
+                self._send_failure(job, error)
+            else:
+                self._waiting.append(replace(job, found=looked.result()))
+
+    @property
+    def _looked_for(self) -> list[EncodeJob]:
+        return [] if self._looks is None else self._looks.groups
 
     def cancel(self, transfer_id: str) -> None:
         """Forgets a job that has not been offered yet; anything else is ended by the receiver's receipt."""
@@ -252,13 +223,15 @@ class EncodeStage:
         self.outbox.drop_receiver(receiver)
 
     def _forget(self, is_over: Callable[[EncodeJob], bool]) -> None:
+        if self._looks is not None:
+            self._looks.forget(is_over)
         self._waiting = [job for job in self._waiting if not is_over(job)]
         self._unread = [job for job in self._unread if not is_over(job)]
         self._unwanted |= {job.ticket.transfer_id for job in self._running if is_over(job)}
 
     def has_work(self) -> bool:
         """Reports whether jobs wait or run, readings are not over or offers are without a receipt."""
-        has_jobs = bool(self._waiting or self._running or self._unread or self._readings)
+        has_jobs = bool(self._waiting or self._running or self._unread or self._readings or self._looked_for)
         return has_jobs or len(self.outbox) > 0
 
     @property
@@ -269,7 +242,7 @@ class EncodeStage:
     @property
     def num_waiting(self) -> int:
         """Counts the jobs of which nothing has been offered."""
-        return len(self._waiting) + len(self._running) + len(self._unread)
+        return len(self._waiting) + len(self._running) + len(self._unread) + len(self._looked_for)
 
     @property
     def num_readings(self) -> int:
@@ -279,18 +252,24 @@ class EncodeStage:
     @property
     def waiting_transfers(self) -> list[str]:
         """Lists the transfers that wait for jobs which are not in the tower."""
-        return [job.ticket.transfer_id for job in (*self._waiting, *self._unread)]
+        return [job.ticket.transfer_id for job in (*self._waiting, *self._unread, *self._looked_for)]
 
     @property
     def outstanding_patches(self) -> int:
         """Counts the patches of the jobs that are not encoded: what new work queues behind."""
-        return sum(job.num_patches for job in (*self._waiting, *self._running))
+        return sum(job.num_patches for job in (*self._waiting, *self._running, *self._looked_for))
+
+    @property
+    def can_step(self) -> bool:
+        """Returns whether jobs wait for a step, and not for a disk."""
+        return bool(self._waiting or self._running)
 
     @torch.inference_mode()
     def step(self) -> list[EncodedBatch]:
         """Takes receipts, serves hits, encodes one batch. Returns the batches that are over."""
         self.outbox.close(self._connector.poll())
         done = self._finish()
+        self._take_looks()
         self._serve_hits()
         self._read()
         if not self._running and (batch := self._schedule()):
@@ -389,6 +368,8 @@ class EncodeStage:
         if run is None:
             return []
         batch, self._running = self._running, []
+        if self.store is not None and (num_patches := sum(call.num_patches for call in run.calls)):
+            self.store.note_encoded(num_patches, run.seconds)
         for call in run.calls:
             if call.error is None:
                 self._commit(call)
@@ -396,7 +377,7 @@ class EncodeStage:
                 self._fail(call.jobs[0], call.error)
         self._unwanted.clear()
         num_encoded = sum(len(call.jobs) for call in run.calls if call.error is None)
-        return [EncodedBatch(tuple(job.ticket.transfer_id for job in batch), num_encoded, run.seconds)]
+        return [EncodedBatch(tuple(batch), num_encoded, run.seconds)]
 
     def _commit(self, call: _Call) -> None:
         self.counts.num_batches += 1
@@ -406,7 +387,7 @@ class EncodeStage:
         for job in call.jobs:
             self.cache.commit(job.key)
             if job.ticket.transfer_id not in self._unwanted:
-                self._pass_on(job)
+                self._pass_on(replace(job, found=None))
             self.cache.release(job.key, job.ticket.transfer_id)
 
     def _offer(self, job: EncodeJob) -> None:
@@ -418,7 +399,7 @@ class EncodeStage:
         if job.ticket.transfer_id not in self._unwanted:
             self._send_failure(job, error)
 
-    def _send_failure(self, job: EncodeJob, error: Exception) -> None:
+    def _send_failure(self, job: EncodeJob, error: BaseException) -> None:
         logger.warning("group of transfer %s not encoded", job.ticket.transfer_id, exc_info=error)
         self._connector.send(job.ticket, None, _message_of(error))
 
@@ -432,7 +413,7 @@ class EncodeStage:
             raise AssertionError("transfers are unwanted that are not in the tower")
 
 
-def _message_of(error: Exception) -> str:
+def _message_of(error: BaseException) -> str:
     """Returns the error sent to the receiver: all of an expected error, of a bug no more than its type."""
     if isinstance(error, RuntimeError | ValueError | EPDError):
         return f"{type(error).__name__}: {error}"

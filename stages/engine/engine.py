@@ -294,7 +294,7 @@ class LanguageEngine:
         scheduled.num_ready = max(scheduled.num_ready, sequence.visual.num_ready)
         if sequence.num_generated == 0:
             self.counts.num_cached_tokens += scheduled.num_computed
-            reused = () if self.store is None else self.store.take_reused(scheduled.request_id)
+            reused = () if self.store is None else self.store.admitted(sequence)
             result.admissions.append(Admission(scheduled.request_id, scheduled.num_computed, reused))
 
     def _move(self, output: SchedulerOutput) -> None:

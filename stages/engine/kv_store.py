@@ -7,13 +7,17 @@
     step: a chunk is computed  ->  whole pieces are copied to the host  ->  a thread writes them
 
 Disks hold up no step, but a step waits for the copies of its pieces to the host. What cannot be read, or has
-no room, is computed as ever. No question is kept: a prompt's pieces end with its last visual token.
+no room, is computed as ever. So is what is quicker to compute (`epd.control.way_back`), which is asked before
+pieces are read, and again while a disk does not answer.
+No question is kept: a prompt's pieces end with its last visual token.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +25,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from epd.control.recent import Pace
+from epd.control.way_back import PartCosts, cheapest
 from epd.engine_config import EngineConfig
 from epd.kv.kv_cache import KVCacheManager
 from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
@@ -35,20 +41,33 @@ from epd.types import Reuse, Tier, ceil_div, totals
 _READ_AHEAD = 4
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Is a piece, and where it was when it was looked for."""
+
+    piece: Piece
+    tier: Tier
+
+
 @dataclass(slots=True)
 class _Restore:
     """Brings back a prompt's pieces.
 
     missing: that are not read yet. reading: that are, or are being read, in order, with where they were.
+    since_s: since when the first of these is awaited, by the monotonic clock.
     """
 
     sequence: TokenSequence
-    missing: deque[Piece]
-    reading: deque[tuple[Piece, Future[tuple[Tensor, Tier] | None]]]
+    missing: deque[_Kept]
+    reading: deque[tuple[_Kept, Future[tuple[Tensor, Tier] | None]]]
+    since_s: float
 
 
 class KVStore:
-    """Keeps the pieces of one engine. Not thread-safe."""
+    """Keeps the pieces of one engine. Not thread-safe.
+
+    on_read: called by another thread, once a step has something to take.
+    """
 
     def __init__(
         self, files: PieceFiles, kv: KVCacheManager, pools: KVPools, piece_tokens: int = PIECE_TOKENS
@@ -61,6 +80,9 @@ class KVStore:
         self._restores: dict[str, _Restore] = {}
         self._to_keep: dict[str, deque[Piece]] = {}  # of requests that are prefilled, the next one first
         self._reused: dict[str, list[Reuse]] = {}  # of requests that are not admitted
+        self._admitted: dict[str, tuple[float, int]] = {}  # of those in `_to_keep`: when, and tokens cached
+        self._computing = Pace()  # of tokens, with the wait for their embeddings
+        self.on_read: Callable[[], None] = lambda: None
         self._reader = ThreadPoolExecutor(_READ_AHEAD, "read-kv")
         self._files = WriteBehind(files, KV_KIND)
         self.counts = self._files.counts
@@ -79,27 +101,54 @@ class KVStore:
         num_tokens = sequence.request.prompt.prefix_length
         every = list(pieces(sequence.scheduled.identity, num_tokens, self._piece_tokens))
         self._to_keep[sequence.request_id] = deque(every)
-        missing = deque(self._behind_cached(sequence, every))
+        kept = self._behind_cached(sequence, every)
+        missing = kept[: self._num_worth(kept)]
+        self._leave(sequence, kept[len(missing) :])
         if not missing:
             return False
-        self._restores[sequence.request_id] = _Restore(sequence, missing, deque())
-        self._read_ahead(self._restores[sequence.request_id])
+        restore = _Restore(sequence, deque(missing), deque(), time.monotonic())
+        self._restores[sequence.request_id] = restore
+        self._read_ahead(restore)
         return True
 
-    def _behind_cached(self, sequence: TokenSequence, every: list[Piece]) -> Iterator[Piece]:
-        """Yields the pieces on disk that follow those in the prefix cache."""
+    def _behind_cached(self, sequence: TokenSequence, every: list[Piece]) -> list[_Kept]:
+        """Returns the pieces that are kept and follow those in the prefix cache."""
         num_cached = self._kv.num_cached(sequence.scheduled.identity, every[-1].stop)
+        kept = []
         for piece in every:
-            if piece.stop <= num_cached:
-                continue
-            if piece.key not in self._files:
-                return
-            yield piece
+            if piece.stop > num_cached:
+                if (tier := self._files.tier_of(piece.key)) is None:
+                    break
+                kept.append(_Kept(piece, tier))
+        return kept
+
+    def _num_worth(self, kept: Sequence[_Kept], waited_s: float = 0.0) -> int:
+        """Counts the leading pieces that are quicker to read than to compute, as far as that is known.
+
+        waited_s: for the first one.
+        """
+        now_s, costs = time.monotonic(), list[PartCosts]()
+        for each in kept:
+            read_s = self._files.seconds(each.tier, self._num_bytes(each.piece))
+            computed_s = self._computing.seconds(each.piece.num_tokens, now_s)
+            costs.append(
+                PartCosts(max(read_s, waited_s), encode_s=math.inf if computed_s is None else computed_s)
+            )
+            waited_s = 0.0
+        return cheapest(costs).num_kv
+
+    def _leave(self, sequence: TokenSequence, kept: Sequence[_Kept]) -> None:
+        """Notes pieces that are not read."""
+        if kept:
+            left = Reuse("kv", "left", sum(each.piece.num_tokens for each in kept))
+            self._reused.setdefault(sequence.request_id, []).append(self.counts.found(left))
 
     def _read_ahead(self, restore: _Restore) -> None:
         while restore.missing and len(restore.reading) < _READ_AHEAD:
-            piece = restore.missing.popleft()
-            restore.reading.append((piece, self._reader.submit(self._read, piece)))
+            kept = restore.missing.popleft()
+            read = self._reader.submit(self._read, kept.piece)
+            read.add_done_callback(lambda _: self.on_read())
+            restore.reading.append((kept, read))
 
     def _read(self, piece: Piece) -> tuple[Tensor, Tier] | None:
         payload = torch.empty(self._num_bytes(piece), dtype=torch.uint8)
@@ -116,11 +165,24 @@ class KVStore:
     def _advance(self, restore: _Restore) -> bool:
         """Takes what was read, in order. Returns whether the request is to be computed from there."""
         while restore.reading and restore.reading[0][1].done():
-            piece, read = restore.reading.popleft()
-            if not self._place(restore.sequence, piece, read.result()):
+            kept, read = restore.reading.popleft()
+            restore.since_s = time.monotonic()
+            if not self._place(restore.sequence, kept.piece, read.result()):
                 return True
             self._read_ahead(restore)
-        return not restore.reading
+        return not restore.reading or self._gives_up(restore)
+
+    def _gives_up(self, restore: _Restore) -> bool:
+        """Leaves what is awaited for longer than it takes to compute all that is not there."""
+        waited_s = time.monotonic() - restore.since_s
+        left = [*(kept for kept, _ in restore.reading), *restore.missing]
+        if self._num_worth(left, waited_s):
+            return False
+        for _, read in restore.reading:
+            read.cancel()
+        self._files.note_read(left[0].tier, self._num_bytes(left[0].piece), restore.since_s)
+        self._leave(restore.sequence, left)
+        return True
 
     def _place(self, sequence: TokenSequence, piece: Piece, read: tuple[Tensor, Tier] | None) -> bool:
         """Writes a piece to the pools. Returns False if it could not be."""
@@ -140,9 +202,11 @@ class KVStore:
         self._reused.setdefault(sequence.request_id, []).append(found)
         return True
 
-    def take_reused(self, request_id: str) -> tuple[Reuse, ...]:
-        """Returns what was brought back for a request, once."""
-        return totals(self._reused.pop(request_id, ()))
+    def admitted(self, sequence: TokenSequence) -> tuple[Reuse, ...]:
+        """Notes that a request is admitted. Returns what was brought back for it, once."""
+        if sequence.request_id in self._to_keep:
+            self._admitted[sequence.request_id] = time.monotonic(), sequence.scheduled.num_computed
+        return totals(self._reused.pop(sequence.request_id, ()))
 
     # To disk
 
@@ -158,6 +222,14 @@ class KVStore:
                 self._files.add(piece.key, piece.index, payload.numpy().data)
         if not following:
             del self._to_keep[sequence.request_id]
+            self._note_computed(sequence)
+
+    def _note_computed(self, sequence: TokenSequence) -> None:
+        """Measures the pace at a prompt whose pieces are all there, if it was more than a few tokens."""
+        since_s, num_cached = self._admitted.pop(sequence.request_id, (0.0, math.inf))
+        num_tokens = sequence.request.prompt.prefix_length - num_cached
+        if num_tokens >= self._piece_tokens:
+            self._computing.add(num_tokens, since_s, time.monotonic())
 
     def _kv_of(self, request_id: str, piece: Piece) -> Tensor:
         """Copies a piece out of the pools, uint8 [bytes], on the host."""
@@ -178,6 +250,7 @@ class KVStore:
     def forget(self, request_id: str) -> bool:
         """Ends what is done for a request. Returns whether it waited for what is on disk."""
         self._to_keep.pop(request_id, None)
+        self._admitted.pop(request_id, None)
         self._reused.pop(request_id, None)
         restore = self._restores.pop(request_id, None)
         for _, read in restore.reading if restore is not None else ():

@@ -77,11 +77,12 @@ def real_app(
     settings: ApiSettings | None = None,
     media: MediaSettings | None = None,
     limits: ChildLimits = PATIENT,
+    workers: dict[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[RealApp]:
     """Serves the checkpoint at `path`, its media read by child processes.
 
-    limits: of these. options: of OrchestratorConfig.
+    limits: of these. workers: options of WorkerSettings. options: of OrchestratorConfig.
     """
     started, stop = threading.Event(), threading.Event()
     found: list[tuple[Deployment, BaseException | None]] = []
@@ -91,7 +92,7 @@ def real_app(
         settings_here = media or replace(media_settings(), model=path)
         processes = MediaProcesses(children(limits), children(limits))
         fleet = {"processes": processes, "media": settings_here}
-        deployment = Deployment(path, topology, fleet, **options)
+        deployment = Deployment(path, topology, fleet, settings=workers or {}, **options)
         try:
             await deployment.service.start()
             app = create_api(deployment.service, deployment.service.media, settings)

@@ -2,23 +2,35 @@
 
 A name belongs to the clients of one API key and one cache salt. What is kept is the URL as it was sent: the
 whole medium of a `data:` URL, while media at other addresses are read again.
+
+With a folder, what was found out about a named video is kept, too, on disk without its URL. Then a name alone
+is enough, also after a restart, as long as no frame is needed that nobody kept.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import json
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
 
 from epd.errors import UnknownUuidError
-from epd.serve_app.service import MediaReference
-from epd.types import MediaKind
+from epd.serve_app.service import FetchedItem, MediaReference, MediaSource
+from epd.store.piece_files import PieceFiles
+from epd.types import MediaFacts, MediaKind
 
 _MAX_SHOWN_CHARS = 60
 # Of the whole room, for one medium.
 _SHARE = 4
+
+# Bytes of a file about a named video; what does not fit is not kept.
+_ENTRY_BYTES = 1024
 
 _Key = tuple[bytes, MediaKind, str]
 
@@ -29,13 +41,61 @@ def namespace_of(authorization: str, cache_salt: str) -> bytes:
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
 
 
+class KeptNames:
+    """Keeps what was found out about named videos in files, so that their names outlive the server."""
+
+    def __init__(self, files: PieceFiles) -> None:
+        self._files = files
+        self._thread = ThreadPoolExecutor(1, "names")
+
+    async def known(self, key: _Key) -> FetchedItem | None:
+        """Returns what is kept of a name."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._read, _name_of(key))
+
+    def keep(self, key: _Key, item: FetchedItem | None) -> None:
+        """Keeps what a name stands for, in a thread; None forgets it."""
+        self._thread.submit(self._write, _name_of(key), item)
+
+    def _read(self, name: str) -> FetchedItem | None:
+        payload = bytearray(_ENTRY_BYTES)
+        if not self._files.read(name, 0, memoryview(payload)):
+            return None
+        found: Any = json.loads(payload)
+        return FetchedItem(MediaFacts(**found["facts"]), found["mm_hash"], found["num_bytes"])
+
+    def _write(self, name: str, item: FetchedItem | None) -> None:
+        self._files.remove(name)
+        if item is not None:
+            text = json.dumps(asdict(item)).encode().ljust(_ENTRY_BYTES)
+            with suppress(OSError):  # a full disk keeps no name
+                self._files.write(name, 0, memoryview(text))
+
+    def close(self) -> None:
+        """Ends the thread, once what waits is written."""
+        self._thread.shutdown()
+
+
+def _name_of(key: _Key) -> str:
+    """Returns a digest: no file says what a client calls a medium."""
+    return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
+
+
+def _is_kept(item: FetchedItem) -> bool:
+    """Returns whether the facts of a medium, without its bytes, are enough to plan it."""
+    facts = item.facts
+    return facts.kind == "video" and not facts.is_frame_list and not facts.num_pictures
+
+
 class NamedMedia:
     """Keeps URLs by name, up to a number and a size, those named last by each client. Thread-safe.
 
     Where there is no room, the client that has most loses what it named first.
     """
 
-    def __init__(self, max_media: int, max_bytes: int) -> None:
+    def __init__(self, max_media: int, max_bytes: int, kept: KeptNames | None = None) -> None:
+        """kept: outlives the server; None for nothing."""
+        self._kept = kept
+        self._known: dict[_Key, FetchedItem] = {}  # of names in `_urls`
         self._max_media = max_media
         self._max_bytes = max_bytes
         self._urls: dict[_Key, str] = {}
@@ -52,13 +112,27 @@ class NamedMedia:
     def __len__(self) -> int:
         return len(self._urls)
 
+    async def completed(
+        self, namespace: bytes, references: Sequence[MediaReference]
+    ) -> tuple[MediaReference, ...]:
+        """Returns references as `found` does. Names that are not in memory are looked for on disk."""
+        if self._kept is None:
+            return self.found(namespace, references)
+        named = list(references)
+        for place, each in enumerate(named):
+            key = (namespace, each.kind, each.uuid)
+            if each.uuid and not each.url and key not in self._urls:
+                named[place] = replace(each, known=await self._kept.known(key))
+        return self.found(namespace, named)
+
     def found(self, namespace: bytes, references: Sequence[MediaReference]) -> tuple[MediaReference, ...]:
         """Returns the references with the URLs of those that came as a name alone.
 
         Raises UnknownUuidError for a name that is not known, or not any more.
         """
         return tuple(
-            each if each.url or not each.uuid else self._found(namespace, each) for each in references
+            each if each.url or each.known or not each.uuid else self._found(namespace, each)
+            for each in references
         )
 
     def _found(self, namespace: bytes, reference: MediaReference) -> MediaReference:
@@ -74,14 +148,41 @@ class NamedMedia:
                     "its URL"
                 )
             self._names[self._clients[key]].move_to_end(key)
-        return replace(reference, url=url)
+            return replace(reference, url=url, known=self._known.get(key))
 
-    def keep(self, namespace: bytes, references: Sequence[MediaReference], client: str = "") -> None:
-        """Keeps the media that have names; one too large for its share is not kept. client: has the share."""
-        for each in references:
-            if each.uuid and _num_bytes(each.uuid, each.url) <= self._max_bytes // _SHARE:
+    def keep(
+        self,
+        namespace: bytes,
+        references: Sequence[MediaReference],
+        client: str = "",
+        sources: Sequence[MediaSource] = (),
+    ) -> None:
+        """Keeps the media that have names; one too large for its share is not kept.
+
+        client: has the share. sources: what was found out about each.
+        """
+        for place, each in enumerate(references):
+            key = (namespace, each.kind, each.uuid)
+            if each.uuid and each.url and _num_bytes(each.uuid, each.url) <= self._max_bytes // _SHARE:
                 with self._lock:
-                    self._set((namespace, each.kind, each.uuid), each.url, client)
+                    self._set(key, each.url, client)
+            if each.uuid and each.url and self._kept is not None and sources:
+                source = sources[place]
+                item = FetchedItem(source.facts, source.mm_hash, source.num_bytes)
+                self._keep_known(self._kept, key, item if _is_kept(item) else None)
+
+    def _keep_known(self, kept: KeptNames, key: _Key, item: FetchedItem | None) -> None:
+        with self._lock:
+            is_same = item is not None and self._known.get(key) == item
+            if item is not None and key in self._urls:
+                self._known[key] = item
+        if not is_same:
+            kept.keep(key, item)
+
+    def close(self) -> None:
+        """Ends what writes names."""
+        if self._kept is not None:
+            self._kept.close()
 
     def _set(self, key: _Key, url: str, client: str) -> None:
         if key in self._urls:
@@ -97,6 +198,7 @@ class NamedMedia:
 
     def _forget(self, key: _Key) -> None:
         url, client = self._urls.pop(key), self._clients.pop(key)
+        self._known.pop(key, None)
         del self._names[client][key]
         self._client_bytes[client] -= _num_bytes(key[2], url)
         if not self._names[client]:

@@ -65,7 +65,7 @@ async def picture(request: Request) -> Response:
     first, record = parsed.references[:1], record_of(request)
     with server.admitted():
         async with server.media.sources(record.request_id, first) as (source,):
-            server.named_media.keep(parsed.namespace, first, parsed.client.share)
+            server.named_media.keep(parsed.namespace, first, parsed.client.share, (source,))
             server.bodies.release(record)
             jpeg = await server.media.picture(source, _PICTURE_SIDE)
     return Response(jpeg, media_type="image/jpeg")
@@ -76,7 +76,7 @@ async def _estimate(server: ServerState, parsed: ParsedRequest, record: RequestR
     request = server.request_of(parsed, record)
     with server.admitted():
         async with server.media.sources(record.request_id, parsed.references) as media:
-            server.named_media.keep(parsed.namespace, parsed.references, parsed.client.share)
+            server.named_media.keep(parsed.namespace, parsed.references, parsed.client.share, media)
             server.bodies.release(record)
             return await server.service.prompts.estimate(request(media=media))
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epd.control.recent import Pace
 from epd.control.routing import InFlight, Router
 from epd.encoders import FrameSampling
 from epd.encoders.groups import MediaGroup
@@ -223,11 +224,14 @@ class TakesAll:
 
 
 def test_a_suspect_asks_for_what_is_on_disk_only_where_it_may_go() -> None:
-    group: Any = SimpleNamespace(item=0, index=0)
+    group: Any = SimpleNamespace(item=0, index=0, spec=SimpleNamespace(num_patches=16))
     plan = SimpleNamespace(groups=[group], prompt=None)
     dispatcher = TakesAll()
     shared = SimpleNamespace(
-        config=SimpleNamespace(cache_dir=Path("kept"), sharding="groups"), dispatcher=dispatcher
+        config=SimpleNamespace(cache_dir=Path("kept"), sharding="groups"),
+        dispatcher=dispatcher,
+        reading=Pace(),
+        requests=SimpleNamespace(clock=lambda: 0.0),
     )
     attempt = SimpleNamespace(
         id="r", answer=SimpleNamespace(plan=plan), sole_encoder=None, prefill_worker="p0"

@@ -22,8 +22,9 @@ from epd.reduction import (
 from epd.sampling_params import SamplingParams
 from epd.serve_app.orchestration.group_feed import ItemFrames
 from epd.serve_app.worker.worker_roles import EncodeRole
-from epd.stages.encode.encoder import EncodeStage, Readings
+from epd.stages.encode.encoder import EncodeStage
 from epd.stages.encode.encoder_pool import EncoderPool
+from epd.stages.encode.readings import Readings
 from tests.media import write_video
 from tests.serve_app.deployments import Answered, Deployment, Question, deployed
 

@@ -1,7 +1,4 @@
-"""What was learnt of a medium is kept by its content: nobody opens it again to plan a second question.
-
-Modules: `epd/control/recent.py`.
-"""
+"""What was learnt of a medium is kept by its content: nobody opens it again to plan a second question."""
 
 from __future__ import annotations
 

@@ -94,12 +94,15 @@ class ShardedEncoding:
         )
         for shard in shards:
             for place in shard.groups:
-                self._encoders[shard.encoder].submit(self._job(grants[place]))
+                encoder = self._encoders[shard.encoder]
+                encoder.submit(self._job(grants[place], encoder))
 
-    def _job(self, grant: Grant) -> EncodeJob:
+    def _job(self, grant: Grant, encoder: EncodeStage) -> EncodeJob:
+        """A group's job, for which frames come at once unless the encoder has it."""
         request = self._requests[grant.request_id]
         group = request.groups[grant.group]
-        return EncodeJob(grant.ticket, group.plan, lambda: request.frames_of(group))
+        has_frames = not encoder.has(group.spec.key, group.plan)
+        return EncodeJob(grant.ticket, group.plan, lambda: request.frames_of(group), has_frames=has_frames)
 
     def _cancel(self, tickets: Sequence[Ticket]) -> None:
         for encoder in self._encoders:

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 
 from epd.encoders.groups import MediaGroup, plan_groups, salted
 from epd.store.piece_files import PieceFiles, stored
+from epd.types import Reuse, Tier
 from tests.encoders.families import Clip, Family, Picture
 from tests.stages.encode.workers import SAMPLING, Workers, clip_of, merged, noise
+
+SOON_S = 60.0
 
 
 def life(family: Family, folder: Path, skip_static: float | None = None) -> Workers:
@@ -169,3 +175,97 @@ def test_a_disk_that_is_full_ends_writing_alone(
     assert [each.message for each in caplog.records if "no longer" in each.message] == [
         f"embeddings are kept in {tmp_path} no longer: No space left on device"
     ]
+
+
+class Silent(PieceFiles):
+    """Files that are there, and do not answer before they are told to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "tests", 1 << 30, {})
+        self.may_answer = Event()
+
+    def read(self, key: str, index: int, payload: memoryview) -> Tier | None:
+        self.may_answer.wait(SOON_S)
+        return super().read(key, index, payload)
+
+
+class Asked:
+    """An encoder over a silent disk that has been asked for groups. told: what was found of them."""
+
+    def __init__(self, family: Family, folder: Path) -> None:
+        self.workers, self.files = Workers(family, 1), Silent(folder)
+        (self.stage,) = self.workers.encoders
+        self.stage.keep_in(self.files)
+        self.told: list[Reuse] = []
+
+    def submit(self, clip: Clip, groups: Sequence[MediaGroup], *, has_frames: bool) -> None:
+        request_id = groups[0].spec.key.mm_hash
+        self.workers.receiver.open(request_id, [group.spec for group in groups])
+        for grant in self.workers.receiver.grant():
+            job = self.workers.job([clip], groups[grant.group], grant.ticket)
+            self.stage.submit(replace(job, has_frames=has_frames, on_reuse=self.told.append))
+
+    def until_ready(self, groups: Sequence[MediaGroup]) -> None:
+        while not all(self.stage.cache.is_ready(group.spec.key) for group in groups):
+            self.stage.step()
+
+    def close(self) -> None:
+        self.files.may_answer.set()
+        self.stage.close()
+
+
+@pytest.fixture
+def asked(family: Family, clip: Clip, tmp_path: Path) -> Iterator[Asked]:
+    run(life(family, tmp_path), [clip], groups_of(family, [clip]))
+    asked = Asked(family, tmp_path)
+    yield asked
+    asked.close()
+
+
+def test_a_silent_disk_delays_no_other_group(family: Family, clip: Clip, asked: Asked) -> None:
+    kept, new = groups_of(family, [clip]), groups_of(family, [negative(clip)], "new")
+    asked.submit(clip, kept, has_frames=False)
+    asked.submit(negative(clip), new, has_frames=True)
+    asked.until_ready(new)
+    assert not any(asked.stage.cache.is_ready(group.spec.key) for group in kept)
+    assert not asked.stage.can_step
+    assert asked.stage.has_work()
+    asked.files.may_answer.set()
+    asked.until_ready(kept)
+    assert asked.stage.counts.num_patches == patches(new)
+
+
+def negative(clip: Clip) -> Clip:
+    return Clip(255 - clip.frames, clip.fps)
+
+
+def test_an_idle_tower_waits_for_a_silent_disk_no_longer_than_it_encodes(
+    family: Family, clip: Clip, asked: Asked
+) -> None:
+    kept = groups_of(family, [clip])
+    assert asked.stage.store is not None
+    asked.stage.store.note_encoded(1000, 0.1)
+    asked.submit(clip, kept, has_frames=True)
+    asked.until_ready(kept)
+    assert not asked.files.may_answer.is_set()
+    assert asked.stage.counts.num_patches == patches(kept)
+
+
+def test_what_is_slow_to_read_is_encoded_and_told(family: Family, clip: Clip, asked: Asked) -> None:
+    """If its frames come soon enough."""
+    kept, store = groups_of(family, [clip]), asked.stage.store
+    assert store is not None
+    asked.files.may_answer.set()
+    store._files.note_read("disk", 1, time.monotonic() - 1000.0)
+    assert all(store.has(group.spec.key, group.plan) for group in kept), "nothing else is known"
+    store.note_encoded(1000, 0.1)
+    assert not any(store.has(group.spec.key, group.plan, 1.0) for group in kept)
+    assert all(store.has(group.spec.key, group.plan, 1e9) for group in kept)
+    assert all(store.has(group.spec.key, group.plan) for group in kept), "no frames came yet"
+    asked.submit(clip, kept, has_frames=True)
+    asked.until_ready(kept)
+    assert asked.stage.counts.num_patches == patches(kept)
+    assert {(each.kind, each.tier, each.num_bytes) for each in asked.told} == {("embeddings", "left", 0)}
+    assert sum(each.num for each in asked.told) == sum(group.spec.num_embeddings for group in kept)
+    assert store.counts.left_tokens == sum(group.spec.num_embeddings for group in kept)
+    assert store.counts.read_tokens == 0

@@ -6,9 +6,11 @@ Modules: `epd/store/pieces.py`.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -18,8 +20,10 @@ from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.kv_store import kv_files
 from epd.store.piece_files import PieceFiles, stored
+from epd.store.write_behind import WriteBehind
+from epd.types import Tier
 from tests.stages.conftest import Subject, check
-from tests.stages.prompts import MAX_TOKENS, Drive
+from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -81,6 +85,72 @@ def test_media_need_not_come_again(a_family: Subject, tmp_path: Path) -> None:
     in_memory = Drive(a_family.engine(enable_prefix_caching=True), 0)
     asked = type(prompt)(other, prompt.mm_hashes, prompt.groups, ())
     assert drive.tokens("second") == in_memory.run({"second": asked})["second"]
+
+
+class Silent(PieceFiles):
+    """Files that are there, and do not answer before they are told to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "tests", 1 << 30, {})
+        self.may_answer = Event()
+
+    def read(self, key: str, index: int, payload: memoryview) -> Tier | None:
+        self.may_answer.wait()
+        return super().read(key, index, payload)
+
+
+def answered(drive: Drive, prompt: Prompt, name: str, salt: str = "") -> tuple[int, ...]:
+    """The tokens of a prompt, however long they take. salt: shares nothing with others."""
+    identity = prompt_identity(prompt.plan, prompt.mm_hashes, cache_salt=salt)
+    drive.engine.add(replace(prompt.request(name), identity=identity))
+    for group in prompt.groups:
+        drive.engine.add_embeddings(name, group)
+    while drive.engine.has_work():
+        drive.step()
+    return drive.tokens(name)
+
+
+def test_what_a_disk_does_not_give_is_computed(a_family: Subject, tmp_path: Path) -> None:
+    """Once it is known how long that takes. Nothing waits for the disk, which never answers."""
+    kept = a_family.prompts[3]
+    first = life(a_family, tmp_path)
+    expected = answered(Drive(first, 0), kept, "first")
+    first.close()
+    engine = a_family.engine(enable_prefix_caching=True)
+    files = Silent(tmp_path)
+    engine.keep_in(files, _PIECE)
+    drive = Drive(engine, 0)
+    assert answered(drive, kept, "cold", "salt") == expected
+    assert answered(drive, kept, "again") == expected
+    assert engine.store is not None
+    num_left = engine.store.counts.left_tokens
+    assert num_left == kept.plan.prefix_length
+    assert engine.store.counts.read_tokens == engine.store.counts.num_failed == 0
+    files.may_answer.set()
+    engine.close()
+
+
+def test_a_disk_that_is_known_to_be_slow_is_not_asked(a_family: Subject, tmp_path: Path) -> None:
+    """What is left is told with the admission. After a while it is tried again."""
+    kept = a_family.prompts[3]
+    first = life(a_family, tmp_path)
+    answered(Drive(first, 0), kept, "first")
+    first.close()
+    engine = life(a_family, tmp_path)
+    assert engine.store is not None
+    answered(Drive(engine, 0), kept, "cold", "salt")
+    slow = engine.store._files
+    slow.note_read("disk", 1, time.monotonic() - 1000.0)
+    engine.add(kept.request("slow"))
+    assert not engine.store.restoring
+    (admission,) = engine.step().admissions
+    (left,) = admission.reused
+    assert (left.kind, left.tier, left.num) == ("kv", "left", kept.plan.prefix_length)
+    engine.abort("slow")
+    slow._paces = WriteBehind(slow.files, "tests")._paces
+    engine.add(kept.request("again"))
+    assert engine.store.restoring == {"again"}
+    engine.close()
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
