@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,6 +22,9 @@ from epd.errors import UnavailableError
 from epd.serve_app.ray.front import OWNER
 from epd.serve_app.ray.supervisor import ends_once
 from epd.serve_app.ray.tenancy import cluster_now, is_left, is_taken, turn_to_deploy, url_at
+from tests import ROOT
+from tests.batch.parquet import committed_rows, write_table
+from tests.media import write_video
 from tests.ports import free_port
 from tests.serve_app.cli.test_serve_command import END_S, READY_S, START, command
 from tests.serve_app.ray.ray_session import IGNORED, RaySession, delete_app
@@ -66,6 +70,35 @@ def starting(tmp_path: Path, port: int, *options: str) -> Iterator[tuple[subproc
             process.wait()
 
 
+def assert_batch_from_parquet_to_parquet(folder: Path) -> None:
+    """The command of the how-to, but for its places: each row is answered or explained once."""
+    video = write_video(folder / "ride.mp4")
+    rows = [
+        {"id": "ride", "video": video.name, "questions": ["Where does it begin?", "Who is there?"]},
+        {"id": "walk", "video": "lost.mp4", "questions": ["Where does it end?"]},
+    ]
+    write_table(folder / "rows.parquet", rows)
+    page = (ROOT / "docs" / "how-to" / "answer-on-a-cluster.md").read_text(encoding="utf-8")
+    (line,) = [each for each in page.splitlines() if each.startswith("epd batch ")]
+    for place, ours in (
+        ("s3://videos/rows.parquet", folder / "rows.parquet"),
+        ("s3://videos/answers/", f"{folder}/answers/"),
+        ("10.0.0.5:6379", ray.get_runtime_context().gcs_address),
+    ):
+        assert place in line
+        line = line.replace(place, str(ours))
+    asked = [sys.executable, "-c", START, *shlex.split(line)[1:], "--name", "mine"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=READY_S, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "1 MediaNotFoundError" in done.stderr
+    found = {row["id"]: row for row in committed_rows(folder / "answers")}
+    assert found.keys() == {"ride#1", "ride#2", "walk#1"}
+    for name in ("ride#1", "ride#2"):
+        assert (found[name]["uri"], found[name]["error"]) == (str(video), None)
+        assert found[name]["answer"]
+    assert found["walk#1"]["error"]["type"] == "MediaNotFoundError"
+
+
 def names() -> set[str]:
     return {each.name for each in cluster_now().tenants}
 
@@ -95,9 +128,10 @@ def test_what_the_neighbour_has_is_refused(
 def test_two_applications_are_served_side_by_side(
     neighbour: str, ray_session: RaySession, tmp_path: Path
 ) -> None:
-    """At a port of its own, and below a prefix, at which the proxy has it too."""
+    """At a port of its own, and below a prefix, at which the proxy has it. A batch finds it by its name."""
     before, port = said_at(neighbour), free_port()
-    with starting(tmp_path, port, "--name", "mine", "--route-prefix", "/mine") as (process, output):
+    options = ("--name", "mine", "--route-prefix", "/mine", "--allowed-media-path", str(tmp_path))
+    with starting(tmp_path, port, *options) as (process, output):
         wait_until(lambda: b"ready in" in output.read_bytes() or process.poll() is not None, READY_S)
         url = f"http://127.0.0.1:{port}/mine"
         assert f"{url}/v1 serves shapes-vl-2 on 1epd" in output.read_text()
@@ -109,6 +143,7 @@ def test_two_applications_are_served_side_by_side(
         asked = [sys.executable, "-c", START, "status", "--json", "--url", url]
         status = subprocess.run(asked, capture_output=True, text=True, timeout=200, check=True)
         assert json.loads(status.stdout)["status"]["is_ready"]
+        assert_batch_from_parquet_to_parquet(tmp_path)
         assert said_at(neighbour) == before
         process.send_signal(signal.SIGTERM)
         assert process.wait(END_S) == 0
