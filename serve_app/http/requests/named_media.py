@@ -61,7 +61,10 @@ class KeptNames:
         if not self._files.read(name, 0, memoryview(payload)):
             return None
         found: Any = json.loads(payload)
-        return FetchedItem(MediaFacts(**found["facts"]), found["mm_hash"], found["num_bytes"])
+        try:
+            return FetchedItem(MediaFacts(**found["facts"]), found["mm_hash"], found["num_bytes"])
+        except (KeyError, TypeError):  # another release wrote it
+            return None
 
     def _write(self, name: str, item: FetchedItem | None) -> None:
         self._files.remove(name)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -14,7 +15,10 @@ from typing import Any
 import pytest
 
 from epd.serve_app.http.api import ApiSettings
+from epd.serve_app.http.requests.named_media import KeptNames
+from epd.serve_app.service import FetchedItem
 from epd.store.piece_files import PieceFiles
+from epd.types import MediaFacts
 from epd.video import FetchPolicy
 from tests.serve_app.conftest import JSON, data_url, media_settings, video_part
 from tests.serve_app.http.test_frame_lists import drawn, listed
@@ -151,3 +155,22 @@ def test_a_name_stands_for_what_was_named_last(
         assert asked(second, alone("video", "film"))[0] == expected
         assert "received the uuid 'list' without video_url" in refused(second, alone("video", "list"))
     assert [each for each in tmp_path.rglob("*") if b"film" in str(each).encode()] == []
+
+
+def test_a_name_that_another_release_kept_is_not_known(tmp_path: Path) -> None:
+    files = PieceFiles(tmp_path, "names", 1 << 20, {"kind": "names of videos"})
+    names, key = KeptNames(files), (b"client", "video", "holiday")
+    item = FetchedItem(MediaFacts("video", 8, 8, 12, 2.0), "hash", 99)
+    names.keep(key, item)
+    assert asyncio.run(names.known(key)) == item
+    names.keep(key, replace(item, facts=Length("video", 6.0)))  # type: ignore[arg-type]
+    assert asyncio.run(names.known(key)) is None
+    names.close()
+
+
+@dataclass(frozen=True)
+class Length:
+    """What another release might know of a medium."""
+
+    kind: str
+    length_s: float
