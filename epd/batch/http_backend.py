@@ -345,6 +345,7 @@ class _HttpRun:
         self._max_tasks = backend.max_tasks
         self._tasks = tasks
         self._ahead: dict[str, deque[Iterator[BatchLine]]] = {each.url: deque() for each in self._endpoints}
+        self._is_drained = False  # of tasks
         self._outcomes = outcomes
 
     async def run(self) -> None:
@@ -369,13 +370,15 @@ class _HttpRun:
         own = self._ahead[endpoint.url]
         while not own and sum(map(len, self._ahead.values())) < _MAX_AHEAD * len(self._endpoints):
             if (task := next(self._tasks, None)) is None:
+                self._is_drained = True
                 break
             line = next(task.lines)
             self._ahead[self._asker.ranked(line)[0].url].append(chain([line], task.lines))
         if own:
             return own.popleft()
         most = max(self._ahead.values(), key=len)
-        return most.popleft() if len(most) * len(self._endpoints) > self._max_tasks else None
+        has_room = self._is_drained and len(most) * len(self._endpoints) <= self._max_tasks
+        return None if has_room else most.popleft()
 
     async def _put(self, outcome: Outcome) -> None:
         await asyncio.to_thread(self._outcomes.put, outcome, 1)

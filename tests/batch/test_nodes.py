@@ -5,9 +5,18 @@ The driver and the HTTP backend are the real ones; servers and time are virtual.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from benchmarks.serving.batch_nodes import bound_s, run
+from epd.batch.driver import BatchPlan, run_batch
+from epd.batch.http_backend import Asker
+from epd.batch.lines import LineDefaults
+from epd.client.endpoint import Endpoint
+from tests.batch.virtual_servers import Costs, VirtualServers
 
 
 @pytest.mark.parametrize(("num_lost", "most_again"), [(0, 1e-9), (4, 0.05)])
@@ -23,3 +32,21 @@ def test_the_bound_counts_nodes_while_they_are_there_by_hand() -> None:
     assert bound_s(3.0, 2, losses) == 1.5  # before the loss
     assert bound_s(7.0, 2, losses) == 5.0  # 2 x 2 s, then 3 s of one
     assert bound_s(12.0, 2, losses) == 8.0  # 2 x 2 s, 4 s of one, 2 x 2 s
+
+
+def test_a_server_with_many_places_has_work_until_all_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All media belong to the other one, which has more places than there are media looked at ahead."""
+
+    def ranked(asker: Asker, _: Any, first: Endpoint | None = None) -> list[Endpoint]:
+        other, owner = asker._backend.endpoints
+        return [other, owner] if first is other else [owner, other]
+
+    monkeypatch.setattr(Asker, "ranked", ranked)
+    rows = [{"id": name, "video": f"{name}.mp4", "question": "?"} for name in map(str, range(400))]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    servers = VirtualServers(Costs(lambda _: 0.0, lambda _: 1.0, 0.0), 2)
+    plan = BatchPlan(tmp_path / "in.jsonl", tmp_path / "out.jsonl", LineDefaults(tmp_path))
+    run_batch(plan, lambda _: servers.backend(media_in_flight=64))
+    assert [server.work_s["encode"] for server in servers.servers] == pytest.approx([200, 200], abs=40)
