@@ -236,10 +236,10 @@ def server_look(backend: HttpBackend) -> Look:
                 timeout=_TIMEOUT_S,
                 trust_env=False,
             )
-            reply = answer.json()
-        except (httpx.HTTPError, ValueError):
+            is_planned, reply = answer.status_code == HTTPStatus.OK, answer.json()
+            return _looked(line, reply) if is_planned else _failed(line, reply)
+        except (httpx.HTTPError, ValueError, LookupError, TypeError):
             return None
-        return _looked(line, reply) if answer.status_code == HTTPStatus.OK else _failed(line, reply)
 
     return look
 

@@ -90,13 +90,13 @@ def assert_batch_from_parquet_to_parquet(folder: Path) -> None:
     asked = [sys.executable, "-c", START, *shlex.split(line)[1:], "--name", "mine"]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=READY_S, check=False)
     assert done.returncode == 1, done.stderr
-    assert "1 MediaNotFoundError" in done.stderr
+    assert "1 media_not_found" in done.stderr
     found = {row["id"]: row for row in committed_rows(folder / "answers")}
     assert found.keys() == {"ride#1", "ride#2", "walk#1"}
     for name in ("ride#1", "ride#2"):
         assert (found[name]["uri"], found[name]["error"]) == (str(video), None)
         assert found[name]["answer"]
-    assert found["walk#1"]["error"]["type"] == "MediaNotFoundError"
+    assert found["walk#1"]["error"]["type"] == "media_not_found"
 
 
 def names() -> set[str]:
