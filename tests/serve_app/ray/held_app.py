@@ -14,7 +14,7 @@ from epd.serve_app.app_args import AppArgs
 from epd.serve_app.ray import deployments
 
 BUILDER = f"{__name__}:build_app"
-# Of Ray's processes, who inherit it: the file.
+# Of Ray's processes, who inherit it: the file. Without it, as in benchmarks, nothing is held.
 HELD_FILE = "EPD_TEST_HELD_FILE"
 
 
@@ -25,11 +25,12 @@ class Stage(deployments.Stage):
         from epd.stages.decode import DecodeStage
         from tests.serve_app.held_answers import hold
 
-        created, is_held = DecodeStage.__init__, Path(os.environ[HELD_FILE]).exists
+        created, held_file = DecodeStage.__init__, os.environ.get(HELD_FILE)
 
         def create(stage: DecodeStage, *parts: Any) -> None:
             created(stage, *parts)
-            hold(stage, is_held)
+            if held_file is not None:
+                hold(stage, Path(held_file).exists)
 
         DecodeStage.__init__ = create  # type: ignore[method-assign, assignment]
         await super().__init__(args)
