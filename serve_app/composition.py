@@ -15,6 +15,9 @@ from epd.machine import steady_time_s
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.fleet import Fleet
 from epd.serve_app.http.api import create_api
+from epd.serve_app.http.guard.keyed_clients import Spent
+from epd.serve_app.http.requests.named_media import NameAsked
+from epd.serve_app.http.server_state import ServerState
 from epd.serve_app.network.members import Kind, Member, View
 from epd.serve_app.network.remote_fleet import RemoteFleet
 from epd.serve_app.orchestration.orchestrator import Orchestrator
@@ -24,7 +27,7 @@ from epd.serve_app.service_composition import create_service, media_settings, wo
 from epd.serve_app.worker_info import EVERY_STAGE
 from epd.topology import Stage, topology_part
 
-__all__ = ["create_app", "media_settings", "share_lead", "worker_settings"]
+__all__ = ["create_app", "media_settings", "share_clients", "share_lead", "worker_settings"]
 
 # Deployments whose replicas are workers, by the kind of member.
 _SCALED: Mapping[Kind, str] = {"stage": "Stage", "media": "Media"}
@@ -58,7 +61,7 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
     ages = _Ages()
 
     def follow(view: View) -> None:
-        fronts = _other_fronts(view, fleet)
+        fronts = fleet.other_fronts(view)
         service.leads = view.leader == fleet.owner
         service.share(_waiting_at(fronts, ages))
         service.losses.follow({each.epoch: each.losses for each in fronts} or None)
@@ -82,17 +85,19 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
             raise UnavailableError("another replica of the server switches roles by now; send it again")
         return await service.switch_roles(asked.worker, asked.roles)
 
-    service.ask_leader, fleet.on_ask = fleet.ask_leader, answer
+    service.ask_leader, fleet.answers[SwitchRequest] = fleet.ask_leader, answer
     service.losses.on_recorded = lambda: fleet.publish(losses=service.losses.report())
     service.isolation.on_claimed = lambda: fleet.publish(claims=service.isolation.claims)
     fleet.on_view, fleet.membership.describe = follow, describe
     follow(fleet.membership.view)
 
 
-def _other_fronts(view: View, fleet: RemoteFleet) -> list[Member]:
-    """Returns the other fronts over the same workers."""
-    model = fleet.membership.purpose.model
-    return [each for each in view.of_kind("front") if each.epoch != fleet.owner and each.model == model]
+def share_clients(server: ServerState, fleet: RemoteFleet) -> None:
+    """Lets each client have one minute's amount, and name its media, at all fronts together."""
+    named, clients = server.named_media, server.clients
+    named.ask_others, fleet.answers[NameAsked] = fleet.ask_others, named.answer
+    if clients is not None:
+        clients.ask_others, fleet.answers[Spent] = fleet.ask_others, clients.spent_elsewhere
 
 
 def vacated(view: View, model: str) -> Roles:

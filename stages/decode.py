@@ -67,11 +67,14 @@ class DecodeStage:
 
         num_dropped: of its prompt, see `PromptPlan.num_dropped`.
         Nothing is queued: a refused request is for another worker, or for later. Raises InfeasibleError when
-        it could never fit, ValueError for a request that is here already.
+        it could never fit, ValueError for a request that is to arrive already.
+
+        One that decodes here may be asked for again: it was to be moved, and nobody else takes it.
         """
-        is_moving_away = request_id in self._paused or request_id in self._leaving
+        is_here = request_id in self._paused or request_id in self._leaving
+        is_here |= request_id in self.engine.request_ids
         is_full = self.num_seqs and self.num_seqs + sampling.n > self.engine.scheduler.config.max_num_seqs
-        if is_moving_away or is_full:  # more answers than the slots grow alone
+        if is_here or is_full:  # more answers than the slots grow alone
             return None
         room = 1 + (sampling.n - 1) * self.engine.kv.block_size
         ticket = self.reception.reserve(

@@ -4,8 +4,8 @@
     media b         first question | the others, at once
 
 The first question brings the media into the server's caches; the others find them there. Requests that are
-refused for load, or lost with a connection, are retried. One that is refused repeatedly while others are
-answered counts as a failure of its line.
+refused for load, or lost with a connection or behind a proxy, are retried. One that is refused repeatedly
+while others are answered counts as a failure of its line.
 
 Of several servers, each medium has one that is asked first (rendezvous hashing), so that its caches are found
 again; the next one is asked where that one does not answer. A server with a free place looks some media ahead
@@ -278,7 +278,7 @@ class Asker:
                     status, reason = 0, type(error).__name__
                     self._lost_s[endpoint.url] = time.monotonic()
                 else:
-                    if answer.status_code not in _AGAIN:
+                    if answer.status_code not in _AGAIN and not _is_of_proxy(answer):
                         self._num_answered += 1
                         return _read(line, answer)
                     status, reason = answer.status_code, f"status {answer.status_code}"
@@ -385,10 +385,7 @@ class _HttpRun:
 
 
 def _read(line: BatchLine, answer: httpx.Response) -> Outcome:
-    try:
-        record: Any = answer.json()
-    except (ValueError, RecursionError):
-        record = None
+    record = _record(answer)
     if answer.status_code == HTTPStatus.OK and _is_completion(record):
         return Answered(line, record)
     error = record.get("error") if isinstance(record, dict) else None
@@ -396,6 +393,19 @@ def _read(line: BatchLine, answer: httpx.Response) -> Outcome:
     kind = str(error.get("code") or error.get("type") or "server_error")
     message = str(error.get("message") or json.dumps(record)[:200])
     return Failed(line, kind, " ".join(message.split()), answer.status_code)
+
+
+def _record(answer: httpx.Response) -> Any:
+    try:
+        return answer.json()
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_of_proxy(answer: httpx.Response) -> bool:
+    """Returns whether a proxy answered that has lost the server, such as Ray Serve's: in plain text."""
+    is_error = answer.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR
+    return is_error and not isinstance(_record(answer), dict)
 
 
 def _is_completion(record: Any) -> bool:

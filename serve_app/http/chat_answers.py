@@ -218,7 +218,8 @@ class ChatAnswers:
         model = self.check_chat(chat)
         messages, sent = conversation(chat.messages, no_turns(chat), pixel_limits(chat), heard_part(chat))
         parsed = ParsedRequest(chat, messages, sent, client=client)
-        found = await self.with_files(await self.named_media.completed(parsed.namespace, sent), client)
+        named = await self.named_media.completed(parsed.namespace, sent, client.share)
+        found = await self.with_files(named, client)
         parsed = replace(parsed, references=found)
         num_bytes += sum(len(each.url) for each, old in zip(found, sent, strict=True) if not old.url)
         if found != sent:

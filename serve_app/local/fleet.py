@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from epd.control.lateness import Looks
 from epd.errors import CancelledError, EPDError
 from epd.serve_app.fleet import (
     Bulk,
@@ -321,12 +322,12 @@ class LocalFleet:
 
     async def _watch(self) -> None:
         """Finds workers that hang. A look that is late judges nobody: the workers had no core either."""
-        interval_s, looked_s = self._config.hang_s / 4, time.monotonic()
+        interval_s = self._config.hang_s / 4
+        looks = Looks(interval_s, time.monotonic())
         while True:
             await asyncio.sleep(interval_s)
             now = time.monotonic()
-            is_late, looked_s = now - looked_s > 2 * interval_s, now
-            if is_late:
+            if looks.late_s(now) > interval_s:
                 continue
             for name, thread in list(self._threads.items()):
                 silent_s = max(now - thread.beat_s, thread.busy_s)

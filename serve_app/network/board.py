@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from epd.control.elasticity import roles_for_newcomer
+from epd.control.lateness import Looks, excused
 from epd.serve_app.network.calls import Channel
 from epd.serve_app.network.link import Link, LinkClosedError, connect
 from epd.serve_app.network.members import Credentials, Hello, Member, View
@@ -352,13 +353,13 @@ class Board:
 
     async def _watch_silence(self) -> None:
         """Finds silent members. A time without a core does not count: nobody could be heard."""
-        ticked_s = time.monotonic()
+        looks = Looks(_TICK_S, time.monotonic())
         while True:
             await asyncio.sleep(_TICK_S)
             now_s = time.monotonic()
-            late_s, ticked_s = now_s - ticked_s - _TICK_S, now_s
+            late_s = looks.late_s(now_s)
             for entry in self._entries.values():
-                entry.heard_s = min(entry.heard_s + late_s, now_s)
+                entry.heard_s = excused(entry.heard_s, late_s, now_s)
             for epoch, entry in list(self._entries.items()):
                 hang_s = self._hang_s or entry.member.hang_s
                 patience_s = hang_s if entry.member.is_ready else max(hang_s, _LOADING_S)

@@ -39,6 +39,8 @@ from epd.topology import Stage
 
 logger = logging.getLogger(__name__)
 
+_ASK_S = 2.0  # for the answers of other fronts
+
 
 class RemoteBulk:
     """Refers to frames at a media worker, which are released when nobody refers to them any more."""
@@ -61,13 +63,13 @@ class RemoteFleet:
 
     owner: the name under which workers know this front's requests
     on_view: gets each view of the members
-    on_ask: answers what another front asks this one, as the leader
+    answers: how this front answers what another one asks, by the type of what is asked
     """
 
     def __init__(self, board: BoardClient, place: ProcessAddress, purpose: Purpose | None = None) -> None:
         self.membership = Membership(board, "front", place, purpose)
         self.on_view: Callable[[View], None] = lambda _view: None
-        self.on_ask: Callable[[Any], Awaitable[Any]] = _refuse
+        self.answers: dict[type, Callable[[Any], Awaitable[Any]]] = {}
         self._workers: dict[str, _Worker] = {}
         self._channels: Channels | None = None
         self._infos: dict[str, WorkerInfo] = {}
@@ -124,7 +126,7 @@ class RemoteFleet:
 
     async def _answer(self, value: Any, answer: Answer) -> None:
         try:
-            answer(await self.on_ask(value))
+            answer(await self.answers.get(type(value), _refuse)(value))
         except EPDError as error:
             answer(error)
         except Exception as error:
@@ -132,12 +134,28 @@ class RemoteFleet:
             answer(InternalError.of(error))
 
     async def ask_leader(self, value: Any) -> Any:
-        """Asks the leading front. Raises UnavailableError without one, and what its `on_ask` raises."""
+        """Asks the leading front. Raises UnavailableError without one, and what it answers with."""
         view = self.membership.view
         leader = view.members.get(view.leader)
         if leader is None or self._channels is None:
             raise UnavailableError("no replica of the server leads at the moment; send the request again")
         return await self._channels.call(leader.address, value)
+
+    def other_fronts(self, view: View) -> list[Member]:
+        """Returns the other fronts over the same workers."""
+        model = self.membership.purpose.model
+        return [each for each in view.of_kind("front") if each.epoch != self.owner and each.model == model]
+
+    async def ask_others(self, value: Any) -> list[Any]:
+        """Asks the other fronts. Returns the answers of those that give one within `_ASK_S`."""
+        others, channels = self.other_fronts(self.membership.view), self._channels
+        if not others or channels is None:
+            return []
+        asked = [self._tasks.spawn(_answer_of(channels, each, value)) for each in others]
+        answered, late = await asyncio.wait(asked, timeout=_ASK_S)
+        for each in late:
+            each.cancel()
+        return [result for each in answered if (result := each.result()) is not None]
 
     def publish(self, **changes: Any) -> None:
         """Changes what other members see of this front, at once."""
@@ -293,6 +311,12 @@ class RemoteFleet:
         elif value.name in self._infos:
             self._infos[value.name] = value
             self._events.put_nowait(WorkerChanged(value.name))
+
+
+async def _answer_of(channels: Channels, front: Member, value: Any) -> Any:
+    """Returns what a front answers, None if it does not."""
+    with suppress(EPDError):
+        return await channels.call(front.address, value)
 
 
 async def _refuse(value: Any) -> Any:

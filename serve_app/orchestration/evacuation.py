@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,10 +102,14 @@ class Evacuation:
 
 
 class Evacuations:
-    """Evacuates every worker that leaves stages, but for those that this orchestrator switches itself."""
+    """Evacuates every worker that leaves stages, but for those that this orchestrator switches itself.
 
-    def __init__(self, shared: Shared, moves: DecodeMoves) -> None:
+    on_leaving: called for each of them, once it begins to leave
+    """
+
+    def __init__(self, shared: Shared, moves: DecodeMoves, on_leaving: Callable[[], None]) -> None:
         """Starts without workers that leave. moves: changes the decode workers of attempts."""
+        self._on_leaving = on_leaving
         self._shared = shared
         self._moves = moves
         self._running: set[str] = set()
@@ -120,6 +124,7 @@ class Evacuations:
         if info is not None and info.leaving and not is_known:
             self._running.add(worker)
             self._tasks.spawn(self._run(info))
+            self._on_leaving()
 
     async def close(self) -> None:
         self._tasks.cancel()

@@ -87,7 +87,7 @@ class Orchestrator:
         self.media = FleetMedia(
             fleet, shared.router, shared.requests.loads, owner=owner, patience_s=config.unavailable_s
         )
-        self._evacuations = Evacuations(shared, self._placement.moves)
+        self._evacuations = Evacuations(shared, self._placement.moves, self._roll_back_abandoned)
         self.replacement = Replacement(shared, self.switcher.switch, lambda: self.leads)
         self.elastic = ElasticityLoop(
             shared, self.arrivals, config.elastic, self.switcher.switch, lambda: self.leads
@@ -293,9 +293,14 @@ class Orchestrator:
 
     @leads.setter
     def leads(self, leads: bool) -> None:
-        if leads and not self._leads:
+        begins, self._leads = leads and not self._leads, leads
+        if begins:
+            self._roll_back_abandoned()
+
+    def _roll_back_abandoned(self) -> None:
+        """Ends switches of a front that is gone. A worker may say that it leaves after another one leads."""
+        if self._leads:
             self.requests.tasks.spawn(self.switcher.roll_back_abandoned())
-        self._leads = leads
 
     def share(self, others: QueueSummary | None) -> None:
         """Sets what waits at other orchestrators over the same workers. None: there are none."""

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
+from epd.control.lateness import Looks, excused
 from epd.control.stall_policy import Watched, stalled
 from epd.serve_app.messages import WorkerLoad, WorkerReport
 from epd.serve_app.orchestration.requests import Attempt, Outcome, Shared
@@ -48,9 +49,20 @@ class Watchdog:
         self._loads[report.worker] = report.load
 
     async def run(self) -> None:
+        every_s = min(self._timeout_s / 4, _MAX_LOOK_S)
+        looks = Looks(every_s, self._clock())
         while True:
-            await asyncio.sleep(min(self._timeout_s / 4, _MAX_LOOK_S))
+            await asyncio.sleep(every_s)
+            self._excuse(looks.late_s(self._clock()))
             self.look()
+
+    def _excuse(self, late_s: float) -> None:
+        """Leaves out a time without a core, in which nothing could be heard of anybody."""
+        now_s = self._clock()
+        for attempt in self._attempts.values():
+            attempt.event_s = excused(attempt.event_s, late_s, now_s)
+        for worker, progress_s in self._progress_s.items():
+            self._progress_s[worker] = excused(progress_s, late_s, now_s)
 
     def look(self) -> None:
         """Ends stalled attempts."""

@@ -109,6 +109,7 @@ async def create_front(args: AppArgs) -> FastAPI:
     fleet.membership.on_ended = _end
     app: FastAPI = await parts.create_app(args, fleet, fleet.owner)
     parts.share_lead(app.state.server.service, fleet)
+    parts.share_clients(app.state.server, fleet)
     return app
 
 

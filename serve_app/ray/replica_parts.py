@@ -9,7 +9,13 @@ import logging
 
 import torch
 
-from epd.serve_app.composition import create_app, media_settings, share_lead, worker_settings
+from epd.serve_app.composition import (
+    create_app,
+    media_settings,
+    share_clients,
+    share_lead,
+    worker_settings,
+)
 from epd.serve_app.media.media_processes import MediaProcesses
 from epd.serve_app.media.media_worker import MediaWorker
 from epd.serve_app.network.media_server import MediaServer
@@ -31,6 +37,7 @@ __all__ = [
     "hide_process",
     "limit_memory",
     "media_settings",
+    "share_clients",
     "share_lead",
     "worker_settings",
     "write_logs",

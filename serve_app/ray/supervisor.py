@@ -19,6 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
+from epd.control.lateness import Looks, excused
 from epd.errors import UnavailableError
 from epd.serve_app.ray.process_tree import adopt_orphans, children, end_with_error
 
@@ -43,8 +44,7 @@ class ClusterWatch:
 
     def __init__(self, max_silence_s: Mapping[str, float], every_s: float) -> None:
         self._max_silence_s = dict(max_silence_s)
-        self._every_s = every_s
-        self._looked_s = math.inf
+        self._looks = Looks(every_s, math.inf)
         self._alive_s: dict[str, float] = {}
         self._ended: set[str] = set()
 
@@ -59,11 +59,9 @@ class ClusterWatch:
 
     def lost(self, now_s: float) -> str:
         """Returns why the cluster is gone for good, "" while it is not. To be called every `every_s`."""
-        late_s = max(0.0, now_s - self._looked_s - self._every_s)
-        self._looked_s = now_s
-        for part, alive_s in list(self._alive_s.items()):
-            if late_s:
-                alive_s = self._alive_s[part] = min(alive_s + late_s, now_s)
+        late_s = self._looks.late_s(now_s)
+        for part, heard_s in list(self._alive_s.items()):
+            alive_s = self._alive_s[part] = excused(heard_s, late_s, now_s)
             if part in self._ended:
                 return f"{part} has ended"
             silence_s = now_s - alive_s

@@ -29,7 +29,7 @@ from tests.batch.fakes import completion
 from tests.ports import kept_port
 
 KEY = "secret"
-Reply = tuple[int, dict[str, Any]]
+Reply = tuple[int, Any]
 
 
 @dataclass
@@ -74,7 +74,7 @@ def serving(server: FakeServer, port: int = 0) -> Iterator[FakeServer]:
             server.path = self.path
             self._send(*(server.reply(body) if is_known else (401, {"error": {"message": "who?"}})))
 
-        def _send(self, status: int, body: dict[str, Any]) -> None:
+        def _send(self, status: int, body: Any) -> None:
             data = json.dumps(body).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
@@ -200,6 +200,27 @@ def test_what_is_refused_for_load_is_sent_again(tmp_path: Path, monkeypatch: pyt
     assert (summary.tally.num_answered, summary.tally.num_failed) == (6, 0)
 
 
+def test_a_proxy_that_has_lost_its_server_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray Serve's answers in plain text. A server's own error is the line's."""
+    monkeypatch.setattr(http_backend, "_FIRST_PAUSE_S", 0.001)
+    seen: Counter[str] = Counter()
+
+    def answer(question: str) -> Reply:
+        seen[question] += 1
+        if question == "q1" and seen[question] == 1:
+            return 500, "Internal Server Error"  # no object
+        if question == "q2":
+            return 500, {"error": {"message": "a fault", "code": "internal_error"}}
+        return 200, completion(question)
+
+    with serving(FakeServer(answer)) as server:
+        summary = run(tmp_path, server.url, num_videos=1, num_questions=3)
+    assert (summary.tally.num_answered, summary.tally.num_failed) == (2, 1)
+    assert seen == {"q0": 1, "q1": 2, "q2": 1}
+
+
 def test_a_server_that_is_gone_ends_the_run_and_fails_no_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,14 +236,15 @@ def test_a_server_that_is_gone_ends_the_run_and_fails_no_line(
             run(tmp_path, server.url)
 
 
-@pytest.mark.parametrize("status", [502, 503])
+@pytest.mark.parametrize("status", [500, 502, 503])
 def test_a_line_that_is_refused_while_others_are_answered_is_explained(
     status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_backend, "_FIRST_PAUSE_S", 0.001)
 
     def answer(question: str) -> Reply:
-        return (status, {}) if question == "q2" else (200, completion(question))
+        body: Any = "lost" if status == 500 else {}
+        return (status, body) if question == "q2" else (200, completion(question))
 
     with serving(FakeServer(answer)) as server:
         summary = run(tmp_path, server.url, num_videos=2, num_questions=4)

@@ -60,6 +60,17 @@ def test_seeds_leave_nothing_and_change_no_token(pool: Pool) -> None:
     assert counts["retries"] > counts["redirects"] / 10
 
 
+# Seeds that have found a fault which smaller tests hold too.
+FOUND = [("lost leaders", 265)]
+
+
+@pytest.mark.parametrize(("aim", "seed"), FOUND)
+def test_seeds_that_found_a_fault_find_none(aim: str, seed: int, pool: Pool) -> None:
+    plan = drawn(seed, len(pool.questions), aim=aim)
+    for kept in (plan.faults, [plan.faults[number] for number in (2, 5)]):
+        assert not simulate(replace(plan, faults=tuple(kept)), pool).findings
+
+
 def test_two_runs_of_a_seed_are_equal(pool: Pool) -> None:
     """Whatever ran in this process before, and the other run too."""
     for seed in (18, 23):

@@ -138,6 +138,22 @@ def test_what_cannot_be_moved_goes_on(a_family: Subject) -> None:
     deployment.settle()
 
 
+def test_what_decodes_here_is_not_taken_again(a_family: Subject) -> None:
+    """A worker that was to give up decoding goes on, after its answers were paused to be moved."""
+    deployment = Deployment(a_family, 1, random.Random(0))
+    prompt = a_family.prompts[2]
+    begin(deployment, prompt)
+    stage = deployment.decode["d0"]
+    identity = stage.pause("r")
+    assert identity is not None
+    stage.resume_all()
+    assert stage.reserve("r", "d0", identity, GREEDY) is None
+    for _ in range(40):
+        deployment.step()
+    assert deployment.tokens("r") == prompt.expected
+    deployment.settle()
+
+
 def begin(deployment: Deployment, prompt: Prompt) -> None:
     """The request "r", up to some tokens of its answer."""
     assert deployment.submit("r", prompt, GREEDY)

@@ -6,8 +6,9 @@ a client may owe some: it is asked to wait until it owes none.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -15,8 +16,10 @@ from time import monotonic
 from epd.errors import InvalidApiKeyError, RateLimitExceededError
 from epd.serve_app.api_keys import KeysFile
 from epd.serve_app.clients import Client, owner_named
+from epd.serve_app.task_group import Tasks
 
 _MINUTE_S = 60.0
+_TELL_AFTER_S = 0.2
 
 
 @dataclass(slots=True)
@@ -67,11 +70,12 @@ class Quota:
         if (requests := self._allowances.get("requests")) is not None:
             requests.left -= 1
 
-    def spend(self, num_tokens: int, now_s: float) -> None:
-        """Counts the tokens of an answer that has ended."""
+    def spend(self, num_tokens: int, now_s: float, num_requests: int = 0) -> None:
+        """Counts the tokens of answers that have ended, and requests that were admitted elsewhere."""
         self._refill(now_s)
-        if (tokens := self._allowances.get("tokens")) is not None:
-            tokens.left -= num_tokens
+        for unit, number in (("tokens", num_tokens), ("requests", num_requests)):
+            if (allowance := self._allowances.get(unit)) is not None:
+                allowance.left -= number
 
     def headers(self, now_s: float) -> Mapping[str, str]:
         """Returns what is left, as OpenAI says it."""
@@ -83,13 +87,26 @@ class Quota:
             each.refill(now_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What clients have used at one front since it last said so: requests and tokens, by name."""
+
+    amounts: Mapping[str, tuple[int, int]]
+
+
 class KeyedClients:
-    """Finds clients by their keys. Quotas are by name, and a front counts its own answers."""
+    """Finds clients by their keys. Quotas are by name.
+
+    ask_others: tells other fronts what was used here, so that quotas are of all together; None without any
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises RequestError for a file that cannot be read."""
+        self.ask_others: Callable[[Spent], Awaitable[object]] | None = None
         self._file = KeysFile(path)
         self._quotas: dict[str, Quota] = {}
+        self._untold: dict[str, tuple[int, int]] = {}
+        self._tasks = Tasks()
 
     def found(self, key: bytes | None) -> Client:
         """Returns whoever has the key. Raises InvalidApiKeyError."""
@@ -111,10 +128,36 @@ class KeyedClients:
     def admit(self, client: Client) -> None:
         """Takes a request of a client. Raises RateLimitExceededError."""
         self._quota(client.name).admit(monotonic())
+        self._note(client.name, 1, 0)
 
     def spend(self, name: str, num_tokens: int) -> None:
         """Counts the tokens of an answer to a client."""
         self._quota(name).spend(num_tokens, monotonic())
+        self._note(name, 0, num_tokens)
+
+    def _note(self, name: str, num_requests: int, num_tokens: int) -> None:
+        """Lets other fronts know soon what a client with limits has used here."""
+        if self.ask_others is None or not any(self.limits(name).values()):
+            return
+        if not self._untold:
+            self._tasks.spawn(self._tell())
+        requests, tokens = self._untold.get(name, (0, 0))
+        self._untold[name] = requests + num_requests, tokens + num_tokens
+
+    async def _tell(self) -> None:
+        await asyncio.sleep(_TELL_AFTER_S)
+        amounts, self._untold = self._untold, {}
+        if self.ask_others is not None:
+            await self.ask_others(Spent(amounts))
+
+    async def spent_elsewhere(self, spent: Spent) -> None:
+        """Counts what clients have used at another front."""
+        for name, (num_requests, num_tokens) in spent.amounts.items():
+            self._quota(name).spend(num_tokens, monotonic(), num_requests)
+
+    def close(self) -> None:
+        """Ends what tells other fronts."""
+        self._tasks.cancel()
 
     def headers(self, name: str) -> Mapping[str, str]:
         """Returns what a client has left, as headers of its answers."""

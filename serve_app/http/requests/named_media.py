@@ -14,14 +14,15 @@ import hashlib
 import json
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from epd.errors import UnknownUuidError
 from epd.serve_app.service import FetchedItem, MediaReference, MediaSource
+from epd.serve_app.task_group import Tasks
 from epd.store.piece_files import PieceFiles
 from epd.types import MediaFacts, MediaKind
 
@@ -33,6 +34,14 @@ _SHARE = 4
 _ENTRY_BYTES = 1024
 
 _Key = tuple[bytes, MediaKind, str]
+
+
+@dataclass(frozen=True, slots=True)
+class NameAsked:
+    """What a front asks the others about a name. is_taken: it names another medium from now on."""
+
+    key: _Key
+    is_taken: bool = False
 
 
 def namespace_of(authorization: str, cache_salt: str) -> bytes:
@@ -93,10 +102,13 @@ class NamedMedia:
     """Keeps URLs by name, up to a number and a size, those named last by each client. Thread-safe.
 
     Where there is no room, the client that has most loses what it named first.
+    ask_others: gets the answers of other fronts, which name media too; None without any
     """
 
     def __init__(self, max_media: int, max_bytes: int, kept: KeptNames | None = None) -> None:
         """kept: outlives the server; None for nothing."""
+        self.ask_others: Callable[[NameAsked], Coroutine[Any, Any, Sequence[str]]] | None = None
+        self._tasks = Tasks()
         self._kept = kept
         self._known: dict[_Key, FetchedItem] = {}  # of names in `_urls`
         self._max_media = max_media
@@ -116,17 +128,34 @@ class NamedMedia:
         return len(self._urls)
 
     async def completed(
-        self, namespace: bytes, references: Sequence[MediaReference]
+        self, namespace: bytes, references: Sequence[MediaReference], client: str = ""
     ) -> tuple[MediaReference, ...]:
-        """Returns references as `found` does. Names that are not in memory are looked for on disk."""
-        if self._kept is None:
-            return self.found(namespace, references)
+        """Returns references as `found` does. Names not in memory are asked for, and looked for on disk.
+
+        client: has the share of what another front had
+        """
         named = list(references)
         for place, each in enumerate(named):
             key = (namespace, each.kind, each.uuid)
             if each.uuid and not each.url and key not in self._urls:
-                named[place] = replace(each, known=await self._kept.known(key))
+                named[place] = await self._sought(key, each, client)
         return self.found(namespace, named)
+
+    async def _sought(self, key: _Key, reference: MediaReference, client: str) -> MediaReference:
+        """Returns a medium with what other fronts or the disk know of its name."""
+        urls = () if self.ask_others is None else await self.ask_others(NameAsked(key))
+        if urls:
+            with self._lock:
+                self._set(key, urls[0], client)
+            return replace(reference, url=urls[0])
+        return reference if self._kept is None else replace(reference, known=await self._kept.known(key))
+
+    async def answer(self, asked: NameAsked) -> str | None:
+        """Answers another front: the URL of a name, None if it is not known. A taken name is forgotten."""
+        with self._lock:
+            if asked.is_taken and asked.key in self._urls:
+                self._forget(asked.key)
+            return self._urls.get(asked.key)
 
     def found(self, namespace: bytes, references: Sequence[MediaReference]) -> tuple[MediaReference, ...]:
         """Returns the references with the URLs of those that came as a name alone.
@@ -146,9 +175,8 @@ class NamedMedia:
                 name = reference.uuid[:_MAX_SHOWN_CHARS]
                 raise UnknownUuidError(
                     f"{reference.label}: received the uuid {name!r} without {reference.kind}_url; allowed: "
-                    "one sent before with its URL, by the same key and cache_salt, while this front keeps "
-                    "it (each of several fronts keeps its own, so use one connection); send it again with "
-                    "its URL"
+                    "one sent before with its URL, by the same key and cache_salt, while a front keeps it; "
+                    "send it again with its URL"
                 )
             self._names[self._clients[key]].move_to_end(key)
             return replace(reference, url=url, known=self._known.get(key))
@@ -168,7 +196,10 @@ class NamedMedia:
             key = (namespace, each.kind, each.uuid)
             if each.uuid and each.url and _num_bytes(each.uuid, each.url) <= self._max_bytes // _SHARE:
                 with self._lock:
+                    is_new = self._urls.get(key) != each.url
                     self._set(key, each.url, client)
+                if is_new and self.ask_others is not None:
+                    self._tasks.spawn(self.ask_others(NameAsked(key, is_taken=True)))
             if each.uuid and each.url and self._kept is not None and sources:
                 source = sources[place]
                 item = FetchedItem(source.facts, source.mm_hash, source.num_bytes)
@@ -183,7 +214,8 @@ class NamedMedia:
             kept.keep(key, item)
 
     def close(self) -> None:
-        """Ends what writes names."""
+        """Ends what tells and writes names."""
+        self._tasks.cancel()
         if self._kept is not None:
             self._kept.close()
 

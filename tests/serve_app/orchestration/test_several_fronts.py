@@ -228,6 +228,33 @@ def test_the_next_leader_ends_the_switch_of_one_that_is_gone(
     asyncio.run(run())
 
 
+def test_a_worker_that_says_after_a_new_leader_has_come_that_it_leaves_stays(
+    checkpoints: dict[str, Path],
+) -> None:
+    """Who has asked it to is gone. A front that does not lead leaves it alone."""
+
+    async def run() -> None:
+        async with fronts_over(checkpoints["qwen2_5_vl"], "1e1p2d", "abc") as (gone, other, leader):
+            await gone.crash()
+            asked: list[str] = []
+            for front in (other, leader):
+                send = front.service.switcher.roll_back_abandoned
+
+                async def noted(front: Front = front, send: Callable[..., Any] = send) -> None:
+                    await send()
+                    asked.append(front.service.owner)
+
+                front.service.switcher.roll_back_abandoned = noted  # type: ignore[method-assign]
+            other.service.leads, leader.service.leads = False, True
+            await until(lambda: asked == [leader.service.owner])  # nothing was abandoned by then
+            await leader.fleet.send("decode", "d0", Offload(frozenset(), DECODE))
+            leader.shared.publish(WorkerChanged("d0"))
+            await until(lambda: leader.fleet.workers["d0"].takes("decode"))
+            assert set(asked) == {leader.service.owner}
+
+    asyncio.run(run())
+
+
 async def drain(front: Front, worker: str) -> None:
     """The worker leaves for good, as it does by itself. Returns when it has nothing left."""
     info, fleet = front.fleet.workers[worker], front.fleet

@@ -89,6 +89,10 @@ def test_a_request_whose_offer_is_lost_is_done_again(
     assert all(awaited in text for text in said), said
 
 
+class EndedError(Exception):
+    """Ends a loop that has no end."""
+
+
 class BusyCore:
     """A worker that computes a long prompt: it gets on with every step, and has nothing to tell."""
 
@@ -126,9 +130,8 @@ def test_a_worker_that_computes_without_an_event_shows_that_it_gets_on(
     asyncio.run(run())
 
 
-def test_only_work_that_was_done_counts_as_progress() -> None:
-    """A usage that changes does not, nor that a worker is alive."""
-    now = [0.0]
+def decoding(now: list[float]) -> tuple[Any, list[Outcome]]:
+    """What a watchdog of 100 s looks at: one attempt at p0. Returns also how the attempt has ended."""
     attempt: Any = SimpleNamespace(
         id="a",
         status=RequestStatus.DECODING,
@@ -143,6 +146,13 @@ def test_only_work_that_was_done_counts_as_progress() -> None:
     shared = shared_parts(
         dispatcher=dispatcher, attempts={"a": attempt}, clock=lambda: now[0], stall_timeout_s=100.0
     )
+    return shared, outcomes
+
+
+def test_only_work_that_was_done_counts_as_progress() -> None:
+    """A usage that changes does not, nor that a worker is alive."""
+    now = [0.0]
+    shared, outcomes = decoding(now)
     watching = Watchdog(shared)
     for now[0], num_tokens in ((10.0, 1), (90.0, 2), (170.0, 2)):
         load = WorkerLoad(kv_usage=now[0] / 1000, counters={"computed_tokens": num_tokens})
@@ -153,6 +163,33 @@ def test_only_work_that_was_done_counts_as_progress() -> None:
     now[0] = 191.0
     watching.look()
     assert outcomes == [Outcome.LOST]
+
+
+@pytest.mark.parametrize("worker_said_s", [None, 0.0])
+def test_a_time_in_which_the_front_was_stopped_is_nobodys_silence(
+    worker_said_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped for an hour, as by Ctrl-Z, it has heard of nobody. It looks each 5 s."""
+    now, stopped_s = [0.0], {2: 3600.0}
+    shared, outcomes = decoding(now)
+    watching = Watchdog(shared)
+    if worker_said_s is not None:
+        watching.reported(WorkerReport("p0", load=WorkerLoad()))
+    num_slept, ended_after = 0, []
+
+    async def sleep(seconds: float) -> None:
+        nonlocal num_slept
+        num_slept += 1
+        now[0] += seconds + stopped_s.get(num_slept, 0.0)
+        if outcomes:
+            raise EndedError
+        ended_after[:] = [num_slept]
+
+    monkeypatch.setattr(watchdog, "asyncio", SimpleNamespace(sleep=sleep))
+    with pytest.raises(EndedError):
+        asyncio.run(watching.run())
+    assert outcomes == [Outcome.LOST]
+    assert ended_after == [21]  # 105 s without the hour: the first look after 100 s
 
 
 def test_the_log_says_what_requests_without_progress_wait_for(caplog: pytest.LogCaptureFixture) -> None:

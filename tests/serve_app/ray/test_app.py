@@ -216,6 +216,22 @@ def test_a_client_that_leaves_frees_everything(
         wait_until(app.is_empty)
 
 
+def test_a_named_medium_is_known_whichever_front_is_asked(app: App, media: dict[str, Path]) -> None:
+    """The proxy chooses one of two fronts for each request."""
+    image = image_part(data_url(media["image"], "image/png"))
+
+    def estimated(part: JSON) -> JSON:
+        messages = [{"role": "user", "content": [{**part, "uuid": "door"}]}]
+        response = app.http.post("/v1/epd/estimate", content=json.dumps({"messages": messages}))
+        assert response.status_code == 200, response.text
+        found: JSON = response.json()
+        return found
+
+    expected = estimated(image)
+    alone = {"type": "image_url", "uuid": "door"}
+    assert [estimated(alone) for _ in range(16)] == [expected] * 16
+
+
 def test_settings_reach_the_front(app: App, media: dict[str, Path]) -> None:
     with httpx.Client(base_url=app.url, trust_env=False, timeout=300) as stranger:
         assert stranger.get("/health").status_code == 200
