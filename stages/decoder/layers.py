@@ -228,7 +228,7 @@ def _layer(layer: Any, config: Any, kind: LinearKind, ranks: Collectives | None)
         later_norms = _norm(behind[0], config), _norm(behind[1], config)
     return DecoderLayer(
         attention_norm=_norm(layer.input_layernorm, config),
-        qkv=_merged(attention, _projections(attention), kind),
+        qkv=_merged(attention, projections_of(attention), kind),
         head_norms=_head_norms(attention, config),
         out=_summed(attention.o_proj, kind, ranks),
         mlp_norm=_norm(before_mlp, config),
@@ -242,7 +242,7 @@ def _layer(layer: Any, config: Any, kind: LinearKind, ranks: Collectives | None)
     )
 
 
-def _projections(attention: Any) -> tuple[str, ...]:
+def projections_of(attention: Any) -> tuple[str, ...]:
     """Names what makes queries, keys and values; where these are the keys before their norm, keys twice."""
     if getattr(attention, "is_kv_shared_layer", False):
         return ("q_proj",)

@@ -22,7 +22,7 @@ from epd.encoders.device import to_device
 from epd.errors import UnsupportedModelError
 from epd.lora_modules import LoRAModule
 from epd.stages.decoder.delta_layer import DeltaLayer
-from epd.stages.decoder.layers import DecoderLayer, DecoderLayers, GatedMlp
+from epd.stages.decoder.layers import DecoderLayer, DecoderLayers, GatedMlp, projections_of
 from epd.stages.decoder.linear import Linear
 from epd.stages.loading.lora_files import LowRank, read_lora, unsupported
 from epd.stages.loading.merged_weights import DELTA, GATE_UP, QKV
@@ -126,7 +126,8 @@ class LoRAAdapters:
 
         mlp = layer.mlp
         if isinstance(mlp, GatedMlp):
-            mlp = GatedMlp(linear(mlp.gate_up, "gate_up"), linear(mlp.down, "down"))
+            gate_up, down = linear(mlp.gate_up, "gate_up"), linear(mlp.down, "down")
+            mlp = replace(mlp, gate_up=gate_up, down=down)
         if isinstance(layer, DeltaLayer):
             mixer = replace(layer.mixer, projection=linear(layer.mixer.projection, "delta"))
             return replace(layer, mixer=mixer, out=linear(layer.out, "delta_out"), mlp=mlp)
@@ -145,9 +146,17 @@ def read_adapters(modules: Sequence[LoRAModule], model: Any) -> LoRAAdapters:
         for index, found in _by_layer(module, model, sizes).items():
             for product, parts in _by_product(found).items():
                 weight = model.get_input_embeddings().weight
-                merged = _merged(parts, _PRODUCTS[product], sizes[index])
+                names = _modules_of(model.get_decoder().layers[index], product)
+                merged = _merged(parts, names, sizes[index])
                 added[index].setdefault(product, {})[number] = merged.to(weight.device, weight.dtype)
     return LoRAAdapters({module.name: number for number, module in enumerate(modules)}, added)
+
+
+def _modules_of(layer: Any, product: str) -> tuple[str, ...]:
+    """Names the modules that a product is merged from, in the order of its channels."""
+    if product != "qkv":
+        return _PRODUCTS[product]
+    return tuple(f"{_ATTENTION}.{each}" for each in projections_of(layer.self_attn))
 
 
 def _sizes(model: Any) -> list[dict[str, tuple[int, int]]]:
