@@ -7,7 +7,7 @@ is left is a model of transformers with smaller matrices, whose configuration co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,51 +75,64 @@ def check_divisible(model: Any, size: int) -> None:
 def _parts(model: Any, rank: Rank) -> Iterator[tuple[str, TensorPart]]:
     names, decoder = {module: name for name, module in model.named_modules()}, model.get_decoder()
     for layer in decoder.layers:
+        for module, part in matrices_of(layer, rank):
+            yield from _of_matrix(names[module], module, part, rank)
         if hasattr(layer, "linear_attn"):
-            yield from _delta(names, layer.linear_attn, rank)
-        else:
-            yield from _attention(names, layer.self_attn, rank)
-        if not hasattr(layer.mlp, "experts"):
-            yield from _mlp(names, layer.mlp, rank)
+            yield from _beside_matrices(names[layer.linear_attn], layer.linear_attn, rank)
         for module in (layer.mlp, layer):  # Gemma 4 has experts beside the MLP
             if hasattr(module, "experts"):
                 yield from _experts(names[module.experts], module.experts, rank)
-        if hasattr(layer.mlp, "shared_expert"):
-            yield from _mlp(names, layer.mlp.shared_expert, rank)
     vocabularies = [model.get_input_embeddings(), model.get_output_embeddings()]
     vocabularies += [decoder.embed_tokens_per_layer] if hasattr(decoder, "embed_tokens_per_layer") else []
     for module in vocabularies:
-        yield from _rows(names[module], module, rank, rank.part(_num_rows(module)))
+        yield from _of_matrix(names[module], module, TensorPart(0, (rank.part(_num_rows(module)),)), rank)
 
 
-def _attention(names: Mapping[Any, str], attention: Any, rank: Rank) -> Iterator[tuple[str, TensorPart]]:
+def matrices_of(layer: Any, rank: Rank) -> Iterator[tuple[Any, TensorPart]]:
+    """Yields linear modules of a layer, cut or not, each with the rows or columns of its matrix at a rank."""
+    mlp = layer.mlp
+    if hasattr(layer, "linear_attn"):
+        yield from _delta(layer.linear_attn, rank)
+    else:
+        yield from _attention(layer.self_attn, rank)
+    for dense in (mlp, getattr(mlp, "shared_expert", None)):
+        if hasattr(dense, "down_proj"):
+            yield from _mlp(dense, rank)
+
+
+def _attention(attention: Any, rank: Rank) -> Iterator[tuple[Any, TensorPart]]:
     for module in (getattr(attention, each, None) for each in QKV):
         if module is not None:
-            yield from _rows(names[module], module, rank, rank.part(module.out_features))
-    output = attention.o_proj
-    yield from _columns(names[output], output, rank, rank.part(output.in_features))
+            yield module, TensorPart(0, (rank.part(module.out_features),))
+    yield attention.o_proj, TensorPart(1, (rank.part(attention.o_proj.in_features),))
 
 
-def _delta(names: Mapping[Any, str], delta: Any, rank: Rank) -> Iterator[tuple[str, TensorPart]]:
-    """Cuts the heads of a gated delta layer. Queries, keys and values are convolved side by side."""
+def _delta(delta: Any, rank: Rank) -> Iterator[tuple[Any, TensorPart]]:
+    yield delta.in_proj_qkv, TensorPart(0, _convolved(delta, rank))
+    for module in (delta.in_proj_z, delta.in_proj_b, delta.in_proj_a):
+        yield module, TensorPart(0, (rank.part(module.out_features),))
+    yield delta.out_proj, TensorPart(1, (rank.part(delta.value_dim),))
+
+
+def _convolved(delta: Any, rank: Rank) -> tuple[tuple[int, int], ...]:
+    """Returns a rank's channels of queries, keys and values, which a gated delta layer convolves as one."""
     keys, values = rank.part(delta.key_dim), rank.part(delta.value_dim)
     starts = (0, keys), (delta.key_dim, keys), (2 * delta.key_dim, values)
-    channels = [(at + start, at + stop) for at, (start, stop) in starts]
-    yield from _rows(names[delta.in_proj_qkv], delta.in_proj_qkv, rank, *channels)
-    for module in (delta.in_proj_z, delta.in_proj_b, delta.in_proj_a):
-        yield from _rows(names[module], module, rank, rank.part(module.out_features))
-    yield f"{names[delta.conv1d]}.weight", TensorPart(0, tuple(channels))
+    return tuple((at + start, at + stop) for at, (start, stop) in starts)
+
+
+def _beside_matrices(name: str, delta: Any, rank: Rank) -> Iterator[tuple[str, TensorPart]]:
+    yield f"{name}.conv1d.weight", TensorPart(0, _convolved(delta, rank))
     for kind in ("A_log", "dt_bias"):
-        yield f"{names[delta]}.{kind}", TensorPart(0, (rank.part(delta.num_v_heads),))
-    yield from _columns(names[delta.out_proj], delta.out_proj, rank, values)
+        yield f"{name}.{kind}", TensorPart(0, (rank.part(delta.num_v_heads),))
 
 
-def _mlp(names: Mapping[Any, str], mlp: Any, rank: Rank) -> Iterator[tuple[str, TensorPart]]:
+def _mlp(mlp: Any, rank: Rank) -> Iterator[tuple[Any, TensorPart]]:
     gate_up = [getattr(mlp, each) for each in GATE_UP]
-    channels = _channels(gate_up, mlp.down_proj, rank)
+    channels = (_channels(gate_up, mlp.down_proj, rank),)
     for module in gate_up:
-        yield from _rows(names[module], module, rank, channels)
-    yield from _columns(names[mlp.down_proj], mlp.down_proj, rank, channels)
+        yield module, TensorPart(0, channels)
+    yield mlp.down_proj, TensorPart(1, channels)
 
 
 def _channels(gate_up: Sequence[Any], down: Any, rank: Rank) -> tuple[int, int]:
@@ -141,25 +154,16 @@ def _num_rows(module: Any) -> int:
     return int(module.num_embeddings if isinstance(module, nn.Embedding) else module.out_features)
 
 
-def _rows(name: str, module: Any, rank: Rank, *ranges: tuple[int, int]) -> Iterator[tuple[str, TensorPart]]:
-    """Cuts out rows of a matrix, and what goes with them."""
-    _check_units(name, "rows", rank, ranges, _num_rows(module), _units(module)[0])
+def _of_matrix(name: str, module: Any, part: TensorPart, rank: Rank) -> Iterator[tuple[str, TensorPart]]:
+    """Cuts out rows of a matrix and what goes with them, or columns, beside which the whole bias stays."""
+    is_columns = part.dim == 1
+    count = module.in_features if is_columns else _num_rows(module)
+    _check_units(name, part, rank, count, _units(module)[part.dim])
     for kind, _ in module.named_parameters(recurse=False):
-        unit, _ = _unit_of(module, kind)
-        yield f"{name}.{kind}", TensorPart(0, _in_units(ranges, unit))
-
-
-def _columns(name: str, module: Any, rank: Rank, part: tuple[int, int]) -> Iterator[tuple[str, TensorPart]]:
-    """Cuts out columns of a matrix; each rank has the whole bias."""
-    _check_units(name, "columns", rank, [part], module.in_features, _units(module)[1])
-    for kind, _ in module.named_parameters(recurse=False):
-        if kind != "bias":
-            _, unit = _unit_of(module, kind)
-            yield f"{name}.{kind}", TensorPart(1, _in_units([part], unit))
-
-
-def _in_units(ranges: Sequence[tuple[int, int]], unit: int) -> tuple[tuple[int, int], ...]:
-    return tuple((start // unit, ceil_div(stop, unit)) for start, stop in ranges)
+        if not (is_columns and kind == "bias"):
+            unit = _unit_of(module, kind)[part.dim]
+            ranges = tuple((start // unit, ceil_div(stop, unit)) for start, stop in part.ranges)
+            yield f"{name}.{kind}", TensorPart(part.dim, ranges)
 
 
 def _experts(name: str, experts: Any, rank: Rank) -> Iterator[tuple[str, TensorPart]]:
@@ -171,11 +175,10 @@ def _experts(name: str, experts: Any, rank: Rank) -> Iterator[tuple[str, TensorP
     yield f"{name}.down_proj", TensorPart(2, ((start, stop),), whole=down)
 
 
-def _check_units(
-    name: str, what: str, rank: Rank, ranges: Sequence[tuple[int, int]], count: int, unit: int
-) -> None:
+def _check_units(name: str, part: TensorPart, rank: Rank, count: int, unit: int) -> None:
     """Raises UnsupportedModelError if one of `count` rows or columns beside the cut shares a scale."""
-    if any(each % unit and each != count for part in ranges for each in part):
+    if any(each % unit and each != count for ends in part.ranges for each in ends):
+        what = ("rows", "columns")[part.dim]
         raise UnsupportedModelError(
             f"received a tensor parallel size of {rank.size} for {name}, of whose {count} {what} each {unit} "
             "share a scale; allowed: sizes that leave these together; set a smaller one"

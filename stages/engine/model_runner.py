@@ -43,7 +43,8 @@ from epd.stages.engine.packed_pass import (
 )
 from epd.stages.engine.state_pool import StateLayout
 from epd.stages.kernels.tiling import MOST_SHORT
-from epd.stages.rank import Collectives, RankGroup
+from epd.stages.loading.lora_files import unsupported
+from epd.stages.rank import ALONE, Collectives, RankGroup
 from epd.stages.reduction.propagation import ObservedRows, num_whole_layers, rows_going_on
 from epd.stages.reduction.pruning import ROWS, PrunedRows
 from epd.stages.reduction.question_views import ViewedRows, question_slots
@@ -124,7 +125,10 @@ class ModelRunner:
 
     def serve_adapters(self, model: Any, modules: Sequence[LoRAModule]) -> None:
         """Reads adapters of the model that requests may name. Raises ModelError, UnsupportedModelError."""
-        adapters = read_adapters(modules, model)
+        if not isinstance(self._decoder, FusedDecoder):
+            where = "layers that transformers' modules compute"
+            raise unsupported(modules[0].name, where, "a language model that our decoder computes")
+        adapters = read_adapters(modules, model, ALONE if self._ranks is None else self._ranks.rank)
         self._adapters = adapters.numbers
         self._decoder.add_adapters(adapters)
 
