@@ -142,6 +142,12 @@ class LoRAAdapters:
         return replace(layer, qkv=linear(layer.qkv, "qkv"), out=linear(layer.out, "out"), mlp=mlp)
 
 
+def not_ours(module: LoRAModule) -> UnsupportedModelError:
+    """Returns the error for an adapter of a model whose layers our decoder does not compute."""
+    where = "layers that transformers' modules compute"
+    return unsupported(module.name, where, "a language model that our decoder computes")
+
+
 @dataclass(frozen=True, slots=True)
 class _Matrix:
     """Describes the matrix of a linear module. size: rows and columns of it all. part: that a rank has."""

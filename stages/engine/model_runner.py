@@ -28,7 +28,7 @@ from epd.stages.decoder.delta_layer import delta_sizes
 from epd.stages.decoder.delta_rule import DeltaPlan
 from epd.stages.decoder.layers import embedding_of, head_of
 from epd.stages.decoder.linear import Linear
-from epd.stages.decoder.lora import LoRARows, read_adapters
+from epd.stages.decoder.lora import LoRARows, not_ours, read_adapters
 from epd.stages.engine.decode_graphs import DecodeGraphs, DecodeShape, graph_sizes
 from epd.stages.engine.graphs import GraphMaker
 from epd.stages.engine.kv_pool import KVLayout, KVPools
@@ -43,7 +43,6 @@ from epd.stages.engine.packed_pass import (
 )
 from epd.stages.engine.state_pool import StateLayout
 from epd.stages.kernels.tiling import MOST_SHORT
-from epd.stages.loading.lora_files import unsupported
 from epd.stages.rank import ALONE, Collectives, RankGroup
 from epd.stages.reduction.propagation import ObservedRows, num_whole_layers, rows_going_on
 from epd.stages.reduction.pruning import ROWS, PrunedRows
@@ -126,8 +125,7 @@ class ModelRunner:
     def serve_adapters(self, model: Any, modules: Sequence[LoRAModule]) -> None:
         """Reads adapters of the model that requests may name. Raises ModelError, UnsupportedModelError."""
         if not isinstance(self._decoder, FusedDecoder):
-            where = "layers that transformers' modules compute"
-            raise unsupported(modules[0].name, where, "a language model that our decoder computes")
+            raise not_ours(modules[0])
         adapters = read_adapters(modules, model, ALONE if self._ranks is None else self._ranks.rank)
         self._adapters = adapters.numbers
         self._decoder.add_adapters(adapters)
