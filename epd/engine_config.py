@@ -272,10 +272,10 @@ DEFAULT_ENGINE = EngineConfig()
 _VISUAL_FIELDS = frozenset((*PIXEL_FIELDS, "skip_static", "tower_share", "tower_merge_layer"))
 
 
-def check_options(folder: Path, draft: str, reduction: str, max_ranks: int) -> None:
+def check_options(folder: Path, draft: str, reduction: str) -> None:
     """Raises RequestError for what the model at `folder` cannot be asked to do.
 
-    draft, reduction: methods. max_ranks: processes that share the language model.
+    draft, reduction: methods.
     """
     model_type = _model_type(folder)
     if model_type not in (*RECURRENT_FAMILIES, *WINDOWED_FAMILIES):
@@ -289,9 +289,6 @@ def check_options(folder: Path, draft: str, reduction: str, max_ranks: int) -> N
     if reduction not in SELECTION_METHODS:
         why = received.format(model_type, ", ".join(SELECTION_METHODS), "one of these")
         raise RequestError(f"received the reduction {reduction} {why}")
-    if max_ranks > 1:
-        why = received.format(model_type, "1", "a larger GPU")
-        raise RequestError(f"received a tensor_parallel_size of {max_ranks} {why}")
 
 
 def _model_type(folder: Path) -> str | None:

@@ -63,8 +63,8 @@ def lora_modules(texts: Iterable[str]) -> tuple[LoRAModule, ...]:
     return tuple(modules)
 
 
-def check_served(modules: Iterable[LoRAModule], model_name: str, max_ranks: int) -> None:
-    """Checks adapters before weights are read. max_ranks: processes that share the language model.
+def check_served(modules: Iterable[LoRAModule], model_name: str) -> None:
+    """Checks adapters before weights are read.
 
     Raises RequestError for adapters that cannot be served, ModelNotFoundError for folders without one.
     """
@@ -74,9 +74,4 @@ def check_served(modules: Iterable[LoRAModule], model_name: str, max_ranks: int)
             raise RequestError(
                 f"received a LoRA module of the name '{each.name}', which is the model's own; allowed: "
                 "another name; rename it"
-            )
-        if max_ranks > 1:
-            raise RequestError(
-                f"received lora_modules and a tensor_parallel_size of {max_ranks}; allowed: 1; use a larger "
-                "GPU, or merge the adapter into the model"
             )

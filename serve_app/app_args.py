@@ -327,8 +327,8 @@ class AppArgs(WorkerArgs):
         self.check_cache()
         path = self.model_path
         weight_files(path)
-        check_options(path, self.draft, self.reduction, self.max_ranks)
-        check_served(self.adapters, self.served_name, self.max_ranks)
+        check_options(path, self.draft, self.reduction)
+        check_served(self.adapters, self.served_name)
         names = ("allowed_media_path", "trace_dir", "files_dir", "api_keys_file", "cache_dir")
         paths = {name: (folder := getattr(self, name)) and folder.resolve() for name in names}
         found = find_model(self.model, self.revision, self.hub)

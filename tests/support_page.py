@@ -136,10 +136,10 @@ PROOFS = (
         "tests/stages/ranks/test_split_ranks.py::test_tokens_equal_generate_whatever_the_sizes",
         product(("qwen2_5_vl", "qwen3_vl"), ["tensor parallel"]),
     ),
-    _refusal(
+    _proof(
         "w",
-        "tests/test_works_with.py::test_a_refused_pair_is_refused_in_one_line",
-        [("qwen3_5", "tensor parallel"), ("gemma3", "tensor parallel")],
+        "tests/stages/ranks/test_ranked_layers.py::test_tokens_equal_generate_after_a_hand_over",
+        product(("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"), ["tensor parallel"]),
     ),
 )
 

@@ -56,8 +56,7 @@ class Part:
         if isinstance(pool, EncoderPool) and isinstance(target, EncoderPool):
             target.fill(pool, self.blocks[0])
         elif isinstance(pool, KVPools) and isinstance(target, KVPools):
-            pool.copy_whole(target, self.blocks)
-            target.copy_state(pool, 0, self.state_slot)
+            pool.copy_whole(target, self.blocks, self.state_slot)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

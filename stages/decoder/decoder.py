@@ -26,7 +26,6 @@ from epd.stages.decoder.layers import DecoderLayer, DecoderLayers, ModuleMlp, la
 from epd.stages.decoder.lora import LoRAAdapters, LoRAPass, LoRARows
 from epd.stages.decoder.operations import Rotations, add_rms_norm, norm_rotate_write, rotate, split_gates
 from epd.stages.decoder.text_model import TextModel, text_model
-from epd.stages.loading.lora_files import unsupported
 from epd.stages.rank import Collectives
 
 _ATTENTION = "epd_paged"
@@ -77,9 +76,6 @@ class Decoder(Protocol):
     @property
     def num_layers(self) -> int: ...
 
-    def add_adapters(self, adapters: LoRAAdapters) -> None:
-        """Lets the rows of passes have adapters from now on. Raises UnsupportedModelError if they cannot."""
-
     def run(self, hidden: Tensor, inputs: DecoderInputs, layers: range, rows: Tensor | None = None) -> Tensor:
         """Returns what the layers make of hidden [T, C], which may be overwritten: [T, C].
 
@@ -122,6 +118,7 @@ class FusedDecoder:
         self.before_layer: Callable[[], None] = _nothing
 
     def add_adapters(self, adapters: LoRAAdapters) -> None:
+        """Lets the rows of passes have adapters from now on."""
         self._layers, self._lora = adapters.wrapped(self._layers), adapters.current
 
     @property
@@ -280,10 +277,6 @@ class ModulesDecoder:
     def num_layers(self) -> int:
         layers: Any = self._decoder.layers
         return len(layers)
-
-    def add_adapters(self, adapters: LoRAAdapters) -> None:
-        name, where = next(iter(adapters.numbers)), "layers that transformers' modules compute"
-        raise unsupported(name, where, "a language model that our decoder computes")
 
     def run(self, hidden: Tensor, inputs: DecoderInputs, layers: range, rows: Tensor | None = None) -> Tensor:
         extra: dict[str, Any] = {}

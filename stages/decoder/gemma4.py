@@ -20,6 +20,7 @@ from torch.nn.functional import gelu
 
 from epd.stages.decoder.linear import Linear
 from epd.stages.decoder.operations import RmsNorm
+from epd.stages.rank import Collectives, summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +40,19 @@ class ExpertsBeside:
     """Adds experts to what the MLP computed. router, experts: modules of transformers.
 
     norms: of the MLP's rows, of what the experts take, and of what they return.
+    ranks: that have channels of each expert.
     """
 
     router: Any
     experts: Any
     norms: tuple[RmsNorm, RmsNorm, RmsNorm]
+    ranks: Collectives | None
 
     def __call__(self, rows: Tensor, residual: Tensor) -> Tensor:
         """Returns the MLP's rows [T, C] with those of experts, which take the residual [T, C]."""
         of_mlp, before, behind = self.norms
         _, weights, chosen = self.router(residual)
-        added: Tensor = self.experts(before(residual), chosen, weights)
+        added = summed(self.experts(before(residual), chosen, weights), self.ranks)
         return of_mlp(rows).add_(behind(added))
 
 

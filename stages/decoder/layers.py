@@ -5,6 +5,7 @@ A rank computes with its part of matrices, of which all ranks together have the 
     columns of a product    QKV, gate and up: a rank has some rows of the matrix, and nothing is exchanged
     sums of a product       output and down: a rank has some columns, and the products are added up
     experts                 a rank has some channels of each, and routes as all do; the outputs are added up
+    gated delta layers      a rank has some heads of keys, with those of values that they serve
     vocabulary              a rank embeds its token ids and others' as 0, added up; logits are gathered
 """
 
@@ -47,11 +48,15 @@ class SummedLinear:
 
 @dataclass(frozen=True, slots=True)
 class SplitEmbedding:
-    """Embeds token ids of which a rank has a part. weight: [V of the rank, C]. num_ids: V of all ranks."""
+    """Embeds token ids of which a rank has a part.
+
+    weight: [V of the rank, C]. num_ids: V of all ranks. scale: of the rows.
+    """
 
     weight: Tensor
     num_ids: int
     ranks: Collectives
+    scale: Tensor | None = None
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """Returns [T, C] for int64 [T]."""
@@ -60,7 +65,7 @@ class SplitEmbedding:
         rows = functional.embedding((token_ids - start).clamp_(0, stop - start - 1), self.weight)
         rows.masked_fill_(is_elsewhere[:, None], 0)
         self.ranks.add_up(rows)
-        return rows
+        return rows if self.scale is None else rows.mul_(self.scale.to(rows.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,20 +183,28 @@ def head_of(model: Any, ranks: Collectives | None = None) -> Linear:
 
 def embedding_of(model: Any, ranks: Collectives | None = None) -> Callable[[Tensor], Tensor]:
     """Returns what makes rows [T, C] of token ids, int64 [T]."""
-    module: Any = model.get_input_embeddings()
-    return module if ranks is None else SplitEmbedding(module.weight, module.num_embeddings, ranks)
+    return _embedding(model.get_input_embeddings(), ranks)
+
+
+def _embedding(module: Any, ranks: Collectives | None) -> Callable[[Tensor], Tensor]:
+    if ranks is None:
+        made: Callable[[Tensor], Tensor] = module
+        return made
+    scale = getattr(module, "embed_scale", None)
+    return SplitEmbedding(module.weight, module.num_embeddings, ranks, scale)
 
 
 def _layers(decoder: Any, ranks: Collectives | None) -> DecoderLayers:
     kind = _kind(decoder.layers.modules())
     layers = tuple(_layer(layer, decoder.config, kind, ranks) for layer in decoder.layers)
-    embeddings = _layer_embeddings(decoder, kind) if hasattr(decoder, "embed_tokens_per_layer") else None
+    has_embeddings = hasattr(decoder, "embed_tokens_per_layer")
+    embeddings = _layer_embeddings(decoder, kind, ranks) if has_embeddings else None
     return DecoderLayers(layers, _norm(decoder.norm, decoder.config), embeddings)
 
 
-def _layer_embeddings(decoder: Any, kind: LinearKind) -> LayerEmbeddings:
+def _layer_embeddings(decoder: Any, kind: LinearKind, ranks: Collectives | None) -> LayerEmbeddings:
     return LayerEmbeddings(
-        decoder.embed_tokens_per_layer,
+        _embedding(decoder.embed_tokens_per_layer, ranks),
         _linear(decoder.per_layer_model_projection, kind),
         _norm(decoder.per_layer_projection_norm, decoder.config),
         decoder.config.pad_token_id,
@@ -206,7 +219,7 @@ def _norm(module: Any, config: Any) -> RmsNorm:
 
 def _layer(layer: Any, config: Any, kind: LinearKind, ranks: Collectives | None) -> DecoderLayer | DeltaLayer:
     if hasattr(layer, "linear_attn"):
-        return _delta_layer(layer, config, kind)
+        return _delta_layer(layer, config, kind, ranks)
     attention = layer.self_attn
     before_mlp, later_norms = layer.post_attention_layernorm, None
     if hasattr(layer, "pre_feedforward_layernorm"):
@@ -215,7 +228,7 @@ def _layer(layer: Any, config: Any, kind: LinearKind, ranks: Collectives | None)
         later_norms = _norm(behind[0], config), _norm(behind[1], config)
     return DecoderLayer(
         attention_norm=_norm(layer.input_layernorm, config),
-        qkv=_merged(attention, _projections(attention), kind),
+        qkv=_merged(attention, projections_of(attention), kind),
         head_norms=_head_norms(attention, config),
         out=_summed(attention.o_proj, kind, ranks),
         mlp_norm=_norm(before_mlp, config),
@@ -223,13 +236,13 @@ def _layer(layer: Any, config: Any, kind: LinearKind, ranks: Collectives | None)
         later_norms=later_norms,
         is_local=bool(getattr(attention, "is_sliding", False)),
         borrows=getattr(attention, "is_kv_shared_layer", False),
-        beside=_beside(layer, config) if hasattr(layer, "router") else None,
+        beside=_beside(layer, config, ranks) if hasattr(layer, "router") else None,
         embedding=_layer_embedding(layer, config, kind) if hasattr(layer, "per_layer_input_gate") else None,
         scalar=float(getattr(layer, "layer_scalar", 1.0)),
     )
 
 
-def _projections(attention: Any) -> tuple[str, ...]:
+def projections_of(attention: Any) -> tuple[str, ...]:
     """Names what makes queries, keys and values; where these are the keys before their norm, keys twice."""
     if getattr(attention, "is_kv_shared_layer", False):
         return ("q_proj",)
@@ -246,10 +259,10 @@ def _head_norms(attention: Any, config: Any) -> tuple[RmsNorm, ...]:
     return tuple(norms)
 
 
-def _beside(layer: Any, config: Any) -> ExpertsBeside:
+def _beside(layer: Any, config: Any, ranks: Collectives | None) -> ExpertsBeside:
     names = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
     of_mlp, before, behind = (_norm(getattr(layer, name), config) for name in names)
-    return ExpertsBeside(layer.router, layer.experts, (of_mlp, before, behind))
+    return ExpertsBeside(layer.router, layer.experts, (of_mlp, before, behind), ranks)
 
 
 def _layer_embedding(layer: Any, config: Any, kind: LinearKind) -> LayerEmbedding:
@@ -259,14 +272,14 @@ def _layer_embedding(layer: Any, config: Any, kind: LinearKind) -> LayerEmbeddin
     return LayerEmbedding(gate, projection, _norm(layer.post_per_layer_input_norm, config))
 
 
-def _delta_layer(layer: Any, config: Any, kind: LinearKind) -> DeltaLayer:
+def _delta_layer(layer: Any, config: Any, kind: LinearKind, ranks: Collectives | None) -> DeltaLayer:
     delta = layer.linear_attn
     return DeltaLayer(
         attention_norm=_norm(layer.input_layernorm, config),
         mixer=GatedDelta.of(delta, config, _merged(delta, DELTA, kind)),
-        out=_linear(delta.out_proj, kind),
+        out=_summed(delta.out_proj, kind, ranks),
         mlp_norm=_norm(layer.post_attention_layernorm, config),
-        mlp=_mlp(layer.mlp, kind, None),
+        mlp=_mlp(layer.mlp, kind, ranks),
     )
 
 

@@ -5,7 +5,8 @@
     adapter 1 adds to    | its own rows         |
     adapter 2 adds to                                       | its own rows         |
 
-Every adapter of a pass multiplies all rows by A, which is small; rows of others are zero before B.
+Every adapter of a pass multiplies all rows by A, which is small; rows of others are zero before B. A rank has
+what goes with its part of a matrix: of its rows those of B, of its columns those of A.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from epd.encoders.device import to_device
 from epd.errors import UnsupportedModelError
 from epd.lora_modules import LoRAModule
 from epd.stages.decoder.delta_layer import DeltaLayer
-from epd.stages.decoder.layers import DecoderLayer, DecoderLayers, GatedMlp
+from epd.stages.decoder.layers import DecoderLayer, DecoderLayers, GatedMlp, SummedLinear, projections_of
 from epd.stages.decoder.linear import Linear
+from epd.stages.decoder.rank_cut import matrices_of
 from epd.stages.loading.lora_files import LowRank, read_lora, unsupported
 from epd.stages.loading.merged_weights import DELTA, GATE_UP, QKV
+from epd.stages.loading.weight_files import TensorPart
 from epd.stages.loading.weights import names_of
+from epd.stages.rank import Rank
 
 _ATTENTION, _MLP, _DELTA = "self_attn", "mlp", "linear_attn"
 # Modules of a layer whose products an adapter may add to, by what they are merged into.
@@ -122,53 +126,90 @@ class LoRAAdapters:
         self, layer: DecoderLayer | DeltaLayer, added: Mapping[str, Mapping[int, LowRank]]
     ) -> DecoderLayer | DeltaLayer:
         def linear(base: Linear, product: str) -> Linear:
-            return LoRALinear(base, added[product], self.current) if product in added else base
+            if product not in added:
+                return base
+            if isinstance(base, SummedLinear):  # what is added is a rank's part, too
+                return replace(base, part=LoRALinear(base.part, added[product], self.current))
+            return LoRALinear(base, added[product], self.current)
 
         mlp = layer.mlp
         if isinstance(mlp, GatedMlp):
-            mlp = GatedMlp(linear(mlp.gate_up, "gate_up"), linear(mlp.down, "down"))
+            gate_up, down = linear(mlp.gate_up, "gate_up"), linear(mlp.down, "down")
+            mlp = replace(mlp, gate_up=gate_up, down=down)
         if isinstance(layer, DeltaLayer):
             mixer = replace(layer.mixer, projection=linear(layer.mixer.projection, "delta"))
             return replace(layer, mixer=mixer, out=linear(layer.out, "delta_out"), mlp=mlp)
         return replace(layer, qkv=linear(layer.qkv, "qkv"), out=linear(layer.out, "out"), mlp=mlp)
 
 
-def read_adapters(modules: Sequence[LoRAModule], model: Any) -> LoRAAdapters:
+def not_ours(module: LoRAModule) -> UnsupportedModelError:
+    """Returns the error for an adapter of a model whose layers our decoder does not compute."""
+    where = "layers that transformers' modules compute"
+    return unsupported(module.name, where, "a language model that our decoder computes")
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """Describes the matrix of a linear module. size: rows and columns of it all. part: that a rank has."""
+
+    size: tuple[int, int]
+    part: TensorPart
+
+    @property
+    def num_rows(self) -> int:
+        """Returns the rows that a rank has."""
+        return self.part.shape_of(self.size)[0]
+
+    def cut(self, low_rank: LowRank) -> LowRank:
+        """Returns what is added to a rank's part."""
+        chosen = torch.cat([torch.arange(*each) for each in self.part.ranges])
+        if self.part.dim == 0:
+            return LowRank(low_rank.a, low_rank.b[chosen])
+        return LowRank(low_rank.a[:, chosen], low_rank.b)
+
+
+def read_adapters(modules: Sequence[LoRAModule], model: Any, rank: Rank) -> LoRAAdapters:
     """Reads adapters of a model of transformers, to its device and type.
 
+    rank: that has this model, cut; its part alone is kept.
     Raises ModelError as `read_lora` does, and UnsupportedModelError for what is not a linear module of the
     language model's layers.
     """
-    sizes = _sizes(model)
-    added: list[dict[str, dict[int, LowRank]]] = [{} for _ in sizes]
+    matrices = _matrices(model, rank)
+    added: list[dict[str, dict[int, LowRank]]] = [{} for _ in matrices]
     for number, module in enumerate(modules):
-        for index, found in _by_layer(module, model, sizes).items():
+        for index, found in _by_layer(module, model, matrices).items():
             for product, parts in _by_product(found).items():
                 weight = model.get_input_embeddings().weight
-                merged = _merged(parts, _PRODUCTS[product], sizes[index])
+                names = _modules_of(model.get_decoder().layers[index], product)
+                merged = _merged(parts, names, matrices[index])
                 added[index].setdefault(product, {})[number] = merged.to(weight.device, weight.dtype)
     return LoRAAdapters({module.name: number for number, module in enumerate(modules)}, added)
 
 
-def _sizes(model: Any) -> list[dict[str, tuple[int, int]]]:
-    """Returns the rows and columns of the linear modules of each layer, by their names in it."""
-    return [
-        {
-            name: (linear.out_features, linear.in_features)
-            for name in _PLACES
-            if (linear := _found(layer, name)) is not None
-        }
-        for layer in model.get_decoder().layers
-    ]
+def _modules_of(layer: Any, product: str) -> tuple[str, ...]:
+    """Names the modules that a product is merged from, in the order of its channels."""
+    if product != "qkv":
+        return _PRODUCTS[product]
+    return tuple(f"{_ATTENTION}.{each}" for each in projections_of(layer.self_attn))
 
 
-def _found(layer: Any, name: str) -> Any:
-    parent, _, attribute = name.partition(".")
-    return getattr(getattr(layer, parent, None), attribute, None)
+def _matrices(model: Any, rank: Rank) -> list[dict[str, _Matrix]]:
+    """Returns the linear modules of each layer that adapters may add to, by their names in it."""
+    found = []
+    for layer in model.get_decoder().layers:
+        names = {module: name for name, module in layer.named_modules()}
+        named = {names[module]: (module, part) for module, part in matrices_of(layer, rank)}
+        found.append({
+            name: _Matrix((module.out_features, module.in_features), part)
+            for name, (module, part) in named.items()
+            if name in _PLACES
+        })  # fmt: skip
+    return found
 
 
 def _by_layer(
-    module: LoRAModule, model: Any, sizes: Sequence[Mapping[str, tuple[int, int]]]
+    module: LoRAModule, model: Any, matrices: Sequence[Mapping[str, _Matrix]]
 ) -> dict[int, dict[str, LowRank]]:
     """Reads an adapter: of each layer, by the names of the modules in it."""
     names = {each: name for name, each in model.named_modules()}
@@ -178,12 +219,13 @@ def _by_layer(
     for stored, low_rank in read_lora(module).items():
         name = (name_of(f"{stored}.weight") or "").removesuffix(".weight")
         index, _, place = name.removeprefix(start).partition(".")
-        if not name.startswith(start) or int(index) >= len(sizes) or place not in sizes[int(index)]:
+        if not name.startswith(start) or int(index) >= len(matrices) or place not in matrices[int(index)]:
             raise unsupported(
                 module.name, f"the module {stored}", "linear modules of the language model's layers"
             )
-        _check_size(module, stored, low_rank, sizes[int(index)][place])
-        layers.setdefault(int(index), {})[place] = low_rank
+        matrix = matrices[int(index)][place]
+        _check_size(module, stored, low_rank, matrix.size)
+        layers.setdefault(int(index), {})[place] = matrix.cut(low_rank)
     return layers
 
 
@@ -203,11 +245,9 @@ def _by_product(found: Mapping[str, LowRank]) -> dict[str, dict[str, LowRank]]:
     return products
 
 
-def _merged(
-    parts: Mapping[str, LowRank], modules: Sequence[str], sizes: Mapping[str, tuple[int, int]]
-) -> LowRank:
+def _merged(parts: Mapping[str, LowRank], modules: Sequence[str], matrices: Mapping[str, _Matrix]) -> LowRank:
     """Joins what is added to the modules of one product: A above each other, B along a diagonal."""
     a = [parts[each].a for each in modules if each in parts]
-    b = [parts[each].b if each in parts else torch.zeros(sizes[each][0], 0) for each in modules]
+    b = [parts[each].b if each in parts else torch.zeros(matrices[each].num_rows, 0) for each in modules]
     diagonal: Tensor = torch.block_diag(*b)  # type: ignore[no-untyped-call]
     return LowRank(torch.cat(a), diagonal)

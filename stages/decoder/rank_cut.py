@@ -1,8 +1,8 @@
 """Cuts a language model to the part of one rank, before its weights are read.
 
-Heads are cut with the keys and values that they read, channels of the MLP and of each expert as evenly as
-possible, and so is the vocabulary. Norms and routers are everywhere. What is left is a model of transformers
-with smaller matrices, whose configuration counts the heads that are here.
+Heads are cut with the keys and values that they read, or with their recurrent states. Channels of the MLP and
+of each expert are cut as evenly as possible, and so is the vocabulary. Norms and routers are everywhere. What
+is left is a model of transformers with smaller matrices, whose configuration counts the heads that are here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from epd.errors import UnsupportedModelError
-from epd.stages.attention.support import RECURRENT, WINDOWED
+from epd.stages.attention.support import MIXED_HEADS, RECURRENT
 from epd.stages.decoder.text_model import text_model
 from epd.stages.loading.merged_weights import GATE_UP, QKV
 from epd.stages.loading.quantized_linear import QuantizedLinear
@@ -30,55 +30,109 @@ def cut_model(model: Any, rank: Rank) -> dict[str, TensorPart]:
     """
     decoder = model.get_decoder()
     check_divisible(model, rank.size)
-    head_dim = decoder.layers[0].self_attn.head_dim
     parts = dict(_parts(model, rank))
     for name, part in parts.items():
         _shrink(model, name, part)
-    decoder.config.head_dim = head_dim
-    decoder.config.num_attention_heads //= rank.size
-    decoder.config.num_key_value_heads //= rank.size
+    _count_heads(decoder, rank.size)
     return parts
+
+
+def _count_heads(decoder: Any, size: int) -> None:
+    """Lets the configuration count the heads that one of `size` ranks has."""
+    config = decoder.config
+    config.num_attention_heads //= size
+    if config.model_type not in MIXED_HEADS:  # which count queries for each of keys
+        config.head_dim = next(
+            each.self_attn.head_dim for each in decoder.layers if hasattr(each, "self_attn")
+        )
+        config.num_key_value_heads //= size
+    if config.model_type in RECURRENT:
+        config.linear_num_key_heads //= size
+        config.linear_num_value_heads //= size
 
 
 def check_divisible(model: Any, size: int) -> None:
     """Raises UnsupportedModelError for a model that cannot be shared by so many ranks."""
-    config = model.get_decoder().config
+    decoder = model.get_decoder()
+    config, known = decoder.config, text_model(decoder)
     received = f"received a tensor parallel size of {size} for the language model '{config.model_type}'"
-    if text_model(model.get_decoder()) is None:
+    if known is None:
         raise UnsupportedModelError(
             f"{received}, which only transformers' own modules compute; allowed: 1; use a larger GPU"
         )
-    if config.model_type in RECURRENT:
-        raise UnsupportedModelError(f"{received}, which has a recurrent state; allowed: 1; use a larger GPU")
-    if config.model_type in WINDOWED:
-        raise UnsupportedModelError(f"{received}, which has sliding windows; allowed: 1; use a larger GPU")
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    fitting = [str(each) for each in range(1, kv_heads + 1) if not heads % each and not kv_heads % each]
+    kv_heads = sorted({each.num_kv_heads for each in (known, known.local) if each is not None})
+    counts = [config.num_attention_heads, *kv_heads]
+    if config.model_type in RECURRENT:  # each head of keys there serves as many of values as any other
+        counts.append(config.linear_num_key_heads)
+    fitting = [str(each) for each in range(1, kv_heads[0] + 1) if not any(count % each for count in counts)]
     if str(size) not in fitting:
         raise UnsupportedModelError(
-            f"{received}, which has {heads} heads and {kv_heads} of keys and values; allowed: "
-            f"{', '.join(fitting)}; set one of these"
+            f"{received}, which has {counts[0]} heads and {' or '.join(map(str, kv_heads))} of keys and "
+            f"values; allowed: {', '.join(fitting)}; set one of these"
         )
 
 
 def _parts(model: Any, rank: Rank) -> Iterator[tuple[str, TensorPart]]:
-    names = {module: name for name, module in model.named_modules()}
-    for layer in model.get_decoder().layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for module in (getattr(attention, each) for each in QKV):
-            yield from _rows(names[module], module, rank, rank.part(module.out_features))
-        output = attention.o_proj
-        yield from _columns(names[output], output, rank, rank.part(output.in_features))
-        if hasattr(mlp, "experts"):
-            yield from _experts(names[mlp.experts], mlp.experts, rank)
-            continue
-        gate_up = [getattr(mlp, each) for each in GATE_UP]
-        channels = _channels(gate_up, mlp.down_proj, rank)
-        for module in gate_up:
-            yield from _rows(names[module], module, rank, channels)
-        yield from _columns(names[mlp.down_proj], mlp.down_proj, rank, channels)
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        yield from _rows(names[module], module, rank, rank.part(_num_rows(module)))
+    names, decoder = {module: name for name, module in model.named_modules()}, model.get_decoder()
+    for layer in decoder.layers:
+        for module, part in matrices_of(layer, rank):
+            yield from _of_matrix(names[module], module, part, rank)
+        if hasattr(layer, "linear_attn"):
+            yield from _beside_matrices(names[layer.linear_attn], layer.linear_attn, rank)
+        for module in (layer.mlp, layer):  # Gemma 4 has experts beside the MLP
+            if hasattr(module, "experts"):
+                yield from _experts(names[module.experts], module.experts, rank)
+    vocabularies = [model.get_input_embeddings(), model.get_output_embeddings()]
+    vocabularies += [decoder.embed_tokens_per_layer] if hasattr(decoder, "embed_tokens_per_layer") else []
+    for module in vocabularies:
+        yield from _of_matrix(names[module], module, TensorPart(0, (rank.part(_num_rows(module)),)), rank)
+
+
+def matrices_of(layer: Any, rank: Rank) -> Iterator[tuple[Any, TensorPart]]:
+    """Yields linear modules of a layer, cut or not, each with the rows or columns of its matrix at a rank."""
+    mlp = layer.mlp
+    if hasattr(layer, "linear_attn"):
+        yield from _delta(layer.linear_attn, rank)
+    else:
+        yield from _attention(layer.self_attn, rank)
+    for dense in (mlp, getattr(mlp, "shared_expert", None)):
+        if hasattr(dense, "down_proj"):
+            yield from _mlp(dense, rank)
+
+
+def _attention(attention: Any, rank: Rank) -> Iterator[tuple[Any, TensorPart]]:
+    for module in (getattr(attention, each, None) for each in QKV):
+        if module is not None:
+            yield module, TensorPart(0, (rank.part(module.out_features),))
+    yield attention.o_proj, TensorPart(1, (rank.part(attention.o_proj.in_features),))
+
+
+def _delta(delta: Any, rank: Rank) -> Iterator[tuple[Any, TensorPart]]:
+    yield delta.in_proj_qkv, TensorPart(0, _convolved(delta, rank))
+    for module in (delta.in_proj_z, delta.in_proj_b, delta.in_proj_a):
+        yield module, TensorPart(0, (rank.part(module.out_features),))
+    yield delta.out_proj, TensorPart(1, (rank.part(delta.value_dim),))
+
+
+def _convolved(delta: Any, rank: Rank) -> tuple[tuple[int, int], ...]:
+    """Returns a rank's channels of queries, keys and values, which a gated delta layer convolves as one."""
+    keys, values = rank.part(delta.key_dim), rank.part(delta.value_dim)
+    starts = (0, keys), (delta.key_dim, keys), (2 * delta.key_dim, values)
+    return tuple((at + start, at + stop) for at, (start, stop) in starts)
+
+
+def _beside_matrices(name: str, delta: Any, rank: Rank) -> Iterator[tuple[str, TensorPart]]:
+    yield f"{name}.conv1d.weight", TensorPart(0, _convolved(delta, rank))
+    for kind in ("A_log", "dt_bias"):
+        yield f"{name}.{kind}", TensorPart(0, (rank.part(delta.num_v_heads),))
+
+
+def _mlp(mlp: Any, rank: Rank) -> Iterator[tuple[Any, TensorPart]]:
+    gate_up = [getattr(mlp, each) for each in GATE_UP]
+    channels = (_channels(gate_up, mlp.down_proj, rank),)
+    for module in gate_up:
+        yield module, TensorPart(0, channels)
+    yield mlp.down_proj, TensorPart(1, channels)
 
 
 def _channels(gate_up: Sequence[Any], down: Any, rank: Rank) -> tuple[int, int]:
@@ -100,36 +154,31 @@ def _num_rows(module: Any) -> int:
     return int(module.num_embeddings if isinstance(module, nn.Embedding) else module.out_features)
 
 
-def _rows(name: str, module: Any, rank: Rank, part: tuple[int, int]) -> Iterator[tuple[str, TensorPart]]:
-    """Cuts out rows of a matrix, and what goes with them."""
-    _check_units(name, "rows", rank, part, _num_rows(module), _units(module)[0])
-    start, stop = part
+def _of_matrix(name: str, module: Any, part: TensorPart, rank: Rank) -> Iterator[tuple[str, TensorPart]]:
+    """Cuts out rows of a matrix and what goes with them, or columns, beside which the whole bias stays."""
+    is_columns = part.dim == 1
+    count = module.in_features if is_columns else _num_rows(module)
+    _check_units(name, part, rank, count, _units(module)[part.dim])
     for kind, _ in module.named_parameters(recurse=False):
-        unit, _ = _unit_of(module, kind)
-        yield f"{name}.{kind}", TensorPart(0, start // unit, ceil_div(stop, unit))
-
-
-def _columns(name: str, module: Any, rank: Rank, part: tuple[int, int]) -> Iterator[tuple[str, TensorPart]]:
-    """Cuts out columns of a matrix; each rank has the whole bias."""
-    _check_units(name, "columns", rank, part, module.in_features, _units(module)[1])
-    start, stop = part
-    for kind, _ in module.named_parameters(recurse=False):
-        if kind != "bias":
-            _, unit = _unit_of(module, kind)
-            yield f"{name}.{kind}", TensorPart(1, start // unit, ceil_div(stop, unit))
+        if not (is_columns and kind == "bias"):
+            unit = _unit_of(module, kind)[part.dim]
+            ranges = tuple((start // unit, ceil_div(stop, unit)) for start, stop in part.ranges)
+            yield f"{name}.{kind}", TensorPart(part.dim, ranges)
 
 
 def _experts(name: str, experts: Any, rank: Rank) -> Iterator[tuple[str, TensorPart]]:
     """Cuts out channels of every expert: the ranks have equal work, whatever the tokens are."""
     gate_up, down = (tuple(each.shape) for each in (experts.gate_up_proj, experts.down_proj))
     start, stop = rank.part(down[2])
-    yield f"{name}.gate_up_proj", TensorPart(1, start, stop, num_pieces=2, whole=gate_up)
-    yield f"{name}.down_proj", TensorPart(2, start, stop, whole=down)
+    gate, up = (start, stop), (down[2] + start, down[2] + stop)
+    yield f"{name}.gate_up_proj", TensorPart(1, (gate, up), whole=gate_up)
+    yield f"{name}.down_proj", TensorPart(2, ((start, stop),), whole=down)
 
 
-def _check_units(name: str, what: str, rank: Rank, part: tuple[int, int], count: int, unit: int) -> None:
+def _check_units(name: str, part: TensorPart, rank: Rank, count: int, unit: int) -> None:
     """Raises UnsupportedModelError if one of `count` rows or columns beside the cut shares a scale."""
-    if any(each % unit and each != count for each in part):
+    if any(each % unit and each != count for ends in part.ranges for each in ends):
+        what = ("rows", "columns")[part.dim]
         raise UnsupportedModelError(
             f"received a tensor parallel size of {rank.size} for {name}, of whose {count} {what} each {unit} "
             "share a scale; allowed: sizes that leave these together; set a smaller one"

@@ -313,7 +313,7 @@ class KVPoolsShape:
     """Describes a worker's pools: layer groups in the order of the model's layers with full attention.
 
     block_size: tokens. order: what lies in one piece of memory.
-    rank: that has them; the heads of a layout are its part of those that all ranks have.
+    rank: that has them; the heads of a layout, and of states, are its part of those that all ranks have.
     states: of the layers with a recurrent state; None for a model without any.
     """
 
@@ -335,7 +335,8 @@ class KVPoolsShape:
 
     @property
     def state_layout(self) -> StateLayout | None:
-        return None if self.states is None else self.states.layout
+        """Returns the layout of recurrent states that all ranks have together."""
+        return None if self.states is None else self.states.layout.of_ranks(self.rank.size)
 
     @property
     def num_bytes(self) -> int:
@@ -413,10 +414,16 @@ class KVPools:
         for copy in copies:
             self.groups[copy.layer_group].copy_blocks([copy])
 
-    def copy_whole(self, target: KVPools, blocks: Sequence[Sequence[int]]) -> None:
-        """Copies blocks, of each layer group, to blocks 0, 1, ... of pools with all heads: `KVPool.fill`."""
+    def copy_whole(
+        self, target: KVPools, blocks: Sequence[Sequence[int]], state_slot: int | None = None
+    ) -> None:
+        """Copies blocks, of each layer group, to blocks 0, 1, ... of pools with all heads: `KVPool.fill`.
+
+        state_slot: of a recurrent state, which goes to slot 0; None without one.
+        """
         for to, pool, block_ids in zip(target.groups, self.groups, blocks, strict=True):
             to.fill(pool, block_ids)
+        target.copy_state(self, 0, state_slot)
 
     def publish(self, ticket: KVTicket) -> None:
         """Does nothing: what is written here can be read as soon as the device has done it."""
@@ -438,12 +445,15 @@ class KVPools:
         self.copy_state(source_pool, ticket.state_slot, source.state_slot)
 
     def copy_state(self, source: KVPools, target_slot: int | None, source_slot: int | None) -> None:
-        """Copies a recurrent state from other pools of the same layout; does nothing without a slot."""
+        """Copies a recurrent state from other pools of the same layout; does nothing without a slot.
+
+        Of pools of several ranks, the heads that both have are copied.
+        """
         if target_slot is None or source_slot is None:
             return
         assert self.states is not None
         assert source.states is not None
-        self.states.copy(source.states, source_slot, target_slot)
+        self.states.copy(source.states, source_slot, target_slot, self.shape.rank, source.shape.rank)
 
     def copies(
         self, ticket: KVTicket, source: KVChunk, shape: KVPoolsShape

@@ -28,7 +28,7 @@ from epd.stages.decoder.delta_layer import delta_sizes
 from epd.stages.decoder.delta_rule import DeltaPlan
 from epd.stages.decoder.layers import embedding_of, head_of
 from epd.stages.decoder.linear import Linear
-from epd.stages.decoder.lora import LoRARows, read_adapters
+from epd.stages.decoder.lora import LoRARows, not_ours, read_adapters
 from epd.stages.engine.decode_graphs import DecodeGraphs, DecodeShape, graph_sizes
 from epd.stages.engine.graphs import GraphMaker
 from epd.stages.engine.kv_pool import KVLayout, KVPools
@@ -43,7 +43,7 @@ from epd.stages.engine.packed_pass import (
 )
 from epd.stages.engine.state_pool import StateLayout
 from epd.stages.kernels.tiling import MOST_SHORT
-from epd.stages.rank import Collectives, RankGroup
+from epd.stages.rank import ALONE, Collectives, RankGroup
 from epd.stages.reduction.propagation import ObservedRows, num_whole_layers, rows_going_on
 from epd.stages.reduction.pruning import ROWS, PrunedRows
 from epd.stages.reduction.question_views import ViewedRows, question_slots
@@ -124,7 +124,9 @@ class ModelRunner:
 
     def serve_adapters(self, model: Any, modules: Sequence[LoRAModule]) -> None:
         """Reads adapters of the model that requests may name. Raises ModelError, UnsupportedModelError."""
-        adapters = read_adapters(modules, model)
+        if not isinstance(self._decoder, FusedDecoder):
+            raise not_ours(modules[0])
+        adapters = read_adapters(modules, model, ALONE if self._ranks is None else self._ranks.rank)
         self._adapters = adapters.numbers
         self._decoder.add_adapters(adapters)
 
@@ -186,16 +188,8 @@ class ModelRunner:
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """Computes all segments in one pass, filling the cache. Returns logits [R, V], R = all num_logits.
 
-        Raises RequestError for segments that do not keep or read everything, beside recurrent states and
-        windows.
+        Raises RequestError as `packed` does.
         """
-        kept = "a recurrent state of all" if self.pools.states is not None else None
-        kept = "a sliding window" if any(kind.window for kind in self._kinds) else kept
-        if kept is not None and not all(segment.is_whole for segment in segments):
-            raise RequestError(
-                f"received a reduction that drops tokens of some layers, where others have {kept}; allowed: "
-                "a method that chooses before the language model; use another --reduction"
-            )
         return self.run_packed(self.packed(segments), visual_of(segments))
 
     def run_decodes(self, segments: Sequence[Segment], token_ids: Tensor | None) -> Tensor:
@@ -206,7 +200,18 @@ class ModelRunner:
         return self.run_packed(self.packed(segments), None, token_ids)
 
     def packed(self, segments: Sequence[Segment]) -> PackedPass:
-        """Packs segments as this runner's pools need them."""
+        """Packs segments as this runner's pools need them.
+
+        Raises RequestError for segments that do not keep or read everything, beside recurrent states and
+        windows.
+        """
+        kept = "a recurrent state of all" if self.pools.states is not None else None
+        kept = "a sliding window" if any(kind.window for kind in self._kinds) else kept
+        if kept is not None and not all(segment.is_whole for segment in segments):
+            raise RequestError(
+                f"received a reduction that drops tokens of some layers, where others have {kept}; allowed: "
+                "a method that chooses before the language model; use another --reduction"
+            )
         return packed_pass(segments, self._kinds, self.pools.block_size)
 
     @torch.inference_mode()
@@ -339,7 +344,7 @@ def kv_layouts(model: Any, *, int8_values: bool = False) -> list[tuple[KVLayout,
     found = []
     for kind in kinds:
         layers = [each for each in own if windows[each] == kind]
-        heads = _kv_heads(config, layers[0])
+        heads = _kv_heads(config, decoder.layers[layers[0]])
         found.append((KVLayout(len(layers), *heads, dtype, int8_values), kind))
     return found
 
@@ -349,11 +354,11 @@ def kv_bytes_per_token(model: Any, *, int8_values: bool = False) -> int:
     return sum(layout.bytes_per_token for layout, _ in kv_layouts(model, int8_values=int8_values))
 
 
-def _kv_heads(config: Any, layer: int) -> tuple[int, int]:
+def _kv_heads(config: Any, layer: Any) -> tuple[int, int]:
     """Returns how many heads of keys a layer has, and the channels of each."""
     if config.model_type in MIXED_HEADS:
-        of_layer = config.per_layer_config[layer]
-        return of_layer.num_key_value_heads, of_layer.head_dim
+        attention = layer.self_attn
+        return config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_key_value_heads, head_dim
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from epd.errors import UnsupportedModelError
 from epd.kv.drafting import Drafting
 from epd.kv.scheduling import SchedulerConfig
 from epd.kv.states import SLOTS_PER_SEQUENCE
+from epd.lora_modules import LoRAModule
 from epd.machine import memory_limit_bytes
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerationSettings
@@ -39,6 +40,13 @@ _NUM_KEPT_STATES = 8
 DEFAULT_SCHEDULER = SchedulerConfig()
 
 
+@dataclass(frozen=True, slots=True)
+class ServeAdapters:
+    """Has a rank read its part of adapters, too."""
+
+    modules: tuple[LoRAModule, ...]
+
+
 class LeadingRunner(ModelRunner):
     """Tells the other ranks each pass before it computes its own part."""
 
@@ -46,6 +54,10 @@ class LeadingRunner(ModelRunner):
         """Takes rank 0's part of a model, see `cut_model`."""
         super().__init__(model, None, pools, ranks=ranks)
         self.followers: RankGroup = ranks
+
+    def serve_adapters(self, model: Any, modules: Sequence[LoRAModule]) -> None:
+        super().serve_adapters(model, modules)  # raises before any rank is told
+        self.followers.tell(ServeAdapters(tuple(modules)))
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """Computes all segments as `ModelRunner.run` does. Raises RankLostError."""
@@ -105,12 +117,12 @@ def build_engine(
             graphs=None if options.enforce_eager else graphs or _graph_maker(model),
             max_num_seqs=config.max_num_seqs,
         )
-        if options.adapters:
-            runner.serve_adapters(model, options.adapters)
     else:
         ranks.tell(pools.shape)
         with ranks.computing():
             runner = LeadingRunner(model, pools, ranks)
+    if options.adapters:
+        runner.serve_adapters(model, options.adapters)
     return LanguageEngine(
         runner,
         adapter.tokenizer,

@@ -5,14 +5,18 @@ and a matrix for each head.
 
     tails       [num_states, num_layers, window, channels]           of the model's type
     matrices    [num_states, num_layers, H, Dk, Dv]                  float32
+
+The channels are those of queries, of keys and of values. Of several ranks, each has some heads of all three.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from epd.stages.rank import ALONE, Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,17 @@ class StateLayout:
     def matrix_bytes(self) -> int:
         num_values = self.num_layers * self.num_heads * self.key_dim * self.value_dim
         return num_values * torch.float32.itemsize
+
+    @property
+    def channels(self) -> list[int]:
+        """Returns the channels of queries, of keys and of values."""
+        of_values = self.num_heads * self.value_dim
+        of_keys = (self.num_channels - of_values) // 2
+        return [of_keys, of_keys, of_values]
+
+    def of_ranks(self, size: int) -> StateLayout:
+        """Returns the layout that so many ranks have together, each with one like this."""
+        return replace(self, num_channels=self.num_channels * size, num_heads=self.num_heads * size)
 
     @property
     def bytes_per_sequence(self) -> int:
@@ -73,17 +88,33 @@ class StatePool:
         """Returns the tails and the matrices of the group's layer `index`, of all slots: views."""
         return self.tails[:, index], self.matrices[:, index]
 
-    def copy(self, source: StatePool, source_slot: int, target_slot: int) -> None:
+    def copy(
+        self, source: StatePool, source_slot: int, target_slot: int, rank: Rank = ALONE, of: Rank = ALONE
+    ) -> None:
         """Copies a state from another pool of the same layout; from a GPU it is queued and not waited for.
 
+        rank, of: that have this pool and the source. Of different ones, the heads that both have are copied.
         Raises ValueError for another layout.
         """
-        if source.shape.layout != self.shape.layout:
-            raise ValueError(
-                f"cannot copy a state of {source.shape.layout} into a pool of {self.shape.layout}"
-            )
-        for ours, theirs in ((self.tails, source.tails), (self.matrices, source.matrices)):
-            ours[target_slot].copy_(theirs[source_slot], non_blocking=True)
+        ours, theirs = self.shape.layout.of_ranks(rank.size), source.shape.layout.of_ranks(of.size)
+        if ours != theirs:
+            raise ValueError(f"cannot copy a state of {theirs} into a pool of {ours}")
+        if rank == of:
+            for target, tensor in ((self.tails, source.tails), (self.matrices, source.matrices)):
+                target[target_slot].copy_(tensor[source_slot], non_blocking=True)
+            return
+        for to, given in zip(self._by_head(target_slot), source._by_head(source_slot), strict=True):
+            our_start, their_start = rank.index * to.shape[-1], of.index * given.shape[-1]
+            start = max(our_start, their_start)
+            stop = min(our_start + to.shape[-1], their_start + given.shape[-1])
+            if start < stop:
+                heads = given[..., start - their_start : stop - their_start]
+                to[..., start - our_start : stop - our_start].copy_(heads)
+
+    def _by_head(self, slot: int) -> list[Tensor]:
+        """Returns the parts of a state, views, whose last dimensions are those that ranks share."""
+        by_kind = torch.split(self.tails[slot], self.shape.layout.channels, dim=-1)
+        return [*by_kind, self.matrices[slot].movedim(1, -1)]
 
     def to_host(self, slot: int) -> StatePool:
         """Copies a state to slot 0 of a pool of its own in host memory, pinned for a GPU's."""

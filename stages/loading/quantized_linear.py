@@ -44,6 +44,7 @@ class QuantizedLinear(nn.Module):
     """Computes what a linear module does, from a quantised weight.
 
     Its parameters are `weight` and `scales`, or `packed`, `zeros` and `scales`, as in `quantized_forms`.
+    in_features, out_features: of all ranks, as in a linear module that is cut.
     """
 
     scales: nn.Parameter
@@ -56,20 +57,12 @@ class QuantizedLinear(nn.Module):
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.register_parameter("bias", linear.bias)
         self.block = parts["scales"].block
+        self.in_features, self.out_features = linear.in_features, linear.out_features
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Returns the names of the parameters that make up the matrix."""
         return _FP8_PARTS if hasattr(self, "weight") else _INT4_PARTS
-
-    @property
-    def out_features(self) -> int:
-        return len(getattr(self, self.parts[0]))
-
-    @property
-    def in_features(self) -> int:
-        columns: int = getattr(self, self.parts[0]).shape[1]
-        return columns if hasattr(self, "weight") else 2 * columns
 
     @property
     def units(self) -> tuple[int, int]:
@@ -86,7 +79,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Returns [..., N] of rows [..., C]."""
-        return product_of([self])(rows.flatten(0, -2)).view(*rows.shape[:-1], self.out_features)
+        return product_of([self])(rows.flatten(0, -2)).view(*rows.shape[:-1], -1)
 
 
 def can_merge(modules: Sequence[nn.Module]) -> bool:
@@ -95,7 +88,8 @@ def can_merge(modules: Sequence[nn.Module]) -> bool:
     if len(parts) < len(modules):
         return False
     kinds = {(each.parts, each.block, each.scales.dtype, each.scales.shape[1]) for each in parts}
-    return len(kinds) == 1 and not any(each.out_features % each.block[0] for each in parts[:-1])
+    num_rows = [len(getattr(each, each.parts[0])) for each in parts[:-1]]
+    return len(kinds) == 1 and not any(each % parts[0].block[0] for each in num_rows)
 
 
 def product_of(modules: Sequence[QuantizedLinear]) -> QuantizedProduct:

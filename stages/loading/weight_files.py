@@ -52,30 +52,29 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """Names a part of a tensor: [start, stop) along a dimension, of each of its pieces.
+    """Names a part of a tensor, along a dimension.
 
-    num_pieces: that the dimension consists of, such as gate and up of experts.
+    ranges: [start, stop), one in each piece of the dimension, such as gate and up of experts.
     whole: the shape in the model of experts [E, N, C], which files have one by one, or as [E, C, N].
     """
 
     dim: int
-    start: int
-    stop: int
-    num_pieces: int = 1
+    ranges: tuple[tuple[int, int], ...]
     whole: tuple[int, ...] = ()
 
     def shape_of(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the part. Raises ValueError for a tensor that does not have it."""
-        if len(shape) <= self.dim or shape[self.dim] < self.stop * self.num_pieces:
+        if len(shape) <= self.dim or shape[self.dim] < self.ranges[-1][1]:
             raise ValueError(f"a tensor of {tuple(shape)} has no part {self}")
-        return *shape[: self.dim], (self.stop - self.start) * self.num_pieces, *shape[self.dim + 1 :]
+        length = sum(stop - start for start, stop in self.ranges)
+        return *shape[: self.dim], length, *shape[self.dim + 1 :]
 
     def of_stored(self, shape: Sequence[int], form: TensorForm | None) -> TensorPart | None:
         """Returns the part of a stored tensor of this shape that becomes this one; None for all of it."""
         if form is not None:
             return _part_in_form(self, shape, form)
         if self.whole and len(shape) == 2:
-            return TensorPart(self.dim - 1, self.start, self.stop)
+            return TensorPart(self.dim - 1, self.ranges[:1])
         return replace(self, dim=3 - self.dim) if self.is_turned(shape) else self
 
     def is_turned(self, shape: Sequence[int]) -> bool:
@@ -108,7 +107,8 @@ def _part_in_form(part: TensorPart, shape: Sequence[int], form: TensorForm) -> T
     is_turned, units = _UNITS[form.step]
     times, over = units[part.dim]
     dim = 1 - part.dim if is_turned else part.dim
-    return TensorPart(dim, part.start * times // over, ceil_div(part.stop * times, over))
+    ranges = [(start * times // over, ceil_div(stop * times, over)) for start, stop in part.ranges]
+    return TensorPart(dim, tuple(ranges))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class StoredTensor:
         """Returns as many equal parts of its rows as there are names, with these."""
         rows = self.shape[0] // len(names) if len(names) > 1 else 0
         for at, name in enumerate(names):
-            part = TensorPart(0, at * rows, (at + 1) * rows) if rows else None
+            part = TensorPart(0, ((at * rows, (at + 1) * rows),)) if rows else None
             yield replace(self.cut(part), name=name, source=self.name)
 
     def cut(self, part: TensorPart | None) -> StoredTensor:
@@ -239,9 +239,7 @@ def _read(opened: Any, stored: StoredTensor) -> Tensor:
         tensor: Tensor = opened.get_tensor(name)
         return tensor
     rows, before = opened.get_slice(name), (slice(None),) * part.dim
-    length = rows.get_shape()[part.dim] // part.num_pieces
-    starts = [piece * length for piece in range(part.num_pieces)]
-    views: list[Tensor] = [rows[(*before, slice(at + part.start, at + part.stop))] for at in starts]
+    views: list[Tensor] = [rows[(*before, slice(start, stop))] for start, stop in part.ranges]
     view = views[0] if len(views) == 1 else torch.cat(views, part.dim)
     return view.transpose(1, 2) if stored.is_turned else view
 

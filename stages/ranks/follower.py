@@ -25,6 +25,7 @@ from epd.stages.engine.block_moves import PoolMoves
 from epd.stages.engine.kv_pool import KVPoolsShape
 from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.packed_pass import PackedPass
+from epd.stages.engine.setup import ServeAdapters
 from epd.stages.loading.weights import load_role
 from epd.stages.placement import Placement
 from epd.stages.rank import Rank
@@ -118,7 +119,7 @@ class Follower:
 
     @torch.inference_mode()
     def carry_out(self, step: object) -> PoolPlace | None:
-        """Carries out a step of rank 0: pools of a new engine, a pass, a move of blocks, or a hand-over.
+        """Carries out a step of rank 0: a new engine's pools, adapters, a pass, moves of blocks, hand-overs.
 
         Returns what rank 0 has asked for.
         """
@@ -139,6 +140,8 @@ class Follower:
         match step:
             case PackedPass():
                 engine.runner.run_packed(step, self._visual(step))
+            case ServeAdapters(modules):
+                engine.runner.serve_adapters(self._model, modules)
             case SharePools(num_readers):
                 return pools.place(num_readers)
             case Fence():

@@ -86,13 +86,16 @@ class GroupPools(SharedPools):
             self._places[receiver] = (self.place(self._max_ranks), *others)
         return self._places[receiver]
 
-    def copy_whole(self, target: KVPools, blocks: Sequence[Sequence[int]]) -> None:
+    def copy_whole(
+        self, target: KVPools, blocks: Sequence[Sequence[int]], state_slot: int | None = None
+    ) -> None:
         """Copies the heads of all ranks, from pools that rank 0 opens."""
         own, *others = self._places_of("")
         for shape, pools in ((own.shape, self), *((each.shape, self._open(each)) for each in others)):
             for number, block_ids in enumerate(blocks):
                 heads = target.groups[number].heads(*shape.heads(number))
                 heads.fill(pools.groups[number], block_ids)
+            target.copy_state(pools, 0, state_slot)
 
     def receive(self, ticket: KVTicket, source: KVChunk, source_pool: KVPools | PlacedPools) -> None:
         """Copies a chunk as `KVPools.receive` does, on all ranks. Also raises RankLostError.
@@ -101,7 +104,7 @@ class GroupPools(SharedPools):
         """
         if isinstance(source_pool, (GroupPools, PlacedPools)):
             self._receive(ticket, source, source_pool.places_for(ticket.transfer_id))
-        elif self._ranks is None or not source.spans:
+        elif self._ranks is None or _is_empty(source):
             super().receive(ticket, source, source_pool)
         else:
             copied = SharedPools(source_pool.shape)
@@ -112,7 +115,7 @@ class GroupPools(SharedPools):
         if not places or not all(place.memory.is_there() for place in places):
             raise SourceLostError
         self.copies(ticket, source, places[0].shape)  # raises before any rank is told
-        if not source.spans:
+        if _is_empty(source):
             return
         step = ReceiveTokens(ticket, replace(source, state=None), places)
         if self._ranks is None:
@@ -137,3 +140,8 @@ class GroupPools(SharedPools):
             )
         if self.device.type != "cpu":
             self._known.add(step.places)
+
+
+def _is_empty(source: KVChunk) -> bool:
+    """Reports whether there is nothing to copy: an answer's state alone may be sent."""
+    return not source.spans and source.state_slot is None

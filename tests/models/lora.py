@@ -53,7 +53,9 @@ def draw(base: Path, folder: Path, seed: int, targets: Sequence[str] = ALL, **co
     weights = {name: each for file in base.glob("*.safetensors") for name, each in load_file(file).items()}
     for name, weight in weights.items():
         module, _, kind = name.rpartition(".")
-        is_other = kind != "weight" or ".layers." not in name or ".experts." in name
+        is_other = (
+            kind != "weight" or ".layers." not in name or ".experts." in name or "vision_tower." in name
+        )
         if is_other or module.rpartition(".")[2] not in targets:
             continue
         a = torch.randn(rank, weight.shape[1], generator=generator) * weight.shape[1] ** -0.5

@@ -187,11 +187,12 @@ def test_each_rank_has_its_part_of_every_value_and_scale(subject: Subject) -> No
 
 def matrices_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What the quantised matrices of layers stand for."""
-    return {
-        name: product_of([module]).matrix.dequantised(0, module.out_features)
+    matrices = {
+        name: product_of([module]).matrix
         for name, module in model.named_modules()
         if isinstance(module, QuantizedLinear)
     }
+    return {name: matrix.dequantised(0, matrix.num_rows) for name, matrix in matrices.items()}
 
 
 def test_ranks_that_would_share_a_scale_are_refused(subject: Subject) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from epd.encoders.registry import ADAPTERS
 from epd.engine_config import RECURRENT_FAMILIES
 from epd.stages.attention.support import RECURRENT as TEXT_MODELS
 from epd.stages.attention.support import check_attention
+from epd.stages.decoder.rank_cut import cut_model
 from epd.stages.decoder.text_model import text_model
 from epd.stages.engine.model_runner import kv_layouts, state_layout
 from epd.stages.engine.setup import kv_shape
 from epd.stages.loading.weights import prune, skeleton
+from epd.stages.rank import Rank
 from tests.models.recurrent import RECURRENT, STATE_BYTES
 from tests.models.test_published import written
 
@@ -83,6 +86,17 @@ def test_a_token_and_a_sequence_take_the_counted_bytes(name: str, config: Any, m
     part = skeleton(config, BF16)
     prune(part, "language")
     assert (kv_layouts(part)[0][0], state_layout(part)) == (layout, state)
+
+
+def test_a_rank_of_two_has_half(config: Any, model: Any) -> None:
+    part = skeleton(copy.deepcopy(config), BF16)
+    cut_model(part, Rank(1, 2))
+    (layout, _), state = kv_layouts(part)[0], state_layout(part)
+    assert state is not None
+    assert state.of_ranks(2) == state_layout(model)
+    assert 2 * layout.bytes_per_token == kv_layouts(model)[0][0].bytes_per_token
+    held, whole = (sum(each.numel() for each in one.get_decoder().parameters()) for one in (part, model))
+    assert 0.5 < held / whole < 0.51, "norms and routers are everywhere"
 
 
 def test_a_long_prompt_takes_a_quarter_of_what_full_attention_takes(model: Any) -> None:

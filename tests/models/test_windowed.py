@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from epd.encoders.names import is_wanted, name_in_model
 from epd.encoders.registry import ADAPTERS
 from epd.engine_config import WINDOWED_FAMILIES
 from epd.stages.attention.support import WINDOWED, check_attention
+from epd.stages.decoder.rank_cut import cut_model
 from epd.stages.decoder.text_model import text_model
 from epd.stages.engine.model_runner import kv_bytes_per_token, kv_layouts
 from epd.stages.engine.setup import kv_shape
 from epd.stages.loading.weights import skeleton
+from epd.stages.rank import Rank
 from tests.models.published import Config
 from tests.models.test_published import written
 
@@ -103,6 +106,14 @@ def test_a_token_takes_the_counted_bytes_in_each_group(name: str, model: Any) ->
     assert kv_bytes_per_token(model) == (windowed + full) * each
     layouts = [(layout.bytes_per_token, window) for layout, window in kv_layouts(model)]
     assert layouts == [(full * each, None), (windowed * each, 1024)]
+
+
+def test_a_rank_of_two_has_half(model: Any, config: Any) -> None:
+    part = skeleton(copy.deepcopy(config), BF16)
+    cut_model(part, Rank(1, 2))
+    assert 2 * kv_bytes_per_token(part) == kv_bytes_per_token(model)
+    held, whole = (sum(each.numel() for each in one.get_decoder().parameters()) for one in (part, model))
+    assert 0.5 < held / whole < 0.51, "norms are everywhere"
 
 
 def test_a_long_prompt_takes_a_quarter_of_what_full_attention_takes(name: str, model: Any) -> None:

@@ -72,5 +72,3 @@ def test_what_cannot_be_served_is_refused_before_weights_are_read(drawn: Drawn, 
         LLM(lora_modules=[f"pets={tmp_path}"])
     with pytest.raises(RequestError, match="'shapes-vl-2', which is the model's own"):
         LLM(lora_modules=[f"shapes-vl-2={drawn.adapter}"])
-    with pytest.raises(RequestError, match="lora_modules and a tensor_parallel_size of 2; allowed: 1"):
-        LLM(lora_modules=[f"pets={drawn.adapter}"], tensor_parallel_size=2)

@@ -20,10 +20,15 @@ from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest
 from epd.stages.engine.packed_pass import Segment
+from epd.stages.engine.setup import build_engine
 from epd.stages.loading.lora_files import read_lora
+from epd.stages.placement import CPU_FLOAT32
+from epd.stages.ranks import group
+from epd.stages.ranks.group import load_with_ranks
 from tests.models.lora import ALL, draw, peft_config, renamed, write_adapter
 from tests.stages.conftest import BUILDERS_HERE, Subject, make
 from tests.stages.prompts import Drive, Prompt
+from tests.stages.ranks.thread_ranks import StartedThreadRanks
 from tests.stages.split_deployment import GREEDY, Deployment
 
 
@@ -82,8 +87,10 @@ def served(tmp_path_factory: pytest.TempPathFactory, media: dict[str, Path]) -> 
     return serve("qwen3_vl", tmp_path_factory.mktemp("lora"), media, {"all": {}, "some": some})
 
 
-def test_gated_delta_layers_take_adapters(tmp_path: Path, media: dict[str, Path]) -> None:
-    served = serve("qwen3_5", tmp_path, media, {"all": {"targets": (*ALL, *DELTA)}})
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma3", "gemma4", "gemma4_small"])
+def test_layers_of_other_kinds_take_adapters(name: str, tmp_path: Path, media: dict[str, Path]) -> None:
+    """Gated delta layers, and windows; keys that are values too, keys of others, embeddings of layers."""
+    served = serve(name, tmp_path, media, {"all": {"targets": (*ALL, *DELTA)}})
     served.check(Drive(served.engine(), seed=0), served.prompts)
 
 
@@ -133,6 +140,25 @@ def test_an_adapter_goes_with_its_request_to_another_worker(served: Served) -> N
     deployment = Deployment(served, num_decode=2, rng=random.Random(0))
     tokens = deployment.run(prompts, GREEDY)
     assert tokens == {name: prompt.expected for name, prompt in prompts.items()}
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "gemma3"])
+def test_ranks_share_an_adapter(
+    name: str, tmp_path: Path, media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows of a matrix each has some of B, of columns some of A. Q, K and V are drawn without K too."""
+    monkeypatch.setattr(group, "ProcessRanks", StartedThreadRanks)
+    some = {"targets": ("q_proj", "v_proj", "o_proj", "down_proj", "in_proj_z"), "rank": 3, "alpha": 6}
+    drawn = {"all": {"targets": (*ALL, *DELTA)}, "some": some}
+    served = serve(name, tmp_path, media, drawn)
+    model, ranks = load_with_ranks(tmp_path / name, "language", CPU_FLOAT32, 2)
+    assert isinstance(ranks, StartedThreadRanks)
+    config = EngineConfig(num_kv_tokens=4096, lora_modules=served.lora_modules)
+    subject = served.subject
+    engine = build_engine(model, subject.adapter, subject.settings, options=config, ranks=ranks)
+    served.check(Drive(engine, seed=0), served.prompts)
+    assert "ServeAdapters" in ranks.steps
+    ranks.close()
 
 
 def test_an_unknown_adapter_costs_its_request_alone(served: Served) -> None:

@@ -49,8 +49,8 @@ def test_a_second_question_begins_with_the_state_after_the_media(recurrent: Subj
 def test_what_cannot_be_computed_is_refused_in_one_line(recurrent: Subject) -> None:
     with pytest.raises(UnsupportedModelError, match="the draft recycling for a model with a recurrent"):
         recurrent.engine(draft="recycling")
-    with pytest.raises(UnsupportedModelError, match="has a recurrent state; allowed: 1"):
-        check_divisible(recurrent.model, 2)
+    with pytest.raises(UnsupportedModelError, match="4 heads and 2 of keys and values; allowed: 1, 2; set"):
+        check_divisible(recurrent.model, 4)
     with pytest.raises(UnsupportedModelError, match="of another kind; allowed"):
         recurrent.engine(by_modules=True)
 

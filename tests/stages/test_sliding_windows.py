@@ -98,8 +98,8 @@ def test_prefix_hits_begin_where_a_window_was_kept(windowed: Subject) -> None:
 
 
 def test_what_cannot_be_computed_is_refused_in_one_line(windowed: Subject) -> None:
-    with pytest.raises(UnsupportedModelError, match="has sliding windows; allowed: 1"):
-        check_divisible(windowed.model, 2)
+    with pytest.raises(UnsupportedModelError, match="4 heads and 2 of keys and values; allowed: 1, 2; set"):
+        check_divisible(windowed.model, 4)
     engine = windowed.engine()
     with pytest.raises(RequestError, match="where others have a sliding window; allowed: a method"):
         engine._runner.run([Dropping()])  # type: ignore[list-item]
