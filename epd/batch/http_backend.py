@@ -375,9 +375,7 @@ class _HttpRun:
         while True:
             await asyncio.sleep(_LOOK_S)
             for place, endpoint in enumerate(self._endpoints):
-                joined = await asyncio.to_thread(num_workers, endpoint) - known[place]
-                if joined <= 0:
-                    continue
+                joined = max(0, await asyncio.to_thread(num_workers, endpoint) - known[place])
                 known[place] += joined
                 self._asker.add_slots(MAX_REQUESTS * joined)
                 self._max_tasks += self._backend.media_of_worker * joined

@@ -347,11 +347,7 @@ def _backend(target: _Target, index: LineIndex, estimate: _Estimate) -> Iterator
     estimate.ask(index, estimate.own_look)
     if target.topology is not None:
         started = _ray_server().started_backend(
-            target.model,
-            target.topology,
-            index.media.folder(),
-            target.config,
-            lines_per_medium=index.lines_per_medium,
+            target.model, target.topology, index.media.folder(), target.config, index.lines_per_medium
         )
         with started as backend:
             yield backend
