@@ -103,7 +103,7 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_qwen2_5_vl(folder: Path, seed: int = 0, **text: int) -> Path:
+def build_qwen2_5_vl(folder: Path, seed: int = 0, **text: Any) -> Path:
     """Qwen2.5-VL with windowed and full vision attention; frames of at most 84 x 84 pixels or so.
 
     text: other sizes of the language model.

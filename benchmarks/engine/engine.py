@@ -25,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,9 +94,9 @@ def requests(count: int, seed: int) -> list[Request]:
 class Ours:
     """The engine, with the model's own vision tower in the same process."""
 
-    def __init__(self) -> None:
-        self.adapter: Adapter = load_adapter(PATH)
-        model: Any = load_role(PATH, "whole", CPU_FLOAT32).model
+    def __init__(self, path: Path = PATH) -> None:
+        self.adapter: Adapter = load_adapter(path)
+        model: Any = load_role(path, "whole", CPU_FLOAT32).model
         self.tower = self.adapter.vision_tower(model)
         self.engine: LanguageEngine = build_engine(
             model, self.adapter, GenerationSettings(frozenset()), options=EngineConfig(num_kv_tokens=2**16)

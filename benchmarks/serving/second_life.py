@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import httpx
 
@@ -43,7 +44,7 @@ from tests.tiny_models import build_qwen2_5_vl
 _FIRST, _OTHER = "Describe the video.", "How many shapes are there?"
 _READY_S, _ANSWER_S = 120.0, 1800.0
 # 12 layers of 768 channels.
-_RANDOM = {
+RANDOM: dict[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 2048,
     "num_hidden_layers": 12,
@@ -60,7 +61,8 @@ class Life:
     """One process of a server."""
 
     def __init__(self, port: int) -> None:
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=_ANSWER_S)
+        self.url = f"http://127.0.0.1:{port}"
+        self._http = httpx.Client(base_url=self.url, timeout=_ANSWER_S)
 
     def is_ready(self) -> bool:
         try:
@@ -168,7 +170,7 @@ def main() -> None:
         video = Path(folder, "media", "video.mp4")
         video.parent.mkdir()
         write_demo_video(video, make_scene(1, asked.minutes * 60), fps=4, height=224, width=224)
-        models = {"embedded": [], "random": [str(build_qwen2_5_vl(Path(folder, "model"), **_RANDOM))]}
+        models = {"embedded": [], "random": [str(build_qwen2_5_vl(Path(folder, "model"), **RANDOM))]}
         results: dict[str, list[Row]] = {}
         for name, model in models.items():
             rows = [one_round(video, [*model, *asked.options.split()], s3) for _ in range(asked.rounds)]

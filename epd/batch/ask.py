@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from epd.batch.folder import columns_for, records_of_row
-from epd.batch.http_backend import MAX_TASKS, Asker, HttpBackend
+from epd.batch.http_backend import Asker, HttpBackend
+from epd.batch.in_flight import MAX_TASKS
 from epd.batch.line_index import RefusedLine
 from epd.batch.lines import JSON, BatchLine, LineDefaults, LineError, parse_line
 from epd.batch.records import error_record, result_record

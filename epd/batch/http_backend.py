@@ -9,7 +9,8 @@ while others are answered counts as a failure of its line.
 
 Of several servers, each medium has one that is asked first (rendezvous hashing), so that its caches are found
 again; the next one is asked where that one does not answer. A server with a free place looks some media ahead
-for one of its own, and takes one of another only where that one has many left.
+for one of its own, and takes one of another only where that one has many left. Workers that join a server
+during the run bring it more places.
 
 Source: Thaler and Ravishankar, 1998.
 """
@@ -31,16 +32,15 @@ from typing import Any
 
 import httpx
 
+from epd.batch.in_flight import MAX_REQUESTS, MAX_TASKS, lines_at_once, media_at_once, num_workers
 from epd.batch.lines import CHAT_URL, JSON, BatchLine
 from epd.batch.object_urls import with_urls
 from epd.batch.shared_prefix import shared_prefix
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
 from epd.client.endpoint import Endpoint, get, parse_endpoints
-from epd.errors import EPDError, InternalError, UnavailableError
+from epd.errors import InternalError, UnavailableError
 from epd.transfer.bounded_queue import BoundedQueue, QueueClosed
 
-MAX_TASKS = 4
-MAX_REQUESTS = 16
 MAX_OUTCOMES = 1024
 NUM_TRIES = 6
 _MAX_AHEAD = 16  # media for each server that are looked at for one of its own
@@ -49,6 +49,7 @@ _CONNECT_S = 30.0
 _TIMEOUT_S = 3600.0
 _FIRST_PAUSE_S = 0.5
 _LOST_S = 10.0  # a server that did not answer is asked last
+_LOOK_S = 10.0  # between two looks at the workers of servers
 _JOIN_S = 10.0
 _SEED_BYTES = 4
 _AGAIN = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -89,6 +90,9 @@ class HttpBackend:
         self._signs = signs
         self.path = path
         self.transport = transport
+        # Of each server the most workers that it has had, and media of each: 0 where places do not follow.
+        self.num_workers = [1] * len(endpoints)
+        self.media_of_worker = 0
         self.max_tasks = media_in_flight or MAX_TASKS * len(endpoints)
         self.max_requests = max(max_requests * len(endpoints), self.max_tasks)
         self.num_in_flight = 0
@@ -102,10 +106,13 @@ class HttpBackend:
         urls: str | Sequence[str],
         api_key: str | None,
         media_in_flight: int | None = None,
+        lines_per_medium: float = math.inf,
         **options: Any,
     ) -> Iterator[HttpBackend]:
-        """Opens servers. media_in_flight: by default some for each worker that prefills.
+        """Opens servers.
 
+        media_in_flight: by default some for each worker that prefills, also for those that join later.
+        lines_per_medium: mean of the input, which decides how many.
         Raises RequestError for an invalid URL, UnavailableError when no server answers.
         """
         lost: list[UnavailableError] = []
@@ -117,14 +124,20 @@ class HttpBackend:
                 lost.append(error)
         if len(lost) == len(endpoints):
             raise lost[0]
-        num_workers = sum(map(_num_workers, endpoints))
-        yield cls(
+        workers = [num_workers(each) for each in endpoints]
+        num_all = sum(workers)
+        num_lines = lines_at_once(math.ceil(num_all / len(endpoints)))
+        media_of_worker = media_at_once(num_lines, lines_per_medium)
+        backend = cls(
             *endpoints,
             signs=True,
-            max_requests=MAX_REQUESTS * num_workers // len(endpoints),
-            media_in_flight=media_in_flight or MAX_TASKS * num_workers,
+            max_requests=num_lines * num_all // len(endpoints),
+            media_in_flight=media_in_flight or media_of_worker * num_all,
             **options,
         )
+        if media_in_flight is None:
+            backend.num_workers, backend.media_of_worker = workers, media_of_worker
+        yield backend
 
     @contextmanager
     def run(self, tasks: Iterator[MediaTask]) -> Iterator[Iterator[Outcome | None]]:
@@ -163,15 +176,6 @@ class HttpBackend:
     def counts(self) -> BackendCounts:
         """Counts lines for which something was encoded; the server does not report media."""
         return BackendCounts(self._num_cold)
-
-
-def _num_workers(endpoint: Endpoint) -> int:
-    """Returns how many workers of a server prefill: 1 where it does not say, or does not answer."""
-    try:
-        workers = get(endpoint, "/v1/epd/status", "ask again").json()["workers"]
-        return max(1, sum("p" in each["roles"] for each in workers))
-    except (EPDError, ValueError, LookupError, TypeError):
-        return 1
 
 
 def _seed(key: str) -> int:
@@ -323,6 +327,10 @@ class Asker:
         is_unknown = HTTPStatus.NOT_FOUND in states or HTTPStatus.METHOD_NOT_ALLOWED in states
         return is_unknown and self._num_answered > num_answered
 
+    def add_slots(self, number: int) -> None:
+        for _ in range(number):
+            self._slots.release()
+
     async def _health(self, endpoint: Endpoint) -> int:
         """Returns the status of a server's health, 0 without an answer."""
         try:
@@ -343,6 +351,8 @@ class _HttpRun:
         self._asker = Asker(backend)
         self._endpoints = backend.endpoints
         self._max_tasks = backend.max_tasks
+        self._backend = backend
+        self._following: asyncio.Task[None] | None = None
         self._tasks = tasks
         self._ahead: dict[str, deque[Iterator[BatchLine]]] = {each.url: deque() for each in self._endpoints}
         self._is_drained = False  # of tasks
@@ -354,13 +364,30 @@ class _HttpRun:
             async with asyncio.TaskGroup() as group:
                 for place in range(self._max_tasks):
                     group.create_task(self._work(self._endpoints[place % len(self._endpoints)]))
+                if self._backend.media_of_worker:
+                    self._following = group.create_task(self._follow(group))
         finally:
             await self._asker.close()
+
+    async def _follow(self, group: asyncio.TaskGroup) -> None:
+        """Gives places to workers that join, until all media are given."""
+        known = self._backend.num_workers
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for place, endpoint in enumerate(self._endpoints):
+                joined = max(0, await asyncio.to_thread(num_workers, endpoint) - known[place])
+                known[place] += joined
+                self._asker.add_slots(MAX_REQUESTS * joined)
+                self._max_tasks += self._backend.media_of_worker * joined
+                for _ in range(self._backend.media_of_worker * joined):
+                    group.create_task(self._work(endpoint))
 
     async def _work(self, endpoint: Endpoint) -> None:
         first = endpoint if len(self._endpoints) > 1 else None
         while (lines := self._taken(endpoint)) is not None:
             await self._asker.answer_all(lines, self._put, first)
+        if self._following is not None:
+            self._following.cancel()
 
     def _taken(self, endpoint: Endpoint) -> Iterator[BatchLine] | None:
         """Returns the lines of the next task of a server, or of another that has more ahead than places."""

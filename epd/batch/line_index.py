@@ -176,6 +176,11 @@ class LineIndex:
         )
 
     @property
+    def lines_per_medium(self) -> float:
+        """Returns the mean number of lines of a group that can be asked."""
+        return (self.num_lines - self.num_refused) / max(1, self.num_families)
+
+    @property
     def num_bytes(self) -> int:
         """Returns the bytes of the media of all lines, as far as they are known; equal media count once."""
         return self._count(

@@ -46,7 +46,7 @@ def result_record(outcome: Answered) -> JSON:
         record["model"] = completion["model"]
     if line.expected is not None:
         record |= {"expected": line.expected, "is_right": is_same_answer(answer, line.expected)}
-    return record | {"usage": completion.get("usage")} | _of_report(completion.get("epd"))
+    return record | {"usage": completion.get("usage")} | reported(completion)
 
 
 def _asked(line: BatchLine) -> JSON:
@@ -62,11 +62,12 @@ def _named(url: str) -> str:
     return url if path is None else str(path)
 
 
-_REPORTED = ("substituted_frames", "unseen_frames", "cache")
+_REPORTED = ("frames", "video_s", "substituted_frames", "unseen_frames", "cache")
 
 
-def _of_report(report: object) -> JSON:
-    """Returns a record's fields about frames that were not looked at, and about what was found, if any."""
+def reported(completion: JSON) -> JSON:
+    """Returns a record's fields about frames, and about what was found in caches, if any."""
+    report = completion.get("epd")
     found = report if isinstance(report, dict) else {}
     return {name: found[name] for name in _REPORTED if found.get(name)}
 

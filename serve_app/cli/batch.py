@@ -327,12 +327,12 @@ def _ray_server() -> ModuleType:
 
 
 @contextmanager
-def _server(target: _Target) -> Iterator[HttpBackend]:
+def _server(target: _Target, lines_per_medium: float) -> Iterator[HttpBackend]:
     """Opens the servers that run. Raises UnavailableError where none answers."""
     urls = target.urls
     if urls is None:
         urls = (_ray_server().url_of_app(target.address, target.name),)
-    with HttpBackend.open(urls, target.api_key, target.media_in_flight) as backend:
+    with HttpBackend.open(urls, target.api_key, target.media_in_flight, lines_per_medium) as backend:
         yield backend
 
 
@@ -340,21 +340,23 @@ def _server(target: _Target) -> Iterator[HttpBackend]:
 def _backend(target: _Target, index: LineIndex, estimate: _Estimate) -> Iterator[Backend]:
     """Opens what answers, once somebody at a terminal has agreed."""
     if target.is_server:
-        with _server(target) as backend:
+        with _server(target, index.lines_per_medium) as backend:
             estimate.ask(index, lambda: server_look(backend))
             yield backend
         return
     estimate.ask(index, estimate.own_look)
     if target.topology is not None:
-        folder = index.media.folder()
-        with _ray_server().started_backend(target.model, target.topology, folder, target.config) as started:
-            yield started
+        started = _ray_server().started_backend(
+            target.model, target.topology, index.media.folder(), target.config, index.lines_per_medium
+        )
+        with started as backend:
+            yield backend
     else:
         from epd.serve_app.cli.own_backend import OwnBackend, open_model  # torch
 
         limits = RequestLimits(max_media=_MAX_MEDIA)
         with open_model(target.model, target.config, limits=limits, max_wait_s=_MAX_WAIT_S) as service:
-            yield OwnBackend(service, max_requests=_MAX_REQUESTS)
+            yield OwnBackend(service, max_requests=_MAX_REQUESTS, lines_per_medium=index.lines_per_medium)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +381,7 @@ class _Estimate:
             index = stack.enter_context(closing(LineIndex(lines, defaults)))
             index.build()
             look = (
-                server_look(stack.enter_context(_server(self.target)))
+                server_look(stack.enter_context(_server(self.target, index.lines_per_medium)))
                 if self.target.is_server
                 else self.own_look()
             )

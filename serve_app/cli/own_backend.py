@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 
 import httpx
 
 from epd.batch.http_backend import HttpBackend
+from epd.batch.in_flight import media_at_once
 from epd.batch.tasks import BackendCounts
 from epd.errors import EPDError, http_status
 from epd.serve_app.cli.own_model import HERE, open_model
@@ -18,10 +20,15 @@ __all__ = ["OwnBackend", "open_model"]
 class OwnBackend(HttpBackend):
     """Answers batches with a model of this process. Lines without a seed get one of their own."""
 
-    def __init__(self, service: OwnService, *, max_requests: int) -> None:
-        """Takes max_requests: in flight."""
+    def __init__(self, service: OwnService, *, max_requests: int, lines_per_medium: float = math.inf) -> None:
+        """Takes max_requests: in flight. lines_per_medium: mean of the input."""
         super().__init__(
-            HERE, transport=_OwnTransport(service), max_requests=max_requests, has_seeds=True, signs=True
+            HERE,
+            transport=_OwnTransport(service),
+            max_requests=max_requests,
+            has_seeds=True,
+            signs=True,
+            media_in_flight=media_at_once(max_requests, lines_per_medium),
         )
         self._service = service
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import secrets
 import sys
@@ -279,11 +280,15 @@ def start_error(messages: Sequence[str], said: str) -> EPDError:
 
 @contextmanager
 def started_backend(
-    model: Path | None, topology: str, media_folder: Path | None, config: EngineConfig = DEFAULT_ENGINE
+    model: Path | None,
+    topology: str,
+    media_folder: Path | None,
+    config: EngineConfig = DEFAULT_ENGINE,
+    lines_per_medium: float = math.inf,
 ) -> Iterator[HttpBackend]:
     """Starts a private application on this machine, protected by a key, with its own workers.
 
-    media_folder: the folder that files are read from.
+    media_folder: the folder that files are read from. lines_per_medium: mean of the input.
     Raises EPDError if it cannot be served.
     """
     key = secrets.token_hex(16)
@@ -297,7 +302,7 @@ def started_backend(
     http = HttpAddress.free()
     with (
         served_app(args.resolved(), ServeSettings(http), RaySettings()),
-        HttpBackend.open(http.url, key, has_seeds=True) as backend,
+        HttpBackend.open(http.url, key, has_seeds=True, lines_per_medium=lines_per_medium) as backend,
     ):
         yield backend
 

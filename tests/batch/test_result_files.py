@@ -137,7 +137,7 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 def test_frames_that_were_not_seen_are_in_the_record() -> None:
-    report = {"frames": 1, "substituted_frames": 0, "unseen_frames": 23}
+    report = {"frames": 1, "video_s": 0.0, "substituted_frames": 0, "unseen_frames": 23}
     record = result_record(Answered(line(), COMPLETION | {"epd": report}))
-    assert record["unseen_frames"] == 23
+    assert (record["frames"], record["unseen_frames"]) == (1, 23)
     assert "substituted_frames" not in record

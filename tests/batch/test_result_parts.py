@@ -21,13 +21,14 @@ import pytest
 from epd.batch import places
 from epd.batch.driver import BatchPlan, run_batch
 from epd.batch.line_index import LineIndex
-from epd.batch.lines import BatchLine, LineDefaults
+from epd.batch.lines import CHAT_URL, BatchLine, LineDefaults, parse_line
+from epd.batch.records import result_record
 from epd.batch.result_parts import PartsFolder, ResultParts
 from epd.batch.summary import Summary
-from epd.batch.tasks import Backend, Failed, Outcome
+from epd.batch.tasks import Answered, Backend, Failed, Outcome
 from epd.errors import RequestError, StorageFullError, UnavailableError
 from tests import ROOT
-from tests.batch.fakes import FakeBackend
+from tests.batch.fakes import FakeBackend, completion
 from tests.batch.parquet import committed_rows
 from tests.batch.test_driver import NUM_LINES, write_input
 
@@ -216,6 +217,28 @@ def test_an_answer_in_json_has_a_column_of_its_own(tmp_path: Path) -> None:
         parts.add([{"id": key, "answer": answer} for key, answer in answers.items()], [])
     found = {row["id"]: row["json"] for row in committed_rows(tmp_path / "out")}
     assert found == {"a": '{"n":1}', "b": "[1,2]", "c": None, "d": None, "e": None}
+
+
+@pytest.mark.parametrize("form", ["short", "openai"])
+def test_frames_that_were_looked_at_are_columns(tmp_path: Path, form: str) -> None:
+    """A server that is not ours does not say them."""
+    records = [
+        {"id": 1, "video": "a.mp4", "question": "q"},
+        {
+            "custom_id": "1",
+            "method": "POST",
+            "url": CHAT_URL,
+            "body": {"messages": [{"role": "user", "content": "q"}]},
+        },
+    ]
+    line = parse_line(json.dumps(records[form == "openai"]).encode(), 1, LineDefaults(tmp_path))
+    told = completion("x") | {"epd": {"frames": 12, "video_s": 6.0, "substituted_frames": 1}}
+    with closing(ResultParts(PartsFolder(str(tmp_path / "out")))) as parts:
+        parts.add([result_record(Answered(line, each)) for each in (told, completion("x"))], [])
+    found = [
+        [row["frames"], row["video_s"], row["substituted_frames"]] for row in committed_rows(tmp_path / "out")
+    ]
+    assert found == [[12, 6.0, 1], [None, None, None]]
 
 
 def test_a_file_that_is_no_manifest_is_left_alone(tmp_path: Path) -> None:

@@ -58,13 +58,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 class Costs:
     """Seconds of each stage: read, encode and prefill of a medium by its name, and language of a question.
 
-    num_readers: media that a server reads at once.
+    num_readers, num_encoders: media that a server reads and encodes at once.
     """
 
     read_s: Callable[[str], float]
     encode_s: Callable[[str], float]
     language_s: float
     num_readers: int = 1
+    num_encoders: int = 1
 
 
 class VirtualServer:
@@ -74,7 +75,7 @@ class VirtualServer:
         self._costs = costs
         self._stages = {
             "read": asyncio.Semaphore(costs.num_readers),
-            "encode": asyncio.Semaphore(1),
+            "encode": asyncio.Semaphore(costs.num_encoders),
             "language": asyncio.Semaphore(1),
         }
         self._known: set[str] = set()
