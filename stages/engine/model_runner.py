@@ -192,12 +192,12 @@ class ModelRunner:
         """
         return self.run_packed(self.packed(segments), visual_of(segments))
 
-    def run_decodes(self, segments: Sequence[Segment], token_ids: Tensor | None) -> Tensor:
-        """Computes one token of each segment as `run` does.
+    def run_decodes(self, packed: PackedPass, token_ids: Tensor | None) -> Tensor:
+        """Computes one token of each sequence as `run` does.
 
-        token_ids: int64 [T], on the device, instead of those of the segments, if they are not known yet.
+        token_ids: int64 [T], on the device, instead of those of the pass, if they are not known yet.
         """
-        return self.run_packed(self.packed(segments), None, token_ids)
+        return self.run_packed(packed, None, token_ids)
 
     def packed(self, segments: Sequence[Segment]) -> PackedPass:
         """Packs segments as this runner's pools need them.

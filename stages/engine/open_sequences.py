@@ -77,6 +77,17 @@ class OpenSequences(dict[str, TokenSequence]):
         self, chunk: Chunk, sequence: TokenSequence, tokens: list[SampledToken], result: StepResult
     ) -> None:
         """Takes the sampled token, and those after it for which the draft before was right."""
+        if not sequence.learns:
+            result.outputs.append(sequence.push(tokens[0]))
+            self._scheduler.advance(chunk.request, chunk.stop)
+        else:
+            self._take_drafts(chunk, sequence, tokens, result)
+        if sequence.finish_reason is not None:
+            self.remove(sequence)
+
+    def _take_drafts(
+        self, chunk: Chunk, sequence: TokenSequence, tokens: list[SampledToken], result: StepResult
+    ) -> None:
         drafts = sequence.drafts[: chunk.num_drafts]
         num_right = next((i for i, draft in enumerate(drafts) if draft != tokens[i].token_id), len(drafts))
         known, num_kept = sequence.known_ids, 0
@@ -88,8 +99,6 @@ class OpenSequences(dict[str, TokenSequence]):
         self.counts.num_drafted_tokens += len(drafts)
         self.counts.num_accepted_tokens += num_kept - 1
         self._scheduler.advance(chunk.request, chunk.stop - chunk.num_drafts + num_kept - 1)
-        if sequence.finish_reason is not None:
-            self.remove(sequence)
 
     def begin(
         self, family: Sequence[TokenSequence], first: Sequence[SampledToken], result: StepResult

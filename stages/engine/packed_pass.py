@@ -7,8 +7,9 @@ T new tokens of the pass, one segment per request, packed without padding:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -130,6 +131,54 @@ def packed_pass(segments: Sequence[Segment], kinds: Sequence[GroupKind], block_s
     )
 
 
+def following_pass(
+    packed: PackedPass, rows: Sequence[int] | None, block_at: Callable[[int, int, int], int]
+) -> PackedPass:
+    """Returns the pass of the next token of sequences, after a pass of one generated token of each.
+
+    Only what a token changes is written: one place, one position, and a block where it begins one. Its
+    token_ids are those of `packed`, since nobody knows the next ones yet.
+    rows: of `packed`, which go on, in their order; None for all.
+    block_at: returns the block of a row of the new pass, of a layer group, at an index of its table.
+    """
+    if rows is None:
+        ids, positions, adapters = packed.token_ids, packed.positions, packed.adapters
+    else:
+        ids, positions = packed.token_ids[rows], packed.positions[:, rows]
+        adapters = tuple(packed.adapters[row] for row in rows) if packed.adapters else ()
+    return replace(
+        packed,
+        token_ids=ids,
+        positions=positions + 1,
+        logit_rows=packed.logit_rows[: len(ids)],
+        batches=tuple(
+            _following_batch(batch, rows, partial(block_at, group))
+            for group, batch in enumerate(packed.batches)
+        ),
+        adapters=adapters if any(adapters) else (),
+    )
+
+
+def _following_batch(
+    batch: AttentionBatch, rows: Sequence[int] | None, block_at: Callable[[int, int], int]
+) -> AttentionBatch:
+    size, cached, tables, slots = batch.block_size, batch.context_lens, batch.block_tables, batch.slot_mapping
+    if rows is not None:
+        cached, tables, slots = cached[rows], tables[rows], slots[rows]
+    slots = slots + 1
+    begun = np.flatnonzero(cached % size == 0).tolist()
+    if begun:
+        tables = _padded(tables, int(cached.max()) // size + 1)
+    for row in begun:
+        index = int(cached[row]) // size
+        tables[row, index] = block = block_at(row, index)
+        slots[row] = block * size
+    starts = batch.query_starts[: len(cached) + 1]
+    return replace(
+        batch, query_starts=starts, context_lens=cached + 1, block_tables=tables, slot_mapping=slots
+    )
+
+
 def attention_batches(
     segments: Sequence[Segment], kinds: Sequence[GroupKind], block_size: int
 ) -> tuple[AttentionBatch, ...]:
@@ -176,9 +225,12 @@ def _joined(arrays: Sequence[Int64Array]) -> Int64Array:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
 
 
-def _padded(tables: Sequence[Int32Array]) -> Int32Array:
-    """Pads to int32 [S, the longest]; what is past a table's end is 0."""
-    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
+def _padded(tables: Sequence[Int32Array] | Int32Array, least: int = 1) -> Int32Array:
+    """Copies to int32 [S, the longest, or more]; what is past a table's end is 0."""
+    padded = np.zeros((len(tables), max(least, *map(len, tables))), dtype=np.int32)
+    if isinstance(tables, np.ndarray):
+        padded[:, : tables.shape[1]] = tables
+        return padded
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
     return padded

@@ -21,9 +21,11 @@ from torch import Tensor
 
 from epd.encoders.device import to_device
 from epd.kv.kv_cache import KVCacheManager
+from epd.kv.scheduled_request import ScheduledRequest
 from epd.kv.scheduler_output import Chunk
 from epd.kv.scheduling import Scheduler
 from epd.stages.engine.model_runner import ModelRunner
+from epd.stages.engine.packed_pass import PackedPass, following_pass
 from epd.stages.engine.sequence import ComputedChunk, TokenSequence
 from epd.stages.sampling.sampler import TokensAhead, sample_ahead
 
@@ -32,10 +34,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """Holds a pass that has been launched: a chunk of one token for each sequence, and what it chooses."""
+    """Holds a pass that has been launched: a chunk of one token for each sequence, and what it chooses.
+
+    rows: of the pass, in which each request is.
+    """
 
     chunks: Sequence[Chunk]
     sequences: Sequence[TokenSequence]
+    rows: Mapping[ScheduledRequest, int]
+    packed: PackedPass
     tokens: TokensAhead
 
 
@@ -66,7 +73,7 @@ class RunAhead:
         return [
             ComputedChunk(chunk, [sequence], [token])
             for chunk, sequence, token in zip(flight.chunks, flight.sequences, tokens, strict=True)
-            if sequences.get(sequence.request_id) is sequence
+            if sequences.get(chunk.request.request_id) is sequence
         ]
 
     def _launch(
@@ -76,44 +83,51 @@ class RunAhead:
         if not all(sequence.sampling.is_foreseeable for sequence in sequences.values()):
             return None
         chunks = self._scheduler.schedule_ahead(num_unread=int(before is not None))
-        rows = None if before is None else _rows_of(chunks, before, sequences)
-        if not chunks or (before is not None and rows is None):
+        if not chunks:
             return None
-        decoding = [sequences[chunk.request.request_id] for chunk in chunks]
         try:
-            return self._launched(chunks, decoding, before.tokens.ids if before else None, rows)
+            if before is None:
+                return self._first(chunks, [sequences[chunk.request.request_id] for chunk in chunks])
+            rows = [before.rows.get(chunk.request, -1) for chunk in chunks]
+            return None if -1 in rows else self._next(chunks, before, rows)
         except Exception:  # a step that does not run ahead finds out whose fault it is
             logger.debug("a pass could not run ahead", exc_info=True)
             return None
+
+    def _first(self, chunks: Sequence[Chunk], sequences: Sequence[TokenSequence]) -> _Flight:
+        """Launches a pass of which all inputs are known."""
+        segments = [
+            sequence.segment(chunk.start, chunk.stop, 1, self._kv)
+            for chunk, sequence in zip(chunks, sequences, strict=True)
+        ]
+        rows = {chunk.request: row for row, chunk in enumerate(chunks)}
+        return self._launched(chunks, sequences, rows, self._runner.packed(segments))
+
+    def _next(self, chunks: Sequence[Chunk], before: _Flight, rows: list[int]) -> _Flight:
+        """Launches the pass behind one whose tokens are not read yet, of which these rows go on."""
+
+        def block_at(group: int, row: int, index: int) -> int:
+            return self._kv.block_table(chunks[row].request.request_id, group)[index]
+
+        unread = before.tokens.ids
+        if rows == list(range(len(before.chunks))):
+            packed = following_pass(before.packed, None, block_at)
+            return self._launched(chunks, before.sequences, before.rows, packed, unread)
+        packed = following_pass(before.packed, rows, block_at)
+        unread = unread.index_select(0, to_device(torch.tensor(rows), unread.device))
+        numbers = {chunk.request: row for row, chunk in enumerate(chunks)}
+        return self._launched(chunks, [before.sequences[row] for row in rows], numbers, packed, unread)
 
     def _launched(
         self,
         chunks: Sequence[Chunk],
         sequences: Sequence[TokenSequence],
-        unread: Tensor | None,
-        rows: list[int] | None,
+        rows: Mapping[ScheduledRequest, int],
+        packed: PackedPass,
+        unread: Tensor | None = None,
     ) -> _Flight:
-        """Launches a pass. unread: the tokens before it, if they are not read yet, of which `rows` go on."""
-        if unread is not None and rows is not None and rows != list(range(len(unread))):
-            unread = unread.index_select(0, to_device(torch.tensor(rows), unread.device))
-        segments = [
-            sequence.segment(chunk.start, chunk.stop, 1, self._kv)
-            for chunk, sequence in zip(chunks, sequences, strict=True)
-        ]
+        """Launches a pass. unread: the tokens that it computes, if they are not read yet."""
         with torch.inference_mode():
-            logits = self._runner.run_decodes(segments, unread)
+            logits = self._runner.run_decodes(packed, unread)
             tokens = sample_ahead(logits, [sequence.sampling for sequence in sequences], unread)
-        return _Flight(chunks, sequences, tokens)
-
-
-def _rows_of(
-    chunks: Sequence[Chunk], before: _Flight, sequences: Mapping[str, TokenSequence]
-) -> list[int] | None:
-    """Returns in which row of the pass before the token of each chunk is chosen; None if one is in none."""
-    rows = {
-        sequence.request_id: row
-        for row, sequence in enumerate(before.sequences)
-        if sequences.get(sequence.request_id) is sequence
-    }
-    found = [rows.get(chunk.request.request_id) for chunk in chunks]
-    return [row for row in found if row is not None] if None not in found else None
+        return _Flight(chunks, sequences, rows, packed, tokens)

@@ -178,6 +178,11 @@ class TokenSequence:
         """Leaves the next pass without the guesses."""
         self.drafts, self.scheduled.num_drafts = (), 0
 
+    @property
+    def learns(self) -> bool:
+        """Returns whether later drafts learn from its tokens."""
+        return self._source is not None
+
     def learn(
         self, known: Int64Array, drafts: Sequence[int], sampled: Sequence[SampledToken], num_held: int
     ) -> None:
@@ -234,16 +239,16 @@ class TokenSequence:
     def push(self, token: SampledToken) -> TokenOutput:
         """Takes one token; sets `finish_reason` if the answer ends with it."""
         index = self.num_generated
-        text = self._take(token)
+        text = self._take(token, index + 1)
         return TokenOutput(self.request.request_id, self.index, index, token, text, self.finish_reason)
 
-    def _take(self, token: SampledToken) -> str:
-        """Returns the text that becomes readable with the token."""
-        num_generated = self.num_generated + 1
-        self.tokens.reserve(self.scheduled.num_tokens + 1)
-        self.tokens.ids[self.scheduled.num_tokens] = token.token_id
-        self.scheduled.identity.append(token.token_id)
-        self.scheduled.num_tokens += 1
+    def _take(self, token: SampledToken, num_generated: int) -> str:
+        """Returns the text that becomes readable with the token, by which so many are generated."""
+        scheduled, num_tokens = self.scheduled, self.scheduled.num_tokens
+        self.tokens.reserve(num_tokens + 1)
+        self.tokens.ids[num_tokens] = token.token_id
+        scheduled.identity.append(token.token_id)
+        scheduled.num_tokens = num_tokens + 1
         self.sampling.append(token.token_id)
         may_end = num_generated > self.request.sampling.min_tokens
         if token.token_id in self.ends.token_ids and may_end:
@@ -252,7 +257,7 @@ class TokenSequence:
         text = self.text.push(token.token_id, may_stop=may_end)
         if self.text.is_stopped:
             self.finish_reason = "stop"
-        elif self.scheduled.num_tokens >= self.scheduled.max_total_tokens:
+        elif num_tokens + 1 >= scheduled.max_total_tokens:
             self.finish_reason = "length"
             text += self.text.finish()
         return text

@@ -161,11 +161,14 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow], before: Tensor | None =
 
     before: see `sample_ahead`.
     """
-    asked = [i for i, row in enumerate(rows) if row.state.params.logprobs is not None]
+    # Of most batches no row is changed before it is drawn, and none reports.
+    changed = rows if any(row.state.is_changed for row in rows) else ()
+    asked = [i for i, row in enumerate(changed) if row.state.params.logprobs is not None]
     kinds = _kinds(rows)
-    arrays = [*_penalties(rows, logits.shape[1]), _banned(rows, logits.shape[1]), np.array(asked, np.int64)]
-    arrays += [*allowed_tokens(rows, logits.shape[1]), *_biases(rows, logits.shape[1])]
-    arrays += _repeated(rows if before is not None else (), logits.shape[1])
+    num_tokens = logits.shape[1]
+    arrays = [*_penalties(changed, num_tokens), _banned(changed, num_tokens), np.array(asked, np.int64)]
+    arrays += [*allowed_tokens(changed, num_tokens), *_biases(changed, num_tokens)]
+    arrays += _repeated(changed if before is not None else (), num_tokens)
     arrays += [array for kind in kinds for array in _drawing(rows, kind)]
     moved = arrays_to_device(arrays, logits.device)
     penalised, changes, banned, asked_rows, held_rows, allowed, biased, biases, *moved = moved

@@ -121,6 +121,7 @@ class Matcher(Protocol):
 class SamplingState:
     """Holds one sequence's state for the sampler: its options, its seed, and its tokens with their number.
 
+    is_changed: scores are changed before a token is chosen, or its probability is reported.
     is_plain: the most likely token is taken as it is, and nothing is reported about the others.
     is_foreseeable: the token after the next one can be chosen on a device before the host has read the next.
     ending_ids: tokens that may not come before `min_tokens`.
@@ -129,8 +130,8 @@ class SamplingState:
     """
 
     __slots__ = (
-        "_counts", "_last_ids", "bad_words", "ending_ids", "is_foreseeable", "is_plain", "matcher",
-        "num_generated", "params", "seed",
+        "_counts", "_last_ids", "bad_words", "ending_ids", "is_changed", "is_foreseeable", "is_plain",
+        "matcher", "num_generated", "params", "seed",
     )  # fmt: skip
 
     def __init__(
@@ -153,9 +154,10 @@ class SamplingState:
         self.matcher = matcher
         self.num_generated = 0
         self.ending_ids = ending_ids if params.min_tokens else frozenset()
-        is_changed = params.has_penalties or bool(params.logit_bias) or matcher is not None
-        is_likeliest = params.is_greedy and not is_changed and bad_words is None
-        self.is_plain = is_likeliest and params.logprobs is None and not self.ending_ids
+        has_rules = matcher is not None or bad_words is not None or bool(self.ending_ids)
+        is_scored = params.has_penalties or bool(params.logit_bias) or params.logprobs is not None
+        self.is_changed = has_rules or is_scored
+        self.is_plain = params.is_greedy and not self.is_changed
         repeats_alone = not (params.presence_penalty or params.frequency_penalty)
         self.is_foreseeable = matcher is None and bad_words is None and repeats_alone
         seen = prompt_ids if params.repetition_penalty != 1 else prompt_ids[:0]

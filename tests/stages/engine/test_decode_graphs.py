@@ -204,10 +204,10 @@ def test_a_draw_that_is_looked_at_again_has_its_own_logits(
     """The next pass is replayed before a draw from the likeliest tokens is known to be wrong."""
     captured(subjects("qwen2_5_vl"), Repeats())
     runner = watched.runners[-1]
-    segments = [_decode(4), _decode(7)]
-    first = runner.run_decodes(segments, None)
+    packed = runner.packed([_decode(4), _decode(7)])
+    first = runner.run_decodes(packed, None)
     kept = first.clone()
-    again = runner.run_decodes(segments, torch.tensor([5, 9]))
+    again = runner.run_decodes(packed, torch.tensor([5, 9]))
     assert torch.equal(first, kept)
     assert not torch.equal(first, again)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +13,10 @@ from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import TokenOutput
 from epd.stages.engine.model_runner import ModelRunner
+from epd.stages.engine.packed_pass import PackedPass
+from epd.stages.engine.run_ahead import RunAhead
 from epd.stages.sampling import sampler
+from epd.types import ceil_div
 from tests.stages.conftest import Subject
 from tests.stages.prompts import MAX_TOKENS, Drive
 
@@ -31,9 +34,9 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     noted: list[str] = []
     decodes, read = ModelRunner.run_decodes, sampler.TokensAhead.read
 
-    def running(runner: ModelRunner, segments: Sequence[Any], unread: torch.Tensor | None) -> torch.Tensor:
+    def running(runner: ModelRunner, packed: PackedPass, unread: torch.Tensor | None) -> torch.Tensor:
         noted.append("launch" if unread is None else "launch ahead")
-        return decodes(runner, segments, unread)
+        return decodes(runner, packed, unread)
 
     def reading(tokens: sampler.TokensAhead) -> tuple[list[sampler.SampledToken], bool]:
         noted.append("read")
@@ -59,6 +62,61 @@ def test_a_pass_is_launched_before_the_one_before_it_is_read(a_family: Subject, 
     Drive(ahead(a_family), seed=0).run({"r": prompt})
     num_decodes = len(prompt.expected) - 1
     assert events == ["launch", *["launch ahead", "read"] * (num_decodes - 1), "read"]
+
+
+def test_the_next_pass_is_what_would_be_packed_anew(
+    any_family: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever ends meanwhile; nothing but the tokens, which nobody has read, is another."""
+    launched, widths = RunAhead._launched, set[int]()
+    wrong: list[AssertionError] = []  # a pass that raises is computed in step
+
+    def checked(
+        ahead: RunAhead, chunks: Any, sequences: Any, rows: Any, packed: PackedPass, *more: Any
+    ) -> Any:
+        segments = [
+            sequence.segment(chunk.start, chunk.stop, 1, ahead._kv)
+            for chunk, sequence in zip(chunks, sequences, strict=True)
+        ]
+        try:
+            _check_equal(packed, ahead._runner.packed(segments))
+        except AssertionError as error:
+            wrong.append(error)
+        if more:
+            widths.add(len(segments))
+        return launched(ahead, chunks, sequences, rows, packed, *more)
+
+    monkeypatch.setattr(RunAhead, "_launched", checked)
+    prompt, engine = any_family.prompts[0], ahead(any_family, block_size=4)
+    drive = Drive(engine, seed=2)
+    for count in (MAX_TOKENS, 9, 6, MAX_TOKENS):
+        engine.add(
+            prompt.request(f"{count}/{len(engine.request_ids)}", sampling=SamplingParams(max_tokens=count))
+        )
+    while engine.has_work():
+        for name in engine.request_ids:
+            for group in prompt.groups if engine.counts.num_steps == 0 else ():
+                engine.add_embeddings(name, group)
+        drive.step()
+    assert not wrong
+    assert widths >= {2, 3, 4}, "the next pass was meant to be of all, and of some"
+
+
+def _check_equal(packed: PackedPass, anew: PackedPass) -> None:
+    """Compares passes but for their tokens; of tables what is read, the blocks of tokens that are known."""
+    assert np.array_equal(packed.positions, anew.positions)
+    assert np.array_equal(packed.logit_rows, anew.logit_rows)
+    assert (packed.states, packed.segments, packed.adapters) == (anew.states, anew.segments, anew.adapters)
+    for found, expected in zip(packed.batches, anew.batches, strict=True):
+        assert np.array_equal(found.query_starts, expected.query_starts)
+        assert np.array_equal(found.context_lens, expected.context_lens)
+        assert np.array_equal(found.slot_mapping, expected.slot_mapping)
+        assert (found.window, found.both_ways) == (expected.window, expected.both_ways)
+        dtypes = [each.dtype for each in (found.context_lens, found.block_tables, found.slot_mapping)]
+        assert dtypes == [np.int32, np.int32, np.int64]
+        for row, length in enumerate(found.context_lens.tolist()):
+            stop = ceil_div(length, found.block_size)
+            assert np.array_equal(found.block_tables[row, :stop], expected.block_tables[row, :stop])
 
 
 @pytest.mark.parametrize("mode", ["recompute", "offload"])
