@@ -41,6 +41,7 @@ class _Feed:
 
     specs: what it waits for of each needed group
     ends: of each needed group, the prompt tokens [0, end) that must be computed before it can be freed
+    num_cached: prompt tokens that were computed before: groups of them are needed to choose from later ones
     """
 
     request: GenerateRequest
@@ -49,6 +50,7 @@ class _Feed:
     specs: list[GroupSpec]
     ends: tuple[int, ...]
     splicer: EmbeddingSplicer
+    num_cached: int
     num_taken: int = 0
     num_released: int = 0
 
@@ -87,7 +89,7 @@ class MediaFeeds:
         self.receiver.open(request.request_id, specs)
         ends = tuple(group_end(request, group) for group in wholes)
         splicer = EmbeddingSplicer(self._adapter, request.prompt)
-        self._feeds[request.request_id] = _Feed(request, groups, numbers, specs, ends, splicer)
+        self._feeds[request.request_id] = _Feed(request, groups, numbers, specs, ends, splicer, num_cached)
 
     def _specs(self, request: GenerateRequest, wholes: Sequence[MediaGroup]) -> list[GroupSpec]:
         """Returns what to wait for: what is kept of an item, unless that is more than is missing of it."""
@@ -158,6 +160,7 @@ class MediaFeeds:
                 self._stage.engine.add_embeddings(feed.request.request_id, placed)
         if any(feed.groups[feed.numbers[each.number]].plan.is_joined_whole for each in taken):
             self._release(feed, feed.num_taken)  # it may be larger than the cache, so none is kept for long
+        self.advance(feed.request.request_id, feed.num_cached)
         return bool(taken)
 
     def take_cells(self, request_id: str) -> list[tuple[int, KeptCells]]:
