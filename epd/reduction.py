@@ -2,15 +2,17 @@
 
     units      | 0  1  2  3 | 4  5  6  7 | 8  9 |       whole units of a video, in order
     windows    [            )[           )[     )       what is chosen among at one time
+    readings   [                         )[     )       what a method remembers while it chooses
     kept       [ 15         )[ 15        )[ 8   )       tokens, fixed by the retention alone
 
-The tokens of a window are chosen from the window and what came before it, so that a video can be reduced
-while it is still being decoded, and blocks for keys and values can be reserved before.
+The tokens of a window are chosen from the window and those of its reading before it, so that a video can be
+reduced while it is still being decoded, by several encoders at once, and blocks for keys and values can be
+reserved before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from epd.errors import RequestError
@@ -27,6 +29,8 @@ QUESTION_METHODS = ("funnel", "mustdrop")
 METHODS = SELECTION_METHODS + PREFILL_METHODS + QUESTION_METHODS
 # What they keep of a window before the language model depends on that window alone.
 WINDOW_METHODS = ("uniform", "mustdrop")
+# Of how many windows the others remember what they have kept, before they begin anew: of one reading.
+READING_WINDOWS = 4
 # MustDrop: what is left after neighbours are merged, and after how many of 32 layers text drops more.
 _MERGED_SHARE = 0.76
 _MERGED_PER_READ = 3
@@ -110,9 +114,9 @@ class ReductionPolicy:
         return self.is_on and self.method in QUESTION_METHODS
 
     @property
-    def is_by_window(self) -> bool:
-        """Returns whether windows are chosen from one by one, so that different encoders may."""
-        return self.is_on and self.method in WINDOW_METHODS
+    def reading_windows(self) -> int:
+        """Returns of how many windows a method remembers what it has kept, before it begins anew."""
+        return 1 if self.method in WINDOW_METHODS else READING_WINDOWS
 
     @property
     def cached_retention(self) -> float:
@@ -132,7 +136,7 @@ class ReductionPolicy:
         if not self.is_on:
             return ""
         computed = "" if self.later_share in (None, self.retention) else f":{self.later_share!r}"
-        return f"{self.method}:{self.retention!r}:{WINDOW_TOKENS}{computed}"
+        return f"{self.method}:{self.retention!r}:{WINDOW_TOKENS}x{self.reading_windows}{computed}"
 
 
 KEEP_ALL = ReductionPolicy()
@@ -169,6 +173,7 @@ class Window:
     is_in_prefill: the language model computes all of them and keeps some; else it receives only those kept.
     num_later: those that its later layers compute; None for all that it receives.
     num_extra: tokens at the end of the last window that show no part of a picture, and are always kept.
+    begins_reading: whether the method remembers nothing of the windows before it.
     """
 
     start: int
@@ -178,6 +183,7 @@ class Window:
     is_in_prefill: bool = False
     num_extra: int = 0
     num_later: int | None = None
+    begins_reading: bool = False
 
     def __post_init__(self) -> None:
         if not (0 <= self.start < self.stop and 1 <= self.num_kept <= self.num_tokens):
@@ -195,10 +201,12 @@ def plan_windows(
     *,
     is_in_prefill: bool = False,
     later_share: float | None = None,
+    reading_starts: Collection[int] = (),
 ) -> tuple[Window, ...]:
     """Returns windows over runs of units, in order; together they keep retention * all tokens, rounded.
 
     later_share: likewise of what later layers compute, at least what is kept of each; None for all.
+    reading_starts: first units of readings, beside that of the first run.
     A share is carried from window to window, so that no rounding adds up. Every window keeps at least one.
     """
     windows: list[Window] = []
@@ -212,7 +220,10 @@ def plan_windows(
         if later_share is not None:
             later = min(max(here, round(later_share * num_before) - num_later), num_tokens)
             num_later += later
-        windows.append(Window(start, stop, num_tokens, here, is_in_prefill, num_later=later))
+        begins = not windows or start in reading_starts
+        windows.append(
+            Window(start, stop, num_tokens, here, is_in_prefill, num_later=later, begins_reading=begins)
+        )
     return tuple(windows)
 
 

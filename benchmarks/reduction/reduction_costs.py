@@ -146,9 +146,9 @@ def _sent(
     """Yields what each group completes of the prompt, and what one encoder of all groups sends of it."""
     adapter, whole = pipeline.adapter, [group for group, _ in encoded.groups]
     splicer, readers = EmbeddingSplicer(adapter, plan), dict[int, ItemReducer]()
-    for group, embeddings in encoded.groups:
+    for number, (group, embeddings) in enumerate(encoded.groups):
         if is_cut_at_encoder(plan, [each for each in whole if each.item == group.item]):
-            reading = ItemReduction.of(plan, whole, group)
+            reading = ItemReduction.of(plan, whole[number:])
             if reading is not None:
                 readers[group.item] = ItemReducer(adapter.join, reading, group)
             kept, places = readers[group.item].read(group, embeddings)

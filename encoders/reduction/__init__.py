@@ -2,6 +2,7 @@
 
 from epd.encoders.reduction.reading import (
     ItemReduction,
+    begins_reading,
     is_cut_at_encoder,
     kept_spec,
     reduce_prompt,
@@ -14,6 +15,7 @@ __all__ = [
     "ItemReduction",
     "Kept",
     "TokenReducer",
+    "begins_reading",
     "is_cut_at_encoder",
     "kept_cells",
     "kept_spec",

@@ -17,7 +17,7 @@ class ItemOutline:
     """Says what is known of an item before its units come.
 
     grid: tokens of a unit, (height, width).
-    is_one_window: whether its first window is all of it.
+    is_one_window: whether one window is all of it.
     surviving_share: of what is kept of it, the share that is left once a question is computed.
     """
 
@@ -27,7 +27,7 @@ class ItemOutline:
 
 
 class Method(Protocol):
-    """Selects tokens, with a state of one item."""
+    """Selects tokens, with a state of one reading."""
 
     def choose(self, units: Tensor, num_kept: int) -> Tensor:
         """Returns int64 [k], ascending, of the window's tokens, on the host: it places them in the prompt.

@@ -1,11 +1,12 @@
 """Reads a reduced item group by group where it is encoded, so that only kept tokens are sent.
 
-    groups     |      g0      |      g1      |    g2    |     each is read once, in order
+    groups     |      g0      |      g1      |    g2    |     each is read once
     windows    [  w0  )[  w1  )[     w2     )[    w3    )     none reaches into the next group
+    readings   [                             )[         )     one encoder reads all groups of one, in order
     sent with       g0: w0, w1     g1: w2        g2: w3
 
-What is kept of a window depends on the windows before it, so one encoder reads a whole item. By methods that
-choose from each window alone, each group has a reading of its own, at whichever encoder has the group.
+What is kept of a window depends on the windows of its reading before it. So different encoders get different
+readings of an item. By methods that choose from each window alone, each group is a reading.
 
 A prompt is laid out with room for the kept visual tokens, before they are known:
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise, takewhile
 
 import numpy as np
 
@@ -38,31 +39,31 @@ Join = Callable[[Embeddings, MediaPlan, int, int], Embeddings]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemReduction:
-    """Says how the tokens of an item are chosen, and in how many groups they come.
+    """Says how the tokens of an item are chosen in one reading, and in how many groups they come.
 
-    By a method of WINDOW_METHODS, item: what lies in one group, behind num_before tokens.
+    item: with the windows of the reading alone.
     """
 
     policy: ReductionPolicy
     item: MediaItem
     num_groups: int
-    num_before: int = 0
 
     @classmethod
-    def of(cls, prompt: PromptPlan, groups: Sequence[MediaGroup], group: MediaGroup) -> ItemReduction | None:
-        """Returns the reading that begins with a group of an item that `is_cut_at_encoder`, if one does.
+    def of(cls, prompt: PromptPlan, groups: Sequence[MediaGroup]) -> ItemReduction | None:
+        """Returns the reading that begins with the first of the groups, if one does.
 
-        groups: of the whole prompt.
+        groups: of the prompt, from one of an item that `is_cut_at_encoder`.
         """
         assert prompt.reduction is not None
-        policy, item = prompt.reduction.policy, prompt.media[group.item]
-        if policy.is_by_window:
-            start, stop = windows_of(item, group)
-            num_before = sum(window.num_tokens for window in item.windows[:start])
-            part = replace(item, units=item.units[start:stop], windows=item.windows[start:stop])
-            return cls(policy, part, 1, num_before)
-        num_groups = sum(each.item == group.item for each in groups)
-        return cls(policy, item, num_groups) if group.index == 0 else None
+        first = groups[0]
+        item = prompt.media[first.item]
+        if not begins_reading(item, first):
+            return None
+        rest = takewhile(lambda each: each.item == first.item, islice(groups, 1, None))
+        mine = [first, *takewhile(lambda each: not begins_reading(item, each), rest)]
+        start, stop = windows_of(item, first)[0], windows_of(item, mine[-1])[1]
+        part = replace(item, units=item.units[start:stop], windows=item.windows[start:stop])
+        return cls(prompt.reduction.policy, part, len(mine))
 
     @property
     def is_of_a_group(self) -> bool:
@@ -79,7 +80,7 @@ class ItemReducer:
         self.next = first.index
         self._join = join
         self._item = reading.item
-        self._reducer = TokenReducer(reading.policy, reading.item, reading.num_before)
+        self._reducer = TokenReducer(reading.policy, reading.item)
 
     def read(self, group: MediaGroup, embeddings: Embeddings) -> tuple[Embeddings, Places]:
         """Returns what is kept of the next group, and its places among the tokens of the item.
@@ -116,6 +117,11 @@ def is_cut_at_encoder(prompt: PromptPlan, groups: Sequence[MediaGroup]) -> bool:
         return False
     ends = {window.stop for window in windows}
     return all(group.stop in ends for group in groups)
+
+
+def begins_reading(item: MediaItem, group: MediaGroup) -> bool:
+    """Returns whether a group of an item that `is_cut_at_encoder` is the first of a reading."""
+    return item.windows[windows_of(item, group)[0]].begins_reading
 
 
 def kept_spec(item: MediaItem, group: MediaGroup, name: str) -> GroupSpec:
@@ -169,8 +175,11 @@ def _windows(item: MediaItem, policy: ReductionPolicy) -> tuple[Window, ...]:
     if plan.is_joined_whole:
         return ()
     breaks = {unit + 1 for unit, (a, b) in enumerate(pairwise(item.units)) if a.stop != b.offset}
-    starts = {start for start, _ in cut(plan, max(1, WINDOW_TOKENS // plan.tokens_per_unit))}
-    runs = list(pairwise([*sorted(starts | breaks), plan.num_units]))
+    window_units = max(1, WINDOW_TOKENS // plan.tokens_per_unit)
+    starts = breaks | {start for start, _ in cut(plan, window_units)}
+    runs = list(pairwise([*sorted(starts), plan.num_units]))
+    if policy.reading_windows > 1:
+        starts = {start for start, _ in cut(plan, window_units * policy.reading_windows)}
     each = item.units[0].length
     windows = plan_windows(
         runs,
@@ -178,6 +187,7 @@ def _windows(item: MediaItem, policy: ReductionPolicy) -> tuple[Window, ...]:
         policy.cached_retention,
         is_in_prefill=policy.is_in_prefill,
         later_share=policy.later_share,
+        reading_starts=starts,
     )
     return (*windows[:-1], _with_extra(windows[-1], item.units[-1].length - each))
 

@@ -45,14 +45,14 @@ def kept_cells(item: MediaItem, kept: Sequence[Kept]) -> KeptCells:
 class TokenReducer:
     """Holds the state of one item, whose units must arrive in order and without gaps."""
 
-    def __init__(self, policy: ReductionPolicy, item: MediaItem, num_before: int = 0) -> None:
-        """Takes an item of a reduced prompt, or a part of its windows behind so many tokens."""
+    def __init__(self, policy: ReductionPolicy, item: MediaItem) -> None:
+        """Takes an item of a reduced prompt, whose windows may be those of some of its readings alone."""
+        self._policy = policy
+        self._outline = _outline(policy, item)
         self._method: Method | None = None
-        if not policy.is_in_prefill:
-            self._method = new_method(policy.method, _outline(policy, item))
         self._windows = item.windows
         self._next = 0  # window
-        self._num_before = num_before  # tokens of the windows before it
+        self._num_before = _num_before(item)  # tokens of the windows before it
         self._rest: Embeddings | None = None  # what has come of it
 
     def push(self, embeddings: Embeddings) -> Iterator[Kept]:
@@ -73,6 +73,8 @@ class TokenReducer:
 
     def _reduce(self, window: Window, embeddings: Embeddings) -> Kept:
         indices = self._num_before + np.arange(window.num_tokens)
+        if window.begins_reading and not window.is_in_prefill:
+            self._method = new_method(self._policy.method, self._outline)
         method = self._method
         if method is None:
             return Kept(self._next, embeddings, indices, np.zeros(len(indices), dtype=bool))
@@ -97,7 +99,15 @@ def _key_set(method: Method, kept: Tensor, num_kept: int) -> BoolArray:
 
 
 def _outline(policy: ReductionPolicy, item: MediaItem) -> ItemOutline:
-    return ItemOutline(_token_grid(item), len(item.windows) == 1, policy.surviving_share)
+    first = item.windows[0]
+    is_one_window = first.stop - first.start == item.plan.num_units
+    return ItemOutline(_token_grid(item), is_one_window, policy.surviving_share)
+
+
+def _num_before(item: MediaItem) -> int:
+    """Returns the tokens of the item before its first window."""
+    first = item.windows[0]
+    return first.start * ((first.num_tokens - first.num_extra) // (first.stop - first.start))
 
 
 def _token_grid(item: MediaItem) -> tuple[int, int]:

@@ -12,8 +12,8 @@ groups     each to the least loaded encoder: intra-request parallelism (EPD, sec
 request    all of a request to one encoder, as long as it is available
 local      to the worker that prefills them
 
-Where one encoder gets all groups, it can drop tokens before it sends them to another worker. So can several,
-by methods that choose from each window alone.
+Encoders can drop tokens before they send groups to another worker. Then the groups of a reading, of which
+what is kept depends on each other, go to one encoder.
 """
 
 from __future__ import annotations
@@ -65,15 +65,6 @@ def wanted_encoder(sharding: Sharding, prefill_worker: str, last_encoder: str | 
         case "request":
             return last_encoder
     return None
-
-
-def has_sole_encoder(sharding: Sharding, encoders: Collection[str], prefill_worker: str) -> bool:
-    """Returns whether one encoder gets all groups of a request, and sends them to another worker.
-
-    encoders: those that take work
-    """
-    is_sole = sharding == "request" or len(encoders) == 1
-    return is_sole and sends_groups(sharding, encoders, prefill_worker)
 
 
 def sends_groups(sharding: Sharding, encoders: Collection[str], prefill_worker: str) -> bool:

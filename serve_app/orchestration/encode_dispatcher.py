@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from epd.control.routing import Router
-from epd.encode.sharding import Sharding, has_sole_encoder, sends_groups
+from epd.encode.sharding import Sharding, sends_groups
 from epd.encoders.groups import MediaGroup
 from epd.errors import UnavailableError
 from epd.serve_app.fleet import Bulk, Fleet, FramesLostError, WorkerLostError, send_surely
@@ -72,13 +72,13 @@ class EncodeDispatcher:
             each.worker for each in self._dispatched.values() if each.grant.request_id == request_id
         )
 
-    def sole_encoder(self, sharding: Sharding, prefill_worker: str) -> NamedPeer | None:
-        """Returns the encoder that will get all groups of a request, if that is decided before."""
+    def next_encoder(self, wanted: str | None, num_patches: int) -> str | None:
+        """Returns the encoder that the next group should wait for; None if none is alive.
+
+        wanted: as in `encoder`. num_patches: of the group.
+        """
         alive = self._alive()
-        if not has_sole_encoder(sharding, alive, prefill_worker):
-            return None
-        name = self._router.encoder(alive)
-        return NamedPeer(name, self._fleet.workers[name].incarnation)
+        return self._router.encoder(alive, wanted, num_patches) if alive else None
 
     def sends_groups(self, sharding: Sharding, prefill_worker: str) -> bool:
         """Returns whether groups of a request go from encoders to another worker."""
@@ -172,9 +172,12 @@ class EncodeDispatcher:
             if dispatched is not None:
                 self._router.remember_group(dispatched.worker, dispatched.group.spec.key)
 
-    async def drop_request(self, request_id: str, sole_encoder: NamedPeer | None = None) -> None:
-        """Drops the groups of an ended request, notifies encoders, and regrants groups others still want."""
-        by_worker: dict[str, list[str]] = {sole_encoder.name: []} if sole_encoder is not None else {}
+    async def drop_request(self, request_id: str, readers: Iterable[NamedPeer] = ()) -> None:
+        """Drops the groups of an ended request, notifies encoders, and regrants groups others still want.
+
+        readers: encoders that may not have ended their readings
+        """
+        by_worker: dict[str, list[str]] = {reader.name: [] for reader in readers}
         for transfer_id, dispatched in list(self._dispatched.items()):
             if dispatched.grant.request_id == request_id:
                 self._forget(transfer_id)

@@ -297,16 +297,16 @@ class GroupFeed:
         Ends the attempt if what is kept of the group is wanted, and the encoder that chooses it is gone.
         """
         allowed = partial(self._isolation.allowed, self._attempt, ("encode", granted.group))
-        if granted.ticket.key.reading and self._attempt.sole_encoder is not None:
-            sole, group = self._attempt.sole_encoder, self._attempt.answer.plan.groups[granted.group]
-            name = await self._dispatcher.encoder(sole.name, allowed, lambda: not self._sent.awaits(group))
-            if not self._is_sole_encoder(name):
+        group = self._attempt.answer.plan.groups[granted.group]
+        if self._is_read_with_others(granted):
+            reader = self._reader(granted, group)
+            name = await self._dispatcher.encoder(reader, allowed, lambda: not self._sent.awaits(group))
+            if not self._reads(name, granted):
                 self._attempt.end(Outcome.TAKEN_BACK)
                 await asyncio.Event().wait()  # until the feed is stopped
             return name
-        num_patches = self._attempt.answer.plan.groups[granted.group].spec.num_patches
         self._last_encoder = await self._dispatcher.encoder(
-            self._wanted_encoder(), allowed, num_patches=num_patches
+            self._wanted_encoder(), allowed, num_patches=group.spec.num_patches
         )
         return self._last_encoder
 
@@ -315,23 +315,49 @@ class GroupFeed:
         sharding = self._shared.config.sharding
         return wanted_encoder(sharding, self._attempt.prefill_worker, self._last_encoder)
 
-    def _is_sole_encoder(self, worker: str | None) -> bool:
-        """Returns whether a worker is the encoder of all groups, and was not started again since."""
-        if worker is None:
-            return False
-        return NamedPeer(worker, self._shared.fleet.workers[worker].incarnation) == self._attempt.sole_encoder
+    def _reading(self, granted: Grant) -> ItemReduction | None:
+        """Returns the reading that begins with a group, if what is kept of it is wanted and one does."""
+        plan = self._attempt.answer.plan
+        is_kept = bool(granted.ticket.key.reading)
+        return ItemReduction.of(plan.prompt, plan.groups[granted.group :]) if is_kept else None
+
+    def _is_read_with_others(self, granted: Grant) -> bool:
+        """Returns whether what is kept of a group depends on other groups, or theirs on it."""
+        reading = self._reading(granted)
+        return bool(granted.ticket.key.reading) and (reading is None or not reading.is_of_a_group)
+
+    def _reader(self, granted: Grant, group: MediaGroup) -> str | None:
+        """Returns the encoder that gets all groups of a group's reading, chosen now for the first to come.
+
+        None if no encoder is alive.
+        """
+        known = self._attempt.readers.get(granted.ticket.key.reading)
+        if known is not None:
+            return known.name
+        name = self._dispatcher.next_encoder(self._wanted_encoder(), group.spec.num_patches)
+        if name is not None and self._reads(name, granted):
+            self._last_encoder = name
+        return name
+
+    def _reads(self, worker: str, granted: Grant) -> bool:
+        """Returns whether an encoder, if it was not started again since, gets all groups of a reading.
+
+        It does if none is known to.
+        """
+        peer = NamedPeer(worker, self._shared.fleet.workers[worker].incarnation)
+        return self._attempt.readers.setdefault(granted.ticket.key.reading, peer) == peer
 
     async def _from_cache(self, granted: Grant) -> bool:
         group = self._attempt.answer.plan.groups[granted.group]
-        sole = self._attempt.sole_encoder if granted.ticket.key.reading else None
         worker = self._dispatcher.encoder_with(group)
-        if self._shared.config.cache_dir is not None and (worker is None or sole is not None):
-            wanted = self._wanted_encoder() if sole is None else sole.name
+        reader = self._attempt.readers.get(granted.ticket.key.reading)
+        if self._shared.config.cache_dir is not None and (worker is None or reader is not None):
+            wanted = self._wanted_encoder() if reader is None else reader.name
             allowed = partial(self._isolation.allowed, self._attempt, ("encode", granted.group))
             worker = await self._dispatcher.encoder(wanted, allowed, needs_room=lambda: False)
-        if sole is not None and not self._is_sole_encoder(worker):
-            return False
         if worker is None or not self._isolation.allowed(self._attempt, ("encode", granted.group), [worker]):
+            return False
+        if self._is_read_with_others(granted) and not self._reads(worker, granted):
             return False
         self._dispatcher.record(worker, self._attempt.prefill_worker, granted, group)
         is_taken = await self._dispatcher.give(worker, self._message(granted, self._frames_s(group)), None)
@@ -371,7 +397,5 @@ class GroupFeed:
 
     def _message(self, granted: Grant, frames_s: float | None = None) -> EncodeGroup:
         plan = self._attempt.answer.plan
-        group, reading = plan.groups[granted.group], None
-        if granted.ticket.key.reading:
-            reading = ItemReduction.of(plan.prompt, plan.groups, group)
+        group, reading = plan.groups[granted.group], self._reading(granted)
         return EncodeGroup(self._attempt.id, granted.ticket, group, reading=reading, frames_s=frames_s)

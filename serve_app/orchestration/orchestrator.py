@@ -247,7 +247,7 @@ class Orchestrator:
             await asyncio.gather(
                 *(self._abort(attempt, worker) for worker in sorted(attempt.placement.touched))
             )
-            await self._shared.dispatcher.drop_request(attempt.id, attempt.sole_encoder)
+            await self._shared.dispatcher.drop_request(attempt.id, attempt.readers.values())
         await feed.close()
         self._shared.wake()
 

@@ -11,7 +11,6 @@ from epd.serve_app.messages import Prefill, Redirect
 from epd.serve_app.orchestration.isolation import Isolation
 from epd.serve_app.orchestration.requests import NUM_FIRST, Attempt, Outcome, Shared
 from epd.serve_app.orchestration.worker_calls import DecodeMoves, Seen, WorkerCalls, changed, num_held_tokens
-from epd.serve_app.worker.peer_losses import NamedPeer
 from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket
@@ -124,8 +123,7 @@ class RequestPlacer:
                     round_.ticket, round_.seen = None, self.calls.seen(attempt)
                 plan = attempt.answer.plan
                 request, incarnation = plan.generate_request(attempt.id), round_.seen[1].incarnation
-                attempt.submit(self._sole_encoder(attempt))
-                wants_kept = attempt.sole_encoder is not None or self._drops_by_window(attempt)
+                wants_kept = self._wants_kept(attempt)
                 awaits_ticket = round_.reserving is not None
                 ticket = None if awaits_ticket else round_.ticket
                 prefill = Prefill(request, plan.groups, ticket, incarnation, wants_kept, awaits_ticket)
@@ -136,18 +134,10 @@ class RequestPlacer:
                 await self.calls.abort(attempt, attempt.decode_worker)
         return True
 
-    def _sole_encoder(self, attempt: Attempt) -> NamedPeer | None:
-        """Returns the encoder for all groups of a new request that drops tokens; retries send all tokens."""
-        answer = attempt.answer
-        reduction = answer.plan.prompt.reduction
-        if answer.num_retries or reduction is None or reduction.policy.is_by_window:
-            return None
-        return self._shared.dispatcher.sole_encoder(self._shared.config.sharding, attempt.prefill_worker)
-
-    def _drops_by_window(self, attempt: Attempt) -> bool:
-        """Returns whether encoders, whichever get its groups, drop tokens of them before they are sent."""
-        reduction, config = attempt.answer.plan.prompt.reduction, self._shared.config
-        if attempt.answer.num_retries or reduction is None or not reduction.policy.is_by_window:
+    def _wants_kept(self, attempt: Attempt) -> bool:
+        """Returns whether encoders drop tokens of a request before they are sent; retries send all tokens."""
+        config = self._shared.config
+        if attempt.answer.num_retries or attempt.answer.plan.prompt.reduction is None:
             return False
         return self._shared.dispatcher.sends_groups(config.sharding, attempt.prefill_worker)
 

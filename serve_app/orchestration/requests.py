@@ -44,7 +44,8 @@ class Attempt:
     """Represents one attempt, known to the workers by its id.
 
     placement: its workers, and what it uses of them in the router's counts
-    sole_encoder: gets all its groups, so that it can drop tokens before they are sent; None if any may
+    readers: of its readings of several groups, by name, the encoder that gets all groups of the reading, so
+        that it can drop tokens before they are sent
     is_placed: whether its workers have taken it
     is_withdrawn: whether its prefill worker may have had it and has it no longer. What that worker granted
         may still come, so another worker gets it under another id
@@ -68,7 +69,7 @@ class Attempt:
         self.id = attempt_id(owner, answer.request.request_id, number)
         self.answer = answer
         self.placement = Placement(router, len(answer.plan.prompt))
-        self.sole_encoder: NamedPeer | None = None
+        self.readers: dict[str, NamedPeer] = {}
         self.is_placed = False
         self.is_withdrawn = False
         self.is_handed_over = False
@@ -130,10 +131,6 @@ class Attempt:
         """Notes that workers are asked to take it."""
         self.started_s = now_s
 
-    def submit(self, sole_encoder: NamedPeer | None) -> None:
-        """Notes the encoder that gets all its groups, as its prefill worker is asked to take it."""
-        self.sole_encoder = sole_encoder
-
     def given(self, is_taken: bool | None) -> bool:
         """Notes its prefill worker's reply. None: that worker may have had it, and has it no longer."""
         self.is_withdrawn = is_taken is None
@@ -180,7 +177,7 @@ class Attempt:
 
     def fail_group(self, group: int) -> int:
         """Notes that a group was not encoded. Returns how often that was so."""
-        if self.sole_encoder is not None:  # it may have read the group, and reads none twice
+        if self.readers:  # one of them may have read the group, and reads none twice
             self.end(Outcome.TAKEN_BACK)
         self.failures[group] += 1
         return self.failures[group]

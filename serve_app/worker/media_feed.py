@@ -7,22 +7,21 @@
 A ticket is owned by the request it was granted to, although others may wait for the same group. When the
 owner ends, the group is granted to one of the others, since the fetching of its frames may have ended too.
 
-Where one encoder gets all groups of a request, it sends only what is kept of items that drop tokens: their
-groups are asked for under the name of a reading, which is of this request alone. So do several encoders where
-each window is chosen from alone: then each group has a reading.
+Encoders send only what is kept of items that drop tokens: their groups are asked for under the name of a
+reading, which is of this request alone. One encoder gets all groups of a reading.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
 from epd.encode.encoder_cache import GroupKey, GroupSpec
-from epd.encoders import Adapter
+from epd.encoders import Adapter, MediaItem
 from epd.encoders.groups import MediaGroup
-from epd.encoders.reduction import is_cut_at_encoder, kept_spec
+from epd.encoders.reduction import begins_reading, is_cut_at_encoder, kept_spec
 from epd.reduction import KeptCells
 from epd.serve_app.messages import GroupFailed, GroupsArrived
 from epd.serve_app.worker.worker_roles import ReportBuffer
@@ -42,6 +41,7 @@ class _Feed:
 
     specs: what it waits for of each needed group
     ends: of each needed group, the prompt tokens [0, end) that must be computed before it can be freed
+    num_cached: prompt tokens that were computed before: groups of them are needed to choose from later ones
     """
 
     request: GenerateRequest
@@ -50,6 +50,7 @@ class _Feed:
     specs: list[GroupSpec]
     ends: tuple[int, ...]
     splicer: EmbeddingSplicer
+    num_cached: int
     num_taken: int = 0
     num_released: int = 0
 
@@ -88,7 +89,7 @@ class MediaFeeds:
         self.receiver.open(request.request_id, specs)
         ends = tuple(group_end(request, group) for group in wholes)
         splicer = EmbeddingSplicer(self._adapter, request.prompt)
-        self._feeds[request.request_id] = _Feed(request, groups, numbers, specs, ends, splicer)
+        self._feeds[request.request_id] = _Feed(request, groups, numbers, specs, ends, splicer, num_cached)
 
     def _specs(self, request: GenerateRequest, wholes: Sequence[MediaGroup]) -> list[GroupSpec]:
         """Returns what to wait for: what is kept of an item, unless that is more than is missing of it."""
@@ -97,13 +98,19 @@ class MediaFeeds:
             mine = list(groups)
             whole = [group.spec for group in mine]
             if is_cut_at_encoder(request.prompt, mine):
-                name = self._readings.next()
-                kept = [kept_spec(request.prompt.media[item], group, name) for group in mine]
+                kept = list(self._kept_specs(request.prompt.media[item], mine))
                 missing = [spec for spec in whole if spec.key not in cache]
                 specs += kept if _num_embeddings(kept) < _num_embeddings(missing) else whole
             else:
                 specs += whole
         return specs
+
+    def _kept_specs(self, item: MediaItem, groups: Sequence[MediaGroup]) -> Iterator[GroupSpec]:
+        name = ""
+        for group in groups:
+            if begins_reading(item, group):
+                name = self._readings.next()
+            yield kept_spec(item, group, name)
 
     def step(self, reports: ReportBuffer, on_fault: OnFault) -> bool:
         """Takes what has arrived and grants what there is room for. Returns whether anything has moved.
@@ -153,6 +160,7 @@ class MediaFeeds:
                 self._stage.engine.add_embeddings(feed.request.request_id, placed)
         if any(feed.groups[feed.numbers[each.number]].plan.is_joined_whole for each in taken):
             self._release(feed, feed.num_taken)  # it may be larger than the cache, so none is kept for long
+        self.advance(feed.request.request_id, feed.num_cached)
         return bool(taken)
 
     def take_cells(self, request_id: str) -> list[tuple[int, KeptCells]]:

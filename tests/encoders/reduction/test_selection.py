@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +17,7 @@ from epd.encoders.reduction import Kept, TokenReducer
 from epd.encoders.reduction.method import ItemOutline
 from epd.encoders.reduction.selection import Balanced, Funnel, UniformPooling, new_method
 from epd.errors import RequestError
-from epd.reduction import SELECTION_METHODS, ReductionPolicy, Window, plan_windows
+from epd.reduction import QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy, Window, plan_windows
 from epd.types import PlaceholderRange
 
 NUM_UNITS, TOKENS_PER_UNIT, CHANNELS = 12, 9, 8
@@ -81,6 +82,21 @@ def test_later_windows_do_not_change_earlier_ones(method: str) -> None:
     others[: 5 * TOKENS_PER_UNIT] = rows[: 5 * TOKENS_PER_UNIT]
     first, second = kept_of(method, 0.3, rows, []), kept_of(method, 0.3, others, [])
     assert np.array_equal(first[0].indices, second[0].indices)
+
+
+@pytest.mark.parametrize("method", SELECTION_METHODS + QUESTION_METHODS)
+def test_a_reading_is_reduced_without_the_one_before(method: str) -> None:
+    rows, start = some_rows(), RUNS[1][0]
+    windows = plan_windows(RUNS, TOKENS_PER_UNIT, 0.3, reading_starts={start})
+    assert [window.begins_reading for window in windows] == [True, True, False]
+    policy, item = ReductionPolicy(method, 0.3), item_of(windows)
+    _, *expected = TokenReducer(policy, item).push(Embeddings(rows))
+    part = replace(item, units=item.units[1:], windows=windows[1:])
+    alone = list(TokenReducer(policy, part).push(Embeddings(rows[start * TOKENS_PER_UNIT :])))
+    for ours, theirs in zip(alone, expected, strict=True):
+        assert np.array_equal(ours.indices, theirs.indices)
+        assert np.array_equal(ours.is_key, theirs.is_key)
+        assert torch.equal(ours.embeddings.rows, theirs.embeddings.rows)
 
 
 def test_pooling_gives_the_mean_of_each_run() -> None:

@@ -233,9 +233,7 @@ def test_a_suspect_asks_for_what_is_on_disk_only_where_it_may_go() -> None:
         reading=Pace(),
         requests=SimpleNamespace(clock=lambda: 0.0),
     )
-    attempt = SimpleNamespace(
-        id="r", answer=SimpleNamespace(plan=plan), sole_encoder=None, prefill_worker="p0"
-    )
+    attempt = SimpleNamespace(id="r", answer=SimpleNamespace(plan=plan), readers={}, prefill_worker="p0")
     parts: list[Any] = [shared, None, None, KeepsApart(), attempt]
     feed = GroupFeed(*parts)
     ticket = SimpleNamespace(key=SimpleNamespace(reading=""))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -110,18 +109,18 @@ def test_every_method_keeps_its_tokens_and_sends_what_it_keeps(
         ("1e1pd", "groups", True),
         ("1ed1p", "groups", True),
         ("2e1p1d", "request", True),
-        ("2e1p1d", "groups", False),
+        ("2e1p1d", "groups", True),
         ("1ep1d", "groups", False),
         ("1e1epd", "local", False),
     ],
 )
-def test_one_encoder_that_gets_all_groups_cuts_them(
+def test_encoders_cut_groups_that_they_send(
     topology: str, sharding: str, is_cut: bool, checkpoints: dict[str, Path], question: Question, sent: Sent
 ) -> None:
     model = checkpoints["qwen2_5_vl"]
-    expected = ask(model, "1epd", question, QUARTER)
+    expected, sent.num_groups = ask(model, "1epd", question, QUARTER), 0
     assert ask(model, topology, question, QUARTER, sharding=sharding) == expected
-    assert bool(sent.num_kept) is is_cut
+    assert sent.num_kept == (sent.num_groups if is_cut else 0)
 
 
 @pytest.mark.usefixtures("narrow")
@@ -137,6 +136,33 @@ def test_several_encoders_cut_windows_that_are_chosen_from_alone(
     expected, sent.num_groups = ask(model, "1epd", question, *policies), 0
     assert ask(model, topology, question, *policies, sharding=sharding) == expected
     assert sent.num_kept == (sent.num_groups if is_cut else 0)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_several_encoders_send_what_one_does(
+    checkpoints: dict[str, Path], tmp_path: Path, sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By every method, from all encoders: they read different parts of one video."""
+    model, readers = checkpoints["qwen2_5_vl"], set[tuple[int, Any]]()
+    video = write_video(tmp_path / "long.mp4", num_frames=120, seed=7)
+    question = Question((video,), "What is where?", SHORT, FrameSampling(num_frames=40))
+    policies = [ReductionPolicy(method, 0.25) for method in METHODS]
+    expected, sizes, read = ask(model, "1epd", question, *policies), list[int](), Readings.read
+
+    def noted(readings: Readings, job: Any, *arguments: Any) -> Any:
+        readers.add((id(readings), job.ticket.key.reading))
+        return read(readings, job, *arguments)
+
+    monkeypatch.setattr(Readings, "read", noted)
+    for topology in ("1e1p1d", "2e1p1d", "4e1p1d"):
+        readers.clear()
+        sent.num_bytes = sent.num_groups = sent.num_kept = 0
+        assert ask(model, topology, question, *policies) == expected
+        assert sent.num_kept == sent.num_groups
+        assert len({encoder for encoder, _ in readers}) >= min(int(topology[0]), 2)
+        assert len({name for _, name in readers}) == len(readers), "each is read by one"
+        sizes.append(sent.num_bytes)
+    assert sizes == [sizes[0]] * 3
 
 
 def test_windows_that_need_a_later_group_are_sent_whole(
@@ -215,22 +241,28 @@ def test_many_questions_at_once_share_little_memory(
 
 
 @pytest.mark.usefixtures("narrow")
-@pytest.mark.parametrize("moment", range(3))
-def test_an_encoder_that_is_lost_in_the_middle_costs_a_retry(
+@pytest.mark.parametrize(("moment", "is_retried"), [(0, True), (1, True), (2, True), (3, False)])
+def test_an_encoder_that_is_lost_in_the_middle_of_a_reading_costs_a_retry(
     moment: int,
+    is_retried: bool,
     checkpoints: dict[str, Path],
-    question: Question,
+    media: dict[str, Path],
     sent: Sent,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It has frames of the first `moment` + 1 groups alone when it is lost; the retry gets whole groups."""
+    """It has frames of the first `moment` + 1 groups alone when it is lost; the retry gets whole groups.
+
+    Each of two videos is read in four groups. A loss between the two readings costs nothing.
+    """
+    frames = FrameSampling(num_frames=16)
+    question = Question((media["video"], media["tall_video"]), "What is where?", SHORT, frames)
     model, read, copy = checkpoints["qwen2_5_vl"], ItemFrames.read, EncoderPool.copy
     expected = ask(model, "1epd", question, QUARTER)[0]
     options: dict[str, Any] = {"stall_timeout_s": 1000.0}  # the watchdog would retry it, too
     sent.num_groups = 0
 
     async def run() -> Answered:
-        loop, is_lost, readings = asyncio.get_running_loop(), asyncio.Event(), itertools.count()
+        loop, is_lost = asyncio.get_running_loop(), asyncio.Event()
         async with deployed(model, "1e1p1d", settings={"num_embeddings": 32}, **options) as deployment:
 
             def lose() -> None:
@@ -243,7 +275,7 @@ def test_an_encoder_that_is_lost_in_the_middle_costs_a_retry(
                     loop.call_soon_threadsafe(lose)
 
             async def read_so_many(frames: ItemFrames, group: MediaGroup, patience_s: float) -> Any:
-                if next(readings) > moment:
+                if (group.item, group.index) > (0, moment):
                     await is_lost.wait()
                 return await read(frames, group, patience_s)
 
@@ -256,17 +288,20 @@ def test_an_encoder_that_is_lost_in_the_middle_costs_a_retry(
     answer = asyncio.run(run())
     assert answer.tokens == expected
     assert answer.end is not None
-    assert sent.num_kept == moment + 1 < sent.num_groups
+    assert sent.num_groups >= 8
+    assert sent.num_kept == (moment + 1 if is_retried else sent.num_groups)
 
 
 @pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("topology", ["1e1p1d", "2e1p1d"])
 def test_groups_that_come_early_do_not_keep_the_first_one_out(
+    topology: str,
     checkpoints: dict[str, Path],
     tmp_path: Path,
     sent: Sent,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three media workers read one video, the first one late, and the encoder takes one group at a time."""
+    """Three media workers read one video, the first one late, and an encoder takes one group at a time."""
     model, read = checkpoints["qwen2_5_vl"], ItemFrames.read
     video = write_video(tmp_path / "long.mp4", num_frames=120, seed=7)
     question = Question((video,), "What is where?", SHORT, FrameSampling(num_frames=40))
@@ -279,7 +314,7 @@ def test_groups_that_come_early_do_not_keep_the_first_one_out(
     monkeypatch.setattr(ItemFrames, "read", late)
     fleet = {"more_workers": {"v1": frozenset({"video"}), "v2": frozenset({"video"})}}
     options = {"fleet": fleet, "max_backlog_patches": 1, "stall_timeout_s": 120.0}
-    assert ask(model, "1e1p1d", question, QUARTER, **options) == expected
+    assert ask(model, topology, question, QUARTER, **options) == expected
     assert sent.num_kept >= 8
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import cycle
+from itertools import accumulate
 
 import pytest
 import torch
 
 from epd.encoders.adapter import PromptPlan
 from epd.encoders.groups import MediaGroup
-from epd.encoders.reduction import ItemReduction, is_cut_at_encoder, kept_spec, reduce_prompt
+from epd.encoders.reduction import (
+    ItemReduction,
+    begins_reading,
+    is_cut_at_encoder,
+    kept_spec,
+    reduce_prompt,
+)
 from epd.reduction import ReductionPolicy
 from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from epd.stages.visual_inputs import PlacedEmbeddings
@@ -36,17 +42,21 @@ def reduced(
 def read(
     workers: Workers, clip: Clip, prompt: PromptPlan, groups: list[MediaGroup], order: list[int]
 ) -> list[PlacedEmbeddings]:
-    """What is placed of the groups, submitted in that order, one a step, to the encoders in turns."""
+    """What is placed of the groups, submitted in that order, one a step; each reading to another encoder."""
     assert is_cut_at_encoder(prompt, groups)
     receiver = workers.receiver
     # One encoder has them all from before; of several each encodes and keeps those that it has not.
     all_workers = (receiver, *workers.encoders) if len(workers.encoders) == 1 else (receiver,)
     num_free = [each.cache.num_free_blocks for each in all_workers]
-    receiver.open("r", [kept_spec(prompt.media[0], group, "n") for group in groups])
+    item = prompt.media[0]
+    numbers = list(accumulate(int(begins_reading(item, group)) for group in groups))
+    specs = [kept_spec(item, *each) for each in zip(groups, map("n{}".format, numbers), strict=True)]
+    receiver.open("r", specs)
     tickets = {grant.group: grant.ticket for grant in receiver.grant()}
     splicer, placed = EmbeddingSplicer(workers.family.adapter, prompt), []
-    for index, encoder in zip(order, cycle(workers.encoders), strict=False):
-        reading = ItemReduction.of(prompt, groups, groups[index])
+    for index in order:
+        encoder = workers.encoders[numbers[index] % len(workers.encoders)]
+        reading = ItemReduction.of(prompt, groups[index:])
         job = workers.job([clip], groups[index], tickets[index])
         encoder.submit(replace(job, request_id="r", group=groups[index], reading=reading))
         while encoder.step():
@@ -75,12 +85,12 @@ def spliced(
 
 @pytest.mark.parametrize(
     ("method", "num_encoders"),
-    [("balanced", 1), ("uniform", 1), ("mustdrop", 1), ("uniform", 2), ("mustdrop", 4)],
+    [("balanced", 1), ("uniform", 1), ("mustdrop", 1), ("uniform", 2), ("mustdrop", 4), ("balanced", 2)],
 )
 def test_what_is_sent_is_what_would_have_been_kept(
     family: Family, clip: Clip, method: str, num_encoders: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several encoders may choose where each window is chosen from alone."""
+    """Several encoders may choose, each from readings of its own."""
     prompt, groups = reduced(family, clip, method, monkeypatch)
     workers = Workers(family, num_encoders)
     expected = spliced(workers, clip, prompt, groups)
