@@ -78,7 +78,7 @@ def joined(paths: Iterable[Path], traffic: tuple[Traffic, ...], rounds: int) -> 
     for name, layout, rate, index in found.rounds:
         of = next(each for each in traffic if each.name == name)
         case = Case(of, Layout.parse(layout), rate, index)
-        found.simulated[case.key] = simulated(found.question, case, found.requests(case))
+        found.simulated[case.key] = simulated(found, case)
     return found
 
 
