@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -108,9 +109,12 @@ def _percentiles(outcomes: Sequence[Outcome], name: str, factor: float) -> str:
     return "" if found is None else f"{factor * found.p50_s:.3g} / {factor * found.p90_s:.3g}"
 
 
-def errors_of(found: Comparison) -> list[float]:
-    """Returns the simulator's relative errors of median TTFT and TPOT, by traffic, layout and rate."""
-    return [error for traffic in found.question.traffic for error in _errors(found, traffic)]
+def errors_of(found: Comparison, traffics: Sequence[Traffic] | None = None) -> list[float]:
+    """Returns the simulator's relative errors of median TTFT and TPOT, by traffic, layout and rate.
+
+    traffics: None for all
+    """
+    return [error for traffic in traffics or found.question.traffic for error in _errors(found, traffic)]
 
 
 def _errors(found: Comparison, traffic: Traffic) -> Iterator[float]:
@@ -124,6 +128,11 @@ def _errors(found: Comparison, traffic: Traffic) -> Iterator[float]:
                 )
                 if ours is not None and theirs is not None and ours.p50_s > 0:
                     yield abs(theirs.p50_s / ours.p50_s - 1)
+
+
+def p90_of(errors: Sequence[float]) -> float:
+    """Returns an error that nine of ten do not exceed. errors: at least one"""
+    return sorted(errors)[ceil(0.9 * len(errors)) - 1]
 
 
 def cell_rows(found: Comparison) -> list[Row]:
@@ -194,7 +203,7 @@ def lines_of(found: Comparison) -> list[str]:
     if errors:
         lines.append(
             f"its error of median TTFT and TPOT: median {median(errors):.1%}, "
-            f"highest {max(errors):.1%}, {len(errors)} figures"
+            f"p90 {p90_of(errors):.1%}, highest {max(errors):.1%}, {len(errors)} figures"
         )
     return lines
 

@@ -9,7 +9,7 @@ from epd.encode.encode_batching import DEFAULT_BATCH_PATCHES
 from epd.encode.sharding import GROUP_TOKENS
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.profile import Profile
-from epd.simulate.clock import TICKS_PER_S
+from epd.simulate.clock import TICKS_PER_S, ticks_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.placement import Elasticity
 from epd.simulate.requests import Job
@@ -21,6 +21,7 @@ from epd.workload.comparison import Layout, Outcome, Question
 _ROOM = 32_768
 READERS = 64  # threads that read media, which takes no time in a simulation
 _DEFAULT = SchedulerConfig()
+_WARM_TICKS = ticks_of(600.0)  # for one request that comes before all others
 
 
 def scaled(profile: Profile, patches: int, tokens: int) -> Profile:
@@ -66,17 +67,24 @@ def paced_deployment(layout: Layout, question: Question) -> Deployment:
         cpu_threads=READERS,
         kv_tokens=_ROOM,
         num_embeddings=_ROOM,
+        enable_prefix_caching=True,
         encode_beside=False,
     )
 
 
 def replayed(
-    profile: Profile, layout: Layout, question: Question, jobs: Sequence[Job], kinds: Sequence[str]
+    profile: Profile,
+    layout: Layout,
+    question: Question,
+    jobs: Sequence[Job],
+    kinds: Sequence[str],
+    warm: Sequence[Job] = (),
 ) -> tuple[Outcome, ...]:
     """Returns what the simulator says of a round.
 
     profile: of `scaled`
     jobs: the requests, by the small model's patches and tokens; kinds: of each, as in `RequestShape`
+    warm: requests before them, one after the other
     Raises InfeasibleError where a worker does not fit its device.
     """
     deployment = paced_deployment(layout, question)
@@ -85,8 +93,14 @@ def replayed(
         own = jobs[copy :: layout.num_copies]
         if own:
             elasticity = Elasticity() if layout.has_roles else None
-            rows = Simulation(profile, deployment, elasticity=elasticity).run(own).rows
-            pairs = zip(rows, kinds[copy :: layout.num_copies], strict=True)
+            before = [
+                replace(job, index=-1 - number, due=number * _WARM_TICKS)
+                for number, job in enumerate(warm[copy :: layout.num_copies])
+            ]
+            after = [replace(job, due=job.due + len(before) * _WARM_TICKS) for job in own]
+            rows = Simulation(profile, deployment, elasticity=elasticity).run([*before, *after]).rows
+            told = [row for row in rows if row["index"] >= 0]
+            pairs = zip(told, kinds[copy :: layout.num_copies], strict=True)
             found |= {int(row["index"]): _outcome(row, kind) for row, kind in pairs}
     return tuple(found[job.index] for job in jobs)
 

@@ -22,6 +22,8 @@ from epd.workload.requests import PlannedRequest, RequestShape, VideoSpec
 if TYPE_CHECKING:
     from epd.simulate.receiving import GroupReceiver
 
+_LEAD_ID = -(2**40)  # of the first token of the template: none of a medium
+
 
 @lru_cache(maxsize=32)
 def _blank_identity(num_tokens: int) -> TokenIdentity:
@@ -46,6 +48,7 @@ class GroupWork:
 class Job:
     """Describes a request to come. media_key: equal for equal media; text_key: for equal questions.
 
+    lead_tokens: of the text, before the media: the template's, which all requests begin with
     num_visual_tokens, num_prompt_tokens: summed once, since they are read often
     """
 
@@ -56,6 +59,7 @@ class Job:
     output_tokens: int
     media_key: int
     text_key: int
+    lead_tokens: int = 0
     num_visual_tokens: int = field(init=False)
     num_prompt_tokens: int = field(init=False)
 
@@ -158,7 +162,9 @@ class RequestState:
         self.missing: set[int] = set()
         self.kept: set[int] = set()  # of these, groups whose embeddings are read from a disk
         self.receiver: GroupReceiver | None = None  # of its groups, where caches are simulated
-        self.starts = (0, *accumulate(group.media.num_tokens for group in job.groups))
+        self.starts = tuple(
+            accumulate((group.media.num_tokens for group in job.groups), initial=job.lead_tokens)
+        )
 
     @property
     def prefill_worker(self) -> str:
@@ -176,11 +182,13 @@ class RequestState:
 
 def identity_of(job: Job) -> TokenIdentity:
     """Returns rows of prompt and output: media by their key, question and answer by the request's own."""
-    visual, total = job.num_visual_tokens, job.num_prompt_tokens + job.output_tokens
+    lead, visual, total = job.lead_tokens, job.num_visual_tokens, job.num_prompt_tokens + job.output_tokens
+    behind = lead + visual
     rows = np.zeros((total, 3), np.int64)
-    rows[:visual, 0] = -1 - np.arange(visual)
-    rows[:visual, 1] = job.media_key
-    rows[visual:, 0] = (job.text_key + np.arange(total - visual)) % 2**62
+    rows[:lead, 0] = _LEAD_ID - np.arange(lead)
+    rows[lead:behind, 0] = -1 - np.arange(visual)
+    rows[lead:behind, 1] = job.media_key
+    rows[behind:, 0] = (job.text_key + np.arange(total - behind)) % 2**62
     rows[job.num_prompt_tokens :, 0] = (
         job.text_key + 7919 * (job.index + 1) + np.arange(job.output_tokens)
     ) % 2**62

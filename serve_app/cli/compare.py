@@ -46,7 +46,6 @@ from epd.video.demo_video import write_scene
 from epd.workload.comparison import Layout, Question, Round, Traffic
 from epd.workload.config import load_workload
 from epd.workload.metrics import SLO
-from epd.workload.requests import PlannedRequest
 
 if TYPE_CHECKING:
     from epd.serve_app.local import paced_layouts
@@ -77,7 +76,8 @@ _Paced = Annotated[
     typer.Option(
         "--paced",
         metavar="PROFILE",
-        help="Run topologies here, each worker as if it had a device of this profile.",
+        help="Run topologies here, each worker as if it had a device of this profile. Needs a quiet machine, "
+        "or --scale and --dilate.",
     ),
 ]
 _Profile = Annotated[
@@ -256,10 +256,10 @@ def _started(question: Question, model: str, api_key: str | None) -> Serve:
 
 def paced_serve(question: Question) -> Serve:
     """Returns what serves the layouts of a question here."""
-    return paced_layouts.paced_layouts(question, _costs(question))
+    return paced_layouts.paced_layouts(question, costs_of(question))
 
 
-def _costs(question: Question) -> Profile:
+def costs_of(question: Question) -> Profile:
     assert question.profile is not None
     return scaled(load_profile(question.profile), question.patches, question.tokens)
 
@@ -308,7 +308,7 @@ def _run_case(found: Comparison, case: Case, serve: Serve, library: MediaLibrary
     one = asyncio.run(found.run(case, serve, library))
     found.rounds[one.key] = one
     if found.question.is_paced:
-        found.simulated[one.key] = simulated(found.question, case, requests)
+        found.simulated[one.key] = simulated(found, case)
     kept = "" if one.counts else f"; not reported: {one.late_share:.1%} late passes"
     note(
         f"{case.traffic.name}, {case.layout.name}, {case.rate:g}/s, round {case.index + 1}: "
@@ -316,11 +316,13 @@ def _run_case(found: Comparison, case: Case, serve: Serve, library: MediaLibrary
     )
 
 
-def simulated(question: Question, case: Case, requests: Sequence[PlannedRequest]) -> Round:
+def simulated(found: Comparison, case: Case) -> Round:
     """Returns what the simulator says of a round of paced devices."""
+    question, requests, warm_requests = found.question, found.requests(case), found.warm_requests(case)
     maker = paced_layouts.PacedJobs(paced_layouts.MODEL, group_tokens(question.tokens))
     kinds = [each.shape.kind for each in requests]
-    return Round(*case.key, replayed(_costs(question), case.layout, question, maker.jobs(requests), kinds))
+    jobs, warm = maker.jobs(requests), maker.jobs(warm_requests)
+    return Round(*case.key, replayed(costs_of(question), case.layout, question, jobs, kinds, warm))
 
 
 def made() -> dict[str, Any]:

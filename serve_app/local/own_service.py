@@ -24,7 +24,7 @@ from epd.errors import CancelledError, InternalError, RequestError
 from epd.sampling_params import SamplingParams
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.http.answers.responses import ChunkBuilder, CompletionBuilder
-from epd.serve_app.http.chat_answers import ApiSettings, ChatAnswers, ParsedRequest
+from epd.serve_app.http.chat_answers import ChatAnswers, ParsedRequest
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.request_parsing import describe
 from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
@@ -157,13 +157,7 @@ def own_service(args: AppArgs, *, is_greedy: bool, pace: Pace | None = None) -> 
     thread = threading.Thread(target=loop.run_forever, name="service", daemon=True)
     thread.start()
     try:
-        service, settings = _wait(_started(args, pace), loop)
-        if is_greedy:
-            penalty = settings.default_params.repetition_penalty
-            settings = replace(settings, default_params=SamplingParams(repetition_penalty=penalty))
-        # No name is kept from one request to another.
-        settings = replace(settings, max_named_media=0, name_files=None)
-        answers = ChatAnswers(service, service.media, settings)
+        service, answers = _wait(started(args, is_greedy=is_greedy, pace=pace), loop)
         try:
             yield OwnService(answers, loop)
         finally:
@@ -179,14 +173,20 @@ def _wait(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop) -> _T:
     return asyncio.run_coroutine_threadsafe(work, loop).result()
 
 
-async def _started(args: AppArgs, pace: Pace | None) -> tuple[Orchestrator, ApiSettings]:
+async def started(args: AppArgs, *, is_greedy: bool, pace: Pace | None) -> tuple[Orchestrator, ChatAnswers]:
+    """Starts the service in the loop that runs. args: resolved; the rest as for `own_service`."""
     media = media_settings(args)
     fetch = replace(media.fetch, max_bytes=_ANY_BYTES, trusts_urls=True)
     media = replace(media, fetch=fetch, opens_early=False)
     fleet = create_fleet(args, media, pace=pace)
     service, settings = create_service(args, fleet, controller=pace.controller if pace else None)
     await service.start()
-    return service, settings
+    if is_greedy:
+        penalty = settings.default_params.repetition_penalty
+        settings = replace(settings, default_params=SamplingParams(repetition_penalty=penalty))
+    # No name is kept from one request to another.
+    settings = replace(settings, max_named_media=0, name_files=None)
+    return service, ChatAnswers(service, service.media, settings)
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -11,7 +11,8 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 from epd.bench.bench import Client
@@ -21,7 +22,7 @@ from epd.bench.compare import Serve, Served
 from epd.chat import ChatMessage, ContentPart
 from epd.client.body import Body
 from epd.encoders import FrameSampling, VideoFacts, load_adapter
-from epd.encoders.adapter import Adapter, MediaPlan
+from epd.encoders.adapter import Adapter, MediaPlan, PromptPlan
 from epd.encoders.groups import plan_groups
 from epd.errors import EPDError
 from epd.models import embedded_model_path
@@ -39,20 +40,22 @@ from epd.workload.requests import PlannedRequest, RequestShape
 MODEL = embedded_model_path()
 
 
-class PacedJobs:
-    """Makes jobs of images, videos and text; media are there at once.
+@cache
+def _adapter(model: Path) -> Adapter:
+    return load_adapter(model)
 
-    The template before the media counts as text behind them, although a server computes it while it reads.
-    """
+
+class PacedJobs:
+    """Makes jobs of images, videos and text; media are there at once."""
 
     def __init__(self, model: Path, group_tokens: int) -> None:
         self._model = model
         self._group_tokens = group_tokens
         self._groups: dict[RequestShape, tuple[list[MediaPlan], tuple[GroupWork, ...]]] = {}
 
-    @cached_property
+    @property
     def _adapter(self) -> Adapter:
-        return load_adapter(self._model)
+        return _adapter(self._model)
 
     def jobs(self, requests: Sequence[PlannedRequest]) -> list[Job]:
         return [self._job(each) for each in requests]
@@ -60,9 +63,7 @@ class PacedJobs:
     def _job(self, request: PlannedRequest) -> Job:
         shape = request.shape
         plans, groups = self._media(shape)
-        parts = [ContentPart("image")] * len(shape.images) + [ContentPart("video")] * len(shape.videos)
-        text = ContentPart("text", question_text(request.text_seed, shape.text_tokens))
-        prompt = self._adapter.plan_chat(plans, (ChatMessage("user", (*parts, text)),))
+        prompt = self._prompt(shape, plans, question_text(request.text_seed, shape.text_tokens))
         num_text = len(prompt) - sum(each.num_tokens for each in plans)
         return Job(
             request.index,
@@ -72,7 +73,18 @@ class PacedJobs:
             shape.output_tokens,
             request.media_seed,
             request.text_seed,
+            prompt.media[0].units[0].offset if prompt.media else self._num_leading(prompt),
         )
+
+    def _prompt(self, shape: RequestShape, plans: Sequence[MediaPlan], text: str) -> PromptPlan:
+        parts = [ContentPart("image")] * len(shape.images) + [ContentPart("video")] * len(shape.videos)
+        return self._adapter.plan_chat(plans, (ChatMessage("user", (*parts, ContentPart("text", text))),))
+
+    def _num_leading(self, prompt: PromptPlan) -> int:
+        """Returns how many tokens a prompt of text begins with that every other one begins with."""
+        blank = self._adapter.plan_chat((), (ChatMessage("user", (ContentPart("text", "?"),)),))
+        pairs = zip(prompt.token_ids, blank.token_ids, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _media(self, shape: RequestShape) -> tuple[list[MediaPlan], tuple[GroupWork, ...]]:
         if shape not in self._groups:
@@ -122,7 +134,7 @@ class OwnClient:
 
 
 @dataclass(frozen=True, slots=True)
-class _PacedLayout:
+class PacedLayout:
     """Holds a layout that runs."""
 
     clients: Sequence[tuple[str, Client]]
@@ -152,7 +164,7 @@ def paced_layouts(question: Question, profile: Profile) -> Serve:
                 clients.append(
                     (service.model, OwnClient(service, question.timeout_s * max(1.0, traffic.dilate)))
                 )
-            yield _PacedLayout(clients, pace)
+            yield PacedLayout(clients, pace)
         finally:
             await asyncio.to_thread(stack.close)
 

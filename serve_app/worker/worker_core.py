@@ -221,7 +221,7 @@ class WorkerCore:
             for stage in sorted(missing):
                 self.hosted[stage] = self._build(stage, roles)
                 if (pace := self._builder.settings.pace) is not None:
-                    pace.slow(stage, self.hosted[stage])
+                    pace.slow(stage, self.hosted[stage], self._on_layer)
         self._choose_lane()
 
     def _choose_lane(self) -> None:

@@ -1,0 +1,62 @@
+"""The real application in virtual time: a round is the same again, and lasts as long as the simulator says.
+
+Modules: `benchmarks/epd_pays/virtual.py`, `benchmarks/epd_pays/virtual_workers.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.epd_pays.replicas import TRAFFIC, error_rows, question, rounds_of
+from epd.bench.compare import Case, Comparison
+from epd.serve_app.cli.compare import simulated
+from epd.workload.comparison import Layout, Outcome, Round
+
+NUM_REQUESTS = 6
+
+
+def asked(number: int) -> Comparison:
+    """Returns the question about one kind of traffic, with few requests."""
+    traffic = TRAFFIC[number]
+    workload = traffic.workload.model_copy(update={"num_requests": NUM_REQUESTS})
+    return Comparison(question((traffic.model_copy(update={"workload": workload}),), 1))
+
+
+def run(found: Comparison, layout: str, rate: float, media: Path) -> tuple[Case, Round]:
+    (traffic,) = found.question.traffic
+    case = Case(traffic, Layout.parse(layout), rate, 0)
+    (one,) = rounds_of(found, [case], media)
+    return case, one
+
+
+def test_a_round_is_the_same_again_to_the_last_bit(tmp_path: Path) -> None:
+    found = asked(4)
+    (_, first), (_, second) = (run(found, "1e1p1d", 8.0, tmp_path) for _ in range(2))
+    assert first == second
+    assert first.late_share == 0
+    assert not first.is_late
+    assert [each.error for each in first.outcomes] == [None] * NUM_REQUESTS
+
+
+@pytest.mark.parametrize("layout", ["3x1epd", "1e1p1d"])
+def test_the_simulator_says_how_long_the_application_takes(layout: str, tmp_path: Path) -> None:
+    """Requests that come while others are computed: their media are encoded beside passes of prefill.
+
+    The template that all prompts begin with is computed once. A pass of decoding, 12.7 ms, may come first.
+    """
+    found = asked(0)
+    case, one = run(found, layout, 12.0, tmp_path)
+    found.rounds[one.key], found.simulated[case.key] = one, simulated(found, case)
+    (row,) = error_rows(found)
+    assert row["figures"] == 2
+    told = found.simulated[case.key]
+    for name in ("ttft_s", "tpot_s"):
+        ours, theirs = (_values(each.outcomes, name) for each in (one, told))
+        assert theirs == pytest.approx(ours, abs=0.0135), name
+
+
+def _values(outcomes: Sequence[Outcome], name: str) -> list[float]:
+    return [getattr(each, name) for each in outcomes]
