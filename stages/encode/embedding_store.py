@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from hashlib import sha256
 from threading import Lock
 from typing import Generic, Protocol, TypeVar
 
@@ -357,9 +357,9 @@ def unit_name(key: GroupKey, plan: MediaPlan, frames: Tensor) -> str:
 
 
 def _name(facts: tuple[object, ...], content: bytes | memoryview = b"") -> str:
-    digest = blake2b(repr(facts).encode(), digest_size=_NAME_BYTES)
+    digest = sha256(repr(facts).encode())
     digest.update(content)
-    return digest.hexdigest()
+    return digest.digest()[:_NAME_BYTES].hex()
 
 
 def _of_units(frames: Tensor, plan: MediaPlan, units: Sequence[int]) -> tuple[Tensor, MediaPlan]:
