@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b, file_digest
+from hashlib import blake2b, file_digest, sha256
 from pathlib import Path
 from tempfile import NamedTemporaryFile, mkstemp
 from typing import Protocol
@@ -34,11 +34,11 @@ from epd.types import Reuse, Tier
 ABOUT = "about.json"
 _DIGESTS = "models.json"
 # Of the files of this room. Another number is another namespace.
-_FORMAT = 2
+_FORMAT = 3
 _NAME_BYTES = 16
 # Of the files that a model consists of.
 _SUFFIXES = frozenset((".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".tiktoken"))
-_MAGIC = b"EPDKV002"
+_MAGIC = b"EPDKV003"
 _HEADER = struct.Struct("<8sQ16s")
 _DIGEST_BYTES = 16
 # Of the room, what stays after some were removed: so that not every write removes.
@@ -265,18 +265,18 @@ def _fill(path: Path, payload: memoryview) -> bool:
 
 def piece_digest(namespace: str, key: str, payload: memoryview) -> bytes:
     """Returns what a payload must match: so that one under another name is none of that name."""
-    digest = _digest_for(namespace, key)
+    digest = sha256(_name_of(namespace, key))
     digest.update(payload)
-    return digest.digest()
+    return digest.digest()[:_DIGEST_BYTES]
 
 
-def _digest_for(namespace: str, key: str) -> blake2b:
-    return blake2b(f"{namespace}/{key}/".encode(), digest_size=_DIGEST_BYTES)
+def _name_of(namespace: str, key: str) -> bytes:
+    return f"{namespace}/{key}/".encode()
 
 
 def is_whole(path: Path) -> bool:
     """Returns whether a file has what its header says. Reads it part by part."""
-    found = _digest_for(path.parts[-3], path.name)
+    found = sha256(_name_of(path.parts[-3], path.name))
     try:
         with path.open("rb") as file:
             head: tuple[bytes, int, bytes] = _HEADER.unpack(file.read(_HEADER.size))
@@ -286,7 +286,7 @@ def is_whole(path: Path) -> bool:
                 num_bytes -= len(part)
     except (OSError, struct.error):
         return False
-    return (magic, num_bytes, digest) == (_MAGIC, 0, found.digest())
+    return (magic, num_bytes, digest) == (_MAGIC, 0, found.digest()[:_DIGEST_BYTES])
 
 
 def contents(folder: Path) -> Iterator[Contents]:

@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from hashlib import sha256
 from threading import Lock
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from epd.control.recent import Pace
+from epd.control.recent import Pace, Recent
 from epd.control.way_back import PartCosts
 from epd.encode.encoder_cache import GroupKey
 from epd.encoders.adapter import Embeddings, MediaPlan, PatchRun
@@ -38,6 +38,8 @@ from epd.types import Reuse, totals
 _NAME_BYTES = 16
 # Groups that are hashed, and that are read, at once.
 _NUM_HASHERS, _NUM_READERS = 2, 4
+# Names of units that were encoded last: more than are encoded while one group waits for the tower.
+_NUM_ENCODED = 1 << 16
 # Seconds that an idle tower waits at least for a group that is looked for.
 _PATIENCE_S = 0.25
 
@@ -92,6 +94,7 @@ class EmbeddingStore:
         self._layout = layout
         self._encoder = encoder
         self._encoding = Pace()  # of patches
+        self._encoded: Recent[str, bool] = Recent(_NUM_ENCODED)
         self._counting = Lock()
         self._hashers = ThreadPoolExecutor(_NUM_HASHERS, "hash-frames")
         self._readers = ThreadPoolExecutor(_NUM_READERS, "read-embeddings")
@@ -203,6 +206,7 @@ class EmbeddingStore:
             whole = to_host(joined(embeddings)).to(self._layout.dtype)
             rows |= zip(new, whole.chunk(len(new)), strict=True)
             for index, name in enumerate(new):
+                self._encoded.set(name, True)
                 self._files.add(name, index, rows[name].flatten().view(torch.uint8).numpy().data)
         for group, each in zip(groups, names, strict=True):
             self._keep_names(group, each)
@@ -220,7 +224,7 @@ class EmbeddingStore:
     ) -> list[str]:
         """Adds the run of a group's units that are in none yet. Returns the names of all its units.
 
-        Units that other groups had encoded since it was looked for are read.
+        Those that other groups had encoded since it was looked for are read. No other is looked for again.
         """
         rows |= found.rows
         known = {name for new, _ in runs for name in new}
@@ -229,8 +233,8 @@ class EmbeddingStore:
         for index, name in enumerate(found.names):
             if name in known or name in new or name in rows:
                 continue
-            is_left = name in found.left or not self._pays(name, group)
-            if is_left or not self._read(name, self._num_rows(group), rows, reused):
+            is_kept = name not in found.left and self._encoded.get(name) and self._pays(name, group)
+            if not is_kept or not self._read(name, self._num_rows(group), rows, reused):
                 new[name] = index
         if new:
             frames = group.frames() if found.frames is None else found.frames
@@ -357,9 +361,9 @@ def unit_name(key: GroupKey, plan: MediaPlan, frames: Tensor) -> str:
 
 
 def _name(facts: tuple[object, ...], content: bytes | memoryview = b"") -> str:
-    digest = blake2b(repr(facts).encode(), digest_size=_NAME_BYTES)
+    digest = sha256(repr(facts).encode())
     digest.update(content)
-    return digest.hexdigest()
+    return digest.digest()[:_NAME_BYTES].hex()
 
 
 def _of_units(frames: Tensor, plan: MediaPlan, units: Sequence[int]) -> tuple[Tensor, MediaPlan]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread
 
 import pytest
 import torch
@@ -269,3 +270,30 @@ def test_what_is_slow_to_read_is_encoded_and_told(family: Family, clip: Clip, as
     assert sum(each.num for each in asked.told) == sum(group.spec.num_embeddings for group in kept)
     assert store.counts.left_tokens == sum(group.spec.num_embeddings for group in kept)
     assert store.counts.read_tokens == 0
+
+
+def test_a_new_unit_is_looked_for_once(
+    family: Family, clip: Clip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tower asks no disk for what a thread did not find. Writes wait until all is encoded."""
+    asked, is_over, tier_of, write = Counter[str](), Event(), PieceFiles.tier_of, PieceFiles.write
+
+    def counted(files: PieceFiles, key: str) -> Tier | None:
+        if current_thread().name.startswith("hash-frames"):
+            units.add(key)
+        asked[key] += 1
+        return tier_of(files, key)
+
+    def late(files: PieceFiles, key: str, index: int, payload: memoryview) -> int:
+        assert is_over.wait(SOON_S)
+        return write(files, key, index, payload)
+
+    units = set[str]()
+    monkeypatch.setattr(PieceFiles, "tier_of", counted)
+    monkeypatch.setattr(PieceFiles, "write", late)
+    workers, groups = life(family, tmp_path), groups_of(family, [clip])
+    workers.encode([clip], groups)
+    assert units
+    assert {asked[key] for key in units} == {1}
+    is_over.set()
+    workers.encoders[0].close()
