@@ -147,7 +147,8 @@ def sample_by_rule(processor: Any, video: VideoFacts, frame_sampling: FrameSampl
     fps, num_frames = frame_sampling.fps, frame_sampling.num_frames
     most: float
     given: dict[str, Any]
-    if "num_frames" not in inspect.signature(processor.sample_frames).parameters:
+    known = inspect.signature(processor.sample_frames).parameters
+    if "max_num_frames" in known:
         # A frame a second, and fewer of a long video, as MiniCPM-V has it.
         if fps is not None:
             raise RequestError(
@@ -156,6 +157,10 @@ def sample_by_rule(processor: Any, video: VideoFacts, frame_sampling: FrameSampl
             )
         given = {"max_num_frames": num_frames or processor.max_num_frames, "stack_frames": 1}
         most = min(given["max_num_frames"], math.ceil(video.num_frames / video.fps))
+    elif "num_frames" not in known:
+        # A rate, as GLM-4.1V has it, or one by the video's length alone, as GLM-4.6V does.
+        given = {"fps": min(fps or processor.fps or DEFAULT_FPS, video.fps)}
+        most = 0.0  # what is listed is checked
     else:
         wanted = num_frames or (processor.num_frames if fps is None else None)
         rate = fps or processor.fps or DEFAULT_FPS
@@ -163,9 +168,11 @@ def sample_by_rule(processor: Any, video: VideoFacts, frame_sampling: FrameSampl
         given = {"num_frames": int(most)} if wanted else {"fps": rate}
     check_wanted(frame_sampling, most)
     try:
-        return tuple(int(each) for each in processor.sample_frames(source_metadata(video), **given))
+        indices = tuple(int(each) for each in processor.sample_frames(source_metadata(video), **given))
     except ValueError as error:
         raise RequestError(f"received {given} of {video.num_frames} frames: {error}; change it") from error
+    check_wanted(frame_sampling, len(indices))
+    return indices
 
 
 def sample_indices(processor: Any, video: VideoFacts, frame_sampling: FrameSampling) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from epd.store.object_store import check_url
 
 # Families whose layers have a recurrent state, or a sliding window, by `model_type` of config.json.
 RECURRENT_FAMILIES = ("qwen3_5", "qwen3_5_moe")
-WINDOWED_FAMILIES = ("gemma3", "gemma4")
+WINDOWED_FAMILIES = ("aya_vision", "cohere2_vision", "gemma3", "gemma4")
 DEFAULT_HUB = "huggingface"
 HUB_NAMES = (DEFAULT_HUB, "modelscope")
 

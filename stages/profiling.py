@@ -25,7 +25,7 @@ from epd.profiles.profile import Profile
 from epd.stages.device_memory import total_bytes
 from epd.stages.encode.beside import beside_of, wall_clock
 from epd.stages.engine.generation import generation_settings
-from epd.stages.engine.model_runner import kv_bytes_per_token
+from epd.stages.engine.model_runner import kv_layouts, state_layout
 from epd.stages.engine.setup import build_engine, default_kv_tokens
 from epd.stages.loading.weights import OnBytes, load_role, part_bytes
 from epd.stages.memory_sizing import text_request
@@ -186,7 +186,9 @@ class Profiler:
         tower = getattr(config, "vision_config", None)
         layers = 1 + len(getattr(tower, "deepstack_visual_indexes", None) or ())
         item_bytes = self.placement.dtype.itemsize
-        kv_bytes = kv_bytes_per_token(self.model)
+        layouts, states = kv_layouts(self.model), state_layout(self.model)
+        kv_bytes = sum(layout.bytes_per_token for layout, window in layouts if window is None)
+        windows = {window: layout.bytes_per_token for layout, window in layouts if window is not None}
         fixed_bytes = self._fixed_bytes(total)
         encode_bytes = _slope(map(self._encode_peak, _PEAK_BATCHES))
         prefill_bytes = _slope(map(self._prefill_peak, _PEAK_CHUNKS))
@@ -201,6 +203,9 @@ class Profiler:
             prefill_bytes_per_token=prefill_bytes,
             logits_bytes_per_sequence=4.0 * config.get_text_config().vocab_size,
             fixed_bytes=fixed_bytes,
+            state_bytes=0 if states is None else states.bytes_per_sequence,
+            window_bytes_per_token=sum(windows.values()),
+            window_tokens=max(windows, default=0),
         )
 
     def _fixed_bytes(self, weight_bytes: int) -> int:

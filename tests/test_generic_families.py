@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -24,8 +25,15 @@ from epd.encoders.families.measured_units import frames_per_unit
 from epd.encoders.groups import prompt_identity
 from epd.encoders.patches import resize_image
 from epd.encoders.registry import ADAPTERS
+from epd.encoders.sampling import sample_by_rule
 from epd.engine_config import EngineConfig
-from epd.errors import MediaLimitError, RequestError, UnsupportedMediaError, UnsupportedModelError
+from epd.errors import (
+    MediaLimitError,
+    RequestBudgetError,
+    RequestError,
+    UnsupportedMediaError,
+    UnsupportedModelError,
+)
 from epd.kv.scheduling import SchedulerConfig
 from epd.models.families import FAMILIES, REFUSED
 from epd.pixel_limits import PixelLimits
@@ -188,6 +196,21 @@ def test_what_a_family_takes(folders: Callable[[str], Path], name: str) -> None:
     plan = adapter.plan_video(VideoFacts(6, 2.0, 90, 120), SAMPLING)
     assert (plan.frames_per_unit, plan.num_units) == (unit, ceil_div(plan.num_frames, unit))
     assert not plan.is_joined_whole
+
+
+@pytest.mark.parametrize("name", ["Glm4vVideoProcessor", "Glm46VVideoProcessor"])
+def test_a_rule_that_knows_no_number_of_frames(name: str) -> None:
+    """GLM-4.1V's knows a rate, GLM-4.6V's the length alone. Both say how many frames there are."""
+    rule, video = getattr(transformers, name)(), VideoFacts(300, 30.0, 90, 120)
+    metadata = transformers.video_utils.VideoMetadata(300, 30.0, duration=10.0)
+    own = tuple(rule.sample_frames(metadata))
+    assert sample_by_rule(rule, video, FrameSampling()) == own
+    assert sample_by_rule(rule, video, FrameSampling(num_frames=5)) == own
+    assert sample_by_rule(rule, video, FrameSampling(fps=0.7)) == tuple(rule.sample_frames(metadata, fps=0.7))
+    if name == "Glm4vVideoProcessor":
+        assert sample_by_rule(rule, video, FrameSampling(fps=1e30)) == tuple(range(300))
+    with pytest.raises(RequestBudgetError):
+        sample_by_rule(rule, video, FrameSampling(num_frames=5, max_frames=len(own) - 1))
 
 
 def test_a_tower_that_mixes_frames_takes_a_video_whole(folders: Callable[[str], Path]) -> None:

@@ -49,7 +49,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "encode": ".",
         "transfer": ". encode kv",
         "workload": ".",
-        "profiles": ". encode workload",
+        "profiles": ". encode kv workload",
         "control": ". encode profiles",
         "shapes": ".",
         "models": ".",

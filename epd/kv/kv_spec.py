@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from epd.kv.states import SLOTS_PER_SEQUENCE
 from epd.types import ceil_div
 
+# States and windows that are kept beside those of answers, for prompts that begin alike.
+_NUM_KEPT = 8
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
@@ -68,3 +71,14 @@ class KVCacheSpec:
             return num_blocks
         reach = window - 1 + max(self.num_ahead, num_ahead)
         return min(num_blocks, ceil_div(reach, self.block_size) + 1)
+
+
+def window_blocks(window: int, block_size: int, max_num_seqs: int, max_chunk_tokens: int) -> int:
+    """Returns the blocks for so many windows, those of kept prompts, and a chunk: no more are ever needed."""
+    each = ceil_div(window, block_size) + 1
+    return (max_num_seqs + _NUM_KEPT) * each + ceil_div(max_chunk_tokens, block_size)
+
+
+def state_slots(max_num_seqs: int) -> int:
+    """Returns the slots for the recurrent states of so many answers, and of kept prompts."""
+    return SLOTS_PER_SEQUENCE * max_num_seqs + _NUM_KEPT

@@ -52,9 +52,12 @@ def _videos(model_type: str, name: str, unit: int, limit: str = "") -> Family:
 
 # As in transformers, whose model counts the tokens of both together.
 _ONE_KIND = "no images beside a video"
+_UNSCALED = "logit_scale is left out, which acts as a lower temperature"
 
 _ALL = (
     _images("aria", "Aria"),
+    _images("aya_vision", "Aya Vision", _UNSCALED),
+    _images("cohere2_vision", "Command A Vision", _UNSCALED),
     _images("deepseek_vl", "DeepSeek-VL"),
     _videos("exaone4_5", "EXAONE 4.5", 2),
     Family("gemma3", "Gemma 3", "native", ("image",), None, "no videos: its processor has none"),

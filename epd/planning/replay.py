@@ -39,6 +39,8 @@ def scaled(profile: Profile, patches: int, tokens: int) -> Profile:
                 prefill,
                 per_unit_s=tokens * prefill.per_unit_s,
                 per_item_s=tokens**2 * prefill.per_item_s,
+                read_s=tokens * prefill.read_s,
+                active_share=1 - (1 - prefill.active_share) ** tokens,
             ),
         ),
         decode=replace(profile.decode, cost=replace(decode, per_item_s=tokens * decode.per_item_s)),

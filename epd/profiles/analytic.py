@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from epd.profiles.accelerators import CATALOGUE, Device, Devices
 from epd.profiles.catalogue import model_named
@@ -81,8 +81,8 @@ def analytic_profile(
 
 
 def _parallel(on: Device, of: ModelShape, efficiency: Efficiency) -> ShardedModel | None:
-    """Returns how layers are shared out; None for experts, which a server has on one device."""
-    if of.language.num_experts > 1:
+    """Returns how layers are shared out; None for those that a server has on one device."""
+    if of.language.num_experts > 1 or of.language.delta is not None or of.language.num_windowed:
         return None
     stack = of.language
     language = ParallelStack(stack.num_layers, stack.hidden, stack.num_heads, stack.num_kv_heads)
@@ -102,7 +102,14 @@ def _memory(on: Device, of: ModelShape) -> MemoryNeeds:
         prefill_bytes_per_token=of.language.live_values_per_token * _BYTES_PER_VALUE,
         logits_bytes_per_sequence=of.language.vocabulary * _BYTES_PER_LOGIT,
         fixed_bytes=_RUNTIME_BYTES,
+        state_bytes=_state_bytes(of),
+        window_bytes_per_token=of.language.window_values_per_token * _BYTES_PER_VALUE,
+        window_tokens=of.language.window,
     )
+
+
+def _state_bytes(of: ModelShape) -> int:
+    return 0 if of.language.delta is None else of.language.delta.state_bytes(_BYTES_PER_VALUE)
 
 
 def _reading_s(on: Device, num_parameters: int, efficiency: Efficiency) -> float:
@@ -119,25 +126,35 @@ def _encode(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
 
 
 def _prefill(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
-    per_flop_s = 1 / (on.flops_per_s * efficiency.compute)
-    cost = StageCost(
-        efficiency.launch_s,
-        _reading_s(on, of.language.num_parameters, efficiency),
-        of.language.flops_per_token * per_flop_s,
-        of.language.flops_per_pair * per_flop_s,
+    cost = replace(
+        _passes(on, of, efficiency),
+        per_item_s=of.language.flops_per_pair / (on.flops_per_s * efficiency.compute),
     )
     return StageTable(
         "new tokens", "token pairs", cost, ValidRange(1, _MAX_CONTEXT), ValidRange(1, _MAX_CONTEXT**2)
     )
 
 
-def _decode(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
-    kv_bytes = of.language.kv_values_per_token * _BYTES_PER_VALUE
-    cost = StageCost(
+def _passes(on: Device, of: ModelShape, efficiency: Efficiency) -> StageCost:
+    """Returns the cost of a pass of the language model without attention to all tokens."""
+    language = of.language
+    return StageCost(
         efficiency.launch_s,
-        _reading_s(on, of.language.num_parameters, efficiency),
-        of.language.flops_per_token / (on.flops_per_s * efficiency.compute),
-        kv_bytes / (on.memory_bytes_per_s * efficiency.memory),
+        _reading_s(on, language.num_parameters - language.num_in_experts, efficiency),
+        language.flops_per_token / (on.flops_per_s * efficiency.compute),
+        experts_s=_reading_s(on, language.num_in_experts, efficiency),
+        active_share=language.num_active_experts / language.num_experts,
+    )
+
+
+def _decode(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
+    """A step reads the keys and values of all tokens and of full windows, and reads and writes states."""
+    values, bytes_per_s = of.language, on.memory_bytes_per_s * efficiency.memory
+    window_bytes = values.window_values_per_token * values.window * _BYTES_PER_VALUE
+    cost = replace(
+        _passes(on, of, efficiency),
+        per_item_s=values.kv_values_per_token * _BYTES_PER_VALUE / bytes_per_s,
+        read_s=(window_bytes + 2 * _state_bytes(of)) / bytes_per_s,
     )
     return StageTable(
         "sequences", "context tokens", cost, ValidRange(1, 1024), ValidRange(1, 1024 * _MAX_CONTEXT)
@@ -167,5 +184,7 @@ def _assumptions(of: ModelShape, efficiency: Efficiency) -> tuple[str, ...]:
         f"{efficiency.image_pixels_per_s:.2g} of JPEG",
     )
     if of.language.num_experts > 1:
-        found += ("every pass reads the weights of all experts: small batches are faster than computed",)
+        found += ("a pass reads the experts that its tokens choose, drawn evenly: real choices are fewer",)
+    if of.language.num_windowed:
+        found += ("windows are full: prompts that are shorter than one are faster than computed",)
     return found

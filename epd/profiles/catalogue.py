@@ -31,6 +31,7 @@ _QWEN3_TOWER = {
     "spatial_merge_size": 2, "deepstack_visual_indexes": (8, 16, 24),
 }  # fmt: skip
 _QWEN3_SMALL = {**_QWEN3_TOWER, "depth": 24, "hidden_size": 1024, "intermediate_size": 4096}
+_QWEN35_SMALL = {"depth": 12, "hidden_size": 768, "intermediate_size": 3072, "num_heads": 12}
 _VIT_300M = {
     "hidden_size": 1024, "image_size": 448, "intermediate_size": 4096, "num_attention_heads": 16,
     "num_hidden_layers": 24, "patch_size": 14,
@@ -43,6 +44,7 @@ _SIGLIP = {
     "hidden_size": 1152, "image_size": 384, "intermediate_size": 4304, "num_attention_heads": 16,
     "num_hidden_layers": 26, "patch_size": 14,
 }  # fmt: skip
+_GEMMA3_TOWER = {**_SIGLIP, "image_size": 896, "num_hidden_layers": 27}
 _SMOL_TOWER = {"hidden_size": 768, "image_size": 512, "num_attention_heads": 12, "patch_size": 16}
 
 _QWEN25_SIZES: Mapping[str, _Sizes] = {
@@ -58,6 +60,23 @@ _QWEN3_SIZES: Mapping[str, _Sizes] = {
     "32b": (5120, 25600, 64, 64, 8),
     "30b-a3b": (2048, 768, 48, 32, 4),
     "235b-a22b": (4096, 1536, 94, 64, 4),
+}
+_QWEN35_TEXT = {
+    "head_dim": 256, "attn_output_gate": True, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_value_head_dim": 128,
+}  # fmt: skip
+_QWEN35_EXPERTS = {"num_experts": 256, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512}
+# The last is heads of values of the recurrent layers.
+_QWEN35_SIZES: Mapping[str, tuple[_Sizes, int]] = {
+    "0.8b": ((1024, 3584, 24, 8, 2), 16),
+    "9b": ((4096, 12288, 32, 16, 4), 32),
+    "27b": ((5120, 17408, 64, 24, 4), 48),
+    "35b-a3b": ((2048, 512, 40, 16, 2), 32),
+}
+_GEMMA3_SIZES: Mapping[str, tuple[_Sizes, int]] = {
+    "4b": ((2560, 10240, 34, 8, 4), 256),
+    "12b": ((3840, 15360, 48, 16, 8), 256),
+    "27b": ((5376, 21504, 62, 32, 16), 128),
 }
 _INTERNVL3_SIZES: Mapping[str, _Sizes] = {
     "1b": (896, 4864, 24, 14, 2),
@@ -112,6 +131,18 @@ def _published() -> Iterator[ModelShape]:
         text = _text(sizes, 151936, 262_144, head_dim=128)
         config = {"model_type": "qwen3_vl", "vision_config": tower, "text_config": text}
         yield shape_of(f"qwen3-vl-{size}", config | {"tie_word_embeddings": is_small})
+    for size, (sizes, num_value_heads) in _QWEN35_SIZES.items():
+        is_small, has_experts = size == "0.8b", sizes[1] < sizes[0]
+        tower = _QWEN3_SMALL if is_small else _QWEN3_TOWER
+        tower = {**tower, "deepstack_visual_indexes": ()} | (_QWEN35_SMALL if is_small else {})
+        text = _text(sizes, 248_320, 262_144) | _QWEN35_TEXT | {"linear_num_value_heads": num_value_heads}
+        text |= _QWEN35_EXPERTS if has_experts else {}
+        config = {"model_type": "qwen3_5", "vision_config": tower, "text_config": text}
+        yield shape_of(f"qwen3.5-{size}", config | {"tie_word_embeddings": is_small})
+    for size, (sizes, channels) in _GEMMA3_SIZES.items():
+        text = _text(sizes, 262_208, 131_072, head_dim=channels) | {"sliding_window": 1024}
+        config = {"model_type": "gemma3", "vision_config": _GEMMA3_TOWER, "text_config": text}
+        yield shape_of(f"gemma-3-{size}", config)
     for prefix, table, vocabulary, context, head_dim in (
         ("internvl3", _INTERNVL3_SIZES, 151674, 32_768, None),
         ("internvl3.5", _INTERNVL35_SIZES, 151936, 40_960, 128),

@@ -11,7 +11,7 @@ from typing import Any
 from epd.errors import RequestError
 from epd.pixel_settings import AUTHORS
 from epd.profiles.media import MediaRule
-from epd.profiles.shapes import ModelShape, Transformer
+from epd.profiles.shapes import DeltaLayers, ModelShape, Transformer
 
 Config = Mapping[str, Any]
 # Patches that one attends to in a tower of windows, and in one of whole frames, about.
@@ -25,6 +25,12 @@ _QWEN3 = MediaRule(
     "grid", 16, min_pixels=65_536, max_pixels=16_777_216, max_video_tokens=12_288, min_frame_pixels=4096,
     min_frames=4, is_timed=True,
 )  # fmt: skip
+# What transformers takes where a Gemma 3 leaves it out, as the published files do.
+_GEMMA3_TEXT = {
+    "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window_pattern": 6,
+    "tie_word_embeddings": True, "vocab_size": 262_208, "max_position_embeddings": 131_072,
+}  # fmt: skip
+_RECURRENT, _WINDOWED = "linear_attention", "sliding_attention"
 
 
 def shape_of(name: str, config: Config) -> ModelShape:
@@ -133,6 +139,8 @@ def _language(config: Config) -> Transformer:
     heads, hidden = text["num_attention_heads"], text["hidden_size"]
     experts = text.get("num_experts") or 1
     is_tied = bool(config.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False))
+    kinds = _layer_kinds(text)
+    num_windowed = kinds.count(_WINDOWED)
     return Transformer(
         text["num_hidden_layers"],
         hidden,
@@ -144,6 +152,33 @@ def _language(config: Config) -> Transformer:
         num_experts=experts,
         num_active_experts=text["num_experts_per_tok"] if experts > 1 else 1,
         is_tied=is_tied,
+        shared_mlp_hidden=text.get("shared_expert_intermediate_size") or 0,
+        has_query_gate=bool(text.get("attn_output_gate", False)),
+        num_windowed=num_windowed,
+        window=text["sliding_window"] if num_windowed else 0,
+        delta=_delta_layers(text, kinds.count(_RECURRENT)),
+    )
+
+
+def _layer_kinds(text: Config) -> list[str]:
+    """Returns the kind of each layer, as listed or by its number; nothing where all attend all tokens."""
+    for every, other in (("full_attention_interval", _RECURRENT), ("sliding_window_pattern", _WINDOWED)):
+        if text.get(every) and not text.get("layer_types"):
+            layers = range(1, text["num_hidden_layers"] + 1)
+            return ["full_attention" if layer % text[every] == 0 else other for layer in layers]
+    return list(text.get("layer_types") or ())
+
+
+def _delta_layers(text: Config, num_layers: int) -> DeltaLayers | None:
+    if not num_layers:
+        return None
+    return DeltaLayers(
+        num_layers,
+        text["linear_num_key_heads"],
+        text["linear_num_value_heads"],
+        text["linear_key_head_dim"],
+        text["linear_value_head_dim"],
+        text["linear_conv_kernel_dim"],
     )
 
 
@@ -227,6 +262,19 @@ def _smolvlm(name: str, config: Config) -> ModelShape:
     return ModelShape(name, tower, language, rule, 1, projector, _context(config))
 
 
+def _gemma3(name: str, config: Config) -> ModelShape:
+    config = {**config, "text_config": {**_GEMMA3_TEXT, **config["text_config"]}}
+    vision, language = config["vision_config"], _language(config)
+    side, tokens = vision["image_size"] // vision["patch_size"], config.get("mm_tokens_per_image", 256)
+    tower = _tower(vision, vision["num_hidden_layers"], vision["intermediate_size"], side**2)
+    rule = MediaRule(
+        "tiles", vision["patch_size"], tile_patches=side**2, tile_tokens=tokens, max_tiles=1, has_videos=False
+    )
+    return ModelShape(
+        name, tower, language, rule, 1, vision["hidden_size"] * language.hidden, _context(config)
+    )
+
+
 def _first(value: Any) -> int:
     """Returns the first of a pair of sides, or the one that stands for both."""
     return int(value[0] if isinstance(value, list | tuple) else value)
@@ -239,4 +287,7 @@ _READERS = {
     "internvl": _internvl,
     "llava_onevision": _llava,
     "smolvlm": _smolvlm,
+    "qwen3_5": _qwen,
+    "qwen3_5_moe": _qwen,
+    "gemma3": _gemma3,
 }

@@ -1,6 +1,6 @@
 """Models the cost of a stage: one formula for all, its range of validity, and its fit.
 
-    seconds = fixed + max(floor, per_unit x units) + per_item x items
+    seconds = fixed + max(floor + experts read, per_unit x units) + read x units + per_item x items
 
     stage      units              items
     encode     patches            groups encoded together (batch)
@@ -9,11 +9,13 @@
     transfer   bytes              transfers
     video      source pixels      frames wanted
 
-floor is the time to read the weights: below it, more units cost nothing (a roofline).
+floor is the time to read the weights: below it, more units cost nothing (a roofline). Of experts those are
+read that a unit chose: all of them by 1 - (1 - active share) ^ units, as if each choice were drawn evenly.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -25,26 +27,46 @@ from epd.types import Float64Array
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Holds the coefficients of the formula, seconds."""
+    """Holds the coefficients of the formula, seconds.
+
+    read_s: to read what one unit has besides weights and items: windows and recurrent states
+    experts_s: to read all experts. active_share: of the experts, that one unit chooses
+    """
 
     fixed_s: float = 0.0
     floor_s: float = 0.0
     per_unit_s: float = 0.0
     per_item_s: float = 0.0
+    read_s: float = 0.0
+    experts_s: float = 0.0
+    active_share: float = 0.0
 
     def __post_init__(self) -> None:
-        if not all(0 <= value < np.inf for value in (self.fixed_s, self.floor_s, *self.slopes)):
-            raise ValueError(f"costs must be finite and at least 0 s, got {self}")
+        if not all(0 <= value < np.inf for value in self._seconds) or not 0 <= self.active_share <= 1:
+            raise ValueError(f"costs must be finite and at least 0 s, and a share up to 1, got {self}")
+
+    @property
+    def _seconds(self) -> tuple[float, ...]:
+        return self.fixed_s, self.floor_s, *self.slopes, self.read_s, self.experts_s
 
     @property
     def slopes(self) -> tuple[float, float]:
         return self.per_unit_s, self.per_item_s
 
     def times(self, factor: float) -> StageCost:
-        return StageCost(*(factor * each for each in (self.fixed_s, self.floor_s, *self.slopes)))
+        scaled = StageCost(*(factor * each for each in self._seconds))
+        return replace(scaled, active_share=self.active_share)
 
     def seconds(self, units: float, items: float = 0.0) -> float:
-        return self.fixed_s + max(self.floor_s, self.per_unit_s * units) + self.per_item_s * items
+        idle_share = math.pow(1 - self.active_share, units)
+        weights_s = self.floor_s + self.experts_s * (1 - idle_share)
+        own_s = self.read_s * units + self.per_item_s * items
+        return self.fixed_s + max(weights_s, self.per_unit_s * units) + own_s
+
+    @property
+    def added_s(self) -> float:
+        """Returns the seconds that a unit adds where others read the weights."""
+        return self.per_unit_s + self.read_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from epd.profiles.analytic import analytic_profile
 from epd.profiles.profile import Profile
 
 _UNITS = {
-    "seconds": "fixed + max(floor, per_unit * units) + per_item * items; units and items are named per stage",
+    "seconds": "fixed + max(floor + experts * (1 - (1 - active_share) ** units), per_unit * units) "
+    "+ read * units + per_item * items; units and items are named per stage",
     "names": "_s seconds, _bytes bytes, per_hour currency; spread_s lies between the quartiles",
 }
 

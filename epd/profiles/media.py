@@ -51,6 +51,7 @@ class MediaRule:
     frame_text_tokens: of the text around each frame; end_tokens: behind the last frame of a video
     video_fps, min_frames, max_frames, sampling: how many frames are sampled, see `num_sampled`
     num_frames: wanted of each video, None for those of its rate
+    has_videos: whether the family takes them
     group_frames: frames that travel together
     group_tokens: visual tokens that do, in their place, as the server cuts groups; None for group_frames
     """
@@ -79,6 +80,7 @@ class MediaRule:
     min_frames: int = 1
     sampling: Literal["floor", "units", "round"] = "floor"
     num_frames: int | None = None
+    has_videos: bool = True
 
     @property
     def values_per_patch(self) -> int:
@@ -106,6 +108,11 @@ class MediaRule:
         num_frames: fewer than are sampled by the rule, in the size that those would have; None for all
         """
         self._check_sees("a video")
+        if not self.has_videos:
+            raise RequestError(
+                "received a video for the profile of a model without them; allowed: images and text; take "
+                "the profile of another model"
+            )
         num_sized = self.num_sampled(spec)
         taken = self._whole(num_frames or num_sized, num_sized)
         unit = self.frames_per_unit if self.kind == "grid" else 1

@@ -3,6 +3,7 @@
     device | fixed | weights | embeddings | activations | keys and values ........ | kept free |
            |                   fixed by the settings     | the rest                | 1 - utilization
 
+Recurrent states and sliding windows are fixed by the settings too, as in `epd/kv/kv_spec.py`.
 A worker that encodes beside its passes holds the activations of both; one that takes turns, of the larger.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from epd.errors import InfeasibleError
+from epd.kv.kv_spec import state_slots, window_blocks
 from epd.topology import Stage, role_letters
 
 
@@ -19,13 +21,15 @@ from epd.topology import Stage, role_letters
 class MemoryNeeds:
     """Sizes memory in bytes.
 
-    kv_per_token: keys and values of all layers
+    kv_per_token: keys and values of the layers that attend all tokens
     embedding: of one visual token, as it travels
     max_kv_tokens: upper bound for a worker, however many would fit
     encode_per_patch: activations at the peak of the tower, of a patch of the batch; 0 if not known
     prefill_per_token: activations at the peak of the language model, of a token of the pass; 0 if not known
     logits_per_sequence: of a sequence that gets its next token
     fixed: runtime of the device, workspaces
+    state: of a sequence's recurrent layers
+    window_per_token: keys and values of the layers that attend the last window_tokens tokens alone
     """
 
     device_bytes: int
@@ -38,6 +42,14 @@ class MemoryNeeds:
     prefill_bytes_per_token: float = 0.0
     logits_bytes_per_sequence: float = 0.0
     fixed_bytes: int = 0
+    state_bytes: int = 0
+    window_bytes_per_token: int = 0
+    window_tokens: int = 0
+
+    def sequence_bytes(self, num_tokens: int) -> int:
+        """Returns what a sequence of so many tokens holds of a cache, and what travels when it moves."""
+        windowed = self.window_bytes_per_token * min(num_tokens, self.window_tokens)
+        return self.kv_bytes_per_token * num_tokens + windowed + self.state_bytes
 
     def worker(self, roles: AbstractSet[Stage], limits: MemoryLimits) -> WorkerMemory:
         """Returns the memory of a worker, whether it fits or not.
@@ -58,8 +70,21 @@ class MemoryNeeds:
         )
         if not has_language:
             return used
+        states_bytes = state_slots(limits.num_seqs) * self.state_bytes if limits.num_seqs else 0
+        used = replace(used, sequence_bytes=states_bytes)
+        num_windowed = self._windowed_tokens(used.free_bytes, limits)
+        used = replace(used, sequence_bytes=states_bytes + num_windowed * self.window_bytes_per_token)
         tokens = self._fitting(used.free_bytes) if limits.kv_tokens is None else limits.kv_tokens
         return replace(used, kv_bytes=tokens * self.kv_bytes_per_token)
+
+    def _windowed_tokens(self, free_bytes: int, limits: MemoryLimits) -> int:
+        """Returns the tokens for which layers with a window have room: of all windows, or of the others."""
+        if not self.window_bytes_per_token:
+            return 0
+        size = limits.block_size
+        most = size * window_blocks(self.window_tokens, size, limits.num_seqs, limits.chunk_tokens)
+        alike = free_bytes // (self.kv_bytes_per_token + self.window_bytes_per_token)
+        return min(most, max(alike, 0) if limits.kv_tokens is None else limits.kv_tokens)
 
     def _weight_bytes(self, roles: AbstractSet[Stage]) -> int:
         language = self.language_weight_bytes if roles & {"prefill", "decode"} else 0
@@ -92,6 +117,7 @@ class MemoryLimits:
     kv_tokens: None for as many as fit
     utilization: share of the device that may be used, fragments left out
     encode_beside: at the same time as passes of the language model
+    chunk_tokens: of a prompt in one pass. block_size: tokens of a block
     """
 
     encode_patches: int = 0
@@ -101,11 +127,16 @@ class MemoryLimits:
     kv_tokens: int | None = None
     utilization: float = 0.9
     encode_beside: bool = False
+    chunk_tokens: int = 0
+    block_size: int = 16
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """Lists what one worker holds at its peak, bytes. letters: its roles, such as "ep"."""
+    """Lists what one worker holds at its peak, bytes.
+
+    letters: its roles, such as "ep". sequence: of recurrent states and sliding windows
+    """
 
     letters: str
     device_bytes: int
@@ -116,6 +147,7 @@ class WorkerMemory:
     embedding_bytes: int
     kv_bytes: int
     kv_bytes_per_token: int
+    sequence_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -136,7 +168,8 @@ class WorkerMemory:
 
     @property
     def _without_kv(self) -> int:
-        return self.fixed_bytes + self.weight_bytes + self.activation_bytes + self.embedding_bytes
+        held_bytes = self.activation_bytes + self.embedding_bytes + self.sequence_bytes
+        return self.fixed_bytes + self.weight_bytes + held_bytes
 
     def check(self, model: str, device: str, least_kv_tokens: int) -> None:
         """Raises InfeasibleError where the worker, with so many tokens of KV at least, does not fit.
@@ -165,6 +198,7 @@ class WorkerMemory:
             "activations": self.activation_bytes,
             "embeddings": self.embedding_bytes,
             "runtime": self.fixed_bytes,
+            "states and windows": self.sequence_bytes,
             "keys and values": self.kv_bytes if kv_bytes is None else kv_bytes,
         }
         return ", ".join(f"{name} {_gb(size)}" for name, size in named.items() if size)
@@ -180,6 +214,7 @@ class WorkerMemory:
             "embedding_bytes": self.embedding_bytes,
             "fixed_bytes": self.fixed_bytes,
             "kv_bytes": self.kv_bytes,
+            "sequence_bytes": self.sequence_bytes,
         }
 
     def __str__(self) -> str:

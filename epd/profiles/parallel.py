@@ -62,6 +62,7 @@ class ShardedModel:
                 cost.floor_s / degree,
                 cost.per_unit_s / degree + num_reduces * bytes_per_unit / self.link_bytes_per_s,
                 cost.per_item_s / degree,
+                cost.read_s / degree,
             ),
         )
 

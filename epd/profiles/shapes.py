@@ -8,6 +8,47 @@ from epd.profiles.media import MediaRule
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaLayers:
+    """Describes layers with a gated delta rule, which keep a state of fixed size in the place of tokens.
+
+    num_key_heads, num_value_heads: of key_dim and value_dim channels each
+    kernel: inputs that the convolution takes
+    """
+
+    num_layers: int
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def num_channels(self) -> int:
+        """Counts the channels of queries, keys and values, which the convolution has."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def _matrix_values(self) -> int:
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+    def num_parameters(self, hidden: int) -> int:
+        """Counts the parameters of all layers: projections, gates, convolution, output."""
+        values = self.num_value_heads * self.value_dim
+        projected = self.num_channels + values + 2 * self.num_value_heads
+        return self.num_layers * (hidden * (projected + values) + self.kernel * self.num_channels)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Counts the FLOPs of the rule in all layers: a head's matrix is read, corrected, and read again."""
+        return 6 * self.num_layers * self._matrix_values
+
+    def state_bytes(self, bytes_per_value: int) -> int:
+        """Counts what a sequence keeps: the convolution's last inputs, and a float32 matrix of each head."""
+        tail = (self.kernel - 1) * self.num_channels * bytes_per_value
+        return self.num_layers * (tail + 4 * self._matrix_values)
+
+
+@dataclass(frozen=True, slots=True)
 class Transformer:
     """Describes a stack of layers.
 
@@ -16,6 +57,10 @@ class Transformer:
     is_tied: the head is the embedding of tokens
     attended: tokens one attends to in a tower
     is_in_place: queries and keys are rotated, and gates multiplied, where they are
+    shared_mlp_hidden: of an expert that computes every token beside the others
+    has_query_gate: attention's output is multiplied by a gate, which is as wide as the queries
+    num_windowed: layers that attend the last `window` tokens alone
+    delta: the layers that have a recurrent state, None for attention in all
     """
 
     num_layers: int
@@ -31,6 +76,29 @@ class Transformer:
     num_experts: int = 1
     num_active_experts: int = 1
     is_tied: bool = False
+    shared_mlp_hidden: int = 0
+    has_query_gate: bool = False
+    num_windowed: int = 0
+    window: int = 0
+    delta: DeltaLayers | None = None
+
+    @property
+    def _num_attending(self) -> int:
+        """Counts the layers with attention, in a window or to all tokens."""
+        return self.num_layers - (0 if self.delta is None else self.delta.num_layers)
+
+    @property
+    def num_full(self) -> int:
+        """Counts the layers that attend all tokens."""
+        return self._num_attending - self.num_windowed
+
+    @property
+    def num_in_experts(self) -> int:
+        """Counts the parameters of all experts, of which a token reads num_active_experts; 0 without any."""
+        return self._num_in_experts(self.num_experts) if self.num_experts > 1 else 0
+
+    def _num_in_experts(self, num_experts: int) -> int:
+        return self.num_layers * num_experts * self.mlp_matrices * self.hidden * self.mlp_hidden
 
     @property
     def num_parameters(self) -> int:
@@ -39,25 +107,40 @@ class Transformer:
 
     def _num_in_layers(self, num_experts: int) -> int:
         """Counts parameters of the layers with so many experts."""
-        attention = self.hidden * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        num_heads = (2 + self.has_query_gate) * self.num_heads + 2 * self.num_kv_heads
+        attention = self._num_attending * self.hidden * self.head_dim * num_heads
+        recurrent = 0 if self.delta is None else self.delta.num_parameters(self.hidden)
         router = self.hidden * self.num_experts if self.num_experts > 1 else 0
-        mlp = num_experts * self.mlp_matrices * self.hidden * self.mlp_hidden
-        return self.num_layers * (attention + router + mlp)
+        shared = self.mlp_matrices * self.hidden * self.shared_mlp_hidden
+        beside = self.num_layers * (router + shared)
+        return attention + recurrent + beside + self._num_in_experts(num_experts)
 
     @property
     def flops_per_token(self) -> float:
-        """Counts the FLOPs of matrix products with weights, and of attention over `attended` tokens."""
+        """Counts the FLOPs of a token that no context changes.
+
+        Those of matrix products with weights, of attention over `attended` tokens or a full window, and of
+        recurrent layers.
+        """
         weights = self._num_in_layers(self.num_active_experts) + self.vocabulary * self.hidden
-        return 2.0 * weights + self.attended * self.flops_per_pair
+        windows = 4.0 * self.num_windowed * self.num_heads * self.head_dim * self.window
+        recurrent = 0 if self.delta is None else self.delta.flops_per_token
+        return 2.0 * weights + self.attended * self.flops_per_pair + windows + recurrent
 
     @property
     def flops_per_pair(self) -> float:
-        """Counts the FLOPs of attention of a token to another: score and weighted sum, in all layers."""
-        return 4.0 * self.num_layers * self.num_heads * self.head_dim
+        """Counts the FLOPs of attention of a token to another, in layers that attend all: score and sum."""
+        return 4.0 * self.num_full * self.num_heads * self.head_dim
 
     @property
     def kv_values_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        """Counts the values of keys and values that a token leaves in layers that attend all."""
+        return 2 * self.num_full * self.num_kv_heads * self.head_dim
+
+    @property
+    def window_values_per_token(self) -> int:
+        """Counts the same in layers with a window, of each of its tokens."""
+        return 2 * self.num_windowed * self.num_kv_heads * self.head_dim
 
     @property
     def live_values_per_token(self) -> int:
@@ -66,14 +149,21 @@ class Transformer:
         MLP: the residual, its norm, and the output of each matrix but the last beside the activation's.
         Attention: the residual, its norm, queries, keys and values, and those that are rotated. In place:
         what the layer was given too; two of the MLP's width; queries, keys and values, and the attended rows
-        twice. Measured for Qwen2.5-VL (`stages/profiling.py`): 6 % more, its tower 3 %.
+        twice. Measured for Qwen2.5-VL (`stages/profiling.py`): 6 % more, its tower 3 %. Recurrent layers were
+        not measured: channels before and after the convolution, gate and output, and float32 heads.
         """
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = 3 * queries + 2 * keys
-        mlp = self.num_active_experts * self.mlp_hidden
+        mlp = self.num_active_experts * self.mlp_hidden + self.shared_mlp_hidden
         if self.is_in_place:
             return 3 * self.hidden + max(2 * mlp, attention)
-        return 2 * self.hidden + max(self.mlp_matrices * mlp, attention + keys)
+        gates = queries if self.has_query_gate else 0
+        recurrent = 0
+        if self.delta is not None:
+            values = self.delta.num_value_heads * self.delta.value_dim
+            heads = self.delta.num_value_heads * (2 * self.delta.key_dim + self.delta.value_dim)
+            recurrent = 2 * (self.delta.num_channels + values + heads)
+        return 2 * self.hidden + max(self.mlp_matrices * mlp, attention + keys + gates, recurrent)
 
 
 @dataclass(frozen=True, slots=True)

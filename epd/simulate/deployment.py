@@ -95,6 +95,8 @@ class Deployment:
                 self.num_embeddings,
                 self.kv_tokens,
                 encode_beside=self.encode_beside,
+                chunk_tokens=limits.max_chunk_tokens,
+                block_size=self.block_size,
             ),
         )
         found.check(profile.model, profile.device, self.block_size)

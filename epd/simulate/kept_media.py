@@ -81,9 +81,9 @@ def part_costs(
         encode_s = encode.per_unit_s * work.media.num_patches + encode.per_item_s + encode.fixed_s * share
         chunks = num_tokens / fleet.chunk_tokens
         num_pairs = num_tokens * start + num_tokens * (num_tokens + 1) / 2
-        weights_s = max(prefill.floor_s * chunks, prefill.per_unit_s * num_tokens)
+        weights_s = max((prefill.floor_s + prefill.experts_s) * chunks, prefill.per_unit_s * num_tokens)
         yield PartCosts(
-            kept.seconds("kv", num_tokens * memory.kv_bytes_per_token),
+            kept.seconds("kv", memory.sequence_bytes(num_tokens)),
             kept.seconds("embeddings", num_tokens * memory.embedding_bytes_per_token),
             seconds_of(work.decode_ticks),
             encode_s / fleet.num_encoders if "media" in kept.ways else math.inf,

@@ -37,7 +37,7 @@ class PassTicks:
         self._prefill = profile.prefill.cost.times(factor)
         self._decode = profile.decode.cost.times(factor)
         self._restore = profile.transfer.cost
-        self._kv_bytes = profile.memory.kv_bytes_per_token
+        self._memory = profile.memory
         self._draft_units = _draft_units(profile)
         self.per_context = ticks_of(self._decode.per_item_s)
 
@@ -63,9 +63,10 @@ class PassTicks:
             else:
                 num_tokens += length
                 num_pairs += length * chunk.start + length * (length + 1) // 2
-        moved = sum(restore.stop - restore.start for restore in output.restores)
-        moved += sum(preemption.num_tokens for preemption in output.preemptions)
-        extra = ticks_of(self._restore.seconds(moved * self._kv_bytes)) if moved else 0
+        moved = [restore.stop - restore.start for restore in output.restores]
+        moved += [preemption.num_tokens for preemption in output.preemptions]
+        moved_bytes = sum(self._memory.sequence_bytes(each) for each in moved if each)
+        extra = ticks_of(self._restore.seconds(moved_bytes)) if moved_bytes else 0
         if not num_tokens:
             return extra + self.decode_base(num_decodes) + self.per_context * num_context
         return extra + ticks_of(self._prefill.seconds(num_tokens, num_pairs)) + self.riding(output)
@@ -75,7 +76,7 @@ class PassTicks:
         decodes = [chunk for chunk in output.chunks if chunk.request.is_decoding]
         num_tokens = sum(1 + self._draft_units * chunk.num_drafts for chunk in decodes)
         context = sum(chunk.stop for chunk in decodes)
-        return ticks_of(self._decode.per_unit_s * num_tokens) + self.per_context * context
+        return ticks_of(self._decode.added_s * num_tokens) + self.per_context * context
 
 
 def _draft_units(profile: Profile) -> float:

@@ -90,7 +90,7 @@ class MediaFlow:
             self._begin_missing(state)
 
         if num_kv:
-            disk.read(num_tokens * self._profile.memory.kv_bytes_per_token, restored)
+            disk.read(self._profile.memory.sequence_bytes(num_tokens), restored)
         else:
             restored()
 

@@ -174,8 +174,8 @@ class RoleSwitching:
 def known_costs(profile: Profile) -> dict[Stage, StageCost]:
     """Returns the prior costs of the estimator."""
     decode = profile.decode.cost
-    per_sequence_s = decode.per_unit_s + decode.per_item_s * _MEAN_CONTEXT
-    decode = replace(decode, per_unit_s=per_sequence_s, per_item_s=0.0)
+    per_sequence_s = decode.added_s + decode.per_item_s * _MEAN_CONTEXT
+    decode = replace(decode, per_unit_s=per_sequence_s, per_item_s=0.0, read_s=0.0)
     return {"encode": profile.encode.cost, "prefill": profile.prefill.cost, "decode": decode}
 
 
@@ -206,7 +206,7 @@ class Offloading:
         after_transfer: AfterTransfer,
     ) -> None:
         """after_transfer calls a function when that number of bytes has been sent."""
-        self._kv_bytes = profile.memory.kv_bytes_per_token
+        self._memory = profile.memory
         self._workers = workers
         self._router = router
         self._after_transfer = after_transfer
@@ -253,7 +253,7 @@ class Offloading:
         state.placement.move_decode(name)
         if is_moving:
             side.withdraw(state.request_id)
-            self._after_transfer(num_sent * self._kv_bytes, lambda: self._arrive(state))
+            self._after_transfer(self._memory.sequence_bytes(num_sent), lambda: self._arrive(state))
         elif state.job.output_tokens > 1:
             side.cancel(state)
 

@@ -197,7 +197,7 @@ class Simulation:
         tokens = state.job.num_prompt_tokens
         if self.deployment.is_overlapped:  # all but the last chunk have gone while it was computed
             tokens = min(tokens, self.deployment.language.max_chunk_tokens)
-        num_bytes = tokens * self.profile.memory.kv_bytes_per_token
+        num_bytes = self.profile.memory.sequence_bytes(tokens)
         arrived = partial(self._handed_over, worker, state)
         self._media.after_transfer(num_bytes, partial(self._machine.spend, ("second",), arrived))
 

@@ -20,10 +20,13 @@ _HARMLESS = frozenset({"dropout", "position_ids", "use_cache", "cache_position",
 _WITH_SINKS = frozenset({"gpt_oss"})
 # Text models whose layers without attention have a recurrent state that our decoder computes.
 RECURRENT = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
+_GEMMA = frozenset({"gemma3_text", "gemma4_text"})
 # Text models with sliding windows in some layers.
-WINDOWED = frozenset({"gemma3_text", "gemma4_text"})
+WINDOWED = _GEMMA | {"cohere2"}
 # Those of them whose kinds of layers have heads of their own, and later layers the keys of earlier ones.
 MIXED_HEADS = frozenset({"gemma4_text"})
+# Those whose scale of logits transformers leaves out in its vision-language models.
+_UNSCALED = frozenset({"cohere", "cohere2"})
 # Fields of a text configuration that change attention or logits, with the value that leaves them as they are.
 _CHANGING: Mapping[str, object] = {
     "attn_logit_softcapping": None,
@@ -54,6 +57,7 @@ def _unsupported(config: Any) -> Iterator[str]:
     for name, neutral in _CHANGING.items():
         value = getattr(config, name, None)
         is_computed = is_mixed and (name == "final_logit_softcapping" or value == "vision")
+        is_computed |= name == "logit_scale" and config.model_type in _UNSCALED
         if value is not None and value != neutral and not is_computed:
             yield f"{name}={value}"
     window = getattr(config, "sliding_window", None)
@@ -79,7 +83,7 @@ def attends_both_ways(config: Any, window: int | None) -> bool:
     """Reports whether the visual tokens of a run attend each other in layers of this window."""
     if config.model_type in MIXED_HEADS:
         return window is not None and config.use_bidirectional_attention == "vision"
-    return config.model_type in WINDOWED
+    return config.model_type in _GEMMA
 
 
 def lenders(config: Any) -> list[int]:

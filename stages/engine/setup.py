@@ -17,8 +17,8 @@ from epd.encoders.kernels.dispatch import uses_kernels
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.errors import UnsupportedModelError
 from epd.kv.drafting import Drafting
+from epd.kv.kv_spec import state_slots, window_blocks
 from epd.kv.scheduling import SchedulerConfig
-from epd.kv.states import SLOTS_PER_SEQUENCE
 from epd.lora_modules import LoRAModule
 from epd.machine import memory_limit_bytes
 from epd.stages.engine.engine import LanguageEngine
@@ -29,14 +29,11 @@ from epd.stages.engine.model_runner import ModelRunner, kv_layouts, state_layout
 from epd.stages.engine.packed_pass import Segment, visual_of
 from epd.stages.engine.state_pool import StatesShape
 from epd.stages.rank import RankGroup
-from epd.types import ceil_div
 
 BLOCK_SIZE = 16
 # KV caches take together at most this share of the memory, and each no more tokens than this.
 _KV_MEMORY_SHARE = 0.25
 _MAX_KV_TOKENS = 2**18
-# Slots for recurrent states of prompts that are kept, besides those that no answer uses.
-_NUM_KEPT_STATES = 8
 DEFAULT_SCHEDULER = SchedulerConfig()
 
 
@@ -176,17 +173,12 @@ def kv_shape(
     return KVPoolsShape(tuple(groups), block_size, order, states=states_shape(model, max_num_seqs))
 
 
-def window_blocks(window: int, block_size: int, max_num_seqs: int, max_chunk_tokens: int) -> int:
-    """Returns the blocks for so many windows, those of kept prompts, and a chunk: no more are ever needed."""
-    each = ceil_div(window, block_size) + 1
-    return (max_num_seqs + _NUM_KEPT_STATES) * each + ceil_div(max_chunk_tokens, block_size)
-
-
 def states_shape(model: Any, max_num_seqs: int) -> StatesShape | None:
     """Describes the slots for recurrent states of so many answers; None without any, of either."""
     layout = state_layout(model)
-    num_states = SLOTS_PER_SEQUENCE * max_num_seqs + _NUM_KEPT_STATES
-    return StatesShape(num_states, layout) if layout is not None and max_num_seqs else None
+    if layout is None or not max_num_seqs:
+        return None
+    return StatesShape(state_slots(max_num_seqs), layout)
 
 
 def default_kv_tokens(bytes_per_token: int, num_pools: int = 1) -> int:

@@ -287,6 +287,58 @@ def build_aria(folder: Path, seed: int = 0) -> Path:
     return _save(folder, hf.AriaForConditionalGeneration, config, processor, seed)
 
 
+def _cohere(
+    folder: Path, seed: int, prefix: str, text: dict[str, Any], processor_settings: dict[str, Any]
+) -> Path:
+    """Tiles of four tokens, logits that their `generate` does not scale."""
+    names = {
+        "image_token": "<|IMG_PATCH|>",
+        "boi_token": "<|START_OF_IMG|>",
+        "eoi_token": "<|END_OF_IMG|>",
+        "img_line_break_token": "<|IMG_LINE_BREAK|>",
+    }
+    marks = ("TILE_GLOBAL", *(f"TILE_{number}" for number in range(1, 13)))
+    image = "<image>" if prefix == "AyaVision" else names["image_token"]
+    tokenizer = byte_tokenizer((*names.values(), "<image>", *marks), _template(image, ""), names)
+    config = getattr(hf, f"{prefix}Config")(
+        text_config={**_TEXT, **_text_ids(tokenizer), **text},
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "vision_use_head": False,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": SIDE,
+            "patch_size": 7,
+        },
+        alignment_intermediate_size=64,
+        downsample_factor=2,
+        **_ids(tokenizer, image_token_id=names["image_token"]),
+    )
+    tiles = {"size": {"height": SIDE, "width": SIDE}, "max_patches": 4, "crop_to_patches": True}
+    images = hf.GotOcr2ImageProcessor if prefix == "AyaVision" else hf.Cohere2VisionImageProcessor
+    processor = getattr(hf, f"{prefix}Processor")(
+        image_processor=images(**tiles, **({} if prefix == "AyaVision" else {"patch_size": 2})),
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+        **processor_settings,
+    )
+    return _save(folder, getattr(hf, f"{prefix}ForConditionalGeneration"), config, processor, seed)
+
+
+def build_cohere2_vision(folder: Path, seed: int = 0) -> Path:
+    """Command A Vision: each tile ends with a token of its own; three layers in four have a window."""
+    text = {"model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 24}
+    return _cohere(folder, seed, "Cohere2Vision", text, {})
+
+
+def build_aya_vision(folder: Path, seed: int = 0) -> Path:
+    """Aya Vision of 32B: each tile begins with a token of its own, the whole image comes last; no windows."""
+    sizes = {"patch_size": 7, "img_size": SIDE, "downsample_factor": 2}
+    return _cohere(folder, seed, "AyaVision", {"model_type": "cohere", "use_qk_norm": True}, sizes)
+
+
 def _pixtral(
     folder: Path,
     seed: int,

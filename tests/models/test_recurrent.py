@@ -12,6 +12,8 @@ import torch
 from epd.encoders.names import is_wanted, name_in_model
 from epd.encoders.registry import ADAPTERS
 from epd.engine_config import RECURRENT_FAMILIES
+from epd.profiles.analytic import analytic_profile
+from epd.profiles.memory import MemoryLimits
 from epd.stages.attention.support import RECURRENT as TEXT_MODELS
 from epd.stages.attention.support import check_attention
 from epd.stages.decoder.rank_cut import cut_model
@@ -97,6 +99,13 @@ def test_a_rank_of_two_has_half(config: Any, model: Any) -> None:
     assert 2 * layout.bytes_per_token == kv_layouts(model)[0][0].bytes_per_token
     held, whole = (sum(each.numel() for each in one.get_decoder().parameters()) for one in (part, model))
     assert 0.5 < held / whole < 0.51, "norms and routers are everywhere"
+
+
+def test_the_planner_sizes_the_pools_of_the_engine(name: str, model: Any) -> None:
+    shape = kv_shape(model, num_kv_tokens=100_000, max_num_seqs=4)
+    limits = MemoryLimits(num_seqs=4, kv_tokens=100_000)
+    found = analytic_profile("h100", name).memory.worker(frozenset({"decode"}), limits)
+    assert ([found.kv_bytes], found.sequence_bytes) == (list(shape.bytes_by_group), shape.state_bytes)
 
 
 def test_a_long_prompt_takes_a_quarter_of_what_full_attention_takes(model: Any) -> None:

@@ -11,6 +11,8 @@ import torch
 from epd.encoders.names import is_wanted, name_in_model
 from epd.encoders.registry import ADAPTERS
 from epd.engine_config import WINDOWED_FAMILIES
+from epd.profiles.analytic import analytic_profile
+from epd.profiles.memory import MemoryLimits
 from epd.stages.attention.support import WINDOWED, check_attention
 from epd.stages.decoder.rank_cut import cut_model
 from epd.stages.decoder.text_model import text_model
@@ -114,6 +116,16 @@ def test_a_rank_of_two_has_half(model: Any, config: Any) -> None:
     assert 2 * kv_bytes_per_token(part) == kv_bytes_per_token(model)
     held, whole = (sum(each.numel() for each in one.get_decoder().parameters()) for one in (part, model))
     assert 0.5 < held / whole < 0.51, "norms are everywhere"
+
+
+def test_the_planner_sizes_the_pools_of_the_engine(name: str, model: Any) -> None:
+    """Of four answers, and of so many that windows have as much room as other layers."""
+    needs = analytic_profile("h100", f"gemma-3-{name}").memory
+    for seqs in (4, 4000):
+        shape = kv_shape(model, num_kv_tokens=100_000, max_num_seqs=seqs, max_chunk_tokens=2048)
+        limits = MemoryLimits(num_seqs=seqs, kv_tokens=100_000, chunk_tokens=2048)
+        found = needs.worker(frozenset({"decode"}), limits)
+        assert [found.kv_bytes, found.sequence_bytes] == list(shape.bytes_by_group)
 
 
 def test_a_long_prompt_takes_a_quarter_of_what_full_attention_takes(name: str, model: Any) -> None:

@@ -120,4 +120,4 @@ class StageCosts:
 
 def _line(cost: StageCost) -> tuple[float, float]:
     """Returns the line of decode: while reading the weights takes longer, another sequence costs nothing."""
-    return cost.fixed_s + cost.floor_s, 0.0 if cost.floor_s else cost.per_unit_s
+    return cost.fixed_s + cost.floor_s + cost.experts_s, 0.0 if cost.floor_s else cost.per_unit_s
