@@ -80,10 +80,8 @@ def analytic_profile(
     )
 
 
-def _parallel(on: Device, of: ModelShape, efficiency: Efficiency) -> ShardedModel | None:
-    """Returns how layers are shared out; None for those that a server has on one device."""
-    if of.language.num_experts > 1 or of.language.delta is not None or of.language.num_windowed:
-        return None
+def _parallel(on: Device, of: ModelShape, efficiency: Efficiency) -> ShardedModel:
+    """Returns how layers are shared out."""
     stack = of.language
     language = ParallelStack(stack.num_layers, stack.hidden, stack.num_heads, stack.num_kv_heads)
     link_bytes_per_s = on.link_bytes_per_s * efficiency.link

@@ -2,7 +2,7 @@
 
 Source: Megatron-LM (arXiv 1909.08053, section 3). Each device has a share of every matrix, and two
 all-reduces a layer add up what they computed. A ring all-reduce of b bytes over n devices moves
-2 (n - 1) / n b on a link.
+2 (n - 1) / n b on a link. Experts are cut by width, and recurrent states by heads, as the server does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from epd.profiles.cost import StageCost, StageTable
+from epd.profiles.cost import StageTable
 from epd.profiles.memory import MemoryNeeds
 from epd.topology import Stage
 from epd.types import ceil_div
@@ -57,12 +57,10 @@ class ShardedModel:
         bytes_per_unit = stack.hidden * self.bytes_per_value * 2 * (degree - 1) / degree
         return replace(
             table,
-            cost=StageCost(
-                cost.fixed_s + num_reduces * self.reduce_s,
-                cost.floor_s / degree,
-                cost.per_unit_s / degree + num_reduces * bytes_per_unit / self.link_bytes_per_s,
-                cost.per_item_s / degree,
-                cost.read_s / degree,
+            cost=replace(
+                cost.times(1 / degree),
+                fixed_s=cost.fixed_s + num_reduces * self.reduce_s,
+                per_unit_s=cost.per_unit_s / degree + num_reduces * bytes_per_unit / self.link_bytes_per_s,
             ),
         )
 
@@ -72,8 +70,14 @@ class ShardedModel:
         Activations and embeddings are on each in full.
         """
         kv_heads = self.language.num_kv_heads
+
+        def of_heads(num_bytes: int) -> int:
+            return ceil_div(num_bytes * ceil_div(kv_heads, degree), kv_heads)
+
         return replace(
             needs,
             language_weight_bytes=ceil_div(needs.language_weight_bytes, degree),
-            kv_bytes_per_token=ceil_div(needs.kv_bytes_per_token * ceil_div(kv_heads, degree), kv_heads),
+            kv_bytes_per_token=of_heads(needs.kv_bytes_per_token),
+            window_bytes_per_token=of_heads(needs.window_bytes_per_token),
+            state_bytes=ceil_div(needs.state_bytes, degree),
         )

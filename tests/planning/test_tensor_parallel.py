@@ -47,6 +47,19 @@ def test_each_device_holds_its_share() -> None:
     assert shared.prefill_bytes_per_token == memory.prefill_bytes_per_token
 
 
+def test_states_and_windows_are_shared_out_with_heads() -> None:
+    """As the server does: Qwen3.5-35B-A3B has two heads of keys, and its states go by heads of their own."""
+    recurrent, windowed = analytic_profile("h200", "qwen3.5-35b-a3b"), analytic_profile("h200", "gemma-3-27b")
+    assert recurrent.parallel is not None
+    assert [n for n in (1, 2, 4) if recurrent.parallel.allows({"decode"}, n)] == [1, 2]
+    halves = recurrent.on(2)
+    assert halves.memory.state_bytes == recurrent.memory.state_bytes // 2 > 0
+    assert halves.decode.cost.read_s == recurrent.decode.cost.read_s / 2 > 0
+    assert halves.decode.cost.experts_s == recurrent.decode.cost.experts_s / 2 > 0
+    quarter = windowed.on(4).memory.window_bytes_per_token
+    assert quarter == windowed.memory.window_bytes_per_token // 4 > 0
+
+
 def test_a_profile_without_layers_says_so() -> None:
     with pytest.raises(
         RequestError, match=r"does not know the model's layers, and 2 devices .* allowed is 1"

@@ -51,13 +51,14 @@ def test_profiles_have_the_weights_of_the_page_of_models() -> None:
 
 
 def test_experts_are_held_whole_and_computed_in_part() -> None:
-    """30 billion parameters in memory, 3 billion in the FLOPs of a token; shared by no two devices."""
+    """30 billion parameters in memory, 3 billion in the FLOPs of a token; devices share each expert."""
     profile, dense = analytic_profile("h100", "qwen3-vl-30b-a3b"), analytic_profile("h100", "qwen3-vl-32b")
     assert profile.memory.language_weight_bytes > 0.9 * dense.memory.language_weight_bytes
     assert profile.prefill.cost.per_unit_s < 0.12 * dense.prefill.cost.per_unit_s
     assert any("experts that its tokens choose" in line for line in profile.assumptions)
-    with pytest.raises(RequestError, match="allowed is 1"):
-        profile.on(2)
+    two = profile.on(2)
+    assert two.decode.cost.experts_s == profile.decode.cost.experts_s / 2
+    assert two.decode.cost.active_share == profile.decode.cost.active_share
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen2.5-VL-7B", "qwen2.5-vl-7b"])
