@@ -79,7 +79,8 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Returns [..., N] of rows [..., C]."""
-        return product_of([self])(rows.flatten(0, -2)).view(*rows.shape[:-1], -1)
+        product = product_of([self])(rows.flatten(0, -2))
+        return product.view(*rows.shape[:-1], product.shape[-1])
 
 
 def can_merge(modules: Sequence[nn.Module]) -> bool:
