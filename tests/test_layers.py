@@ -119,7 +119,10 @@ ROOMS: dict[str, dict[str, str]] = {
         "worker": ".",
         "orchestration": ". media worker",
         "service_composition.py": ". files http/chat_answers.py media orchestration worker",
-        "composition.py": ". http/api.py network orchestration service_composition.py",
+        "composition.py": (
+            ". http/api.py http/guard http/requests http/server_state.py network orchestration "
+            "service_composition.py"
+        ),
         "local": (
             ". composition.py http http/answers http/chat_answers.py http/http_server.py http/requests media "
             "observability orchestration service_composition.py worker"
