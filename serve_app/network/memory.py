@@ -17,6 +17,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class PoolFiles:
     def __init__(self, fleet_id: str) -> None:
         self._name = f"{_PREFIX}{fleet_id}"
         self._held: dict[Path, HeldFolder] = {}
+        self._holding = threading.Lock()  # a folder held twice would never be released
         self._pools: dict[Path, int] = {}  # descriptors of this process's pools, by name
 
     def hold(self) -> None:
@@ -142,8 +144,9 @@ class PoolFiles:
     def _folder(self, parent: Path) -> Path:
         """Returns the fleet's folder there, held."""
         path = parent / self._name
-        if path not in self._held:
-            self._held[path] = HeldFolder(path)
+        with self._holding:
+            if path not in self._held:
+                self._held[path] = HeldFolder(path)
         return path
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from epd.serve_app.held_folder import HeldFolder
 from epd.serve_app.network.memory import PoolFiles
 
 
@@ -15,8 +16,15 @@ def write_whole(path: Path) -> None:
     path.write_bytes(b"whole")
 
 
+def slowly_held(path: Path) -> HeldFolder:
+    """All threads ask for a folder while the first of them gets it."""
+    time.sleep(0.05)
+    return HeldFolder(path)
+
+
 def test_a_shared_file_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epd.serve_app.network.memory._MEMORY_FOLDER", tmp_path)
+    monkeypatch.setattr("epd.serve_app.network.memory.HeldFolder", slowly_held)
     files = PoolFiles("shared-test")
     written: list[Path] = []
 
