@@ -11,13 +11,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from epd.encoders import embedded, internvl_chat
+from epd.encoders import embedded, internvl_chat, qwen_omni
 from epd.encoders.quantization import read_quantization
 from epd.errors import ModelError
 from epd.models.folder import check_folder
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 
 _DEFAULT, _TOOL_USE = "default", "tool_use"
+# Layouts that are read as those of another `model_type`.
+_READ_AS = {internvl_chat.AUTHORS: internvl_chat.OURS, qwen_omni.AUTHORS: qwen_omni.OURS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def read_model_type(path: Path) -> str:
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(model_type, str):
         raise ModelError(f"'{config_path}' names no model_type; it should be a transformers configuration")
-    return internvl_chat.OURS if model_type == internvl_chat.AUTHORS else model_type
+    return _READ_AS.get(model_type, model_type)
 
 
 def read_config(path: Path) -> Any:

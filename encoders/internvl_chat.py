@@ -68,7 +68,7 @@ _IN_LAYER = (
 
 def is_authors_layout(path: Path) -> bool:
     """Reports whether a folder's config.json is one of InternVL's authors."""
-    return _read(path / "config.json").get("model_type") == AUTHORS
+    return read_json(path / "config.json").get("model_type") == AUTHORS
 
 
 def names_of_parts(stored: str) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ def settings_of(path: Path) -> dict[str, Any]:
 
     Raises UnsupportedModelError for what transformers' model does not compute.
     """
-    config = _read(path / "config.json")
+    config = read_json(path / "config.json")
     vision, text = config["vision_config"], config["llm_config"]
     side = config.get("force_image_size") or vision["image_size"]
     for name, value, allowed in (
@@ -127,7 +127,7 @@ def settings_of(path: Path) -> dict[str, Any]:
 
 def processor_files(path: Path) -> dict[str, str]:
     """Returns the processor's files as transformers wants them, by their names."""
-    config, settings = _read(path / "config.json"), settings_of(path)
+    config, settings = read_json(path / "config.json"), settings_of(path)
     side = settings["vision_config"]["image_size"][0]
     sized = {**_IMAGENET, "size": {"height": side, "width": side}, "resample": 3}
     image = {
@@ -136,7 +136,7 @@ def processor_files(path: Path) -> dict[str, str]:
         "min_patches": config.get("min_dynamic_patch", 1),
         "max_patches": config.get("max_dynamic_patch", 12),
     }
-    tokenizer = _read(path / "tokenizer_config.json")
+    tokenizer = read_json(path / "tokenizer_config.json")
     tokenizer.pop("chat_template", None)
     files = {
         "preprocessor_config.json": sized | image,
@@ -154,7 +154,7 @@ def processor_files(path: Path) -> dict[str, str]:
 def _context_id(path: Path) -> int:
     """Returns the token that stands for an embedding. Raises ModelError where no file names it."""
     for name in ("tokenizer.json", "added_tokens.json", "tokenizer_config.json"):
-        found = _read(path / name)
+        found = read_json(path / name)
         entries = found.get("added_tokens") or ()
         named = {each["content"]: each["id"] for each in entries} | (
             found if name == "added_tokens.json" else {}
@@ -166,7 +166,8 @@ def _context_id(path: Path) -> int:
     raise ModelError(f"the tokenizer at '{path}' has no {_CONTEXT}; get its files again")
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Reads an object; an empty one where there is no file. Raises ModelError for a broken file."""
     if not file.is_file():
         return {}
     try:

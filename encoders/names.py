@@ -14,13 +14,15 @@ WeightSet = Literal["encode", "language", "whole"]
 _LANGUAGE_PARTS = ("language_model", "text_model", "embed_tokens", "layers", "norm", "rotary_emb")
 # Published files keep the names of the releases that wrote them: (there, here).
 _RENAMES = (
+    (re.compile(r"^thinker\."), ""),
     (re.compile(r"^language_model\.model\."), "model.language_model."),
     (re.compile(r"^language_model\.lm_head\."), "lm_head."),
     (re.compile(r"^(?=(visual|vision_tower|audio_tower|multi_modal_projector|image_newline)\b)"), "model."),
     (re.compile(r"^model\.(?=(embed_tokens|layers|norm)\.)"), "model.language_model."),
 )
-# An expert that lies in the files by itself.
+# An expert that lies in the files by itself, and queries, keys or values of a tower that do.
 _SINGLE_EXPERT = re.compile(r"^(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+_SINGLE_THIRD = re.compile(r"^(.*\bvisual\.blocks\.\d+\.attn)\.([qkv])\.(weight|bias)$")
 _NESTED, _FLAT = "vision_tower.vision_model.", "vision_tower."
 
 
@@ -37,35 +39,40 @@ def _is_of_encoder(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertPart:
-    """Names a tensor of one expert.
+class JointPart:
+    """Names a stored tensor that is a part of one of the model.
 
-    joint: the tensor of all experts that it is a part of, by the names of the files.
+    joint: the tensor that it is a part of, by the names of the files.
+    expert: whose it is, None for the third of a tower's queries, keys and values.
+    place, num_places: which of as many equal runs of rows, of the expert or of all.
     """
 
     joint: str
-    expert: int
-    part: Literal["gate", "up", "down"]
+    expert: int | None
+    place: int
+    num_places: int
 
 
-def expert_part(stored: str) -> ExpertPart | None:
-    """Reads the name of a stored tensor; None if it is not that of a single expert."""
-    found = _SINGLE_EXPERT.match(stored)
-    if found is None:
+def joint_part(stored: str) -> JointPart | None:
+    """Reads the name of a stored tensor; None if it is a whole tensor of the model."""
+    expert, third = _SINGLE_EXPERT.match(stored), _SINGLE_THIRD.match(stored)
+    if third is not None:
+        return JointPart(f"{third[1]}.qkv.{third[3]}", None, "qkv".index(third[2]), 3)
+    if expert is None:
         return None
-    start, expert, part = found.groups()
-    joint = "down_proj" if part == "down" else "gate_up_proj"
-    return ExpertPart(f"{start}.{joint}", int(expert), part)  # type: ignore[arg-type] # one of the three
+    if expert[3] == "down":
+        return JointPart(f"{expert[1]}.down_proj", int(expert[2]), 0, 1)
+    return JointPart(f"{expert[1]}.gate_up_proj", int(expert[2]), ("gate", "up").index(expert[3]), 2)
 
 
 def name_in_model(stored: str, known: Collection[str]) -> str | None:
     """Returns the model's name of a stored tensor, one of `known`; None if the model has no place for it.
 
-    For a single expert, returns the name of the tensor that it is a part of.
+    For a part, returns the name of the tensor that it is a part of.
     """
     if stored in known:
         return stored
-    part = expert_part(stored)
+    part = joint_part(stored)
     renamed = stored if part is None else part.joint
     for pattern, replacement in _RENAMES:
         renamed = pattern.sub(replacement, renamed, count=1)

@@ -24,7 +24,7 @@ from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.initialization import no_init_weights
 from transformers.vision_utils import get_vision_window_index
 
-from epd.encoders import internvl_chat
+from epd.encoders import internvl_chat, qwen_omni
 from epd.errors import ModelError
 
 __all__ = [
@@ -34,16 +34,20 @@ __all__ = [
     "read_config",
     "read_generation_config",
     "read_processor",
+    "reference_class",
     "renaming",
 ]
 
 logger = logging.getLogger(__name__)
+_MODELS: Any = transformers.AutoModelForMultimodalLM
 
 
 def read_config(path: Path) -> Any:
     """Reads a folder's config.json. Raises OSError, and what transformers does."""
     if internvl_chat.is_authors_layout(path):
         return transformers.InternVLConfig.from_dict(internvl_chat.settings_of(path))
+    if qwen_omni.is_authors_layout(path):
+        return transformers.Qwen2_5_VLConfig.from_dict(qwen_omni.settings_of(path))
     return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
 
 
@@ -59,9 +63,12 @@ def read_processor(path: Path) -> Any:
     """Reads a folder's processor. Raises as `read_config`, and as `with_processor_files`."""
     with with_processor_files(path, read_config) as folder:
         try:
-            return transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
+            processor = transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
         except ImportError:  # the processor class wants a package; its parts do not
             return _processor_parts(folder)
+    if type(processor).__name__ == qwen_omni.PROCESSOR:
+        processor.video_processor.size = dict(qwen_omni.VIDEO_SIZE)
+    return processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +92,14 @@ def _processor_parts(path: Path) -> ProcessorParts:
 def create_model(config: Any, dtype: torch.dtype) -> nn.Module:
     """Creates the model of a configuration, with sdpa attention. Its weights are not initialised."""
     with no_init_weights():
-        model: nn.Module = transformers.AutoModelForMultimodalLM.from_config(
-            config, dtype=dtype, attn_implementation="sdpa"
-        )
+        model: nn.Module = _MODELS.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return model
+
+
+def reference_class(path: Path) -> Any:
+    """Returns transformers' class of a folder's whole model; of a thinker for one with other parts."""
+    is_omni = qwen_omni.is_authors_layout(path)
+    return transformers.Qwen2_5OmniThinkerForConditionalGeneration if is_omni else _MODELS
 
 
 def renaming(model: Any, known: Mapping[str, Tensor]) -> Callable[[str], str]:

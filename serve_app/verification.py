@@ -23,6 +23,7 @@ from torch import Tensor
 from epd import video
 from epd.encoders import Adapter, FrameSampling, MediaPlan, PromptPlan, concatenated, load_adapter
 from epd.encoders.batch import FrameEncoder
+from epd.encoders.checkpoint import published
 from epd.encoders.device import device_of, to_host
 from epd.encoders.sampling import shown_metadata
 from epd.engine_config import EngineConfig
@@ -145,8 +146,10 @@ class Comparison:
         self._model: Any = load_role(folder, "whole", placement).model
         self._encoder = FrameEncoder(self._adapter, self._adapter.vision_tower(self._model))
         self._processor = transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
-        self._theirs: Any = transformers.AutoModelForMultimodalLM.from_pretrained(
-            folder, dtype=placement.dtype, attn_implementation="sdpa", local_files_only=True
+        self._theirs: Any = (
+            published()
+            .reference_class(folder)
+            .from_pretrained(folder, dtype=placement.dtype, attn_implementation="sdpa", local_files_only=True)
         )
         self._theirs.to(placement.device).eval()
         self._tolerance = TOLERANCES[placement.dtype]
@@ -236,9 +239,12 @@ class Comparison:
         ours = torch.from_numpy(prompt.positions)[:, None].to(inputs["input_ids"].device)
         names = ("input_ids", "mm_token_type_ids", "attention_mask", "second_per_grid_ts")
         given = {name: value for name, value in inputs.items() if name in names or name.endswith("grid_thw")}
+        if "video_second_per_grid" in inputs:  # as Qwen2.5-Omni names it
+            given["second_per_grids"] = inputs["video_second_per_grid"]
         theirs = base.get_rope_index(**given)[0] if len(prompt.media) else ours
         delta = torch.tensor([[prompt.next_position - len(prompt)]], device=ours.device)
-        vars(base)["get_rope_index"] = lambda *_args, **_more: (ours, delta)
+        for owner in (base, self._theirs):  # `generate` of Qwen2.5-Omni asks the whole model
+            vars(owner)["get_rope_index"] = lambda *_args, **_more: (ours, delta)
         return not torch.equal(theirs.to(ours), ours)
 
     def _before_media(self, answer: Int64Array) -> Int64Array:

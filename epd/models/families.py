@@ -78,7 +78,7 @@ _ALL = (
     _videos("minicpmv4_7", "MiniCPM-V 4.7", 1),
     _images("mistral3", "Mistral Small 3.1"),
     _images("paddleocr_vl", "PaddleOCR-VL"),
-    _native("qwen2_5_vl", "Qwen2.5-VL", 2),
+    _native("qwen2_5_vl", "Qwen2.5-VL, Qwen2.5-Omni", 2),
     Family("qwen2_audio", "Qwen2-Audio", "native", ("audio",)),
     _videos("qwen2_vl", "Qwen2-VL", 2),
     _native("qwen3_5", "Qwen3.5", 2),

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from epd.encoders.checkpoint import published, read_config
 from epd.encoders.embedded import PlainConfig
 from epd.encoders.families.qwen3_vl_modules import Qwen3VLModules
-from epd.encoders.names import ExpertPart, WeightSet, expert_part, is_wanted, name_in_model
+from epd.encoders.names import JointPart, WeightSet, is_wanted, joint_part, name_in_model
 from epd.encoders.quantization import read_quantization
 from epd.errors import ModelError
 from epd.host_memory import map_large_tensors
@@ -72,21 +72,23 @@ def in_layout(tensor: Tensor, wanted: torch.Size, name: str) -> Tensor:
     raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the model wants {tuple(wanted)}")
 
 
-def check_experts(stored: Iterable[tuple[str, str]], known: Mapping[str, Tensor]) -> None:
-    """Checks that of experts stored one by one all are there, before memory is taken for them.
+def check_parts(stored: Iterable[tuple[str, str]], known: Mapping[str, Tensor]) -> None:
+    """Checks that of tensors stored in parts all are there, before memory is taken for them.
 
     stored: names of tensors in the files, and in the model. known: the model's tensors.
     Raises ValueError for those of which some are missing.
     """
-    counts = Counter(name for each, name in stored if expert_part(each) is not None)
-    for name, count in counts.items():
-        wanted = len(known[name]) * (2 if name.endswith("gate_up_proj") else 1)
+    found = ((name, joint_part(each)) for each, name in stored)
+    counts = Counter((name, part.num_places, part.expert is None) for name, part in found if part is not None)
+    for (name, num_places, is_all), count in counts.items():
+        wanted = num_places * (1 if is_all else len(known[name]))
         if count != wanted:
-            raise ValueError(f"{wanted - count} experts of {name} are missing; get all of the files")
+            what = "parts" if is_all else "experts"
+            raise ValueError(f"{wanted - count} {what} of {name} are missing; get all of the files")
 
 
-def put_expert(model: nn.Module, name: str, part: ExpertPart, tensor: Tensor) -> None:
-    """Copies one expert's tensor to its rows of the parameter `name`, which gets memory with the first.
+def put_part(model: nn.Module, name: str, part: JointPart, tensor: Tensor) -> None:
+    """Copies a stored tensor to its rows of the parameter `name`, which gets memory with the first.
 
     Raises ValueError if it does not fit.
     """
@@ -100,15 +102,16 @@ def put_expert(model: nn.Module, name: str, part: ExpertPart, tensor: Tensor) ->
     rows = _rows_of(place, part)
     if rows.shape != tensor.shape:
         shapes = f"{tuple(tensor.shape)}, the model wants {tuple(rows.shape)}"
-        raise ValueError(f"expert {part.expert} of {name} has shape {shapes}")
+        what = f"part {part.place}" if part.expert is None else f"expert {part.expert}"
+        raise ValueError(f"{what} of {name} has shape {shapes}")
     with torch.no_grad():
         rows.copy_(tensor)
 
 
-def _rows_of(place: Tensor, part: ExpertPart) -> Tensor:
-    rows = place[part.expert : part.expert + 1].flatten(0, 1)
-    half = len(rows) // 2
-    return {"gate": rows[:half], "up": rows[half:], "down": rows}[part.part]
+def _rows_of(place: Tensor, part: JointPart) -> Tensor:
+    rows = place if part.expert is None else place[part.expert : part.expert + 1].flatten(0, 1)
+    length = len(rows) // part.num_places
+    return rows[part.place * length : (part.place + 1) * length]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +220,7 @@ def _fill(
     if is_copied:
         check_room(path, _bytes_by_role(places, placement.dtype), placement)
     num_bytes, num_read = sum(each.num_bytes for each in places), 0
-    check_experts(((each.name, name) for each, name in places.items()), known)
+    check_parts(((each.name, name) for each, name in places.items()), known)
     _check_complete(model, places.values())
     merged = MergedMemory(known)
     for each, tensor in _read_merged_first(places) if is_copied else mapped_tensors(places):
@@ -306,11 +309,11 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 def _put(model: nn.Module, stored: str, name: str, tensor: Tensor) -> None:
     """Puts a tensor in its place, or in its part of one. stored: its name in the files, name: the place's."""
-    part = expert_part(stored)
+    part = joint_part(stored)
     if part is None:
         _assign(model, name, tensor)
     else:
-        put_expert(model, name, part, tensor)
+        put_part(model, name, part, tensor)
 
 
 def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from epd.encoders.names import ExpertPart, expert_part
+from epd.encoders.names import JointPart, joint_part
 from epd.errors import ModelError
 from epd.stages.decoder.rank_cut import cut_model
 from epd.stages.loading.weights import in_layout, load_role
@@ -89,9 +89,9 @@ def test_an_expert_of_another_size_is_an_error(checkpoint: Path) -> None:
 def test_names_of_single_experts_are_read() -> None:
     name = "model.language_model.layers.47.mlp.experts.127.down_proj.weight"
     joint = "model.language_model.layers.47.mlp.experts.down_proj"
-    assert expert_part(name) == ExpertPart(joint, 127, "down")
-    assert expert_part(joint) is None
-    assert expert_part("model.layers.0.mlp.gate_proj.weight") is None
+    assert joint_part(name) == JointPart(joint, 127, 0, 1)
+    assert joint_part(joint) is None
+    assert joint_part("model.layers.0.mlp.gate_proj.weight") is None
 
 
 def test_only_experts_may_lie_the_other_way_round() -> None:
