@@ -54,7 +54,9 @@ def _said(curve: Curve, verdict: Verdict | None) -> str:
     """Returns the verdict for people; of a curve that lacks a rate, only that."""
     if not curve.is_whole:
         return "incomplete"
-    return f"{verdict.word}: {verdict.ratio:.2f} x {verdict.plain}" if verdict else ""
+    if verdict is None:
+        return ""
+    return f"{verdict.word}: {verdict.ratio:.2f} ({verdict.low:.2f}-{verdict.high:.2f}) x {verdict.plain}"
 
 
 def _goodput(curve: Curve) -> str:
