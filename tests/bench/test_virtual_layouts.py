@@ -70,7 +70,7 @@ def _values(outcomes: Sequence[Outcome], name: str) -> list[float]:
 
 
 def test_the_same_rounds_are_asked_for_their_first_tokens_alone() -> None:
-    """Long videos: 3 s and 40 ms a token are asked for, then 1.5 s alone. Replicas answer soon and unsteadily."""
+    """3 s and 40 ms a token are asked for, then 1.5 s alone. Replicas answer soon and unsteadily."""
     (traffic,) = asked(3).question.traffic
     soon, steady = Outcome("video", 1.0, 0.08), Outcome("video", 2.0, 0.02)
     told = {"3x1epd": soon, "3x1epd+chunk=512": soon, "1e1p1d": steady, "1e2pd": soon, "2ep1d": steady}
