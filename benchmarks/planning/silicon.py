@@ -112,8 +112,8 @@ def served_rows(profile: Profile, published: Sequence[Mapping[str, str]]) -> Ite
         ):
             measured_s = float(each[f"silicon_{name}_ms"]) / 1000
             row |= {
-                f"{name.upper()} ms": f"{1000 * measured_s:.4g}",
-                f"simulated {name.upper()}": f"{1000 * found_s:.4g}",
+                f"{name.upper()} ms": f"{1000 * measured_s:.1f}",
+                f"simulated {name.upper()}": f"{1000 * found_s:.1f}",
                 f"{name.upper()} error": f"{found_s / measured_s - 1:+.0%}",
             }
         yield row

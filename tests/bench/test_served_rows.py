@@ -45,7 +45,7 @@ def test_rows_of_other_types_models_and_forms_are_left_out(tmp_path: Path) -> No
     (tmp_path / "silicon_sample.csv").write_text("\n".join(lines), encoding="utf-8")
     (row,) = served_rows(PROFILE, published_rows(tmp_path))
     ttft_s, tpot_s = served(PROFILE, 2, 2, 64, 4)
-    assert row["TTFT ms"] == "100"
+    assert row["TTFT ms"] == "100.0"
     assert row["TTFT error"] == f"{ttft_s / 0.1 - 1:+.0%}"
     assert row["TPOT error"] == f"{tpot_s / 0.005 - 1:+.0%}"
     told = {(each["devices"], each["of"]): each["median %"] for each in served_error_rows([row])}
