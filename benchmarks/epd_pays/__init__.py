@@ -1,1 +1,1 @@
-"""Whether splitting pays at equal devices: `python -m benchmarks.epd_pays`."""
+"""Whether splitting pays beside plain replicas: `python -m benchmarks.epd_pays.replicas`."""

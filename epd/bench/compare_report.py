@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -54,7 +55,9 @@ def _said(curve: Curve, verdict: Verdict | None) -> str:
     """Returns the verdict for people; of a curve that lacks a rate, only that."""
     if not curve.is_whole:
         return "incomplete"
-    return f"{verdict.word}: {verdict.ratio:.2f} x {verdict.plain}" if verdict else ""
+    if verdict is None:
+        return ""
+    return f"{verdict.word}: {verdict.ratio:.2f} ({verdict.low:.2f}-{verdict.high:.2f}) x {verdict.plain}"
 
 
 def _goodput(curve: Curve) -> str:
@@ -109,25 +112,40 @@ def _percentiles(outcomes: Sequence[Outcome], name: str, factor: float) -> str:
     return "" if found is None else f"{factor * found.p50_s:.3g} / {factor * found.p90_s:.3g}"
 
 
-def errors_of(found: Comparison, traffics: Sequence[Traffic] | None = None) -> list[float]:
-    """Returns the simulator's relative errors of median TTFT and TPOT, by traffic, layout and rate.
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Holds the median of a figure at one rate, measured and simulated. name: TTFT or TPOT"""
 
-    traffics: None for all
-    """
-    return [error for traffic in traffics or found.question.traffic for error in _errors(found, traffic)]
+    traffic: str
+    layout: str
+    rate: float
+    name: str
+    measured_s: float
+    simulated_s: float
+
+    @property
+    def error(self) -> float:
+        return self.simulated_s / self.measured_s - 1
 
 
-def _errors(found: Comparison, traffic: Traffic) -> Iterator[float]:
-    pairs = zip(found.curves(traffic), found.curves(traffic, is_simulated=True), strict=True)
-    for curve, simulated in pairs:
-        for rate in set(curve.rates) & set(simulated.rates):
+def pairs_of(found: Comparison, traffic: Traffic) -> Iterator[Pair]:
+    """Yields the medians of TTFT and TPOT by layout and rate."""
+    curves = zip(found.curves(traffic), found.curves(traffic, is_simulated=True), strict=True)
+    for curve, simulated in curves:
+        for rate in sorted(set(curve.rates) & set(simulated.rates)):
             for name in ("ttft_s", "tpot_s"):
                 ours, theirs = (
                     Latency.of(getattr(each, name) for one in of.at(rate) for each in one.outcomes)
                     for of in (curve, simulated)
                 )
                 if ours is not None and theirs is not None and ours.p50_s > 0:
-                    yield abs(theirs.p50_s / ours.p50_s - 1)
+                    yield Pair(traffic.name, curve.layout, rate, name[:4].upper(), ours.p50_s, theirs.p50_s)
+
+
+def errors_of(found: Comparison, traffics: Sequence[Traffic] | None = None) -> list[float]:
+    """Returns the relative errors of `pairs_of`, without signs. traffics: None for all"""
+    asked = traffics or found.question.traffic
+    return [abs(pair.error) for traffic in asked for pair in pairs_of(found, traffic)]
 
 
 def p90_of(errors: Sequence[float]) -> float:

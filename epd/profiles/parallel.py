@@ -34,12 +34,14 @@ class ShardedModel:
 
     link_bytes_per_s: that an all-reduce reaches
     reduce_s: of one all-reduce beside its bytes
+    shares_fixed: whether the fixed part of a cost is of kernels, which are shared out too, not of launches
     """
 
     language: ParallelStack
     bytes_per_value: int
     link_bytes_per_s: float
     reduce_s: float
+    shares_fixed: bool = False
 
     def allows(self, roles: AbstractSet[Stage], degree: int) -> bool:
         """Returns whether a worker can have so many devices: its language model's heads divide by them.
@@ -55,11 +57,12 @@ class ShardedModel:
         stack = self.language
         cost, num_reduces = table.cost, _REDUCES_PER_LAYER * stack.num_layers
         bytes_per_unit = stack.hidden * self.bytes_per_value * 2 * (degree - 1) / degree
+        fixed_s = cost.fixed_s / degree if self.shares_fixed else cost.fixed_s
         return replace(
             table,
             cost=replace(
                 cost.times(1 / degree),
-                fixed_s=cost.fixed_s + num_reduces * self.reduce_s,
+                fixed_s=fixed_s + num_reduces * self.reduce_s,
                 per_unit_s=cost.per_unit_s / degree + num_reduces * bytes_per_unit / self.link_bytes_per_s,
             ),
         )

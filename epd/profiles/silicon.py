@@ -323,7 +323,8 @@ def silicon_profile(silicon: Silicon, device: str, model: str) -> Profile:
     )
     called = replace(encode.cost, fixed_s=encode.cost.fixed_s + base.encode.cost.fixed_s)
     encode = replace(encode, cost=called, valid_items=base.encode.valid_items)
-    return replace(base, encode=encode, prefill=prefill, decode=decode, assumptions=told)
+    parallel = None if base.parallel is None else replace(base.parallel, shares_fixed=True)
+    return replace(base, encode=encode, prefill=prefill, decode=decode, assumptions=told, parallel=parallel)
 
 
 _Point = tuple[float, float, float]

@@ -236,15 +236,21 @@ class Curve:
         return fmean(each.attained(self.traffic.slo) for each in self.at(rate))
 
     @property
-    def goodputs(self) -> list[float]:
-        """Returns the goodput of each round that has every rate; by all rounds together if none has."""
-        found = []
+    def by_index(self) -> dict[int, float]:
+        """Returns the goodput of each round that has every rate."""
+        found = {}
         for index in sorted({each.index for each in self.rounds}):
             own = {each.rate: each for each in self.rounds if each.index == index}
             if sorted(own) == self.rates:
                 points = [(rate, own[rate].attained(self.traffic.slo)) for rate in self.rates]
-                found.append(goodput(points, self.attainment))
-        return found or [goodput([(rate, self.attained(rate)) for rate in self.rates], self.attainment)]
+                found[index] = goodput(points, self.attainment)
+        return found
+
+    @property
+    def goodputs(self) -> list[float]:
+        """Returns the goodput of each round that has every rate; by all rounds together if none has."""
+        pooled = [(rate, self.attained(rate)) for rate in self.rates]
+        return list(self.by_index.values()) or [goodput(pooled, self.attainment)]
 
     @property
     def goodput(self) -> float | None:
@@ -258,8 +264,7 @@ class Curve:
     @property
     def keeps_all(self) -> bool:
         """Returns whether even the highest rate is kept: then the goodput is at least that."""
-        last = max(self.traffic.rates)
-        return last in self.rates and self.attained(last) >= self.attainment
+        return (self.goodput or 0.0) >= max(self.traffic.rates)
 
     @property
     def is_whole(self) -> bool:
@@ -297,12 +302,15 @@ class Verdict:
     """Says how a layout does beside the best plain one: its median goodput over theirs.
 
     word: "wins" or "loses" if all rounds agree, else "equal"
+    low, high: the least and the greatest ratio of a round, whose requests both had; `ratio` without such
     """
 
     layout: str
     plain: str
     ratio: float
     word: str
+    low: float
+    high: float
 
 
 def verdicts(curves: Sequence[Curve], layouts: Sequence[Layout]) -> list[Verdict]:
@@ -318,7 +326,9 @@ def verdicts(curves: Sequence[Curve], layouts: Sequence[Layout]) -> list[Verdict
             (low, high), (base_low, base_high) = each.spread, base.spread
             word = "wins" if low > base_high else "loses" if high < base_low else "equal"
             ratio = (each.goodput or 0.0) / (base.goodput or 1.0)
-            found.append(Verdict(each.layout, base.layout, ratio, word))
+            pairs = ((each.by_index.get(index), value) for index, value in base.by_index.items() if value)
+            ratios = [ours / theirs for ours, theirs in pairs if ours is not None] or [ratio]
+            found.append(Verdict(each.layout, base.layout, ratio, word, min(ratios), max(ratios)))
     return found
 
 

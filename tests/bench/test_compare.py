@@ -141,6 +141,22 @@ def test_losses_are_said_as_wins_are() -> None:
     assert rows["1e1pd"]["per 1000"] == f"{1000 * 1.8 * 2 / (3600 * 2.0):.3g}"
 
 
+def test_a_ratio_has_the_range_of_rounds_with_equal_requests() -> None:
+    """Plain replicas attain .5 and .6 at 2/s, so goodput of 1.2 and 1.25, beside 2.0 and 2.0."""
+    rows = {each["layout"]: each for each in goodput_rows(filled(two_rounds(), TOLD))}
+    assert rows["2x1epd"]["spread"] == "1.20-1.25"
+    assert rows["1e1pd"]["verdict"] == "wins: 1.63 (1.60-1.67) x 2x1epd"
+    alone = {**TOLD, "2x1epd": {1.0: [1.0], 2.0: [0.5]}, "1e1pd": {1.0: [1.0, 1.0], 2.0: [0.7, 1.0]}}
+    rows = {each["layout"]: each for each in goodput_rows(filled(two_rounds(), alone))}
+    assert rows["1e1pd"]["verdict"].endswith("(1.11-1.11) x 2x1epd")  # the second round has no other
+
+
+def test_a_goodput_is_at_least_the_highest_rate_only_if_the_median_round_keeps_it() -> None:
+    told = {**TOLD, "1e1pd": {1.0: [1.0, 1.0], 2.0: [1.0, 0.8]}}  # 0.9 of all, and 2.0 and 1.5 by round
+    rows = {each["layout"]: each for each in goodput_rows(filled(two_rounds(), told))}
+    assert (rows["1e1pd"]["goodput"], rows["1e1pd"]["spread"]) == ("1.75", "1.50-2.00")
+
+
 def test_rounds_that_disagree_make_no_winner() -> None:
     told = {**TOLD, "1e1pd": {1.0: [1.0, 1.0], 2.0: [1.0, 0.5]}}
     rows = {each["layout"]: each for each in goodput_rows(filled(two_rounds(), told))}

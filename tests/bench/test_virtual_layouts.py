@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.epd_pays.replicas import TRAFFIC, error_rows, question, rounds_of
+from benchmarks.epd_pays.replicas import (
+    TRAFFIC,
+    error_rows,
+    first_tokens,
+    objective_rows,
+    question,
+    rounds_of,
+)
 from epd.bench.compare import Case, Comparison
 from epd.serve_app.cli.compare import simulated
 from epd.workload.comparison import Layout, Outcome, Round
@@ -60,3 +67,21 @@ def test_the_simulator_says_how_long_the_application_takes(layout: str, tmp_path
 
 def _values(outcomes: Sequence[Outcome], name: str) -> list[float]:
     return [getattr(each, name) for each in outcomes]
+
+
+def test_the_same_rounds_are_asked_for_their_first_tokens_alone() -> None:
+    """3 s and 40 ms a token are asked for, then 1.5 s alone. Replicas answer soon and unsteadily."""
+    (traffic,) = asked(3).question.traffic
+    soon, steady = Outcome("video", 1.0, 0.08), Outcome("video", 2.0, 0.02)
+    told = {"3x1epd": soon, "3x1epd+chunk=512": soon, "1e1p1d": steady, "1e2pd": soon, "2ep1d": steady}
+    rounds = [
+        Round(traffic.name, layout, rate, 0, (one,)) for layout, one in told.items() for rate in traffic.rates
+    ]
+    both, first = objective_rows(Comparison(question((traffic,), 1), rounds))
+    assert (both["TTFT s"], both["TPOT ms"], first["TTFT s"], first["TPOT ms"]) == (3.0, "40", 1.5, "any")
+    assert [both[f"splits that {word}"] for word in ("win", "lose")] == [2, 0]
+    assert [first[f"splits that {word}"] for word in ("win", "lose")] == [0, 2]
+    assert both["equal"] == first["equal"] == 1
+    assert first_tokens(Comparison(question((traffic,), 1), rounds)).rounds.keys() == {
+        each.key for each in rounds
+    }

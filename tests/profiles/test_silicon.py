@@ -11,7 +11,7 @@ import pytest
 
 from epd.errors import RequestError
 from epd.profiles.catalogue import model_named
-from epd.profiles.files import load_profile
+from epd.profiles.files import dump_profile, load_profile, parse_profile
 from epd.profiles.silicon import Grid, Silicon, load_silicon, silicon_profile
 from epd.serve_app.cli.program import app
 
@@ -117,6 +117,18 @@ def test_a_profile_is_the_sum_of_its_kernels(silicon: Silicon) -> None:
     assert "gemm 0.10.0" in found.assumptions[0]  # the newest, not by letters
     assert found.memory.device_bytes == 80 * 10**9
     assert found.media == load_profile("qwen2.5-vl-7b@h100").media
+
+
+def test_several_devices_share_the_weights_of_a_fitted_pass_too(tmp_path: Path) -> None:
+    """A matrix takes as long for any number of rows, as where weights are read: two devices take half."""
+    folder = tables(tmp_path)
+    rows = [{**each, "latency": 1e-9 * each["n"] * each["k"]} for each in gemm()]
+    write(folder / "systems" / "data" / "h100_sxm" / "gemm" / "vllm" / "0.10.0" / "gemm_perf.txt", rows)
+    one = silicon_profile(load_silicon(folder, "h100"), "h100", "qwen2.5-vl-7b")
+    step_s, shared_s = (each.decode.cost.seconds(1, 1) for each in (one, one.on(2)))
+    assert step_s == pytest.approx(one.decode.cost.fixed_s, rel=0.01)
+    assert shared_s == pytest.approx(step_s / 2 + 56 * 15e-6, rel=0.05)
+    assert parse_profile(dump_profile(one)).on(2) == one.on(2)
 
 
 def test_parquet_and_text_give_the_same(silicon: Silicon, tmp_path: Path) -> None:
