@@ -264,6 +264,12 @@ class PromptPlan:
         return self.reduction.policy.key if self.reduction else ""
 
     @property
+    def tower_shares(self) -> tuple[float | None, ...]:
+        """Returns `ReductionPolicy.tower_share` of each item that is reduced."""
+        share = self.reduction.policy.tower_share if self.reduction else None
+        return tuple(share if item.windows else None for item in self.media)
+
+    @property
     def num_visual_tokens_before(self) -> int:
         """Counts the visual tokens that there would be without reduction."""
         return sum(item.plan.num_tokens for item in self.media)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from epd.encoders.adapter import Adapter, Embeddings, MediaPlan, PatchRun, concatenated
+from epd.encoders.adapter import Adapter, Embeddings, MediaPlan, PatchRun, TowerMerger, concatenated
 from epd.encoders.device import device_of, to_device, to_host
+from epd.errors import RequestError, UnsupportedModelError
 from epd.reduction import TowerMerge, check_tolerance
 
 
@@ -96,7 +98,7 @@ class FrameEncoder:
     num_skipped: units so far that were not encoded.
     skip_static: the tolerance within which a unit of a video looks like the one before it, and is not
     encoded; None to encode all. See `epd.encoders.batch`.
-    merge: how many tokens later layers of the tower compute; None for all.
+    merge: how many tokens later layers of the tower compute; None for as many as requests ask for.
     max_patches: in one call of the tower; None for any number. See `unit_pieces`.
     """
 
@@ -114,7 +116,8 @@ class FrameEncoder:
         self.family = family
         self._device = device_of(tower)
         self._tower = tower
-        self._merger = None if merge is None else family.tower_merger(tower, merge)
+        self._merge = merge
+        self._merger = None if merge is None or merge.share == 1 else family.tower_merger(tower, merge)
         self._skip_static = skip_static
         self.max_patches = max_patches
 
@@ -127,23 +130,34 @@ class FrameEncoder:
         """Prepares frames, uint8 [N, h, w, 3] on the host, for the tower. plan: of their units alone."""
         return PatchRun(plan.kind, self.family.preprocess(frames, plan, self._device), plan.grid)
 
-    def encode(self, runs: Sequence[PatchRun]) -> list[Embeddings]:
+    def encode(self, runs: Sequence[PatchRun], tower_share: float | None = None) -> list[Embeddings]:
         """Encodes several runs of equal grid height and width: in one call of the tower, if it takes so many.
 
         Else each run by itself, in pieces of whole units, so that what the tower holds stays bounded.
+        tower_share: of tokens, that later layers are asked to compute; None for all. A tower that cannot
+        merge, or has a share of its own, leaves it.
         """
-        embeddings, num_skipped = encode_moving(self._encode_batch, runs, self._skip_static)
+        encode_batch = partial(self._encode_batch, self._merger_of(tower_share))
+        embeddings, num_skipped = encode_moving(encode_batch, runs, self._skip_static)
         self.num_skipped += num_skipped
         return embeddings
 
-    def _encode_batch(self, runs: Sequence[PatchRun]) -> list[Embeddings]:
-        if self.max_patches is None or sum(run.grid.num_patches for run in runs) <= self.max_patches:
-            return self._call(runs)
-        limit = self.max_patches
-        return [concatenated([self._call([piece])[0] for piece in unit_pieces(run, limit)]) for run in runs]
+    def _merger_of(self, tower_share: float | None) -> TowerMerger | None:
+        if self._merge is not None or tower_share is None:
+            return self._merger
+        try:
+            return self.family.tower_merger(self._tower, TowerMerge(tower_share))
+        except (UnsupportedModelError, RequestError):  # a family that cannot, or a tower of one layer
+            return None
 
-    def _call(self, runs: Sequence[PatchRun]) -> list[Embeddings]:
-        with nullcontext() if self._merger is None else self._merger.during(runs):
+    def _encode_batch(self, merger: TowerMerger | None, runs: Sequence[PatchRun]) -> list[Embeddings]:
+        if self.max_patches is None or sum(run.grid.num_patches for run in runs) <= self.max_patches:
+            return self._call(merger, runs)
+        pieces = [unit_pieces(run, self.max_patches) for run in runs]
+        return [concatenated([self._call(merger, [piece])[0] for piece in each]) for each in pieces]
+
+    def _call(self, merger: TowerMerger | None, runs: Sequence[PatchRun]) -> list[Embeddings]:
+        with nullcontext() if merger is None else merger.during(runs):
             return self.family.encode_batch(self._tower, runs)
 
 

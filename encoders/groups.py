@@ -49,7 +49,7 @@ def plan_groups(
     *,
     model: str,
     group_tokens: int,
-    reduction: str = "",
+    tower_shares: Sequence[float | None] | None = None,
     cache_salt: str = "",
 ) -> list[MediaGroup]:
     """Plans all groups of a request in order, of about `group_tokens` embeddings and at least one unit each.
@@ -58,11 +58,13 @@ def plan_groups(
 
     mm_hashes: of each item's bytes.
     model: name and revision of the weights.
-    reduction: of what is encoded, not of what is kept: requests that keep different shares share encodings.
+    tower_shares: of each item, see `GroupKey`; None for all tokens of each. What is kept later is not in a
+        key: requests that keep different shares share encodings.
     cache_salt: with which the hashes are salted.
     """
     groups, salt = [], salted("", cache_salt)
-    for item, (plan, mm_hash) in enumerate(zip(plans, mm_hashes, strict=True)):
+    shares = [None] * len(plans) if tower_shares is None else tower_shares
+    for item, (plan, mm_hash, share) in enumerate(zip(plans, mm_hashes, shares, strict=True)):
         group_units, first_units = (
             units_of(tokens, plan.tokens_per_unit) for tokens in (group_tokens, FIRST_GROUP_TOKENS)
         )
@@ -70,7 +72,7 @@ def plan_groups(
         for index, (start, stop) in enumerate(cuts):
             part = plan.part(start, stop)
             tiles = (0, 0) if plan.kind == "video" else (start, stop)
-            key = GroupKey(mm_hash, part.times_s, tiles, plan.resized, model, reduction, salt=salt)
+            key = GroupKey(mm_hash, part.times_s, tiles, plan.resized, model, share, salt=salt)
             spec = GroupSpec(key, part.num_units * plan.tokens_per_unit, part.grid.num_patches)
             groups.append(MediaGroup(item, index, start, part, spec))
     return groups

@@ -145,7 +145,8 @@ class EngineConfig(PixelSettings):
     tower_share: float | None = Field(
         default=None,
         description="Share of a picture's tokens that later layers of the vision tower compute, "
-        f"{LEAST_TOWER_SHARE} to 1; neighbours that look alike are merged. By default all.",
+        f"{LEAST_TOWER_SHARE} to 1; neighbours that look alike are merged. By default all, or 0.76 "
+        "for the reduction mustdrop.",
     )
     tower_merge_layer: int | None = Field(
         default=None,

@@ -26,6 +26,8 @@ PREFILL_METHODS = ("quickprefill", "fastkv")
 PROPAGATING_METHODS = ("fastkv",)
 # Chosen by each question for itself, from a cache that serves all: stages/reduction/question_views.py.
 QUESTION_METHODS = ("funnel", "mustdrop")
+# Those that merge inside of the vision tower too.
+TOWER_METHODS = ("mustdrop",)
 METHODS = SELECTION_METHODS + PREFILL_METHODS + QUESTION_METHODS
 # What they keep of a window before the language model depends on that window alone.
 WINDOW_METHODS = ("uniform", "mustdrop")
@@ -124,6 +126,12 @@ class ReductionPolicy:
         if not self.is_by_question:
             return self.retention
         return max(self.retention, min(_MERGED_SHARE, _MERGED_PER_READ * self.retention))
+
+    @property
+    def tower_share(self) -> float | None:
+        """Returns the share of tokens that later layers of the tower are asked to compute; None for all."""
+        is_merging = self.is_on and self.method in TOWER_METHODS
+        return max(_MERGED_SHARE, self.retention) if is_merging else None
 
     @property
     def surviving_share(self) -> float:
@@ -281,13 +289,12 @@ class TowerMerge:
 
 
 def tower_merge(share: float | None, layer: int | None) -> TowerMerge | None:
-    """Returns what two options ask for; None to merge none. Raises RequestError for bad values."""
+    """Returns what two options ask for; None to merge as requests ask. Raises RequestError for bad values."""
     if share is None and layer is not None:
         raise RequestError(
             f"received a tower_merge_layer of {layer} alone; allowed: with tower_share; give both"
         )
-    merge = None if share is None else TowerMerge(share, layer)
-    return merge if merge is not None and merge.share < 1 else None
+    return None if share is None else TowerMerge(share, layer)
 
 
 def check_tolerance(tolerance: float | None) -> None:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from epd.encoders import load_adapter
 from epd.encoders.batch import FrameEncoder
+from epd.engine_config import EngineConfig
 from epd.host_memory import resident_bytes, resident_peak_bytes
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.cost import StageTable, fit_table
@@ -50,6 +51,7 @@ class Profiler:
         num_threads: int,
         placement: Placement = CPU_FLOAT32,
         on_progress: OnBytes | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.adapter: Any = load_adapter(path)
         self._media = media_of(self.adapter)
@@ -58,7 +60,9 @@ class Profiler:
         self.placement = placement
         self.clock = _clock(placement, num_threads)
         self.model: Any = load_role(path, "whole", placement, on_progress=on_progress).model
-        self.engine: Any = build_engine(self.model, self.adapter, generation_settings(path, self.adapter))
+        self._options = EngineConfig(kv_cache_dtype=kv_cache_dtype)
+        settings = generation_settings(path, self.adapter)
+        self.engine: Any = build_engine(self.model, self.adapter, settings, options=self._options)
         self._num_requests = 0
 
     def profile(self, name: str, device: str, num_repeats: int, show: Callable[[int, int], None]) -> Profile:
@@ -107,6 +111,7 @@ class Profiler:
                 "a transfer is a copy in memory; messages between processes are not in it",
             ),
             dtype=self.placement.dtype_name,
+            kv_cache_dtype=self._options.kv_cache_dtype,
             num_threads=num_threads,
             core_speed=sum(speeds) / len(speeds),
             beside=beside,
@@ -186,7 +191,8 @@ class Profiler:
         tower = getattr(config, "vision_config", None)
         layers = 1 + len(getattr(tower, "deepstack_visual_indexes", None) or ())
         item_bytes = self.placement.dtype.itemsize
-        layouts, states = kv_layouts(self.model), state_layout(self.model)
+        layouts = kv_layouts(self.model, int8_values=self._options.int8_values)
+        states = state_layout(self.model)
         kv_bytes = sum(layout.bytes_per_token for layout, window in layouts if window is None)
         windows = {window: layout.bytes_per_token for layout, window in layouts if window is not None}
         fixed_bytes = self._fixed_bytes(total)

@@ -120,14 +120,18 @@ def _named(source: str | Path) -> Iterator[None]:
 
 
 def decode_groups(
-    media: Sequence[PlannedMedia], group_tokens: int, timings: StageTimings
+    media: Sequence[PlannedMedia],
+    group_tokens: int,
+    timings: StageTimings,
+    tower_shares: Sequence[float | None] | None = None,
 ) -> Generator[DecodedGroup, None, None]:
     """Decodes all items in order, group by group; each group has about `group_tokens` visual tokens.
 
     To stop the threads of the stream early, close the generator.
     """
     plans = [item.plan for item in media]
-    groups = plan_groups(plans, [""] * len(plans), model="", group_tokens=group_tokens)
+    hashes = [""] * len(plans)
+    groups = plan_groups(plans, hashes, model="", group_tokens=group_tokens, tower_shares=tower_shares)
     for item, its_groups in groupby(groups, lambda group: group.item):
         image = media[item].image
         if image is None:
@@ -154,7 +158,7 @@ def encode_group(encoder: FrameEncoder, decoded: DecodedGroup, timings: StageTim
     with busy(timings, "preprocess_s"):
         patches = encoder.patches(decoded.frames, decoded.group.plan)
     with busy(timings, "encode_s"):
-        (embeddings,) = encoder.encode([patches])
+        (embeddings,) = encoder.encode([patches], decoded.group.spec.key.tower_share)
     return decoded.group, embeddings
 
 
@@ -321,11 +325,16 @@ class ColocatedPipeline:
         return context
 
     def encode_media(
-        self, media: Sequence[str | Path], *, fps: float | None = None, num_frames: int | None = None
+        self,
+        media: Sequence[str | Path],
+        *,
+        fps: float | None = None,
+        num_frames: int | None = None,
+        reduction: ReductionPolicy = KEEP_ALL,
     ) -> EncodedMedia:
         """Decodes and encodes as the first half of `prefill_media`, and holds all embeddings."""
         planned = self._planned(media, FrameSampling(fps, num_frames), StageTimings())
-        context = self._context(planned)
+        context = self._context(planned).lay_out(reduction)
         return EncodedMedia(context.plans, tuple(self._encoded(planned, context)))
 
     def prefill_encoded(
@@ -349,7 +358,8 @@ class ColocatedPipeline:
     def _encoded(
         self, planned: Sequence[PlannedMedia], context: MediaContext
     ) -> Generator[EncodedGroup, None, None]:
-        with closing(decode_groups(planned, self.group_tokens, context.timings)) as decoded:
+        shares = context.prompt.tower_shares
+        with closing(decode_groups(planned, self.group_tokens, context.timings, shares)) as decoded:
             for each in decoded:
                 context.num_substituted_frames += each.num_substituted
                 yield encode_group(self.encoder, each, context.timings)

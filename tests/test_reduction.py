@@ -70,6 +70,13 @@ def test_questions_choose_from_more_than_they_read(share: float, cached: float) 
     assert ReductionPolicy("evs", share).cached_retention == share
 
 
+@pytest.mark.parametrize(("share", "computed"), [(1.0, None), (0.9, 0.9), (0.5, 0.76), (0.05, 0.76)])
+def test_a_tower_merges_as_the_method_was_published(share: float, computed: float | None) -> None:
+    """Alike at every share, so that another one needs no other embeddings; never to less than is kept."""
+    assert ReductionPolicy("mustdrop", share).tower_share == pytest.approx(computed)
+    assert all(ReductionPolicy(each, share).tower_share is None for each in METHODS if each != "mustdrop")
+
+
 @pytest.mark.parametrize(
     ("method", "retention", "words"),
     [

@@ -1,12 +1,13 @@
 """What reduction costs and saves, measured and not timed: operations, KV blocks held, bytes sent.
 
-    python -m benchmarks.reduction.reduction_costs [--quick]
+    python -m benchmarks.reduction.reduction_costs [--quick] [--section NAME]
 
     tower -> prefill worker: prompt, first token -> decode worker: the rest
 
 Operations are those of the matrix products that torch carries out, in the tower and for a prompt to its
 first token, without the half of attention that a causal kernel leaves out. Blocks and bytes are those of the
 pools: embeddings that one encoder sends to the prefill worker, keys and values sent to the decode worker.
+encoders: embeddings that several encoders of a server send, and whether the answer is that of one.
 Nothing depends on the clock. Results go to benchmarks/results/reduction_costs.{json,md}.
 """
 
@@ -14,24 +15,30 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.reporting import Row, Section, run_sections, setting
+from epd import LLM
+from epd.control.routing import Router
+from epd.encode.encoder_cache import CachedGroup
 from epd.encoders import load_adapter
 from epd.encoders.adapter import Embeddings, PromptPlan
 from epd.encoders.groups import prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.encoders.reduction.reading import ItemReducer, ItemReduction, is_cut_at_encoder
-from epd.engine_config import EngineConfig
+from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.models import embedded_model_path
 from epd.reduction import METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
@@ -39,6 +46,7 @@ from epd.shapes import make_scene
 from epd.stages.connectors.in_process import InProcessHub
 from epd.stages.decode import DecodeStage
 from epd.stages.encode.embedding_receiver import EmbeddingSplicer
+from epd.stages.encode.encoder_pool import EncoderPool
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, generation_settings
 from epd.stages.engine.kv_pool import KVPools
@@ -55,6 +63,9 @@ RETENTIONS = (0.5, 0.25, 0.2, 0.15, 0.1, 0.078)
 # Of FastKV's two rates: what is kept, and what later layers compute; 10 % of 20 % is published.
 TWO_RATES = ((0.25, 0.5), (0.1, 0.2), (0.1, 0.5))
 FRAMES = (32, 128, 512)
+NUM_ENCODERS = (1, 2, 4)
+ENCODED = (0.1, 0.25, 0.5)
+SEVERAL = ("balanced", "funnel", "evs", "mustdrop")
 ALL_TOKENS = "all tokens"
 QUESTION = "Which shape appears first?"
 SEED = 5_000_001
@@ -185,20 +196,28 @@ def _num_bytes(embeddings: Embeddings) -> int:
     return sum(rows.nbytes for rows in (embeddings.rows, *embeddings.deepstack))
 
 
-def encoded_video(pipeline: ColocatedPipeline, num_frames: int) -> EncodedMedia:
-    """Encodes a drawn video of one frame a second."""
+@contextmanager
+def drawn_video(num_frames: int) -> Iterator[Path]:
+    """Draws a video of as many seconds, and removes it after the block."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "video.mp4"
         write_demo_video(path, make_scene(SEED, float(num_frames)), fps=2, height=360, width=640)
+        yield path
+
+
+def encoded_video(pipeline: ColocatedPipeline, num_frames: int) -> EncodedMedia:
+    """Encodes a drawn video of one frame a second."""
+    with drawn_video(num_frames) as path:
         return pipeline.encode_media([path], num_frames=num_frames)
 
 
-def embedded_pipeline() -> tuple[ColocatedPipeline, Any]:
+def embedded_pipeline(config: EngineConfig = DEFAULT_ENGINE) -> tuple[ColocatedPipeline, Any]:
     """Loads the embedded model, on one thread, and what is behind the pipeline."""
     path = embedded_model_path()
     adapter, model = load_adapter(path), load_role(path, "whole", Placement.resolve(model_path=path)).model
     torch.set_num_threads(1)
-    return ColocatedPipeline(model, adapter, settings=generation_settings(path, adapter)), model
+    settings = generation_settings(path, adapter)
+    return ColocatedPipeline(model, adapter, settings=settings, config=config), model
 
 
 def cost_rows(num_frames: int) -> list[Row]:
@@ -234,21 +253,93 @@ def _row(policy: ReductionPolicy, costs: PromptCosts, whole: PromptCosts, tower_
     }
 
 
+def encoder_rows(num_frames: int, method: str) -> list[Row]:
+    """Asks servers of 1, 2 and 4 encoders the same, with all tokens and at every retention of ENCODED.
+
+    Encoders get work in turns: one that is idle would get all of it.
+    """
+    rows: list[Row] = []
+    with drawn_video(num_frames) as path, counted_copies() as copies, in_turns():
+        for num_encoders in NUM_ENCODERS:
+            with LLM("shapes-vl", topology=f"{num_encoders}e1p1d", num_threads=1) as llm:
+                for retention in (*ENCODED, 1.0):
+                    copies.clear()
+                    answer = _answer(llm, path, num_frames, method, retention)
+                    rows.append(_encoder_row(num_encoders, method, retention, copies, answer))
+    ones = {row["retention"]: row["answer"] for row in rows if row["encoders"] == 1}
+    for row in rows:
+        row["equals_one"] = row.pop("answer") == ones[row["retention"]]
+    return rows
+
+
+def _answer(llm: LLM, path: Path, num_frames: int, method: str, retention: float) -> str:
+    video = {"type": "video_url", "video_url": {"url": path.as_uri()}}
+    message = {"role": "user", "content": [video, {"type": "text", "text": "Describe the video."}]}
+    fields: dict[str, Any] = {"num_frames": num_frames, "retention": retention}
+    fields |= {"reduction": method} if retention < 1 else {}
+    sampling = {"max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    return str(llm.chat([message], epd=fields, **sampling)["choices"][0]["message"]["content"])
+
+
+def _encoder_row(n: int, method: str, retention: float, copies: list[tuple[str, int]], answer: str) -> Row:
+    """copies: the pool of each group that was copied, and its bytes."""
+    return {
+        "encoders": n,
+        "method": method,
+        "retention": retention,
+        "sent_to_prefill_mb": round(sum(each for _, each in copies) / 1e6, 3),
+        "groups": len(copies),
+        "most_from_one_encoder": max(Counter(pool for pool, _ in copies).values()),
+        "answer": answer,
+    }
+
+
+@contextmanager
+def in_turns() -> Iterator[None]:
+    """Lets routers choose encoders in turns while the block runs."""
+    turns = count()
+
+    def chosen(_: Router, names: Collection[str], wanted: str | None = None, num_patches: int = 1) -> str:  # noqa: ARG001
+        return wanted if wanted in names else sorted(names)[next(turns) % len(names)]
+
+    with patch.object(Router, "encoder", chosen):
+        yield
+
+
+@contextmanager
+def counted_copies() -> Iterator[list[tuple[str, int]]]:
+    """Lists the copies between pools of embeddings while the block runs."""
+    copies, copy = list[tuple[str, int]](), EncoderPool.copy
+
+    def counted(pool: EncoderPool, source: EncoderPool, place: CachedGroup, to: CachedGroup) -> None:
+        copies.append((str(id(source)), place.num_embeddings * source.layout.bytes_per_embedding))
+        copy(pool, source, place, to)
+
+    with patch.object(EncoderPool, "copy", counted):
+        yield copies
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the shortest video; writes nothing")
-    is_quick = parser.parse_args().quick
+    parser.add_argument("--section", action="append", help="one or several of those below")
+    options = parser.parse_args()
+    is_quick = options.quick
     sections = {
         f"{frames} frames": Section(f"{frames} frames", partial(cost_rows, frames))
         for frames in (FRAMES[:1] if is_quick else FRAMES)
     }
+    for method in SEVERAL:
+        title, frames = f"Several encoders, {method}", FRAMES[0 if is_quick else -1]
+        sections[f"encoders, {method}"] = Section(title, partial(encoder_rows, frames, method))
     run_sections(
         "reduction_costs",
         "What reduction costs and saves",
         sections,
-        list(sections),
+        options.section or list(sections),
         lambda: setting(("torch", "transformers"), checkpoint="shapes-vl, float32, blocks of 16 tokens"),
         save=not is_quick,
+        module="reduction.reduction_costs",
     )
 
 

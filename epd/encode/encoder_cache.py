@@ -29,7 +29,7 @@ class GroupKey:
     units: [start, stop) of an image's tiles; (0, 0) for a video, which its times identify
     size: (height, width) of the frames that are encoded, or of the image that is cut into tiles, pixels
     model: name and revision of the weights
-    reduction: how tokens were dropped or merged, "" for not at all
+    tower_share: of a unit's tokens, that later layers of the tower compute if it can merge; None for all
     reading: the reading of an item that keeps only these embeddings, "" for all embeddings of the group
     salt: digest of the salt of those that may share them, which is in mm_hash too; "" for all
     """
@@ -39,7 +39,7 @@ class GroupKey:
     units: tuple[int, int]
     size: tuple[int, int]
     model: str
-    reduction: str = ""
+    tower_share: float | None = None
     reading: str = ""
     salt: str = ""
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from epd.kv.states import SLOTS_PER_SEQUENCE
 from epd.types import ceil_div
 
+# Of a head of a token whose values have 8 bits: float32.
+SCALE_BYTES = 4
 # States and windows that are kept beside those of answers, for prompts that begin alike.
 _NUM_KEPT = 8
 

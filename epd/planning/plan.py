@@ -130,6 +130,7 @@ class Plan:
             "sharding": settings.sharding,
             "retention": settings.retention,
             "dtype": self.profile.dtype,
+            "kv_cache_dtype": self.profile.kv_cache_dtype,
             "encode_beside": deployment.encode_beside,
             "num_video_threads": deployment.cpu_threads,
             "num_threads": self.profile.num_threads,

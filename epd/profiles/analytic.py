@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from epd.kv.kv_spec import SCALE_BYTES
 from epd.profiles.accelerators import CATALOGUE, Device, Devices
 from epd.profiles.catalogue import model_named
 from epd.profiles.cost import StageCost, StageTable, ValidRange
 from epd.profiles.memory import MemoryNeeds
 from epd.profiles.parallel import ParallelStack, ShardedModel
 from epd.profiles.profile import Profile
-from epd.profiles.shapes import ModelShape
+from epd.profiles.shapes import ModelShape, Transformer
 
 _BYTES_PER_VALUE, _BYTES_PER_LOGIT = 2, 4
 # Context of the device and workspaces of matrix products: an assumption.
@@ -49,24 +50,30 @@ class Efficiency:
 
 
 def analytic_profile(
-    device: str, model: str, efficiency: Efficiency | None = None, devices: Devices = CATALOGUE
+    device: str,
+    model: str,
+    efficiency: Efficiency | None = None,
+    devices: Devices = CATALOGUE,
+    kv_cache_dtype: str = "auto",
 ) -> Profile:
     """Returns a profile marked as analytic. Raises RequestError for names that nothing is known of.
 
     model: a name, a folder with a config.json, or that file
+    kv_cache_dtype: auto or int8_values, as in `EngineConfig`
     """
     efficiency = efficiency or Efficiency()
     on, of = devices.named(device), model_named(model)
+    has_scales = kv_cache_dtype == "int8_values"
     return Profile(
         name=f"{of.name}@{device}",
         model=of.name,
         device=device,
         is_analytic=True,
         media=of.media,
-        memory=_memory(on, of),
+        memory=_memory(on, of, has_scales=has_scales),
         encode=_encode(on, of, efficiency),
         prefill=_prefill(on, of, efficiency),
-        decode=_decode(on, of, efficiency),
+        decode=_decode(on, of, efficiency, has_scales=has_scales),
         transfer=_transfer(on, efficiency),
         video={"h264": _per_pixel(1 / efficiency.pixels_per_s, "source pixels", "frames")},
         images=_per_pixel(1 / efficiency.image_pixels_per_s, "pixels", "images"),
@@ -75,7 +82,8 @@ def analytic_profile(
         power_w=on.power_w,
         cores_per_device=on.cores,
         context_tokens=of.context_tokens,
-        assumptions=_assumptions(of, efficiency),
+        assumptions=_assumptions(of, efficiency, has_scales=has_scales),
+        kv_cache_dtype=kv_cache_dtype,
         parallel=_parallel(on, of, efficiency),
     )
 
@@ -88,12 +96,12 @@ def _parallel(on: Device, of: ModelShape, efficiency: Efficiency) -> ShardedMode
     return ShardedModel(language, _BYTES_PER_VALUE, link_bytes_per_s, efficiency.reduce_s)
 
 
-def _memory(on: Device, of: ModelShape) -> MemoryNeeds:
+def _memory(on: Device, of: ModelShape, *, has_scales: bool) -> MemoryNeeds:
     return MemoryNeeds(
         device_bytes=on.memory_bytes,
         vision_weight_bytes=(of.vision.num_parameters + of.num_projector_parameters) * _BYTES_PER_VALUE,
         language_weight_bytes=of.language.num_parameters * _BYTES_PER_VALUE,
-        kv_bytes_per_token=of.language.kv_values_per_token * _BYTES_PER_VALUE,
+        kv_bytes_per_token=_kv_bytes(of.language, of.language.kv_values_per_token, has_scales=has_scales),
         embedding_bytes_per_token=of.language.hidden * of.embeddings_per_token * _BYTES_PER_VALUE,
         encode_bytes_per_patch=(of.vision.live_values_per_token + of.media.values_per_patch)
         * _BYTES_PER_VALUE,
@@ -101,9 +109,19 @@ def _memory(on: Device, of: ModelShape) -> MemoryNeeds:
         logits_bytes_per_sequence=of.language.vocabulary * _BYTES_PER_LOGIT,
         fixed_bytes=_RUNTIME_BYTES,
         state_bytes=_state_bytes(of),
-        window_bytes_per_token=of.language.window_values_per_token * _BYTES_PER_VALUE,
+        window_bytes_per_token=_kv_bytes(
+            of.language, of.language.window_values_per_token, has_scales=has_scales
+        ),
         window_tokens=of.language.window,
     )
+
+
+def _kv_bytes(of: Transformer, num_values: int, *, has_scales: bool) -> int:
+    """Counts the bytes of as many keys and values. has_scales: values have 8 bits, each head with a scale."""
+    if not has_scales:
+        return num_values * _BYTES_PER_VALUE
+    num_heads = num_values // (2 * of.head_dim)
+    return num_heads * (of.head_dim * _BYTES_PER_VALUE + of.head_dim + SCALE_BYTES)
 
 
 def _state_bytes(of: ModelShape) -> int:
@@ -145,13 +163,13 @@ def _passes(on: Device, of: ModelShape, efficiency: Efficiency) -> StageCost:
     )
 
 
-def _decode(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
+def _decode(on: Device, of: ModelShape, efficiency: Efficiency, *, has_scales: bool) -> StageTable:
     """A step reads the keys and values of all tokens and of full windows, and reads and writes states."""
     values, bytes_per_s = of.language, on.memory_bytes_per_s * efficiency.memory
-    window_bytes = values.window_values_per_token * values.window * _BYTES_PER_VALUE
+    window_bytes = values.window * _kv_bytes(values, values.window_values_per_token, has_scales=has_scales)
     cost = replace(
         _passes(on, of, efficiency),
-        per_item_s=values.kv_values_per_token * _BYTES_PER_VALUE / bytes_per_s,
+        per_item_s=_kv_bytes(values, values.kv_values_per_token, has_scales=has_scales) / bytes_per_s,
         read_s=(window_bytes + 2 * _state_bytes(of)) / bytes_per_s,
     )
     return StageTable(
@@ -170,7 +188,7 @@ def _per_pixel(per_pixel_s: float, units: str, items: str) -> StageTable:
     )
 
 
-def _assumptions(of: ModelShape, efficiency: Efficiency) -> tuple[str, ...]:
+def _assumptions(of: ModelShape, efficiency: Efficiency, *, has_scales: bool) -> tuple[str, ...]:
     found: tuple[str, ...] = (
         "analytic: a roofline of the data sheet, computed from FLOPs and bytes; nothing was measured",
         f"{efficiency.compute:.0%} of dense 16-bit FLOPs, {efficiency.memory:.0%} of memory bandwidth, "
@@ -185,4 +203,6 @@ def _assumptions(of: ModelShape, efficiency: Efficiency) -> tuple[str, ...]:
         found += ("a pass reads the experts that its tokens choose, drawn evenly: real choices are fewer",)
     if of.language.num_windowed:
         found += ("windows are full: prompts that are shorter than one are faster than computed",)
+    if has_scales:
+        found += ("values in 8 bits are read at the same bandwidth as those in 16",)
     return found

@@ -43,7 +43,7 @@ class EncodeTask:
         return self.state.job.groups[self.group].media.num_tokens
 
     @property
-    def shape(self) -> tuple[str | int, ...]:
+    def shape(self) -> tuple[str | float | None, ...]:
         return (self.num_patches,)
 
 

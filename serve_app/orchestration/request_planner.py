@@ -187,6 +187,7 @@ class RequestPlanner:
             hashes,
             model=self._revision,
             group_tokens=self._group_tokens,
+            tower_shares=prompt.tower_shares,
             cache_salt=request.cache_salt,
         )
         seed = request.sampling.seed

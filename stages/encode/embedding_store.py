@@ -191,7 +191,7 @@ class EmbeddingStore:
     def _pays(self, name: str, group: Wanted) -> bool:
         """Returns whether a unit is read sooner than encoded, as far as that is known."""
         num_bytes = self._num_rows(group) * self._layout.width * self._layout.dtype.itemsize
-        encode_s = self._encode_s(group.num_patches // self._num_units(group.plan))
+        encode_s = self._encode_s(group.num_patches // self._num_units(group.key, group.plan))
         return self._is_read(self._files.seconds(self._files.tier_of(name), num_bytes), encode_s)
 
     # In the tower's thread
@@ -201,7 +201,8 @@ class EmbeddingStore:
         rows: dict[str, Tensor] = {}  # [V, width] of units, on the host
         runs: list[tuple[list[str], PatchRun]] = []  # to encode, with the names of their units
         names = [self._add_run(group, group.found or self._hashed(group), rows, runs) for group in groups]
-        encoded = self._encoder.encode([run for _, run in runs]) if runs else []
+        share = groups[0].key.tower_share
+        encoded = self._encoder.encode([run for _, run in runs], share) if runs else []
         for (new, _), embeddings in zip(runs, encoded, strict=True):
             whole = to_host(joined(embeddings)).to(self._layout.dtype)
             rows |= zip(new, whole.chunk(len(new)), strict=True)
@@ -246,17 +247,18 @@ class EmbeddingStore:
         return found.names
 
     def _num_rows(self, group: Wanted) -> int:
-        return group.num_embeddings // self._num_units(group.plan)
+        return group.num_embeddings // self._num_units(group.key, group.plan)
 
-    def _num_units(self, plan: MediaPlan) -> int:
+    def _num_units(self, key: GroupKey, plan: MediaPlan) -> int:
         """Counts the units of a group that are known one by one."""
-        return plan.num_units if plan.kind == "video" and self._encoder.is_by_unit else 1
+        is_by_unit = self._encoder.is_by_unit and key.tower_share is None
+        return plan.num_units if plan.kind == "video" and is_by_unit else 1
 
     # Names
 
     def _names(self, frames: Tensor, group: Wanted) -> list[str]:
         """Names a group's units by their pixels, uint8 [N, h, w, 3]."""
-        plan, num_units = group.plan, self._num_units(group.plan)
+        plan, num_units = group.plan, self._num_units(group.key, group.plan)
         if num_units == 1:
             return [unit_name(group.key, plan, frames)]
         ranges = [plan.frame_range(unit, unit + 1) for unit in range(num_units)]
@@ -267,7 +269,7 @@ class EmbeddingStore:
 
     def _units_of(self, key: GroupKey, plan: MediaPlan) -> list[str]:
         """Returns the names of a group's units; none if they are not kept."""
-        kept = bytearray(self._num_units(plan) * _NAME_BYTES)
+        kept = bytearray(self._num_units(key, plan) * _NAME_BYTES)
         if not self._files.read(group_name(key, plan), 0, memoryview(kept)):
             return []
         return [kept[start : start + _NAME_BYTES].hex() for start in range(0, len(kept), _NAME_BYTES)]
@@ -351,12 +353,12 @@ def _tell(group: Wanted, reused: Sequence[Reuse]) -> None:
 
 def group_name(key: GroupKey, plan: MediaPlan) -> str:
     """Names a group by its source. The model is another namespace."""
-    return _name((key.mm_hash, key.times_s, key.units, key.size, key.reduction, plan.kind, plan.grid))
+    return _name((key.mm_hash, key.times_s, key.units, key.size, key.tower_share, plan.kind, plan.grid))
 
 
 def unit_name(key: GroupKey, plan: MediaPlan, frames: Tensor) -> str:
     """Names a unit by its pixels, uint8 [N, h, w, 3]. key: of its group. plan: of the unit alone."""
-    facts = key.salt, key.reduction, plan.kind, plan.grid, plan.resized, tuple(frames.shape)
+    facts = key.salt, key.tower_share, plan.kind, plan.grid, plan.resized, tuple(frames.shape)
     return _name(facts, frames.contiguous().numpy().data)
 
 

@@ -85,9 +85,10 @@ class EncodeJob:
         return self.ticket.target.num_embeddings if self.group is None else self.group.spec.num_embeddings
 
     @property
-    def shape(self) -> tuple[str | int, ...]:
+    def shape(self) -> tuple[str | float | None, ...]:
         """Returns what jobs must have in common to share one call of the tower."""
-        return (self.plan.kind, *self.plan.size, self.plan.grid.h, self.plan.grid.w)
+        grid = self.plan.grid
+        return (self.plan.kind, *self.plan.size, grid.h, grid.w, self.key.tower_share)
 
 
 @dataclass(slots=True)
@@ -360,7 +361,7 @@ class EncodeStage:
         if self.store is not None:
             return self.store.encode(batch)
         runs = [self._encoder.patches(job.frames(), job.plan) for job in batch]
-        return self._encoder.encode(runs), sum(job.num_patches for job in batch)
+        return self._encoder.encode(runs, batch[0].key.tower_share), sum(job.num_patches for job in batch)
 
     def _finish(self) -> list[EncodedBatch]:
         """Commits the batch that was in the tower, if it is over."""

@@ -31,10 +31,10 @@ from torch import Tensor
 from epd.encoders.device import to_device
 from epd.encoders.kernels.dispatch import uses_kernels
 from epd.kv.kv_cache import BlockCopy
+from epd.kv.kv_spec import SCALE_BYTES
 from epd.stages import kernels
 from epd.stages.engine.pool_memory import pool_memory
 from epd.stages.engine.state_pool import StateLayout, StatePool, StatesShape
-from epd.stages.kernels.scaled_values import SCALE_BYTES
 from epd.stages.rank import ALONE, Rank
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket
 from epd.types import Int64Array, ceil_div

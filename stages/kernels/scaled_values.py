@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SCALE_BYTES = 4
+from epd.kv.kv_spec import SCALE_BYTES
+
 _MOST = 127.0
 
 

@@ -62,7 +62,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
 def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan for the embedded model's name, by the costs of another, on two devices."""
     folder = tmp_path_factory.mktemp("plan")
-    text = dump_profile(analytic_profile("a100-80gb", "qwen2.5-vl-7b"))
+    text = dump_profile(analytic_profile("a100-80gb", "qwen2.5-vl-7b", kv_cache_dtype="int8_values"))
     profile = folder / "profile.json"
     profile.write_text(text.replace('"model": "qwen2.5-vl-7b"', '"model": "shapes-vl-2"'))
     path = folder / "plan.yaml"
@@ -92,7 +92,7 @@ def test_the_app_gets_what_the_plan_decides(plan_path: Path, served: Served) -> 
     assert args.topology == record["topology"]
     assert args.slo_ttft_s == 2.5
     assert args.num_video_threads == 6
-    assert args.dtype == "bfloat16"
+    assert (args.dtype, args.kv_cache_dtype) == ("bfloat16", "int8_values")
     assert (args.num_kv_tokens or 0) > 100_000
 
 
@@ -124,9 +124,10 @@ def test_every_mix_of_four_devices_is_served(plan_path: Path, served: Served, tm
 
 def test_options_that_are_given_win(plan_path: Path, served: Served) -> None:
     options = ("--topology", "1e1p1d", "--slo-ttft-s", "9", "--num-kv-tokens", "4096", "--dtype", "float32")
-    args = served.with_plan(plan_path, *options, "--num-video-threads", "2")
+    others = ("--num-video-threads", "2", "--kv-cache-dtype", "auto")
+    args = served.with_plan(plan_path, *options, *others)
     assert (args.topology, args.slo_ttft_s, args.num_kv_tokens) == ("1e1p1d", 9.0, 4096)
-    assert (args.dtype, args.num_video_threads) == ("float32", 2)
+    assert (args.dtype, args.kv_cache_dtype, args.num_video_threads) == ("float32", "auto", 2)
 
 
 def test_a_default_that_is_given_wins_too(plan_path: Path, served: Served, tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from epd.errors import InfeasibleError
 from epd.profiles.analytic import analytic_profile
 from epd.profiles.memory import MemoryLimits, MemoryNeeds
 from epd.simulate import Deployment, Simulation
+from epd.stages.engine.kv_pool import KVLayout
 from epd.stages.memory_sizing import DEFAULT_EMBEDDINGS
 from epd.topology import Stage, parse_topology
 
@@ -97,6 +99,30 @@ def test_what_does_not_fit_is_refused(letters: str, device_gb: int, limits: Memo
     with pytest.raises(InfeasibleError, match=words):
         needs.worker(roles_of(letters), limits).check("m", "dev", 16)
     NEEDS.worker(roles_of(letters), LIMITS).check("m", "dev", 16)
+
+
+def test_values_in_8_bits_take_what_their_pool_takes() -> None:
+    """Heads of 128 channels: 256 + 128 + 4 bytes in place of 512."""
+    whole, less = (
+        analytic_profile("h100", "qwen2.5-vl-7b", kv_cache_dtype=name) for name in ("auto", "int8_values")
+    )
+    needs = whole.memory, less.memory
+    layouts = (KVLayout(28, 4, 128, torch.bfloat16, int8_values=is_less) for is_less in (False, True))
+    assert [each.kv_bytes_per_token for each in needs] == [each.bytes_per_token for each in layouts]
+    kv_tokens = [each.worker(roles_of("d"), LIMITS).kv_tokens for each in needs]
+    assert kv_tokens[1] / kv_tokens[0] == pytest.approx(512 / 388, rel=1e-3)
+    reads = [each.decode.cost.per_item_s for each in (whole, less)]
+    assert reads[1] / reads[0] == pytest.approx(388 / 512)
+    assert (whole.kv_cache_dtype, less.kv_cache_dtype) == ("auto", "int8_values")
+
+
+def test_windows_of_values_in_8_bits_are_smaller_too() -> None:
+    whole, less = (
+        analytic_profile("h100", "gemma-3-4b", kv_cache_dtype=name) for name in ("auto", "int8_values")
+    )
+    share = (3 * 256 + 4) / (4 * 256)  # heads of 256
+    assert less.memory.window_bytes_per_token / whole.memory.window_bytes_per_token == pytest.approx(share)
+    assert less.decode.cost.read_s / whole.decode.cost.read_s == pytest.approx(share)
 
 
 def test_an_encoder_needs_no_room_for_the_language_model() -> None:

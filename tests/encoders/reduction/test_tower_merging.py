@@ -173,6 +173,32 @@ def test_off_is_exact_and_leaves_the_tower_as_it_was(family: Family) -> None:
 
 
 @torch.inference_mode()
+def test_requests_are_merged_as_they_ask_unless_the_tower_has_a_share_of_its_own(family: Family) -> None:
+    run = run_of(family, 3)
+
+    def encoded(merge: TowerMerge | None, asked: float | None) -> Tensor:
+        return FrameEncoder(family.adapter, family.tower, merge=merge).encode([run], asked)[0].rows
+
+    plain, half = encoded(None, None), encoded(TowerMerge(0.5), None)
+    assert not torch.equal(plain, half)
+    assert torch.equal(encoded(None, 0.5), half)
+    assert torch.equal(encoded(TowerMerge(0.5), 0.9), half)
+    assert torch.equal(encoded(TowerMerge(1.0), 0.5), plain)
+
+
+@torch.inference_mode()
+def test_a_request_is_encoded_whole_where_the_tower_cannot_merge(families: dict[str, Family]) -> None:
+    family = families["qwen2_5_vl"]
+    run = run_of(family, 3)
+    encoder = FrameEncoder(family.adapter, family.tower)
+    (whole,) = encoder.encode([run])
+    for error in (UnsupportedModelError("not this family"), RequestError("not a tower of one layer")):
+        with patch.object(family.adapter, "tower_merger", side_effect=error):
+            (asked,) = encoder.encode([run], 0.5)
+        assert torch.equal(asked.rows, whole.rows)
+
+
+@torch.inference_mode()
 def test_a_unit_is_merged_alike_in_any_batch(family: Family) -> None:
     run = run_of(family, 3)
     encoder = FrameEncoder(family.adapter, family.tower, merge=TowerMerge(0.5))
@@ -211,7 +237,8 @@ def test_what_cannot_be_is_refused(families: dict[str, Family]) -> None:
         TowerMerge(0.5, 0)
     with pytest.raises(RequestError, match="alone"):
         tower_merge(None, 2)
-    assert tower_merge(1.0, None) is None
+    assert tower_merge(None, None) is None
+    assert tower_merge(1.0, None) == TowerMerge(1.0)
     for family in families.values():
         with pytest.raises(RequestError, match=r"allowed: 1 to [12], below"):
             FrameEncoder(family.adapter, family.tower, merge=TowerMerge(0.5, 50))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from epd.profiles.files import load_profile
 from epd.profiles.measuring import measured, measurement
@@ -58,6 +59,19 @@ def test_the_runtime_of_a_process_is_measured() -> None:
         [sys.executable, "-c", _RUNTIME], cwd=ROOT, capture_output=True, text=True, timeout=200, check=True
     )
     assert 10**6 < float(run.stdout) < 10**9
+
+
+def test_values_in_8_bits_are_measured_as_such(mine: Profile) -> None:
+    """Passes run over a cache of such values, and a token's room is that of the cache."""
+    from epd.models import embedded_model_path
+    from epd.stages.profiling import Profiler
+
+    profiler = Profiler(embedded_model_path(), 1, kv_cache_dtype="int8_values")
+    (group,) = profiler.engine.pools.groups
+    assert group.layout.int8_values
+    with torch.inference_mode():
+        kv_bytes = profiler.memory().kv_bytes_per_token
+    assert kv_bytes == group.layout.bytes_per_token < mine.memory.kv_bytes_per_token
 
 
 def test_media_become_what_the_adapter_plans(mine: Profile) -> None:
@@ -118,6 +132,8 @@ def test_a_model_that_hears_is_measured_with_clips(audio_checkpoint: Path, tmp_p
 def test_a_computed_profile_is_printed_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     app(["profile", "qwen3-vl-8b@h200"], standalone_mode=False)
     assert "nothing was measured" in capsys.readouterr().out
+    app(["profile", "qwen3-vl-8b@h200", "--kv-cache-dtype", "int8_values"], standalone_mode=False)
+    assert "values in 8 bits are read at the same bandwidth" in capsys.readouterr().out
     assert app(["profile", "--repeats", "0"], standalone_mode=False) == 2
 
 

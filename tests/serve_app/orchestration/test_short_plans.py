@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from epd.encoders import Adapter, FrameSampling, load_adapter
+from epd.reduction import ReductionPolicy
 from epd.serve_app.orchestration import request_planner
 from epd.serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
 from tests.serve_app.deployments import Question
@@ -47,6 +48,18 @@ def test_a_video_is_planned_at_once_when_it_is_known(planner: RequestPlanner, me
     assert same(content(planner.plan_at_once(request)), content(first))
     other = Question((media["video"],), frame_sampling=FrameSampling(num_frames=4)).request()
     assert planner.plan_at_once(other) is None
+
+
+@pytest.mark.parametrize(("method", "share"), [("mustdrop", 0.76), ("funnel", None), ("evs", None)])
+def test_groups_are_encoded_as_the_method_asks(
+    planner: RequestPlanner, media: dict[str, Path], method: str, share: float | None
+) -> None:
+    request = Question((media["video"],), frame_sampling=FrameSampling(num_frames=8)).request()
+    reduced = planner.plan(replace(request, reduction=ReductionPolicy(method, 0.25)))
+    assert {group.spec.key.tower_share for group in reduced.groups} == {share}
+    whole = [group.spec.key for group in planner.plan(request).groups]
+    keys = [group.spec.key for group in reduced.groups]
+    assert (keys == whole) == (share is None), "what is merged is shared with no other method"
 
 
 def test_what_may_take_longer_is_left_to_a_thread(

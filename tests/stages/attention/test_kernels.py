@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from epd.encoders.patches import PatchSpec, patchify
+from epd.kv.kv_spec import SCALE_BYTES
 from epd.stages.attention import device as attention_device
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
 from epd.stages.attention.device import DecodeRoom, DecodeWork, DeviceHeads, DevicePlan, decode_work
-from epd.stages.kernels.scaled_values import SCALE_BYTES, scaled
+from epd.stages.kernels.scaled_values import scaled
 from tests.stages.attention.test_attention import (
     Case,
     filled,

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 
+from epd.kv.kv_spec import SCALE_BYTES
 from epd.stages.decoder.operations import (
     RmsNorm,
     Rotations,
@@ -19,7 +20,7 @@ from epd.stages.decoder.operations import (
     silu_mul,
 )
 from epd.stages.decoder.text_model import text_model
-from epd.stages.kernels.scaled_values import SCALE_BYTES, scaled
+from epd.stages.kernels.scaled_values import scaled
 from tests.stages.decoder.text_models import CONFIGS
 
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))

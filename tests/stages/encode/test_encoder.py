@@ -8,8 +8,10 @@ from itertools import accumulate
 import pytest
 import torch
 
+from epd.encode.encoder_cache import CachedGroup
 from epd.encoders.adapter import PromptPlan
-from epd.encoders.groups import MediaGroup
+from epd.encoders.batch import FrameEncoder
+from epd.encoders.groups import MediaGroup, plan_groups
 from epd.encoders.reduction import (
     ItemReduction,
     begins_reading,
@@ -20,6 +22,7 @@ from epd.encoders.reduction import (
 from epd.reduction import ReductionPolicy
 from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from epd.stages.visual_inputs import PlacedEmbeddings
+from epd.transfer.connectors import Ticket
 from tests.encoders.families import Clip, Family
 from tests.stages.encode.workers import SAMPLING, Workers, clip_of, plan_all
 
@@ -116,6 +119,24 @@ def test_what_is_sent_is_what_would_have_been_kept(
             else:
                 assert ours.is_key is theirs.is_key is None
     assert num_encoders > 1 or workers.num_encoded == num_encoded
+
+
+@torch.inference_mode()
+def test_groups_are_merged_in_the_tower_as_their_keys_say(family: Family, clip: Clip) -> None:
+    """Not in one call of the tower with those that are not."""
+    plan = family.plan(clip, SAMPLING)
+    whole, half = (
+        plan_groups([plan], ["clip"], model="tiny", group_tokens=10**6, tower_shares=[share])[0]
+        for share in (None, 0.5)
+    )
+    workers, encoder = Workers(family, 1), FrameEncoder(family.adapter, family.tower)
+    run = encoder.patches(family.frames(clip, whole.plan), whole.plan)
+    for group, share in ((whole, None), (half, 0.5)):
+        ((_, found),) = workers.encode([clip], [group], request_id=f"{share}")
+        assert torch.equal(found.rows, encoder.encode([run], share)[0].rows)
+    ticket = Ticket("t", whole.spec.key, "p0", CachedGroup(1, (0,)))
+    jobs = [workers.job([clip], each, replace(ticket, key=each.spec.key)) for each in (whole, half)]
+    assert jobs[0].shape != jobs[1].shape
 
 
 @pytest.mark.parametrize("a_method", ["balanced", "fastkv"])

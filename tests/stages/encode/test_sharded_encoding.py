@@ -175,7 +175,7 @@ def _encoded(family: Family, plan: MediaPlan, frames: Tensor) -> Embeddings:
     return family.adapter.encode_batch(family.tower, [run])[0]
 
 
-@pytest.mark.parametrize("change", ["content", "model", "reduction", "size", "times"])
+@pytest.mark.parametrize("change", ["content", "model", "size", "times", "tower share"])
 def test_a_key_depends_on_whatever_the_embeddings_depend_on(families: dict[str, Family], change: str) -> None:
     family = families["qwen2_5_vl"]
     plan = family.plan(clip_of(family), SAMPLING)
@@ -189,7 +189,7 @@ def test_a_key_depends_on_whatever_the_embeddings_depend_on(families: dict[str, 
         ["b" if change == "content" else "a"],
         model="n" if change == "model" else "m",
         group_tokens=20,
-        reduction="half" if change == "reduction" else "",
+        tower_shares=[0.5 if change == "tower share" else None],
     )
     assert {group.spec.key for group in base}.isdisjoint(group.spec.key for group in other)
 
