@@ -77,6 +77,9 @@ _Question = Annotated[
 _RetryFailed = Annotated[
     bool, typer.Option("--retry-failed", "--retry-quarantined", help="Ask all lines again that have failed.")
 ]
+_FrameTimes = Annotated[
+    bool, typer.Option("--frame-times", help="Results have the times of the frames that were looked at.")
+]
 _MaxAttempts = Annotated[
     int,
     typer.Option(
@@ -192,6 +195,7 @@ def batch(
     name: AppName = "epd",
     api_key: ApiKey = None,
     system: System = None,
+    frame_times: _FrameTimes = False,
     retry_failed: _RetryFailed = False,
     max_attempts: _MaxAttempts = 3,
     allow_failures: _AllowFailures = False,
@@ -226,20 +230,7 @@ def batch(
         lines, folder = stack.enter_context(_lines_file(source, _asked(question, questions)))
         if status is not None:
             stack.enter_context(status.of_run())
-        defaults = LineDefaults(
-            folder,
-            asked.fps,
-            asked.frames,
-            asked.max_tokens,
-            asked.retention,
-            asked.reduction,
-            asked.compute_share,
-            asked.max_visual_tokens,
-            start_s=asked.start or None,
-            end_s=asked.end,
-            system=system,
-            sampling=asked.sampling,
-        )
+        defaults = asked.for_lines(folder, system=system, events=frame_times or None)
         if is_dry:
             failed = estimate.dry_run(lines, defaults, as_json=as_json)
             raise typer.Exit(_SOME_FAILED if failed and not allow_failures else 0)
