@@ -21,10 +21,15 @@ from epd.client.endpoint import Endpoint
 from tests.batch.virtual_servers import Costs, VirtualServers
 
 
-@pytest.mark.parametrize(("num_lost", "most_again"), [(0, 1e-9), (4, 0.05)])
-def test_a_run_ends_near_the_bound_of_the_slowest_stage(num_lost: int, most_again: float) -> None:
-    """400 hours of video in parts of 5 to 15 minutes. Only what a lost node worked on is done again."""
-    found = run(400, num_nodes=8, num_lost=num_lost)
+@pytest.mark.parametrize(("num_lost", "num_late", "most_again"), [(0, 0, 1e-9), (4, 2, 0.05)])
+def test_a_run_ends_near_the_bound_of_the_slowest_stage(
+    num_lost: int, num_late: int, most_again: float
+) -> None:
+    """400 hours of video in parts of 5 to 15 minutes. Only what a lost node worked on is done again.
+
+    The bound counts nodes that join while they are there. Without work for them the share would be .82.
+    """
+    found = run(400, num_nodes=8, num_lost=num_lost, num_late=num_late)
     assert 0.9 < found.share <= 1 + 1e-9
     assert found.again <= most_again
 
@@ -62,7 +67,7 @@ def test_workers_that_join_a_server_get_media_of_a_batch_that_runs(
     servers = VirtualServers(Costs(lambda _: 0.0, lambda _: 4.0, 0.0, num_encoders=16), 1)
 
     def num_workers(_: Endpoint) -> int:
-        return 4 if joins and servers.loop.time() >= 20 else 1
+        return 4 if joins and servers.clock.elapsed_s >= 20 else 1
 
     monkeypatch.setattr(http_backend, "num_workers", num_workers)
     rows = [{"id": name, "video": f"{name}.mp4", "question": "?"} for name in map(str, range(400))]
