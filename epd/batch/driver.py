@@ -143,7 +143,7 @@ class _BatchRun:
         self._done.add(self._taken.pop(outcome.line.number), outcome)
 
     def _watch(self, backend: Backend, show: ShowBatch, *, is_warm: bool) -> None:
-        """Samples stage utilisation at intervals, and draws it."""
+        """Samples the work in stages at intervals, and shows it."""
         now_s = time.monotonic()
         if is_warm:
             self._utilisation.mark_warm(now_s, backend.busy_s())

@@ -60,7 +60,7 @@ class BatchProgress:
     done: of the num_all lines that this run asks. num_in_flight: lines that are being asked.
     failures: lines in the file of failures, by the name of the error.
     wall_s: since the model was loaded. left_s: predicted from the work that is left, None before any is done.
-    shares: of the last seconds that each stage worked.
+    shares: lines at work in each stage, the mean of the last seconds.
     """
 
     done: Done
@@ -92,7 +92,7 @@ class BatchProgress:
         left = "unknown" if self.left_s is None else f"{self.left_s / 60:.0f} min"
         return (
             f"{self.done.num_lines} of {self.num_all} lines, {self.shown_failures}; {self.lines_per_s:.2f} a "
-            f"second, time left {left}; {self.work}; busy: {self.busy}"
+            f"second, time left {left}; {self.work}; lines at work: {self.at_work}"
         )
 
     def record(self) -> dict[str, Any]:
@@ -123,8 +123,8 @@ class BatchProgress:
         return f"{self.done.num_media:.0f} media, {self.video_hours:.2f} h of video, {rate}"
 
     @property
-    def busy(self) -> str:
-        return " ".join(f"{name} {share:4.0%}" for name, share in self.shares.items())
+    def at_work(self) -> str:
+        return ", ".join(f"{name} {number:.1f}" for name, number in self.shares.items())
 
 
 class ShowBatch(Protocol):
@@ -144,16 +144,16 @@ def batch_bar() -> Iterator[ShowBatch]:
         BarColumn(),
         MofNCompleteColumn(),
         TaskProgressColumn(text_format="", text_format_no_percentage="", show_speed=True),
-        TextColumn("{task.fields[left]} {task.fields[busy]}"),
+        TextColumn("{task.fields[left]} {task.fields[work]}"),
     )
     with Progress(*columns, console=console.stderr_console(), transient=True) as bar:
-        task = bar.add_task("lines", total=None, left="", busy="")
+        task = bar.add_task("lines", total=None, left="", work="")
 
         def show(progress: BatchProgress) -> None:
             failed = f"{progress.shown_failures} " if progress.failures else ""
             left = "" if progress.left_s is None else str(timedelta(seconds=round(progress.left_s)))
-            busy = f"{progress.work} {failed}{progress.busy}"
-            bar.update(task, completed=progress.done.num_lines, total=progress.num_all, left=left, busy=busy)
+            work = f"{progress.work} {failed}{progress.at_work}"
+            bar.update(task, completed=progress.done.num_lines, total=progress.num_all, left=left, work=work)
 
         yield show
 

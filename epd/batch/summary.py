@@ -44,7 +44,7 @@ class Summary:
     tally: of the contents of the files in the end.
     num_groups: groups of lines with the same media before their questions, of this run.
     wall_s: of this run, from when the model was loaded.
-    utilisation: share of the time from the first answer on that each stage worked.
+    utilisation: lines at work in each stage, the mean from the first answer on.
     peak_bytes: of this process's memory.
     done: by this run.
     """
@@ -165,8 +165,8 @@ class Summary:
                 f"units of videos that did not change and were not encoded: {counts.num_units_skipped}"
             )
         if self.utilisation:
-            shares = ", ".join(f"{name} {share:.0%}" for name, share in self.utilisation.items())
-            lines.append(f"busy since the first answer: {shares}")
+            at_work = ", ".join(f"{name} {number:.2f}" for name, number in self.utilisation.items())
+            lines.append(f"lines at work since the first answer: {at_work}")
         return lines
 
     def _work_lines(self) -> list[str]:
