@@ -17,9 +17,9 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskProgressColumn,
     TextColumn,
 )
+from rich.table import Column
 
 from epd import console
 from epd.batch.line_index import LineGroup
@@ -61,6 +61,7 @@ class BatchProgress:
     failures: lines in the file of failures, by the name of the error.
     wall_s: since the model was loaded. left_s: predicted from the work that is left, None before any is done.
     shares: lines at work in each stage, the mean of the last seconds.
+    efficiency: tokens of answers a second over those of the engine alone, None where not known.
     """
 
     done: Done
@@ -70,6 +71,7 @@ class BatchProgress:
     wall_s: float
     left_s: float | None
     shares: Mapping[str, float]
+    efficiency: float | None = None
 
     @property
     def num_failed(self) -> int:
@@ -107,6 +109,7 @@ class BatchProgress:
             "video_hours": round(self.video_hours, 4),
             "lines_per_s": round(self.lines_per_s, 3),
             "answer_tokens_per_s": round(self.tokens_per_s, 3),
+            "efficiency": self.efficiency,
             "left_s": self.left_s,
             "shares": dict(self.shares),
         }
@@ -119,7 +122,8 @@ class BatchProgress:
     @property
     def work(self) -> str:
         """Returns what was worked on, for people."""
-        rate = f"{self.tokens_per_s:.1f} tokens/s"
+        share = "" if self.efficiency is None else f" ({self.efficiency:.0%} of the engine alone)"
+        rate = f"{self.tokens_per_s:.1f} tokens/s{share}"
         return f"{self.done.num_media:.0f} media, {self.video_hours:.2f} h of video, {rate}"
 
     @property
@@ -141,18 +145,18 @@ def batch_bar() -> Iterator[ShowBatch]:
         return
     columns = (
         TextColumn("lines"),
-        BarColumn(),
+        BarColumn(bar_width=20),
         MofNCompleteColumn(),
-        TaskProgressColumn(text_format="", text_format_no_percentage="", show_speed=True),
-        TextColumn("{task.fields[left]} {task.fields[work]}"),
+        TextColumn("{task.fields[left]}"),
+        TextColumn("{task.fields[work]}", table_column=Column()),  # goes on in the next line
     )
     with Progress(*columns, console=console.stderr_console(), transient=True) as bar:
         task = bar.add_task("lines", total=None, left="", work="")
 
         def show(progress: BatchProgress) -> None:
-            failed = f"{progress.shown_failures} " if progress.failures else ""
-            left = "" if progress.left_s is None else str(timedelta(seconds=round(progress.left_s)))
-            work = f"{progress.work} {failed}{progress.at_work}"
+            failed = f"{progress.shown_failures}, " if progress.failures else ""
+            left = "" if progress.left_s is None else f"{timedelta(seconds=round(progress.left_s))} left"
+            work = f"{failed}{progress.work}, at work: {progress.at_work}"
             bar.update(task, completed=progress.done.num_lines, total=progress.num_all, left=left, work=work)
 
         yield show

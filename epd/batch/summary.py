@@ -34,6 +34,11 @@ class Hardware:
     def price_of(self, seconds: float) -> float | None:
         return None if self.hourly_price is None else self.hourly_price * seconds / 3600
 
+    def efficiency(self, tokens_per_s: float) -> float | None:
+        """Returns a rate over that of the engine alone; None where that is not known, or there is none."""
+        alone = self.engine_tokens_per_s
+        return tokens_per_s / alone if alone and tokens_per_s else None
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -75,9 +80,7 @@ class Summary:
 
     @property
     def efficiency(self) -> float | None:
-        """Returns the tokens of answers a second over those of the engine alone; None where not known."""
-        alone = self.hardware.engine_tokens_per_s
-        return self.answer_tokens_per_s / alone if alone and self.done.answer_tokens else None
+        return self.hardware.efficiency(self.answer_tokens_per_s)
 
     @property
     def video_hours_per_hour(self) -> float | None:

@@ -282,9 +282,9 @@ def test_lines_are_answered_without_ray_and_web_server(lines: Path, tmp_path: Pa
 def test_bars_are_shown_one_after_the_other_on_a_terminal(
     lines: Path, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """rich refuses two at once."""
+    """rich refuses two at once. A narrow one shows all, too."""
     screen = io.StringIO()
-    terminal = Console(file=screen, force_terminal=True, width=160)
+    terminal = Console(file=screen, force_terminal=True, width=80)
     monkeypatch.setattr(console, "stderr_console", lambda: terminal)
     plan = BatchPlan(lines, tmp_path / "out.jsonl", LineDefaults(tmp_path))
 
