@@ -267,6 +267,7 @@ class ModelCard:
     knows: what it knows, where its card says that this is little
     root: folder of an adapter, as it was given; None for a model
     parent: the model that an adapter computes beside
+    revision: a name of the model's weights and settings, of an adapter that of its parent; empty if unknown
     """
 
     name: str
@@ -275,6 +276,7 @@ class ModelCard:
     knows: str | None = None
     root: str | None = None
     parent: str | None = None
+    revision: str = ""
 
     def with_adapter(self, name: str, root: str) -> ModelCard:
         """Returns the card of this model with a LoRA adapter."""

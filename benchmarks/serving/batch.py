@@ -167,7 +167,7 @@ def _work(batch: BatchRun) -> Row:
         "wall_without_start_s": summary["wall_s"],
         "encoded": summary["num_encoded"],
         "right": summary["num_right"],
-        "busy": ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
+        "lines at work": ", ".join(f"{name} {number:.2f}" for name, number in shares.items()),
         "cpu_s": round(batch.cpu_s, 1),
         "peak_mb": summary["peak_bytes"] >> 20,
     }
@@ -335,7 +335,7 @@ def hour_rows(seconds: float) -> list[Row]:
         with new_folder() as folder:
             batch = run_batch(folder, lines_of([clip(300, seconds, num_questions, fps=5)]))
         work = _work(batch)
-        del work["busy"]  # counted from the first answer on, and then there is nothing left to decode
+        del work["lines at work"]  # from the first answer on, when nothing is left to decode
         rows.append({"seconds_of_video": seconds, "questions": num_questions, **work})
         print(rows[-1], file=sys.stderr)
     return rows

@@ -1,4 +1,4 @@
-"""`epd batch` over 10,000 hours of video on eight nodes in virtual time, while nodes are lost and come back.
+"""`epd batch` over 10,000 hours of video on eight nodes in virtual time, while some are lost and others join.
 
     python -m benchmarks.serving.batch_nodes [--hours 10000] [--nodes 8]
 
@@ -29,6 +29,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # encoding and prefill for 10,000 hours (docs/how-to/answer-many-videos.md). Of a question: a short answer.
 READ_SHARE, ENCODE_SHARE, LANGUAGE_S = 242 / 3600 / 16, 43 / 10_000, 0.2
 PART_S, NUM_QUESTIONS = (300, 900), 1
+RUNS = ((0, 0), (16, 0), (16, 2))  # losses, and nodes that join
 STAGES = ("read", "encode", "language")
 
 
@@ -39,7 +40,8 @@ class Run:
     num_nodes: int
     hours: float
     num_media: int
-    num_lost: int
+    num_lost: int  # times that a node was lost, and came back
+    num_late: int  # nodes that joined while it ran
     end_s: float
     bound_s: float
     again: float  # work that was done again, as a share
@@ -59,10 +61,12 @@ def parts(hours: float, rng: random.Random) -> list[int]:
 
 
 def schedule(
-    num_nodes: int, num_lost: int, until_s: float, rng: random.Random
+    num_nodes: int, num_lost: int, num_late: int, until_s: float, rng: random.Random
 ) -> list[tuple[float, int, bool]]:
-    """Nodes that are lost and come back after a while, evenly over a time."""
+    """Nodes that are lost and come back, evenly over a time, and late ones, whose numbers are the highest."""
     found = list[tuple[float, int, bool]]()
+    for late in range(num_nodes, num_nodes + num_late):
+        found += [(0.0, late, True), (rng.uniform(0.1, 0.5) * until_s, late, False)]
     for place in range(num_lost):
         at_s, node = until_s * (place + rng.random()) / num_lost, place % num_nodes
         found += [(at_s, node, True), (at_s + rng.uniform(0.3, 0.9) * until_s / num_lost, node, False)]
@@ -89,7 +93,7 @@ def bound_s(work_s: float, num_nodes: int, losses: Sequence[tuple[float, int, bo
     return now_s + work_s / there
 
 
-def run(hours: float, num_nodes: int, num_lost: int, seed: int = 1, **options: Any) -> Run:
+def run(hours: float, num_nodes: int, num_lost: int, num_late: int = 0, seed: int = 1, **options: Any) -> Run:
     rng = random.Random(seed)
     lengths = parts(hours, rng)
     totals_s = {
@@ -97,8 +101,8 @@ def run(hours: float, num_nodes: int, num_lost: int, seed: int = 1, **options: A
         "encode": ENCODE_SHARE * sum(lengths),
         "language": LANGUAGE_S * NUM_QUESTIONS * len(lengths),
     }
-    losses = schedule(num_nodes, num_lost, max(totals_s.values()) / num_nodes, rng)
-    servers = VirtualServers(costs(), num_nodes, losses)
+    losses = schedule(num_nodes, num_lost, num_late, max(totals_s.values()) / num_nodes, rng)
+    servers = VirtualServers(costs(), num_nodes + num_late, losses)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with (folder / "in.jsonl").open("w") as file:
@@ -115,16 +119,17 @@ def run(hours: float, num_nodes: int, num_lost: int, seed: int = 1, **options: A
         hours,
         len(lengths),
         num_lost,
+        num_late,
         max(servers.ended_s.values()),
-        max(bound_s(total_s, num_nodes, losses) for total_s in totals_s.values()),
+        max(bound_s(total_s, num_nodes + num_late, losses) for total_s in totals_s.values()),
         done_s / sum(totals_s.values()) - 1,
     )
 
 
 def page(found: Sequence[Run]) -> str:
     rows = [
-        f"| {each.num_nodes} | {each.hours:,.0f} | {each.num_lost} | {each.end_s / 3600:.2f} | "
-        f"{each.bound_s / 3600:.2f} | {each.share:.1%} | {each.again:.2%} |"
+        f"| {each.num_nodes} | {each.hours:,.0f} | {each.num_lost} | {each.num_late} | "
+        f"{each.end_s / 3600:.2f} | {each.bound_s / 3600:.2f} | {each.share:.1%} | {each.again:.2%} |"
         for each in found
     ]
     return "\n".join(
@@ -134,11 +139,14 @@ def page(found: Sequence[Run]) -> str:
             "`python -m benchmarks.serving.batch_nodes` repeats it.",
             "The driver and its HTTP backend are the real ones. Nodes and time are virtual.",
             "Nodes are lost and come back over the whole run. A lost node ends what it works on.",
+            "Nodes that join were named at the start, and answer from a moment in its first half on.",
+            "The bound is when the slowest stage would end if each node that is there did nothing else.",
             "Each node reads with 16 cores, and has one GPU at the costs of",
             "[answer-many-videos](../../docs/how-to/answer-many-videos.md#estimate-the-size).",
             "",
-            "| nodes | hours of video | losses | hours | bound of the slowest stage | share of it | again |",
-            "|---:|---:|---:|---:|---:|---:|---:|",
+            "| nodes | hours of video | losses | nodes that join | hours | bound of the slowest stage "
+            "| share of it | again |",
+            "|---:|---:|---:|---:|---:|---:|---:|---:|",
             *rows,
             "",
         ]
@@ -149,12 +157,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hours", type=float, default=10_000)
     parser.add_argument("--nodes", type=int, default=8)
-    parser.add_argument("--losses", type=int, nargs="+", default=[0, 16])
     given = parser.parse_args()
     found = []
-    for num_lost in given.losses:
+    for num_lost, num_late in RUNS:
         start_s = time.monotonic()
-        found.append(run(given.hours, given.nodes, num_lost))
+        found.append(run(given.hours, given.nodes, num_lost, num_late))
         print(found[-1], f"{found[-1].share:.3f}", f"{time.monotonic() - start_s:.1f} s", flush=True)
     (RESULTS / "batch_nodes.json").write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n")
     (RESULTS / "batch_nodes.md").write_text(page(found))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from epd.batch.progress import BatchProgress, Done, ShowBatch
 from epd.batch.records import error_record, result_record
 from epd.batch.result_files import ResultFiles, Results, errors_path
 from epd.batch.result_parts import PartsFolder, ResultParts
-from epd.batch.summary import Summary, peak_bytes
+from epd.batch.summary import Hardware, Summary, peak_bytes
 from epd.batch.tasks import Answered, Backend, MediaTask, Outcome
 from epd.batch.utilisation import Utilisation
 from epd.errors import RequestError
@@ -46,12 +46,14 @@ class BatchPlan:
 
     out: the file of results, or the folder of its parts in Parquet.
     retries_failed: whether lines that failed in earlier runs are asked again.
+    hardware: that answers, as far as it is known.
     """
 
     source: Path
     out: Path | PartsFolder
     defaults: LineDefaults
     retries_failed: bool = False
+    hardware: Hardware = field(default_factory=Hardware)
 
     def check(self) -> None:
         """Raises RequestError when results would be written into the input."""
@@ -84,7 +86,7 @@ def run_batch(
             index.build(show_indexing)
         if plan.retries_failed:
             files.forget_failed()
-        run = _BatchRun(index, files, utilisation or Utilisation())
+        run = _BatchRun(index, files, utilisation or Utilisation(), plan.hardware)
         run.explain_refused()
         if index.has_questions:
             with open_backend(index) as backend, bar() as show:
@@ -95,10 +97,13 @@ def run_batch(
 class _BatchRun:
     """Runs over an index that is built."""
 
-    def __init__(self, index: LineIndex, files: Results, utilisation: Utilisation) -> None:
+    def __init__(
+        self, index: LineIndex, files: Results, utilisation: Utilisation, hardware: Hardware
+    ) -> None:
         self._index = index
         self._files = files
         self._utilisation = utilisation
+        self._hardware = hardware
         self._num_lines = index.num_lines
         self._num_done_before = index.forget(files.done())
         self._num_groups = index.num_groups
@@ -143,7 +148,7 @@ class _BatchRun:
         self._done.add(self._taken.pop(outcome.line.number), outcome)
 
     def _watch(self, backend: Backend, show: ShowBatch, *, is_warm: bool) -> None:
-        """Samples stage utilisation at intervals, and draws it."""
+        """Samples the work in stages at intervals, and shows it."""
         now_s = time.monotonic()
         if is_warm:
             self._utilisation.mark_warm(now_s, backend.busy_s())
@@ -166,6 +171,7 @@ class _BatchRun:
             wall_s=wall_s,
             left_s=self._left_s(wall_s),
             shares=shares,
+            efficiency=self._hardware.efficiency(self._done.answer_tokens / wall_s) if wall_s > 0 else None,
         )
 
     def _left_s(self, wall_s: float) -> float | None:
@@ -185,6 +191,7 @@ class _BatchRun:
             wall_s=now_s - self._start_s,
             peak_bytes=peak_bytes(),
             done=self._done,
+            hardware=self._hardware,
         )
         if backend is None:
             return answered

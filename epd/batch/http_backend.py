@@ -32,7 +32,7 @@ from typing import Any
 
 import httpx
 
-from epd.batch.in_flight import MAX_REQUESTS, MAX_TASKS, lines_at_once, media_at_once, num_workers
+from epd.batch.in_flight import MAX_REQUESTS, MAX_TASKS, InFlight, num_workers
 from epd.batch.lines import CHAT_URL, JSON, BatchLine
 from epd.batch.object_urls import with_urls
 from epd.batch.shared_prefix import shared_prefix
@@ -71,30 +71,25 @@ class HttpBackend:
         *endpoints: Endpoint,
         path: str = CHAT_URL,
         transport: httpx.AsyncBaseTransport | None = None,
-        max_requests: int = MAX_REQUESTS,
+        in_flight: InFlight | None = None,
         has_seeds: bool = False,
         signs: bool = False,
-        media_in_flight: int | None = None,
     ) -> None:
         """Takes one or more servers.
 
         path: that is asked.
         transport: if not TCP.
-        max_requests: in flight at each server.
+        in_flight: by default some media and lines for each server.
         has_seeds: whether lines without a seed get one that is the same whenever they are repeated.
         signs: whether media in object stores are read with the credentials of this process.
-        media_in_flight: at all servers; by default some for each server.
         """
         self.endpoints = endpoints
         self._has_seeds = has_seeds
         self._signs = signs
         self.path = path
         self.transport = transport
-        # Of each server the most workers that it has had, and media of each: 0 where places do not follow.
-        self.num_workers = [1] * len(endpoints)
-        self.media_of_worker = 0
-        self.max_tasks = media_in_flight or MAX_TASKS * len(endpoints)
-        self.max_requests = max(max_requests * len(endpoints), self.max_tasks)
+        number = len(endpoints)
+        self.in_flight = in_flight or InFlight(MAX_TASKS * number, MAX_REQUESTS * number)
         self.num_in_flight = 0
         self._busy_s: dict[str, float] = {}
         self._num_cold = 0
@@ -124,20 +119,12 @@ class HttpBackend:
                 lost.append(error)
         if len(lost) == len(endpoints):
             raise lost[0]
-        workers = [num_workers(each) for each in endpoints]
-        num_all = sum(workers)
-        num_lines = lines_at_once(math.ceil(num_all / len(endpoints)))
-        media_of_worker = media_at_once(num_lines, lines_per_medium)
-        backend = cls(
-            *endpoints,
-            signs=True,
-            max_requests=num_lines * num_all // len(endpoints),
-            media_in_flight=media_in_flight or media_of_worker * num_all,
-            **options,
-        )
-        if media_in_flight is None:
-            backend.num_workers, backend.media_of_worker = workers, media_of_worker
-        yield backend
+        in_flight = InFlight.at(endpoints, lines_per_medium, media_in_flight)
+        yield cls(*endpoints, signs=True, in_flight=in_flight, **options)
+
+    @property
+    def max_tasks(self) -> int:
+        return self.in_flight.media
 
     @contextmanager
     def run(self, tasks: Iterator[MediaTask]) -> Iterator[Iterator[Outcome | None]]:
@@ -217,7 +204,7 @@ class Asker:
     def __init__(self, backend: HttpBackend) -> None:
         self._backend = backend
         self._num_answered = 0
-        self._slots = asyncio.Semaphore(backend.max_requests)
+        self._slots = asyncio.Semaphore(backend.in_flight.lines)
         self._lost_s: dict[str, float] = {}
         self._http = httpx.AsyncClient(
             transport=backend.transport,
@@ -351,7 +338,7 @@ class _HttpRun:
         self._asker = Asker(backend)
         self._endpoints = backend.endpoints
         self._max_tasks = backend.max_tasks
-        self._backend = backend
+        self._in_flight = backend.in_flight
         self._following: asyncio.Task[None] | None = None
         self._tasks = tasks
         self._ahead: dict[str, deque[Iterator[BatchLine]]] = {each.url: deque() for each in self._endpoints}
@@ -364,22 +351,22 @@ class _HttpRun:
             async with asyncio.TaskGroup() as group:
                 for place in range(self._max_tasks):
                     group.create_task(self._work(self._endpoints[place % len(self._endpoints)]))
-                if self._backend.media_of_worker:
+                if self._in_flight.num_workers:
                     self._following = group.create_task(self._follow(group))
         finally:
             await self._asker.close()
 
     async def _follow(self, group: asyncio.TaskGroup) -> None:
         """Gives places to workers that join, until all media are given."""
-        known = self._backend.num_workers
+        most, in_flight = list(self._in_flight.num_workers), self._in_flight
         while True:
             await asyncio.sleep(_LOOK_S)
             for place, endpoint in enumerate(self._endpoints):
-                joined = max(0, await asyncio.to_thread(num_workers, endpoint) - known[place])
-                known[place] += joined
-                self._asker.add_slots(MAX_REQUESTS * joined)
-                self._max_tasks += self._backend.media_of_worker * joined
-                for _ in range(self._backend.media_of_worker * joined):
+                joined = max(0, await asyncio.to_thread(num_workers, endpoint) - most[place])
+                most[place] += joined
+                self._asker.add_slots(in_flight.lines_of_worker * joined)
+                self._max_tasks += in_flight.media_of_worker * joined
+                for _ in range(in_flight.media_of_worker * joined):
                     group.create_task(self._work(endpoint))
 
     async def _work(self, endpoint: Endpoint) -> None:

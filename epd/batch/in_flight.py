@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from epd.client.endpoint import Endpoint, get
 from epd.errors import EPDError
@@ -32,3 +35,32 @@ def lines_at_once(num_workers: int) -> int:
 def media_at_once(num_lines: int, lines_per_medium: float) -> int:
     """Returns how many media keep so many lines in flight. Some, since their first lines go alone."""
     return max(MAX_TASKS, math.ceil(num_lines / lines_per_medium))
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Says how many media and lines are asked about at once, at all servers.
+
+    num_workers: of each server, where places follow them.
+    media_of_worker, lines_of_worker: for each worker that joins a server.
+    """
+
+    media: int
+    lines: int
+    num_workers: tuple[int, ...] = ()
+    media_of_worker: int = 0
+    lines_of_worker: int = 0
+
+    @classmethod
+    def at(cls, endpoints: Sequence[Endpoint], lines_per_medium: float, media: int | None) -> Self:
+        """Looks at the workers of servers. lines_per_medium: mean of the input.
+
+        media: instead, which then stays.
+        """
+        workers = tuple(map(num_workers, endpoints))
+        num_lines = lines_at_once(math.ceil(sum(workers) / len(endpoints)))
+        lines = num_lines * sum(workers)
+        if media is not None:
+            return cls(media, max(media, lines))
+        of_worker = media_at_once(num_lines, lines_per_medium)
+        return cls(of_worker * sum(workers), lines, workers, of_worker, num_lines)

@@ -71,6 +71,7 @@ class LineDefaults:
         backend.
     compute_share: of lines without a retention or reduction of their own.
     max_visual_tokens: that frames and retention are chosen for.
+    events: whether answers say what the stages did, which has the times of frames.
     start_s, end_s: the part of the media, of lines that name none.
     system: message before those of a line that has none.
     sampling: temperature, seed and response_format, as bodies have them.
@@ -88,6 +89,7 @@ class LineDefaults:
     reduction: str | None = None
     compute_share: float | None = None
     max_visual_tokens: int | None = None
+    events: bool | None = None
     start_s: float | None = None
     end_s: float | None = None
     system: str | None = None
@@ -341,7 +343,7 @@ def _with_defaults(body: JSON, defaults: LineDefaults) -> JSON:
     reduction = [name for name in _REDUCTION if name != "compute_share" or not reduces]
     added = {
         name: value
-        for name in (*(() if has_rate else _RATES), *(() if is_part else _PART), *reduction)
+        for name in (*(() if has_rate else _RATES), *(() if is_part else _PART), *reduction, "events")
         if (value := getattr(defaults, name)) is not None and ours.get(name) is None
     }
     return {**body, "epd": {**ours, **added}} if added else body

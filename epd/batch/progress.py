@@ -17,9 +17,9 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskProgressColumn,
     TextColumn,
 )
+from rich.table import Column
 
 from epd import console
 from epd.batch.line_index import LineGroup
@@ -60,7 +60,8 @@ class BatchProgress:
     done: of the num_all lines that this run asks. num_in_flight: lines that are being asked.
     failures: lines in the file of failures, by the name of the error.
     wall_s: since the model was loaded. left_s: predicted from the work that is left, None before any is done.
-    shares: of the last seconds that each stage worked.
+    shares: lines at work in each stage, the mean of the last seconds.
+    efficiency: tokens of answers a second over those of the engine alone, None where not known.
     """
 
     done: Done
@@ -70,6 +71,7 @@ class BatchProgress:
     wall_s: float
     left_s: float | None
     shares: Mapping[str, float]
+    efficiency: float | None = None
 
     @property
     def num_failed(self) -> int:
@@ -92,7 +94,7 @@ class BatchProgress:
         left = "unknown" if self.left_s is None else f"{self.left_s / 60:.0f} min"
         return (
             f"{self.done.num_lines} of {self.num_all} lines, {self.shown_failures}; {self.lines_per_s:.2f} a "
-            f"second, time left {left}; {self.work}; busy: {self.busy}"
+            f"second, time left {left}; {self.work}; lines at work: {self.at_work}"
         )
 
     def record(self) -> dict[str, Any]:
@@ -107,6 +109,7 @@ class BatchProgress:
             "video_hours": round(self.video_hours, 4),
             "lines_per_s": round(self.lines_per_s, 3),
             "answer_tokens_per_s": round(self.tokens_per_s, 3),
+            "efficiency": self.efficiency,
             "left_s": self.left_s,
             "shares": dict(self.shares),
         }
@@ -119,12 +122,13 @@ class BatchProgress:
     @property
     def work(self) -> str:
         """Returns what was worked on, for people."""
-        rate = f"{self.tokens_per_s:.1f} tokens/s"
+        share = "" if self.efficiency is None else f" ({self.efficiency:.0%} of the engine alone)"
+        rate = f"{self.tokens_per_s:.1f} tokens/s{share}"
         return f"{self.done.num_media:.0f} media, {self.video_hours:.2f} h of video, {rate}"
 
     @property
-    def busy(self) -> str:
-        return " ".join(f"{name} {share:4.0%}" for name, share in self.shares.items())
+    def at_work(self) -> str:
+        return ", ".join(f"{name} {number:.1f}" for name, number in self.shares.items())
 
 
 class ShowBatch(Protocol):
@@ -141,19 +145,19 @@ def batch_bar() -> Iterator[ShowBatch]:
         return
     columns = (
         TextColumn("lines"),
-        BarColumn(),
+        BarColumn(bar_width=20),
         MofNCompleteColumn(),
-        TaskProgressColumn(text_format="", text_format_no_percentage="", show_speed=True),
-        TextColumn("{task.fields[left]} {task.fields[busy]}"),
+        TextColumn("{task.fields[left]}"),
+        TextColumn("{task.fields[work]}", table_column=Column()),  # goes on in the next line
     )
     with Progress(*columns, console=console.stderr_console(), transient=True) as bar:
-        task = bar.add_task("lines", total=None, left="", busy="")
+        task = bar.add_task("lines", total=None, left="", work="")
 
         def show(progress: BatchProgress) -> None:
-            failed = f"{progress.shown_failures} " if progress.failures else ""
-            left = "" if progress.left_s is None else str(timedelta(seconds=round(progress.left_s)))
-            busy = f"{progress.work} {failed}{progress.busy}"
-            bar.update(task, completed=progress.done.num_lines, total=progress.num_all, left=left, busy=busy)
+            failed = f"{progress.shown_failures}, " if progress.failures else ""
+            left = "" if progress.left_s is None else f"{timedelta(seconds=round(progress.left_s))} left"
+            work = f"{failed}{progress.work}, at work: {progress.at_work}"
+            bar.update(task, completed=progress.done.num_lines, total=progress.num_all, left=left, work=work)
 
         yield show
 

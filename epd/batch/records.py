@@ -42,8 +42,7 @@ def result_record(outcome: Answered) -> JSON:
         "answer": answer,
         "finish_reason": choice["finish_reason"],
     }
-    if completion.get("model"):
-        record["model"] = completion["model"]
+    record |= {name: completion[said] for name, said in MODEL_FACTS.items() if completion.get(said)}
     if line.expected is not None:
         record |= {"expected": line.expected, "is_right": is_same_answer(answer, line.expected)}
     return record | {"usage": completion.get("usage")} | reported(completion)
@@ -62,6 +61,8 @@ def _named(url: str) -> str:
     return url if path is None else str(path)
 
 
+# Fields about the model that has answered, and what a completion calls them.
+MODEL_FACTS = {"model": "model", "model_digest": "system_fingerprint"}
 _REPORTED = ("frames", "video_s", "substituted_frames", "unseen_frames", "cache")
 
 
@@ -69,7 +70,10 @@ def reported(completion: JSON) -> JSON:
     """Returns a record's fields about frames, and about what was found in caches, if any."""
     report = completion.get("epd")
     found = report if isinstance(report, dict) else {}
-    return {name: found[name] for name in _REPORTED if found.get(name)}
+    events = [each for each in found.get("events") or () if isinstance(each, dict)]
+    times_s = [at_s for each in events for at_s in each.get("frame_times_s") or ()]
+    fields = {name: found[name] for name in _REPORTED if found.get(name)}
+    return fields | ({"frame_times_s": times_s} if times_s else {})
 
 
 def answer_text(completion: Mapping[str, Any]) -> str:

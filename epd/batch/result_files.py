@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from epd.batch.lines import JSON
-from epd.batch.records import answer_text, key_of, reason_of, reported
+from epd.batch.records import MODEL_FACTS, answer_text, key_of, reason_of, reported
 from epd.errors import EPDError, RequestError, StorageFullError
 
 # Bounds the loss when a machine crashes; a process that is killed loses nothing.
@@ -236,7 +236,8 @@ def cells_of(record: JSON) -> JSON:
         row["id"] = record["custom_id"]
         completion = (record["response"] or {}).get("body") or {}
         if record["error"] is None:
-            row |= {name: completion.get(name) for name in ("usage", "model")} | reported(completion)
+            row |= {name: completion.get(said) for name, said in MODEL_FACTS.items()}
+            row |= {"usage": completion.get("usage")} | reported(completion)
             row["answer"] = answer_text(completion)
             row["finish_reason"] = completion["choices"][0]["finish_reason"]
     row |= row.get("usage") or {}

@@ -34,6 +34,11 @@ class Hardware:
     def price_of(self, seconds: float) -> float | None:
         return None if self.hourly_price is None else self.hourly_price * seconds / 3600
 
+    def efficiency(self, tokens_per_s: float) -> float | None:
+        """Returns a rate over that of the engine alone; None where that is not known, or there is none."""
+        alone = self.engine_tokens_per_s
+        return tokens_per_s / alone if alone and tokens_per_s else None
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -44,7 +49,7 @@ class Summary:
     tally: of the contents of the files in the end.
     num_groups: groups of lines with the same media before their questions, of this run.
     wall_s: of this run, from when the model was loaded.
-    utilisation: share of the time from the first answer on that each stage worked.
+    utilisation: lines at work in each stage, the mean from the first answer on.
     peak_bytes: of this process's memory.
     done: by this run.
     """
@@ -75,9 +80,7 @@ class Summary:
 
     @property
     def efficiency(self) -> float | None:
-        """Returns the tokens of answers a second over those of the engine alone; None where not known."""
-        alone = self.hardware.engine_tokens_per_s
-        return self.answer_tokens_per_s / alone if alone and self.done.answer_tokens else None
+        return self.hardware.efficiency(self.answer_tokens_per_s)
 
     @property
     def video_hours_per_hour(self) -> float | None:
@@ -165,8 +168,8 @@ class Summary:
                 f"units of videos that did not change and were not encoded: {counts.num_units_skipped}"
             )
         if self.utilisation:
-            shares = ", ".join(f"{name} {share:.0%}" for name, share in self.utilisation.items())
-            lines.append(f"busy since the first answer: {shares}")
+            at_work = ", ".join(f"{name} {number:.2f}" for name, number in self.utilisation.items())
+            lines.append(f"lines at work since the first answer: {at_work}")
         return lines
 
     def _work_lines(self) -> list[str]:

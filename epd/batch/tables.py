@@ -20,7 +20,10 @@ from epd.batch.result_files import cells_of
 PARQUET_SUFFIX = ".parquet"
 _ROWS = 256
 _BUFFER_BYTES = 1 << 20
-_TEXTS = ("id", "uri", "question", "answer", "json", "finish_reason", "expected", "model", "version", "key")
+_TEXTS = (
+    "id", "uri", "question", "answer", "json", "finish_reason", "expected", "model", "model_digest",
+    "version", "key",
+)  # fmt: skip
 _COUNTS = ("line", "prompt_tokens", "completion_tokens", "frames", "substituted_frames")
 
 
@@ -72,7 +75,7 @@ class ParquetTable:
 def part_row(record: JSON, num_attempts: int = 1) -> JSON:
     """Returns the row of a record of either form. num_attempts: runs that have asked it, with this one."""
     cells = cells_of(record)
-    row = {name: cells.get(name) for name in (*_COUNTS, "video_s", *_TEXTS)}
+    row = {name: cells.get(name) for name in (*_COUNTS, "video_s", "frame_times_s", *_TEXTS)}
     line_id, error = cells.get("id"), record.get("error")
     return row | {
         "id": None if line_id is None else str(line_id),
@@ -100,6 +103,7 @@ def part_table(rows: Sequence[JSON]) -> Any:
         *((name, pa.string()) for name in _TEXTS),
         *((name, pa.int64()) for name in _COUNTS),
         ("video_s", pa.float64()),
+        ("frame_times_s", pa.list_(pa.float64())),
         ("is_right", pa.bool_()),
         ("error", pa.struct(error)),
     ]

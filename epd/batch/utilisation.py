@@ -1,4 +1,4 @@
-"""Samples how busy each stage is and how many lines are asked at once, in few samples, and plots it."""
+"""Samples how many lines are at work in each stage and are asked at once, in few samples, and plots it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_SAMPLES = 512
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Holds a sample. busy_s: seconds that each stage has worked up to time_s. num_in_flight: lines then."""
+    """Holds a sample. busy_s: as `Backend` says it, up to time_s. num_in_flight: lines then."""
 
     time_s: float
     busy_s: Mapping[str, float]
@@ -21,7 +21,7 @@ class Sample:
 
 
 class Utilisation:
-    """Keeps samples of how long stages have worked; when there are too many, every second one is dropped."""
+    """Keeps samples of the work in stages; when there are too many, every second one is dropped."""
 
     def __init__(self, max_samples: int = _MAX_SAMPLES) -> None:
         self.samples: list[Sample] = []
@@ -44,11 +44,11 @@ class Utilisation:
         self._warm = self._warm or Sample(time_s, dict(busy_s))
 
     def shares(self, time_s: float, busy_s: Mapping[str, float]) -> dict[str, float]:
-        """Returns the share of the time since the run was warm that each stage has worked; empty before."""
+        """Returns the mean of lines at work in each stage since the run was warm; empty before."""
         return {} if self._warm is None else _shares(self._warm, Sample(time_s, busy_s))
 
     def recent(self, time_s: float, busy_s: Mapping[str, float], window_s: float = 5.0) -> dict[str, float]:
-        """Returns the shares of the last seconds."""
+        """Returns the mean of the last seconds."""
         before = [sample for sample in self.samples if sample.time_s <= time_s - window_s]
         start = before[-1] if before else next(iter(self.samples), None)
         return {} if start is None else _shares(start, Sample(time_s, busy_s))
@@ -67,7 +67,7 @@ def _shares(before: Sample, after: Sample) -> dict[str, float]:
 
 
 def plot_utilisation(utilisation: Utilisation, path: Path) -> None:
-    """Draws the share of each stretch of time that each stage worked, and below it the lines in flight."""
+    """Draws the lines at work in each stage, means of stretches of time, and below them those in flight."""
     with picture(path, 10, 6) as figure:
         axes, below = figure.subplots(2, 1, sharex=True)
         steps = utilisation.steps()
@@ -82,7 +82,7 @@ def plot_utilisation(utilisation: Utilisation, path: Path) -> None:
             [sample.num_in_flight for sample in samples],
             where="post",
         )
-        axes.set(ylabel="share of time busy", ylim=(0, 1.05))
+        axes.set(ylabel="lines at work", ylim=(0, None))
         below.set(xlabel="s", ylabel="lines in flight", ylim=(0, None))
         for each in (axes, below):
             each.grid(alpha=0.3)

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
 from types import ModuleType
@@ -76,6 +76,9 @@ _Question = Annotated[
 ]
 _RetryFailed = Annotated[
     bool, typer.Option("--retry-failed", "--retry-quarantined", help="Ask all lines again that have failed.")
+]
+_FrameTimes = Annotated[
+    bool, typer.Option("--frame-times", help="Results have the times of the frames that were looked at.")
 ]
 _MaxAttempts = Annotated[
     int,
@@ -192,6 +195,7 @@ def batch(
     name: AppName = "epd",
     api_key: ApiKey = None,
     system: System = None,
+    frame_times: _FrameTimes = False,
     retry_failed: _RetryFailed = False,
     max_attempts: _MaxAttempts = 3,
     allow_failures: _AllowFailures = False,
@@ -226,41 +230,28 @@ def batch(
         lines, folder = stack.enter_context(_lines_file(source, _asked(question, questions)))
         if status is not None:
             stack.enter_context(status.of_run())
-        defaults = LineDefaults(
-            folder,
-            asked.fps,
-            asked.frames,
-            asked.max_tokens,
-            asked.retention,
-            asked.reduction,
-            asked.compute_share,
-            asked.max_visual_tokens,
-            start_s=asked.start or None,
-            end_s=asked.end,
-            system=system,
-            sampling=asked.sampling,
-        )
+        defaults = asked.for_lines(folder, system=system, events=frame_times or None)
         if is_dry:
-            failed = estimate.dry_run(lines, defaults, as_json=as_json)
-            raise typer.Exit(_SOME_FAILED if failed and not allow_failures else 0)
+            raise _ended(estimate.dry_run(lines, defaults, as_json=as_json), is_allowed=allow_failures)
         summary = run_batch(
-            BatchPlan(lines, results, defaults, retries_failed=retry_failed),
+            BatchPlan(lines, results, defaults, retry_failed, hardware),
             lambda index: _backend(target, index, estimate),
             indexing_bar=lambda: console.progress_bar("reading lines"),
             bar=batch_bar if status is None else partial(status.told, batch_bar),
             utilisation=utilisation,
         )
-    summary = replace(summary, hardware=hardware)
     if isinstance(results, Path) and PurePath(out).suffix.lower() == TABLE_SUFFIX:
         write_table(Path(out), results)
     if status is not None:
         status.write("done", **summary.record())
-    _report(summary, utilisation, plot, as_json=as_json)
-    where = results.failures if isinstance(results, PartsFolder) else errors_path(results)
-    for line in summary.failure_lines(where):
-        print(line, file=sys.stderr)
-    if summary.tally.num_failed and not allow_failures:
-        raise typer.Exit(_SOME_FAILED)
+    if plot is not None:
+        plot_utilisation(utilisation, plot)
+    _report(summary, results, as_json=as_json)
+    raise _ended(summary.tally.num_failed, is_allowed=allow_failures)
+
+
+def _ended(num_failed: int, *, is_allowed: bool) -> typer.Exit:
+    return typer.Exit(_SOME_FAILED if num_failed and not is_allowed else 0)
 
 
 @contextmanager
@@ -420,10 +411,11 @@ def _tell_failures(found: DryRun) -> None:
         print(f"would fail: {reason.num_lines} {kind}, such as: {reason.example}", file=sys.stderr)
 
 
-def _report(summary: Summary, utilisation: Utilisation, plot: Path | None, *, as_json: bool) -> None:
-    if plot is not None:
-        plot_utilisation(utilisation, plot)
+def _report(summary: Summary, results: Path | PartsFolder, *, as_json: bool) -> None:
     if as_json:
         console.print_json(summary.record())
     else:
         print(*summary.lines(), sep="\n")
+    where = results.failures if isinstance(results, PartsFolder) else errors_path(results)
+    for line in summary.failure_lines(where):
+        print(line, file=sys.stderr)

@@ -8,7 +8,7 @@ import math
 import httpx
 
 from epd.batch.http_backend import HttpBackend
-from epd.batch.in_flight import media_at_once
+from epd.batch.in_flight import InFlight, media_at_once
 from epd.batch.tasks import BackendCounts
 from epd.errors import EPDError, http_status
 from epd.serve_app.cli.own_model import HERE, open_model
@@ -25,10 +25,9 @@ class OwnBackend(HttpBackend):
         super().__init__(
             HERE,
             transport=_OwnTransport(service),
-            max_requests=max_requests,
+            in_flight=InFlight(media_at_once(max_requests, lines_per_medium), max_requests),
             has_seeds=True,
             signs=True,
-            media_in_flight=media_at_once(max_requests, lines_per_medium),
         )
         self._service = service
 

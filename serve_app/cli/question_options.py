@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Self
 
+from epd.batch.lines import LineDefaults
 from epd.engine_config import EngineConfig
 from epd.serve_app.cli.options import (
     AnswerSeed,
@@ -65,6 +67,19 @@ class QuestionOptions:
             "response_format": response_format(self.schema),
         }
         return {name: value for name, value in fields_of_body.items() if value is not None}
+
+    def for_lines(self, folder: str | Path, **more: Any) -> LineDefaults:
+        """Returns them for lines of a batch that leave them out. folder: where relative paths begin."""
+        names = ("fps", "max_tokens", "retention", "reduction", "compute_share", "max_visual_tokens")
+        return LineDefaults(
+            folder,
+            num_frames=self.frames,
+            start_s=self.start or None,
+            end_s=self.end,
+            sampling=self.sampling,
+            **{name: getattr(self, name) for name in names},
+            **more,
+        )
 
     @property
     def given(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from epd.batch.driver import BatchPlan, run_batch
 from epd.batch.http_backend import HttpBackend
+from epd.batch.in_flight import MAX_TASKS, InFlight
 from epd.batch.line_files import whole_lines
 from epd.batch.line_index import LineIndex
 from epd.batch.lines import BOM, LineDefaults
@@ -331,9 +332,9 @@ class BatchRunner:
 
     def _drive(self, batch_id: str, transport: AppTransport) -> None:
         def backend(path: str) -> HttpBackend:
-            endpoint = Endpoint("batch", OWN_URL)
+            in_flight = InFlight(MAX_TASKS, max(MAX_TASKS, self._store.settings.num_in_flight))
             return HttpBackend(
-                endpoint, path=path, transport=transport, max_requests=self._store.settings.num_in_flight
+                Endpoint("batch", OWN_URL), path=path, transport=transport, in_flight=in_flight
             )
 
         with suppress(FileNotFoundError), self._store.claimed(batch_id) as stored:

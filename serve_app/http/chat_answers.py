@@ -249,7 +249,7 @@ class ChatAnswers:
 
     async def accepted(self, parsed: ParsedRequest, record: RequestRecord, model: ModelCard) -> ParsedRequest:
         """Returns a checked request with the grammar of its format, and notes it. Raises RequestError."""
-        record.model = model.name
+        record.model, record.model_revision = model.name, model.revision
         record.is_stream = bool(parsed.chat.stream)
         wanted = answer_format(parsed.chat)
         if wanted is None:
@@ -274,7 +274,7 @@ class ChatAnswers:
     ) -> AsyncGenerator[Sequence[AnswerItem], None]:
         """Yields the answer; ending or closing it frees all resources of the request. Raises EPDError."""
         request = self.request_of(parsed, record)
-        shows_spans = record.is_stream and bool(parsed.chat.epd and parsed.chat.epd.events)
+        shows_spans = bool(parsed.chat.epd and parsed.chat.epd.events)
         record.num_media = len(parsed.references)
         with self.admitted():
             async with self.media.sources(record.request_id, parsed.references) as media:
@@ -308,7 +308,7 @@ class ChatAnswers:
             arrival_s=record.arrival_s,
             deadline_s=None if patience_s is None else steady_time_s() - record.total_s + patience_s,
             cache_salt=chat.cache_salt or "",
-            wants_spans=(bool(ours.events) and record.is_stream) or self.is_traced,
+            wants_spans=bool(ours.events) or self.is_traced,
         )
 
     @contextmanager

@@ -105,6 +105,7 @@ class EpdReport(BaseModel):
     substituted_frames: number of frames that could not be decoded and show a neighbour
     unseen_frames: of animated pictures that were sent as images, all frames but the first of each
     cache: what was found, only where something is kept on disk
+    events: what the stages did, only where it was asked for and the answer is no stream
     """
 
     frames: int
@@ -121,6 +122,7 @@ class EpdReport(BaseModel):
     queued_s: dict[str, float]
     retries: int
     cache: CacheReport | None = Field(default=None, exclude_if=lambda cache: cache is None)
+    events: list[SpanReport] | None = Field(default=None, exclude_if=lambda events: events is None)
 
 
 class EpdEvents(BaseModel):
@@ -172,7 +174,7 @@ class ChatCompletion(BaseModel):
     choices: list[Choice]
     usage: UsageReport
     service_tier: None = None
-    system_fingerprint: None = None
+    system_fingerprint: str | None = None
     prompt_logprobs: None = None
     epd: EpdReport
 

@@ -116,19 +116,19 @@ class DryRun:
 
     def lines(self) -> list[str]:
         """Returns the sums for people."""
-        device = "unknown: give --profile" if self.device_s is None else _time(self.device_s)
-        lines, frames = counted(self.num_lines, "line"), counted(self.num_frames, "frame")
+        device = "unknown; --profile adds it" if self.device_s is None else _time(self.device_s)
         media = "1 medium" if self.num_media == 1 else f"{self.num_media} media"
         found = [
-            f"{lines}, {self.num_failing} would fail, {self.num_not_looked_at} about media elsewhere that "
-            "were not looked at",
-            f"{media}, {self.video_hours:.2f} hours of video, {frames}",
+            f"{counted(self.num_lines, 'line')}; {self.num_failing} would fail",
+            f"{media}, {self.video_hours:.2f} hours of video, {counted(self.num_frames, 'frame')}",
             f"{self.visual_tokens:,} visual tokens, each computed once; {self.prompt_tokens:,} tokens of "
             f"prompts, {self.answer_tokens:,} of answers expected",
             f"time on one device: {device}",
         ]
+        if self.num_not_looked_at:
+            found[0] += f"; {self.num_not_looked_at} are about media elsewhere, in no sum below"
         if self.num_sampled < self.num_groups:
-            found[0] = f"about {found[0]}; {self.num_sampled} of {self.num_groups} media were looked at"
+            found[0] += f"; an estimate by {self.num_sampled} of {self.num_groups} media"
         if self.time_s is not None:
             found.append(
                 f"time on {counted(self.hardware.num_devices or 1, 'device')}: {_shown(self.time_s)}"
@@ -147,7 +147,9 @@ def _time(seconds: float) -> str:
 
 
 def _shown(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds < 60 else f"{seconds / 60:,.1f} min"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:,.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
 def dry_run(

@@ -137,6 +137,7 @@ class RequestRecord:
     status: HTTP status, None before the response
     client: its name, where the server has a file of keys
     is_answer: whether it wants an answer of the model, and not a page or a status
+    model_revision: a name of its model's weights and settings
     held_bytes: bytes of its body, taken from the budget of `BodyReader`
     error: the class of the error that ended it, or another reason
     """
@@ -147,6 +148,7 @@ class RequestRecord:
     client: str = ""
     is_answer: bool = False
     model: str = ""
+    model_revision: str = ""
     held_bytes: int = 0
     is_stream: bool = False
     num_media: int = 0

@@ -111,12 +111,12 @@ class RequestPlanner:
         self._plans: Recent[_PlanKey, MediaPlan] = Recent(_MAX_KNOWN_PLANS)
         self._group_tokens = group_tokens
         self._thought_mark = thought_mark
-        self._revision = weights_revision(model_path)
         self.card = ModelCard(
             name or model_path.name,
             int(time.time()),
             self.settings.context_tokens,
             knowledge_of(model_path),
+            revision=weights_revision(model_path),
         )
         self.cards = (
             self.card,
@@ -185,7 +185,7 @@ class RequestPlanner:
         groups = plan_groups(
             plans,
             hashes,
-            model=self._revision,
+            model=self.card.revision,
             group_tokens=self._group_tokens,
             tower_shares=prompt.tower_shares,
             cache_salt=request.cache_salt,

@@ -27,6 +27,7 @@ from tests import ROOT
 from tests.batch.parquet import write_table
 from tests.batch.test_http_backend import KEY, FakeServer, serving
 from tests.ports import kept_port
+from tests.test_how_to import HOW_TO, python_blocks
 
 NUM_ROWS = 60
 
@@ -117,7 +118,11 @@ def test_fields_that_are_none_are_named() -> None:
 
 
 def test_a_dataset_goes_from_parquet_to_parquet(tmp_path: Path) -> None:
-    """Columns that nobody asks for do not reach the actors; each row is there once."""
+    """The pipeline of the how-to, but for its places and the number of its actors.
+
+    Columns that nobody asks for do not reach the actors; each row is there once.
+    """
+    *_, (_, program) = python_blocks(HOW_TO / "answer-on-a-cluster.md")
     rows = [
         {"id": n, "video": f"https://h/{n}.mp4", "question": f"q{n}", "blob": b"x" * 1000}
         for n in range(NUM_ROWS)
@@ -125,9 +130,17 @@ def test_a_dataset_goes_from_parquet_to_parquet(tmp_path: Path) -> None:
     for part in range(3):
         write_table(tmp_path / f"in/{part}.parquet", rows[part::3])
     with serving(FakeServer(pause_s=0.0)) as server:
-        command = [sys.executable, "-m", "tests.batch.ray_data_job", server.url, KEY]
+        for place, ours in (
+            ("rows.parquet", str(tmp_path / "in")),
+            ("http://10.0.0.5:8000", server.url),
+            ("SECRET", KEY),
+            ("size=4", "size=2"),
+            ('"answers"', f'"{tmp_path / "out"}"'),
+        ):
+            assert place in program
+            program = program.replace(place, ours)
         done = subprocess.run(
-            [*command, str(tmp_path / "in"), str(tmp_path / "out")],
+            [sys.executable, "-m", "tests.batch.ray_data_job", program, str(tmp_path / "out")],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_raylet_start_wait_time_s": "300"},
             capture_output=True,
@@ -139,3 +152,4 @@ def test_a_dataset_goes_from_parquet_to_parquet(tmp_path: Path) -> None:
     assert sorted(int(row["id"]) for row in found) == list(range(NUM_ROWS))
     assert all(row["answer"] == f"q{row['id']}" for row in found)
     assert "blob" not in json.loads(done.stdout.splitlines()[-1])
+    assert server.options == [{"fps": 1}] * NUM_ROWS

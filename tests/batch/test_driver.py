@@ -67,7 +67,8 @@ def run(folder: Path, backend: FakeBackend, *, retries_failed: bool = False, **o
     def opened(_: LineIndex) -> Iterator[Backend]:
         yield backend
 
-    plan = BatchPlan(folder / "in.jsonl", folder / "out.jsonl", LineDefaults(folder), retries_failed)
+    defaults, hardware = LineDefaults(folder), Hardware(engine_tokens_per_s=80.0)
+    plan = BatchPlan(folder / "in.jsonl", folder / "out.jsonl", defaults, retries_failed, hardware)
     return run_batch(plan, opened, **options)
 
 
@@ -239,9 +240,11 @@ def test_the_time_left_is_that_of_the_work_left(tmp_path: Path) -> None:
 
     utilisation = Utilisation()
     bar = lambda: nullcontext(shown.append)  # noqa: E731 - as the command gives it
-    run(tmp_path, Reading(), bar=bar, utilisation=utilisation)
+    summary = run(tmp_path, Reading(num_tokens=20), bar=bar, utilisation=utilisation)
     last = [each for each in shown if each.done.num_lines == 3][-1]
     assert last.left_s == pytest.approx(10 * last.wall_s)
+    assert last.efficiency == pytest.approx(60 / last.wall_s / 80)
+    assert summary.efficiency == pytest.approx(80 / summary.wall_s / 80)
     assert (last.done.num_media, last.done.num_bytes, last.num_all) == (3, 3000, 4)
     assert shown[-1].left_s == 0
     assert [each.num_in_flight for each in shown] == [3, 2, 1, 0]

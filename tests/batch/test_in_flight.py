@@ -16,7 +16,7 @@ def test_media_with_few_lines_are_asked_about_together(lines_per_medium: int, nu
         serving(FakeServer(workers=[{"roles": "epd"}] * 2)) as server,
         HttpBackend.open(server.url, KEY, lines_per_medium=lines_per_medium) as backend,
     ):
-        assert (backend.max_tasks, backend.max_requests) == (2 * num_media, 64)
+        assert (backend.in_flight.media, backend.in_flight.lines) == (2 * num_media, 64)
 
 
 def test_a_server_of_many_workers_gets_no_more_lines_than_it_lets_wait() -> None:

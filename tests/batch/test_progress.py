@@ -12,7 +12,8 @@ import pytest
 from epd.batch.progress import BatchProgress, Done, StatusFile, batch_bar
 from epd.errors import UnavailableError
 
-HALF = BatchProgress(Done(50, 5, 0, 5400.0, 250), 100, 2, {"MediaError": 3}, 100.0, 90.0, {"decode": 0.25})
+AT_WORK = {"decode": 0.25, "language": 3.75}
+HALF = BatchProgress(Done(50, 5, 0, 5400.0, 250), 100, 2, {"MediaError": 3}, 100.0, 90.0, AT_WORK, 0.5)
 
 
 def test_a_line_a_minute_without_a_terminal(
@@ -26,7 +27,7 @@ def test_a_line_a_minute_without_a_terminal(
             now_s += 0.1
     line = (
         "50 of 100 lines, 3 failed (3 MediaError); 0.50 a second, time left 2 min; 5 media, 1.50 h of video, "
-        "2.5 tokens/s; busy: decode  25%\n"
+        "2.5 tokens/s (50% of the engine alone); lines at work: decode 0.2, language 3.8\n"
     )
     assert capsys.readouterr().err == 2 * line
 

@@ -232,13 +232,14 @@ def test_frames_that_were_looked_at_are_columns(tmp_path: Path, form: str) -> No
         },
     ]
     line = parse_line(json.dumps(records[form == "openai"]).encode(), 1, LineDefaults(tmp_path))
-    told = completion("x") | {"epd": {"frames": 12, "video_s": 6.0, "substituted_frames": 1}}
+    spans = [{"stage": "probe"}, *({"stage": "probe", "frame_times_s": each} for each in ([0.5, 1.5], [2.0]))]
+    report = {"frames": 12, "video_s": 6.0, "substituted_frames": 1, "events": spans}
+    told = completion("x") | {"epd": report, "model": "m", "system_fingerprint": "12ab"}
     with closing(ResultParts(PartsFolder(str(tmp_path / "out")))) as parts:
         parts.add([result_record(Answered(line, each)) for each in (told, completion("x"))], [])
-    found = [
-        [row["frames"], row["video_s"], row["substituted_frames"]] for row in committed_rows(tmp_path / "out")
-    ]
-    assert found == [[12, 6.0, 1], [None, None, None]]
+    names = ("frames", "video_s", "substituted_frames", "frame_times_s", "model", "model_digest")
+    found = [[row[name] for name in names] for row in committed_rows(tmp_path / "out")]
+    assert found == [[12, 6.0, 1, [0.5, 1.5, 2.0], "m", "12ab"], [None] * 6]
 
 
 def test_a_file_that_is_no_manifest_is_left_alone(tmp_path: Path) -> None:

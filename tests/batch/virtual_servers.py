@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import selectors
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,29 +22,11 @@ import epd.batch.http_backend as http_backend
 from epd.batch.http_backend import HttpBackend
 from epd.client.endpoint import parse_endpoints
 from tests.batch.fakes import completion
+from tests.faults.virtual_time import Clock, VirtualLoop
 
 
-class _Jump(selectors.DefaultSelector):
-    """Goes to the time of the next timer instead of waiting for it."""
-
-    now_s = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        found = super().select(0 if timeout is not None else None)
-        if not found and timeout:
-            self.now_s += timeout
-        return found
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Runs in virtual time, seconds from 0. What is given to other threads is done at once."""
-
-    def __init__(self) -> None:
-        self.clock = _Jump()
-        super().__init__(self.clock)
-
-    def time(self) -> float:
-        return self.clock.now_s
+class _Loop(VirtualLoop):
+    """Takes no time for what is given to other threads: the driver is outside of virtual time."""
 
     def run_in_executor(self, _: Any, done: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
         future = self.create_future()
@@ -71,8 +51,9 @@ class Costs:
 class VirtualServer:
     """Answers questions about media by name. work_s: of each stage. ended_s: the last answer about each."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, clock: Clock) -> None:
         self._costs = costs
+        self._clock = clock
         self._stages = {
             "read": asyncio.Semaphore(costs.num_readers),
             "encode": asyncio.Semaphore(costs.num_encoders),
@@ -103,7 +84,7 @@ class VirtualServer:
             await self._work("encode", self._costs.encode_s(medium))
             self._known.add(medium)
         await self._work("language", self._costs.language_s)
-        self.ended_s[medium] = asyncio.get_running_loop().time()
+        self.ended_s[medium] = self._clock.elapsed_s
 
     async def _work(self, stage: str, seconds: float) -> None:
         async with self._stages[stage]:
@@ -121,10 +102,11 @@ class VirtualServers(httpx.AsyncBaseTransport):
     """Reaches servers by their number in the host. schedule: (seconds, server, whether it is lost)."""
 
     def __init__(self, costs: Costs, num_servers: int = 1, schedule: Any = ()) -> None:
-        self.loop = VirtualLoop()
-        self.servers = [VirtualServer(costs) for _ in range(num_servers)]
+        self.clock = Clock()
+        self._loop = _Loop(self.clock, seed=0)
+        self.servers = [VirtualServer(costs, self.clock) for _ in range(num_servers)]
         for at_s, number, is_lost in schedule:
-            self.loop.call_at(at_s, self._change, number, is_lost)
+            self._loop.call_later(at_s, self._change, number, is_lost)
 
     def _change(self, number: int, is_lost: bool) -> None:
         server = self.servers[number]
@@ -153,9 +135,8 @@ class VirtualServers(httpx.AsyncBaseTransport):
     def backend(self, **options: Any) -> Iterator[HttpBackend]:
         """Opens a backend whose only clock is the servers'."""
         endpoints = parse_endpoints([f"http://server{place}:1" for place in range(len(self.servers))])
-        clock = SimpleNamespace(monotonic=self.loop.time)
         with (
-            mock.patch.object(http_backend.asyncio, "new_event_loop", return_value=self.loop),
-            mock.patch.object(http_backend, "time", clock),
+            mock.patch.object(http_backend.asyncio, "new_event_loop", return_value=self._loop),
+            mock.patch.object(http_backend, "time", self.clock),
         ):
             yield HttpBackend(*endpoints, transport=self, **options)

@@ -80,6 +80,7 @@ class CompletionBuilder:
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(num_choices)]
         self._reasons: list[FinishReason] = ["length"] * num_choices
+        self._spans: list[SpanReport] = []
         self._end: AnswerEnd | None = None
 
     def add(self, item: AnswerItem) -> None:
@@ -88,6 +89,8 @@ class CompletionBuilder:
             self._thinks = item.thinks
             self._logprobs[item.index] += item.logprobs
             self._reasons[item.index] = item.finish_reason or self._reasons[item.index]
+        elif isinstance(item, StageSpan):
+            self._spans.append(span_report(item, self._record))
         elif isinstance(item, AnswerEnd):
             self._end = item
 
@@ -100,7 +103,8 @@ class CompletionBuilder:
             model=self._record.model,
             choices=[self._choice(index) for index in range(len(self._texts))],
             usage=usage_report(end),
-            epd=epd_report(self._record, end),
+            system_fingerprint=self._record.model_revision or None,
+            epd=epd_report(self._record, end).model_copy(update={"events": self._spans or None}),
         )
 
     def body(self) -> str:

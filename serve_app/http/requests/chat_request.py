@@ -337,7 +337,7 @@ class EpdOptions(_Received):
     """This server's own options.
 
     deadline_s: of the first token, in seconds from arrival
-    events: also stream what the stages do
+    events: also answer what the stages do
     """
 
     fps: Annotated[float, Field(gt=0)] | None = Field(default=None, description="Frames per second of video.")

@@ -26,6 +26,7 @@ from epd.batch.progress import batch_bar
 from epd.batch.tasks import Backend
 from epd.errors import RequestError
 from epd.serve_app.cli.program import app
+from epd.stages.loading.weight_files import weights_revision
 from tests.batch.fakes import FakeBackend
 from tests.batch.parquet import committed_rows, write_table
 from tests.batch.test_http_backend import KEY, FakeServer, Reply, serving
@@ -59,7 +60,7 @@ def test_a_file_is_answered_and_summed_up(lines: Path, checkpoints: dict[str, Pa
         "--num-kv-tokens",
         4096,
     ]
-    result = run(lines, out, *map(str, options), "--plot", plot, "--json")
+    result = run(lines, out, *map(str, options), "--frame-times", "--plot", plot, "--json")
     assert result.exit_code == 1, result.output
     assert "1 line failed, see '" in result.stderr
     assert "1 MediaNotFoundError, such as: " in result.stderr
@@ -71,7 +72,14 @@ def test_a_file_is_answered_and_summed_up(lines: Path, checkpoints: dict[str, Pa
     assert [json.loads(line)["id"] for line in (tmp_path / "out.errors.jsonl").read_text().splitlines()] == [
         "b"
     ]
-    assert {json.loads(line)["id"] for line in out.read_text().splitlines()} == {"a", "c"}
+    found = {row["id"]: row for row in map(json.loads, out.read_text().splitlines())}
+    assert found.keys() == {"a", "c"}
+    times_s = found["a"]["frame_times_s"]
+    assert len(times_s) == found["a"]["frames"] == 4
+    assert times_s == sorted(times_s)
+    assert times_s[-1] < found["a"]["video_s"]
+    assert "frame_times_s" not in found["c"]
+    assert {row["model_digest"] for row in found.values()} == {weights_revision(checkpoints["qwen2_5_vl"])}
     assert plot.stat().st_size > 1000
     again = run(lines, out, "--allow-failures")
     assert again.exit_code == 0
@@ -274,9 +282,9 @@ def test_lines_are_answered_without_ray_and_web_server(lines: Path, tmp_path: Pa
 def test_bars_are_shown_one_after_the_other_on_a_terminal(
     lines: Path, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """rich refuses two at once."""
+    """rich refuses two at once. A narrow one shows all, too."""
     screen = io.StringIO()
-    terminal = Console(file=screen, force_terminal=True, width=160)
+    terminal = Console(file=screen, force_terminal=True, width=80)
     monkeypatch.setattr(console, "stderr_console", lambda: terminal)
     plan = BatchPlan(lines, tmp_path / "out.jsonl", LineDefaults(tmp_path))
 

@@ -86,8 +86,8 @@ def test_the_time_is_that_of_the_profile(source: Path, checkpoints: dict[str, Pa
         prefill_s + 3 * profile.decode.cost.seconds(32, 32 * tokens) / 32
     )
     shown = batch(source, tmp_path / "o.jsonl", *options).stdout
-    assert "1 line, 0 would fail, 0 about media elsewhere" in shown
-    assert "time on one device: unknown: give --profile" in shown
+    assert shown.startswith("1 line; 0 would fail\n")  # and none is about media elsewhere
+    assert "time on one device: unknown; --profile adds it" in shown
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,7 @@ def test_at_a_terminal_a_sample_says_it_and_somebody_decides(
         words = ["batch", str(table), str(tmp_path / "o.jsonl"), *options_of(server)]
         asked = CliRunner().invoke(app, words, input=f"{said}\n")
         assert len(server.looked_at) == 32
-        assert "about 129 lines, 9 would fail" in asked.stderr
-        assert "32 of 64 media were looked at" in asked.stderr
+        assert "129 lines; 9 would fail; an estimate by 32 of 64 media\n" in asked.stderr
         assert "60 media, 15.00 hours of video, 480 frames" in asked.stderr
         assert "time on 8 devices: " in asked.stderr
         assert "price: " in asked.stderr

@@ -66,7 +66,9 @@ def test_events_are_shown_to_whom_asks_and_traced_as_well(
 ) -> None:
     front = run_front(trace_dir=tmp_path)
     assert front.ask(stream=True, epd={"events": True}).text.count('"stage":"encode"') == 3
-    assert front.ask(epd={"events": True}).status_code == 200
+    whole = front.ask(epd={"events": True}).json()["epd"]
+    assert [event["stage"] for event in whole["events"]].count("encode") == 3
+    assert "events" not in front.ask().json()["epd"]
     wait_until(lambda: len(files(tmp_path)) == 2)
 
 

@@ -1,0 +1,274 @@
+"""Whether the number of stage workers follows waves of videos, beside every fixed number, in virtual time.
+
+    python -m benchmarks.elasticity.autoscale_virtual [--seeds 1 2] [--workers auto 3 4 5 6]
+
+The real application runs: planning, schedulers, pools, transfers, the estimator, the advice on replicas, the
+policy that Serve calls, and the controller of roles. Workers are paced as A100s of a profile, and a pass
+computes nothing (`benchmarks/epd_pays/virtual_workers.py`). Serve itself is not there: a replica runs START_S
+after the policy wants it, gets its roles as the board gives them, and one that is no longer wanted leaves as
+a replica does, its work taken elsewhere by the orchestrator.
+Requests arrive at random, at rates that rise, stay and fall again (RAMP). All runs of a seed get the same.
+Writes benchmarks/results/autoscale_virtual.{json,md}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from operator import itemgetter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.epd_pays.live import Layout, Load, Media, Times, drawn, fleet_of
+from benchmarks.epd_pays.mixes import MIXES, MODEL, Arrival, Kind
+from benchmarks.epd_pays.virtual_workers import run_virtual, virtual_workers
+from benchmarks.reporting import RESULTS, Row, markdown
+from epd.control.elasticity import ControllerConfig, roles_for_newcomer
+from epd.planning.space import Settings
+from epd.serve_app.fleet import WorkerBack, WorkerChanged, WorkerLost
+from epd.serve_app.local.fleet import LocalFleet
+from epd.serve_app.local.pacing import Pace
+from epd.serve_app.media.media_worker import MediaSettings
+from epd.serve_app.messages import endpoint
+from epd.serve_app.orchestration.config import OrchestratorConfig
+from epd.serve_app.orchestration.orchestrator import Orchestrator
+from epd.serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.ray.autoscaling import ADVISED, stage_replicas
+from epd.serve_app.worker_info import EVERY_STAGE, WorkerInfo
+from epd.topology import ROLE_LETTERS, parse_topology
+from epd.video import FetchPolicy
+from tests.faults.pool import read_once
+
+# A patch or token stands for 128 of the device's: fewer are moved, and each costs more.
+MIX = replace(
+    MIXES["long videos"], patches=128, tokens=128, kinds=(Kind(1.0, num_tokens=10, num_frames=16, side=64),)
+)
+SETTINGS = Settings(
+    encode_patches=8192, language_seqs=64, decode_seqs=64, chunk_tokens=2048, sharding="group"
+)
+TOPOLOGY, MIN_WORKERS, MAX_WORKERS = "1e1p1d", 3, 6
+START_S, LEAVE_S = 20.0, 5.0
+# Requests in a second, at seconds from the start; on straight lines between them.
+RAMP = ((0.0, 0.7), (20.0, 0.7), (80.0, 3.0), (140.0, 3.0), (160.0, 0.7))
+BUSY_S, END_S = (20.0, 160.0), 300.0
+AUTO = "auto"
+ABOUT = (
+    "A worker is paced as an A100 with Qwen2.5-VL-7B. A request is a video. attained: the first token within "
+    f"{MIX.slo.ttft_s} s and {MIX.slo.tpot_s} s a token after it; of all requests, and of those that came "
+    f"from {BUSY_S[0]:g} s to {BUSY_S[1]:g} s, when many came. A replica starts in {START_S:g} s. "
+    f"Autoscaling has {MIN_WORKERS} to {MAX_WORKERS} workers. Roles follow the load in all runs."
+)
+
+
+class _Fleet(LocalFleet):
+    """Adds and gives up workers while it runs."""
+
+    def num_there(self) -> int:
+        return len(self._staying())
+
+    def _staying(self) -> list[WorkerInfo]:
+        infos = self.workers.values()
+        return [
+            each for each in infos if "video" not in each.roles and each.is_alive and not each.is_draining
+        ]
+
+    async def add(self, name: str) -> None:
+        present = [each.roles for each in self._staying()]
+        self._infos[name] = WorkerInfo(name, roles_for_newcomer(parse_topology(TOPOLOGY), present))
+        await self._start(name)
+        self._events.put_nowait(WorkerBack(name))
+
+    async def remove(self) -> None:
+        """Gives up the worker that came last."""
+        info = self._staying()[-1]
+        self._infos[info.name] = replace(info, closed=info.roles, leaving=EVERY_STAGE)
+        self._events.put_nowait(WorkerChanged(info.name))
+        await asyncio.sleep(LEAVE_S)
+        self._infos[info.name] = replace(self._infos[info.name], is_alive=False)
+        self._stop(self._threads.pop(info.name), f"worker '{info.name}' has left")
+        for stage in ROLE_LETTERS:
+            self._hubs.close(endpoint(info.name, stage))
+        self._events.put_nowait(WorkerLost(info.name, "it has left", info.incarnation, is_planned=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run gave. workers: how many ran, every second."""
+
+    arrivals: Sequence[Arrival]
+    times: Sequence[Times]
+    workers: Sequence[int]
+
+    def row(self, seed: int, workers: str) -> Row:
+        busy = [
+            is_met(each) for arrival, each in zip(self.arrivals, self.times, strict=True) if in_wave(arrival)
+        ]
+        ttfts = sorted(each.ttft_s for each in self.times)
+        return {
+            "seed": seed,
+            "workers": workers,
+            "requests": len(self.times),
+            "attained": round(statistics.mean(map(is_met, self.times)), 3),
+            "attained, busy": round(statistics.mean(busy), 3),
+            "TTFT p50, s": round(ttfts[len(ttfts) // 2], 2),
+            "TTFT p99, s": round(ttfts[len(ttfts) * 99 // 100], 2),
+            "mean workers": round(statistics.mean(self.workers), 2),
+            "least to most": f"{min(self.workers)} to {max(self.workers)}",
+            "changes": sum(a != b for a, b in pairwise(self.workers)),
+        }
+
+
+def is_met(times: Times) -> bool:
+    slo = MIX.slo
+    assert slo.ttft_s is not None
+    assert slo.tpot_s is not None
+    return times.ttft_s <= slo.ttft_s and times.tpot_s <= slo.tpot_s
+
+
+def in_wave(arrival: Arrival) -> bool:
+    return BUSY_S[0] <= arrival.at_s < BUSY_S[1]
+
+
+def waves(seed: int) -> list[Arrival]:
+    """A Poisson process of the highest rate, thinned out."""
+    draws, at_s, found = random.Random(seed), 0.0, list[Arrival]()
+    starts_s, rates = zip(*RAMP, strict=True)
+    while (at_s := at_s + draws.expovariate(max(rates))) < END_S:
+        if draws.random() * max(rates) < np.interp(at_s, starts_s, rates):
+            found.append(Arrival(at_s, MIX.kinds[0], f"{seed}-{len(found)}"))
+    return found
+
+
+async def scaled(service: Orchestrator, fleet: _Fleet, seen: list[int]) -> None:
+    """Does what Serve does, once a second."""
+    service.elastic.advisor.follow({"Stage": (MIN_WORKERS, MAX_WORKERS)}, TOPOLOGY)
+    target, number = fleet.num_there(), 0
+    async with asyncio.TaskGroup() as group:
+        while True:
+            await asyncio.sleep(1.0)
+            wanted = _wanted(service, target)
+            for _ in range(wanted - target):
+                number += 1
+                group.create_task(_started(fleet, f"n{number}"))
+            for _ in range(target - wanted):
+                group.create_task(fleet.remove())
+            target = wanted
+            seen.append(fleet.num_there())
+
+
+async def _started(fleet: _Fleet, name: str) -> None:
+    await asyncio.sleep(START_S)
+    await fleet.add(name)
+
+
+def _wanted(service: Orchestrator, target: int) -> int:
+    """What the policy of Serve says about the newest advice."""
+    advice = service.elastic.advisor.advice.get("Stage")
+    points = [] if advice is None else [SimpleNamespace(timestamp=0.0, value=float(advice.num_replicas))]
+    context: Any = SimpleNamespace(
+        raw_metrics={ADVISED: {"a replica": points}},
+        current_time=0.0,
+        target_num_replicas=target,
+        capacity_adjusted_min_replicas=MIN_WORKERS,
+        capacity_adjusted_max_replicas=MAX_WORKERS,
+    )
+    return stage_replicas(context)[0]
+
+
+async def watched(fleet: _Fleet, seen: list[int]) -> None:
+    while True:
+        await asyncio.sleep(1.0)
+        seen.append(fleet.num_there())
+
+
+async def run(workers: str, arrivals: Sequence[Arrival], folder: Path, media: Media) -> Run:
+    """workers: a number, or auto."""
+    pace = Pace(MIX.live_profile, 1.0)
+    layout = Layout(TOPOLOGY, SETTINGS, is_elastic=True)
+    plain = fleet_of(MIX, layout, MediaSettings(MODEL, FetchPolicy(media_folder=folder)), pace, 1.0)
+    fleet, seen = _Fleet(plain._config, plain._settings), list[int]()
+    planner = RequestPlanner(MODEL, "shapes-vl", group_tokens=MIX.group_tokens)
+    config = OrchestratorConfig(
+        max_waiting=4096, max_wait_s=600, stall_timeout_s=180, elastic=ControllerConfig()
+    )
+    service = Orchestrator(fleet, planner, config)
+    await service.start()
+    try:
+        if workers != AUTO:
+            for number in range(int(workers) - fleet.num_there()):
+                await fleet.add(f"n{number}")
+        watching = asyncio.create_task(
+            scaled(service, fleet, seen) if workers == AUTO else watched(fleet, seen)
+        )
+        times = await Load(service, media, 1.0).run(arrivals)
+        assert not watching.done(), watching.result()
+        watching.cancel()
+        return Run(arrivals, times, seen)
+    finally:
+        await service.close()
+
+
+def measured(seeds: Sequence[int], counts: Sequence[str]) -> Iterator[Row]:
+    with read_once(), virtual_workers():
+        for seed in seeds:
+            arrivals = waves(seed)
+            with tempfile.TemporaryDirectory() as name:
+                media = drawn(arrivals, Path(name))
+                for workers in counts:
+                    work = partial(run, workers, arrivals, Path(name), media)
+                    yield run_virtual(work, seed).row(seed, workers)
+
+
+def saved(new: Row) -> None:
+    """Puts a row in the place of an earlier one of the same run."""
+    path = RESULTS / "autoscale_virtual.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    key = itemgetter("seed", "workers")
+    rows = sorted([each for each in rows if key(each) != key(new)] + [new], key=key)
+    results = {"setting": {"about": ABOUT}, "shares": shares(rows), "rows": rows}
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    titles = {"shares": "Autoscaling beside the best fixed number (aim: .9)", "rows": "Runs"}
+    command = "python -m benchmarks.elasticity.autoscale_virtual"
+    text = markdown("Replicas that follow a ramp, in virtual time", command, results, titles)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+
+
+def shares(rows: Sequence[Row]) -> list[Row]:
+    """What autoscaling attained over what the best fixed number did, and the workers that each took."""
+    found = []
+    for seed in sorted({row["seed"] for row in rows}):
+        fixed = [row for row in rows if row["seed"] == seed and row["workers"] != AUTO]
+        auto = [row for row in rows if row["seed"] == seed and row["workers"] == AUTO]
+        if fixed and auto:
+            best = max(fixed, key=itemgetter("attained"))
+            share = {name: round(auto[0][name] / best[name], 3) for name in ("attained", "attained, busy")}
+            taken = {"workers, mean": auto[0]["mean workers"], "best fixed number": best["workers"]}
+            found.append({"seed": seed, **share, **taken})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--workers", nargs="+", default=[AUTO, "3", "4", "5", "6"])
+    given = parser.parse_args()
+    for row in measured(given.seeds, given.workers):
+        print(json.dumps(row), flush=True)
+        saved(row)
+
+
+if __name__ == "__main__":
+    main()
