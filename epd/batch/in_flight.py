@@ -12,8 +12,8 @@ from epd.errors import EPDError
 
 # Media of a server or worker at once, where the lines of each are many.
 MAX_TASKS = 4
-# Lines of a server or worker: at least, and those that fill the passes of an engine.
-MAX_REQUESTS, _FULL_REQUESTS = 16, 32
+# Lines of a server or worker: at least, and those that fill the passes of an engine, 64 by default.
+MAX_REQUESTS, FULL_REQUESTS = 16, 64
 # That wait at a server. It refuses more.
 _MAX_WAITING = 256
 
@@ -29,7 +29,7 @@ def num_workers(endpoint: Endpoint) -> int:
 
 def lines_at_once(num_workers: int) -> int:
     """Returns how many lines each of a server's workers is asked at once, fewer of many workers."""
-    return max(MAX_REQUESTS, min(_FULL_REQUESTS, _MAX_WAITING // num_workers))
+    return max(MAX_REQUESTS, min(FULL_REQUESTS, _MAX_WAITING // num_workers))
 
 
 def media_at_once(num_lines: int, lines_per_medium: float) -> int:

@@ -18,6 +18,7 @@ from epd import console
 from epd.batch.driver import BatchPlan, run_batch
 from epd.batch.folder import TABLE_SUFFIX, folder_of, is_lines, is_table, read_questions, write_lines
 from epd.batch.http_backend import HttpBackend
+from epd.batch.in_flight import FULL_REQUESTS
 from epd.batch.line_index import LineIndex
 from epd.batch.lines import LineDefaults
 from epd.batch.places import copied, is_remote
@@ -146,8 +147,8 @@ _Topology = Annotated[
 ]
 # Lines of a run from which on a terminal asks, and media that are looked at for its estimate.
 _MANY, _SAMPLE = 100, 32
-# In one process: media of a line, lines in flight, and how long one waits for room, since nobody does.
-_MAX_MEDIA, _MAX_REQUESTS, _MAX_WAIT_S = 1024, 56, 7 * 24 * 3600.0
+# In one process: media of a line, and how long one waits for room, since nobody does.
+_MAX_MEDIA, _MAX_WAIT_S = 1024, 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +348,7 @@ def _backend(target: _Target, index: LineIndex, estimate: _Estimate) -> Iterator
 
         limits = RequestLimits(max_media=_MAX_MEDIA)
         with open_model(target.model, target.config, limits=limits, max_wait_s=_MAX_WAIT_S) as service:
-            yield OwnBackend(service, max_requests=_MAX_REQUESTS, lines_per_medium=index.lines_per_medium)
+            yield OwnBackend(service, max_requests=FULL_REQUESTS, lines_per_medium=index.lines_per_medium)
 
 
 @dataclass(frozen=True, slots=True)
