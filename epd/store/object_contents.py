@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from epd.errors import UnavailableError
 from epd.late_module import LateModule
+from epd.store.file_format import piece_digest
 from epd.store.object_store import open_store
-from epd.store.piece_files import ABOUT, Contents, piece_digest, texts_of
+from epd.store.piece_files import ABOUT, Contents, texts_of
 from epd.store.slabs import Place, places_of, read_whole
 
 if TYPE_CHECKING:

@@ -80,7 +80,7 @@ class KeptNames:
         if item is not None:
             text = json.dumps(asdict(item)).encode().ljust(_ENTRY_BYTES)
             with suppress(OSError):  # a full disk keeps no name
-                self._files.write(name, 0, memoryview(text))
+                self._files.write({name: memoryview(text)})
 
     def close(self) -> None:
         """Ends the thread, once what waits is written."""
