@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from io import BufferedIOBase, RawIOBase
 from itertools import accumulate
 from pathlib import Path
 from tempfile import mkstemp
-from typing import IO
 
 _MAGIC = b"EPDKV004"
 _HEADER, _ENTRY = struct.Struct("<8sH"), struct.Struct("<16sQ16s")
@@ -98,31 +98,47 @@ def fill(path: Path, payload: memoryview) -> bool:
     """Reads the payload of a file's name. False if it is not there, or another than its header says."""
     try:
         with path.open("rb", buffering=0) as file:
-            at = place(file, path.name)
-            if at.num_bytes != len(payload) or file.readinto(payload) != len(payload):
-                return False
-    except (OSError, ValueError):
+            return fill_from(file, path.parts[-3], path.name, payload)
+    except OSError:
         return False
-    return piece_digest(path.parts[-3], path.name, payload) == at.digest
+
+
+def fill_from(file: RawIOBase | BufferedIOBase, namespace: str, key: str, payload: memoryview) -> bool:
+    """Reads a payload out of an open file: see `fill`. Raises OSError."""
+    try:
+        at = place(file, key)
+    except ValueError:
+        return False
+    if at.num_bytes != len(payload) or file.readinto(payload) != len(payload):
+        return False
+    return piece_digest(namespace, key, payload) == at.digest
 
 
 def is_whole(path: Path) -> bool:
     """Returns whether a file has what its header says of its name. Reads it part by part."""
-    found = sha256(_name_of(path.parts[-3], path.name))
     try:
         with path.open("rb") as file:
-            at = place(file, path.name)
-            left = at.num_bytes
-            while left and (part := file.read(min(left, _PART_BYTES))):
-                found.update(part)
-                left -= len(part)
-            is_long = file.seek(0, os.SEEK_END) == at.file_bytes
-    except (OSError, ValueError):
+            return holds(file, path.parts[-3], path.name)
+    except OSError:
         return False
+
+
+def holds(file: BufferedIOBase, namespace: str, key: str) -> bool:
+    """Returns whether an open file is whole: see `is_whole`. Raises OSError."""
+    found = sha256(_name_of(namespace, key))
+    try:
+        at = place(file, key)
+    except ValueError:
+        return False
+    left = at.num_bytes
+    while left and (part := file.read(min(left, _PART_BYTES))):
+        found.update(part)
+        left -= len(part)
+    is_long = file.seek(0, os.SEEK_END) == at.file_bytes
     return is_long and not left and found.digest()[:_DIGEST_BYTES] == at.digest
 
 
-def place(file: IO[bytes], key: str) -> Place:
+def place(file: RawIOBase | BufferedIOBase, key: str) -> Place:
     """Returns what a header says of a piece, and goes there. Raises OSError, or ValueError for nothing."""
     try:
         magic, count = _HEADER.unpack(file.read(_HEADER.size))

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from epd.late_module import LateModule
 from epd.store.file_format import piece_digest
-from epd.store.object_store import open_store
+from epd.store.object_store import open_store, put, read_whole
 from epd.store.piece_files import ABOUT, StoreCounts
 
 if TYPE_CHECKING:
@@ -237,12 +237,7 @@ class Slabs:
 
     def _put(self, name: str, parts: list[memoryview]) -> None:
         """Writes an object as a whole, as far as the store can. Raises OSError."""
-        path = self._path(name)
-        if self._url.startswith("file:"):
-            self._system.create_dir(path.rpartition("/")[0], recursive=True)
-        with self._system.open_output_stream(path) as stream:
-            for part in parts:
-                stream.write(part)
+        put(self._system, self._path(name), parts)
 
     # Both
 
@@ -299,16 +294,6 @@ def lists_of(system: FileSystem, folder: str) -> list[FileInfo]:
     """Returns the lists of keys below a folder. Raises OSError."""
     selector = fs.FileSelector(folder, allow_not_found=True)
     return [info for info in system.get_file_info(selector) if info.path.endswith(".keys")]
-
-
-def read_whole(system: FileSystem, path: str) -> bytes:
-    """Returns an object; nothing if it is not there. Raises OSError."""
-    try:
-        with system.open_input_file(path) as file:
-            found: bytes = file.read()
-            return found
-    except FileNotFoundError:
-        return b""
 
 
 def places_of(slab: str, text: bytes) -> dict[str, Place]:
