@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from io import BufferedIOBase, RawIOBase
+from io import BufferedIOBase, FileIO, RawIOBase
 from itertools import accumulate
 from pathlib import Path
 from tempfile import mkstemp
@@ -87,18 +87,18 @@ def written(folder: Path, *parts: memoryview, index: int = 0) -> Path:
     return own
 
 
-def date(path: Path, index: int) -> None:
+def date(path: str | Path, index: int) -> None:
     """Dates a file as used now; of a prompt, later pieces a little earlier."""
     used_s = time.time() - index * _STEP_S
     with suppress(OSError):
         os.utime(path, (used_s, used_s))
 
 
-def fill(path: Path, payload: memoryview) -> bool:
-    """Reads the payload of a file's name. False if it is not there, or another than its header says."""
+def fill(path: str, namespace: str, key: str, payload: memoryview) -> bool:
+    """Reads a payload of a file. False if it is not there, or another than the file's header says."""
     try:
-        with path.open("rb", buffering=0) as file:
-            return fill_from(file, path.parts[-3], path.name, payload)
+        with FileIO(path) as file:
+            return fill_from(file, namespace, key, payload)
     except OSError:
         return False
 

@@ -141,7 +141,7 @@ class PieceFiles:
         self._own = folder / namespace
         self._num_bytes: int | None = None  # of all files, once they were counted
         self._num_uncounted = 0
-        self._made: set[Path] = set()  # folders that are there
+        self._made: set[str] = set()  # folders that are there
         self._about = json.dumps(dict(about), indent=1).encode()
         make_folder(self._own)
 
@@ -150,12 +150,13 @@ class PieceFiles:
 
     def tier_of(self, key: str) -> Tier | None:
         """Returns where a piece is; None if it is not there."""
-        if self._path(key).exists():
+        if os.path.exists(self._path(key)):
             return "disk"
         return "objects" if self._beneath is not None and key in self._beneath else None
 
-    def _path(self, key: str) -> Path:
-        return self._own / key[:1] / key
+    def _path(self, key: str) -> str:
+        """Returns a text: a `Path` takes longer to make than its file to find."""
+        return f"{self._own}/{key[:1]}/{key}"
 
     def read(self, key: str, index: int, payload: memoryview) -> Tier | None:
         """Fills a payload, of the right number of bytes. None, for one that is not there or not whole.
@@ -163,7 +164,7 @@ class PieceFiles:
         index: of the piece in its prompt.
         """
         path = self._path(key)
-        if fill(path, payload):
+        if fill(path, self._own.name, key, payload):
             date(path, index)
             return "disk"
         self.remove(key)
@@ -174,7 +175,7 @@ class PieceFiles:
     def remove(self, key: str) -> None:
         """Removes a piece from the folder, if it is there."""
         with suppress(OSError):
-            self._path(key).unlink(missing_ok=True)
+            os.unlink(self._path(key))
 
     def write(self, pieces: Mapping[str, memoryview], index: int = 0) -> int:
         """Keeps payloads by key. Returns the bytes written: none for those there, or larger than the room.
@@ -187,7 +188,7 @@ class PieceFiles:
 
     def _new(self, key: str, data: memoryview) -> Payload | None:
         """Returns what is to be written. Gives it on, with its digest."""
-        is_there = self._path(key).exists()
+        is_there = os.path.exists(self._path(key))
         if is_there and (self._beneath is None or key in self._beneath):
             return None
         digest = piece_digest(self._own.name, key, data)
@@ -214,10 +215,10 @@ class PieceFiles:
 
     def _make_folders(self, pieces: Sequence[Payload]) -> None:
         if not self._made and not (self._own / ABOUT).exists():
-            _name(written(self._own, memoryview(self._about)), [self._own / ABOUT])
-        for folder in {self._path(each.key).parent for each in pieces} - self._made:
-            folder.mkdir(mode=0o700, exist_ok=True)
-            self._made.add(folder)
+            _name(written(self._own, memoryview(self._about)), [f"{self._own}/{ABOUT}"])
+        for name in {each.key[:1] for each in pieces} - self._made:
+            (self._own / name).mkdir(mode=0o700, exist_ok=True)
+            self._made.add(name)
 
     def close(self) -> None:
         """Ends what is beneath."""
@@ -247,7 +248,7 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
-def _name(own: Path, paths: Sequence[Path]) -> bool:
+def _name(own: Path, paths: Sequence[str]) -> bool:
     """Gives a written file its names. False, and none, where it cannot have several. Raises OSError."""
     first, *others = paths
     try:
