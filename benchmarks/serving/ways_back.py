@@ -133,6 +133,7 @@ def main() -> None:
             for speed in speeds:
                 ways = [*WAYS, "choice"] if number % 2 else ["choice", *WAYS]
                 lives = {way: life(kept, speed, way, (known, new), videos) for way in ways}
+                print(json.dumps({"disk, MB/s": speed / 1e6, **lives}), flush=True)
                 for place in range(len(videos)):
                     row = {way: each[place] for way, each in lives.items()}
                     found.setdefault((place, speed), []).append(row)
