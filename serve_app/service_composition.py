@@ -17,7 +17,6 @@ from epd.serve_app.app_args import AppArgs
 from epd.serve_app.files.settings import FileSettings
 from epd.serve_app.fleet import Fleet
 from epd.serve_app.http.chat_answers import ApiSettings
-from epd.serve_app.http.requests.named_media import KeptNames
 from epd.serve_app.media.media_worker import MediaSettings
 from epd.serve_app.orchestration.config import OrchestratorConfig, SwitchLimits
 from epd.serve_app.orchestration.orchestrator import Orchestrator
@@ -139,21 +138,21 @@ def _api_settings(args: AppArgs, planner: RequestPlanner, front: str) -> ApiSett
         log_stats_s=None if args.disable_log_stats else args.log_stats_interval,
         files=_file_settings(args),
         front=front,
-        kept_names=partial(_kept_names, args.engine) if args.cache_dir else None,
+        name_files=partial(_name_files, args.engine) if args.cache_dir else None,
         reasoning_parser=args.reasoning_parser,
         tool_call_parser=args.tool_call_parser or _shown_parser(planner),
         enable_auto_tool_choice=args.enable_auto_tool_choice,
     )
 
 
-def _kept_names(options: EngineConfig) -> KeptNames:
-    """Opens what is known of named videos. Raises RequestError for a bad folder or URL."""
+def _name_files(options: EngineConfig) -> tuple[PieceFiles, ObjectValues | None]:
+    """Opens what is known of named videos: see `KeptNames`. Raises RequestError for a bad folder or URL."""
     assert options.cache_dir is not None
     about = {"kind": "names of videos"}
     name, shown = namespace(about), {"model": "(all)", **about}
     files = PieceFiles(options.cache_dir.expanduser(), name, options.cache_bytes, shown)
     url = options.cache_objects
-    return KeptNames(files, None if url is None else ObjectValues(url, name, shown))
+    return files, None if url is None else ObjectValues(url, name, shown)
 
 
 def _shown_parser(planner: RequestPlanner) -> str:

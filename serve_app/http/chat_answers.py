@@ -50,6 +50,8 @@ from epd.serve_app.service import (
 )
 from epd.stages.grammar.checker import GrammarChecker
 from epd.stages.grammar.formats import AnswerFormat
+from epd.store.object_values import ObjectValues
+from epd.store.piece_files import PieceFiles
 
 # Processes at once, and those that one client may have.
 _NUM_CHILDREN, _MAX_PER_CLIENT = 2, 1
@@ -112,7 +114,7 @@ class ApiSettings:
     max_visual_tokens: of each request, None for what the model's context has room for
     default_deadline_s: of the first token, from arrival
     max_named_media, max_named_bytes: media with a uuid that are kept to be asked about again
-    kept_names: opens what is known of named videos, which outlives the server; None for nothing
+    name_files: opens what is known of named videos, which outlives the server; None for nothing
     keep_alive_s: seconds of silence in a stream before a comment is sent
     allowed_hosts: names that clients may use for the server, see `HostCheck`
     trace_dir: folder for a Chrome trace of each request, of which the latest `max_traces` are kept
@@ -137,7 +139,7 @@ class ApiSettings:
     max_visual_tokens: int | None = None
     max_named_media: int = 4096
     max_named_bytes: int = 256 << 20
-    kept_names: Callable[[], KeptNames] | None = None
+    name_files: Callable[[], tuple[PieceFiles, ObjectValues | None]] | None = None
     keep_alive_s: float = 15.0
     allowed_hosts: frozenset[str] | None = None
     trace_dir: Path | None = None
@@ -195,7 +197,7 @@ class ChatAnswers:
         self.media = media
         self.settings = settings
         self.formats = FormatChecks()
-        kept = None if settings.kept_names is None else settings.kept_names()
+        kept = None if settings.name_files is None else KeptNames(*settings.name_files())
         self.named_media = NamedMedia(settings.max_named_media, settings.max_named_bytes, kept)
         self.num_requests = 0
 

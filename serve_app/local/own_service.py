@@ -185,7 +185,7 @@ async def started(args: AppArgs, *, is_greedy: bool, pace: Pace | None) -> tuple
         penalty = settings.default_params.repetition_penalty
         settings = replace(settings, default_params=SamplingParams(repetition_penalty=penalty))
     # No name is kept from one request to another.
-    settings = replace(settings, max_named_media=0, kept_names=None)
+    settings = replace(settings, max_named_media=0, name_files=None)
     return service, ChatAnswers(service, service.media, settings)
 
 

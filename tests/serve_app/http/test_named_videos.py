@@ -79,15 +79,19 @@ def web(media: dict[str, Path]) -> Iterator[Web]:
 _ABOUT = {"kind": "names of videos"}
 
 
-def names_in(kept: Path, url: str | None = None) -> KeptNames:
+def files_of(kept: Path, url: str | None = None) -> tuple[PieceFiles, ObjectValues | None]:
     objects = None if url is None else ObjectValues(url, "names", _ABOUT)
-    return KeptNames(PieceFiles(kept, "names", 1 << 20, _ABOUT), objects)
+    return PieceFiles(kept, "names", 1 << 20, _ABOUT), objects
+
+
+def names_in(kept: Path, url: str | None = None) -> KeptNames:
+    return KeptNames(*files_of(kept, url))
 
 
 @contextmanager
 def life(model: Path, kept: Path, url: str | None = None) -> Iterator[RealApp]:
     """An application with nothing in memory, over a folder. url: of an object store."""
-    settings = ApiSettings(kept_names=lambda: names_in(kept, url))
+    settings = ApiSettings(name_files=lambda: files_of(kept, url))
     fetch = FetchPolicy(allowed_hosts=frozenset({"localhost"}))
     with real_app(
         model,
