@@ -62,10 +62,9 @@ _MOST_OF = 0.95  # lists and headers differ a little
 class Life:
     """One process of a server."""
 
-    def __init__(self, port: int, session: int) -> None:
-        """session: of its processes, which nobody else is in."""
+    def __init__(self, port: int, pid: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        self._session = session
+        self._pid = pid
         self._http = httpx.Client(base_url=self.url, timeout=_ANSWER_S)
 
     def is_ready(self) -> bool:
@@ -91,12 +90,13 @@ class Life:
         return seconds, self._cpu_s() - before_s
 
     def _cpu_s(self) -> float:
-        """Returns the CPU seconds so far of its processes, and of those that they waited for."""
+        """Returns the CPU seconds so far of the process, its children, and those that they waited for."""
         ticks = 0
         for path in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
                 fields = path.read_text().rpartition(")")[2].split()
-                ticks += sum(map(int, fields[11:15])) if int(fields[3]) == self._session else 0
+                if self._pid in (int(path.parent.name), int(fields[1])):
+                    ticks += sum(map(int, fields[11:15]))
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def counters(self) -> dict[str, int]:
@@ -113,8 +113,7 @@ def life(folder: Path, options: Sequence[str]) -> Iterator[Life]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "epd", "serve", "--local", "--port", str(port)]
     command += ["--allowed-media-path", str(folder), *options]
-    null = subprocess.DEVNULL
-    with subprocess.Popen(command, stdout=null, stderr=null, start_new_session=True) as server:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             started, end_s = Life(port, server.pid), time.monotonic() + _READY_S
             while not started.is_ready():
