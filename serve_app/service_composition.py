@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from epd.answer_parsers import REASONING_PARSERS, tool_call_parser_of
 from epd.control.elasticity import ControllerConfig
 from epd.encoders.checkpoint import Checkpoint
+from epd.engine_config import EngineConfig
 from epd.errors import ModelError
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.files.settings import FileSettings
@@ -23,6 +23,7 @@ from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.stages.placement import dtype_on
+from epd.store.object_values import ObjectValues
 from epd.store.piece_files import PieceFiles, namespace
 from epd.topology import Stage
 from epd.worker_classes import REST
@@ -137,17 +138,21 @@ def _api_settings(args: AppArgs, planner: RequestPlanner, front: str) -> ApiSett
         log_stats_s=None if args.disable_log_stats else args.log_stats_interval,
         files=_file_settings(args),
         front=front,
-        name_files=partial(_name_files, args.cache_dir, args.engine.cache_bytes) if args.cache_dir else None,
+        name_files=partial(_name_files, args.engine) if args.cache_dir else None,
         reasoning_parser=args.reasoning_parser,
         tool_call_parser=args.tool_call_parser or _shown_parser(planner),
         enable_auto_tool_choice=args.enable_auto_tool_choice,
     )
 
 
-def _name_files(folder: Path, max_bytes: int) -> PieceFiles:
-    """Opens the files about named videos, of this machine alone. Raises RequestError for a bad folder."""
+def _name_files(options: EngineConfig) -> tuple[PieceFiles, ObjectValues | None]:
+    """Opens what is known of named videos: see `KeptNames`. Raises RequestError for a bad folder or URL."""
+    assert options.cache_dir is not None
     about = {"kind": "names of videos"}
-    return PieceFiles(folder.expanduser(), namespace(about), max_bytes, {"model": "(all)", **about})
+    name, shown = namespace(about), {"model": "(all)", **about}
+    files = PieceFiles(options.cache_dir.expanduser(), name, options.cache_bytes, shown)
+    url = options.cache_objects
+    return files, None if url is None else ObjectValues(url, name, shown)
 
 
 def _shown_parser(planner: RequestPlanner) -> str:

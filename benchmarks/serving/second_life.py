@@ -3,12 +3,13 @@
     python -m benchmarks.serving.second_life --minutes 10 --rounds 3 --write
 
 Two models are asked: the embedded one, and a random one of 76 million parameters, whose prefill is dearer.
-Each round starts four servers in turn, asks each a short text first, and kills the second one:
+Each round starts five servers in turn, asks each a short text first, and kills each at its end:
 
     without a cache_dir            first question
-    with an empty one              first question | another one | SIGKILL
+    with an empty one              first question | another one
     with what that one has left                     another one
-    with an empty one again                         another one, from an S3 server behind a proxy of 1 GB/s
+    with an empty one, and S3      first question   uploaded to a server behind a proxy of 1 GB/s
+    with an empty one, and S3                       another one
 
 The results go to benchmarks/results/second_life.{json,md} with --write.
 """
@@ -27,7 +28,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -54,14 +55,16 @@ RANDOM: dict[str, Any] = {
 }
 _COUNTERS = ("encoded_patches", "computed_tokens", "store_read_tokens", "store_read_objects_bytes")
 _BYTES_PER_S = 1e9  # of the object store
+_WRITTEN_S = 2.0  # after an answer, until what it has is on disk
 _MOST_OF = 0.95  # lists and headers differ a little
 
 
 class Life:
     """One process of a server."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, pid: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
+        self._pid = pid
         self._http = httpx.Client(base_url=self.url, timeout=_ANSWER_S)
 
     def is_ready(self) -> bool:
@@ -79,6 +82,23 @@ class Life:
         self._http.post("/v1/chat/completions", json=body).raise_for_status()
         return time.monotonic() - start_s
 
+    def first(self, video: Path) -> tuple[float, float]:
+        """Returns the seconds of a first answer, and the CPU seconds of all that it causes."""
+        before_s = self._cpu_s()
+        seconds = self.ask(_FIRST, video)
+        time.sleep(_WRITTEN_S)
+        return seconds, self._cpu_s() - before_s
+
+    def _cpu_s(self) -> float:
+        """Returns the CPU seconds so far of the process, its children, and those that they waited for."""
+        ticks = 0
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                fields = path.read_text().rpartition(")")[2].split()
+                if self._pid in (int(path.parent.name), int(fields[1])):
+                    ticks += sum(map(int, fields[11:15]))
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def counters(self) -> dict[str, int]:
         time.sleep(1.5)  # workers report their load each second
         text = self._http.get("/metrics").text
@@ -95,7 +115,7 @@ def life(folder: Path, options: Sequence[str]) -> Iterator[Life]:
     command += ["--allowed-media-path", str(folder), *options]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
-            started, end_s = Life(port), time.monotonic() + _READY_S
+            started, end_s = Life(port, server.pid), time.monotonic() + _READY_S
             while not started.is_ready():
                 if server.poll() is not None or time.monotonic() > end_s:
                     raise SystemExit("epd serve did not start; run it yourself to see why")
@@ -118,20 +138,22 @@ def uploaded(objects: Objects, num_bytes: int) -> None:
 def one_round(video: Path, options: Sequence[str], s3: S3) -> Row:
     prefix = uuid.uuid4().hex
     objects = Objects(s3.url(prefix), s3, prefix)
-    with TemporaryDirectory() as kept, TemporaryDirectory() as elsewhere, proxied(s3, _BYTES_PER_S) as proxy:
+    with TemporaryDirectory() as folder, proxied(s3, _BYTES_PER_S) as proxy:
+        kept, writing, reading = (["--cache-dir", str(Path(folder, name))] for name in "abc")
         below = ["--cache-objects", s3.url(prefix, proxy.port)]
         with life(video.parent, options) as plain:
-            without_s = plain.ask(_FIRST, video)
-        with life(video.parent, [*options, "--cache-dir", kept, *below]) as first:
-            first_s = first.ask(_FIRST, video)
+            without_s, without_cpu_s = plain.first(video)
+        with life(video.parent, [*options, *kept]) as first:
+            first_s, first_cpu_s = first.first(video)
             same_s = first.ask(_OTHER, video)
-            first.counters()
-            stored_bytes = sum(each.num_bytes for each in stored(Path(kept)))
-            uploaded(objects, stored_bytes)
-        with life(video.parent, [*options, "--cache-dir", kept]) as second:
+            stored_bytes = sum(each.num_bytes for each in stored(Path(kept[1])))
+        with life(video.parent, [*options, *kept]) as second:
             other_s = second.ask(_OTHER, video)
             counted = second.counters()
-        with life(video.parent, [*options, "--cache-dir", elsewhere, *below]) as third:
+        with life(video.parent, [*options, *writing, *below]) as writer:
+            writer.ask(_FIRST, video)
+            uploaded(objects, stored_bytes)
+        with life(video.parent, [*options, *reading, *below]) as third:
             objects_s = third.ask(_OTHER, video)
             counted_there = third.counters()
     if counted_there["encoded_patches"] or not counted_there["store_read_objects_bytes"]:
@@ -145,6 +167,7 @@ def one_round(video: Path, options: Sequence[str], s3: S3) -> Row:
         "second, another machine": round(objects_s, 3),
         "its share of the first": round(objects_s / first_s, 4),
         "cost of keeping": round(first_s / without_s, 3),
+        "in CPU": round(first_cpu_s / without_cpu_s, 3),
         "stored_mb": round(stored_bytes / 1e6, 1),
         **counted,
         "store_read_objects_bytes": counted_there["store_read_objects_bytes"],

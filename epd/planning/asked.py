@@ -18,6 +18,7 @@ from epd.profiles.profile import Profile
 from epd.simulate import Deployment
 from epd.simulate.drafting import DraftPlan
 from epd.simulate.frame_choice import NO_WISHES, VideoWishes
+from epd.simulate.kept_media import KeptMedia
 from epd.topology import parse_topology
 from epd.workload.config import WorkloadConfig, load_workload
 from epd.workload.metrics import SLO
@@ -46,6 +47,7 @@ def plan(
     group_tokens: int | None = None,
     draft_acceptance: float = 0.0,
     max_draft: int = DEFAULT_MAX_DRAFT,
+    cache_mb_per_s: float | None = None,
     seed: int = 0,
     wishes: VideoWishes = NO_WISHES,
     devices: Devices = CATALOGUE,
@@ -60,6 +62,7 @@ def plan(
     min_rate: requests per second that the plan must serve
     encoders, encoder_profile: devices of another kind that encode for all others, and their profile
     cpu_threads: that read media on each machine; by default its cores, or 64 where these are not known
+    cache_mb_per_s: that a disk reads of media that came before, as `epd serve --cache-dir` has; None for none
     wishes: what requests name for their videos
     devices: that a profile may name
     requests: fields of the workload in place of its own, such as `rate`, `trace`, `repeat_rate`
@@ -92,10 +95,23 @@ def plan(
             cpu_threads=num_cpu_threads(cpu_threads, loaded, _threads_beside(loaded, cells[0][1])),
             enable_prefix_caching=config.resolve().has_repeats,
             drafts=draft_plan(draft_acceptance, max_draft),
+            kept=_kept(cache_mb_per_s, has_repeats=config.resolve().has_repeats),
             encode_beside=encode_beside,
         ),
     )
     return make_plan(planner, cells=cells, min_rate=min_rate, encoders=beside, on_progress=on_progress)
+
+
+def _kept(mb_per_s: float | None, *, has_repeats: bool) -> KeptMedia | None:
+    """Returns a disk that gets what is computed. Raises RequestError for one of which nothing is read."""
+    if mb_per_s is None:
+        return None
+    if not has_repeats:
+        raise RequestError(
+            f"received --cache-mb-per-s {mb_per_s:g} and a workload in which no media come again; allowed: "
+            "with a repeat_rate or questions_per_media; leave it out"
+        )
+    return KeptMedia(mb_per_s * 1e6, has_all=False)
 
 
 def _threads_beside(profile: Profile, num_devices: int) -> int:

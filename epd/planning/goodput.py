@@ -32,7 +32,7 @@ _NUM_HALVINGS = 7  # of the bound, until an answer is exact enough
 # At a load of 1 + x the last one waits for x of the arrivals' time; a tenth of all may miss the objectives.
 KEEPS_UP = 0.1
 _LEAST_REQUESTS = 100
-_KEYS_APART = 0x9E3779B97F4A7C15  # of content that comes again as new
+_KEYS_APART, _NUM_KEYS = 0x9E3779B97F4A7C15, 2**62  # of content that comes again as new, and of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,9 @@ class Demand:
         due = round((job.due + again * len(self.jobs) * TICKS_PER_S) / rate_per_s)
         if not again:
             return replace(job, due=due)
-        media_key, text_key = job.media_key + again * _KEYS_APART, job.text_key + again * _KEYS_APART
+        media_key, text_key = (
+            (each + again * _KEYS_APART) % _NUM_KEYS for each in (job.media_key, job.text_key)
+        )
         return replace(job, index=index, due=due, media_key=media_key, text_key=text_key)
 
     def first_token_ticks(self, jobs: Sequence[Job]) -> list[float]:

@@ -237,6 +237,8 @@ def make_plan(
     if result.runner_up is not None:
         reason = why_it_lost(planner, result.runner_up, result.winner)
     assumptions = (*planner.profile.assumptions, _ASSUMED_CACHES[planner.has_repeats], *_ASSUMED)
+    if (kept := planner.kept) is not None:
+        assumptions += (f"a disk of {kept.bytes_per_s / 1e6:g} MB/s has media that came before",)
     if num_cells > 1 or rest:
         assumptions += (
             "each cell has requests of its own; the runner-up's figures and those by number of encoders are "

@@ -23,6 +23,7 @@ from epd.planning.goodput import MAX_LOAD, Demand, goodput, rate_bound, unloaded
 from epd.planning.space import Degrees, Settings, Space, is_colocated, reduced, resized
 from epd.profiles.profile import Profile
 from epd.simulate.deployment import Deployment
+from epd.simulate.kept_media import KeptMedia
 from epd.topology import Topology
 
 OnProgress = Callable[[int, int], None]
@@ -97,6 +98,11 @@ class Planner:
     def has_repeats(self) -> bool:
         """Returns whether media come more than once, so that caches are simulated."""
         return self._base.enable_prefix_caching
+
+    @property
+    def kept(self) -> KeptMedia | None:
+        """Returns the disk of media that came before, if there is one."""
+        return self._base.kept
 
     def demand_of(self, candidate: Candidate) -> Demand:
         return self._demands[candidate.settings.retention]

@@ -37,7 +37,7 @@ class Deployment:
         tiles a call of the tower takes no more than max_batch_patches all the same
     enable_prefix_caching: with the caches of embeddings, of encoders and of receivers
     drafts: None for none
-    kept: what a disk has of all media from an earlier life, with `enable_prefix_caching`; None for nothing
+    kept: what a disk has of media, with `enable_prefix_caching`; None for nothing
     max_waiting, max_wait_s: before requests are refused
     encode_beside: workers with other stages too encode beside these, as `epd serve` has it; else in turns
     is_stepwise: every decode step is an event of its own, a slow check of combined steps

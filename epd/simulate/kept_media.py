@@ -1,4 +1,4 @@
-"""Simulates a disk that keeps what an earlier life made of all media: prompts come back the cheapest way.
+"""Simulates a disk that keeps what was made of media: prompts come back the cheapest way.
 
     a request whose media are kept  ->  keys and values of its first groups are read, into the prefix cache
                                     ->  of the others embeddings are read, or frames are decoded and encoded
@@ -28,10 +28,12 @@ class KeptMedia:
 
     bytes_per_s: that it reads, for all workers together
     ways: that are open; of one alone nothing is chosen
+    has_all: an earlier life had all media; else it has those whose prompts were computed
     """
 
     bytes_per_s: float
     ways: tuple[Way, ...] = WAYS
+    has_all: bool = True
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0 or not self.ways or not set(self.ways) <= set(WAYS):
@@ -42,12 +44,20 @@ class KeptMedia:
 
 
 class Disk:
-    """Reads one thing after another."""
+    """Reads one thing after another. It has room for all that is written."""
 
     def __init__(self, events: EventQueue, kept: KeptMedia) -> None:
         self._events = events
         self._kept = kept
         self._free = 0  # tick
+        self._written: set[int] = set()  # keys of media
+
+    def __contains__(self, media_key: int) -> bool:
+        return self._kept.has_all or media_key in self._written
+
+    def add(self, media_key: int) -> None:
+        """Keeps the media of a prompt that has been computed."""
+        self._written.add(media_key)
 
     def read(self, num_bytes: int, then: Callable[[], None]) -> None:
         """Calls a function once that number of bytes has been read."""

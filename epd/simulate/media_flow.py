@@ -56,10 +56,15 @@ class MediaFlow:
         """Brings all groups of a request that has been placed, and submits it to its prefill worker."""
         self.num_groups += len(state.job.groups)
         state.missing = self._missing_groups(state)
-        if self._disk is None or not state.missing:
+        if self._disk is None or not state.missing or state.job.media_key not in self._disk:
             self._begin_missing(state)
         else:
             self._read_back(state, self._disk)
+
+    def note_computed(self, state: RequestState) -> None:
+        """Notes that the prompt of a request is computed."""
+        if self._disk is not None:
+            self._disk.add(state.job.media_key)
 
     def _begin_missing(self, state: RequestState) -> None:
         if not state.missing:

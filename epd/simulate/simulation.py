@@ -188,6 +188,7 @@ class Simulation:
     def _first_token(self, worker: SimulatedWorker, state: RequestState) -> None:
         state.first_token = self.events.now
         self._placer.first_token(state)
+        self._media.note_computed(state)
         if state.decode_worker == worker.name:
             return
         if state.job.output_tokens == 1:

@@ -1,4 +1,4 @@
-"""Lists, checks and removes what an object store keeps: see `slabs`."""
+"""Lists, checks and removes what an object store keeps: see `slabs` and `object_values`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from io import BytesIO
 from typing import TYPE_CHECKING
 
 from epd.errors import UnavailableError
 from epd.late_module import LateModule
-from epd.store.object_store import open_store
-from epd.store.piece_files import ABOUT, Contents, piece_digest, texts_of
-from epd.store.slabs import Place, places_of, read_whole
+from epd.store.file_format import holds, piece_digest
+from epd.store.object_store import open_store, read_whole
+from epd.store.object_values import SUFFIX
+from epd.store.piece_files import ABOUT, Contents, texts_of
+from epd.store.slabs import Place, places_of
 
 if TYPE_CHECKING:
     from pyarrow import fs
@@ -43,6 +46,7 @@ class ObjectContents:
             inside = self._inside(folder)
             lists = [info for info in inside if info.path.endswith(".keys")]
             num_pieces = sum(len(self._places(info)) for info in lists)
+            num_pieces += sum(info.path.endswith(SUFFIX) for info in inside)
             num_bytes = sum(info.size or 0 for info in inside)
             used_s = max((_written_s(info) for info in inside), default=0.0)
             about = texts_of(read_whole(self._system, path))
@@ -60,7 +64,7 @@ class ObjectContents:
         return sum(info.size or 0 for info in old)
 
     def verify(self) -> Iterator[tuple[str, int, bool]]:
-        """Yields each slab, its number of pieces, and whether all are whole. Damaged ones are removed.
+        """Yields each slab or value, its number of pieces, and whether all are whole. Damaged ones go.
 
         A slab without a list goes too, unless it may still be written.
         """
@@ -76,6 +80,12 @@ class ObjectContents:
                         self._delete(info)
                         if slab in inside:
                             self._delete(inside[slab])
+                elif path.endswith(SUFFIX):
+                    data = BytesIO(read_whole(self._system, path))
+                    is_whole = holds(data, each.namespace, info.base_name.removesuffix(SUFFIX))
+                    yield path, 1, is_whole
+                    if not is_whole:
+                        self._delete(info)
                 elif path.removesuffix(".slab") + ".keys" not in inside and self._is_left(info):
                     self._delete(info)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,6 +75,25 @@ def open_store(url: str) -> tuple[FileSystem, str]:
         ),
         where,
     )
+
+
+def put(system: FileSystem, path: str, parts: Sequence[memoryview]) -> None:
+    """Writes an object as a whole, as far as the store can. Raises OSError."""
+    if system.type_name == "local":
+        system.create_dir(path.rpartition("/")[0], recursive=True)
+    with system.open_output_stream(path) as stream:
+        for part in parts:
+            stream.write(part)
+
+
+def read_whole(system: FileSystem, path: str) -> bytes:
+    """Returns an object; nothing if it is not there. Raises OSError."""
+    try:
+        with system.open_input_file(path) as file:
+            found: bytes = file.read()
+            return found
+    except FileNotFoundError:
+        return b""
 
 
 def _region(given: dict[str, str], bucket: str) -> str:

@@ -2,53 +2,49 @@
 
     folder/models.json                     digests of models' files
     folder/<namespace>/about.json          what the namespace is of, for people, from its first piece on
-    folder/<namespace>/<2 of key>/<key>    header | payload
+    folder/<namespace>/<1 of key>/<key>    a file with the piece: see `file_format`
 
-    header    magic | bytes of the payload | digest of namespace, key and payload
-
-A file is written under another name and then renamed, so that it is whole or not there. Its name stands for
-its content, so it never changes, and two writers write the same. One that does not match its header is a miss
-and is removed. The time of a file is that of its last use. Where room is short, those go that were not used
-for longest. A prompt's first pieces are dated later than those after them, which are worth nothing alone.
+The name of a piece stands for its content, so it never changes, and two writers write the same. Small pieces
+that are written at once share a file, which has the name of each: a name costs a tenth of a file, and less.
+One that does not match its header is a miss, and its name is removed. The time of a file is that of its last
+use. Where room is short, those go that were not used for longest. A prompt's first pieces are dated later
+than those after them, which are worth nothing alone.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
-import struct
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b, file_digest, sha256
+from hashlib import blake2b, file_digest
 from pathlib import Path
-from tempfile import NamedTemporaryFile, mkstemp
+from tempfile import NamedTemporaryFile
 from typing import Protocol
 
 from epd import __version__
 from epd.errors import RequestError
-from epd.types import Reuse, Tier
+from epd.store.file_format import Payload, date, fill, header_of, piece_digest, runs, written
+from epd.types import Reuse, Tier, ceil_div
 
 ABOUT = "about.json"
 _DIGESTS = "models.json"
 # Of the files of this room. Another number is another namespace.
-_FORMAT = 3
+_FORMAT = 4
 _NAME_BYTES = 16
 # Of the files that a model consists of.
 _SUFFIXES = frozenset((".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".tiktoken"))
-_MAGIC = b"EPDKV003"
-_HEADER = struct.Struct("<8sQ16s")
-_DIGEST_BYTES = 16
+# Bytes of the pieces that share a file.
+_SHARED_BYTES = 1 << 20
+# Errors of file systems that give a file one name.
+_ONE_NAME = frozenset((errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK))
 # Of the room, what stays after some were removed: so that not every write removes.
 _LEFT = 0.9
 # Bytes written by this process after which those of others are counted again.
 _RECOUNT = 1 << 28
-# Bytes of a file that are read at a time to verify it.
-_PART_BYTES = 1 << 20
-# Seconds by which a piece is dated before the one that it follows: more than passes between their writes.
-_STEP_S = 1.0
 
 
 @dataclass(slots=True)
@@ -88,8 +84,8 @@ class Beneath(Protocol):
         """Fills a payload, of the right number of bytes. False for one that is not there or not whole."""
         ...
 
-    def add(self, key: str, payload: memoryview) -> None:
-        """Queues a payload, which is not written to meanwhile. Never waits."""
+    def add(self, key: str, payload: memoryview, digest: bytes) -> None:
+        """Queues a payload, which is not written to meanwhile, with its `piece_digest`. Never waits."""
         ...
 
     def close(self) -> None:
@@ -99,11 +95,15 @@ class Beneath(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """Describes a file. used_s: Unix time of its last use."""
+    """Describes a name of a file.
+
+    num_bytes: its share of the file. used_s: Unix time of the file's last use. file: what its names share.
+    """
 
     path: Path
     num_bytes: int
     used_s: float
+    file: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,7 @@ class PieceFiles:
         self._own = folder / namespace
         self._num_bytes: int | None = None  # of all files, once they were counted
         self._num_uncounted = 0
+        self._made: set[str] = set()  # folders that are there
         self._about = json.dumps(dict(about), indent=1).encode()
         make_folder(self._own)
 
@@ -149,12 +150,13 @@ class PieceFiles:
 
     def tier_of(self, key: str) -> Tier | None:
         """Returns where a piece is; None if it is not there."""
-        if self._path(key).exists():
+        if os.path.exists(self._path(key)):
             return "disk"
         return "objects" if self._beneath is not None and key in self._beneath else None
 
-    def _path(self, key: str) -> Path:
-        return self._own / key[:2] / key
+    def _path(self, key: str) -> str:
+        """Returns a text: a `Path` takes longer to make than its file to find."""
+        return f"{self._own}/{key[:1]}/{key}"
 
     def read(self, key: str, index: int, payload: memoryview) -> Tier | None:
         """Fills a payload, of the right number of bytes. None, for one that is not there or not whole.
@@ -162,8 +164,8 @@ class PieceFiles:
         index: of the piece in its prompt.
         """
         path = self._path(key)
-        if _fill(path, payload):
-            _date(path, index)
+        if fill(path, self._own.name, key, payload):
+            date(path, index)
             return "disk"
         self.remove(key)
         if self._beneath is not None and self._beneath.read(key, payload):
@@ -173,30 +175,50 @@ class PieceFiles:
     def remove(self, key: str) -> None:
         """Removes a piece from the folder, if it is there."""
         with suppress(OSError):
-            self._path(key).unlink(missing_ok=True)
+            os.unlink(self._path(key))
 
-    def write(self, key: str, index: int, payload: memoryview) -> int:
-        """Keeps a payload. Returns the bytes written: none where it is there, or larger than the room.
+    def write(self, pieces: Mapping[str, memoryview], index: int = 0) -> int:
+        """Keeps payloads by key. Returns the bytes written: none for those there, or larger than the room.
 
-        Raises OSError for a disk that does not take it.
+        index: see `read`. Raises OSError for a disk that does not take them.
         """
+        new = [each for key, data in pieces.items() if (each := self._new(key, data)) is not None]
+        together = runs(new, min(_SHARED_BYTES, self.max_bytes // 16))
+        return sum(self._write_together(each, index) for each in together)
+
+    def _new(self, key: str, data: memoryview) -> Payload | None:
+        """Returns what is to be written. Gives it on, with its digest."""
+        is_there = os.path.exists(self._path(key))
+        if is_there and (self._beneath is None or key in self._beneath):
+            return None
+        digest = piece_digest(self._own.name, key, data)
         if self._beneath is not None:
-            self._beneath.add(key, payload)
-        path, size = self._path(key), _HEADER.size + len(payload)
-        if path.exists() or not self._has_room(size):
+            self._beneath.add(key, data, digest)
+        return None if is_there else Payload(key, data, digest)
+
+    def _write_together(self, pieces: Sequence[Payload], index: int) -> int:
+        """Writes a file for some pieces. Returns its bytes."""
+        header = header_of(pieces)
+        size = len(header) + sum(len(each.data) for each in pieces)
+        if not self._has_room(size):
             return 0
-        digest = piece_digest(self._own.name, key, payload)
         try:
-            if not (self._own / ABOUT).exists():
-                _put(self._own / ABOUT, memoryview(self._about))
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            header = _HEADER.pack(_MAGIC, len(payload), digest)
-            _put(path, memoryview(header), payload, index=index)
+            self._make_folders(pieces)
+            own = written(self._own, header, *(each.data for each in pieces), index=index)
+            if not _name(own, [self._path(each.key) for each in pieces]):
+                return sum(self._write_together([each], index) for each in pieces)
         except FileNotFoundError:  # another writer needed the room
             return 0
         self._num_bytes = (self._num_bytes or 0) + size
         self._num_uncounted += size
         return size
+
+    def _make_folders(self, pieces: Sequence[Payload]) -> None:
+        if not self._made and not (self._own / ABOUT).exists():
+            _name(written(self._own, memoryview(self._about)), [f"{self._own}/{ABOUT}"])
+        for name in {each.key[:1] for each in pieces} - self._made:
+            (self._own / name).mkdir(mode=0o700, exist_ok=True)
+            self._made.add(name)
 
     def close(self) -> None:
         """Ends what is beneath."""
@@ -226,67 +248,20 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
-def _put(path: Path, *parts: memoryview, index: int = 0) -> None:
-    """Writes a file as a whole, dated as `_date` does. Raises OSError, and leaves nothing."""
-    opened, name = mkstemp(prefix=".", dir=path.parent)  # of this user alone
-    own = Path(name)
+def _name(own: Path, paths: Sequence[str]) -> bool:
+    """Gives a written file its names. False, and none, where it cannot have several. Raises OSError."""
+    first, *others = paths
     try:
-        with open(opened, "wb", buffering=0) as file:
-            for part in parts:
-                written = 0
-                while written < len(part):
-                    written += file.write(part[written:])
-        _date(own, index)
-        own.replace(path)
-    except OSError:
+        for path in others:
+            with suppress(FileExistsError):  # another writer was sooner
+                os.link(own, path)
+        own.replace(first)
+    except OSError as error:
         own.unlink(missing_ok=True)
+        if others and error.errno in _ONE_NAME:
+            return False
         raise
-
-
-def _date(path: Path, index: int) -> None:
-    """Dates a file as used now; of a prompt, later pieces a little earlier."""
-    used_s = time.time() - index * _STEP_S
-    with suppress(OSError):
-        os.utime(path, (used_s, used_s))
-
-
-def _fill(path: Path, payload: memoryview) -> bool:
-    """Reads a file's payload. False for a file that is not there, or has another one than its header says."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            head: tuple[bytes, int, bytes] = _HEADER.unpack(file.read(_HEADER.size))
-            magic, num_bytes, digest = head
-            if magic != _MAGIC or not num_bytes == len(payload) == file.readinto(payload):
-                return False
-    except (OSError, struct.error):
-        return False
-    return piece_digest(path.parts[-3], path.name, payload) == digest
-
-
-def piece_digest(namespace: str, key: str, payload: memoryview) -> bytes:
-    """Returns what a payload must match: so that one under another name is none of that name."""
-    digest = sha256(_name_of(namespace, key))
-    digest.update(payload)
-    return digest.digest()[:_DIGEST_BYTES]
-
-
-def _name_of(namespace: str, key: str) -> bytes:
-    return f"{namespace}/{key}/".encode()
-
-
-def is_whole(path: Path) -> bool:
-    """Returns whether a file has what its header says. Reads it part by part."""
-    found = sha256(_name_of(path.parts[-3], path.name))
-    try:
-        with path.open("rb") as file:
-            head: tuple[bytes, int, bytes] = _HEADER.unpack(file.read(_HEADER.size))
-            magic, num_bytes, digest = head
-            while part := file.read(_PART_BYTES):
-                found.update(part)
-                num_bytes -= len(part)
-    except (OSError, struct.error):
-        return False
-    return (magic, num_bytes, digest) == (_MAGIC, 0, found.digest()[:_DIGEST_BYTES])
+    return True
 
 
 def contents(folder: Path) -> Iterator[Contents]:
@@ -315,7 +290,8 @@ def stored(folder: Path) -> Iterator[StoredFile]:
             if path.suffix != ".json":
                 with suppress(OSError):
                     stat = path.stat()
-                    yield StoredFile(path, stat.st_size, stat.st_mtime)
+                    share = ceil_div(stat.st_size, max(1, stat.st_nlink))
+                    yield StoredFile(path, share, stat.st_mtime, stat.st_ino)
 
 
 def remove_oldest(folder: Path, most_bytes: int, before_s: float = math.inf) -> int:
@@ -323,11 +299,12 @@ def remove_oldest(folder: Path, most_bytes: int, before_s: float = math.inf) -> 
 
     before_s: Unix time; those that were used later stay.
     """
-    files = sorted(stored(folder), key=lambda each: each.used_s)
-    left = sum(each.num_bytes for each in files)
+    files = sorted(stored(folder), key=lambda each: (each.used_s, each.file))
+    left, removed = sum(each.num_bytes for each in files), None
     for each in files:
-        if left <= most_bytes or each.used_s > before_s:
+        if (left <= most_bytes and each.file != removed) or each.used_s > before_s:
             break
+        removed = each.file  # with all of its names, or no room is won
         with suppress(OSError):
             each.path.unlink(missing_ok=True)
         left -= each.num_bytes

@@ -24,8 +24,9 @@ from threading import Condition, Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from epd.late_module import LateModule
-from epd.store.object_store import open_store
-from epd.store.piece_files import ABOUT, StoreCounts, piece_digest
+from epd.store.file_format import piece_digest
+from epd.store.object_store import open_store, put, read_whole
+from epd.store.piece_files import ABOUT, StoreCounts
 
 if TYPE_CHECKING:
     from pyarrow import NativeFile, fs
@@ -45,6 +46,8 @@ _SMALL_BYTES = 2048
 _MOST_PIECES = 1 << 20
 _MOST_OPEN = 32
 _LIST_READERS = 8
+# A payload and its digest.
+_Waiting = tuple[memoryview, bytes]
 # Seconds: between looks for new lists, for the first look, without asking a silent store, for the last slab.
 _LOOK_S, _FIRST_LOOK_S, _SILENT_S, _CLOSE_S = 30.0, 5.0, 30.0, 30.0
 
@@ -82,7 +85,7 @@ class Slabs:
         self._places: OrderedDict[str, Place] = OrderedDict()
         self._lists: dict[str, int] = {}  # that were read, by path, with their sizes
         self._files: OrderedDict[str, NativeFile] = OrderedDict()
-        self._waiting: OrderedDict[str, memoryview] = OrderedDict()
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
         self._num_waiting = 0  # bytes
         self._changed = Condition()
         self._since_s = self._looked_s = self._silent_until_s = 0.0
@@ -148,14 +151,14 @@ class Slabs:
 
     # Writing
 
-    def add(self, key: str, payload: memoryview) -> None:
-        """Queues a payload, which is not written to meanwhile. Never waits."""
+    def add(self, key: str, payload: memoryview, digest: bytes) -> None:
+        """Queues a payload, which is not written to meanwhile, with its `piece_digest`. Never waits."""
         with self._changed:
             is_full = self._num_waiting + len(payload) > _MOST_WAITING
             if not self.is_open or is_full or key in self._places or key in self._waiting:
                 return
             self._since_s = self._since_s if self._waiting else time.monotonic()
-            self._waiting[key] = payload
+            self._waiting[key] = payload, digest
             self._num_waiting += len(payload)
             self._changed.notify()
 
@@ -195,28 +198,27 @@ class Slabs:
         waited_s = time.monotonic() - self._looked_s
         return self._has_missed and not self._is_silent and (not self._looked_s or waited_s >= _LOOK_S)
 
-    def _next_slab(self) -> dict[str, memoryview]:
+    def _next_slab(self) -> dict[str, _Waiting]:
         """Takes payloads for a slab. They stay among those that wait until they are written."""
-        slab, num_bytes = dict[str, memoryview](), 0
-        for key, payload in self._waiting.items():
+        slab, num_bytes = dict[str, _Waiting](), 0
+        for key, (payload, digest) in self._waiting.items():
             if slab and num_bytes + len(payload) > _SLAB_BYTES:
                 break
-            slab[key] = payload
+            slab[key] = payload, digest
             num_bytes += len(payload)
         return slab
 
-    def _write(self, slab: Mapping[str, memoryview]) -> None:
+    def _write(self, slab: Mapping[str, _Waiting]) -> None:
         """Writes a slab, then its list. Raises OSError; in any case its payloads wait no longer."""
         name, places, offset = uuid.uuid4().hex, dict[str, Place](), 0
         try:
             if not self._lists:
                 self._put(ABOUT, [memoryview(self._about)])
             large = []
-            for key, payload in slab.items():
+            for key, (payload, digest) in slab.items():
                 is_small = len(payload) <= _SMALL_BYTES
-                digest = piece_digest(self._namespace, key, payload).hex()
                 small = bytes(payload).hex() if is_small else ""
-                places[key] = Place(name, offset, len(payload), digest, small)
+                places[key] = Place(name, offset, len(payload), digest.hex(), small)
                 if not is_small:
                     large.append(payload)
                     offset += len(payload)
@@ -229,18 +231,13 @@ class Slabs:
             self._learn(places)
         finally:
             with self._changed:
-                for key in slab:
-                    self._num_waiting -= len(self._waiting.pop(key, b""))
+                for key, (payload, _) in slab.items():
+                    self._num_waiting -= len(payload) if self._waiting.pop(key, None) else 0
                 self._since_s = time.monotonic()
 
     def _put(self, name: str, parts: list[memoryview]) -> None:
         """Writes an object as a whole, as far as the store can. Raises OSError."""
-        path = self._path(name)
-        if self._url.startswith("file:"):
-            self._system.create_dir(path.rpartition("/")[0], recursive=True)
-        with self._system.open_output_stream(path) as stream:
-            for part in parts:
-                stream.write(part)
+        put(self._system, self._path(name), parts)
 
     # Both
 
@@ -297,16 +294,6 @@ def lists_of(system: FileSystem, folder: str) -> list[FileInfo]:
     """Returns the lists of keys below a folder. Raises OSError."""
     selector = fs.FileSelector(folder, allow_not_found=True)
     return [info for info in system.get_file_info(selector) if info.path.endswith(".keys")]
-
-
-def read_whole(system: FileSystem, path: str) -> bytes:
-    """Returns an object; nothing if it is not there. Raises OSError."""
-    try:
-        with system.open_input_file(path) as file:
-            found: bytes = file.read()
-            return found
-    except FileNotFoundError:
-        return b""
 
 
 def places_of(slab: str, text: bytes) -> dict[str, Place]:

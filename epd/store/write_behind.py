@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 
@@ -63,23 +64,26 @@ class WriteBehind:
         if tier in self._paces:
             self._paces[tier].add(_READ_BYTES + num_bytes, start_s, time.monotonic())
 
-    def add(self, key: str, index: int, payload: memoryview) -> bool:
-        """Queues a payload, bytes in one dimension. Returns whether it is kept, or will be.
+    def add(self, pieces: Mapping[str, memoryview], index: int = 0) -> bool:
+        """Queues payloads by key, bytes in one dimension. Returns whether all are kept, or will be.
 
-        index: see `PieceFiles.read`.
+        index: see `PieceFiles.read`. Those after one for which there is no room are not kept.
         """
+        new = dict[str, memoryview]()
         with self._lock:
-            if not self.is_open or self._num_waiting + len(payload) > _MOST_WAITING:
-                return False
-            if key not in self._waiting:
-                self._waiting[key] = payload
-                self._num_waiting += len(payload)
-                self._thread.submit(self._write, key, index, payload)
-        return True
+            for key, payload in pieces.items():
+                if not self.is_open or self._num_waiting + len(payload) > _MOST_WAITING:
+                    break
+                if key not in self._waiting:
+                    self._waiting[key] = new[key] = payload
+                    self._num_waiting += len(payload)
+            if new:
+                self._thread.submit(self._write, new, index)
+            return all(key in self._waiting for key in pieces)
 
-    def _write(self, key: str, index: int, payload: memoryview) -> None:
+    def _write(self, pieces: Mapping[str, memoryview], index: int) -> None:
         try:
-            self.counts.written_bytes += self.files.write(key, index, payload)
+            self.counts.written_bytes += self.files.write(pieces, index)
         except OSError as error:
             if self.is_open:
                 folder = self.files.folder
@@ -87,8 +91,8 @@ class WriteBehind:
             self.is_open = False
         finally:
             with self._lock:
-                del self._waiting[key]
-                self._num_waiting -= len(payload)
+                for key in pieces:
+                    self._num_waiting -= len(self._waiting.pop(key))
 
     def read(self, key: str, index: int, payload: memoryview) -> Tier | None:
         """Fills a payload: see `PieceFiles.read`. What waits to be written is read from memory.
@@ -105,7 +109,7 @@ class WriteBehind:
             if tier is not None:
                 self.note_read(tier, len(payload), start_s)
             if tier == "objects":
-                self.add(key, index, payload)
+                self.add({key: payload}, index)
             return tier
 
     def close(self) -> None:

@@ -12,8 +12,9 @@ import typer
 from epd import console
 from epd.errors import RequestError
 from epd.serve_app.cli.usage import GroupedCommand
+from epd.store.file_format import is_whole
 from epd.store.object_contents import ObjectContents
-from epd.store.piece_files import Contents, contents, is_whole, remove_oldest, stored
+from epd.store.piece_files import Contents, contents, remove_oldest, stored
 
 cache = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 

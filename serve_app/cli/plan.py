@@ -64,6 +64,15 @@ EncoderProfile = Annotated[
     str | None,
     typer.Option(metavar="PROFILE", help="Profile of the devices of --encoders: as --profile."),
 ]
+CacheSpeed = Annotated[
+    float | None,
+    typer.Option(
+        "--cache-mb-per-s",
+        metavar="N",
+        min=0.001,
+        help="MB a second that a disk of --cache-dir reads of media that come again.",
+    ),
+]
 VideosPerMinute = Annotated[
     float | None,
     typer.Option(
@@ -229,6 +238,7 @@ class _Options(FleetOptions):
     max_tensor_parallel: MaxDegree = 1
     encoders: Encoders = 0
     encoder_profile: EncoderProfile = None
+    cache_mb_per_s: CacheSpeed = None
 
 
 @with_options_of(_Options)

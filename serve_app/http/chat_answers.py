@@ -50,6 +50,7 @@ from epd.serve_app.service import (
 )
 from epd.stages.grammar.checker import GrammarChecker
 from epd.stages.grammar.formats import AnswerFormat
+from epd.store.object_values import ObjectValues
 from epd.store.piece_files import PieceFiles
 
 # Processes at once, and those that one client may have.
@@ -113,7 +114,7 @@ class ApiSettings:
     max_visual_tokens: of each request, None for what the model's context has room for
     default_deadline_s: of the first token, from arrival
     max_named_media, max_named_bytes: media with a uuid that are kept to be asked about again
-    name_files: opens the files in which what is known of named videos outlives the server; None for none
+    name_files: opens what is known of named videos, which outlives the server; None for nothing
     keep_alive_s: seconds of silence in a stream before a comment is sent
     allowed_hosts: names that clients may use for the server, see `HostCheck`
     trace_dir: folder for a Chrome trace of each request, of which the latest `max_traces` are kept
@@ -138,7 +139,7 @@ class ApiSettings:
     max_visual_tokens: int | None = None
     max_named_media: int = 4096
     max_named_bytes: int = 256 << 20
-    name_files: Callable[[], PieceFiles] | None = None
+    name_files: Callable[[], tuple[PieceFiles, ObjectValues | None]] | None = None
     keep_alive_s: float = 15.0
     allowed_hosts: frozenset[str] | None = None
     trace_dir: Path | None = None
@@ -196,7 +197,7 @@ class ChatAnswers:
         self.media = media
         self.settings = settings
         self.formats = FormatChecks()
-        kept = None if settings.name_files is None else KeptNames(settings.name_files())
+        kept = None if settings.name_files is None else KeptNames(*settings.name_files())
         self.named_media = NamedMedia(settings.max_named_media, settings.max_named_bytes, kept)
         self.num_requests = 0
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -206,13 +206,24 @@ class EmbeddingStore:
         for (new, _), embeddings in zip(runs, encoded, strict=True):
             whole = to_host(joined(embeddings)).to(self._layout.dtype)
             rows |= zip(new, whole.chunk(len(new)), strict=True)
-            for index, name in enumerate(new):
-                self._encoded.set(name, True)
-                self._files.add(name, index, rows[name].flatten().view(torch.uint8).numpy().data)
-        for group, each in zip(groups, names, strict=True):
-            self._keep_names(group, each)
+        self._keep([name for new, _ in runs for name in new], rows, groups, names)
         results = [self._layout.split(torch.cat([rows[name] for name in each])) for each in names]
         return results, sum(run.grid.num_patches for _, run in runs)
+
+    def _keep(
+        self,
+        new: Sequence[str],
+        rows: Mapping[str, Tensor],
+        groups: Sequence[Wanted],
+        names: Sequence[Sequence[str]],
+    ) -> None:
+        """Keeps the rows of new units and, once they wait to be written, the names of groups, all at once."""
+        pieces = {name: rows[name].flatten().view(torch.uint8).numpy().data for name in new}
+        for name in new:
+            self._encoded.set(name, True)
+        for group, each in zip(groups, names, strict=True):
+            pieces[group_name(group.key, group.plan)] = memoryview(bytes.fromhex("".join(each)))
+        self._files.add(pieces)
 
     def _hashed(self, group: Wanted) -> Found:
         """Returns a group for which the disk did not answer, to be encoded whole."""
@@ -261,11 +272,9 @@ class EmbeddingStore:
         plan, num_units = group.plan, self._num_units(group.key, group.plan)
         if num_units == 1:
             return [unit_name(group.key, plan, frames)]
+        one = plan.part(0, 1)  # as all others, but for its times
         ranges = [plan.frame_range(unit, unit + 1) for unit in range(num_units)]
-        return [
-            unit_name(group.key, plan.part(unit, unit + 1), frames[each.start : each.stop])
-            for unit, each in enumerate(ranges)
-        ]
+        return [unit_name(group.key, one, frames[each.start : each.stop]) for each in ranges]
 
     def _units_of(self, key: GroupKey, plan: MediaPlan) -> list[str]:
         """Returns the names of a group's units; none if they are not kept."""
@@ -273,11 +282,6 @@ class EmbeddingStore:
         if not self._files.read(group_name(key, plan), 0, memoryview(kept)):
             return []
         return [kept[start : start + _NAME_BYTES].hex() for start in range(0, len(kept), _NAME_BYTES)]
-
-    def _keep_names(self, group: Wanted, names: Sequence[str]) -> None:
-        if all(name in self._files for name in names):
-            payload = memoryview(bytes.fromhex("".join(names)))
-            self._files.add(group_name(group.key, group.plan), 0, payload)
 
     # Rows
 

@@ -219,7 +219,7 @@ class KVStore:
             piece = following.popleft()
             if self._files.is_open and sequence.tokens.is_key is None and piece.key not in self._files:
                 payload = self._kv_of(sequence.request_id, piece)
-                self._files.add(piece.key, piece.index, payload.numpy().data)
+                self._files.add({piece.key: payload.numpy().data}, piece.index)
         if not following:
             del self._to_keep[sequence.request_id]
             self._note_computed(sequence)

@@ -27,7 +27,7 @@ from epd.serve_app.files.batch_store import BatchStore
 from epd.serve_app.files.file_store import FileStore
 from epd.serve_app.files.records import FINAL, BatchRequest
 from epd.serve_app.files.settings import FileSettings
-from epd.store import piece_files
+from epd.store import file_format
 from tests.batch.fakes import FakeBackend
 from tests.faults.virtual_time import Clock, decided
 
@@ -133,10 +133,11 @@ class Disk:
 
         with (
             mock.patch.object(os, "write", half_written),
-            mock.patch.object(piece_files, "open", self._opened, create=True),
-            mock.patch.object(piece_files, "mkstemp", self._made),
+            mock.patch.object(file_format, "open", self._opened, create=True),
+            mock.patch.object(file_format, "mkstemp", self._made),
             mock.patch.object(os, "fsync", self._failing("fsync", os.fsync)),
             mock.patch.object(Path, "open", self._failing("open", Path.open)),
+            mock.patch.object(os, "link", self._failing("link", os.link)),
             mock.patch.object(Path, "replace", self._failing("replace", Path.replace)),
         ):
             yield

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 
-from epd.store.piece_files import PieceFiles, contents, is_whole, model_digest, stored
+from epd.store.file_format import is_whole
+from epd.store.piece_files import PieceFiles, contents, model_digest, stored
 from tests.faults.disk import Disk, DiskFault, ServerEndedError
 
 _NUM_PIECES = 12
 _NUM_SERVERS = 6
 _SIZE = 500
-_ROOMS = (_NUM_PIECES * 1000, 3000)  # for all of them, or for few
+_ROOMS = (_NUM_PIECES * 4000, 3000)  # for all of them, and to share files, or for few
 
 
 def run_store_on(folder: Path, seed: int, faults: Mapping[int, DiskFault]) -> tuple[list[str], Disk]:
@@ -50,7 +51,7 @@ def _served(folder: Path, room: int, rng: Random, model: Path, digest: str) -> l
         )
         if can_write:
             try:
-                _write(files, number)
+                _write(files, *rng.choice(((number,), range(number, _NUM_PIECES))))
             except OSError:
                 can_write = False
     return found
@@ -75,8 +76,9 @@ def _payload(number: int) -> bytes:
     return bytes([number]) * _SIZE
 
 
-def _write(files: PieceFiles, number: int) -> None:
-    files.write(f"{number:032x}", number, memoryview(_payload(number)))
+def _write(files: PieceFiles, *numbers: int) -> None:
+    """Writes pieces, which share files where there is room."""
+    files.write({f"{number:032x}": memoryview(_payload(number)) for number in numbers}, numbers[0])
 
 
 def _read(files: PieceFiles, number: int) -> bytes | None:

@@ -36,5 +36,5 @@ def test_keys_and_values_survive_a_disk_that_fails_and_servers_that_end(tmp_path
         wrong, disk = run_store_on(tmp_path / f"{seed}", seed, drawn_faults(seed))
         assert not wrong, (seed, wrong)
         done |= disk.failed
-    kinds, operations = ("full", "broken", "ends"), ("open", "write", "replace")
+    kinds, operations = ("full", "broken", "ends"), ("open", "write", "link", "replace")
     assert done == {f"{kind} at {operation}" for kind in kinds for operation in operations}

@@ -17,6 +17,7 @@ import yaml
 import epd
 from benchmarks.published.table5 import paper_planner, paper_space
 from epd.errors import InfeasibleError, RequestError
+from epd.planning.asked import plan as planned
 from epd.planning.bounds import outside
 from epd.planning.goodput import MAX_LOAD, Demand, goodput, keeps, rate_bound, simulate_at
 from epd.planning.plan import make_plan, verdict, what_binds
@@ -35,6 +36,7 @@ from epd.profiles.files import load_profile
 from epd.profiles.profile import Profile
 from epd.serve_app.cli.program import app
 from epd.simulate import Deployment, JobMaker
+from epd.simulate.kept_media import KeptMedia
 from epd.topology import parse_topology
 from epd.workload.config import MixPart, WorkloadConfig
 from epd.workload.metrics import SLO
@@ -283,6 +285,17 @@ def test_a_plan_says_what_it_rests_on() -> None:
     assert all(each["peak_bytes"] <= each["allowed_bytes"] == 72 * 10**9 for each in record["memory"])
     kv_bytes = plan.record()["settings"]["num_kv_tokens"] * PROFILE.memory.kv_bytes_per_token
     assert {each["kv_bytes"] for each in peaks} == {kv_bytes}
+
+
+def test_a_plan_says_what_disk_it_rests_on() -> None:
+    kept = replace(BASE, enable_prefix_caching=True, kept=KeptMedia(2e9, has_all=False))
+    small = Planner(PROFILE, demand(PROFILE, SLO(5.0), 20, **HEAVY), Space(1, language_seqs=(16,)), kept)
+    assert "a disk of 2000 MB/s has media that came before" in make_plan(small).assumptions
+
+
+def test_a_disk_from_which_nothing_comes_back_is_refused() -> None:
+    with pytest.raises(RequestError, match="received --cache-mb-per-s 5 and a workload in which no media"):
+        planned(1, workload="images", cache_mb_per_s=5.0)
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("1e3pd", "pd"), ("1ed3ep", "ed and ep"), ("3ep1d", "ep")])

@@ -65,6 +65,16 @@ def test_requests_that_come_again_have_new_content() -> None:
     assert jobs[21].groups == jobs[1].groups
 
 
+def test_new_content_has_keys_that_a_cache_can_hold() -> None:
+    """Which are below 2 ** 63, also of requests whose own are the largest."""
+    searched = planner(20).demand
+    largest = replace(
+        searched, jobs=[replace(job, media_key=2**63 - 1, text_key=2**62) for job in searched.jobs]
+    )
+    cached = replace(few_sequences("1epd"), enable_prefix_caching=True)
+    assert len(simulate_at(PROFILE, cached, largest, 100.0).ttft_s) > 2 * 20
+
+
 def test_the_objective_alone_binds_where_twice_the_requests_show_a_queue() -> None:
     searched = planner(250).demand
     jobs = searched.at(15.0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from epd.profiles.analytic import analytic_profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation
+from epd.simulate.clock import ticks_of
 from epd.simulate.kept_media import WAYS, KeptMedia, Way
 from epd.topology import parse_topology
 from epd.workload.requests import PlannedRequest, RequestShape, Resolution, VideoSpec
@@ -74,3 +76,38 @@ def test_ways_are_mixed_where_that_is_quicker() -> None:
 def test_what_no_disk_is_is_refused(values: tuple[float, tuple[Way, ...]]) -> None:
     with pytest.raises(ValueError, match="a disk reads above 0 bytes a second"):
         KeptMedia(*values)
+
+
+def second_of(kept: KeptMedia | None, gap_s: float = 100.0) -> tuple[float, float]:
+    """The seconds to the first tokens of two questions about a video, in a pool with room for one at a time.
+
+    Another video comes between them.
+    """
+    jobs = []
+    for index, media_key in enumerate((7, 8, 7)):
+        made = replace(job(10), index=index, due=ticks_of(gap_s * index), media_key=media_key, text_key=index)
+        jobs.append(made)
+    room = jobs[0].num_prompt_tokens + 1000
+    deployment = Deployment(
+        parse_topology("1epd"),
+        enable_prefix_caching=True,
+        kept=kept,
+        kv_tokens=room,
+        num_embeddings=jobs[0].num_visual_tokens,
+    )
+    seconds = Simulation(PROFILE, deployment).run(jobs).seconds("due", "first_token")
+    return float(seconds[0]), float(seconds[2])
+
+
+def test_media_that_came_before_are_read_where_memory_has_no_room() -> None:
+    without = second_of(None)
+    assert without[1] > 0.9 * without[0], "it was evicted"
+    first, second = second_of(KeptMedia(5e9, has_all=False))
+    assert first == without[0]
+    assert second < 0.5 * without[1]
+    assert second_of(KeptMedia(5e9))[0] < 0.5 * first, "an earlier life had it"
+
+
+def test_media_are_not_read_before_they_are_computed() -> None:
+    """All come at once, before any is over."""
+    assert second_of(KeptMedia(5e9, has_all=False), gap_s=0.0) == second_of(None, gap_s=0.0)

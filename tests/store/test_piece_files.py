@@ -1,10 +1,15 @@
-"""Files of pieces: whole or not there, within their room, and those of another model are never read."""
+"""Files of pieces: whole or not there, within their room, and those of another model are never read.
+
+Modules: `epd/store/file_format.py`.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 import tracemalloc
+from collections.abc import Iterable
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,15 +19,8 @@ from typer.testing import CliRunner
 
 from epd.errors import RequestError
 from epd.serve_app.cli.program import app
-from epd.store.piece_files import (
-    PieceFiles,
-    contents,
-    is_whole,
-    model_digest,
-    namespace,
-    remove_oldest,
-    stored,
-)
+from epd.store.file_format import is_whole
+from epd.store.piece_files import PieceFiles, contents, model_digest, namespace, remove_oldest, stored
 
 _ROOM = 1 << 20
 
@@ -36,7 +34,7 @@ def payload_of(number: int, size: int = 1000) -> bytes:
 
 
 def put(files: PieceFiles, number: int, index: int = 0, size: int = 1000) -> int:
-    return files.write(key_of(number), index, memoryview(payload_of(number, size)))
+    return files.write({key_of(number): memoryview(payload_of(number, size))}, index)
 
 
 def got(files: PieceFiles, number: int, size: int = 1000) -> bytes | None:
@@ -55,6 +53,95 @@ def test_what_was_written_is_read_by_another(tmp_path: Path) -> None:
     assert got(files_in(tmp_path, "other"), 1) is None
     assert got(files_in(tmp_path), 2) is None
     assert [each.path.stat().st_mode & 0o077 for each in stored(tmp_path)] == [0]
+
+
+def put_together(files: PieceFiles, numbers: Iterable[int], size: int = 1000) -> int:
+    return files.write({key_of(number): memoryview(payload_of(number, size)) for number in numbers})
+
+
+def files_of(folder: Path) -> list[list[int]]:
+    """The pieces of each file."""
+    found: dict[int, list[int]] = {}
+    for each in stored(folder):
+        found.setdefault(each.file, []).append(int(each.path.name, 16))
+    return sorted(sorted(each) for each in found.values())
+
+
+def test_small_pieces_that_are_written_at_once_share_a_file(tmp_path: Path) -> None:
+    """A piece that is there is not written again, and a large one has a file of its own."""
+    files = files_in(tmp_path, room=16 * 5000)
+    put(files, 3)
+    written = put_together(files, range(8))
+    assert put_together(files, range(8)) == 0
+    put(files, 8, size=9000)
+    assert files_of(tmp_path) == [[0, 1, 2, 4, 5], [3], [6, 7], [8]]
+    sizes = {each.stat().st_ino: each.stat().st_size for each in tmp_path.rglob("*") if each.is_file()}
+    assert sum(sizes.values()) - (tmp_path / "n" / "about.json").stat().st_size == pytest.approx(
+        sum(each.num_bytes for each in stored(tmp_path)), abs=8
+    )
+    assert 7000 < written < 8000
+    assert all(got(files, number) == payload_of(number) for number in range(8))
+    assert run("verify", str(tmp_path)) == (0, "9 pieces, 0 damaged\n")
+
+
+@pytest.mark.parametrize("damage", ["one bit", "cut off", "missing"])
+def test_a_damaged_piece_leaves_the_others_of_its_file(tmp_path: Path, damage: str) -> None:
+    files = files_in(tmp_path)
+    put_together(files, range(5))
+    last = next(each.path for each in stored(tmp_path) if each.path.name == key_of(4))
+    if damage == "missing":
+        last.unlink()
+    elif damage == "cut off":
+        os.truncate(last, last.stat().st_size - 1)
+    else:
+        data = bytearray(last.read_bytes())
+        data[-1] ^= 1
+        last.write_bytes(data)
+    assert [got(files, number) == payload_of(number) for number in range(5)] == [True] * 4 + [False]
+    put_together(files, range(5))
+    assert files_of(tmp_path) == [[0, 1, 2, 3], [4]]
+    assert got(files, 4) == payload_of(4)
+
+
+def test_no_changed_bit_of_a_header_gives_what_was_not_written(tmp_path: Path) -> None:
+    """Nor one of another number of payloads, or of impossible sizes."""
+    files = files_in(tmp_path)
+    for at in range(8 * (10 + 2 * 40)):
+        put_together(files, range(2))
+        path = next(stored(tmp_path)).path
+        data = bytearray(path.read_bytes())
+        data[at // 8] ^= 1 << at % 8
+        path.write_bytes(data)
+        assert all(got(files, number) in (None, payload_of(number)) for number in range(2))
+        remove_oldest(tmp_path, 0)
+
+
+def test_a_file_goes_with_all_of_its_pieces(tmp_path: Path) -> None:
+    """Or its room would not be won. One that was used lately stays, with all of them too."""
+    files = files_in(tmp_path, room=16 * 2400)
+    for first in range(0, 36, 2):
+        put_together(files, range(first, first + 2))
+        for each in stored(tmp_path):
+            os.utime(each.path, (each.used_s - 60, each.used_s - 60))
+    assert got(files, 1) is not None
+    put_together(files, (98, 99))
+    first, *others, last = files_of(tmp_path)
+    assert (first, last) == ([0, 1], [98, 99])
+    assert {len(pieces) for pieces in others} == {2}
+    assert key_of(2) not in files
+
+
+def test_a_file_system_that_gives_a_file_one_name_has_more_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    files = files_in(tmp_path)
+    put_together(files, range(3))
+    assert files_of(tmp_path) == [[0], [1], [2]]
+    assert [got(files, number) for number in range(3)] == [payload_of(number) for number in range(3)]
 
 
 def test_a_payload_of_another_size_is_a_miss(tmp_path: Path) -> None:
@@ -83,7 +170,7 @@ def test_those_that_were_used_last_stay(tmp_path: Path, monkeypatch: pytest.Monk
     All in one moment: a machine that is busy for seconds between two writes would date the later one later.
     """
     now_s = time.time()
-    monkeypatch.setattr("epd.store.piece_files.time", SimpleNamespace(time=lambda: now_s))
+    monkeypatch.setattr("epd.store.file_format.time", SimpleNamespace(time=lambda: now_s))
     files = files_in(tmp_path, room=11_000)
     for index in range(10):
         put(files, index, index)
@@ -106,8 +193,9 @@ def test_one_that_is_larger_than_all_room_is_not_kept(tmp_path: Path) -> None:
 
 def write_all(folder: str, first: int) -> None:
     files = files_in(Path(folder), room=50_000)
-    for number in range(first, first + 100):
+    for number in range(first, first + 100, 4):
         put(files, number)
+        put_together(files, range(number, number + 4))
 
 
 def test_two_writers_share_a_folder(tmp_path: Path) -> None:

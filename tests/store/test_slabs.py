@@ -22,6 +22,7 @@ from epd.errors import RequestError
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.cli.program import app
 from epd.store import object_store, slabs
+from epd.store.file_format import piece_digest
 from epd.store.object_store import check_url
 from epd.store.piece_files import PieceFiles
 from epd.store.slabs import Slabs
@@ -71,7 +72,7 @@ def key_of(number: int) -> str:
 
 def put(store: WriteBehind, *numbers: int, size: int = _SIZE) -> None:
     for number in numbers:
-        store.add(key_of(number), number, memoryview(payload_of(number, size)))
+        store.add({key_of(number): memoryview(payload_of(number, size))}, number)
 
 
 def got(store: WriteBehind, number: int, size: int = _SIZE) -> tuple[str | None, bytes | None]:
@@ -227,7 +228,7 @@ slabs.Slabs._put = dies
 below = slabs.Slabs(url, "n", {"model": "n"})
 store = WriteBehind(PieceFiles(Path(folder), "n", 1 << 28, {"model": "n"}, below), "pieces")
 for number in range(first, first + 6):
-    store.add(f"{number:032x}", number, memoryview(bytes([number, 7]) * 2500))
+    store.add({f"{number:032x}": memoryview(bytes([number, 7]) * 2500)}, number)
 store.close()
 """
 
@@ -313,8 +314,9 @@ def test_no_writer_waits_for_a_store_and_what_waits_is_bounded(
         below = Slabs(s3.url("held", proxy.port), "n", {})
         proxy.may_pass.clear()
         for number in range(100):
-            below.add(key_of(number), memoryview(payload_of(number)))
-        assert sum(map(len, below._waiting.values())) <= 10 * _SIZE
+            payload = memoryview(payload_of(number))
+            below.add(key_of(number), payload, piece_digest("n", key_of(number), payload))
+        assert sum(len(payload) for payload, _ in below._waiting.values()) <= 10 * _SIZE
         proxy.may_pass.set()
         below.close()
     kept = Slabs(s3.url("held"), "n", {})

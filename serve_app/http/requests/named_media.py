@@ -4,7 +4,8 @@ A name belongs to the clients of one API key and one cache salt. What is kept is
 whole medium of a `data:` URL, while media at other addresses are read again.
 
 With a folder, what was found out about a named video is kept, too, on disk without its URL. Then a name alone
-is enough, also after a restart, as long as no frame is needed that nobody kept.
+is enough, also after a restart, as long as no frame is needed that nobody kept. With an object store it is on
+other machines, too. A name stands for what was named last, on whichever machine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import hashlib
 import json
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +25,7 @@ from typing import Any
 from epd.errors import UnknownUuidError
 from epd.serve_app.service import FetchedItem, MediaReference, MediaSource
 from epd.serve_app.task_group import Tasks
+from epd.store.object_values import ObjectValues
 from epd.store.piece_files import PieceFiles
 from epd.types import MediaFacts, MediaKind
 
@@ -51,10 +54,14 @@ def namespace_of(authorization: str, cache_salt: str) -> bytes:
 
 
 class KeptNames:
-    """Keeps what was found out about named videos in files, so that their names outlive the server."""
+    """Keeps what was found out about named videos in files, so that their names outlive the server.
 
-    def __init__(self, files: PieceFiles) -> None:
+    objects: has it for other machines; None for no others
+    """
+
+    def __init__(self, files: PieceFiles, objects: ObjectValues | None = None) -> None:
         self._files = files
+        self._objects = objects
         self._thread = ThreadPoolExecutor(1, "names")
 
     async def known(self, key: _Key) -> FetchedItem | None:
@@ -63,28 +70,42 @@ class KeptNames:
 
     def keep(self, key: _Key, item: FetchedItem | None) -> None:
         """Keeps what a name stands for, in a thread; None forgets it."""
-        self._thread.submit(self._write, _name_of(key), item)
+        self._thread.submit(self._write, _name_of(key), item, time.time())
 
     def _read(self, name: str) -> FetchedItem | None:
-        payload = bytearray(_ENTRY_BYTES)
-        if not self._files.read(name, 0, memoryview(payload)):
-            return None
-        found: Any = json.loads(payload)
+        here, elsewhere = (memoryview(bytearray(_ENTRY_BYTES)) for _ in range(2))
+        found: list[Any] = []
+        if self._files.read(name, 0, here):
+            found.append(json.loads(bytes(here)))
+        if self._objects is not None and self._objects.read(name, elsewhere):
+            found.append(json.loads(bytes(elsewhere)))
         try:
-            return FetchedItem(MediaFacts(**found["facts"]), found["mm_hash"], found["num_bytes"])
-        except (KeyError, TypeError):  # another release wrote it
+            item = max(found, key=lambda each: each["named_s"])["item"]
+            return FetchedItem(MediaFacts(**item["facts"]), item["mm_hash"], item["num_bytes"])
+        except (KeyError, TypeError, ValueError):  # nothing, forgotten, or of another release
             return None
 
-    def _write(self, name: str, item: FetchedItem | None) -> None:
+    def _write(self, name: str, item: FetchedItem | None, named_s: float) -> None:
+        entry = _entry(item, named_s)
+        if item is None or len(entry) > _ENTRY_BYTES:
+            if self._read(name) is None:
+                return
+            entry = _entry(None, named_s)
         self._files.remove(name)
-        if item is not None:
-            text = json.dumps(asdict(item)).encode().ljust(_ENTRY_BYTES)
-            with suppress(OSError):  # a full disk keeps no name
-                self._files.write(name, 0, memoryview(text))
+        with suppress(OSError):  # a full disk keeps no name
+            self._files.write({name: entry})
+        if self._objects is not None:
+            self._objects.write(name, entry)
 
     def close(self) -> None:
         """Ends the thread, once what waits is written."""
         self._thread.shutdown()
+
+
+def _entry(item: FetchedItem | None, named_s: float) -> memoryview:
+    """Returns what a name stands for since a Unix time; None for nothing that is kept."""
+    entry = {"named_s": named_s, "item": None if item is None else asdict(item)}
+    return memoryview(json.dumps(entry).encode().ljust(_ENTRY_BYTES))
 
 
 def _name_of(key: _Key) -> str:
@@ -200,7 +221,7 @@ class NamedMedia:
                     self._set(key, each.url, client)
                 if is_new and self.ask_others is not None:
                     self._tasks.spawn(self.ask_others(NameAsked(key, is_taken=True)))
-            if each.uuid and each.url and self._kept is not None and sources:
+            if each.uuid and each.url and each.kind == "video" and self._kept is not None and sources:
                 source = sources[place]
                 item = FetchedItem(source.facts, source.mm_hash, source.num_bytes)
                 self._keep_known(self._kept, key, item if _is_kept(item) else None)

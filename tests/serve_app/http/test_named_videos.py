@@ -1,31 +1,45 @@
-"""A video that was named is asked about by its name alone in another life: not a byte of it is fetched."""
+"""A video that was named is asked about by its name alone in another life: not a byte of it is fetched.
+
+Modules: `epd/store/object_values.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import http.server
 import threading
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import rmtree
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from epd.serve_app.http.api import ApiSettings
+from epd.serve_app.http.requests import named_media
 from epd.serve_app.http.requests.named_media import KeptNames
 from epd.serve_app.service import FetchedItem
+from epd.store import object_store, object_values, slabs
+from epd.store.object_values import ObjectValues
 from epd.store.piece_files import PieceFiles
-from epd.types import MediaFacts
+from epd.types import MediaFacts, MediaKind
 from epd.video import FetchPolicy
 from tests.serve_app.conftest import JSON, data_url, media_settings, video_part
 from tests.serve_app.http.test_frame_lists import drawn, listed
 from tests.serve_app.http.test_media_uuid import alone, body_of, named
 from tests.serve_app.real_app import RealApp, real_app
+from tests.store.object_servers import S3, Objects, s3
+from tests.store.test_slabs import emptied, flipped, missing, run, truncated
+
+__all__ = ("s3",)
 
 _CHAT = "/v1/chat/completions"
+_KEY: tuple[bytes, MediaKind, str] = (b"client", "video", "holiday")
+_ITEM = FetchedItem(MediaFacts("video", 8, 8, 12, 2.0), "hash", 99)
 
 
 class Web:
@@ -62,11 +76,22 @@ def web(media: dict[str, Path]) -> Iterator[Web]:
         thread.join()
 
 
+_ABOUT = {"kind": "names of videos"}
+
+
+def files_of(kept: Path, url: str | None = None) -> tuple[PieceFiles, ObjectValues | None]:
+    objects = None if url is None else ObjectValues(url, "names", _ABOUT)
+    return PieceFiles(kept, "names", 1 << 20, _ABOUT), objects
+
+
+def names_in(kept: Path, url: str | None = None) -> KeptNames:
+    return KeptNames(*files_of(kept, url))
+
+
 @contextmanager
-def life(model: Path, kept: Path) -> Iterator[RealApp]:
-    """An application with nothing in memory, over a folder."""
-    about = {"kind": "names of videos"}
-    settings = ApiSettings(name_files=lambda: PieceFiles(kept, "names", 1 << 20, about))
+def life(model: Path, kept: Path, url: str | None = None) -> Iterator[RealApp]:
+    """An application with nothing in memory, over a folder. url: of an object store."""
+    settings = ApiSettings(name_files=lambda: files_of(kept, url))
     fetch = FetchPolicy(allowed_hosts=frozenset({"localhost"}))
     with real_app(
         model,
@@ -74,7 +99,7 @@ def life(model: Path, kept: Path) -> Iterator[RealApp]:
         settings,
         replace(media_settings(fetch), model=model),
         cache_dir=kept,
-        workers={"cache_dir": kept},
+        workers={"cache_dir": kept, "cache_objects": url},
     ) as app:
         yield app
 
@@ -158,14 +183,128 @@ def test_a_name_stands_for_what_was_named_last(
 
 
 def test_a_name_that_another_release_kept_is_not_known(tmp_path: Path) -> None:
-    files = PieceFiles(tmp_path, "names", 1 << 20, {"kind": "names of videos"})
-    names, key = KeptNames(files), (b"client", "video", "holiday")
-    item = FetchedItem(MediaFacts("video", 8, 8, 12, 2.0), "hash", 99)
-    names.keep(key, item)
-    assert asyncio.run(names.known(key)) == item
-    names.keep(key, replace(item, facts=Length("video", 6.0)))  # type: ignore[arg-type]
-    assert asyncio.run(names.known(key)) is None
+    names = names_in(tmp_path)
+    names.keep(_KEY, _ITEM)
+    assert asyncio.run(names.known(_KEY)) == _ITEM
+    names.keep(_KEY, replace(_ITEM, facts=Length("video", 6.0)))  # type: ignore[arg-type]
+    assert asyncio.run(names.known(_KEY)) is None
     names.close()
+
+
+def test_a_name_is_enough_on_another_machine(
+    checkpoints: dict[str, Path], web: Web, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a folder of its own, and the same bucket."""
+    for name in ("_FIRST_LOOK_S", "_CLOSE_S"):
+        monkeypatch.setattr(slabs, name, 3600.0)
+    model, url = checkpoints["qwen2_5_vl"], s3.url(uuid.uuid4().hex)
+    with life(model, tmp_path / "one", url) as first:
+        expected, _ = asked(first, named(video_part(web.url), "film"))
+    with life(model, tmp_path / "two", url) as second:
+        choices, cache = asked(second, alone("video", "film"))
+        assert choices == expected
+        assert cache["kv"]["objects"]["bytes"] > 0
+        assert "received the uuid 'film'" in refused(second, alone("video", "film"), cache_salt="another")
+    assert web.num_fetched == 1
+
+
+@dataclass
+class Machines:
+    """What two machines know of names. at_s: the time of their clocks."""
+
+    url: str
+    one: KeptNames
+    two: KeptNames
+    at_s: float = 0.0
+
+    def keep(self, names: KeptNames, item: FetchedItem | None) -> None:
+        """Names something a second later, and waits until it is kept."""
+        self.at_s += 1.0
+        names.keep(_KEY, item)
+        asyncio.run(names.known(_KEY))
+
+    def known(self) -> list[FetchedItem | None]:
+        return [asyncio.run(each.known(_KEY)) for each in (self.one, self.two)]
+
+
+@pytest.fixture
+def machines(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    monkeypatch.setattr(object_values, "_SILENT_S", 0.0)
+    for name in ("_CONNECT_S", "_REQUEST_S"):
+        monkeypatch.setattr(object_store, name, 60.0)
+    url = s3.url(uuid.uuid4().hex)
+    both = Machines(url, names_in(tmp_path / "one", url), names_in(tmp_path / "two", url))
+    monkeypatch.setattr(named_media, "time", SimpleNamespace(time=lambda: both.at_s))
+    yield both
+    both.one.close()
+    both.two.close()
+
+
+def test_of_two_machines_the_one_that_named_last_counts(machines: Machines) -> None:
+    """Also where the other one has an older name on its disk, and where nothing is kept of the last one."""
+    other = replace(_ITEM, mm_hash="other")
+    assert machines.known() == [None, None]
+    machines.keep(machines.one, _ITEM)
+    assert machines.known() == [_ITEM, _ITEM]
+    machines.keep(machines.two, other)
+    assert machines.known() == [other, other]
+    machines.keep(machines.one, _ITEM)
+    assert machines.known() == [_ITEM, _ITEM]
+    machines.keep(machines.two, None)
+    assert machines.known() == [None, None]
+    code, listed = run("ls", machines.url)
+    assert (code, listed.split()[1:3]) == (0, ["1", "piece"])
+
+
+def test_names_are_known_on_their_machine_while_the_store_fails(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it did not take is newer than what it has, once it answers again. One warning."""
+    other = replace(_ITEM, mm_hash="other")
+    machines.keep(machines.two, other)
+    with monkeypatch.context() as patch:
+        patch.setattr(object_values, "put", fails)
+        patch.setattr(object_values, "read_whole", fails)
+        machines.keep(machines.one, _ITEM)
+        machines.keep(machines.one, _ITEM)
+        assert machines.known() == [_ITEM, other]
+    assert machines.known() == [_ITEM, other]
+    warnings = [each.message for each in caplog.records if "does not answer" in each.message]
+    assert len(warnings) == 2, "of each machine"
+
+
+def fails(*_: object) -> None:
+    raise OSError("no route")
+
+
+def test_a_silent_store_is_left_alone(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    machines.keep(machines.two, _ITEM)
+    monkeypatch.setattr(object_values, "_SILENT_S", 3600.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(object_values, "read_whole", fails)
+        machines.known()
+    monkeypatch.setattr(object_values, "read_whole", lambda *_: pytest.fail("it was asked"))
+    monkeypatch.setattr(object_values, "put", lambda *_: pytest.fail("it was asked"))
+    machines.keep(machines.one, _ITEM)
+    assert machines.known() == [_ITEM, _ITEM], "each on its disk"
+
+
+@pytest.mark.parametrize("damage", [flipped, truncated, emptied, missing])
+def test_a_damaged_name_is_not_known_elsewhere(
+    machines: Machines, s3: S3, damage: Callable[[Objects, str], None]
+) -> None:
+    machines.keep(machines.one, _ITEM)
+    prefix = machines.url.split("/")[3].split("?")[0]
+    objects = Objects(machines.url, s3, prefix)
+    (path,) = objects.paths(".value")
+    assert run("verify", machines.url) == (0, "1 piece, 0 damaged\n")
+    damage(objects, path)
+    assert machines.known() == [_ITEM, None]
+    if damage is not missing:
+        assert run("verify", machines.url)[0] == 1
+    assert objects.paths(".value") == []
+    machines.keep(machines.one, _ITEM)
+    assert machines.known() == [_ITEM, _ITEM]
 
 
 @dataclass(frozen=True)

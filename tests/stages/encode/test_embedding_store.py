@@ -9,7 +9,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, current_thread
@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from epd.encoders.groups import MediaGroup, plan_groups, salted
+from epd.store.file_format import Place, place
 from epd.store.piece_files import PieceFiles, stored
 from epd.types import Reuse, Tier
 from tests.encoders.families import Clip, Family, Picture
@@ -141,21 +142,28 @@ def test_units_that_depend_on_others_are_kept_by_group(family: Family, clip: Cli
         assert run(workers, [clip], groups_of(family, [clip], name, units=units)) == expected
 
 
+def place_of(path: Path) -> Place:
+    with path.open("rb") as file:
+        return place(file, path.name)
+
+
 @pytest.mark.parametrize("damage", ["cut off", "missing", "one bit"])
 def test_what_is_damaged_is_encoded_again(family: Family, clip: Clip, tmp_path: Path, damage: str) -> None:
     groups = groups_of(family, [clip])
     run(life(family, tmp_path), [clip], groups)
-    unit = groups[0].plan.part(0, 1).grid.num_patches
-    path = max((each for each in stored(tmp_path)), key=lambda each: each.num_bytes).path
+    lost = groups[0].plan.part(0, 1).grid.num_patches
+    sizes = {each: place_of(each.path).num_bytes for each in stored(tmp_path)}
+    unit = max(sizes, key=lambda each: sizes[each])
     if damage == "missing":
-        path.unlink()
+        unit.path.unlink()
     elif damage == "cut off":
-        os.truncate(path, 100)
+        os.truncate(unit.path, 100)
+        lost *= sum(each.file == unit.file and size == sizes[unit] for each, size in sizes.items())
     else:
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
-    assert run(life(family, tmp_path), [clip], groups) == unit
+        data = bytearray(unit.path.read_bytes())
+        data[place_of(unit.path).start] ^= 1
+        unit.path.write_bytes(data)
+    assert run(life(family, tmp_path), [clip], groups) == lost
     assert run(life(family, tmp_path), [clip], groups) == 0
 
 
@@ -284,9 +292,9 @@ def test_a_new_unit_is_looked_for_once(
         asked[key] += 1
         return tier_of(files, key)
 
-    def late(files: PieceFiles, key: str, index: int, payload: memoryview) -> int:
+    def late(files: PieceFiles, pieces: Mapping[str, memoryview], index: int = 0) -> int:
         assert is_over.wait(SOON_S)
-        return write(files, key, index, payload)
+        return write(files, pieces, index)
 
     units = set[str]()
     monkeypatch.setattr(PieceFiles, "tier_of", counted)
