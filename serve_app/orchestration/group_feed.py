@@ -22,11 +22,12 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from epd.encode.sharding import wanted_encoder
 from epd.encoders.groups import MediaGroup
-from epd.encoders.reduction import ItemReduction
+from epd.encoders.reduction import ItemReduction, begins_reading
 from epd.errors import EPDError, InternalError, UnavailableError
 from epd.serve_app.fleet import Bulk, WorkerLostError, send_surely
 from epd.serve_app.media.fleet_media import FleetMedia
@@ -242,6 +243,7 @@ class GroupFeed:
         self._last_encoder: str | None = None
         self._granted: dict[_Reader, asyncio.Queue[Grant]] = {}
         self._frames: dict[int, ItemFrames] = {}  # by item
+        self._readings: dict[int, dict[int, ItemReduction | None]] = {}  # by item and first group
         self._sent = _SentGroups()
         self._tasks = Tasks()
 
@@ -317,9 +319,22 @@ class GroupFeed:
 
     def _reading(self, granted: Grant) -> ItemReduction | None:
         """Returns the reading that begins with a group, if what is kept of it is wanted and one does."""
+        if not granted.ticket.key.reading:
+            return None
+        group = self._attempt.answer.plan.groups[granted.group]
+        if group.item not in self._readings:
+            self._readings[group.item] = self._readings_of(group.item)
+        return self._readings[group.item].get(group.index)
+
+    def _readings_of(self, number: int) -> dict[int, ItemReduction | None]:
+        """Returns the readings of an item by their first groups. Each group is looked at once."""
         plan = self._attempt.answer.plan
-        is_kept = bool(granted.ticket.key.reading)
-        return ItemReduction.of(plan.prompt, plan.groups[granted.group :]) if is_kept else None
+        item, groups = plan.prompt.media[number], [each for each in plan.groups if each.item == number]
+        starts = [group.index for group in groups if begins_reading(item, group)]
+        return {
+            start: ItemReduction.of(plan.prompt, groups[start:stop])
+            for start, stop in pairwise([*starts, len(groups)])
+        }
 
     def _is_read_with_others(self, granted: Grant) -> bool:
         """Returns whether what is kept of a group depends on other groups, or theirs on it."""
