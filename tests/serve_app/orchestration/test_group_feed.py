@@ -232,6 +232,7 @@ def test_a_suspect_asks_for_what_is_on_disk_only_where_it_may_go() -> None:
     shared = SimpleNamespace(
         config=SimpleNamespace(cache_dir=Path("kept"), sharding="groups"),
         dispatcher=dispatcher,
+        fleet=None,
         reading=Pace(),
         requests=SimpleNamespace(clock=lambda: 0.0),
     )
@@ -260,7 +261,7 @@ def test_every_group_is_looked_at_once_for_the_readings_of_an_item(
         return reading_of(prompt, groups)
 
     monkeypatch.setattr(ItemReduction, "of", noted)
-    shared, answer = SimpleNamespace(dispatcher=None), SimpleNamespace(plan=plan)
+    shared, answer = SimpleNamespace(dispatcher=None, fleet=None), SimpleNamespace(plan=plan)
     parts: list[Any] = [shared, None, None, None, SimpleNamespace(answer=answer)]
     feed = GroupFeed(*parts)
 
@@ -268,7 +269,7 @@ def test_every_group_is_looked_at_once_for_the_readings_of_an_item(
         granted: Any = SimpleNamespace(
             group=number, ticket=SimpleNamespace(key=SimpleNamespace(reading=name))
         )
-        return feed._reading(granted)
+        return feed._readings.beginning_with(granted)
 
     for number, expected in enumerate(readings):
         assert reading(number, "") is None  # the group is wanted whole
