@@ -176,7 +176,7 @@ class Orchestrator:
             self.retention.arrived(plan)
         running = self.requests.tasks.spawn(self._run(answer, deadline_s))
         try:
-            async for items in answer.items():
+            async for items in answer.items.all():
                 yield items
         finally:
             self.arrivals.finished()
@@ -221,10 +221,10 @@ class Orchestrator:
                 f"the request was lost with {self.config.max_attempts} workers in turn; retry"
             )
         except asyncio.CancelledError:
-            answer.fail(UnavailableError("the server was shut down; retry when it is back"))
+            answer.items.fail(UnavailableError("the server was shut down; retry when it is back"))
             raise
         except Exception as error:  # noqa: BLE001 - the consumer waits for it
-            answer.fail(error)
+            answer.items.fail(error)
 
     async def _try(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> Outcome:
         feed = GroupFeed(self._shared, self.media, self.losses, self.isolation, attempt)
