@@ -127,9 +127,7 @@ class Queue:
     def __init__(self, num_units: int) -> None:
         self.shipped: list[Shipment] = []
         self.space = StagingSpace(num_units * ALIGNMENT)
-        self.queue = PartQueue(
-            self.space, itertools.count(100).__next__, lambda each: self.shipped.append(each)
-        )
+        self.queue = PartQueue(self.space, itertools.count(100), lambda each: self.shipped.append(each))
 
     def _ship(self, shipment: Shipment) -> None:
         self.shipped.append(shipment)
