@@ -80,6 +80,7 @@ class Orchestrator:
         self.ask_leader: Callable[[SwitchRequest], Awaitable[Any]] | None = None
         self._planner = planner
         self._shared = shared = _shared(fleet, config)
+        self.router, self.queue, self.requests = shared.router, shared.queue, shared.requests
         self.losses = LossCounter(shared)
         self.isolation = Isolation(shared, owner)
         self._placement = RequestPlacer(shared, self.isolation)
@@ -102,18 +103,6 @@ class Orchestrator:
     @property
     def models(self) -> Sequence[ModelCard]:
         return self._planner.cards
-
-    @property
-    def router(self) -> Router:
-        return self._shared.router
-
-    @property
-    def queue(self) -> AdmissionQueue:
-        return self._shared.queue
-
-    @property
-    def requests(self) -> Requests:
-        return self._shared.requests
 
     async def start(self) -> None:
         """Starts the fleet, and ends it where a worker cannot start. Raises EPDError then."""
