@@ -31,11 +31,11 @@ from epd.serve_app.orchestration.loss_counter import LossCounter
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.orchestration.requests import Attempt
 from epd.serve_app.service import MediaReference
-from epd.video import reference_decode
 from tests.serve_app.conftest import data_url
 from tests.serve_app.deployments import NEVER_S, Question
 from tests.serve_app.media_fleet import MediaFleet, image_pixels, reference_to
 from tests.serve_app.orchestration.parts import shared_parts
+from tests.video.plain_decoder import reference_decode
 
 
 class NoLosses:
