@@ -157,11 +157,11 @@ class WorkerCore:
             case AskRemaining():
                 return self._remaining(message.stages)
             case Pause():
-                return self._role("decode", DecodeRole).stage.pause(message.request_id)
+                return self._role("decode", DecodeRole).stage.moving.pause(message.request_id)
             case Move():
-                return self._role("decode", DecodeRole).stage.move(message.request_id, message.ticket)
+                return self._role("decode", DecodeRole).stage.moving.move(message.request_id, message.ticket)
             case Resume():
-                self._role("decode", DecodeRole).stage.resume(message.request_id)
+                self._role("decode", DecodeRole).stage.moving.resume(message.request_id)
             case Onload():
                 return self._onload(message.roles)
             case StagesClosed():
@@ -206,7 +206,7 @@ class WorkerCore:
         self._is_switching = False
         self._set_roles(roles)
         if "decode" in self.hosted:  # answers that were paused to be moved and not taken elsewhere
-            self._role("decode", DecodeRole).stage.resume_all()
+            self._role("decode", DecodeRole).stage.moving.resume_all()
 
     def _set_roles(self, roles: frozenset[Stage]) -> None:
         self._bring_up(roles)

@@ -208,13 +208,8 @@ class EncodeRole(Role):
         return bool(done) if self.stage.is_encoding else was_busy or bool(done)
 
     def step_within(self, reports: ReportBuffer) -> None:
-        if self.is_beside:
+        if not isinstance(self.stage.lane, InTurn):  # the tower runs in a thread of its own
             self.step(reports)
-
-    @property
-    def is_beside(self) -> bool:
-        """Returns whether its tower runs in a thread of its own."""
-        return not isinstance(self.stage.lane, InTurn)
 
     def abort(self, request_ids: Sequence[str], reports: ReportBuffer) -> None:
         """Does nothing: the receiver reports which tickets are no longer needed."""
@@ -295,13 +290,13 @@ class DecodeRole(Role):
         self.abort([each for each in self.stage.request_ids if owner_of(each) == owner], reports)
 
     def drop_peer(self, worker: str) -> tuple[str, ...]:
-        self.stage.drop_receiver(endpoint(worker, "decode"))
+        self.stage.moving.drop_receiver(endpoint(worker, "decode"))
         senders = (endpoint(worker, "prefill"), endpoint(worker, "decode"))
         return tuple(lost for sender in senders for lost in self.stage.fail_sender(sender))
 
     def drop_stages(self, worker: str, stages: frozenset[Stage], reports: ReportBuffer) -> None:  # noqa: ARG002 - what was to be moved continues here
         if "decode" in stages:
-            self.stage.drop_receiver(endpoint(worker, "decode"))
+            self.stage.moving.drop_receiver(endpoint(worker, "decode"))
 
     def remaining(self) -> RemainingWork:
         return RemainingWork(
