@@ -23,7 +23,7 @@ from torch import Tensor
 
 from epd.kv.kv_cache import BlockCopy
 from epd.stages.engine.pool_memory import pool_memory
-from epd.stages.engine.slot_copies import copy_runs, copy_slots, slot_runs
+from epd.stages.engine.slot_copies import copy_runs, copy_slots, slot_runs, token_slots
 from epd.stages.engine.state_pool import StateLayout, StatePool, StatesShape
 from epd.stages.kernels.scaled_values import SCALE_BYTES
 from epd.stages.rank import ALONE, Rank
@@ -59,21 +59,6 @@ class KVLayout:
     def bytes_per_token(self) -> int:
         row_bytes = sum(count * width * dtype.itemsize for count, width, dtype in self.planes)
         return self.num_layers * self.num_kv_heads * row_bytes
-
-
-def token_slots(block_table: Sequence[int], start: int, stop: int, block_size: int) -> Tensor:
-    """Returns where tokens [start, stop) lie, int64 [stop - start].
-
-    Raises ValueError past the table's end.
-    """
-    if not 0 <= start <= stop <= len(block_table) * block_size:
-        raise ValueError(
-            f"tokens [{start}, {stop}) are not in {len(block_table)} blocks of {block_size}; allocate first"
-        )
-    first_block = start // block_size
-    blocks = torch.tensor(block_table[first_block : ceil_div(stop, block_size)], dtype=torch.int64)
-    slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
-    return slots[start - first_block * block_size : stop - first_block * block_size]
 
 
 class KVPool:

@@ -1,4 +1,4 @@
-"""Copies tokens from one pool of blocks to another, in as few pieces as can be copied at once.
+"""Finds the slots of tokens, and copies them between pools of blocks in as few pieces as possible.
 
 source slots   | 4 5 6 7 | 8 9 10 11 |  2  3 |      block_size 4, in both pools
 target slots   | 0 1 2 3 | 4 5  6  7 | 13 14 |
@@ -9,6 +9,7 @@ A plane is what lies apart in a pool: [num_blocks, num_layers, count, block_size
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,12 +19,27 @@ from torch import Tensor
 from epd.encoders.device import to_device
 from epd.encoders.kernels.dispatch import uses_kernels
 from epd.stages import kernels
-from epd.types import Int64Array
+from epd.types import Int64Array, ceil_div
 
 # Copying a run of slots costs about as much as indexing a few of them: shorter runs are cheaper indexed.
 _LEAST_MEAN_RUN = 4
 # Where a copy begins and ends within blocks.
 _FEW_RUNS = 2
+
+
+def token_slots(block_table: Sequence[int], start: int, stop: int, block_size: int) -> Tensor:
+    """Returns where tokens [start, stop) lie, int64 [stop - start].
+
+    Raises ValueError past the table's end.
+    """
+    if not 0 <= start <= stop <= len(block_table) * block_size:
+        raise ValueError(
+            f"tokens [{start}, {stop}) are not in {len(block_table)} blocks of {block_size}; allocate first"
+        )
+    first_block = start // block_size
+    blocks = torch.tensor(block_table[first_block : ceil_div(stop, block_size)], dtype=torch.int64)
+    slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
+    return slots[start - first_block * block_size : stop - first_block * block_size]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from epd.encode.encoder_cache import CachedGroup
 from epd.serve_app.network.packing import Part, pack, parts_of, unpack
 from epd.serve_app.network.part_queue import PartQueue, Shipment
 from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPoolShape
-from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape, token_slots
+from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
+from epd.stages.engine.slot_copies import token_slots
 from epd.stages.engine.state_pool import StateLayout, StatesShape
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, Offer, Receipt, TransferOutcome
 from epd.transfer.staging import ALIGNMENT, StagingSpace

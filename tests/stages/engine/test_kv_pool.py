@@ -24,10 +24,9 @@ from epd.stages.engine.kv_pool import (
     KVPools,
     KVPoolsShape,
     StorageOrder,
-    token_slots,
 )
 from epd.stages.engine.pool_memory import pool_memory
-from epd.stages.engine.slot_copies import CopyRun, copy_slots, slot_runs
+from epd.stages.engine.slot_copies import CopyRun, copy_slots, slot_runs, token_slots
 
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
 ORDERS: tuple[StorageOrder, ...] = ("blocks", "heads")
