@@ -95,9 +95,10 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
 def share_clients(server: ServerState, fleet: RemoteFleet) -> None:
     """Lets each client have one minute's amount, and name its media, at all fronts together."""
     named, clients = server.named_media, server.clients
-    named.ask_others, fleet.answers[NameAsked] = fleet.ask_others, named.answer
+    named.ask_others, named.tell_others = fleet.ask_others, fleet.tell_others
+    fleet.answers[NameAsked] = named.answer
     if clients is not None:
-        clients.ask_others, fleet.answers[Spent] = fleet.ask_others, clients.spent_elsewhere
+        clients.tell_others, fleet.answers[Spent] = fleet.tell_others, clients.spent_elsewhere
 
 
 def vacated(view: View, model: str) -> Roles:

@@ -118,22 +118,8 @@ class WorkerArgs(EngineConfig):
     def check_workers(self) -> None:
         """Raises RequestError for a bad topology, and for what its workers cannot do."""
         parse_topology(self.topology)
-        self._check_ranks()
+        _check_ranks(self)
         self.check_classes()
-
-    def _check_ranks(self) -> None:
-        """Raises RequestError for what workers of several processes cannot do."""
-        received = f"received a tensor_parallel_size of {self.tensor_parallel_size}"
-        if self.elastic and not self.tensor_parallel.is_uniform:
-            raise RequestError(
-                f"{received} and a decode_tensor_parallel_size of {self.decode_tensor_parallel_size} with "
-                "elastic; allowed: the same for both; leave the second out"
-            )
-        if self.max_ranks > 1 and self.gpus_per_worker not in (None, 0, 1):
-            raise RequestError(
-                f"{received} and gpus_per_worker {self.gpus_per_worker:g}; allowed: 1, a GPU for each of the "
-                "processes, or 0; set one of these"
-            )
 
     def check_classes(self) -> None:
         """Raises RequestError for classes that cannot work together."""
@@ -152,3 +138,18 @@ class WorkerArgs(EngineConfig):
         """Returns the roles of each worker by name. Raises RequestError for an invalid topology."""
         workers = {name: roles for name, (_, roles) in class_workers(self.parts).items()}
         return workers | {f"v{number}": _VIDEO for number in range(self.num_video_workers)}
+
+
+def _check_ranks(args: WorkerArgs) -> None:
+    """Raises RequestError for what workers of several processes cannot do."""
+    received = f"received a tensor_parallel_size of {args.tensor_parallel_size}"
+    if args.elastic and not args.tensor_parallel.is_uniform:
+        raise RequestError(
+            f"{received} and a decode_tensor_parallel_size of {args.decode_tensor_parallel_size} with "
+            "elastic; allowed: the same for both; leave the second out"
+        )
+    if args.max_ranks > 1 and args.gpus_per_worker not in (None, 0, 1):
+        raise RequestError(
+            f"{received} and gpus_per_worker {args.gpus_per_worker:g}; allowed: 1, a GPU for each of the "
+            "processes, or 0; set one of these"
+        )

@@ -12,6 +12,7 @@ of its answer a request can be moved to another decode worker:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +42,91 @@ class _Arriving:
     num_dropped: int
 
 
+class MovingAnswers:
+    """Moves answers to other decode workers, one by one: those that are paused, and those that have left."""
+
+    def __init__(self, engine: LanguageEngine, connector: KVConnector) -> None:
+        self._engine = engine
+        self._outbox = KVOutbox(engine.kv, connector)
+        self._paused: dict[str, TokenSequence] = {}
+        self._leaving: set[str] = set()  # over, but for blocks that may still be read
+
+    def __len__(self) -> int:
+        """Counts the answers that are paused, or whose blocks may still be read."""
+        return len(self._paused) + len(self._leaving)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._paused or request_id in self._leaving
+
+    @property
+    def paused(self) -> Collection[str]:
+        """Lists the requests that decode no more here, and nowhere else yet."""
+        return self._paused.keys()
+
+    def pause(self, request_id: str) -> TokenIdentity | None:
+        """Stops a request that decodes, so that it can be moved; returns the tokens with keys and values.
+
+        Returns None for one that is not here or cannot be moved now: it continues.
+        """
+        sequence = self._engine.detach(request_id)
+        if sequence is None:
+            return None
+        self._paused[request_id] = sequence
+        return TokenIdentity(sequence.scheduled.identity.rows[: sequence.scheduled.num_computed])
+
+    def move(self, request_id: str, ticket: KVTicket) -> bool:
+        """Sends a paused request to the worker of the ticket.
+
+        Returns False for one that is not paused here.
+        """
+        sequence = self._paused.get(request_id)
+        if sequence is None or self._outbox.is_open(request_id):
+            return False
+        self._outbox.open(ticket)
+        self._outbox.send(request_id, _moved_state(sequence))
+        return True
+
+    def resume(self, request_id: str) -> None:
+        """Resumes a paused request that is not being moved. Unknown ids are ignored."""
+        if request_id in self._paused and not self._outbox.is_open(request_id):
+            self._engine.attach(self._paused.pop(request_id))
+
+    def resume_all(self) -> None:
+        """Resumes all paused requests that are not being moved."""
+        for request_id in list(self._paused):
+            self.resume(request_id)
+
+    def drop_receiver(self, receiver: str) -> None:
+        """Resumes what was moved to another decode worker that is gone."""
+        for request_id in self._outbox.drop_receiver(receiver):
+            self.resume(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Forgets a request. Others are ignored."""
+        if self._paused.pop(request_id, None) is not None:
+            self._outbox.abort(request_id, "the request was aborted")
+            self._leaving.add(request_id)
+
+    def take_receipts(self) -> None:
+        """Frees the blocks of answers that are elsewhere, and resumes those that were not taken."""
+        for end in self._outbox.poll():
+            if end.outcome is TransferOutcome.DELIVERED:
+                del self._paused[end.request_id]
+                self._leaving.add(end.request_id)
+            else:
+                self.resume(end.request_id)
+        for request_id in [each for each in self._leaving if self._outbox.is_settled(each)]:
+            self._leaving.remove(request_id)
+            self._engine.scheduler.release(request_id)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless engine and outbox agree."""
+        self._outbox.check_integrity()
+        lost = [each for each in (*self._paused, *self._leaving) if not self._engine.scheduler.is_held(each)]
+        if lost:
+            raise AssertionError(f"{lost} are being moved without their blocks")
+
+
 class DecodeStage:
     """Runs one decode worker. Not thread-safe."""
 
@@ -49,11 +135,9 @@ class DecodeStage:
             raise ValueError("a decode worker cannot compute media again; set preemption to 'offload'")
         self.engine = engine
         self.reception = DecodeReception(engine.kv, connector)
-        self.outbox = KVOutbox(engine.kv, connector)
+        self.moving = MovingAnswers(engine, connector)
         self._arriving: dict[str, _Arriving] = {}
         self._lost: dict[str, str] = {}  # what came to an end with its sender, until `fail_sender`
-        self._paused: dict[str, TokenSequence] = {}
-        self._leaving: set[str] = set()  # over, but for blocks that may still be read
 
     def reserve(
         self,
@@ -71,8 +155,7 @@ class DecodeStage:
 
         One that decodes here may be asked for again: it was to be moved, and nobody else takes it.
         """
-        is_here = request_id in self._paused or request_id in self._leaving
-        is_here |= request_id in self.engine.request_ids
+        is_here = request_id in self.moving or request_id in self.engine.request_ids
         is_full = self.num_seqs and self.num_seqs + sampling.n > self.engine.scheduler.config.max_num_seqs
         if is_here or is_full:  # more answers than the slots grow alone
             return None
@@ -90,7 +173,7 @@ class DecodeStage:
         """Counts the answers that grow, wait for room to continue, are still arriving or being moved."""
         scheduler = self.engine.scheduler
         num_arriving = sum(each.num_seqs for each in self._arriving.values())
-        return len(scheduler.running) + len(scheduler.waiting) + num_arriving + len(self._paused)
+        return len(scheduler.running) + len(scheduler.waiting) + num_arriving + len(self.moving.paused)
 
     @property
     def arriving(self) -> tuple[str, ...]:
@@ -100,17 +183,16 @@ class DecodeStage:
     @property
     def request_ids(self) -> set[str]:
         """Lists the requests that are not over: arriving, decoding, or being moved."""
-        return {*self.engine.request_ids, *self._arriving, *self._paused, *self._lost}
+        return {*self.engine.request_ids, *self._arriving, *self.moving.paused, *self._lost}
 
     def abort(self, request_id: str) -> None:
         """Forgets a request, arriving, decoding or being moved. Unknown ids are ignored."""
         self.reception.cancel(request_id)
         self._arriving.pop(request_id, None)
         self._lost.pop(request_id, None)
-        if self._paused.pop(request_id, None) is not None:
-            self.outbox.abort(request_id, "the request was aborted")
-            self._leaving.add(request_id)
-        elif request_id not in self._leaving:
+        if request_id in self.moving:
+            self.moving.abort(request_id)
+        else:
             self.engine.abort(request_id)
 
     def fail_sender(self, sender: str) -> list[str]:
@@ -126,54 +208,13 @@ class DecodeStage:
             del self._lost[request_id]
         return [*known, *lost]
 
-    # Moving to another decode worker
-
-    def pause(self, request_id: str) -> TokenIdentity | None:
-        """Stops a request that decodes, so that it can be moved; returns the tokens with keys and values.
-
-        Returns None for one that is not here or cannot be moved now: it continues.
-        """
-        sequence = self.engine.detach(request_id)
-        if sequence is None:
-            return None
-        self._paused[request_id] = sequence
-        return TokenIdentity(sequence.scheduled.identity.rows[: sequence.scheduled.num_computed])
-
-    def move(self, request_id: str, ticket: KVTicket) -> bool:
-        """Sends a paused request to the worker of the ticket.
-
-        Returns False for one that is not paused here.
-        """
-        sequence = self._paused.get(request_id)
-        if sequence is None or self.outbox.is_open(request_id):
-            return False
-        self.outbox.open(ticket)
-        self.outbox.send(request_id, _moved_state(sequence))
-        return True
-
-    def resume(self, request_id: str) -> None:
-        """Resumes a paused request that is not being moved. Unknown ids are ignored."""
-        if request_id in self._paused and not self.outbox.is_open(request_id):
-            self.engine.attach(self._paused.pop(request_id))
-
-    def resume_all(self) -> None:
-        """Resumes all paused requests that are not being moved."""
-        for request_id in list(self._paused):
-            self.resume(request_id)
-
-    def drop_receiver(self, receiver: str) -> None:
-        """Resumes what was moved to another decode worker that is gone."""
-        for request_id in self.outbox.drop_receiver(receiver):
-            self.resume(request_id)
-
     def has_work(self) -> bool:
         """Reports whether a request decodes, is still to arrive or is not gone yet."""
-        is_moving = bool(self._paused) or bool(self._leaving)
-        return self.engine.has_work() or len(self.reception) > 0 or is_moving
+        return self.engine.has_work() or len(self.reception) > 0 or len(self.moving) > 0
 
     def step(self) -> StepResult:
         """Takes what has arrived, releases what has left, then runs one step of the engine."""
-        self._take_receipts()
+        self.moving.take_receipts()
         ends = self.reception.poll()
         faults: list[RequestFault] = []
         for end in ends:
@@ -191,25 +232,11 @@ class DecodeStage:
         result.faults += faults
         return result
 
-    def _take_receipts(self) -> None:
-        for end in self.outbox.poll():
-            if end.outcome is TransferOutcome.DELIVERED:
-                del self._paused[end.request_id]
-                self._leaving.add(end.request_id)
-            else:
-                self.resume(end.request_id)
-        for request_id in [each for each in self._leaving if self.outbox.is_settled(each)]:
-            self._leaving.remove(request_id)
-            self.engine.scheduler.release(request_id)
-
     def check_integrity(self) -> None:
-        """Raises AssertionError unless engine, reception and outbox agree."""
+        """Raises AssertionError unless engine, reception and answers that are moved agree."""
         self.engine.check_integrity()
         self.reception.check_integrity()
-        self.outbox.check_integrity()
-        lost = [each for each in (*self._paused, *self._leaving) if not self.engine.scheduler.is_held(each)]
-        if lost:
-            raise AssertionError(f"{lost} are being moved without their blocks")
+        self.moving.check_integrity()
         if len(self._arriving) != len(self.reception):
             raise AssertionError(f"{set(self._arriving)} are not those that arrive")
 

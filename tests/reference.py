@@ -14,6 +14,7 @@ from epd import video
 from epd.encoders import FrameSampling
 from tests.colocated import ColocatedPipeline
 from tests.positions import has_authors_layout, skip_where_seconds_are_cut, trained_positions_in
+from tests.video.plain_decoder import reference_decode
 
 MAX_TOKENS = 24
 DEFAULT_SAMPLING = FrameSampling()
@@ -83,7 +84,7 @@ def _all_frames(path: Path) -> tuple[torch.Tensor, VideoMetadata]:
     """Every frame of a video, uint8 [T, 3, H, W] at its own size, and what a decoder would say of it."""
     info = video.probe(path)
     times_s = [(index + 0.5) / info.fps for index in range(info.num_frames)]
-    frames = torch.from_numpy(video.reference_decode(path, times_s).data).permute(0, 3, 1, 2)
+    frames = torch.from_numpy(reference_decode(path, times_s).data).permute(0, 3, 1, 2)
     metadata = VideoMetadata(
         total_num_frames=info.num_frames,
         fps=info.fps,

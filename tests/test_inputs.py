@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from epd import video
 from epd.encoders import FrameSampling, PromptPlan
 from epd.stages.media import PlannedMedia
 from epd.types import StageTimings
 from tests.colocated import decode_groups, plan_media
 from tests.positions import adapter_like_transformers, expected_positions, positions_in_transformers
 from tests.reference import Subject, processor_inputs
+from tests.video.plain_decoder import reference_decode
 
 QUESTION = "Which colour is it? Ä, 漢, 🙂"
 CASES = {
@@ -115,7 +115,7 @@ def test_a_video_of_one_frame_fills_its_unit_with_it(subject: Subject, tmp_path:
 
     path = write_video(tmp_path / "one.mp4", num_frames=1)
     (item,), _ = planned(subject, [path], FrameSampling())
-    frame = torch.from_numpy(video.reference_decode(path, [0.0], item.plan.size).data)
+    frame = torch.from_numpy(reference_decode(path, [0.0], item.plan.size).data)
 
     patches = pixel_values(subject, item, 1)
 

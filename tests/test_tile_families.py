@@ -14,6 +14,7 @@ from tests.colocated import ColocatedPipeline
 from tests.encoders.families import QUESTION, Clip, Family, Media, Picture
 from tests.encoders.tiny_tiles import BUILDERS
 from tests.reference import MAX_TOKENS, generated
+from tests.video.plain_decoder import reference_decode
 
 # transformers near 5.17 hands torch tensors to numpy in InternVL's processor, in a way that numpy 2 regrets.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
@@ -49,7 +50,7 @@ def as_sent(path: Path) -> Media:
         return Picture(torch.from_numpy(video.load_image(path)))
     info = video.probe(path)
     times_s = [(index + 0.5) / info.fps for index in range(info.num_frames)]
-    return Clip(torch.from_numpy(video.reference_decode(path, times_s).data), info.fps)
+    return Clip(torch.from_numpy(reference_decode(path, times_s).data), info.fps)
 
 
 @pytest.mark.parametrize("group_tokens", [1, 10_000], ids=["small groups", "one group"])

@@ -28,13 +28,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from epd import video
 from epd.errors import RequestError
 from epd.shapes import Scene, SceneObject, footage_level, make_scene
 from epd.shapes.footage import resized
 from epd.shapes.world import max_objects
 from epd.types import UInt8Array
 from epd.video.demo_video import PLAIN, BackgroundClips, Filming, encode_h264
+from tests.video.plain_decoder import reference_decode
 
 HELD_OUT_SEED = 2_000_000_000
 MODEL_HEIGHT, MODEL_WIDTH = 84, 140
@@ -156,7 +156,7 @@ def film(
         preset="ultrafast",
     )
     times_s = [(index + 0.5) / 2 for index in range(num_frames)]
-    return video.reference_decode(file.getvalue(), times_s, size).data
+    return reference_decode(file.getvalue(), times_s, size).data
 
 
 def write_shard(

@@ -14,7 +14,6 @@ from epd.video.containers.limits import Limits
 from epd.video.containers.look import MediaReader, OwnReader, look
 from epd.video.containers.probe import probe
 from epd.video.decoding.stream import GroupStream, decode, stream
-from epd.video.reference import reference_decode
 from epd.video.sampling import sample_times
 from epd.video.sources.data_uri import read_data_uri
 from epd.video.sources.download import Download, fetch
@@ -52,7 +51,6 @@ __all__ = [
     "open_file",
     "probe",
     "read_data_uri",
-    "reference_decode",
     "sample_times",
     "stream",
 ]

@@ -31,7 +31,6 @@ from epd.encoders import FrameSampling
 from epd.sampling_params import SamplingParams
 from epd.serve_app.http.api import ApiSettings, create_api
 from epd.serve_app.messages import Admitted, Prefill, WorkerReport
-from epd.serve_app.orchestration.live_answer import LiveAnswer
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.service import AnswerEnd, AnswerRequest, ModelCard, ServiceStatus, TokenDelta
@@ -50,7 +49,7 @@ NUM_TEXT_TOKENS = 16
 TICK_S = 0.001
 NUM_FRAMES = 8
 # Whether services yield together what is ready together; other checkouts may yield items.
-IN_BATCHES = "Sequence" in str(inspect.signature(LiveAnswer.items))
+IN_BATCHES = "Sequence" in str(inspect.signature(Orchestrator.answer))
 
 
 @dataclass

@@ -26,7 +26,8 @@ from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.shapes import SceneRenderer, make_scene
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
 from epd.stages.attention.device import DeviceHeads
-from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape, token_slots
+from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
+from epd.stages.engine.slot_copies import token_slots
 from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, multiply_plain
 from epd.stages.kernels.scaled_values import scaled, unscaled
 from epd.stages.loading.quantized_linear import QuantizedProduct

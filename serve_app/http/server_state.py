@@ -79,8 +79,6 @@ class ServerState(ChatAnswers):
     def close(self) -> None:
         super().close()
         self.tracing.close()
-        if self.clients is not None:
-            self.clients.close()
 
     async def render_metrics(self) -> bytes:
         """Returns the metrics as they are now, as Prometheus scrapes them."""

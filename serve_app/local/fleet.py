@@ -32,7 +32,7 @@ from epd.serve_app.fleet import (
 from epd.serve_app.media.media_processes import MediaProcesses
 from epd.serve_app.media.media_worker import MediaSettings, MediaWorker
 from epd.serve_app.messages import Message, ReplyT, WorkerReport, endpoint, worker_of
-from epd.serve_app.task_group import Loops
+from epd.serve_app.task_group import Loops, Tasks
 from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.serve_app.worker.worker_thread import IDLE_S, Call, WorkerCallbacks, WorkerThread, fault_of
@@ -157,7 +157,7 @@ class LocalFleet:
         self._stopped: list[_LocalWorker] = []
         self.media: dict[str, MediaWorker] = {}
         self._events: asyncio.Queue[FleetEvent | None] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._loops = Loops(Counter(), lambda loop: self._events.put_nowait(FleetBroken(loop)))
         self._is_closed = False
 
@@ -197,8 +197,7 @@ class LocalFleet:
             return
         self._is_closed = True
         await self._loops.close()
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         for thread in self._threads.values():
             self._stop(thread, "the fleet is closed")
         for worker in self.media.values():
@@ -291,7 +290,7 @@ class LocalFleet:
             for stage in ROLE_LETTERS:
                 self._hubs.close(endpoint(name, stage))
         self._events.put_nowait(WorkerLost(name, reason, info.incarnation))
-        self._spawn(self._restart(name))
+        self._tasks.spawn(self._restart(name))
 
     def _stop(self, thread: _LocalWorker, reason: str) -> None:
         thread.stop()
@@ -333,8 +332,3 @@ class LocalFleet:
                 silent_s = max(now - thread.beat_s, thread.busy_s)
                 if self._infos[name].is_alive and silent_s > self._config.hang_s:
                     self._lose(name, f"no heartbeat for {silent_s:.1f} s")
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -261,8 +261,8 @@ class ProcessConnector(MailboxConnector[Any, Any]):
         self._handed: dict[str, str] = {}
         self._unreadable: dict[str, str] = {}
         staging = StagingSpace(0 if segment is None else segment.memory.nbytes)
-        self._staging = PartQueue(staging, self._next_number, self._ship_staged)
-        self._linking = PartQueue(StagingSpace(means.config.link_bytes), self._next_number, self._ship_linked)
+        self._staging = PartQueue(staging, self.numbers, self._ship_staged)
+        self._linking = PartQueue(StagingSpace(means.config.link_bytes), self.numbers, self._ship_linked)
         self._access: dict[tuple[str, int], Access] = {}  # to what was offered and is not answered
 
     # Sending

@@ -64,6 +64,61 @@ class LinkTimeoutError(LinkClosedError):
     """Raised when a link is not open in time: one of the two processes may only be slow."""
 
 
+class _RefusedError(Exception):
+    """Raised for a peer that has not proven the key."""
+
+
+class _Handshake:
+    """Proves the key to the other end, and lets it prove that it has the key. Picture: see above."""
+
+    def __init__(self, key: bytes, *, is_server: bool) -> None:
+        self._key = key
+        self._is_server = is_server
+        self._nonce = secrets.token_bytes(_NONCE_BYTES) if is_server else b""
+        self.is_over = False
+
+    @property
+    def greeting(self) -> bytes:
+        """Returns what is sent first: the server's nonce, nothing by a client."""
+        return self._nonce
+
+    def take(self, data: memoryview) -> tuple[int, bytes]:
+        """Returns the bytes taken, 0 if more must come first, and those to send. Raises _RefusedError."""
+        if self._is_server:
+            return self._check_client(data)
+        return self._check_server(data) if self._nonce else self._answer(data)
+
+    def _check_client(self, data: memoryview) -> tuple[int, bytes]:
+        size = _NONCE_BYTES + _PROOF_BYTES
+        if len(data) < size:
+            return 0, b""
+        nonces = self._nonce + bytes(data[:_NONCE_BYTES])
+        self._check(data[_NONCE_BYTES:size], b"client", nonces)
+        return size, self._proof(b"server", nonces)
+
+    def _answer(self, data: memoryview) -> tuple[int, bytes]:
+        """Takes the server's nonce."""
+        if len(data) < _NONCE_BYTES:
+            return 0, b""
+        mine = secrets.token_bytes(_NONCE_BYTES)
+        self._nonce = bytes(data[:_NONCE_BYTES]) + mine
+        return _NONCE_BYTES, mine + self._proof(b"client", self._nonce)
+
+    def _check_server(self, data: memoryview) -> tuple[int, bytes]:
+        if len(data) < _PROOF_BYTES:
+            return 0, b""
+        self._check(data[:_PROOF_BYTES], b"server", self._nonce)
+        return _PROOF_BYTES, b""
+
+    def _check(self, proof: memoryview, side: bytes, nonces: bytes) -> None:
+        if not hmac.compare_digest(bytes(proof), self._proof(side, nonces)):
+            raise _RefusedError(f"a {side.decode()} without the key")
+        self.is_over = True
+
+    def _proof(self, side: bytes, nonces: bytes) -> bytes:
+        return hmac.digest(self._key, side + nonces, "sha256")
+
+
 class Link(asyncio.BufferedProtocol):
     """One end of a link. Used from one event loop.
 
@@ -83,11 +138,9 @@ class Link(asyncio.BufferedProtocol):
         self.on_message: Callable[[Any], None] = lambda _message: None
         self.on_close: Callable[[str], None] = lambda _reason: None
         self.is_open = False
-        self._key = key
-        self._is_server = is_server
+        self._handshake = _Handshake(key, is_server=is_server)
         self._on_open = on_open
         self._on_refused = on_refused
-        self._nonce = b""
         self._transport: asyncio.Transport | None = None
         self._reason = ""
         # Small messages are read several at a time into one buffer, a large one into memory of its own.
@@ -133,9 +186,7 @@ class Link(asyncio.BufferedProtocol):
             self._transport.abort()
             return
         _set_options(transport.get_extra_info("socket"))
-        if self._is_server:
-            self._nonce = secrets.token_bytes(_NONCE_BYTES)
-            self._transport.write(self._nonce)
+        self._transport.write(self._handshake.greeting)
 
     def connection_lost(self, exc: Exception | None) -> None:
         was_open, self.is_open = self.is_open, False
@@ -185,7 +236,7 @@ class Link(asyncio.BufferedProtocol):
     def _read_one(self, data: memoryview) -> int:
         """Reads one piece of what has come. Returns the bytes taken; 0 if more must come first."""
         if not self.is_open:
-            return self._check_client(data) if self._is_server else self._check_server(data)
+            return self._shake_hands(data)
         if len(data) < _PREFIX.size:
             return 0
         num_bytes, num_buffers, num_pickled = _PREFIX.unpack_from(data)
@@ -205,6 +256,19 @@ class Link(asyncio.BufferedProtocol):
         if len(body) == num_bytes:
             self._take_body()
         return _PREFIX.size + len(body)
+
+    def _shake_hands(self, data: memoryview) -> int:
+        assert self._transport is not None
+        try:
+            num_taken, reply = self._handshake.take(data)
+        except _RefusedError as error:
+            self._fail(str(error))
+            return 0
+        self._transport.write(reply)
+        if self._handshake.is_over:
+            self.is_open = True
+            self._on_open()
+        return num_taken
 
     def _take_body(self) -> None:
         """Passes on a message that has been read into memory of its own."""
@@ -226,45 +290,6 @@ class Link(asyncio.BufferedProtocol):
             self.on_message(message)
         except Exception:  # a bug in a handler; the next message is about something else
             logger.exception("a message was not handled: %s", type(message).__name__)
-
-    # The handshake
-
-    def _check_client(self, data: memoryview) -> int:
-        size = _NONCE_BYTES + _PROOF_BYTES
-        if len(data) < size:
-            return 0
-        nonce, proof = bytes(data[:_NONCE_BYTES]), bytes(data[_NONCE_BYTES:size])
-        if not hmac.compare_digest(proof, self._proof(b"client", self._nonce + nonce)):
-            self._fail("a client without the key")
-            return 0
-        assert self._transport is not None
-        self._transport.write(self._proof(b"server", self._nonce + nonce))
-        self._open()
-        return size
-
-    def _check_server(self, data: memoryview) -> int:
-        assert self._transport is not None
-        if not self._nonce:
-            if len(data) < _NONCE_BYTES:
-                return 0
-            mine = secrets.token_bytes(_NONCE_BYTES)
-            self._nonce = bytes(data[:_NONCE_BYTES]) + mine
-            self._transport.write(mine + self._proof(b"client", self._nonce))
-            return _NONCE_BYTES
-        if len(data) < _PROOF_BYTES:
-            return 0
-        if not hmac.compare_digest(bytes(data[:_PROOF_BYTES]), self._proof(b"server", self._nonce)):
-            self._fail("a server without the key")
-            return 0
-        self._open()
-        return _PROOF_BYTES
-
-    def _proof(self, side: bytes, nonces: bytes) -> bytes:
-        return hmac.digest(self._key, side + nonces, "sha256")
-
-    def _open(self) -> None:
-        self.is_open = True
-        self._on_open()
 
 
 def _set_options(connection: socket.socket) -> None:

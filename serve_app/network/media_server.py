@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
@@ -61,10 +61,39 @@ class MediaHost(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    owner: str
-    frames: UInt8Array
+class _KeptFrames:
+    """Keeps frames by number, each with the front that owns them, until they are released or that is gone."""
+
+    def __init__(self) -> None:
+        self._frames: dict[int, tuple[str, UInt8Array]] = {}
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def keep(self, owner: str, frames: UInt8Array | None) -> int | None:
+        """Returns the number by which they are fetched; None without any."""
+        if frames is None:
+            return None
+        number = next(self._numbers)
+        self._frames[number] = owner, frames
+        return number
+
+    def give(self, call: TakeBulk, answer: Answer) -> None:
+        """Answers with frames, which stay until they are released."""
+        _, frames = self._frames.get(call.number, ("", None))
+        answer(
+            FramesLostError("the frames were released; have them decoded again") if frames is None else frames
+        )
+
+    def release(self, release: ReleaseBulk) -> None:
+        self._frames.pop(release.number, None)
+
+    def drop_owner(self, owner: str) -> None:
+        self._frames = {number: kept for number, kept in self._frames.items() if kept[0] != owner}
+
+    def clear(self) -> None:
+        self._frames = {}
 
 
 class MediaServer:
@@ -85,8 +114,7 @@ class MediaServer:
         self._host = host
         self._fronts: dict[str, Channel] = {}
         self._known_fronts = KnownFronts()
-        self._kept: dict[int, _Kept] = {}
-        self._numbers = count()
+        self._kept = _KeptFrames()
         self._loops = Loops(Counter(), lambda loop: self.membership.on_ended(f"its loop '{loop}' has ended"))
         self._tasks = Tasks()
         self._channels: Channels | None = None  # to other media workers
@@ -137,21 +165,10 @@ class MediaServer:
             self._known_fronts.add(hello.epoch)
             self._fronts[hello.epoch] = channel
             channel.on_call = partial(self._take, hello.epoch)
-            channel.on_push = self._release
+            channel.on_push = self._kept.release
             channel.push(self.membership.info)
         elif hello.kind in ("stage", "media"):
-            channel.on_call = self._give
-
-    def _give(self, call: TakeBulk, answer: Answer) -> None:
-        kept = self._kept.get(call.number)
-        answer(
-            FramesLostError("the frames were released; have them decoded again")
-            if kept is None
-            else kept.frames
-        )
-
-    def _release(self, release: ReleaseBulk) -> None:
-        self._kept.pop(release.number, None)
+            channel.on_call = self._kept.give
 
     def _take(self, owner: str, call: FetchCall | WorkerCall, answer: Answer) -> None:
         self._tasks.spawn(self._handle(owner, call, answer))
@@ -169,7 +186,9 @@ class MediaServer:
             logger.exception("media worker %s failed on a message", self.membership.info.name)
             answer(fault_of(self.membership.info.name, message, error))
         else:
-            answer(self._fetched(owner, value, frames) if isinstance(call, FetchCall) else value)
+            if isinstance(call, FetchCall):
+                value = Fetched(value, self._kept.keep(owner, frames) if owner in self._fronts else None)
+            answer(value)
         finally:
             self._num_decoding -= is_decoding
             self._num_decoded += is_decoding
@@ -186,13 +205,6 @@ class MediaServer:
             raise NotHeldError(f"the bytes are lost: {error}; send them again") from error
         return found
 
-    def _fetched(self, owner: str, value: Any, frames: UInt8Array | None) -> Fetched:
-        if frames is None or owner not in self._fronts:
-            return Fetched(value, None)
-        number = next(self._numbers)
-        self._kept[number] = _Kept(owner, frames)
-        return Fetched(value, number)
-
     # The board
 
     def _take_view(self, view: View) -> None:
@@ -204,8 +216,7 @@ class MediaServer:
         channel = self._fronts.pop(owner, None)
         if channel is not None:
             channel.close("the front was declared lost")
-        for number in [number for number, kept in self._kept.items() if kept.owner == owner]:
-            del self._kept[number]
+        self._kept.drop_owner(owner)
         self._host.drop_owner(owner)
 
     def _set_closed(self) -> None:

@@ -9,7 +9,7 @@ Receivers take turns, and none may have more than half of the space: one that ha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,16 +51,14 @@ class Shipment:
 class PartQueue:
     """Holds what waits for room, and what is without a receipt."""
 
-    def __init__(
-        self, space: StagingSpace, next_number: Callable[[], int], ship: Callable[[Shipment], None]
-    ) -> None:
+    def __init__(self, space: StagingSpace, numbers: Iterator[int], ship: Callable[[Shipment], None]) -> None:
         """Begins empty.
 
-        next_number: of an offer
+        numbers: of the offers to come
         ship: copies the part and posts its offer; called as soon as there is room
         """
         self._space = space
-        self._next_number = next_number
+        self._numbers = numbers
         self._ship = ship
         self._waiting: dict[str, deque[tuple[_Whole, Part]]] = {}  # by receiver
         self._shipped: dict[int, Shipment] = {}  # by number
@@ -100,7 +98,7 @@ class PartQueue:
         queue.popleft()
         if not queue:
             del self._waiting[receiver]
-        shipment = Shipment(whole, part, self._next_number(), offset)
+        shipment = Shipment(whole, part, next(self._numbers), offset)
         self._shipped[shipment.number] = shipment
         self._ship(shipment)
         return True

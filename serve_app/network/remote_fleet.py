@@ -157,6 +157,11 @@ class RemoteFleet:
             each.cancel()
         return [result for each in answered if (result := each.result()) is not None]
 
+    def tell_others(self, value: Any) -> None:
+        """Tells the other fronts, and waits for no answer."""
+        if not self._is_closed:
+            self._tasks.spawn(self.ask_others(value))
+
     def publish(self, **changes: Any) -> None:
         """Changes what other members see of this front, at once."""
         self.membership.set(**changes)

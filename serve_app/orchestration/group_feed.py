@@ -22,13 +22,14 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from epd.encode.sharding import wanted_encoder
 from epd.encoders.groups import MediaGroup
-from epd.encoders.reduction import ItemReduction
+from epd.encoders.reduction import ItemReduction, begins_reading
 from epd.errors import EPDError, InternalError, UnavailableError
-from epd.serve_app.fleet import Bulk, WorkerLostError, send_surely
+from epd.serve_app.fleet import Bulk, Fleet, WorkerLostError, send_surely
 from epd.serve_app.media.fleet_media import FleetMedia
 from epd.serve_app.media_messages import CloseStream, DecodeOrder, NotHeldError, ReadFrames, ReadImage
 from epd.serve_app.messages import EncodeGroup
@@ -226,6 +227,47 @@ class _SentGroups:
         return group.index <= self._next[group.item]
 
 
+class _Readings:
+    """Finds the readings of an attempt's items, and the encoder that gets all groups of each."""
+
+    def __init__(self, fleet: Fleet, attempt: Attempt) -> None:
+        self._fleet = fleet
+        self._attempt = attempt
+        self._found: dict[int, dict[int, ItemReduction | None]] = {}  # by item and first group
+
+    def beginning_with(self, granted: Grant) -> ItemReduction | None:
+        """Returns the reading that begins with a group, if what is kept of it is wanted and one does."""
+        if not granted.ticket.key.reading:
+            return None
+        group = self._attempt.answer.plan.groups[granted.group]
+        if group.item not in self._found:
+            self._found[group.item] = self._of_item(group.item)
+        return self._found[group.item].get(group.index)
+
+    def _of_item(self, number: int) -> dict[int, ItemReduction | None]:
+        """Returns the readings of an item by their first groups. Each group is looked at once."""
+        plan = self._attempt.answer.plan
+        item, groups = plan.prompt.media[number], [each for each in plan.groups if each.item == number]
+        starts = [group.index for group in groups if begins_reading(item, group)]
+        return {
+            start: ItemReduction.of(plan.prompt, groups[start:stop])
+            for start, stop in pairwise([*starts, len(groups)])
+        }
+
+    def is_of_several(self, granted: Grant) -> bool:
+        """Returns whether what is kept of a group depends on other groups, or theirs on it."""
+        reading = self.beginning_with(granted)
+        return bool(granted.ticket.key.reading) and (reading is None or not reading.is_of_a_group)
+
+    def give_to(self, worker: str, granted: Grant) -> bool:
+        """Gives all groups of a reading to an encoder, unless another has them.
+
+        Returns whether that encoder, if it was not started again since, has them.
+        """
+        peer = NamedPeer(worker, self._fleet.workers[worker].incarnation)
+        return self._attempt.readers.setdefault(granted.ticket.key.reading, peer) == peer
+
+
 class GroupFeed:
     """Brings every granted group to an encoder; a group may be granted again."""
 
@@ -242,6 +284,7 @@ class GroupFeed:
         self._last_encoder: str | None = None
         self._granted: dict[_Reader, asyncio.Queue[Grant]] = {}
         self._frames: dict[int, ItemFrames] = {}  # by item
+        self._readings = _Readings(shared.fleet, attempt)
         self._sent = _SentGroups()
         self._tasks = Tasks()
 
@@ -298,10 +341,10 @@ class GroupFeed:
         """
         allowed = partial(self._isolation.allowed, self._attempt, ("encode", granted.group))
         group = self._attempt.answer.plan.groups[granted.group]
-        if self._is_read_with_others(granted):
+        if self._readings.is_of_several(granted):
             reader = self._reader(granted, group)
             name = await self._dispatcher.encoder(reader, allowed, lambda: not self._sent.awaits(group))
-            if not self._reads(name, granted):
+            if not self._readings.give_to(name, granted):
                 self._attempt.end(Outcome.TAKEN_BACK)
                 await asyncio.Event().wait()  # until the feed is stopped
             return name
@@ -315,17 +358,6 @@ class GroupFeed:
         sharding = self._shared.config.sharding
         return wanted_encoder(sharding, self._attempt.prefill_worker, self._last_encoder)
 
-    def _reading(self, granted: Grant) -> ItemReduction | None:
-        """Returns the reading that begins with a group, if what is kept of it is wanted and one does."""
-        plan = self._attempt.answer.plan
-        is_kept = bool(granted.ticket.key.reading)
-        return ItemReduction.of(plan.prompt, plan.groups[granted.group :]) if is_kept else None
-
-    def _is_read_with_others(self, granted: Grant) -> bool:
-        """Returns whether what is kept of a group depends on other groups, or theirs on it."""
-        reading = self._reading(granted)
-        return bool(granted.ticket.key.reading) and (reading is None or not reading.is_of_a_group)
-
     def _reader(self, granted: Grant, group: MediaGroup) -> str | None:
         """Returns the encoder that gets all groups of a group's reading, chosen now for the first to come.
 
@@ -335,17 +367,9 @@ class GroupFeed:
         if known is not None:
             return known.name
         name = self._dispatcher.next_encoder(self._wanted_encoder(), group.spec.num_patches)
-        if name is not None and self._reads(name, granted):
+        if name is not None and self._readings.give_to(name, granted):
             self._last_encoder = name
         return name
-
-    def _reads(self, worker: str, granted: Grant) -> bool:
-        """Returns whether an encoder, if it was not started again since, gets all groups of a reading.
-
-        It does if none is known to.
-        """
-        peer = NamedPeer(worker, self._shared.fleet.workers[worker].incarnation)
-        return self._attempt.readers.setdefault(granted.ticket.key.reading, peer) == peer
 
     async def _from_cache(self, granted: Grant) -> bool:
         group = self._attempt.answer.plan.groups[granted.group]
@@ -357,7 +381,7 @@ class GroupFeed:
             worker = await self._dispatcher.encoder(wanted, allowed, needs_room=lambda: False)
         if worker is None or not self._isolation.allowed(self._attempt, ("encode", granted.group), [worker]):
             return False
-        if self._is_read_with_others(granted) and not self._reads(worker, granted):
+        if self._readings.is_of_several(granted) and not self._readings.give_to(worker, granted):
             return False
         self._dispatcher.record(worker, self._attempt.prefill_worker, granted, group)
         is_taken = await self._dispatcher.give(worker, self._message(granted, self._frames_s(group)), None)
@@ -397,5 +421,5 @@ class GroupFeed:
 
     def _message(self, granted: Grant, frames_s: float | None = None) -> EncodeGroup:
         plan = self._attempt.answer.plan
-        group, reading = plan.groups[granted.group], self._reading(granted)
+        group, reading = plan.groups[granted.group], self._readings.beginning_with(granted)
         return EncodeGroup(self._attempt.id, granted.ticket, group, reading=reading, frames_s=frames_s)

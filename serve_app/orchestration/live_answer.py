@@ -149,6 +149,44 @@ class _Choice:
     finish_reason: FinishReason | None = None
 
 
+class AnswerItems:
+    """Passes items to one consumer, who may wait for them, up to AnswerEnd or an error."""
+
+    def __init__(self) -> None:
+        self._items: list[AnswerItem] = []  # not yet consumed
+        self._error: Exception | None = None
+        self._consumer: asyncio.Future[None] | None = None  # while it waits
+
+    async def all(self) -> AsyncIterator[Sequence[AnswerItem]]:
+        """Yields everything in order, up to AnswerEnd: what has come since, together.
+
+        Raises the error that the answer failed with.
+        """
+        while self._error is None or self._items:
+            if not self._items:
+                self._consumer = asyncio.get_running_loop().create_future()
+                await self._consumer
+            if items := self._items:
+                self._items = []
+                yield items
+                if isinstance(items[-1], AnswerEnd):
+                    return
+        raise self._error
+
+    def put(self, item: AnswerItem) -> None:
+        self._items.append(item)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the answer with an error, after what has come before."""
+        self._error = self._error or error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._consumer is not None and not self._consumer.done():
+            self._consumer.set_result(None)
+
+
 class LiveAnswer:
     """Passes an answer from the orchestrator to its one consumer.
 
@@ -179,34 +217,8 @@ class LiveAnswer:
         self._texts = texts
         self._choices = [_Choice() for _ in range(plan.sampling.n)]
         self._num_prompt_tokens = plan.usage(0).prompt_tokens
-        self._items: list[AnswerItem] = []  # not yet consumed
-        self._error: Exception | None = None
-        self._consumer: asyncio.Future[None] | None = None  # while it waits
+        self.items = AnswerItems()
         self._report_plan()
-
-    async def items(self) -> AsyncIterator[Sequence[AnswerItem]]:
-        """Yields everything in order, up to AnswerEnd: what has come since, together.
-
-        Raises the error that the answer failed with.
-        """
-        while self._error is None or self._items:
-            if not self._items:
-                self._consumer = asyncio.get_running_loop().create_future()
-                await self._consumer
-            if items := self._items:
-                self._items = []
-                yield items
-                if isinstance(items[-1], AnswerEnd):
-                    return
-        raise self._error
-
-    def _put(self, item: AnswerItem) -> None:
-        self._items.append(item)
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._consumer is not None and not self._consumer.done():
-            self._consumer.set_result(None)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -252,7 +264,7 @@ class LiveAnswer:
         self.first_token_s = self.first_token_s or self._clock()
         choice.finish_reason = outputs[-1].finish_reason
         wants_logprobs = self.plan.sampling.logprobs is not None
-        self._put(
+        self.items.put(
             TokenDelta(
                 index,
                 "".join([output.text for output in outputs]),
@@ -305,7 +317,7 @@ class LiveAnswer:
 
     def _report(self, span: StageSpan) -> None:
         if self.request.wants_spans:
-            self._put(span)
+            self.items.put(span)
 
     def finish(self, decode_worker: str) -> None:
         """Ends the answer after every choice has ended."""
@@ -314,7 +326,7 @@ class LiveAnswer:
         self.timings.decode_s = now_s - first_s
         self.timings.total_s = now_s - self._start_s + self.plan.plan_s
         self.note_span("decode", decode_worker, first_s)
-        self._put(
+        self.items.put(
             AnswerEnd(
                 usage=self._usage(),
                 timings=self.timings,
@@ -332,11 +344,6 @@ class LiveAnswer:
         num_unseen = sum(source.facts.num_unseen for source in self.request.media)
         usage = replace(usage, num_substituted_frames=num_substituted, num_unseen_frames=num_unseen)
         return usage if self.reuses is None else self.reuses.add_to(usage)
-
-    def fail(self, error: Exception) -> None:
-        """Ends the answer with an error, after what has come before."""
-        self._error = self._error or error
-        self._wake()
 
 
 def fingerprint(request: AnswerRequest) -> str:

@@ -80,6 +80,7 @@ class Orchestrator:
         self.ask_leader: Callable[[SwitchRequest], Awaitable[Any]] | None = None
         self._planner = planner
         self._shared = shared = _shared(fleet, config)
+        self.router, self.queue, self.requests = shared.router, shared.queue, shared.requests
         self.losses = LossCounter(shared)
         self.isolation = Isolation(shared, owner)
         self._placement = RequestPlacer(shared, self.isolation)
@@ -102,18 +103,6 @@ class Orchestrator:
     @property
     def models(self) -> Sequence[ModelCard]:
         return self._planner.cards
-
-    @property
-    def router(self) -> Router:
-        return self._shared.router
-
-    @property
-    def queue(self) -> AdmissionQueue:
-        return self._shared.queue
-
-    @property
-    def requests(self) -> Requests:
-        return self._shared.requests
 
     async def start(self) -> None:
         """Starts the fleet, and ends it where a worker cannot start. Raises EPDError then."""
@@ -176,7 +165,7 @@ class Orchestrator:
             self.retention.arrived(plan)
         running = self.requests.tasks.spawn(self._run(answer, deadline_s))
         try:
-            async for items in answer.items():
+            async for items in answer.items.all():
                 yield items
         finally:
             self.arrivals.finished()
@@ -221,10 +210,10 @@ class Orchestrator:
                 f"the request was lost with {self.config.max_attempts} workers in turn; retry"
             )
         except asyncio.CancelledError:
-            answer.fail(UnavailableError("the server was shut down; retry when it is back"))
+            answer.items.fail(UnavailableError("the server was shut down; retry when it is back"))
             raise
         except Exception as error:  # noqa: BLE001 - the consumer waits for it
-            answer.fail(error)
+            answer.items.fail(error)
 
     async def _try(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> Outcome:
         feed = GroupFeed(self._shared, self.media, self.losses, self.isolation, attempt)

@@ -22,7 +22,7 @@ from epd.serve_app.messages import (
 from epd.serve_app.role_messages import RemainingWork
 from epd.serve_app.service import StageSpan
 from epd.serve_app.worker.media_feed import MediaFeeds, group_end
-from epd.serve_app.worker.worker_roles import Clock, ReportBuffer, Rounds, store_counters
+from epd.serve_app.worker.worker_roles import Clock, ReportBuffer, Role, Rounds, store_counters
 from epd.serve_app.worker.worker_stages import drafting_counters
 from epd.stages.engine.faults import RequestFault
 from epd.stages.engine.generation import GenerateRequest, StepResult
@@ -54,7 +54,7 @@ class _Progress:
     service_s: float = 0.0
 
 
-class PrefillRole:
+class PrefillRole(Role):
     """Runs one prefill worker, or one with merged roles."""
 
     def __init__(
@@ -66,7 +66,7 @@ class PrefillRole:
         tell: Callable[[], None] = lambda: None,
     ) -> None:
         """Starts without requests. tell: sends what is to be reported by now, before the step is over."""
-        self.stage = stage
+        self.stage: PrefillStage = stage
         self._tell = tell
         self.feeds = feeds
         self._worker = worker
@@ -217,9 +217,6 @@ class PrefillRole:
         error = UnavailableError(f"{reason}; retry")
         reports.events.append(RequestFailed(request_id, error, is_final=False))
 
-    def has_work(self) -> bool:
-        return self.stage.has_work()
-
     def abort(self, request_ids: Sequence[str], reports: ReportBuffer) -> None:
         for request_id in request_ids:
             self._prompts.pop(request_id, None)
@@ -294,7 +291,7 @@ class PrefillRole:
         self.stage.engine.close()
 
     def check_integrity(self) -> None:
-        self.stage.check_integrity()
+        super().check_integrity()
         self.feeds.check_integrity()
 
 

@@ -157,11 +157,11 @@ class WorkerCore:
             case AskRemaining():
                 return self._remaining(message.stages)
             case Pause():
-                return self._role("decode", DecodeRole).stage.pause(message.request_id)
+                return self._role("decode", DecodeRole).stage.moving.pause(message.request_id)
             case Move():
-                return self._role("decode", DecodeRole).stage.move(message.request_id, message.ticket)
+                return self._role("decode", DecodeRole).stage.moving.move(message.request_id, message.ticket)
             case Resume():
-                self._role("decode", DecodeRole).stage.resume(message.request_id)
+                self._role("decode", DecodeRole).stage.moving.resume(message.request_id)
             case Onload():
                 return self._onload(message.roles)
             case StagesClosed():
@@ -206,7 +206,7 @@ class WorkerCore:
         self._is_switching = False
         self._set_roles(roles)
         if "decode" in self.hosted:  # answers that were paused to be moved and not taken elsewhere
-            self._role("decode", DecodeRole).stage.resume_all()
+            self._role("decode", DecodeRole).stage.moving.resume_all()
 
     def _set_roles(self, roles: frozenset[Stage]) -> None:
         self._bring_up(roles)
@@ -291,7 +291,7 @@ class WorkerCore:
         wanted = stages_of(roles)
         for stage in [stage for stage in self.hosted if stage not in wanted]:
             if not self.hosted[stage].has_work():
-                _end(self.hosted.pop(stage))
+                self.hosted.pop(stage).close()
                 self._builder.close(endpoint(self.name, stage))
         self._builder.drop_models(wanted | self.hosted.keys())
 
@@ -322,7 +322,7 @@ class WorkerCore:
         if self._beside is not None:
             self._beside.close()
         for role in self.hosted.values():
-            _end(role)
+            role.close()
         self._builder.end_ranks()
 
     def has_work(self) -> bool:
@@ -387,9 +387,3 @@ def _highest(usages: Sequence[float | None]) -> float | None:
 def _summed(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = {name for each in counters for name in each}
     return {name: sum(each.get(name, 0) for each in counters) for name in sorted(names)}
-
-
-def _end(role: Role) -> None:
-    """Ends what runs beside a role."""
-    if isinstance(role, PrefillRole | EncodeRole):
-        role.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -57,52 +58,64 @@ class ReportBuffer:
         return taken
 
 
-class Role(Protocol):
-    """Runs one role of a worker."""
+class _Stage(Protocol):
+    """Has what every stage has."""
 
+    def has_work(self) -> bool: ...
+
+    def check_integrity(self) -> None: ...
+
+
+class Role(ABC):
+    """Runs one role of a worker. stage: has its work, and its state."""
+
+    stage: _Stage
+
+    @abstractmethod
     def step(self, reports: ReportBuffer) -> bool:
         """Advances all work by one step. Returns whether there was any progress."""
-        ...
 
-    def step_within(self, reports: ReportBuffer) -> None:
+    def step_within(self, reports: ReportBuffer) -> None:  # noqa: B027 - most roles have nothing to do
         """Advances, in the middle of a pass of the language model, what the pass has nothing to do with."""
-        ...
 
     def has_work(self) -> bool:
         """Returns whether any work is left."""
-        ...
+        return self.stage.has_work()
 
+    @abstractmethod
     def abort(self, request_ids: Sequence[str], reports: ReportBuffer) -> None:
         """Drops requests. Unknown ids are ignored."""
-        ...
 
+    @abstractmethod
     def drop_owner(self, owner: str, reports: ReportBuffer) -> None:
         """Drops all requests of an owner: see `epd.serve_app.messages.DropOwner`."""
-        ...
 
+    @abstractmethod
     def drop_peer(self, worker: str) -> tuple[str, ...]:
         """Handles the loss of another worker: see `epd.serve_app.messages.PeerLost`."""
-        ...
 
+    @abstractmethod
     def drop_stages(self, worker: str, stages: frozenset[Stage], reports: ReportBuffer) -> None:
         """Drops transfers to stages that another worker has closed, as they will never be answered."""
-        ...
 
+    @abstractmethod
     def remaining(self) -> RemainingWork:
         """Returns the remaining work: see `epd.serve_app.role_messages.RemainingWork`."""
-        ...
 
+    @abstractmethod
     def load(self) -> WorkerLoad:
         """Returns its load, without samples."""
-        ...
 
+    @abstractmethod
     def samples(self) -> dict[Stage, StageSample]:
         """Returns samples of its stages, by which load is estimated."""
-        ...
+
+    def close(self) -> None:  # noqa: B027 - nothing runs beside decode
+        """Ends what runs beside it."""
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless its state is consistent."""
-        ...
+        self.stage.check_integrity()
 
 
 @dataclass(slots=True)
@@ -131,11 +144,11 @@ class Rounds:
         return StageSample(num_requests, queued_units, self.done_units, self.num_rounds, self.busy_s)
 
 
-class EncodeRole:
+class EncodeRole(Role):
     """Takes groups, and offers their embeddings."""
 
     def __init__(self, worker: str, stage: EncodeStage, clock: Clock) -> None:
-        self.stage = stage
+        self.stage: EncodeStage = stage
         self._worker = worker
         self._clock = clock
         self._reused: deque[EmbeddingsReused] = deque()  # not reported yet
@@ -191,42 +204,12 @@ class EncodeRole:
             jobs = [each.owner for each in batch.jobs if isinstance(each.owner, _Job)]
             begun = [job for job in jobs if job.started_s]
             if begun:
-                reports.events += self._spans(begun, batch.seconds)
+                reports.events += _spans(self._worker, begun, batch.seconds)
         return bool(done) if self.stage.is_encoding else was_busy or bool(done)
 
     def step_within(self, reports: ReportBuffer) -> None:
-        if self.is_beside:
+        if not isinstance(self.stage.lane, InTurn):  # the tower runs in a thread of its own
             self.step(reports)
-
-    @property
-    def is_beside(self) -> bool:
-        """Returns whether its tower runs in a thread of its own."""
-        return not isinstance(self.stage.lane, InTurn)
-
-    def _spans(self, batch: Sequence[_Job], seconds: float) -> list[SpanDone]:
-        """Returns spans; the groups of a request share the seconds of their batch."""
-        start_s = batch[0].started_s
-        stop_s = start_s + seconds
-        num_groups = Counter(job.message.request_id for job in batch)
-        return [
-            SpanDone(
-                job.message.request_id,
-                StageSpan(
-                    "encode",
-                    self._worker,
-                    start_s,
-                    stop_s,
-                    item=job.message.group.item,
-                    group=job.message.group.index,
-                ),
-                (stop_s - start_s) / num_groups[job.message.request_id],
-                start_s - job.submitted_s,
-            )
-            for job in batch
-        ]
-
-    def has_work(self) -> bool:
-        return self.stage.has_work()
 
     def abort(self, request_ids: Sequence[str], reports: ReportBuffer) -> None:
         """Does nothing: the receiver reports which tickets are no longer needed."""
@@ -270,15 +253,12 @@ class EncodeRole:
         totals = counts.num_patches, counts.num_batches, self._busy_s
         return {"encode": StageSample(stage.num_waiting, stage.outstanding_patches, *totals)}
 
-    def check_integrity(self) -> None:
-        self.stage.check_integrity()
 
-
-class DecodeRole:
+class DecodeRole(Role):
     """Takes reserved requests, and returns tokens."""
 
     def __init__(self, stage: DecodeStage, clock: Clock) -> None:
-        self.stage = stage
+        self.stage: DecodeStage = stage
         self._clock = clock
         self._rounds = Rounds()
 
@@ -302,12 +282,6 @@ class DecodeRole:
         ]
         return bool(result.num_tokens or result.handovers or result.admissions)
 
-    def step_within(self, reports: ReportBuffer) -> None:
-        """Does nothing: what has arrived is decoded from the next pass on."""
-
-    def has_work(self) -> bool:
-        return self.stage.has_work()
-
     def abort(self, request_ids: Sequence[str], reports: ReportBuffer) -> None:  # noqa: ARG002 - has nothing to report
         for request_id in request_ids:
             self.stage.abort(request_id)
@@ -316,13 +290,13 @@ class DecodeRole:
         self.abort([each for each in self.stage.request_ids if owner_of(each) == owner], reports)
 
     def drop_peer(self, worker: str) -> tuple[str, ...]:
-        self.stage.drop_receiver(endpoint(worker, "decode"))
+        self.stage.moving.drop_receiver(endpoint(worker, "decode"))
         senders = (endpoint(worker, "prefill"), endpoint(worker, "decode"))
         return tuple(lost for sender in senders for lost in self.stage.fail_sender(sender))
 
     def drop_stages(self, worker: str, stages: frozenset[Stage], reports: ReportBuffer) -> None:  # noqa: ARG002 - what was to be moved continues here
         if "decode" in stages:
-            self.stage.drop_receiver(endpoint(worker, "decode"))
+            self.stage.moving.drop_receiver(endpoint(worker, "decode"))
 
     def remaining(self) -> RemainingWork:
         return RemainingWork(
@@ -349,8 +323,28 @@ class DecodeRole:
         scheduler = self.stage.engine.scheduler
         return {"decode": self._rounds.sample(len(scheduler.running) + len(scheduler.waiting))}
 
-    def check_integrity(self) -> None:
-        self.stage.check_integrity()
+
+def _spans(worker: str, batch: Sequence[_Job], seconds: float) -> list[SpanDone]:
+    """Returns spans; the groups of a request share the seconds of their batch."""
+    start_s = batch[0].started_s
+    stop_s = start_s + seconds
+    num_groups = Counter(job.message.request_id for job in batch)
+    return [
+        SpanDone(
+            job.message.request_id,
+            StageSpan(
+                "encode",
+                worker,
+                start_s,
+                stop_s,
+                item=job.message.group.item,
+                group=job.message.group.index,
+            ),
+            (stop_s - start_s) / num_groups[job.message.request_id],
+            start_s - job.submitted_s,
+        )
+        for job in batch
+    ]
 
 
 def _tensor(frames: UInt8Array) -> Tensor:

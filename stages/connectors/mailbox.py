@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -118,7 +119,7 @@ class MailboxConnector(ABC, Generic[TicketT, SourceT]):
         self.name = name
         self.pool = pool
         self.pool_id = pool_id
-        self._num_sent = 0
+        self.numbers = count(1)  # of offers
         self._expected: dict[str, tuple[TicketT, set[int]]] = {}  # by transfer, with the offers answered
         self._offers: list[Offer[SourceT]] = []
         self._receipts: list[Receipt] = []
@@ -139,18 +140,13 @@ class MailboxConnector(ABC, Generic[TicketT, SourceT]):
     def send(self, ticket: TicketT, source: SourceT | None, error: str = "") -> int:
         if source is not None:
             self.pool.publish(ticket)
-        offer = Offer(ticket.transfer_id, self._next_number(), self.name, self.pool_id, source, error)
+        offer = Offer(ticket.transfer_id, next(self.numbers), self.name, self.pool_id, source, error)
         self.offer(ticket.receiver, offer)
         return offer.number
 
     def offer(self, receiver: str, offer: Offer[SourceT]) -> None:
         """Leaves an offer for the receiver, once what it offers has been written."""
         self._deferred.add(partial(self.put, receiver, offer))
-
-    def _next_number(self) -> int:
-        """Returns the number of the next offer."""
-        self._num_sent += 1
-        return self._num_sent
 
     def forget(self, receiver: str) -> None:
         """Does nothing: a connector that keeps what is on its way to receivers frees it here."""

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from epd.encoders.adapter import Embeddings
 from epd.encoders.groups import MediaGroup
-from epd.encoders.reduction.reading import ItemReducer, ItemReduction, Join, Places
-from epd.transfer.connectors import Ticket
+from epd.encoders.reduction.reading import ItemReducer, Join, Places
 
-
-class Job(Protocol):
-    """Describes a group of a reading: see `EncodeJob`."""
-
-    @property
-    def ticket(self) -> Ticket: ...
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def group(self) -> MediaGroup | None: ...
-    @property
-    def reading(self) -> ItemReduction | None: ...
+if TYPE_CHECKING:  # it has these readings
+    from epd.stages.encode.encoder import EncodeJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +31,7 @@ class Readings:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, job: Job) -> None:
+    def open(self, job: EncodeJob) -> None:
         """Starts the reading of a job, if it begins with it; the same one once more is ignored.
 
         One of a single group is not held: it begins and ends with the job's turn.
@@ -53,14 +42,14 @@ class Readings:
         reader = ItemReducer(self._join, job.reading, job.group)
         self._open[name] = _Open(reader, job.request_id, ticket.receiver)
 
-    def has_turn(self, job: Job, group: MediaGroup) -> bool:
+    def has_turn(self, job: EncodeJob, group: MediaGroup) -> bool:
         """Returns whether no earlier group has to be read first. One that was read has its turn: it fails."""
         if job.reading is not None and job.reading.is_of_a_group:
             return True
         name = job.ticket.key.reading
         return name in self._open and group.index <= self._open[name].reader.next
 
-    def read(self, job: Job, group: MediaGroup, embeddings: Embeddings) -> tuple[Embeddings, Places]:
+    def read(self, job: EncodeJob, group: MediaGroup, embeddings: Embeddings) -> tuple[Embeddings, Places]:
         """Reads a group: see `ItemReducer.read`. Raises ValueError for one that was read before."""
         if job.reading is not None and job.reading.is_of_a_group:
             return ItemReducer(self._join, job.reading, group).read(group, embeddings)

@@ -23,7 +23,8 @@ from epd.encoders.device import to_device
 from epd.kv.block_pool import FREED
 from epd.kv.kv_cache import BlockCopy, KVCacheManager
 from epd.kv.scheduler_output import Preemption, Restore
-from epd.stages.engine.kv_pool import KVPool, KVPools, token_slots
+from epd.stages.engine.kv_pool import KVPool, KVPools
+from epd.stages.engine.slot_copies import token_slots
 from epd.stages.engine.state_pool import StatePool
 from epd.stages.rank import RankGroup
 from epd.types import BoolArray, Int64Array, ceil_div

@@ -8,12 +8,6 @@ A *slot* is where one token lies: block * block_size + place in the block.
     block table of a request   |   7    |   3    |   4    |      block_size 4
     its tokens                  0 1 2 3  4 5 6 7  8 9
     their slots                28 ... 31 12 .. 15 16 17
-
-Tokens go from one pool of blocks to another in as few pieces as can be copied at once:
-
-source slots   | 4 5 6 7 | 8 9 10 11 |  2  3 |      block_size 4, in both pools
-target slots   | 0 1 2 3 | 4 5  6  7 | 13 14 |
-pieces         |  two whole blocks   | tokens of a block
 """
 
 from __future__ import annotations
@@ -24,85 +18,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from epd.encoders.device import to_device
-from epd.encoders.kernels.dispatch import uses_kernels
 from epd.kv.kv_cache import BlockCopy
 from epd.kv.kv_spec import SCALE_BYTES
-from epd.stages import kernels
 from epd.stages.engine.pool_memory import pool_memory
+from epd.stages.engine.slot_copies import copy_runs, copy_slots, slot_runs, token_slots
 from epd.stages.engine.state_pool import StateLayout, StatePool, StatesShape
 from epd.stages.rank import ALONE, Rank
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket
-from epd.types import Int64Array, ceil_div
+from epd.types import ceil_div
 
 # What lies in one piece of memory: a block with all its layers, which is copied at once to and from a GPU and
 # into messages; or a head of a layer with all its blocks, of which a CPU attends in place.
 StorageOrder = Literal["blocks", "heads"]
-
-# Copying a run of slots costs about as much as indexing a few of them: shorter runs are cheaper indexed.
-_LEAST_MEAN_RUN = 4
-# Where a copy begins and ends within blocks.
-_FEW_RUNS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class CopyRun:
-    """Holds `length` whole blocks, or tokens of one block, that follow each other in both pools.
-
-    source, target: numbers of blocks, or slots of tokens
-    """
-
-    source: int
-    target: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRuns:
-    """Lists the pieces of a copy.
-
-    whole: source and target, int64 [2, B], of whole blocks.
-    slots: source and target, int64 [2, N], of the tokens in no whole block. tokens: the same in pieces.
-    """
-
-    whole: Int64Array
-    tokens: tuple[CopyRun, ...]
-    slots: Int64Array
-
-    def blocks(self) -> list[CopyRun]:
-        """Lists the runs of whole blocks, of which these go to those."""
-        sources, targets = self.whole
-        is_cut = (np.diff(sources) != 1) | (np.diff(targets) != 1)
-        starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(sources)), np.bool_), is_cut]))
-        counts = np.diff(starts, append=len(sources))
-        return [
-            CopyRun(int(sources[start]), int(targets[start]), int(count))
-            for start, count in zip(starts, counts, strict=True)
-        ]
-
-
-def slot_runs(sources: Int64Array, targets: Int64Array, source_size: int, target_size: int) -> SlotRuns:
-    """Cuts a copy of the tokens in slots `sources` to slots `targets`, int64 [N] each.
-
-    source_size, target_size: block sizes, in tokens.
-    """
-    ascends = (np.diff(sources) == 1) & (np.diff(targets) == 1)
-    is_inside = (sources[1:] % source_size != 0) & (targets[1:] % target_size != 0)
-    starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(sources)), np.bool_), ~(ascends & is_inside)]))
-    lengths = np.diff(starts, append=len(sources))
-    is_whole = (lengths == source_size) & (source_size == target_size)
-    is_loose = np.repeat(~is_whole, lengths)
-    tokens = [
-        CopyRun(int(sources[start]), int(targets[start]), int(length))
-        for start, length in zip(starts[~is_whole], lengths[~is_whole], strict=True)
-    ]
-    first = starts[is_whole]
-    whole = np.stack([sources[first] // source_size, targets[first] // target_size])
-    return SlotRuns(whole, tuple(tokens), np.stack([sources[is_loose], targets[is_loose]]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +59,6 @@ class KVLayout:
     def bytes_per_token(self) -> int:
         row_bytes = sum(count * width * dtype.itemsize for count, width, dtype in self.planes)
         return self.num_layers * self.num_kv_heads * row_bytes
-
-
-def token_slots(block_table: Sequence[int], start: int, stop: int, block_size: int) -> Tensor:
-    """Returns where tokens [start, stop) lie, int64 [stop - start].
-
-    Raises ValueError past the table's end.
-    """
-    if not 0 <= start <= stop <= len(block_table) * block_size:
-        raise ValueError(
-            f"tokens [{start}, {stop}) are not in {len(block_table)} blocks of {block_size}; allocate first"
-        )
-    first_block = start // block_size
-    blocks = torch.tensor(block_table[first_block : ceil_div(stop, block_size)], dtype=torch.int64)
-    slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
-    return slots[start - first_block * block_size : stop - first_block * block_size]
 
 
 class KVPool:
@@ -230,55 +145,14 @@ class KVPool:
         """
         if source.layout != self.layout:
             raise ValueError(f"cannot copy tokens of {source.layout} into a pool of {self.layout}")
-        sizes = source.block_size, self.block_size
-        runs = slot_runs(source_slots.numpy(), target_slots.numpy(), *sizes)
-        self._copy_whole(source, runs)
-        num_tokens = runs.slots.shape[1]
-        is_host = self.storage.device.type == "cpu" == source.storage.device.type
-        least_mean = _LEAST_MEAN_RUN if is_host else self.block_size
-        if len(runs.tokens) <= _FEW_RUNS or num_tokens >= least_mean * len(runs.tokens):
-            self._copy_tokens(source, runs.tokens)
-        else:
-            self._copy_slots(source, *map(torch.from_numpy, runs.slots))
-
-    def _copy_whole(self, source: KVPool, runs: SlotRuns) -> None:
-        """Copies whole blocks: inside of a GPU by one kernel, else by a copy for each run of them."""
+        runs = slot_runs(source_slots.numpy(), target_slots.numpy(), source.block_size, self.block_size)
         for ours, theirs in zip(self.planes, source.planes, strict=True):
-            is_near = ours.device == theirs.device and uses_kernels(ours)
-            if is_near and ours.is_contiguous() and theirs.is_contiguous() and runs.whole.size:
-                there, here = to_device(torch.from_numpy(runs.whole), ours.device)
-                kernels.copy_blocks_fused(theirs, ours, there, here)
-                continue
-            for run in runs.blocks():
-                blocks = theirs[run.source : run.source + run.length]
-                ours[run.target : run.target + run.length].copy_(blocks, non_blocking=True)
-
-    def _copy_tokens(self, source: KVPool, runs: Sequence[CopyRun]) -> None:
-        """Copies tokens where several of a block go to one block: without a temporary."""
-        for run in runs:
-            ours, theirs = self._tokens(run.target, run.length), source._tokens(run.source, run.length)
-            for target, tokens in zip(ours, theirs, strict=True):
-                target.copy_(tokens, non_blocking=True)
-
-    def _tokens(self, slot: int, num_tokens: int) -> list[Tensor]:
-        """Returns views of tokens of one block, from `slot` on: [num_layers, 2, num_tokens, Hkv, D]."""
-        start = slot % self.block_size
-        return [plane[slot // self.block_size, :, :, start : start + num_tokens] for plane in self.planes]
-
-    def _copy_slots(self, source: KVPool, source_slots: Tensor, target_slots: Tensor) -> None:
-        """Copies as `_copy_tokens`, as its plain twin, and alone where there would be many small copies."""
-        here = to_device(source_slots, source.storage.device)
-        there = to_device(target_slots, self.storage.device)
-        for ours, theirs in zip(self.planes, source.planes, strict=True):
-            tokens = theirs[here // source.block_size, :, :, here % source.block_size]
-            ours[there // self.block_size, :, :, there % self.block_size] = tokens.to(ours.device)
+            copy_runs(ours, theirs, runs)
 
     def move(self, source_slots: Tensor, target_slots: Tensor) -> None:
         """Copies tokens inside of the pool; int64 [N] on its device, none of them in both."""
-        size = self.block_size
         for plane in self.planes:
-            tokens = plane[source_slots // size, :, :, source_slots % size]
-            plane[target_slots // size, :, :, target_slots % size] = tokens
+            copy_slots(plane, plane, source_slots, target_slots)
 
     def fill(self, source: KVPool, block_ids: Sequence[int]) -> None:
         """Copies whole blocks of another pool of the same shape of blocks to this one's blocks 0, 1, ...

@@ -77,7 +77,7 @@ class OpenSequences(dict[str, TokenSequence]):
         self, chunk: Chunk, sequence: TokenSequence, tokens: list[SampledToken], result: StepResult
     ) -> None:
         """Takes the sampled token, and those after it for which the draft before was right."""
-        if not sequence.learns:
+        if sequence.source is None:  # nothing is drafted
             result.outputs.append(sequence.push(tokens[0]))
             self._scheduler.advance(chunk.request, chunk.stop)
         else:

@@ -120,7 +120,7 @@ class TokenSequence:
         )
         self.tokens = TokenRows(request.prompt)
         self.drafts: tuple[int, ...] = ()
-        self._source = source
+        self.source = source
         self.sampling = SamplingState(
             request.sampling,
             request.seed + index,
@@ -163,11 +163,11 @@ class TokenSequence:
 
     def draft(self, num_sequences: int) -> None:
         """Guesses tokens that may follow, to be computed along with the last one in a pass of so many."""
-        if self._source is None:
+        if self.source is None:
             return
         num_tokens = self.scheduled.num_tokens
         room = self.scheduled.max_total_tokens - num_tokens - 1
-        drafts = self._source.propose(self.known_ids, room, num_sequences)
+        drafts = self.source.propose(self.known_ids, room, num_sequences)
         self.drafts, self.scheduled.num_drafts = tuple(drafts), len(drafts)
         if not drafts:
             return
@@ -178,11 +178,6 @@ class TokenSequence:
         """Leaves the next pass without the guesses."""
         self.drafts, self.scheduled.num_drafts = (), 0
 
-    @property
-    def learns(self) -> bool:
-        """Returns whether later drafts learn from its tokens."""
-        return self._source is not None
-
     def learn(
         self, known: Int64Array, drafts: Sequence[int], sampled: Sequence[SampledToken], num_held: int
     ) -> None:
@@ -190,9 +185,9 @@ class TokenSequence:
 
         num_held: drafts that gave tokens of the answer, which may have ended before the others.
         """
-        if self._source is not None:
+        if self.source is not None:
             num_open = num_held + (self.finish_reason is None)
-            self._source.learn(known, drafts, [token.token_id for token in sampled], num_open)
+            self.source.learn(known, drafts, [token.token_id for token in sampled], num_open)
 
     def segment(self, start: int, stop: int, num_logits: int, kv: KVCacheManager) -> Segment:
         """Returns tokens [start, stop) for the model to compute, or the whole window of which they stay."""

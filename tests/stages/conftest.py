@@ -27,6 +27,7 @@ from tests.positions import trained_positions_in
 from tests.reference import processor_inputs
 from tests.stages.prompts import MAX_TOKENS, QUESTIONS, Drive, Prompt, prompt_of
 from tests.tiny_models import EXPERTS, build_qwen3_5, load_reference
+from tests.video.plain_decoder import reference_decode
 
 __all__ = ["families", "family", "same_draws"]
 
@@ -173,4 +174,4 @@ def as_sent(path: Path) -> Media:
         return Picture(torch.from_numpy(video.load_image(path)))
     info = video.probe(path)
     times_s = [(index + 0.5) / info.fps for index in range(info.num_frames)]
-    return Clip(torch.from_numpy(video.reference_decode(path, times_s).data), info.fps)
+    return Clip(torch.from_numpy(reference_decode(path, times_s).data), info.fps)

@@ -16,7 +16,8 @@ from epd.kv.kv_identity import TokenIdentity, token_identity
 from epd.kv.kv_spec import KVCacheSpec
 from epd.sampling_params import SamplingParams
 from epd.stages.connectors.mailbox import MailboxConnector
-from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPools, KVPoolsShape, token_slots
+from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPools, KVPoolsShape
+from epd.stages.engine.slot_copies import token_slots
 from epd.stages.engine.state_pool import StateLayout, StatesShape
 from epd.transfer.connectors import FirstToken, HandoverState, KVTicket
 from epd.transfer.handover import DecodeReception, HandoverEnd, KVOutbox

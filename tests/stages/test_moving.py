@@ -31,16 +31,16 @@ GREEDY = SamplingParams(max_tokens=MAX_TOKENS)
 def move(deployment: Deployment, name: str, target: str) -> bool:
     """Begins a move, as a router would; False, and the request goes on, if it cannot be."""
     source = deployment.decode[deployment.placed[name]]
-    identity = source.pause(name)
+    identity = source.moving.pause(name)
     if identity is None:
         return False
     sender = deployment.placed[name]
     dropped = deployment.num_dropped.get(name, 0)
     ticket = deployment.decode[target].reserve(name, sender, identity, GREEDY, dropped)
     if ticket is None:
-        source.resume(name)
+        source.moving.resume(name)
         return False
-    assert source.move(name, ticket)
+    assert source.moving.move(name, ticket)
     deployment.placed[name] = target
     return True
 
@@ -88,7 +88,7 @@ def test_an_answer_goes_on_where_it_was_if_the_other_worker_is_lost(a_family: Su
     for _ in range(3):
         deployment.step()
     assert not deployment.is_over("r")  # nobody goes on with it until the loss is told
-    deployment.decode["d0"].drop_receiver("d1")
+    deployment.decode["d0"].moving.drop_receiver("d1")
     for _ in range(20):
         deployment.step()
     assert deployment.tokens("r") == prompt.expected
@@ -127,11 +127,11 @@ def test_what_cannot_be_moved_goes_on(a_family: Subject) -> None:
     several = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, n=2)
     assert deployment.submit("r", a_family.prompts[0], several)
     stage = deployment.decode["d0"]
-    assert stage.pause("r") is None
+    assert stage.moving.pause("r") is None
     while not stage.engine.scheduler.running:
         deployment.step()
-    assert stage.pause("r") is None
-    assert stage.pause("unknown") is None
+    assert stage.moving.pause("r") is None
+    assert stage.moving.pause("unknown") is None
     for _ in range(40):
         deployment.step()
     assert deployment.is_over("r", n=2)
@@ -144,9 +144,9 @@ def test_what_decodes_here_is_not_taken_again(a_family: Subject) -> None:
     prompt = a_family.prompts[2]
     begin(deployment, prompt)
     stage = deployment.decode["d0"]
-    identity = stage.pause("r")
+    identity = stage.moving.pause("r")
     assert identity is not None
-    stage.resume_all()
+    stage.moving.resume_all()
     assert stage.reserve("r", "d0", identity, GREEDY) is None
     for _ in range(40):
         deployment.step()

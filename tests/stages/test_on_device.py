@@ -334,11 +334,11 @@ def test_a_request_is_moved_in_the_middle_of_its_answer(families: dict[str, Fami
     assert 0 < decode.engine.counts.num_generated_tokens < 9
     engine = device.engine()
     other = DecodeStage(engine, device.kv_hub.connect("d1", engine.pools))
-    identity = decode.pause(request.request_id)
+    identity = decode.moving.pause(request.request_id)
     assert identity is not None
     ticket = other.reserve(request.request_id, "d0", identity, request.sampling)
     assert ticket is not None
-    assert decode.move(request.request_id, ticket)
+    assert decode.moving.move(request.request_id, ticket)
     steps(other, decode)
     assert other.engine.counts.num_generated_tokens > 0
 

@@ -15,6 +15,7 @@ from epd.errors import RequestError
 from epd.shapes import COLOURS, make_scene
 from epd.video.demo_video import BackgroundClips, Filming, write_demo_video
 from tests.media import write_video
+from tests.video.plain_decoder import reference_decode
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_frames_are_those_of_the_clip_in_loops_with_half_the_contrast(folder: Path) -> None:
     played = np.stack(list(BackgroundClips(folder).play(7, TIMES_S, 90, 160)))
-    truth = video.reference_decode(str(folder / "1.mp4"), [time_s % 2 for time_s in TIMES_S]).data
+    truth = reference_decode(str(folder / "1.mp4"), [time_s % 2 for time_s in TIMES_S]).data
     assert np.array_equal(played, truth // 2 + 40)
 
 
@@ -107,7 +108,7 @@ def test_a_video_before_a_clip_shows_it_and_says_so(folder: Path, tmp_path: Path
     truth = write_demo_video(tmp_path / "v.mp4", scene, fps=4, height=90, width=160, filming=filming)
     assert json.loads(truth.read_text())["background"] == str(folder)
     clear = next(time_s for time_s in np.arange(0, 5, 0.25) if not scene.visible(float(time_s)))
-    shown = video.reference_decode(str(tmp_path / "v.mp4"), [clear + 0.1]).data[0].astype(int)
+    shown = reference_decode(str(tmp_path / "v.mp4"), [clear + 0.1]).data[0].astype(int)
     (expected,) = BackgroundClips(folder).play(0, [clear], 90, 160)
     assert np.abs(shown - expected).mean() < 6, "H.264 is lossy"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -16,7 +16,6 @@ from time import monotonic
 from epd.errors import InvalidApiKeyError, RateLimitExceededError
 from epd.serve_app.api_keys import KeysFile
 from epd.serve_app.clients import Client, owner_named
-from epd.serve_app.task_group import Tasks
 
 _MINUTE_S = 60.0
 _TELL_AFTER_S = 0.2
@@ -97,16 +96,15 @@ class Spent:
 class KeyedClients:
     """Finds clients by their keys. Quotas are by name.
 
-    ask_others: tells other fronts what was used here, so that quotas are of all together; None without any
+    tell_others: tells other fronts what was used here, so that quotas are of all together; None without any
     """
 
     def __init__(self, path: Path) -> None:
         """Raises RequestError for a file that cannot be read."""
-        self.ask_others: Callable[[Spent], Awaitable[object]] | None = None
+        self.tell_others: Callable[[Spent], None] | None = None
         self._file = KeysFile(path)
         self._quotas: dict[str, Quota] = {}
         self._untold: dict[str, tuple[int, int]] = {}
-        self._tasks = Tasks()
 
     def found(self, key: bytes | None) -> Client:
         """Returns whoever has the key. Raises InvalidApiKeyError."""
@@ -137,27 +135,22 @@ class KeyedClients:
 
     def _note(self, name: str, num_requests: int, num_tokens: int) -> None:
         """Lets other fronts know soon what a client with limits has used here."""
-        if self.ask_others is None or not any(self.limits(name).values()):
+        if self.tell_others is None or not any(self.limits(name).values()):
             return
         if not self._untold:
-            self._tasks.spawn(self._tell())
+            asyncio.get_running_loop().call_later(_TELL_AFTER_S, self._tell)
         requests, tokens = self._untold.get(name, (0, 0))
         self._untold[name] = requests + num_requests, tokens + num_tokens
 
-    async def _tell(self) -> None:
-        await asyncio.sleep(_TELL_AFTER_S)
+    def _tell(self) -> None:
         amounts, self._untold = self._untold, {}
-        if self.ask_others is not None:
-            await self.ask_others(Spent(amounts))
+        if self.tell_others is not None:
+            self.tell_others(Spent(amounts))
 
     async def spent_elsewhere(self, spent: Spent) -> None:
         """Counts what clients have used at another front."""
         for name, (num_requests, num_tokens) in spent.amounts.items():
             self._quota(name).spend(num_tokens, monotonic(), num_requests)
-
-    def close(self) -> None:
-        """Ends what tells other fronts."""
-        self._tasks.cancel()
 
     def headers(self, name: str) -> Mapping[str, str]:
         """Returns what a client has left, as headers of its answers."""

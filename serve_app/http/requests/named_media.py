@@ -24,7 +24,6 @@ from typing import Any
 
 from epd.errors import UnknownUuidError
 from epd.serve_app.service import FetchedItem, MediaReference, MediaSource
-from epd.serve_app.task_group import Tasks
 from epd.store.object_values import ObjectValues
 from epd.store.piece_files import PieceFiles
 from epd.types import MediaFacts, MediaKind
@@ -124,12 +123,13 @@ class NamedMedia:
 
     Where there is no room, the client that has most loses what it named first.
     ask_others: gets the answers of other fronts, which name media too; None without any
+    tell_others: does not wait for answers
     """
 
     def __init__(self, max_media: int, max_bytes: int, kept: KeptNames | None = None) -> None:
         """kept: outlives the server; None for nothing."""
         self.ask_others: Callable[[NameAsked], Coroutine[Any, Any, Sequence[str]]] | None = None
-        self._tasks = Tasks()
+        self.tell_others: Callable[[NameAsked], None] = lambda _: None
         self._kept = kept
         self._known: dict[_Key, FetchedItem] = {}  # of names in `_urls`
         self._max_media = max_media
@@ -219,8 +219,8 @@ class NamedMedia:
                 with self._lock:
                     is_new = self._urls.get(key) != each.url
                     self._set(key, each.url, client)
-                if is_new and self.ask_others is not None:
-                    self._tasks.spawn(self.ask_others(NameAsked(key, is_taken=True)))
+                if is_new:
+                    self.tell_others(NameAsked(key, is_taken=True))
             if each.uuid and each.url and each.kind == "video" and self._kept is not None and sources:
                 source = sources[place]
                 item = FetchedItem(source.facts, source.mm_hash, source.num_bytes)
@@ -235,8 +235,7 @@ class NamedMedia:
             kept.keep(key, item)
 
     def close(self) -> None:
-        """Ends what tells and writes names."""
-        self._tasks.cancel()
+        """Ends what writes names."""
         if self._kept is not None:
             self._kept.close()
 

@@ -24,6 +24,7 @@ from tests.reference import MAX_TOKENS, generated
 from tests.serve_app.conftest import JSON, data_url, video_part
 from tests.serve_app.real_app import RealApp, real_app
 from tests.tiny_models import load_reference
+from tests.video.plain_decoder import reference_decode
 
 TEXT = "What is shown?"
 TIMES: list[JSON] = [
@@ -100,7 +101,7 @@ def test_every_frame_has_the_tokens_of_generate(served: tuple[Path, RealApp], me
     path, app = served
     info = video.probe(media["video"])
     times_s = [(index + 0.5) / info.fps for index in range(info.num_frames)]
-    frames = list(video.reference_decode(media["video"], times_s).data)
+    frames = list(reference_decode(media["video"], times_s).data)
     inputs = reference_inputs(path, frames, {"fps": info.fps})
     part = video_part(data_url(media["video"], "video/mp4"))
     body = body_of(part, max_tokens=MAX_TOKENS, mm_processor_kwargs={"do_sample_frames": False})

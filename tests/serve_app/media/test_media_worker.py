@@ -46,9 +46,10 @@ from epd.serve_app.media_messages import (
 from epd.serve_app.service import HeldItem, MediaReference
 from epd.stages.media import PlannedMedia, plan_pixels
 from epd.types import MediaKind, content_hash
-from epd.video import FetchPolicy, MediaFacts, load_image, open_file, reference_decode
+from epd.video import FetchPolicy, MediaFacts, load_image, open_file
 from tests.serve_app.conftest import data_url
 from tests.serve_app.server import NEVER_S, START_S, wait_until
+from tests.video.plain_decoder import reference_decode
 
 TIMES_S = (0.1, 0.4, 0.7, 1.0)
 

@@ -44,7 +44,6 @@ class Front:
 
     async def close(self) -> None:
         self.named.close()
-        self.clients.close()
         await self.fleet.close()
 
     def name(self, url: str) -> None:
@@ -105,16 +104,10 @@ def test_the_last_medium_of_a_name_counts_wherever_it_was_named(tmp_path: Path) 
             assert [await each.url() for each in (first, second, third)] == ["data:two"] * 3
             asked: list[Any] = []
 
-            async def ask_others(value: Any) -> list[str]:
-                asked.append(value)
-                return []
-
-            second.named.ask_others = ask_others
+            second.named.tell_others = asked.append
             second.name("data:two")  # as it is
-            await asyncio.sleep(0)
             assert asked == []
             second.name("data:three")
-            await asyncio.sleep(0)
             assert asked == [NameAsked((SPACE, "image", "door"), is_taken=True)]
 
     asyncio.run(run())
@@ -166,10 +159,7 @@ def test_clients_without_limits_are_told_to_nobody(tmp_path: Path) -> None:
         async with fronts(tmp_path, "a") as (front,):
             told: list[Spent] = []
 
-            async def ask_others(value: Spent) -> None:
-                told.append(value)
-
-            front.clients.ask_others = ask_others
+            front.clients.tell_others = told.append
             front.clients.admit(front.clients.found(b"k2"))
             front.clients.spend("ben", 3)
             front.clients.admit(Client("x", "x", "x", front.clients.found(b"k2").rights, "ann", 0))

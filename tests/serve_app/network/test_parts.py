@@ -14,7 +14,8 @@ from epd.encode.encoder_cache import CachedGroup
 from epd.serve_app.network.packing import Part, pack, parts_of, unpack
 from epd.serve_app.network.part_queue import PartQueue, Shipment
 from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPoolShape
-from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape, token_slots
+from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
+from epd.stages.engine.slot_copies import token_slots
 from epd.stages.engine.state_pool import StateLayout, StatesShape
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, Offer, Receipt, TransferOutcome
 from epd.transfer.staging import ALIGNMENT, StagingSpace
@@ -127,9 +128,7 @@ class Queue:
     def __init__(self, num_units: int) -> None:
         self.shipped: list[Shipment] = []
         self.space = StagingSpace(num_units * ALIGNMENT)
-        self.queue = PartQueue(
-            self.space, itertools.count(100).__next__, lambda each: self.shipped.append(each)
-        )
+        self.queue = PartQueue(self.space, itertools.count(100), lambda each: self.shipped.append(each))
 
     def _ship(self, shipment: Shipment) -> None:
         self.shipped.append(shipment)

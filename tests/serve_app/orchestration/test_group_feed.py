@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +18,10 @@ from epd.control.recent import Pace
 from epd.control.routing import InFlight, Router
 from epd.encoders import FrameSampling
 from epd.encoders.groups import MediaGroup
+from epd.encoders.reduction import ItemReduction
 from epd.errors import UnavailableError
 from epd.models import embedded_model_path
+from epd.reduction import ReductionPolicy
 from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.media.fleet_media import FleetMedia
 from epd.serve_app.media_messages import CloseStream, FetchMedia, PlanImages, ReadFrames, ReadImage
@@ -29,11 +31,11 @@ from epd.serve_app.orchestration.loss_counter import LossCounter
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.orchestration.requests import Attempt
 from epd.serve_app.service import MediaReference
-from epd.video import reference_decode
 from tests.serve_app.conftest import data_url
 from tests.serve_app.deployments import NEVER_S, Question
 from tests.serve_app.media_fleet import MediaFleet, image_pixels, reference_to
 from tests.serve_app.orchestration.parts import shared_parts
+from tests.video.plain_decoder import reference_decode
 
 
 class NoLosses:
@@ -230,6 +232,7 @@ def test_a_suspect_asks_for_what_is_on_disk_only_where_it_may_go() -> None:
     shared = SimpleNamespace(
         config=SimpleNamespace(cache_dir=Path("kept"), sharding="groups"),
         dispatcher=dispatcher,
+        fleet=None,
         reading=Pace(),
         requests=SimpleNamespace(clock=lambda: 0.0),
     )
@@ -240,3 +243,40 @@ def test_a_suspect_asks_for_what_is_on_disk_only_where_it_may_go() -> None:
     granted: Any = SimpleNamespace(group=0, ticket=ticket)
     assert asyncio.run(feed._from_cache(granted))
     assert dispatcher.given == ["e1"]
+
+
+@pytest.mark.parametrize("method", ["balanced", "uniform"])
+def test_every_group_is_looked_at_once_for_the_readings_of_an_item(
+    method: str, planner: RequestPlanner, media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often a reading is asked for; it is the one that begins with the group, of all behind it."""
+    monkeypatch.setattr("epd.encoders.reduction.reading.WINDOW_TOKENS", 16)
+    question = Question((media["video"], media["video"]), frame_sampling=FrameSampling(num_frames=40))
+    plan = planner.plan(question.request(reduction=ReductionPolicy(method, 0.5)), {})
+    readings = [ItemReduction.of(plan.prompt, plan.groups[number:]) for number in range(len(plan.groups))]
+    looked_at, reading_of = list[MediaGroup](), ItemReduction.of
+
+    def noted(prompt: Any, groups: Sequence[MediaGroup]) -> ItemReduction | None:
+        looked_at.extend(groups)
+        return reading_of(prompt, groups)
+
+    monkeypatch.setattr(ItemReduction, "of", noted)
+    shared, answer = SimpleNamespace(dispatcher=None, fleet=None), SimpleNamespace(plan=plan)
+    parts: list[Any] = [shared, None, None, None, SimpleNamespace(answer=answer)]
+    feed = GroupFeed(*parts)
+
+    def reading(number: int, name: str) -> ItemReduction | None:
+        granted: Any = SimpleNamespace(
+            group=number, ticket=SimpleNamespace(key=SimpleNamespace(reading=name))
+        )
+        return feed._readings.beginning_with(granted)
+
+    for number, expected in enumerate(readings):
+        assert reading(number, "") is None  # the group is wanted whole
+        for _ in range(3):
+            found = reading(number, "a reading")
+            assert (found is None) == (expected is None)
+            if found is not None and expected is not None:
+                assert (found.item, found.num_groups) == (expected.item, expected.num_groups)
+    assert len(readings) - readings.count(None) > 2
+    assert looked_at == list(plan.groups)

@@ -45,7 +45,7 @@ def texts(items: Any) -> list[str]:
 def test_tokens_that_wait_are_given_together_and_stay_apart() -> None:
     async def scenario() -> None:
         answer = answer_of()
-        async with aclosing(answer.items()) as items:  # type: ignore[type-var]
+        async with aclosing(answer.items.all()) as items:  # type: ignore[type-var]
             push(answer, 0)
             assert texts(await anext(items)) == ["0"]
             for index in (1, 2, 3):
@@ -66,9 +66,9 @@ def test_what_came_before_an_error_is_given_before_it() -> None:
     async def scenario() -> None:
         answer = answer_of()
         push(answer, 0)
-        answer.fail(UnavailableError("the first"))
-        answer.fail(UnavailableError("the second"))
-        async with aclosing(answer.items()) as items:  # type: ignore[type-var]
+        answer.items.fail(UnavailableError("the first"))
+        answer.items.fail(UnavailableError("the second"))
+        async with aclosing(answer.items.all()) as items:  # type: ignore[type-var]
             assert texts(await anext(items)) == ["0"]
             with pytest.raises(UnavailableError, match="the first"):
                 await anext(items)
@@ -79,15 +79,15 @@ def test_what_came_before_an_error_is_given_before_it() -> None:
 def test_an_error_wakes_the_consumer_and_one_after_the_end_is_nobodys() -> None:
     async def scenario() -> None:
         failed, ended = answer_of(), answer_of()
-        waiting = asyncio.ensure_future(anext(failed.items()))
+        waiting = asyncio.ensure_future(anext(failed.items.all()))
         await asyncio.sleep(0)
-        failed.fail(UnavailableError("gone"))
+        failed.items.fail(UnavailableError("gone"))
         with pytest.raises(UnavailableError, match="gone"):
             await waiting
         push(ended, 0, "stop")
         ended.finish("d0")
-        ended.fail(UnavailableError("late"))
-        given = [items async for items in ended.items()]
+        ended.items.fail(UnavailableError("late"))
+        given = [items async for items in ended.items.all()]
         assert [texts(items) for items in given] == [["0", "end"]]
         assert isinstance(given[0][-1], AnswerEnd)
 

@@ -1,4 +1,7 @@
-"""Keys and values come out as they went in, wherever they lay in between."""
+"""Keys and values come out as they went in, wherever they lay in between.
+
+Modules: `stages/engine/slot_copies.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,15 @@ from torch import Tensor
 from epd.errors import InfeasibleError
 from epd.stages.attention.pieces import is_one_piece
 from epd.stages.engine.kv_pool import (
-    CopyRun,
     KVGroupShape,
     KVLayout,
     KVPool,
     KVPools,
     KVPoolsShape,
     StorageOrder,
-    slot_runs,
-    token_slots,
 )
 from epd.stages.engine.pool_memory import pool_memory
+from epd.stages.engine.slot_copies import CopyRun, copy_slots, slot_runs, token_slots
 
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
 ORDERS: tuple[StorageOrder, ...] = ("blocks", "heads")
@@ -99,7 +100,8 @@ def test_copying_runs_equals_copying_slots(layout: KVLayout) -> None:
     sources = token_slots([5, 6, 7, 1], 1, 15, 4)
     targets = token_slots([0, 1, 6, 3, 4], 3, 17, 4)
     fast.copy(source, sources, targets)
-    plain._copy_slots(source, sources, targets)
+    for ours, theirs in zip(plain.planes, source.planes, strict=True):
+        copy_slots(ours, theirs, sources, targets)
     assert all(map(torch.equal, fast.planes, plain.planes))
     assert all(bool(plane.any()) for plane in fast.planes)
 

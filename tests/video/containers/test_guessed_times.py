@@ -18,6 +18,7 @@ from epd import video
 from epd.video.containers.avi_times import ProgramTimes
 from tests.video.conftest import Clip
 from tests.video.edits import timescales, with_edits
+from tests.video.plain_decoder import reference_decode
 from tests.video.recipes import Recipe, make, number_in
 
 GOP = {"g": "15", "bf": "2"}
@@ -28,7 +29,7 @@ UNEVEN = (20, 40, 10, 50)
 def numbers_at(path: Path, times_s: Sequence[float]) -> list[int]:
     frames = video.decode(path, times_s)
     assert frames.num_substituted == 0
-    assert [number_in(image) for image in video.reference_decode(path, times_s).data] == [
+    assert [number_in(image) for image in reference_decode(path, times_s).data] == [
         number_in(image) for image in frames.data
     ]
     return [number_in(image) for image in frames.data]

@@ -21,6 +21,7 @@ from epd.errors import MediaError
 from tests.video.conftest import Clip
 from tests.video.edits import Edit, timescales, with_edits
 from tests.video.joined import beside_sound, joined
+from tests.video.plain_decoder import reference_decode
 from tests.video.recipes import number_in, repeat
 from tests.video.util import assert_same_frames
 
@@ -44,7 +45,7 @@ def numbers_shown(path: Path) -> list[int]:
     times_s = (np.arange(facts.num_frames) + 0.5) / facts.fps
     frames = video.decode(path, times_s)
     assert frames.num_substituted == 0
-    assert_same_frames(frames, video.reference_decode(path, times_s))
+    assert_same_frames(frames, reference_decode(path, times_s))
     return [number_in(frame) for frame in frames.data]
 
 
@@ -275,7 +276,7 @@ def test_a_header_that_lies(clip: Clip, tmp_path: Path) -> None:
 def test_variable_rates_and_late_starts_end_with_the_last_frame(clip: Clip, name: str) -> None:
     info, path = video.probe(clip(name)), clip(name)
     assert info.num_frames == num_decoded(path)
-    last = video.reference_decode(path, [1e6]).pts_s[0]
+    last = reference_decode(path, [1e6]).pts_s[0]
     assert last < info.duration_s < last + 0.2
     assert video.decode(path, [info.duration_s - 1e-3]).pts_s[0] == last
 

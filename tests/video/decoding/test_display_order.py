@@ -9,6 +9,7 @@ from epd import video
 from epd.types import Frames
 from tests.video.conftest import Clip
 from tests.video.mpeg4 import without_control
+from tests.video.plain_decoder import reference_decode
 from tests.video.recipes import RECIPES, Recipe, number_in, packets_of
 
 # What an edit list hides is no part of the video; a mirrored number cannot be read, nor what the fast AV1
@@ -30,7 +31,7 @@ def test_every_source_frame_is_shown_in_its_time(name: str, clip: Clip) -> None:
     shows = (starts[:-1] + starts[1:]) / 2
     times = [*(starts[:-1] + 0.002), *shows, *(starts[1:] - 0.002)]
     expected = recipe.numbers * 3
-    for decode in (video.decode, video.reference_decode):
+    for decode in (video.decode, reference_decode):
         frames = decode(path, times)
         assert numbers_in(frames, recipe) == expected, decode.__name__
         first_shown = np.array([recipe.numbers.index(number) for number in expected])
@@ -54,7 +55,7 @@ def test_streams_that_do_not_announce_b_pictures(name: str, clip: Clip) -> None:
     starts = np.array(recipe.starts_s)
     times = (starts[:-1] + starts[1:]) / 2
     for frames in (
-        video.reference_decode(data, times),
+        reference_decode(data, times),
         video.decode(data, times, workers=1),
         video.decode(data, times, workers=2),
     ):

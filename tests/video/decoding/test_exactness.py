@@ -1,7 +1,4 @@
-"""Every way of decoding equals the plain sequential loop, bit for bit.
-
-Modules: `video/reference.py`.
-"""
+"""Every way of decoding equals the plain sequential loop, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import pytest
 from epd import video
 from epd.video.containers.info import VideoInfo
 from tests.video.conftest import Clip
+from tests.video.plain_decoder import reference_decode
 from tests.video.recipes import RECIPES
 from tests.video.util import assert_same_frames
 
@@ -35,7 +33,7 @@ def wanted_times(info: VideoInfo) -> dict[str, list[float]]:
 def test_decode_and_stream_equal_the_reference(name: str, clip: Clip) -> None:
     path = clip(name)
     for times in wanted_times(video.probe(path)).values():
-        truth = video.reference_decode(path, times, size=SIZE)
+        truth = reference_decode(path, times, size=SIZE)
         for workers in (1, 2):
             assert_same_frames(video.decode(path, times, size=SIZE, workers=workers), truth)
         with video.stream(path, times, size=SIZE, group_size=5) as groups:
@@ -52,7 +50,7 @@ def test_full_size_frames_equal_the_reference(name: str, clip: Clip) -> None:
     path = clip(name)
     info = video.probe(path)
     times = [0.1, 0.9, 1.7]
-    truth = video.reference_decode(path, times)
+    truth = reference_decode(path, times)
     assert truth.data.shape == (3, info.height, info.width, 3)
     assert_same_frames(video.decode(path, times), truth)
 
@@ -61,7 +59,7 @@ def test_full_size_frames_equal_the_reference(name: str, clip: Clip) -> None:
 def test_bytes_and_file_objects_equal_the_path(name: str, clip: Clip) -> None:
     path = clip(name)
     times = [0.1, 0.5, 1.3, 1.9]
-    truth = video.reference_decode(path, times, size=SIZE)
+    truth = reference_decode(path, times, size=SIZE)
     assert_same_frames(video.decode(path.read_bytes(), times, size=SIZE, workers=2), truth)
     with path.open("rb") as file:
         assert_same_frames(video.decode(file, times, size=SIZE, workers=2), truth)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from epd import video
 from epd.types import Frames
 from tests.video.conftest import Clip
+from tests.video.plain_decoder import reference_decode
 from tests.video.recipes import Recipe
 from tests.video.util import assert_same_frames
 
@@ -24,7 +25,7 @@ def whole(data: bytes) -> tuple[Frames, float]:
         stream = container.streams.video[0]
         start = stream.start_time or 0
         pts = [float((frame.pts - start) * stream.time_base) for frame in container.decode(stream)]
-    return video.reference_decode(data, pts), pts[-1]
+    return reference_decode(data, pts), pts[-1]
 
 
 def recipe(gop: int, num_b: int, is_open: bool, gap: int) -> Recipe:
