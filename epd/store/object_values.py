@@ -42,7 +42,7 @@ class ObjectValues:
     def read(self, key: str, payload: memoryview) -> bool:
         """Fills a payload. False for one that is not there, of another size or not whole."""
         try:
-            data = b"" if self._is_silent else read_whole(self._system, self._path(key + SUFFIX))
+            data = b"" if self._is_silent else read_whole(self._opened[0], self._path(key + SUFFIX))
         except OSError as error:
             self._fail(error)
             return False
@@ -55,10 +55,10 @@ class ObjectValues:
             if self._is_silent:
                 return
             if not self._is_described:
-                put(self._system, self._path(ABOUT), [memoryview(self._about)])
+                put(self._opened[0], self._path(ABOUT), [memoryview(self._about)])
                 self._is_described = True
             header = header_of([Payload(key, payload, digest)])
-            put(self._system, self._path(key + SUFFIX), [header, payload])
+            put(self._opened[0], self._path(key + SUFFIX), [header, payload])
         except OSError as error:
             self._fail(error)
 
@@ -67,15 +67,13 @@ class ObjectValues:
         return time.monotonic() < self._silent_until_s
 
     @property
-    def _system(self) -> FileSystem:
-        """Returns the store. Raises OSError if it cannot be opened."""
+    def _opened(self) -> tuple[FileSystem, str]:
+        """Returns the store, and the place in it. Raises OSError if it cannot be opened."""
         self._store = self._store or open_store(self._url)
-        return self._store[0]
+        return self._store
 
     def _path(self, name: str) -> str:
-        assert self._store is not None or self._system
-        assert self._store is not None
-        return f"{self._store[1]}/{self._namespace}/{name}"
+        return f"{self._opened[1]}/{self._namespace}/{name}"
 
     def _fail(self, error: OSError) -> None:
         """Leaves the store alone for a while."""
