@@ -197,7 +197,7 @@ def test_frames_of_a_lost_machine_are_not_waited_for(
         async with clustered(model, "1e1p1d", num_fronts=1) as cluster:
             await until_all_see(cluster, "1e1p1d")
             silent, asked = cluster.media[0], list[object]()
-            silent._give = lambda call, _answer: asked.append(call)  # type: ignore[method-assign]
+            silent._kept.give = lambda call, _answer: asked.append(call)  # type: ignore[method-assign]
             asking = asyncio.create_task(cluster.fronts[0].ask_all(questions))
             await until(lambda: bool(asked))
             await cluster.board.accuse(silent.membership.epoch, "its machine has no power")
