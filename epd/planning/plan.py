@@ -70,6 +70,12 @@ class Plan:
         return (Cells(self.num_cells, self.winner), *self.rest)
 
     @property
+    def told_verdict(self) -> str:
+        """Returns the verdict, with the devices whose requests it counts where there are several cells."""
+        is_one = self.num_cells == 1 and not self.rest
+        return self.verdict if is_one else f"each {self.winner.candidate.num_devices} devices: {self.verdict}"
+
+    @property
     def topology(self) -> Topology:
         """Returns the topology of all cells together."""
         return together(each.topology for each in self.cells)

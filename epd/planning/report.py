@@ -142,7 +142,7 @@ def _reasons(answer: Answer) -> list[str]:
     lines = []
     for plan in answer.best.plans:
         turns = f"; {plan.turns}" if plan.turns else ""
-        lines += [f"{plan.num_devices} x {plan.profile.device}: {plan.verdict}{turns}"]
+        lines += [f"{plan.num_devices} x {plan.profile.device}: {plan.told_verdict}{turns}"]
         lines += [f"for more, {plan.binding.cure}"]
     lines += [f"{offer.name}: {offer.reason}" for offer in answer.offers if offer.reason]
     return lines + answer.what_if_lines

@@ -363,7 +363,7 @@ def print_plan(found: Plan) -> None:
     out.print(f"  busiest: {binding.what}, {binding.load(winner.goodput):.0%}; for more, {binding.cure}")
     for worker in found.memory:
         out.print(f"  memory of {worker}")
-    out.print(found.verdict + (f"; {found.turns}" if found.turns else ""))
+    out.print(found.told_verdict + (f"; {found.turns}" if found.turns else ""))
     _print_others(found)
     out.print(
         f"{found.search.num_candidates} candidates, {found.search.num_simulated} simulated; assumptions:"

@@ -330,6 +330,7 @@ def test_no_device_is_left_over() -> None:
     plan = make_plan(planner(space, SLO(2.0, 0.05), **HEAVY), cells=[(1, 3), (1, 2)])
     assert plan.topology.num_workers == 5
     first, second = plan.cells
+    assert plan.told_verdict == f"each 3 devices: {plan.verdict}"  # whose requests it counts
     assert second.scored.candidate.settings == first.scored.candidate.settings
     assert plan.goodput == first.scored.goodput + second.scored.goodput > 0
     explained = plan.record()["explanation"]
