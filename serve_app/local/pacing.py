@@ -19,7 +19,7 @@ from epd.simulate.clock import seconds_of
 from epd.simulate.language import PassTicks
 from epd.topology import Stage
 
-Encode = Callable[[Sequence[Any]], Any]
+Encode = Callable[..., Any]  # as `FrameEncoder.encode`
 
 
 def slowed(config: ControllerConfig, dilate: float) -> ControllerConfig:
@@ -49,9 +49,9 @@ def paced_tower(
     wait: gets the start of a call and how long it lasts
     """
 
-    def paced(runs: Sequence[Any]) -> Any:
+    def paced(runs: Sequence[Any], *share: float | None) -> Any:
         start = time.perf_counter()
-        embeddings = encode(runs)
+        embeddings = encode(runs, *share)
         wait(start, seconds(runs))
         return embeddings
 

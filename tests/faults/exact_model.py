@@ -119,7 +119,11 @@ def _digest(unit: Any) -> int:
     return int.from_bytes(hashlib.blake2b(unit, digest_size=8).digest(), "little")
 
 
-def _encode(encoder: Any, runs: Sequence[PatchRun]) -> list[Embeddings]:
+def _encode(
+    encoder: Any,
+    runs: Sequence[PatchRun],
+    tower_share: float | None = None,  # as it is called
+) -> list[Embeddings]:
     """Returns embeddings that units decide, in the place of a tower's."""
     num_channels = encoder._tower.config.out_hidden_size
     return [Embeddings(_rows(run, num_channels)) for run in runs]

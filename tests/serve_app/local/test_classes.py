@@ -147,17 +147,17 @@ def _slow_down(deployment: Deployment) -> None:
         role.samples = partial(_samples, role, patch_s)  # type: ignore[method-assign]
     encode, encode_soon = slow.stage._encoder.encode, fast.stage._encoder.encode
 
-    def encode_second(runs: Sequence[Any]) -> Any:
+    def encode_second(runs: Sequence[Any], *share: float | None) -> Any:
         while not slow.stage.counts.num_patches:
             time.sleep(0.001)
-        return encode_soon(runs)
+        return encode_soon(runs, *share)
 
-    def encode_slowly(runs: Sequence[Any]) -> Any:
+    def encode_slowly(runs: Sequence[Any], *share: float | None) -> Any:
         until = fast.stage.counts.num_patches + SLOWER * sum(run.grid.num_patches for run in runs)
         is_first = not slow.stage.counts.num_patches
         while not is_first and fast.stage.counts.num_patches < until and fast.stage.outstanding_patches:
             time.sleep(0.001)
-        return encode(runs)
+        return encode(runs, *share)
 
     slow.stage._encoder.encode = encode_slowly  # type: ignore[method-assign]
     fast.stage._encoder.encode = encode_second  # type: ignore[method-assign]

@@ -35,9 +35,9 @@ class Merged(Bench):
         self.stage = role.stage
         encode = self.stage._encoder.encode
 
-        def held(runs: Any) -> Any:
+        def held(*runs: Any) -> Any:
             assert self.may_go_on.wait(SOON_S)
-            return encode(runs)
+            return encode(*runs)
 
         self.stage._encoder.encode = held  # type: ignore[method-assign]
 
