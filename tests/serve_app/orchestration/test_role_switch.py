@@ -247,9 +247,9 @@ def test_nobody_waits_for_a_stage_that_is_gone(
             slow = deployment.fleet.core("e0").hosted["encode"].stage._encoder  # type: ignore[attr-defined]
             encode = slow.encode
 
-            def encode_slowly(batch: Any) -> Any:
+            def encode_slowly(*batch: Any) -> Any:
                 time.sleep(0.1)
-                return encode(batch)
+                return encode(*batch)
 
             slow.encode = encode_slowly
             asking = asyncio.create_task(deployment.ask_all(questions))
