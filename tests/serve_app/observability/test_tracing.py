@@ -69,7 +69,7 @@ def test_events_are_shown_to_whom_asks_and_traced_as_well(
     whole = front.ask(epd={"events": True}).json()["epd"]
     assert [event["stage"] for event in whole["events"]].count("encode") == 3
     assert "events" not in front.ask().json()["epd"]
-    wait_until(lambda: len(files(tmp_path)) == 2)
+    wait_until(lambda: len(files(tmp_path)) == 3)
 
 
 def test_failed_requests_are_traced_too(run_front: Callable[..., Front], tmp_path: Path) -> None:
