@@ -207,7 +207,8 @@ class PieceFiles:
             own = written(self._own, header, *(each.data for each in pieces), index=index)
             if not _name(own, [self._path(each.key) for each in pieces]):
                 return sum(self._write_together([each], index) for each in pieces)
-        except FileNotFoundError:  # another writer needed the room
+        except FileNotFoundError:  # another writer needed the room, or somebody removed folders
+            self._made.clear()
             return 0
         self._num_bytes = (self._num_bytes or 0) + size
         self._num_uncounted += size

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 import tracemalloc
 from collections.abc import Iterable
@@ -196,6 +197,17 @@ def write_all(folder: str, first: int) -> None:
     for number in range(first, first + 100, 4):
         put(files, number)
         put_together(files, range(number, number + 4))
+
+
+def test_folders_that_somebody_removed_are_made_again(tmp_path: Path) -> None:
+    files = files_in(tmp_path)
+    put(files, 1)
+    for each in (tmp_path / "n").iterdir():
+        if each.is_dir():
+            shutil.rmtree(each)
+    put(files, 2)
+    put(files, 3)
+    assert got(files, 3) == payload_of(3)
 
 
 def test_two_writers_share_a_folder(tmp_path: Path) -> None:
