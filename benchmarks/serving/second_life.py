@@ -3,6 +3,7 @@
     python -m benchmarks.serving.second_life --minutes 10 --rounds 3 --write
 
 Two models are asked: the embedded one, and a random one of 76 million parameters, whose prefill is dearer.
+The video is filmed by hand, so no frame is equal to another, and keeping saves nothing at the first question.
 Each round starts five servers in turn, asks each a short text first, and kills each at its end:
 
     without a cache_dir            first question
@@ -38,7 +39,7 @@ import httpx
 from benchmarks.reporting import RESULTS, Row, markdown, setting
 from epd.shapes import make_scene
 from epd.store.piece_files import stored
-from epd.video.demo_video import write_demo_video
+from epd.video.demo_video import Filming, write_demo_video
 from tests.store.object_servers import S3, Objects, proxied
 from tests.tiny_models import build_qwen2_5_vl
 
@@ -143,8 +144,13 @@ def one_round(video: Path, options: Sequence[str], s3: S3) -> Row:
         below = ["--cache-objects", s3.url(prefix, proxy.port)]
         with life(video.parent, options) as plain:
             without_s, without_cpu_s = plain.first(video)
+            encoded = plain.counters()["encoded_patches"]
         with life(video.parent, [*options, *kept]) as first:
             first_s, first_cpu_s = first.first(video)
+            if encoded != (found := first.counters()["encoded_patches"]):
+                raise SystemExit(
+                    f"{encoded} patches were encoded without a cache_dir, {found} with an empty one"
+                )
             same_s = first.ask(_OTHER, video)
             stored_bytes = sum(each.num_bytes for each in stored(Path(kept[1])))
         with life(video.parent, [*options, *kept]) as second:
@@ -190,9 +196,11 @@ def main() -> None:
     }
     s3 = S3()
     with TemporaryDirectory() as folder:
-        video = Path(folder, "media", "video.mp4")
+        video, filmed = Path(folder, "media", "video.mp4"), Filming.of("handheld", None)
         video.parent.mkdir()
-        write_demo_video(video, make_scene(1, asked.minutes * 60), fps=4, height=224, width=224)
+        write_demo_video(
+            video, make_scene(1, asked.minutes * 60), fps=4, height=224, width=224, filming=filmed
+        )
         models = {"embedded": [], "random": [str(build_qwen2_5_vl(Path(folder, "model"), **RANDOM))]}
         results: dict[str, list[Row]] = {}
         for name, model in models.items():
