@@ -16,8 +16,8 @@ from epd.video.containers.limits import DEFAULT_LIMITS
 from epd.video.containers.mp4_edits import open_as_shown
 from epd.video.containers.probe import describe
 from epd.video.containers.steady_clock import SteadyClock
-from epd.video.containers.timestamps import FrameClock
 from epd.video.decoding.pixels import Size, exact_resize, exact_rgb
+from epd.video.decoding.session import FrameClock
 from epd.video.sources.source import Media, OpenVideo, Source, as_media, reason
 
 TimedFrame = tuple[int, VideoFrame]

@@ -12,14 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.control.arrivals import RequestWork
-from epd.control.elasticity import (
-    ClusterTraffic,
-    StageSample,
-    TrafficEstimator,
-    WorkerSample,
-)
-from epd.control.elasticity.cluster import damped
-from epd.control.elasticity.estimator import Peak, RateTrend, Traffic
+from epd.control.elasticity.cluster import ClusterTraffic, StageSample, WorkerSample, damped
+from epd.control.elasticity.estimator import Peak, RateTrend, Traffic, TrafficEstimator
 from epd.control.elasticity.rates import RoundCost, UnitCost
 from epd.profiles.cost import StageCost
 from epd.topology import Stage
