@@ -27,8 +27,7 @@ from epd.encoders.device import arrays_to_device
 from epd.encoders.kernels.dispatch import uses_kernels
 from epd.stages import kernels
 from epd.stages.attention.pieces import SharedRun, find_runs
-from epd.stages.kernels.paged_plain import attend_plain
-from epd.stages.kernels.tiles import AlikeSegments, PagedSegments, PagedWork
+from epd.stages.kernels.tiles import AlikeSegments, PagedSegments, PagedWork, attend_plain
 from epd.stages.kernels.tiling import MOST_SHORT, Tiling, tiling
 from epd.stages.kernels.work_list import (
     ITEM_WIDTH,
