@@ -139,6 +139,7 @@ class SamplingState:
         params: SamplingParams,
         seed: int,
         prompt_ids: Int64Array,
+        output_ids: Iterable[int] = (),
         *,
         ending_ids: frozenset[int] = frozenset(),
         matcher: Matcher | None = None,
@@ -146,7 +147,7 @@ class SamplingState:
     ) -> None:
         """Creates a state. seed: as resolved for this sequence, whatever params say. prompt_ids: int64 [T].
 
-        ending_ids: all that end the answer.
+        output_ids: what has been generated before. ending_ids: all that end the answer.
         """
         self.params = params
         self.seed = seed
@@ -163,6 +164,8 @@ class SamplingState:
         self._counts = TokenCounts(seen) if params.has_penalties else None
         self.bad_words = bad_words
         self._last_ids: deque[int] = deque(maxlen=bad_words.num_before if bad_words else 0)
+        for token_id in output_ids:
+            self.append(token_id)
 
     def append(self, token_id: int) -> None:
         """Records the next token of the sequence."""
