@@ -45,8 +45,7 @@ from epd.stages.loading.weight_files import TensorPart
 from epd.stages.loading.weights import load_role
 from epd.stages.placement import Placement
 from epd.stages.rank import Rank
-from epd.stages.ranks.communicator import EXCHANGE_S, Communicator
-from epd.stages.ranks.engine_ranks import EngineStep
+from epd.stages.ranks.communicator import EXCHANGE_S, Communicator, EngineStep
 from epd.stages.ranks.shared_pools import (
     Fence,
     PoolPlace,
