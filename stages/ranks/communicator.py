@@ -1,4 +1,4 @@
-"""Moves tensors between the ranks of a group, by gloo or NCCL, and tells the ranks which engine a step is for.
+"""Moves tensors between the ranks of a group, by gloo or NCCL, and tells ranks which engine a step is for.
 
 All ranks are on one machine and meet at a file; gloo listens on the loopback device alone.
 """
