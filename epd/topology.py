@@ -142,14 +142,6 @@ def topology_part(text: str) -> Topology:
     return Topology(tuple(_group(number, letters, text) for number, letters in _PART.findall(text)))
 
 
-def num_stage_replicas(text: str, max_workers: int = MAX_WORKERS) -> int:
-    """Returns how many replicas of a deployment of stage workers a topology needs: one for each worker.
-
-    Raises RequestError for a text that is no topology.
-    """
-    return parse_topology(text, max_workers).num_workers
-
-
 def _group(number: str, letters: str, text: str) -> WorkerGroup:
     roles = frozenset(stage for stage in STAGES if stage[0] in letters)
     if len(roles) != len(letters) or len(number) > 9 or int(number) == 0:

@@ -9,7 +9,8 @@ from typing import Any
 from fastapi import FastAPI
 
 from epd.control.admission import QueueSummary
-from epd.control.elasticity import Roles, roles_for_newcomer
+from epd.control.elasticity.assignment import roles_for_newcomer
+from epd.control.elasticity.cluster import Roles
 from epd.errors import UnavailableError
 from epd.machine import steady_time_s
 from epd.serve_app.app_args import AppArgs

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from epd.control.elasticity import MediaSample, StageSample
+from epd.control.elasticity.cluster import MediaSample, StageSample
 from epd.control.routing import InFlight
 from epd.encoders.groups import MediaGroup
 from epd.encoders.reduction import ItemReduction

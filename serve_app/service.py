@@ -19,7 +19,8 @@ from typing import Literal, Protocol
 
 from epd.chat import ChatMessage, media_kinds
 from epd.control.arrivals import RequestWork
-from epd.control.elasticity import Decision, ReplicaAdvice
+from epd.control.elasticity.controller import Decision
+from epd.control.elasticity.replicas import ReplicaAdvice
 from epd.control.retention import LevelChange
 from epd.frame_sampling import FrameSampling
 from epd.pixel_limits import OWN_LIMITS, PixelLimits

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from epd.answer_parsers import REASONING_PARSERS, tool_call_parser_of
-from epd.control.elasticity import ControllerConfig
+from epd.control.elasticity.controller import ControllerConfig
 from epd.encoders.checkpoint import Checkpoint
 from epd.engine_config import EngineConfig
 from epd.errors import ModelError

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.errors import RequestError
-from epd.topology import STAGES, Stage, Topology, WorkerGroup, num_stage_replicas, parse_topology
+from epd.topology import STAGES, Stage, Topology, WorkerGroup, parse_topology
 
 E, P, D = STAGES
 
@@ -66,9 +66,9 @@ def test_a_topology_is_read_back_from_its_text(groups: list[WorkerGroup]) -> Non
 
 @pytest.mark.parametrize(("text", "num"), [("1epd", 1), ("1e1p1d", 3), ("2e1p1d", 4), ("1ep2d", 3)])
 def test_a_topology_means_a_replica_for_each_worker(text: str, num: int) -> None:
-    assert num_stage_replicas(text) == num
+    assert parse_topology(text).num_workers == num
 
 
 def test_replicas_are_bounded_as_workers_are() -> None:
     with pytest.raises(RequestError, match="3 workers; allowed are 2"):
-        num_stage_replicas("1e1p1d", max_workers=2)
+        parse_topology("1e1p1d", max_workers=2)

@@ -34,7 +34,8 @@ from benchmarks.epd_pays.live import Layout, Load, Media, Times, drawn, fleet_of
 from benchmarks.epd_pays.mixes import MIXES, MODEL, Arrival, Kind
 from benchmarks.epd_pays.virtual_workers import run_virtual, virtual_workers
 from benchmarks.reporting import RESULTS, Row, markdown
-from epd.control.elasticity import ControllerConfig, roles_for_newcomer
+from epd.control.elasticity.assignment import roles_for_newcomer
+from epd.control.elasticity.controller import ControllerConfig
 from epd.planning.space import Settings
 from epd.serve_app.fleet import WorkerBack, WorkerChanged, WorkerLost
 from epd.serve_app.local.fleet import LocalFleet

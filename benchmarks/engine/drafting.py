@@ -33,7 +33,7 @@ from PIL import Image
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
 from benchmarks.serving.structured import LONG_DOCUMENTS
 from epd.engine_config import EngineConfig
-from epd.eval.demo import HELD_OUT_SEED
+from epd.eval.plan import HELD_OUT_SEED
 from epd.kv.drafting import DEFAULT_MAX_DRAFT, DRAFT_METHODS, DraftConfig, Drafting
 from epd.models import DEFAULT_MODEL, model_folder
 from epd.sampling_params import SamplingParams

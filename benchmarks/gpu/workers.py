@@ -25,7 +25,7 @@ from epd.encoders.adapter import MediaPlan
 from epd.encoders.groups import MediaGroup, plan_groups, prompt_identity
 from epd.sampling_params import SamplingParams
 from epd.serve_app.worker.worker_stages import StageBuilder, WorkerSettings
-from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.connectors.mailbox import InProcessHub
 from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from epd.stages.encode.encoder import EncodeJob
 from epd.stages.encode.encoder_pool import EncoderPool, EncoderPoolShape

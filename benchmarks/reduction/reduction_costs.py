@@ -43,7 +43,7 @@ from epd.models import embedded_model_path
 from epd.reduction import METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.shapes import make_scene
-from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.connectors.mailbox import InProcessHub
 from epd.stages.decode import DecodeStage
 from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from epd.stages.encode.encoder_pool import EncoderPool

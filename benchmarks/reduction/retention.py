@@ -34,7 +34,7 @@ import httpx
 
 from benchmarks.reporting import Row, Section, run_sections, setting
 from benchmarks.serving.serve import Server, serving
-from epd.eval.demo import HELD_OUT_SEED
+from epd.eval.plan import HELD_OUT_SEED
 from epd.shapes import Question, QuestionKind, Scene, make_questions, make_scene
 from epd.video.demo_video import write_demo_video
 

@@ -25,9 +25,9 @@ from epd.bench.bench import BenchPlan, run_bench
 from epd.bench.media import MediaLibrary
 from epd.client.endpoint import Endpoint, find_model
 from epd.errors import UnavailableError
-from epd.workload.access_log import MARK
 from epd.workload.metrics import ClientRecord
 from epd.workload.requests import Workload
+from epd.workload.trace import MARK
 
 _READY_S, _END_S, _POLL_S, _LOG_S = 240.0, 60.0, 0.2, 0.3
 _NOTHING_MORE: Mapping[str, Any] = MappingProxyType({})

@@ -34,7 +34,7 @@ from ray import serve
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
 from epd.bench.media import draw_image
 from epd.chat import ChatMessage, ContentPart
-from epd.control.elasticity import ControllerConfig, RoleController
+from epd.control.elasticity.controller import ControllerConfig, RoleController
 from epd.encoders import FrameSampling
 from epd.engine_config import EngineConfig
 from epd.kv.scheduling import SchedulerConfig

@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.reporting import Row, Section, run_sections, setting
-from epd.control.elasticity import ControllerConfig, Roles
-from epd.control.elasticity.controller import PURE_ROLES
+from epd.control.elasticity.cluster import Roles
+from epd.control.elasticity.controller import PURE_ROLES, ControllerConfig
 from epd.planning.search import Candidate
 from epd.planning.space import Space
 from epd.planning.traffic import planner_for

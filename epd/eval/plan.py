@@ -1,13 +1,26 @@
-"""Plans the questions of an evaluation, and which of them remain."""
+"""Plans the questions of an evaluation, and which remain; draws videos of the shapes world with questions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 
 from epd.errors import RequestError
-from epd.eval.items import EvalCase, EvalSetting
+from epd.eval.items import EvalCase, EvalItem, EvalSetting, EvalVideo
 from epd.eval.verdicts import VerdictLog
+from epd.shapes import make_questions, make_scene
+from epd.shapes.stories import TOLD_KINDS, facts_told, make_stories
+
+# Seeds from here on are never drawn in training; the first billion of them is that of the model card.
+HELD_OUT_SEED = 2_000_000_000
+_SEEDS_PER_RUN = 1_000_000_000
+_SEEDS_PER_SECOND = 100_000
+# A time in a question is this far from any change: twice the gap between frames at one a second.
+_TIME_MARGIN_S = 2.0
+_MAX_DURATION_S = _SEEDS_PER_RUN // _SEEDS_PER_SECOND - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +84,80 @@ def _turned(settings: tuple[EvalSetting, ...], number: int, num_all: int) -> tup
     """Returns the settings rotated by the video's number, so that none is always timed first."""
     first = number * len(settings) // num_all % len(settings)
     return settings[first:] + settings[:first]
+
+
+def demo_cases(
+    num_questions: int,
+    num_frames: Sequence[int],
+    seed: int,
+    duration_s: float | None = None,
+    num_per_kind: int = 1,
+    *,
+    has_stories: bool = False,
+) -> list[EvalCase]:
+    """Returns videos with `num_questions` questions in all, for each number of frames.
+
+    duration_s: of every video, which are then the same for each number of frames; by default one second for
+        each frame.
+    num_per_kind: most questions of one kind about a video.
+    has_stories: kinds that take more than one word are asked about, too.
+    Raises RequestError for numbers that make no sense.
+    """
+    if min(num_questions, num_per_kind) < 1 or seed < 0:
+        raise RequestError(
+            f"--demo is {num_questions}, --per-kind {num_per_kind} and --seed {seed}; "
+            "draw at least 1 question of a kind from a seed of 0 or more"
+        )
+    return [
+        EvalCase(video, frames)
+        for frames in num_frames
+        for video in _videos(num_questions, seed, duration_s or float(frames), num_per_kind, has_stories)
+    ]
+
+
+def _videos(
+    num_questions: int, seed: int, duration_s: float, num_per_kind: int, has_stories: bool
+) -> list[EvalVideo]:
+    """Returns videos with questions of every kind; the last video has the rest of them."""
+    if not 2 <= duration_s <= _MAX_DURATION_S:
+        raise RequestError(
+            f"videos of {duration_s:g} s cannot be drawn; ask for 2 to {_MAX_DURATION_S}, by --seconds"
+        )
+    first = HELD_OUT_SEED + (seed + 1) * _SEEDS_PER_RUN + int(duration_s) * _SEEDS_PER_SECOND
+    videos: list[EvalVideo] = []
+    for number in count():
+        if num_questions <= 0:
+            break
+        videos.append(_video(first + number, duration_s, num_per_kind, num_questions, has_stories))
+        num_questions -= len(videos[-1].items)
+    return videos
+
+
+def _video(
+    seed: int, duration_s: float, num_per_kind: int, max_questions: int, has_stories: bool
+) -> EvalVideo:
+    """Returns one video; questions that were drawn twice are asked once."""
+    scene = make_scene(seed, duration_s)
+    name = f"shapes-{duration_s:g}s-{seed}"
+    rng = random.Random(seed)
+    drawn = make_questions(scene, rng, num_per_kind, _TIME_MARGIN_S)
+    if has_stories:
+        drawn = [*make_stories(scene, rng, _TIME_MARGIN_S / 2, num_per_kind), *drawn]
+    questions = list({(each.earlier, each.text): each for each in drawn}.values())[:max_questions]
+    items = tuple(
+        EvalItem(
+            f"{name}-{index}",
+            question.text,
+            question.answer,
+            kind=str(question.kind),
+            earlier=question.earlier,
+            judge=question.is_answered_by,
+            count_facts=(
+                partial(facts_told, question.kind, scene, _TIME_MARGIN_S)
+                if question.kind in TOLD_KINDS
+                else None
+            ),
+        )
+        for index, question in enumerate(questions)
+    )
+    return EvalVideo(name, scene, items)

@@ -17,6 +17,7 @@ from epd.types import Int64Array
 # drafts be wrong more often.
 _ID_BITS = 21
 MAX_NGRAM = 63 // _ID_BITS
+MIN_NGRAM = 2  # tokens that must match; more are better
 # New tokens from which on NumPy indexes them all at once.
 _FEW_TOKENS = 16
 # Columns of a table of successors.
@@ -45,12 +46,10 @@ class PromptLookup:
     One object per sequence, which may only grow. Work per call is that for the tokens since the last one.
     """
 
-    def __init__(self, *, min_ngram: int = 2, max_ngram: int = MAX_NGRAM) -> None:
-        """Begins with nothing known. min_ngram, max_ngram: tokens that must match; more are better."""
-        if not 1 <= min_ngram <= max_ngram <= MAX_NGRAM:
-            raise ValueError(f"n-grams need 1 <= min <= max <= {MAX_NGRAM}, got {min_ngram} and {max_ngram}")
+    def __init__(self) -> None:
+        """Begins with nothing known."""
         # For each n, from the key of an n-gram to the place of the token after its latest occurrence.
-        self._follows: dict[int, dict[int, int]] = {n: {} for n in range(max_ngram, min_ngram - 1, -1)}
+        self._follows: dict[int, dict[int, int]] = {n: {} for n in range(MAX_NGRAM, MIN_NGRAM - 1, -1)}
         self._num_indexed = 0
 
     def propose(self, token_ids: Int64Array, max_draft: int) -> list[int]:

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from epd.kv.kv_cache import BlockCopy, KVCacheManager
-from epd.kv.reservations import Reservations
-from epd.kv.scheduled_request import RequestOrder, ScheduledRequest, rank_of
+from epd.kv.scheduled_request import RequestOrder, Reservations, ScheduledRequest, rank_of
 from epd.kv.scheduler_output import Chunk, Preemption, Restore, SchedulerOutput
 from epd.types import ceil_div
 

@@ -14,9 +14,17 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from epd.errors import ModelError, StorageFullError, UnsupportedModelError
+from epd.errors import EPDError, ModelError, ModelNotFoundError, StorageFullError, UnsupportedModelError
+from epd.late_module import LateModule
 from epd.models.folder import INDEX, SINGLE, check_folder, format_of, indexed_files, is_shard, weight_files
+
+if TYPE_CHECKING:
+    import huggingface_hub
+    from huggingface_hub import errors
+else:  # it takes a quarter of a second
+    huggingface_hub, errors = LateModule("huggingface_hub"), LateModule("huggingface_hub.errors")
 
 _FOLDER = "models--"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
@@ -70,12 +78,25 @@ class HubModel:
         Raises ModelError for a name, revision or format that is none, ModelNotFoundError where the hub cannot
         be reached, StorageFullError where the disk has no room.
         """
-        found = self.cached()
-        if found is not None:
-            return found
-        from epd.models.download import download  # huggingface_hub, a quarter of a second
+        return self.cached() or self.downloaded()
 
-        return download(self)
+    def downloaded(self) -> Path:
+        """Returns the model's folder in the cache, complete. Raises as `fetched`.
+
+        Only files that are read come: configurations, tokenizer, and the weights that `folder.py` chooses.
+        """
+        try:
+            model = huggingface_hub.HfApi().model_info(self.name, revision=self.revision, files_metadata=True)
+            sizes = {each.rfilename: int(each.size or 0) for each in model.siblings or ()}
+            folder = _got(self, [name for name in sizes if "/" not in name and name.endswith(SMALL)])
+            weights = weights_of(self, folder, sizes)
+            missing = {name: sizes[name] for name in weights if not (folder / name).exists()}
+            check_room(self, missing, "HF_HOME")
+            return _got(self, weights)
+        except EPDError:
+            raise
+        except Exception as error:
+            raise _explained(self, error) from error  # those of the hub's client have several roots
 
 
 def is_name(text: str) -> bool:
@@ -137,3 +158,34 @@ def check_room(model: HubModel, missing: Mapping[str, int], variable: str) -> No
         )
     if needed:
         print(f"downloads {model.name}, {needed / _GB:.1f} GB, to '{folder}'", file=sys.stderr)
+
+
+def _got(model: HubModel, names: Collection[str]) -> Path:
+    """Downloads files, with the hub's bars on a terminal, and returns their folder."""
+    return Path(
+        huggingface_hub.snapshot_download(model.name, revision=model.revision, allow_patterns=sorted(names))
+    )
+
+
+def _explained(model: HubModel, error: Exception) -> ModelError:
+    """Returns the error to raise for one of the hub's client."""
+    if isinstance(error, errors.GatedRepoError):
+        return ModelError(
+            f"the model {model.name} wants its terms accepted; do that on its page at the hub, and set "
+            "HF_TOKEN to a token of your account"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ModelNotFoundError(
+            f"the model {model.name} has no revision {model.revision!r}; allowed: its branches, tags and "
+            "commits; leave --revision out for the main branch"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return ModelNotFoundError(
+            f"there is no folder '{model.name}', and the hub has no model of that name, or a private one; "
+            "check the spelling, or set HF_TOKEN"
+        )
+    reason = " ".join(str(error).split())[:160] or type(error).__name__
+    return ModelNotFoundError(
+        f"there is no folder '{model.name}', no such model in '{cache_folder()}', and the hub did not give "
+        f"it ({reason}); give a folder, or run this where the hub can be reached: {model.command}"
+    )

@@ -1,7 +1,6 @@
 """Draws the shapes world: videos with a known truth, and questions about them."""
 
-from epd.shapes.draw import SceneRenderer
-from epd.shapes.footage import LEVELS, STILL, Footage, footage_level
+from epd.shapes.footage import LEVELS, STILL, Footage, SceneRenderer, footage_level
 from epd.shapes.questions import Question, QuestionKind, make_questions
 from epd.shapes.world import COLOURS, SHAPES, Scene, SceneObject, make_scene
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from epd.control.elasticity import StageSample
+from epd.control.elasticity.cluster import StageSample
 from epd.encode.encode_batching import pick_batch
 from epd.encode.encoder_cache import EncoderCacheManager, GroupKey
 from epd.kv.scheduled_request import RequestOrder, rank_of

@@ -1,6 +1,6 @@
 """Chooses the frames of simulated videos as a server does: `choose_frames` where not all have room.
 
-A server plans its prompts in `stages/frame_budget.py`. Both count with `epd.control.visual_budget`.
+A server plans its prompts in `stages/media.py`. Both count with `epd.control.visual_budget`.
 """
 
 from __future__ import annotations

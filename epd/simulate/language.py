@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from epd.control.elasticity import StageSample
+from epd.control.elasticity.cluster import StageSample
 from epd.errors import InfeasibleError
 from epd.kv.block_pool import BlockPool
 from epd.kv.kv_cache import KVCacheManager

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from epd.control.elasticity import Switch
+from epd.control.elasticity.controller import Switch
 from epd.control.placement import Candidates, Placement
 from epd.control.routing import Router
 from epd.profiles.profile import Profile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from epd.control.elasticity import StageSample
+from epd.control.elasticity.cluster import StageSample
 from epd.simulate.clock import seconds_of
 
 

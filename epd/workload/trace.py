@@ -9,8 +9,11 @@ TIMESTAMP is a date and time, or seconds; ContextTokens counts text and images t
 missing (the text traces), and VideoSeconds, a column of ours, adds one video of that length. Names in any
 case and with any marks, columns in any order, others ignored, separated by commas, semicolons or tabs.
 Source: AzureLMMInferenceDataset2025 of the Azure Public Dataset (ModServe, SoCC 2025). JSON lines are
-Mooncake's (FAST 2025), a folder holds ServeGen's clients (`epd.workload.servegen`). The access log: see
-`epd.workload.access_log`.
+Mooncake's (FAST 2025), a folder holds ServeGen's clients (`epd.workload.servegen`). The access log has a line
+for each request that ended; those that ended without an answer have no sizes and are left out:
+
+    2026-11-21 12:38:01,250 INFO epd.serve_app.observability.record request_id=... status=200 ... total_s=1.2
+    ^ when it ended: it came total_s before
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import math
 import re
 import reprlib
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, time
@@ -32,12 +35,14 @@ from pathlib import Path
 from typing import Any
 
 from epd.errors import RequestError
-from epd.workload.access_log import MARK, parse_log
 from epd.workload.arrivals import TraceArrivals
 from epd.workload.requests import RequestShape, TraceShapes, VideoSpec
 from epd.workload.servegen import draw_day
 from epd.workload.trace_media import TracedRequest, TraceMedia
 
+MARK = "request_id="  # in lines of the access log
+_LOG_TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[,.](\d{3,6})")
+_LOG_FIELD = re.compile(r"(\w+)=(\S+)")
 _REQUIRED = ("timestamp", "contexttokens", "generatedtokens")
 _NUM_SNIFFED = 1000
 _GZIP = b"\x1f\x8b"
@@ -267,3 +272,87 @@ def trace_arrivals(rows: Iterable[TracedRequest], rate_per_s: float | None = Non
 def trace_shapes(rows: Iterable[TracedRequest], media: TraceMedia) -> TraceShapes:
     """Returns the shapes of a trace."""
     return TraceShapes(tuple(row.shape(media) for row in rows))
+
+
+@dataclass(frozen=True, slots=True)
+class LogRow:
+    """One answered request of an access log. Sizes of media are chosen that give its number of visual tokens.
+
+    time_s: of its arrival.
+    num_frames: of all media, an image is one.
+    visual_tokens: of all media, before any were dropped.
+    """
+
+    time_s: float
+    num_media: int
+    num_frames: int
+    visual_tokens: int
+    text_tokens: int
+    completion_tokens: int
+
+    @property
+    def has_videos(self) -> bool:
+        """Whether its media are videos; a request with images beside videos counts as videos."""
+        return self.num_frames > self.num_media
+
+    def shape(self, media: TraceMedia) -> RequestShape:
+        """Returns a request of that size; longer texts and answers are cut."""
+        text, output = media.text_tokens(self.text_tokens), media.output_tokens(self.completion_tokens)
+        if not self.num_media:
+            return RequestShape(text, output)
+        sight = media.sight
+        if not self.has_videos:
+            return RequestShape(
+                text, output, (sight.size(self.visual_tokens / self.num_media),) * self.num_media
+            )
+        frames = self.num_frames / self.num_media
+        pictures = self.num_media * math.ceil(frames / sight.frames_per_token)
+        size = sight.size(self.visual_tokens / pictures)
+        video = VideoSpec(frames / sight.frames_per_s, media.video_fps, size)
+        return RequestShape(text, output, videos=(video,) * self.num_media)
+
+
+def parse_log(lines: Iterable[str], max_rows: int | None = None) -> list[LogRow]:
+    """Returns rows in order of arrival, the first at 0 s. Raises RequestError for nonsense."""
+    rows = sorted(_log_rows(lines), key=lambda row: row.time_s)[:max_rows]
+    if not rows:
+        raise RequestError("the access log has no answered request; at least 1 is needed")
+    start_s = rows[0].time_s
+    return [replace(row, time_s=row.time_s - start_s) for row in rows]
+
+
+def _log_rows(lines: Iterable[str]) -> Iterator[LogRow]:
+    for number, line in enumerate(lines, start=1):
+        head, mark, tail = line.partition(MARK)
+        if not mark:
+            continue
+        fields = dict(_LOG_FIELD.findall(mark + tail))
+        if fields.get("status") != "200" or fields.get("prompt_tokens", "-") == "-":
+            continue
+        try:
+            yield _log_row(head, fields)
+        except (KeyError, ValueError) as error:
+            raise RequestError(
+                f"line {number} of the access log: {error}; it must have the time and fields of epd serve"
+            ) from None
+
+
+def _log_row(head: str, fields: Mapping[str, str]) -> LogRow:
+    visual = int(fields["visual_tokens"])
+    return LogRow(
+        _ended_s(head) - float(fields["total_s"]),
+        int(fields["media"]),
+        int(fields["frames"]),
+        visual + int(fields.get("dropped_tokens", "0")),
+        max(1, int(fields["prompt_tokens"]) - visual),
+        max(1, int(fields["completion_tokens"])),
+    )
+
+
+def _ended_s(head: str) -> float:
+    """Reads the time at the start of a line. The zone is unknown, and only differences count."""
+    found = _LOG_TIME.search(head)
+    if not found:
+        raise ValueError(f"no time such as 2026-11-21 12:38:01,250 in {head.strip()[:40]!r}")
+    moment = datetime.fromisoformat(found[1]).replace(tzinfo=UTC)
+    return moment.timestamp() + float(f"0.{found[2]}")

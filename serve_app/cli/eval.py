@@ -10,10 +10,9 @@ import typer
 from epd import console
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
-from epd.eval.demo import demo_cases
 from epd.eval.files import read_videos
 from epd.eval.items import EvalCase
-from epd.eval.plan import EvalPlan
+from epd.eval.plan import EvalPlan, demo_cases
 from epd.eval.report import Part, as_part, plot_rows, print_rows
 from epd.eval.rows import RowSelection, eval_rows, table_rows
 from epd.eval.verdicts import DEMO, RunInfo, VerdictLog

@@ -31,7 +31,7 @@ from epd.serve_app.files.records import (
     read_record,
     write_record,
 )
-from epd.serve_app.files.settings import check_id, new_id, not_found
+from epd.serve_app.files.settings import FileSettings, check_id, new_id, not_found
 
 _PATIENCE_S = 6 * 3600
 _COPIED_BYTES = 4 << 20
@@ -50,7 +50,7 @@ class UploadStore:
     def create(self, owner: str, asked: UploadRequest) -> UploadObject:
         """Begins an upload. Raises RequestLimitError for too large a file, OverloadedError for too many."""
         self.remove_expired()
-        self._check_size(asked)
+        _check_size(self.settings, asked)
         self._check_number()
         self.files.check_number()
         now = int(time.time())
@@ -69,20 +69,20 @@ class UploadStore:
     def get(self, owner: str, upload_id: str) -> UploadState:
         """Returns an upload and its parts. Raises NotFoundError for one of another owner too."""
         upload = self._stored(owner, upload_id).upload
-        parts = sorted(self._parts(upload_id), key=lambda part: (part.created_at, part.id))
+        parts = sorted(_parts(self._folder, upload_id), key=lambda part: (part.created_at, part.id))
         return UploadState(**upload.model_dump(), parts=parts)
 
     def new_part(self, owner: str, upload_id: str) -> Path:
         """Returns where to write a part. Raises NotFoundError, RequestError, RequestLimitError."""
         self._pending(owner, upload_id)
-        if sum(1 for _ in self._parts(upload_id)) >= MAX_PARTS:
+        if sum(1 for _ in _parts(self._folder, upload_id)) >= MAX_PARTS:
             raise RequestLimitError(f"the upload has {MAX_PARTS} parts; allowed that many; send larger ones")
         return self._folder / f"{new_id('part')}.part"
 
     def keep_part(self, owner: str, upload_id: str, path: Path) -> PartObject:
         """Takes a part that was written. Raises as `new_part`, RequestLimitError beyond what was said."""
         upload = self._pending(owner, upload_id).upload
-        num_bytes = sum(part.bytes for part in self._parts(upload_id)) + path.stat().st_size
+        num_bytes = sum(part.bytes for part in _parts(self._folder, upload_id)) + path.stat().st_size
         # One part may be there twice: its client did not learn that it had arrived.
         allowed = upload.bytes + self.settings.max_part_bytes
         if num_bytes > allowed:
@@ -98,7 +98,7 @@ class UploadStore:
         except BaseException:
             kept.unlink(missing_ok=True)
             raise
-        os.utime(self._record(upload_id))
+        os.utime(_record(self._folder, upload_id))
         return part
 
     def complete(self, owner: str, upload_id: str, asked: CompleteRequest) -> UploadObject:
@@ -107,7 +107,7 @@ class UploadStore:
             if stored.upload.status == "completed":
                 return stored.upload
             self._pending(owner, upload_id)
-            whole = self._joined(stored.upload, self._listed(stored.upload, asked.part_ids))
+            whole = _joined(self._folder, stored.upload, _listed(self._folder, stored.upload, asked.part_ids))
             if asked.md5 is not None:
                 _check_md5(whole, asked.md5)
             return self._finish(stored, file=self._adopted(stored, whole), status="completed")
@@ -129,14 +129,11 @@ class UploadStore:
 
     # One upload
 
-    def _record(self, upload_id: str) -> Path:
-        return self._folder / f"{upload_id}.json"
-
     def _save(self, stored: StoredUpload) -> None:
-        write_record(self._record(stored.upload.id), stored)
+        write_record(_record(self._folder, stored.upload.id), stored)
 
     def _stored(self, owner: str, upload_id: str) -> StoredUpload:
-        record = self._record(check_id("upload", upload_id))
+        record = _record(self._folder, check_id("upload", upload_id))
         stored = read_record(record, StoredUpload)
         if stored is None or stored.owner != owner:
             raise not_found("upload", upload_id)
@@ -163,38 +160,6 @@ class UploadStore:
                 raise OverloadedError(f"the upload {upload_id} is being ended; retry later", 1.0) from None
             yield self._stored(owner, upload_id)
 
-    def _parts(self, upload_id: str) -> Iterator[PartObject]:
-        for path in self._folder.glob(f"{upload_id}.part_*"):
-            with suppress(FileNotFoundError):
-                yield _part(path)
-
-    def _listed(self, upload: UploadObject, part_ids: list[str]) -> list[Path]:
-        """Returns the parts that are named. Raises NotFoundError, RequestError."""
-        if len(set(part_ids)) < len(part_ids):
-            raise RequestError("received a part twice in part_ids; allowed: each once; name them in order")
-        paths = [self._folder / f"{upload.id}.{check_id('part', each)}" for each in part_ids]
-        for path, part_id in zip(paths, part_ids, strict=True):
-            if not path.exists():
-                raise not_found("part", part_id)
-        num_bytes = sum(path.stat().st_size for path in paths)
-        if num_bytes != upload.bytes:
-            raise RequestError(
-                f"the parts have {num_bytes} bytes; allowed: the {upload.bytes} announced; send the others"
-            )
-        return paths
-
-    def _joined(self, upload: UploadObject, parts: list[Path]) -> Path:
-        """Joins the parts; each is removed once it is copied, so that a file takes its room once."""
-        whole = parts[0].rename(self._folder / f"{upload.id}.whole")
-        with whole.open("ab") as joined:
-            for path in parts[1:]:
-                with path.open("rb") as part:
-                    shutil.copyfileobj(part, joined, _COPIED_BYTES)
-                path.unlink()
-            joined.flush()
-            os.fsync(joined.fileno())
-        return whole
-
     def _adopted(self, stored: StoredUpload, whole: Path) -> FileObject:
         upload = stored.upload
         expires_at = None if stored.kept_s is None else int(time.time()) + stored.kept_s
@@ -212,17 +177,6 @@ class UploadStore:
 
     # Limits
 
-    def _check_size(self, asked: UploadRequest) -> None:
-        settings = self.settings
-        is_batch = asked.purpose == "batch"
-        allowed = settings.max_file_bytes if is_batch else settings.max_upload_bytes
-        if asked.bytes > allowed:
-            flag = "--max-file-bytes" if is_batch else "--max-upload-bytes"
-            raise RequestLimitError(
-                f"received a file of {asked.bytes} bytes; allowed: {allowed}; split it, or start the server "
-                f"with a larger {flag}"
-            )
-
     def _check_number(self) -> None:
         uploads = (read_record(path, StoredUpload) for path in self._folder.glob("upload_*.json"))
         pending = sum(1 for each in uploads if each is not None and each.upload.status == "pending")
@@ -230,6 +184,56 @@ class UploadStore:
             raise OverloadedError(
                 f"{pending} uploads are not complete; allowed: {self.settings.max_uploads}; cancel some", 10.0
             )
+
+
+def _record(folder: Path, upload_id: str) -> Path:
+    return folder / f"{upload_id}.json"
+
+
+def _parts(folder: Path, upload_id: str) -> Iterator[PartObject]:
+    for path in folder.glob(f"{upload_id}.part_*"):
+        with suppress(FileNotFoundError):
+            yield _part(path)
+
+
+def _listed(folder: Path, upload: UploadObject, part_ids: list[str]) -> list[Path]:
+    """Returns the parts that are named. Raises NotFoundError, RequestError."""
+    if len(set(part_ids)) < len(part_ids):
+        raise RequestError("received a part twice in part_ids; allowed: each once; name them in order")
+    paths = [folder / f"{upload.id}.{check_id('part', each)}" for each in part_ids]
+    for path, part_id in zip(paths, part_ids, strict=True):
+        if not path.exists():
+            raise not_found("part", part_id)
+    num_bytes = sum(path.stat().st_size for path in paths)
+    if num_bytes != upload.bytes:
+        raise RequestError(
+            f"the parts have {num_bytes} bytes; allowed: the {upload.bytes} announced; send the others"
+        )
+    return paths
+
+
+def _joined(folder: Path, upload: UploadObject, parts: list[Path]) -> Path:
+    """Joins the parts; each is removed once it is copied, so that a file takes its room once."""
+    whole = parts[0].rename(folder / f"{upload.id}.whole")
+    with whole.open("ab") as joined:
+        for path in parts[1:]:
+            with path.open("rb") as part:
+                shutil.copyfileobj(part, joined, _COPIED_BYTES)
+            path.unlink()
+        joined.flush()
+        os.fsync(joined.fileno())
+    return whole
+
+
+def _check_size(settings: FileSettings, asked: UploadRequest) -> None:
+    is_batch = asked.purpose == "batch"
+    allowed = settings.max_file_bytes if is_batch else settings.max_upload_bytes
+    if asked.bytes > allowed:
+        flag = "--max-file-bytes" if is_batch else "--max-upload-bytes"
+        raise RequestLimitError(
+            f"received a file of {asked.bytes} bytes; allowed: {allowed}; split it, or start the server "
+            f"with a larger {flag}"
+        )
 
 
 def _part(path: Path) -> PartObject:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from epd.control.elasticity import ReplicaAdvice
+from epd.control.elasticity.replicas import ReplicaAdvice
 from epd.serve_app.service import RetentionStatus, RoleSwitch, WorkerStatus
 
 

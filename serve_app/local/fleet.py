@@ -37,7 +37,7 @@ from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.serve_app.worker.worker_thread import IDLE_S, Call, WorkerCallbacks, WorkerThread, fault_of
 from epd.serve_app.worker_info import WorkerInfo
-from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.connectors.mailbox import InProcessHub
 from epd.stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
 from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
 from epd.stages.placement import Placement

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from epd.control.elasticity import ControllerConfig
+from epd.control.elasticity.controller import ControllerConfig
 from epd.profiles.profile import Profile
 from epd.simulate.clock import seconds_of
 from epd.simulate.language import PassTicks

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from epd.control.elasticity import roles_for_newcomer
+from epd.control.elasticity.assignment import roles_for_newcomer
 from epd.control.lateness import Looks, excused
 from epd.serve_app.network.calls import Channel
 from epd.serve_app.network.link import Link, LinkClosedError, connect

@@ -19,11 +19,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from epd.serve_app.network.access import Access, Exported, InRanks, Mapped, OpenedPools, Staged
 from epd.serve_app.network.memory import PoolFiles
-from epd.serve_app.network.packing import AnyPool, AnyShape, pack, parts_of
-from epd.serve_app.network.part_queue import PartQueue, Shipment
-from epd.serve_app.network.routes import PeerPlace, Route, choose_route
+from epd.serve_app.network.packing import AnyPool, AnyShape, PartQueue, Shipment, pack, parts_of
+from epd.serve_app.network.routes import (
+    Access,
+    Exported,
+    InRanks,
+    Mapped,
+    OpenedPools,
+    PeerPlace,
+    Route,
+    Staged,
+    choose_route,
+)
 from epd.stages.connectors.gpu_memory import CudaMemory, GpuMemory, HandleError
 from epd.stages.connectors.mailbox import MailboxConnector, Message
 from epd.stages.encode.encoder_pool import EncoderPool, EncoderPoolShape

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
-from epd.control.elasticity import MediaSample
+from epd.control.elasticity.cluster import MediaSample
 from epd.errors import EPDError
 from epd.serve_app.fleet import FramesLostError
 from epd.serve_app.media_messages import NotHeldError, PlanImages, ReadFrames

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from epd.control.arrivals import TrafficTotals
-from epd.control.elasticity import ReplicaAdvice
+from epd.control.elasticity.replicas import ReplicaAdvice
 from epd.control.loss_policy import LossReport
 from epd.serve_app.network.link import Address
 from epd.serve_app.worker_info import WorkerInfo

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from epd.control.elasticity import ControllerConfig
+from epd.control.elasticity.controller import ControllerConfig
 from epd.control.loss_policy import LossLimits
 from epd.control.retention import RetentionConfig
 from epd.encode.sharding import Sharding
@@ -35,7 +35,7 @@ class OrchestratorConfig:
     losses: which requests are to blame for losses, and refused for a while
     max_prefills: requests whose prompt one worker computes at a time
     unavailable_s: how long a request waits while a role has no worker
-    stall_timeout_s: after which a silent attempt is lost, see `stall_policy`; longer than a worker's step
+    stall_timeout_s: after which a silent attempt is lost, see `stalled`; longer than a worker's step
     max_backlog_patches: see `EncodeDispatcher`
     num_planning_threads: threads that tokenise what is not short
     sharding: of one request's groups over the encoders

@@ -6,7 +6,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from epd.control.elasticity import Roles, Switch, WorkerStanding, replacement_for
+from epd.control.elasticity.assignment import replacement_for
+from epd.control.elasticity.cluster import Roles, WorkerStanding
+from epd.control.elasticity.controller import Switch
 from epd.errors import EPDError
 from epd.serve_app.messages import WorkerLoad
 from epd.serve_app.orchestration.requests import Shared

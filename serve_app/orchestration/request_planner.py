@@ -29,9 +29,8 @@ from epd.serve_app.orchestration.live_answer import AnswerPlan
 from epd.serve_app.service import AnswerRequest, MediaSource, ModelCard
 from epd.serve_app.token_text import TokenTexts
 from epd.stages.engine.generation import generation_settings
-from epd.stages.frame_budget import BudgetedMedia, PromptRoom, plan_within
 from epd.stages.loading.weight_files import weights_revision
-from epd.stages.media import plan_video
+from epd.stages.media import BudgetedMedia, PromptRoom, plan_video, plan_within
 
 _MAX_SEED = 2**31
 # Number of video plans kept, by content: a second question about a video does not list its frames again.

@@ -282,7 +282,7 @@ class _SwitchRun:
         """Gives the worker its former roles; a lost worker is restarted with them."""
         for _ in range(_NUM_ROLL_BACKS):
             try:
-                await self.shared.fleet.send(self._address, self.name, SetRoles(self.info.roles))
+                await self.shared.fleet.send(min(self.info.roles), self.name, SetRoles(self.info.roles))
             except WorkerLostError:
                 return
             except Exception:
@@ -292,10 +292,6 @@ class _SwitchRun:
                 return
 
     # Messages
-
-    @property
-    def _address(self) -> Stage:
-        return min(self.info.roles)
 
     async def _remaining(self) -> RemainingWork:
         return await self._send(AskRemaining(self.leaving))
@@ -308,6 +304,6 @@ class _SwitchRun:
         left_s = self.start_s + self.limits.limit_s - time.monotonic()
         try:
             async with asyncio.timeout(max(left_s, 0.0)):
-                return await self.shared.fleet.send(self._address, self.name, message)
+                return await self.shared.fleet.send(min(self.info.roles), self.name, message)
         except TimeoutError:
             raise UnavailableError(f"it took more than {self.limits.limit_s:g} s") from None

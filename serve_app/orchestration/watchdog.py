@@ -1,4 +1,8 @@
-"""Ends attempts that make no progress, so that they are retried, see `stall_policy`.
+"""Ends attempts that make no progress for too long, and without a good reason, so that they are retried.
+
+    silent for timeout_s, and so are all workers that have it    stalled: a message was lost
+    silent for timeout_s, but one of them does other work        it waits for its turn
+    silent for MAX_TURN times timeout_s                          stalled: no turn takes that long
 
 Before that, the log says what those wait for that have made none for a while:
 
@@ -12,11 +16,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from epd.control.lateness import Looks, excused
-from epd.control.stall_policy import Watched, stalled
 from epd.serve_app.messages import WorkerLoad, WorkerReport
 from epd.serve_app.orchestration.requests import Attempt, Outcome, Shared
 
@@ -25,6 +28,7 @@ logger = logging.getLogger(__name__)
 _MAX_LOOK_S = 5.0  # between looks
 _SAY_AFTER_S = 30.0  # without progress, and between lines about it
 _MAX_NAMED = 3  # requests that are named for each reason
+MAX_TURN = 10
 
 
 class Watchdog:
@@ -139,3 +143,30 @@ def _summary(waits: Iterable[tuple[str, str]]) -> str:
 
 def _named(ids: list[str]) -> str:
     return ", ".join(ids[:_MAX_NAMED]) + (", ..." if len(ids) > _MAX_NAMED else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Watches an attempt that workers have. event_s: time of its last event."""
+
+    attempt_id: str
+    workers: frozenset[str]
+    event_s: float
+
+
+def stalled(
+    attempts: Iterable[Watched], progress_s: Mapping[str, float], now_s: float, timeout_s: float
+) -> list[str]:
+    """Returns the ids of stalled attempts. Times in seconds on one clock.
+
+    progress_s: time of each worker's last progress with anything.
+    """
+
+    def is_stalled(each: Watched) -> bool:
+        silent_s = now_s - each.event_s
+        idle_s = now_s - max(
+            (progress_s.get(name, each.event_s) for name in each.workers), default=each.event_s
+        )
+        return silent_s > MAX_TURN * timeout_s or min(silent_s, idle_s) > timeout_s
+
+    return [each.attempt_id for each in attempts if is_stalled(each)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from epd.control.elasticity import StageSample
+from epd.control.elasticity.cluster import StageSample
 from epd.control.routing import InFlight
 from epd.encoders.groups import MediaGroup
 from epd.errors import InfeasibleError, UnavailableError

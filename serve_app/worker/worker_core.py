@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from epd.control.elasticity import StageSample
+from epd.control.elasticity.cluster import StageSample
 from epd.control.routing import InFlight
 from epd.machine import steady_time_s
 from epd.serve_app.messages import (

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from epd.control.elasticity import StageSample
+from epd.control.elasticity.cluster import StageSample
 from epd.control.routing import InFlight
 from epd.errors import EncodeError, UnavailableError
 from epd.serve_app.messages import (

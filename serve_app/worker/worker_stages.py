@@ -45,7 +45,7 @@ from epd.stages.memory_sizing import (
 )
 from epd.stages.placement import Placement
 from epd.stages.prefill import PrefillStage
-from epd.stages.ranks.engine_ranks import EngineRanks
+from epd.stages.ranks.communicator import EngineRanks
 from epd.stages.ranks.group import ProcessRanks, load_with_ranks
 from epd.stages.ranks.group_pools import PoolSharing
 from epd.topology import Stage, TensorParallel, role_letters

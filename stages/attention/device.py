@@ -27,18 +27,20 @@ from epd.encoders.device import arrays_to_device
 from epd.encoders.kernels.dispatch import uses_kernels
 from epd.stages import kernels
 from epd.stages.attention.pieces import SharedRun, find_runs
-from epd.stages.kernels.paged_plain import attend_plain
-from epd.stages.kernels.tiles import AlikeSegments, PagedSegments, PagedWork
-from epd.stages.kernels.tiling import MOST_SHORT, Tiling, tiling
-from epd.stages.kernels.work_list import (
+from epd.stages.kernels.tiles import (
     ITEM_WIDTH,
     LEAST_KEYS,
     MERGE_WIDTH,
+    AlikeSegments,
+    PagedSegments,
+    PagedWork,
     Tiles,
     WorkList,
+    attend_plain,
     segment_tiles,
     work_list,
 )
+from epd.stages.kernels.tiling import MOST_SHORT, Tiling, tiling
 from epd.types import BoolArray, Int32Array, Int64Array, ceil_div
 
 # What a GPU could read in the time of the two launches more that a layer takes: 3 microseconds at 2.8 TB/s.

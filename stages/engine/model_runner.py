@@ -29,8 +29,7 @@ from epd.stages.decoder.delta_rule import DeltaPlan
 from epd.stages.decoder.layers import embedding_of, head_of
 from epd.stages.decoder.linear import Linear
 from epd.stages.decoder.lora import LoRARows, not_ours, read_adapters
-from epd.stages.engine.decode_graphs import DecodeGraphs, DecodeShape, graph_sizes
-from epd.stages.engine.graphs import GraphMaker
+from epd.stages.engine.graphs import DecodeGraphs, DecodeShape, GraphMaker, graph_sizes
 from epd.stages.engine.kv_pool import KVLayout, KVPools
 from epd.stages.engine.packed_pass import (
     GroupKind,

@@ -1,4 +1,4 @@
-"""Computes attention over a paged KV cache on a GPU. Its twin is `epd.stages.kernels.paged_plain`.
+"""Computes attention over a paged KV cache on a GPU. Its twin is `epd.stages.kernels.tiles`.
 
 One program takes one *item* of the host's work list: a tile (some new tokens, times the G query heads of one
 KV head) and some of the keys that it attends. The tokens are of one segment, or of several that share these.

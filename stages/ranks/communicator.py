@@ -1,10 +1,12 @@
-"""Moves tensors between the ranks of a group: by gloo between CPUs, by NCCL between GPUs.
+"""Moves tensors between the ranks of a group, by gloo or NCCL, and tells ranks which engine a step is for.
 
 All ranks are on one machine and meet at a file; gloo listens on the loopback device alone.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epd.stages.rank import Rank
+from epd.stages.rank import Rank, RankGroup
 
 # How long a rank waits for the others in one exchange. They may be compiling kernels, not loading weights.
 EXCHANGE_S = 60.0
@@ -64,3 +66,45 @@ def _group(store: Any, rank: Rank, device: torch.device, timeout: timedelta) -> 
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
     gloo._timeout = timeout
     return dist.ProcessGroupGloo(store, rank.index, rank.size, gloo)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """Addresses a step to one engine. step: None ends the engine, and frees its pools."""
+
+    engine: str
+    step: object
+
+
+class EngineRanks:
+    """Is one engine's connection to its counterparts at the other ranks."""
+
+    def __init__(self, ranks: RankGroup, engine: str) -> None:
+        self._ranks = ranks
+        self._engine = engine
+
+    @property
+    def rank(self) -> Rank:
+        return self._ranks.rank
+
+    def tell(self, step: object) -> None:
+        self._ranks.tell(EngineStep(self._engine, step))
+
+    def ask(self, step: object) -> list[Any]:
+        return self._ranks.ask(EngineStep(self._engine, step))
+
+    def close(self) -> None:
+        """Ends the engine at the other ranks."""
+        self.tell(None)
+
+    def add_up(self, tensor: Tensor) -> None:
+        self._ranks.add_up(tensor)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        return self._ranks.gather(tensor)
+
+    def share(self, tensor: Tensor) -> None:
+        self._ranks.share(tensor)
+
+    def computing(self) -> AbstractContextManager[None]:
+        return self._ranks.computing()

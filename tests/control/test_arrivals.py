@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.control.arrivals import Arrivals, RequestWork, TrafficTotals
-from epd.control.elasticity import StageSample, TrafficEstimator, WorkerSample
+from epd.control.elasticity.cluster import StageSample, WorkerSample
+from epd.control.elasticity.estimator import TrafficEstimator
 
 WORKS = st.builds(
     RequestWork,

@@ -15,7 +15,7 @@ import yaml
 
 import epd
 from epd.serve_app.app_args import AppArgs
-from epd.topology import num_stage_replicas
+from epd.topology import parse_topology
 from tests.deploy.chart import CHART, DEFAULTS, MANIFEST, manifest, merged, objects, refusals
 from tests.deploy.drawn_values import TOPOLOGIES, drawn
 from tests.deploy.kuberay import Pod, admits, groups, problems, unplaced
@@ -78,7 +78,7 @@ def test_a_topology_gets_its_workers_and_serve_its_arguments(topology: str, grow
     values = {"args": {"topology": topology}, "autoscaling": {"enabled": grows}}
     service = by_kind(values)["RayService"]
     stage = at_first(service)[-1]
-    assert stage["num_replicas"] == num_stage_replicas(topology)
+    assert stage["num_replicas"] == parse_topology(topology).num_workers
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     assert AppArgs(**application["args"]).resolved().elastic == grows
     assert service["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"] == grows

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from epd.serve_app.app_args import AppArgs
-from epd.topology import num_stage_replicas, parse_topology
+from epd.topology import parse_topology
 from tests import ROOT
 from tests.deploy.kuberay import groups, unplaced
 
@@ -67,7 +67,7 @@ def test_it_names_the_deployments_of_the_application(name: str) -> None:
 def test_every_worker_of_the_topology_has_a_replica(name: str) -> None:
     stage = deployments(name)["Stage"]
     start = stage.get("num_replicas") or stage["autoscaling_config"]["initial_replicas"]
-    assert start == num_stage_replicas(application(name)["args"]["topology"])
+    assert start == parse_topology(application(name)["args"]["topology"]).num_workers
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from epd.eval.demo import demo_cases
+from epd.eval.plan import demo_cases
 from epd.shapes.questions import ONE_WORD_KINDS
 
 

@@ -1,6 +1,6 @@
 """How questions are put, how answers are judged, and which videos a seed draws.
 
-Modules: `epd/eval/demo.py`.
+Modules: `epd/eval/plan.py`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 
 from epd.errors import RequestError
-from epd.eval import demo
-from epd.eval.demo import demo_cases
+from epd.eval import plan
 from epd.eval.items import EvalItem, chosen_letter
+from epd.eval.plan import demo_cases
 from epd.shapes import Scene
 from training.clips import HELD_OUT_SEED
 
@@ -103,7 +103,7 @@ def test_the_same_seed_draws_the_same_demo_and_more_questions_only_add_to_it() -
 
 
 def test_demo_scenes_are_never_those_of_training_or_the_model_card() -> None:
-    assert demo.HELD_OUT_SEED == HELD_OUT_SEED
+    assert plan.HELD_OUT_SEED == HELD_OUT_SEED
     scenes = [case.video.source for case in demo_cases(5, [2, 9999], seed=0)]
     assert all(isinstance(each, Scene) and each.seed >= HELD_OUT_SEED + 10**9 for each in scenes)
 

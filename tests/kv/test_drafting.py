@@ -67,11 +67,6 @@ def test_a_sequence_that_shrinks_is_an_error() -> None:
         proposal([1, 2], 1, lookup)
 
 
-def test_only_n_grams_that_fit_into_a_key_are_allowed() -> None:
-    with pytest.raises(ValueError, match="1 <= min <= max <= 3, got 2 and 4"):
-        PromptLookup(max_ngram=4)
-
-
 def test_work_per_token_does_not_grow_with_the_sequence() -> None:
     """Only n-grams that end in new tokens are taken up."""
     lookup = PromptLookup()

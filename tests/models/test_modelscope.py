@@ -1,7 +1,4 @@
-"""A model by its name at ModelScope: from its client's cache, or by a download of the files that are read.
-
-Modules: `epd/models/modelscope_download.py`.
-"""
+"""A model by its name at ModelScope: from its client's cache, or by a download of the files that are read."""
 
 from __future__ import annotations
 

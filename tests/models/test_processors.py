@@ -28,7 +28,7 @@ from epd.encoders import OWN_LIMITS, FrameSampling, PixelLimits, VideoFacts, loa
 from epd.errors import RequestError
 from epd.pixel_settings import AUTHORS, AUTHORS_LIMITS, BARE_PROCESSOR, PixelSettings
 from epd.reduction import KEEP_ALL, VisualBudget
-from epd.stages.frame_budget import PromptRoom, plan_within
+from epd.stages.media import PromptRoom, plan_within
 from tests.models.processors import PROCESSORS
 from tests.models.published import PUBLISHED
 from tests.models.real_tokenizer import NUM_MERGED, qwen_tokenizer, qwen_words

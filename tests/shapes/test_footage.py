@@ -1,7 +1,4 @@
-"""However a scene is filmed, looking at the frames finds its truth; filmed plainly, not a bit changes.
-
-Modules: `epd/shapes/draw.py`.
-"""
+"""However a scene is filmed, looking at the frames finds its truth; filmed plainly, not a bit changes."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.score.calibrating import kept_job
-from epd.control.prompt_load import PromptLoadEstimator
 from epd.control.retention import RetentionConfig, RetentionController
 from epd.profiles.profile import Profile
+from epd.serve_app.orchestration.retention import PromptLoadEstimator
 from epd.simulate import Deployment, Job, Simulation
 from epd.simulate.clock import seconds_of
 from epd.simulate.requests import RequestState

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from epd.control.elasticity import Switch
+from epd.control.elasticity.controller import Switch
 from epd.encode.encoder_cache import EncoderCacheManager
 from epd.profiles.profile import Profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult

@@ -18,7 +18,7 @@ from epd.profiles.host import PromptRule
 from epd.reduction import KEEP_ALL, VisualBudget
 from epd.simulate import JobMaker
 from epd.simulate.frame_choice import FrameChooser, VideoWishes
-from epd.stages.frame_budget import PromptRoom, plan_within
+from epd.stages.media import PromptRoom, plan_within
 from epd.workload.requests import PlannedRequest, RequestShape, Resolution, VideoSpec
 
 NAMES = ("Qwen2.5-VL-7B", "Qwen3-VL-8B", "InternVL3-8B", "LLaVA-OneVision-7B")

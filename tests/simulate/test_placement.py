@@ -22,7 +22,7 @@ from benchmarks.published.paper import (
     paper_deployment,
     paper_profile,
 )
-from epd.control.elasticity import ControllerConfig, Switch
+from epd.control.elasticity.controller import ControllerConfig, Switch
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.profile import Profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.connectors.mailbox import InProcessHub
 from epd.stages.decode import DecodeStage
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import StepResult, TokenOutput

@@ -24,7 +24,7 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.reduction import KEEP_ALL, PREFILL_METHODS, QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.stages.attention import device as attention_device
-from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.connectors.mailbox import InProcessHub
 from epd.stages.decode import DecodeStage
 from epd.stages.encode.embedding_receiver import EmbeddingReceiver, EmbeddingSplicer
 from epd.stages.encode.encoder import EncodeJob, EncodeStage

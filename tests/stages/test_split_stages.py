@@ -10,7 +10,7 @@ import pytest
 from epd.kv.kv_identity import token_identity
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.connectors.mailbox import InProcessHub
 from epd.stages.decode import DecodeStage
 from epd.stages.prefill import PrefillStage
 from epd.transfer.connectors import TransferOutcome

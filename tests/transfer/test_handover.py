@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from epd.errors import InfeasibleError
-from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.connectors.mailbox import InProcessHub
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, TransferOutcome
 from epd.transfer.handover import HandoverEnd, merged
 from tests.stages.handover_workers import DecodeWorker, PrefillWorker, kv_of, pools_shape, state_of

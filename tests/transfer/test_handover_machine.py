@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.connectors.mailbox import InProcessHub
 from epd.transfer.connectors import TransferOutcome
 from tests.stages.handover_workers import DecodeWorker, PrefillWorker, pools_shape
 

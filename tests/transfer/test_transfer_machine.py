@@ -16,7 +16,7 @@ from torch import nn
 
 from epd.encode.encoder_cache import EncoderCacheManager, GroupSpec
 from epd.encoders.batch import FrameEncoder
-from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.connectors.mailbox import InProcessHub
 from epd.stages.encode.embedding_receiver import EmbeddingReceiver
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
 from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool

@@ -14,10 +14,11 @@ from epd.video.containers.avi_times import timed
 from epd.video.containers.info import VideoInfo
 from epd.video.containers.limits import DEFAULT_LIMITS
 from epd.video.containers.mp4_edits import open_as_shown
+from epd.video.containers.orientation import display_matrix, upright
 from epd.video.containers.probe import describe
 from epd.video.containers.steady_clock import SteadyClock
-from epd.video.containers.timestamps import FrameClock
-from epd.video.decoding.pixels import Size, exact_resize, exact_rgb
+from epd.video.decoding.pixels import Size, exact_resize
+from epd.video.decoding.session import FrameClock
 from epd.video.sources.source import Media, OpenVideo, Source, as_media, reason
 
 TimedFrame = tuple[int, VideoFrame]
@@ -76,4 +77,7 @@ def _decoded(video: OpenVideo, info: VideoInfo) -> Iterator[TimedFrame]:
 
 
 def _pixels(timed: TimedFrame, size: Size | None) -> tuple[int, UInt8Array]:
-    return timed[0], exact_resize(exact_rgb(timed[1]), size)
+    """PyAV's plain conversion, turned upright."""
+    frame = timed[1]
+    pixels = np.asarray(frame.to_ndarray(format="rgb24", threads=1), dtype=np.uint8)
+    return timed[0], exact_resize(upright(pixels, display_matrix(frame)), size)

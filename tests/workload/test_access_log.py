@@ -17,9 +17,9 @@ from epd.serve_app.observability.logs import write_logs
 from epd.serve_app.observability.record import RequestRecord
 from epd.serve_app.service import AnswerEnd
 from epd.types import StageTimings, Usage
-from epd.workload.access_log import parse_log
 from epd.workload.config import load_workload
 from epd.workload.requests import RequestShape, Resolution
+from epd.workload.trace import parse_log
 from epd.workload.trace_media import ModelSight
 
 

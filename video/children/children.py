@@ -119,7 +119,7 @@ class MediaChildren:
         self._changed = threading.Condition()
         self._idle: list[Child] = []
         self._parked: OrderedDict[Hashable, Child] = OrderedDict()  # of streams that nobody reads now
-        self._num_children = 0
+        self.num_children = 0
         atexit.register(self.close)
 
     # Jobs
@@ -173,7 +173,7 @@ class MediaChildren:
         except ChildGoneError as error:
             raise self._gone(child, name, seconds, is_late=time.monotonic() >= end_s) from error
         if "error" in reply:
-            raise self._error(child, reply, name)
+            raise _error(child, reply, name, self.limits.memory_bytes)
         return reply, payload
 
     def _gone(self, child: Child, name: str, seconds: float, *, is_late: bool) -> EPDError:
@@ -190,21 +190,6 @@ class MediaChildren:
             f"{name} crashed the process that read it; allowed: files within its limits of memory and "
             "time; encode it again, smaller"
         )
-
-    def _error(self, child: Child, reply: Header, name: str) -> EPDError:
-        kind, message = str(reply["error"]), str(reply.get("message"))
-        if kind in _ERRORS:
-            # FFmpeg may have spoiled its memory, or have too little of it, which it calls a broken file.
-            child.is_sound &= kind != CorruptMediaError.__name__
-            return _ERRORS[kind](message)
-        child.is_sound = False
-        if kind == MemoryError.__name__:
-            return MediaLimitError(
-                f"{name} needs more memory to read than the {self.limits.memory_bytes} bytes that are "
-                "allowed; encode it again, smaller"
-            )
-        logger.warning("media process %d failed on a file: %s", child.pid, message)
-        return CorruptMediaError(f"{name} cannot be read; allowed: intact files; encode it again")
 
     # Children
 
@@ -226,10 +211,10 @@ class MediaChildren:
     def _next(self) -> Child:
         with self._changed:
             end_s = time.monotonic() + self.limits.patience_s
-            while not self._idle and self._num_children >= self.limits.max_children:
+            while not self._idle and self.num_children >= self.limits.max_children:
                 if self._parked:
                     _, child = self._parked.popitem(last=False)
-                    return _ended(child)
+                    return ended(child)
                 if not self._changed.wait(end_s - time.monotonic()):
                     raise UnavailableError(
                         f"all {self.limits.max_children} media processes have been busy for "
@@ -237,7 +222,7 @@ class MediaChildren:
                     )
             if self._idle:
                 return self._idle.pop()
-            self._num_children += 1
+            self.num_children += 1
         try:
             return self.server.fork()
         except BaseException:
@@ -259,7 +244,7 @@ class MediaChildren:
 
     def _forget(self) -> None:
         with self._changed:
-            self._num_children -= 1
+            self.num_children -= 1
             self._changed.notify()
 
     def park(self, stream: Hashable, child: Child) -> None:
@@ -273,28 +258,36 @@ class MediaChildren:
         with self._changed:
             return self._parked.pop(stream, None)
 
-    def end_stream(self, child: Child) -> None:
-        """Takes back a child that is done with its stream. Does not wait for it."""
-        self.give_back(_ended(child))
-
-    @property
-    def num_children(self) -> int:
-        return self._num_children
-
     def close(self) -> None:
         """Ends all children, including those that callers wait for."""
         self.server.close()
         atexit.unregister(self.close)
         with self._changed:
             left = [*self._idle, *self._parked.values()]
-            self._num_children -= len(left)
+            self.num_children -= len(left)
             self._idle.clear()
             self._parked.clear()
         for child in left:
             child.close()
 
 
-def _ended(child: Child) -> Child:
+def _error(child: Child, reply: Header, name: str, memory_bytes: int) -> EPDError:
+    kind, message = str(reply["error"]), str(reply.get("message"))
+    if kind in _ERRORS:
+        # FFmpeg may have spoiled its memory, or have too little of it, which it calls a broken file.
+        child.is_sound &= kind != CorruptMediaError.__name__
+        return _ERRORS[kind](message)
+    child.is_sound = False
+    if kind == MemoryError.__name__:
+        return MediaLimitError(
+            f"{name} needs more memory to read than the {memory_bytes} bytes that are "
+            "allowed; encode it again, smaller"
+        )
+    logger.warning("media process %d failed on a file: %s", child.pid, message)
+    return CorruptMediaError(f"{name} cannot be read; allowed: intact files; encode it again")
+
+
+def ended(child: Child) -> Child:
     """Asks a child to end its stream; the next to take the child reads its answer."""
     with suppress(ChildGoneError):
         send(child.socket, {})

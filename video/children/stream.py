@@ -10,7 +10,7 @@ import numpy as np
 
 from epd.errors import CancelledError
 from epd.types import Frames
-from epd.video.children.children import MediaChildren, attempted_twice, nonsense
+from epd.video.children.children import MediaChildren, attempted_twice, ended, nonsense
 from epd.video.children.process import Child
 from epd.video.children.wire import Header
 from epd.video.decoding.pixels import Size
@@ -115,7 +115,7 @@ class ChildStream:
                 return self._children.park(self, child)
         if is_over or not child.is_sound:
             return self._children.give_back(child)
-        return self._children.end_stream(child)
+        return self._children.give_back(ended(child))
 
     def close(self) -> None:
         """Stops decoding and any waiting `read`. Does not block; calling it again does nothing."""
@@ -128,4 +128,4 @@ class ChildStream:
         if child is not None:
             child.kill()
         elif (parked := self._children.unpark(self)) is not None:
-            self._children.end_stream(parked)
+            self._children.give_back(ended(parked))

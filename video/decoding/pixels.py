@@ -65,12 +65,6 @@ class FrameConverter:
         return rows[:height, : width * 3].reshape(height, width, 3)
 
 
-def exact_rgb(frame: VideoFrame) -> UInt8Array:
-    """Returns full-size upright RGB, uint8 [H, W, 3], by PyAV's plain conversion."""
-    pixels = np.asarray(frame.to_ndarray(format="rgb24", threads=1), dtype=np.uint8)
-    return upright(pixels, display_matrix(frame))
-
-
 def exact_resize(pixels: UInt8Array, size: Size | None) -> UInt8Array:
     """Resizes by torchvision's antialiased bicubic on uint8; `size` is (height, width), None keeps it."""
     if size is None or pixels.shape[:2] == tuple(size):

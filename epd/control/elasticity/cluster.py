@@ -138,11 +138,6 @@ class StageTraffic:
     peak: float
     lasting_peak: float
 
-    @property
-    def predicted(self) -> float:
-        """Returns the utilisation at the end of the horizon; above 1 a queue grows."""
-        return self.demand / self.num_workers if self.num_workers else math.inf if self.demand else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class ClusterTraffic:

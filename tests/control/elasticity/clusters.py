@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from epd.control.elasticity import ClusterTraffic, Roles, StageNeed, StageTraffic, WorkerStanding
+from epd.control.elasticity.cluster import ClusterTraffic, Roles, StageNeed, StageTraffic, WorkerStanding
 from epd.topology import STAGES, Stage, parse_topology
 
 # A request takes 1 s of encoding, 0.2 s of prefill, and 200 steps of 10 ms and 2 ms for each of its kind.

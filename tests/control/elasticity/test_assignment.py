@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd.control.elasticity import ClusterTraffic, Roles, Switch, replacement_for, roles_for_newcomer
-from epd.control.elasticity.assignment import layout_for
+from epd.control.elasticity.assignment import layout_for, replacement_for, roles_for_newcomer
+from epd.control.elasticity.cluster import ClusterTraffic, Roles
+from epd.control.elasticity.controller import Switch
 from epd.topology import STAGES, Topology, WorkerGroup, parse_topology, role_letters
 from tests.control.elasticity.clusters import cluster, roles_of
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from epd.control.elasticity import ClusterTraffic, ControllerConfig, RoleController, Roles, StageNeed, Switch
+from epd.control.elasticity.cluster import ClusterTraffic, Roles, StageNeed
+from epd.control.elasticity.controller import ControllerConfig, RoleController, Switch
 from epd.topology import STAGES, Stage
 from tests.control.elasticity.clusters import cluster, roles_of
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd.control.elasticity import StageNeed
+from epd.control.elasticity.cluster import StageNeed
 from epd.control.elasticity.controller import SwitchHistory
 from epd.control.elasticity.forecast import USABLE, Phase, look_ahead
 from epd.topology import STAGES, Stage

@@ -11,14 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd.control.elasticity import (
-    ClusterTraffic,
-    MediaReplicas,
-    MediaSample,
-    ReplicaAdvice,
-    ReplicaConfig,
-    StageReplicas,
-)
+from epd.control.elasticity.cluster import ClusterTraffic, MediaSample
+from epd.control.elasticity.replicas import MediaReplicas, ReplicaAdvice, ReplicaConfig, StageReplicas
 from epd.topology import parse_topology
 from tests.control.elasticity.closed_loop import ClosedLoop
 from tests.control.elasticity.clusters import NEEDS, cluster, roles_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from epd.eval.demo import demo_cases
+from epd.eval.plan import demo_cases
 from epd.eval.verdicts import Verdict, VerdictLog
 from epd.serve_app.cli import own_model
 from epd.serve_app.cli.own_model import open_model

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from epd.control.elasticity import StageSample
+from epd.control.elasticity.cluster import StageSample
 from epd.errors import RequestError
 from epd.models import model_folder
 from epd.serve_app.app_args import AppArgs

@@ -20,10 +20,9 @@ from epd.encode.encoder_cache import CachedGroup, GroupKey
 from epd.encoders.adapter import Embeddings
 from epd.errors import InfeasibleError
 from epd.serve_app.network import memory as shared_memory
-from epd.serve_app.network.access import Access, map_pool
 from epd.serve_app.network.connector import Envelope, ProcessConnector, ProcessTransport, TransportConfig
 from epd.serve_app.network.memory import PoolFiles, new_fleet_id, open_pool
-from epd.serve_app.network.routes import PeerPlace, Route
+from epd.serve_app.network.routes import Access, PeerPlace, Route, map_pool
 from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPoolShape
 from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
 from epd.stages.engine.pool_memory import pool_memory
@@ -130,7 +129,7 @@ def test_the_pool_of_a_role_that_was_given_up_is_not_kept(
     files: PoolFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that is gone takes memory for as long as anybody has it mapped."""
-    monkeypatch.setattr("epd.serve_app.network.access._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("epd.serve_app.network.routes._LOOK_EVERY_S", 0.0)
     workers = Workers(files, Route.SHARED_MEMORY)
     pool, sender = workers["e0"].embeddings("e0.encode", ENCODER)
     _, receiver = workers["p0"].embeddings("p0.prefill", RECEIVER)

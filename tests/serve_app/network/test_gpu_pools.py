@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from epd.serve_app.network.access import Exported, Staged
 from epd.serve_app.network.memory import PoolFiles, new_fleet_id
-from epd.serve_app.network.routes import Route
+from epd.serve_app.network.routes import Exported, Route, Staged
 from epd.stages.connectors import mailbox
 from epd.stages.engine.kv_pool import KVPools
 from epd.transfer.connectors import KVChunk, KVConnector, KVSpan, KVTicket, TransferOutcome
@@ -57,7 +56,7 @@ def files() -> Iterator[PoolFiles]:
 
 @pytest.fixture
 def pair(files: PoolFiles, monkeypatch: pytest.MonkeyPatch) -> Pair:
-    monkeypatch.setattr("epd.serve_app.network.access._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("epd.serve_app.network.routes._LOOK_EVERY_S", 0.0)
     return Pair(files)
 
 

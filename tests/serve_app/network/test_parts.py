@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.encode.encoder_cache import CachedGroup
-from epd.serve_app.network.packing import Part, pack, parts_of, unpack
-from epd.serve_app.network.part_queue import PartQueue, Shipment
+from epd.serve_app.network.packing import Part, PartQueue, Shipment, pack, parts_of, unpack
 from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPoolShape
 from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
 from epd.stages.engine.slot_copies import token_slots

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.control.elasticity import StageSample
+from epd.control.elasticity.cluster import StageSample
 from epd.control.routing import InFlight
 from epd.encode.encoder_cache import CachedGroup, GroupKey
 from epd.errors import InfeasibleError, UnavailableError

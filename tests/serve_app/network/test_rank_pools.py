@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from epd.serve_app.network.access import InRanks, Packed, Staged
 from epd.serve_app.network.memory import PoolFiles
-from epd.serve_app.network.routes import Route
+from epd.serve_app.network.routes import InRanks, Packed, Route, Staged
 from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPools, KVPoolsShape
 from epd.stages.engine.state_pool import StateLayout, StatesShape
 from epd.stages.rank import ALONE, Rank

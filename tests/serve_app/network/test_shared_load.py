@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from epd.control.elasticity import ReplicaConfig
+from epd.control.elasticity.replicas import ReplicaConfig
 from epd.sampling_params import SamplingParams
 from epd.serve_app import composition
 from epd.serve_app.orchestration.elastic import ReplicaAdvisor

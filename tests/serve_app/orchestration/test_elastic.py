@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from epd.control.arrivals import Arrivals
-from epd.control.elasticity import ClusterTraffic, ControllerConfig, RoleController, Switch
+from epd.control.elasticity.cluster import ClusterTraffic
+from epd.control.elasticity.controller import ControllerConfig, RoleController, Switch
 from epd.errors import UnavailableError
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import steady_time_s

@@ -16,7 +16,7 @@ from tests.serve_app.server import wait_until
 
 # Each runs once a second, or for a request or a report, where what it is for is on.
 OPTIONAL = (
-    "control/elasticity/", "control/prompt_load.py", "control/retention.py", "orchestration/elastic.py",
+    "control/elasticity/", "control/retention.py", "orchestration/elastic.py",
     "orchestration/replica_advisor.py", "orchestration/replacement.py", "orchestration/retention.py",
 )  # fmt: skip
 _IDLE_S = 1.5  # longer than the interval between looks
@@ -46,7 +46,7 @@ def optional_in(seen: set[str]) -> set[str]:
 ELASTIC = {"control/elasticity/", "orchestration/elastic.py"}
 # It learns costs as elasticity does.
 RETENTION = {
-    "control/elasticity/", "control/prompt_load.py", "control/retention.py", "orchestration/retention.py",
+    "control/elasticity/", "control/retention.py", "orchestration/retention.py",
 }  # fmt: skip
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from epd.control.elasticity import (
+from epd.control.elasticity.cluster import (
     ClusterTraffic,
     MediaSample,
-    ReplicaAdvice,
-    ReplicaConfig,
     StageNeed,
     StageTraffic,
     WorkerStanding,
 )
+from epd.control.elasticity.replicas import ReplicaAdvice, ReplicaConfig
 from epd.serve_app.orchestration.elastic import ReplicaAdvisor
 from epd.topology import STAGES, Stage
 

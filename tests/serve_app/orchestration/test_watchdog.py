@@ -17,7 +17,7 @@ from epd.serve_app.orchestration import watchdog
 from epd.serve_app.orchestration.requests import Outcome
 from epd.serve_app.orchestration.watchdog import Watchdog
 from epd.serve_app.worker import worker_thread
-from epd.stages.connectors.in_process import InProcessConnector
+from epd.stages.connectors.mailbox import InProcessConnector
 from epd.transfer.connectors import Offer
 from epd.types import RequestStatus
 from tests.serve_app.deployments import NEVER_S, Question, deployed, undisturbed

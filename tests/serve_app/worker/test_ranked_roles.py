@@ -9,7 +9,7 @@ import pytest
 
 from epd.serve_app.messages import Prefill
 from epd.serve_app.role_messages import Onload, SetRoles
-from epd.stages.ranks.follower import Follower
+from epd.stages.ranks.group import Follower
 from epd.topology import TensorParallel
 from tests.serve_app.deployments import Question
 from tests.serve_app.worker.bench import Bench

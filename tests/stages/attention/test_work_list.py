@@ -12,7 +12,7 @@ import torch
 
 from epd.stages.attention.device import DeviceHeads, PassWork, shared_prefixes
 from epd.stages.attention.pieces import SharedRun
-from epd.stages.kernels.work_list import ITEM_WIDTH, MERGE_WIDTH, Tiles, keys_each, segment_tiles, work_list
+from epd.stages.kernels.tiles import ITEM_WIDTH, MERGE_WIDTH, Tiles, keys_each, segment_tiles, work_list
 
 HEADS = DeviceHeads(7, 4, 128, torch.bfloat16, num_processors=132, chip=90)
 Lens = list[tuple[int, int]]  # (new tokens, context) of each segment

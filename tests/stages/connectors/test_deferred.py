@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from epd.stages.connectors import mailbox
-from epd.stages.connectors.in_process import InProcessConnector, InProcessHub
+from epd.stages.connectors.mailbox import InProcessConnector, InProcessHub
 from epd.stages.engine.kv_pool import KVPools
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, TransferOutcome
 from tests.stages.handover_workers import pools_shape

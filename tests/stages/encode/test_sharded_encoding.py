@@ -18,7 +18,7 @@ from epd.encoders.adapter import Embeddings, Grid, PatchRun
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.groups import MediaGroup, cut, plan_groups
 from epd.errors import EncodeError, InfeasibleError
-from epd.stages.connectors.in_process import InProcessHub
+from epd.stages.connectors.mailbox import InProcessHub
 from epd.stages.encode.embedding_receiver import EmbeddingReceiver
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
 from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPool

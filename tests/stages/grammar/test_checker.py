@@ -1,6 +1,6 @@
 """Formats are built in a bounded process: hostile ones are refused in seconds, and nothing else stops.
 
-Modules: `stages/grammar/child.py`, `stages/grammar/formats.py`, `stages/grammar/limits.py`.
+Modules: `stages/grammar/formats.py`, `stages/grammar/limits.py`.
 """
 
 from __future__ import annotations

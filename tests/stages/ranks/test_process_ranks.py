@@ -25,7 +25,6 @@ from epd.engine_config import EngineConfig
 from epd.errors import InfeasibleError, RankLostError, RequestError, UnsupportedModelError
 from epd.stages.placement import CPU_FLOAT32
 from epd.stages.rank import Rank
-from epd.stages.ranks import follower
 from epd.stages.ranks.communicator import EXCHANGE_S, Communicator
 from epd.stages.ranks.group import ProcessRanks, load_with_ranks
 from tests.colocated import ColocatedPipeline
@@ -130,7 +129,7 @@ def test_a_rank_ends_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> Non
     ours.send("a step")
     ours.close()
     with pytest.raises(SystemExit):
-        follower._read(theirs, steps)
+        epd.stages.ranks.group._read(theirs, steps)
     assert steps.get_nowait() == "a step"
     assert statuses == [0]
 

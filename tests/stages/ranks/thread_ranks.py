@@ -16,7 +16,7 @@ import torch
 from epd.stages.placement import CPU_FLOAT32, Placement
 from epd.stages.rank import Rank
 from epd.stages.ranks.communicator import Communicator
-from epd.stages.ranks.follower import Follower, FollowerSettings
+from epd.stages.ranks.group import Follower, FollowerSettings
 
 END_S = 60.0
 

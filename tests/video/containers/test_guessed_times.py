@@ -1,6 +1,6 @@
 """Times that containers do not hold, or that FFmpeg guesses wrong: the number in each picture tells.
 
-Modules: `video/containers/timestamps.py`.
+Modules: `video/decoding/session.py`.
 """
 
 from __future__ import annotations

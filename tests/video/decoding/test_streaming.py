@@ -1,7 +1,7 @@
 """Groups come early, in order and bounded; whoever stops listening stops the work.
 
 Modules: `video/decoding/groups.py`, `video/decoding/reader.py`, `video/decoding/run.py`,
-`video/decoding/session.py`, `video/decoding/stream.py`, `video/decoding/task.py`.
+`video/decoding/session.py`, `video/decoding/stream.py`, `video/decoding/run.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from epd import video
 from epd.errors import CancelledError, CorruptMediaError, MediaLimitError, RequestError
 from epd.video.decoding.pixels import FrameConverter
 from epd.video.decoding.pool import DecodePool
+from epd.video.decoding.run import DecodeTask
 from epd.video.decoding.session import DecodedFrame, DecoderSession
-from epd.video.decoding.task import DecodeTask
 from tests.video.conftest import Clip
 from tests.video.recipes import GOP15, Recipe
 
@@ -248,7 +248,7 @@ def test_a_gop_that_takes_too_long_is_replaced(clip: Clip, monkeypatch: pytest.M
             now_s += 0.15
         return decode(self, packet)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("epd.video.decoding.task.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("epd.video.decoding.run.time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(DecoderSession, "_decode", slow)
     frames = video.decode(clip(LONG), TIMES, workers=1, limits=video.Limits(max_gop_s=1.0))
     assert 1 <= frames.num_substituted <= 20

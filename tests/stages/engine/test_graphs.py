@@ -19,8 +19,8 @@ from epd.kv.drafting import DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.attention import device as attention_device
-from epd.stages.engine.decode_graphs import DecodeGraphs, graph_sizes
 from epd.stages.engine.engine import LanguageEngine
+from epd.stages.engine.graphs import DecodeGraphs, graph_sizes
 from epd.stages.engine.kv_pool import KVGroupShape, KVPoolsShape
 from epd.stages.engine.model_runner import ModelRunner, kv_layouts
 from epd.stages.engine.packed_pass import PackedPass, Segment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epd.control.stall_policy import MAX_TURN, Watched, stalled
+from epd.serve_app.orchestration.watchdog import MAX_TURN, Watched, stalled
 
 TIMEOUT_S = 100.0
 

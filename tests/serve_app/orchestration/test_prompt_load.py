@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from epd.control.prompt_load import PromptLoadEstimator
 from epd.control.retention import PromptLoad
+from epd.serve_app.orchestration.retention import PromptLoadEstimator
 
 
 def test_a_busy_worker_is_learned_by_its_first_tokens_and_an_idle_one_by_its_prefill() -> None:

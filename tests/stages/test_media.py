@@ -11,7 +11,7 @@ from epd.encoders import Adapter, FrameSampling, MediaPlan, VideoFacts, load_ada
 from epd.errors import RequestBudgetError
 from epd.frame_sampling import ListedTimes
 from epd.reduction import KEEP_ALL, NO_BUDGET, ReductionPolicy, VisualBudget
-from epd.stages.frame_budget import BudgetedMedia, PlanOf, PromptRoom, plan_within
+from epd.stages.media import BudgetedMedia, PlanOf, PromptRoom, plan_within
 from tests.conversations import plan_prefix
 from tests.encoders.tiny_tiles import BUILDERS
 
