@@ -89,6 +89,9 @@ def test_every_room_is_on_the_map(texts: dict[str, str]) -> None:
     shown = set(re.findall(r"^\| `([\w/]+)/` \|", table, flags=re.MULTILINE))
     assert {str(room.relative_to(ROOT)) for room in rooms} <= shown
     assert [room for room in shown if not (ROOT / room).is_dir()] == []
+    first = re.findall(r"^\| `([\w/]+)/` \|.*\| `([\w/.]+)` \|$", table, flags=re.MULTILINE)
+    assert len(first) > 40
+    assert [path for path in first if not ROOT.joinpath(*path).is_file()] == []
 
 
 def test_the_list_of_modules_has_each_in_one_sentence() -> None:
