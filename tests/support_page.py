@@ -144,17 +144,11 @@ PROOFS = (
 )
 
 
-def models(columns: tuple[str, ...], labels: Mapping[str, str]) -> str:
-    """Returns how each cell of a family is proven, families that are alike in one row.
-
-    labels: what a row calls a family. Those without any proof stand in the last row together.
-    """
-    rows: dict[tuple[str, ...], list[str]] = {}
+def models() -> str:
+    """Returns how each cell of a family is proven, families that are alike in one row."""
+    columns, rows = (*MEDIA, *TOPOLOGIES), dict[tuple[str, ...], list[str]]()
     for name in FAMILIES:
-        rows.setdefault(tuple(_cell(name, column) for column in columns), []).append(labels[name])
-    open_cells = (_OPEN,) * len(columns)
-    if rows.pop(open_cells, None):
-        rows[open_cells] = ["each other"]
+        rows.setdefault(tuple(_cell(name, column) for column in columns), []).append(full_name(name))
     lines = (f"| {', '.join(names)} | {' | '.join(cells)} |\n" for cells, names in rows.items())
     return f"| model_type | {' | '.join(columns)} |\n{'|---' * (len(columns) + 1)}|\n" + "".join(lines)
 
@@ -233,8 +227,7 @@ def _field_letters() -> str:
 def page(text: str) -> str:
     """Returns the page with its tables anew."""
     blocks = {
-        "media": models(MEDIA, {name: full_name(name) for name in FAMILIES}),
-        "topologies": models(TOPOLOGIES, {name: f"`{name}`" for name in FAMILIES}),
+        "models": models(),
         "letters": letters(),
         "fields": fields() + "\n" + _field_letters(),
     }
