@@ -112,6 +112,13 @@ def test_links_lead_to_files(texts: dict[str, str]) -> None:
             assert ((ROOT / doc).parent / target).exists(), f"{doc} links to {target}"
 
 
+def test_tables_are_whole(texts: dict[str, str]) -> None:
+    """A blank line within a table makes text of the rows behind it."""
+    for doc, text in texts.items():
+        runs = re.findall(r"(?:^\|.*\n?)+", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), flags=re.M)
+        assert [run for run in runs if not re.match(r"\|.*\n\|[-:| ]+\|\n", run)] == [], doc
+
+
 def _anchor(heading: str) -> str:
     """Returns the name by which a link reaches a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
