@@ -165,11 +165,6 @@ def _cell(family: str, column: str) -> str:
     return _OPEN if not found else f"{'' if found[0].answers else 'no '}{marks}"
 
 
-def letters() -> str:
-    lines = (f"| `{proof.mark}` | `{proof.test}` |\n" for proof in PROOFS)
-    return "| letter | test |\n|---|---|\n" + "".join(lines)
-
-
 # Fields of the API
 
 FILES: Mapping[str, str] = {
@@ -216,20 +211,11 @@ FIELD_TESTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def _field_letters() -> str:
-    lines = (
-        f"| `{mark}` | {', '.join(f'`{each}`' for each in dict.fromkeys(tests))} |\n"
-        for mark, tests in FIELD_TESTS.items()
-    )
-    return "| letter | test in the file of the route |\n|---|---|\n" + "".join(lines)
-
-
 def page(text: str) -> str:
     """Returns the page with its tables anew."""
     blocks = {
         "models": models(),
-        "letters": letters(),
-        "fields": fields() + "\n" + _field_letters(),
+        "fields": fields(),
     }
     for name, block in blocks.items():
         text = with_block(text, f"<!-- {name}: python -m tests.support_page -->\n", block)
