@@ -144,17 +144,11 @@ PROOFS = (
 )
 
 
-def models(columns: tuple[str, ...], labels: Mapping[str, str]) -> str:
-    """Returns how each cell of a family is proven, families that are alike in one row.
-
-    labels: what a row calls a family. Those without any proof stand in the last row together.
-    """
-    rows: dict[tuple[str, ...], list[str]] = {}
+def models() -> str:
+    """Returns how each cell of a family is proven, families that are alike in one row."""
+    columns, rows = (*MEDIA, *TOPOLOGIES), dict[tuple[str, ...], list[str]]()
     for name in FAMILIES:
-        rows.setdefault(tuple(_cell(name, column) for column in columns), []).append(labels[name])
-    open_cells = (_OPEN,) * len(columns)
-    if rows.pop(open_cells, None):
-        rows[open_cells] = ["each other"]
+        rows.setdefault(tuple(_cell(name, column) for column in columns), []).append(full_name(name))
     lines = (f"| {', '.join(names)} | {' | '.join(cells)} |\n" for cells, names in rows.items())
     return f"| model_type | {' | '.join(columns)} |\n{'|---' * (len(columns) + 1)}|\n" + "".join(lines)
 
@@ -169,11 +163,6 @@ def _cell(family: str, column: str) -> str:
     found = [proof for proof in PROOFS if (family, column) in proof.cells]
     marks = " ".join(f"`{proof.mark}`" for proof in found)
     return _OPEN if not found else f"{'' if found[0].answers else 'no '}{marks}"
-
-
-def letters() -> str:
-    lines = (f"| `{proof.mark}` | `{proof.test}` |\n" for proof in PROOFS)
-    return "| letter | test |\n|---|---|\n" + "".join(lines)
 
 
 # Fields of the API
@@ -204,7 +193,7 @@ def _state(route: Route, name: str) -> str:
         return "no effect `z`"
     if name not in route.model.model_fields:
         return "refused `u`"
-    return f"done `{TESTS[name]}`" if route is CHAT and name in TESTS else "done"
+    return "done"
 
 
 def done_in(route: Route, name: str) -> str:
@@ -222,21 +211,11 @@ FIELD_TESTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def _field_letters() -> str:
-    lines = (
-        f"| `{mark}` | {', '.join(f'`{each}`' for each in dict.fromkeys(tests))} |\n"
-        for mark, tests in FIELD_TESTS.items()
-    )
-    return "| letter | test in the file of the route |\n|---|---|\n" + "".join(lines)
-
-
 def page(text: str) -> str:
     """Returns the page with its tables anew."""
     blocks = {
-        "media": models(MEDIA, {name: full_name(name) for name in FAMILIES}),
-        "topologies": models(TOPOLOGIES, {name: f"`{name}`" for name in FAMILIES}),
-        "letters": letters(),
-        "fields": fields() + "\n" + _field_letters(),
+        "models": models(),
+        "fields": fields(),
     }
     for name, block in blocks.items():
         text = with_block(text, f"<!-- {name}: python -m tests.support_page -->\n", block)

@@ -89,6 +89,9 @@ def test_every_room_is_on_the_map(texts: dict[str, str]) -> None:
     shown = set(re.findall(r"^\| `([\w/]+)/` \|", table, flags=re.MULTILINE))
     assert {str(room.relative_to(ROOT)) for room in rooms} <= shown
     assert [room for room in shown if not (ROOT / room).is_dir()] == []
+    first = re.findall(r"^\| `([\w/]+)/` \|.*\| `([\w/.]+)` \|$", table, flags=re.MULTILINE)
+    assert len(first) > 40
+    assert [path for path in first if not ROOT.joinpath(*path).is_file()] == []
 
 
 def test_the_list_of_modules_has_each_in_one_sentence() -> None:
@@ -107,6 +110,13 @@ def test_links_lead_to_files(texts: dict[str, str]) -> None:
     for doc, text in texts.items():
         for target in re.findall(r"\]\(([^)#:]+)\)", text):
             assert ((ROOT / doc).parent / target).exists(), f"{doc} links to {target}"
+
+
+def test_tables_are_whole(texts: dict[str, str]) -> None:
+    """A blank line within a table makes text of the rows behind it."""
+    for doc, text in texts.items():
+        runs = re.findall(r"(?:^\|.*\n?)+", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), flags=re.M)
+        assert [run for run in runs if not re.match(r"\|.*\n\|[-:| ]+\|\n", run)] == [], doc
 
 
 def _anchor(heading: str) -> str:

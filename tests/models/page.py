@@ -1,4 +1,4 @@
-"""Writes the table of docs/models.md from the published configurations: `python -m tests.models.page`."""
+"""Writes the table of checkpoints.md from the published configurations: `python -m tests.models.page`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests import ROOT
 from tests.models.published import PUBLISHED, Published
 from tests.models.recurrent import RECURRENT
 
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "benchmarks" / "results" / "checkpoints.md"
 _START, _END = "<!-- python -m tests.models.page -->\n", "<!-- end -->\n"
 CARD_BYTES = 80 * 10**9
 # A worker that computes or continues answers needs room for this context, or it fits in name alone.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from epd.stages.engine.generation import generation_settings
 from epd.stages.engine.model_runner import kv_layouts
 from epd.stages.loading.weights import load_role, prune, skeleton
 from epd.stages.placement import CPU_FLOAT32
+from tests import ROOT
 from tests.models.files import known_names, parts_in_files
 from tests.models.page import PAGE, page
 from tests.models.published import PUBLISHED, Config, Published
@@ -198,3 +200,21 @@ def test_weights_quantised_by_another_method_are_refused_in_one_line(
 
 def test_the_page_of_models_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(PAGE.read_text(encoding="utf-8")), "run tests.models.page"
+
+
+def test_the_short_table_has_each_family_and_the_largest_model_that_fits_a_card() -> None:
+    """Of docs/models.md, by the weights and the room in the whole table."""
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
+    counted = {row[0]: row for row in rows if len(row) >= 8 and row[0].partition("-")[2]}
+    wanted: dict[str, list[str]] = {}
+    for name in counted:
+        ((family, size),) = re.findall(r"^(.+?)-(\d.*)$", name)
+        wanted.setdefault(family, []).append(size)
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    table = text.partition("## Which checkpoints load")[2].partition("[checkpoints.md]")[0]
+    short = re.findall(r"^\| (.+) \| (\d.+) \| (.+) \|$", table, flags=re.MULTILINE)
+    shown = {family: (sizes.split(", "), largest) for family, sizes, largest in short}
+    assert {family: sizes for family, (sizes, _) in shown.items()} == wanted
+    for family, (sizes, largest) in shown.items():
+        fit = [size for size in sizes if counted[f"{family}-{size}"][-1] != "no"]
+        assert largest == max(fit, key=lambda size: float(counted[f"{family}-{size}"][3])), family

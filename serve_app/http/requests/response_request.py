@@ -91,7 +91,7 @@ RESPONSE_HONOURED: Mapping[str, str] = {
     "stream": "OpenAI's typed events, with a comment while nothing comes",
     "stream_options": "`include_obfuscation`, which changes nothing",
     "max_output_tokens": "as a chat's `max_completion_tokens`",
-    "text": "`format`: `text`, `json_object`, `json_schema`, see structured output; `verbosity`: `medium`",
+    "text": "`format`: `text`, `json_object`, `json_schema`, `verbosity`: `medium`",
     "tool_choice": "`none`, `auto`, `required`, or `{type: function, name}`",
     "include": (
         "`message.output_text.logprobs`, not with tools; `reasoning.encrypted_content`, which changes nothing"
