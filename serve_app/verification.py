@@ -218,7 +218,7 @@ class Comparison:
         begin = self._adapter.tokenizer.bos_token
         given: dict[str, Any] = {"add_special_tokens": False} if begin and text.startswith(begin) else {}
         for each in media:
-            pixels = each.sent.permute(0, 3, 1, 2)
+            pixels = each.sent.permute(0, 3, 1, 2).contiguous()  # a copy: some processors draw on it
             nests = self._theirs.config.model_type == "smolvlm"  # a list for each prompt
             if each.plan.kind == "image":
                 given["images"] = [[pixels[0]]] if nests else [pixels[0]]
@@ -284,7 +284,7 @@ class Comparison:
         ids = inputs["input_ids"]
         behind = torch.from_numpy(answer)[None].to(ids)
         longer = {**inputs, "input_ids": torch.cat([ids, behind], dim=1)}
-        for name in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
+        for name in ("attention_mask", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids"):
             if name in inputs:
                 fill = torch.full_like(behind, int(name == "attention_mask"))
                 longer[name] = torch.cat([inputs[name], fill], dim=1)

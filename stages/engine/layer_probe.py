@@ -47,7 +47,8 @@ class LayerProbe(ModelRunner):
             return embeds
         plans = self._plans(packed.batches, segments)
         paged = self._caches_of(plans, self._states_of(packed))
-        inputs = DecoderInputs(positions, paged, visual_rows, visual)
+        prompt_ids = self._prompt_ids(packed, ids)
+        inputs = DecoderInputs(positions, paged, visual_rows, visual, prompt_ids=prompt_ids)
         return self._decoder.run(embeds, inputs, range(num_layers))
 
     def logits(self, segment: Segment, num_last: int) -> Tensor:
@@ -81,6 +82,7 @@ class LayerProbe(ModelRunner):
                 visual=_part(segment.visual, start, stop),
                 states=states,
                 is_both_ways=start in starts,
+                num_prompt=max(0, min(stop, segment.num_prompt) - start),
             )
             for start, stop in pairwise(sorted(bounds))
         ]
@@ -111,4 +113,5 @@ def segment_of(prompt: PromptPlan, visual: Embeddings | None, answer: Int64Array
         [0],
         [np.arange(ceil_div(num_tokens, BLOCK_SIZE), dtype=np.int32)],
         placed,
+        num_prompt=len(prompt),
     )
