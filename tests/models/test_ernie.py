@@ -20,20 +20,24 @@ from epd.encoders.families.ernie4_5_vl import Ernie4_5VLAdapter
 from epd.encoders.groups import plan_groups, prompt_identity
 from epd.encoders.names import parts_by_kind
 from epd.engine_config import EngineConfig
-from epd.errors import ModelError, RequestError, UnsupportedModelError
+from epd.errors import ModelError, RequestError, UnsupportedMediaError, UnsupportedModelError
 from epd.frame_sampling import ListedTimes
 from epd.kv.scheduling import SchedulerConfig
 from epd.pixel_limits import PixelLimits
-from epd.reduction import TowerMerge
+from epd.pixel_settings import PixelSettings
+from epd.reduction import ReductionPolicy, TowerMerge
 from epd.sampling_params import SamplingParams
 from epd.serve_app.verification import verify
+from epd.stages.decoder.rank_cut import check_divisible
 from epd.stages.encode.embedding_store import unit_name
 from epd.stages.engine.layer_probe import LayerProbe, segment_of
+from epd.stages.engine.model_runner import kv_bytes_per_token
 from epd.stages.loading.weight_files import write_weights
-from epd.stages.loading.weights import WholeModel, load_role
+from epd.stages.loading.weights import WholeModel, load_role, skeleton
 from epd.stages.placement import CPU_FLOAT32, Placement
 from tests.colocated import ColocatedPipeline
 from tests.models import tiny_ernie
+from tests.models.test_published import written
 from tests.reference import MAX_TOKENS, generated_as_it_is, processor_inputs
 from tests.stages.conftest import Subject, as_sent, check, make
 from tests.stages.prompts import Drive
@@ -166,6 +170,28 @@ def kinds_of(ids: torch.Tensor) -> list[torch.Tensor]:
     return [torch.zeros_like(ids), told]
 
 
+@pytest.mark.parametrize("method", ["balanced", "quickprefill", "fastkv"])
+def test_media_have_their_experts_where_tokens_are_dropped(
+    folder: Path, media: dict[str, Path], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """With the two marks around them: before the language model, inside of it, and for its later layers."""
+    told, tell = list[int](), Ernie4_5VLAdapter.prompt_kwargs
+
+    def counted(self: Any, prompt_ids: torch.Tensor) -> dict[str, Any]:
+        given = tell(self, prompt_ids)
+        told.append(int(given["moe_mm_token_type_ids"].sum()))
+        return given
+
+    monkeypatch.setattr(Ernie4_5VLAdapter, "prompt_kwargs", counted)
+    half = ReductionPolicy(method, 0.5)
+    pipeline = ColocatedPipeline.load(folder, EngineConfig(group_tokens=1))
+    answer = pipeline.ask([media["video"]], QUESTION, num_frames=6, max_tokens=4, reduction=half)
+    kept, whole = answer.usage.visual_tokens, answer.usage.visual_tokens_before
+    assert 0 < kept < whole
+    wanted = {"balanced": kept + 2, "quickprefill": whole + 2, "fastkv": whole + kept + 2}
+    assert sum(told) == wanted[method]
+
+
 def test_weights_are_those_of_transformers(folder: Path, theirs: Any, tmp_path: Path) -> None:
     known = theirs.state_dict()
     read = load_role(folder, "whole", CPU_FLOAT32).model.state_dict()
@@ -174,6 +200,20 @@ def test_weights_are_those_of_transformers(folder: Path, theirs: Any, tmp_path: 
     write_weights(folder, torch.float32, tmp_path / "weights")
     mapped = WholeModel(folder, CPU_FLOAT32, tmp_path / "weights").part("language").state_dict()
     assert [name for name in mapped if not torch.equal(known[name], mapped[name])] == []
+
+
+def test_the_published_one_has_28_billion_parameters(tmp_path: Path) -> None:
+    """As its name says, most of them experts; a token takes the counted bytes."""
+    (published,) = tiny_ernie.PUBLISHED.values()
+    model: Any = skeleton(written(published.config, tmp_path), torch.bfloat16)
+    count = {name: each.numel() for name, each in model.named_parameters() if name != "lm_head.weight"}
+    experts = {
+        kind: sum(v for k, v in count.items() if f"{kind}.experts" in k)
+        for kind in ("text_moe", "vision_moe")
+    }
+    assert experts == {"text_moe": 27 * 64 * 3 * 2560 * 1536, "vision_moe": 27 * 64 * 3 * 2560 * 512}
+    assert 28e9 < sum(count.values()) < 30e9
+    assert kv_bytes_per_token(model) == published.kv_bytes_per_token
 
 
 def test_what_chooses_experts_keeps_the_type_of_the_files(folder: Path, tmp_path: Path) -> None:
@@ -259,8 +299,10 @@ def test_frames_with_other_times_on_them_are_other_contents(folder: Path) -> Non
     assert names[0] != names[1]
     prompts = [adapter.plan_prompt([plan], QUESTION) for plan in plans]
     assert prompts[0].token_ids.tolist() == prompts[1].token_ids.tolist()
-    first, second = (prompt_identity(prompt, ["clip"]) for prompt in prompts)
-    assert first != second
+    first, second = (prompt_identity(prompt, ["clip"]).rows for prompt in prompts)
+    start = prompts[0].media[0].units[0].offset
+    assert first[:start].tolist() == second[:start].tolist()
+    assert first[start].tolist() != second[start].tolist()
 
 
 def test_text_behind_a_long_video_is_where_the_authors_place_it(folder: Path) -> None:
@@ -288,3 +330,9 @@ def test_what_it_cannot_do_is_refused_in_one_line(folder: Path) -> None:
         adapter.check_pixels([("video", PixelLimits(cap_pixels_per_frame=True))], None)
     with pytest.raises(RequestError, match=r"num_frames.* must be 2 <= x <= 180"):
         adapter.plan_video(VideoFacts(40, 2.0, 90, 120), FrameSampling(num_frames=1))
+    with pytest.raises(UnsupportedMediaError, match="hears nothing"):
+        _ = adapter.audio
+    with pytest.raises(UnsupportedModelError, match="allowed: --model-impl native"):
+        load_adapter(folder, pixels=PixelSettings(model_impl="transformers"))
+    with pytest.raises(UnsupportedModelError, match="a tensor parallel size of 2 for the language model"):
+        check_divisible(load_reference(folder), 2)

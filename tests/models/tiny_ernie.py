@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import (
 
 from tests import tiny_models
 from tests.encoders.tiny_tiles import _template, _text_ids, byte_tokenizer
+from tests.models.published import Published
 
 NUM_EXPERTS = 4
 _NAMES = {
@@ -42,6 +44,50 @@ _TEXT: dict[str, Any] = {
     "moe_intermediate_size": [48, 16],
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0, "mrope_section": [3, 3, 2]},
+}
+# In full size, as config.json has it; the files of its processor are not written down here.
+_FULL_TEXT: dict[str, Any] = {
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 131072,
+    "mlp_layer_types": ["dense", *["sparse"] * 27],
+    "model_type": "ernie4_5_vl_moe_text",
+    "moe_intermediate_size": [1536, 512],
+    "moe_k": 6,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+    "num_attention_heads": 20,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"mrope_section": [22, 22, 20], "rope_theta": 500000.0, "rope_type": "default"},
+    "tie_word_embeddings": True,
+    "use_bias": False,
+    "vocab_size": 103424,
+}
+_FULL_TOWER = {
+    "depth": 32,
+    "hidden_act": "quick_gelu",
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_merge_size": 2,
+}
+PUBLISHED: Mapping[str, Published] = {
+    "ERNIE-4.5-VL-28B-A3B": Published(
+        {
+            "model_type": "ernie4_5_vl_moe",
+            "text_config": _FULL_TEXT,
+            "tie_word_embeddings": True,
+            "vision_config": _FULL_TOWER | {"model_type": "ernie4_5_vl_moe_vision"},
+        },
+        kv_bytes_per_token=2 * 28 * 4 * 128 * 2,
+        context_tokens=131_072,
+        has_head=False,
+    ),
 }
 _SIZE = {"shortest_edge": 84 * 84, "longest_edge": 112 * 112}
 
