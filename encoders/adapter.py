@@ -86,6 +86,8 @@ class MediaPlan:
     frame_indices: the same frames as the Hugging Face processor numbers them; empty for an image.
     source_fps: frames per second of the source, 0 for an image.
     unit_span_s: seconds of video in one unit, 0 for an image.
+    drawn_size: (height, width) that frames are resized to once their times are drawn on them; None where none
+        are drawn.
     """
 
     kind: MediaKind
@@ -97,6 +99,7 @@ class MediaPlan:
     frame_indices: tuple[int, ...] = ()
     source_fps: float = 0.0
     unit_span_s: float = 0.0
+    drawn_size: tuple[int, int] | None = None
 
     @property
     def num_units(self) -> int:
@@ -105,7 +108,13 @@ class MediaPlan:
     @property
     def resized(self) -> tuple[int, int]:
         """Returns (height, width) of a frame, or of an image before it is cut into units, pixels."""
-        return self.size
+        return self.drawn_size or self.size
+
+    @property
+    def drawn_times_s(self) -> tuple[float, ...]:
+        """Returns the times that are drawn on the frames, seconds; empty where none are."""
+        indices = () if self.drawn_size is None else self.frame_indices
+        return tuple(index / self.source_fps for index in indices)
 
     @property
     def num_frames(self) -> int:
@@ -449,6 +458,13 @@ class Adapter(Protocol):
         """Returns the arguments that the prepared decoder takes besides embeddings and positions.
 
         visual_rows: int64 [V], the rows of the pass that those of `embeddings` belong to; on its device.
+        """
+        ...
+
+    def prompt_kwargs(self, prompt_ids: Tensor) -> dict[str, Any]:
+        """Returns the arguments that the decoder takes for tokens of prompts.
+
+        prompt_ids: int64 [T], of all tokens of a pass, -1 for those of answers; on its device.
         """
         ...
 

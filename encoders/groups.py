@@ -72,7 +72,8 @@ def plan_groups(
         for index, (start, stop) in enumerate(cuts):
             part = plan.part(start, stop)
             tiles = (0, 0) if plan.kind == "video" else (start, stop)
-            key = GroupKey(mm_hash, part.times_s, tiles, plan.resized, model, share, salt=salt)
+            times_s = part.times_s + part.drawn_times_s
+            key = GroupKey(mm_hash, times_s, tiles, plan.resized, model, share, salt=salt)
             spec = GroupSpec(key, part.num_units * plan.tokens_per_unit, part.grid.num_patches)
             groups.append(MediaGroup(item, index, start, part, spec))
     return groups
@@ -150,4 +151,4 @@ def _shown(plan: MediaPlan, start: int, stop: int) -> tuple[float, ...]:
     """Identifies what units [start, stop) show of their source: frames by time, tiles by number."""
     if plan.kind == "image":
         return tuple(range(start, stop))
-    return plan.times_of(start, stop)
+    return plan.times_of(start, stop) + plan.part(start, stop).drawn_times_s

@@ -24,6 +24,9 @@ _RENAMES = (
 _SINGLE_EXPERT = re.compile(r"^(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _SINGLE_THIRD = re.compile(r"^(.*\bvisual\.blocks\.\d+\.attn)\.([qkv])\.(weight|bias)$")
 _NESTED, _FLAT = "vision_tower.vision_model.", "vision_tower."
+# Of ERNIE 4.5 VL, in each layer: experts, the gate of those for texts or for media, and the bias of both.
+_BY_KIND = re.compile(r"^(.+\.mlp)\.(?:experts\.(\d+)\.(.+)|gate\.weight(_1)?|moe_statics\.(.+))$")
+_KINDS = ("text_moe", "vision_moe")
 
 
 def is_wanted(name: str, role: WeightSet) -> bool:
@@ -63,6 +66,27 @@ def joint_part(stored: str) -> JointPart | None:
     if expert[3] == "down":
         return JointPart(f"{expert[1]}.down_proj", int(expert[2]), 0, 1)
     return JointPart(f"{expert[1]}.gate_up_proj", int(expert[2]), ("gate", "up").index(expert[3]), 2)
+
+
+def parts_by_kind(stored: str, num_experts: int) -> tuple[str, ...]:
+    """Names what a tensor in the files of ERNIE 4.5 VL is in the model, or equal parts of its rows.
+
+        mlp.experts.70.up_proj.weight                   mlp.vision_moe.experts.6.up_proj.weight
+        mlp.gate.weight, mlp.gate.weight_1 [C, E]       mlp.text_moe.gate.weight, mlp.vision_moe ... [E, C]
+        mlp.moe_statics.e_score_correction_bias [2, E]  mlp.text_moe.gate.moe_statics ... [1, E] and so on
+
+    num_experts: E, of each kind, such as 64.
+    """
+    found = _BY_KIND.match(stored)
+    if found is None:
+        return (stored,)
+    start, expert, rest, second, bias = found.groups()
+    if bias is not None:
+        return tuple(f"{start}.{kind}.gate.moe_statics.{bias}" for kind in _KINDS)
+    if expert is None:
+        return (f"{start}.{_KINDS[second is not None]}.gate.weight",)
+    is_media, number = divmod(int(expert), num_experts)
+    return (f"{start}.{_KINDS[min(is_media, 1)]}.experts.{number}.{rest}",)
 
 
 def name_in_model(stored: str, known: Collection[str]) -> str | None:

@@ -41,6 +41,7 @@ class _Family:
 
 
 ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
+    "ernie4_5_vl_moe": _Family("ernie4_5_vl:Ernie4_5VLAdapter"),
     "gemma3": _Family("gemma3:Gemma3Adapter"),
     "internvl": _Family("internvl:InternVLAdapter"),
     "llava_onevision": _Family("llava_onevision:LlavaOnevisionAdapter"),

@@ -58,9 +58,9 @@ _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most"}
 # Of the families whose frames have no size of their own.
 _RESIZED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
-# Of these those that transformers' own code serves: a limit of an image, and one of a frame.
+# Of these those whose authors have no limits besides: a limit of an image, and one of a frame.
 _BY_TRANSFORMERS = (
-    *("exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "hyperclovax_vision_v2"),
+    *("ernie4_5_vl_moe", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "hyperclovax_vision_v2"),
     *("paddleocr_vl", "qwen2_vl", "video_llama_3"),
 )
 

@@ -223,7 +223,7 @@ class Comparison:
         begin = self._adapter.tokenizer.bos_token
         given: dict[str, Any] = {"add_special_tokens": False} if begin and text.startswith(begin) else {}
         for each in media:
-            pixels = each.sent.permute(0, 3, 1, 2)
+            pixels = each.sent.permute(0, 3, 1, 2).contiguous()  # a copy: some processors draw on it
             nests = self._theirs.config.model_type == "smolvlm"  # a list for each prompt
             if each.plan.kind == "image":
                 given["images"] = [[pixels[0]]] if nests else [pixels[0]]
@@ -289,7 +289,7 @@ class Comparison:
         ids = inputs["input_ids"]
         behind = torch.from_numpy(answer)[None].to(ids)
         longer = {**inputs, "input_ids": torch.cat([ids, behind], dim=1)}
-        for name in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
+        for name in ("attention_mask", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids"):
             if name in inputs:
                 fill = torch.full_like(behind, int(name == "attention_mask"))
                 longer[name] = torch.cat([inputs[name], fill], dim=1)
@@ -344,7 +344,8 @@ class LayerProbe(ModelRunner):
             return embeds
         plans = self._plans(packed.batches, segments)
         paged = self._caches_of(plans, self._states_of(packed))
-        inputs = DecoderInputs(positions, paged, visual_rows, visual)
+        prompt_ids = self._prompt_ids(packed, ids)
+        inputs = DecoderInputs(positions, paged, visual_rows, visual, prompt_ids=prompt_ids)
         return self._decoder.run(embeds, inputs, range(num_layers))
 
     def logits(self, segment: Segment, num_last: int) -> Tensor:
@@ -378,6 +379,7 @@ class LayerProbe(ModelRunner):
                 visual=_part(segment.visual, start, stop),
                 states=states,
                 is_both_ways=start in starts,
+                num_prompt=max(0, min(stop, segment.num_prompt) - start),
             )
             for start, stop in pairwise(sorted(bounds))
         ]
@@ -408,4 +410,5 @@ def segment_of(prompt: PromptPlan, visual: Embeddings | None, answer: Int64Array
         [0],
         [np.arange(ceil_div(num_tokens, BLOCK_SIZE), dtype=np.int32)],
         placed,
+        num_prompt=len(prompt),
     )

@@ -85,6 +85,16 @@ PROOFS = (
         "tests/test_gemma3.py::test_tokens_equal_generate",
         product(["gemma3"], ("text", "image", "images")),
     ),
+    _proof(
+        "e",
+        "tests/models/test_ernie.py::test_tokens_equal_generate",
+        product(["ernie4_5_vl_moe"], ("text", "image", "images", "video", "video and image")),
+    ),
+    _refusal(
+        "o",
+        "tests/models/test_ernie.py::test_what_it_cannot_do_is_refused_in_one_line",
+        product(["ernie4_5_vl_moe"], ("audio", "tensor parallel")),
+    ),
     _refusal(
         "n",
         "tests/test_generic_families.py::test_what_a_family_takes",
@@ -112,6 +122,16 @@ PROOFS = (
         "v",
         "tests/test_generic_families.py::test_preempted_both_ways_and_moved_between_decode_workers",
         product(GENERIC, ["several decode workers"]),
+    ),
+    _proof(
+        "i",
+        "tests/models/test_ernie.py::test_answers_of_workers_and_from_their_caches",
+        [("ernie4_5_vl_moe", "1e1p1d")],
+    ),
+    _proof(
+        "j",
+        "tests/models/test_ernie.py::test_answers_move_between_decode_workers",
+        [("ernie4_5_vl_moe", "several decode workers")],
     ),
     _proof(
         "c", "tests/test_gemma3.py::test_handed_over_in_chunks_and_from_the_cache", [("gemma3", "1e1p1d")]

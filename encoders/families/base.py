@@ -52,3 +52,6 @@ class BaseAdapter(ABC):
 
     def decoder_kwargs(self, visual_rows: Tensor, embeddings: Embeddings) -> dict[str, Any]:  # noqa: ARG002
         return {}
+
+    def prompt_kwargs(self, prompt_ids: Tensor) -> dict[str, Any]:  # noqa: ARG002
+        return {}

@@ -92,9 +92,14 @@ class GenericAdapter(BaseAdapter):
     """Adapts a `model_type` by transformers' own processor and tower."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Raises UnsupportedModelError for a family that lacks an interface."""
+        """Raises UnsupportedModelError for a family that lacks an interface, or wants more than it gives."""
         self.checkpoint = checkpoint
         self._processor = checkpoint.processor
+        if "moe_mm_token_type_ids" in self._processor.model_input_names:
+            raise UnsupportedModelError(
+                f"a '{checkpoint.config.model_type}' model has experts by the kind of a token, which "
+                "the generic path does not tell; allowed: --model-impl native; leave the option out"
+            )
         self._class = model_class(checkpoint.config)
         self._kinds = seen_kinds(checkpoint, self._class)
         tokens = {kind: str(getattr(self._processor, f"{kind}_token")) for kind in self._kinds}

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from epd.encoders.adapter import Grid, MediaItem, MediaPlan
+from epd.encoders.adapter import Grid, MediaItem
 from epd.encoders.device import CPU
 from epd.encoders.families.qwen_sizes import image_size
 from epd.encoders.families.qwen_tower import WindowGeometry, windowed_inputs
 from epd.encoders.families.qwen_vl import QwenVLAdapter
 from epd.encoders.prompt.mrope import VisualSpan
-from epd.encoders.prompt.prompt import Expansion
 from epd.pixel_limits import LEAST_SHARE, NO_CAPS, FrameCaps
 from epd.types import PlaceholderRange
 
@@ -51,13 +49,6 @@ class Qwen2_5VLAdapter(QwenVLAdapter):
     def cell_order(self, grid: Grid) -> Tensor:
         # Windows come one after the other, each of rows of tokens; units as ever.
         return self.tower_inputs((grid.cut(1),), CPU)["window_index"]
-
-    def expand(self, plan: MediaPlan) -> Expansion:
-        config = self.checkpoint.config
-        pad = config.image_token_id if plan.kind == "image" else config.video_token_id
-        each = plan.tokens_per_unit
-        units = tuple(PlaceholderRange(unit * each, each) for unit in range(plan.num_units))
-        return Expansion(np.full(plan.num_tokens, pad, dtype=np.int64), units)
 
     def spans(self, item: MediaItem) -> Sequence[VisualSpan]:
         plan, merge = item.plan, self.video_spec.merge

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +37,7 @@ from epd.frame_sampling import FrameSampling
 from epd.pixel_limits import CAP_FIELD, NO_CAPS, OWN_LIMITS, FrameCaps, PixelLimits, check_ceiling, refuse
 from epd.pixel_settings import authors_limits
 from epd.reduction import TowerMerge
-from epd.types import MediaKind
+from epd.types import MediaKind, PlaceholderRange
 
 
 class QwenVLAdapter(BaseAdapter):
@@ -68,9 +69,16 @@ class QwenVLAdapter(BaseAdapter):
     def processor_caps(self) -> FrameCaps:
         """Returns what the processor's own `cap_pixels_per_frame` holds frames to."""
 
-    @abstractmethod
+    def sample(self, video: VideoFacts, frame_sampling: FrameSampling) -> Sequence[int]:
+        """Returns the indices of the wanted frames of a part of a video. Raises RequestError."""
+        return sample_indices(self.checkpoint.processor.video_processor, video, frame_sampling)
+
     def expand(self, plan: MediaPlan) -> Expansion:
-        """Returns the ids that replace the item's pad token."""
+        """Returns the ids that replace the item's pad token: without text between its units."""
+        config, each = self.checkpoint.config, plan.tokens_per_unit
+        pad = config.image_token_id if plan.kind == "image" else config.video_token_id
+        units = tuple(PlaceholderRange(unit * each, each) for unit in range(plan.num_units))
+        return Expansion(np.full(plan.num_tokens, pad, dtype=np.int64), units)
 
     @abstractmethod
     def spans(self, item: MediaItem) -> Sequence[VisualSpan]:
@@ -161,10 +169,7 @@ class QwenVLAdapter(BaseAdapter):
     def plan_video(
         self, video: VideoFacts, frame_sampling: FrameSampling, pixels: PixelLimits = OWN_LIMITS
     ) -> MediaPlan:
-        processor = self.checkpoint.processor.video_processor
-        frames = select_frames(
-            video, frame_sampling, lambda part: sample_indices(processor, part, frame_sampling)
-        )
+        frames = select_frames(video, frame_sampling, lambda part: self.sample(part, frame_sampling))
         try:
             limits, caps = self._limits("video", pixels), self._caps(pixels)
             num_sized = max(len(frames.indices), frame_sampling.sized_among or 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from epd.chat import ChatMessage
 from epd.encoders.adapter import MediaItem, MediaPlan
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.prompt.chat import Placeholders, check_media, moved_media, render_chat
-from epd.types import Int64Array, PlaceholderRange
+from epd.types import Int64Array, MediaKind, PlaceholderRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,18 @@ def _pad_id(checkpoint: Checkpoint, kind: str) -> int:
 
 def _placeholders(checkpoint: Checkpoint, pads: Sequence[str]) -> Placeholders:
     """Returns what stands for an image and a video in a text: its pad between the tokens that enclose it."""
-    config = checkpoint.config
-    ids = [config.vision_start_token_id, config.vision_end_token_id]
-    start, end = checkpoint.tokenizer.convert_ids_to_tokens(ids)
-    image, video = pads
-    return {"image": f"{start}{image}{end}", "video": f"{start}{video}{end}"}
+    kinds: tuple[MediaKind, ...] = "image", "video"
+    found: dict[MediaKind, str] = {}
+    for kind, pad in zip(kinds, pads, strict=True):
+        start, end = checkpoint.tokenizer.convert_ids_to_tokens(enclosing_ids(checkpoint.config, kind))
+        found[kind] = f"{start}{pad}{end}"
+    return found
+
+
+def enclosing_ids(config: Any, kind: MediaKind) -> list[int]:
+    """Returns the tokens before and behind media of a kind, which some families have for all kinds."""
+    own = kind if hasattr(config, f"{kind}_start_token_id") else "vision"
+    return [int(getattr(config, f"{own}_{edge}_token_id")) for edge in ("start", "end")]
 
 
 def _offsets(pads: Int64Array, expansions: Sequence[Expansion]) -> Iterator[int]:

@@ -25,7 +25,7 @@ class GroupKey:
     """Identifies the embeddings of one group by their inputs alone, so that equal keys may share them.
 
     mm_hash: of the bytes of the image or video
-    times_s: of the group's frames; empty for an image
+    times_s: of the group's frames, and those drawn on them; empty for an image
     units: [start, stop) of an image's tiles; (0, 0) for a video, which its times identify
     size: (height, width) of the frames that are encoded, or of the image that is cut into tiles, pixels
     model: name and revision of the weights

@@ -59,6 +59,7 @@ _ALL = (
     _images("aya_vision", "Aya Vision", _UNSCALED),
     _images("cohere2_vision", "Command A Vision", _UNSCALED),
     _images("deepseek_vl", "DeepSeek-VL"),
+    _native("ernie4_5_vl_moe", "ERNIE 4.5 VL", 2),
     _videos("exaone4_5", "EXAONE 4.5", 2),
     Family("gemma3", "Gemma 3", "native", ("image",), None, "no videos: its processor has none"),
     _videos("gemma4", "Gemma 4", 1, "no sound"),
@@ -93,7 +94,6 @@ _ALL = (
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 # Families that would load and answer wrongly, and why.
 REFUSED: Mapping[str, str] = {
-    "ernie4_5_vl_moe": "whose experts are chosen by the kind of a token",
     "gemma3n": "whose images are attended in both directions",
     "granite4_vision": "whose tower gives features for later layers (deepstack)",
     "kimi_k25": "whose language model has latent attention (MLA)",

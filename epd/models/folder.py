@@ -245,7 +245,7 @@ def _folders_inside(path: Path) -> list[Path]:
 
 def _check_small_files(path: Path) -> None:
     for file in sorted(path.iterdir()):
-        if file.suffix in (".json", ".jinja", ".txt", ".model") and file.is_file():
+        if file.suffix in (".json", ".jinja", ".txt", ".model", ".ttf") and file.is_file():
             _check_pointer(file)
 
 

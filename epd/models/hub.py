@@ -32,7 +32,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 MAIN = "main"
 _GB = 10**9
 # Ends of the names of the small files that are read.
-SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".ttf")
 INCLUDED = " ".join(f'"*{end}"' for end in (*SMALL, ".safetensors"))
 # Names of tokenizers, of which a model needs one.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")

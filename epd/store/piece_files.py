@@ -36,7 +36,7 @@ _DIGESTS = "models.json"
 _FORMAT = 4
 _NAME_BYTES = 16
 # Of the files that a model consists of.
-_SUFFIXES = frozenset((".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".tiktoken"))
+_SUFFIXES = frozenset((".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".tiktoken", ".ttf"))
 # Bytes of the pieces that share a file.
 _SHARED_BYTES = 1 << 20
 # Errors of file systems that give a file one name.

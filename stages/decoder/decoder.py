@@ -58,6 +58,7 @@ class DecoderInputs:
     visual: their embeddings; None without any.
     lora: which adapters the rows have; None without any.
     token_ids: int64 [T], for a model that embeds them for each layer; None for others.
+    prompt_ids: int64 [T], the same, -1 for tokens of answers; None where all are.
     """
 
     positions: Tensor
@@ -66,6 +67,7 @@ class DecoderInputs:
     visual: Embeddings | None = None
     lora: LoRARows | None = None
     token_ids: Tensor | None = None
+    prompt_ids: Tensor | None = None
 
 
 class Decoder(Protocol):
@@ -282,6 +284,8 @@ class ModulesDecoder:
         extra: dict[str, Any] = {}
         if inputs.visual is not None and layers.start == 0:
             extra = self._adapter.decoder_kwargs(inputs.visual_rows, inputs.visual)
+        if inputs.prompt_ids is not None:
+            extra |= self._adapter.prompt_kwargs(inputs.prompt_ids)
         positions = inputs.positions
         with self._interrupted():
             computed: Tensor = self._part(layers)(

@@ -362,7 +362,8 @@ def group_name(key: GroupKey, plan: MediaPlan) -> str:
 
 def unit_name(key: GroupKey, plan: MediaPlan, frames: Tensor) -> str:
     """Names a unit by its pixels, uint8 [N, h, w, 3]. key: of its group. plan: of the unit alone."""
-    facts = key.salt, key.tower_share, plan.kind, plan.grid, plan.resized, tuple(frames.shape)
+    shown = plan.resized, plan.drawn_times_s, tuple(frames.shape)
+    facts = key.salt, key.tower_share, plan.kind, plan.grid, *shown
     return _name(facts, frames.contiguous().numpy().data)
 
 

@@ -234,7 +234,8 @@ class ModelRunner:
         hidden, visual = self._embedded(visual, inputs)
         states = self._states_of(packed)
         caches, lora = self._caches_of(plans, states), self._lora_rows(packed)
-        whole = DecoderInputs(inputs.positions, caches, inputs.visual_rows, visual, lora, inputs.token_ids)
+        ids, prompt_ids = inputs.token_ids, self._prompt_ids(packed, inputs.token_ids)
+        whole = DecoderInputs(inputs.positions, caches, inputs.visual_rows, visual, lora, ids, prompt_ids)
         if all(segment.going_on is None for segment in segments):
             return self._decoder.run(hidden, whole, range(num_layers), inputs.logit_rows)
         # Before anything runs, since a view begins anew whenever its question is planned.
@@ -247,8 +248,19 @@ class ModelRunner:
         rows = rows_going_on(going_on, self._device)
         caches = self._caches_of(later_plans, None)
         lora = None if lora is None else lora.only(rows)
-        later = DecoderInputs(inputs.positions[:, rows], caches, inputs.visual_rows, lora=lora)
+        prompt_ids = None if prompt_ids is None else prompt_ids[rows]
+        positions, visual_rows = inputs.positions[:, rows], inputs.visual_rows
+        later = DecoderInputs(positions, caches, visual_rows, lora=lora, prompt_ids=prompt_ids)
         return self._decoder.run(hidden[rows], later, range(num_whole, num_layers), inputs.logit_rows)
+
+    def _prompt_ids(self, packed: PackedPass, token_ids: Tensor) -> Tensor | None:
+        """Returns ids of tokens of prompts, and -1 for others: int64 [T]; None where nobody reads them."""
+        if not packed.num_prompt or isinstance(self._decoder, FusedDecoder):
+            return None
+        starts = packed.batches[0].query_starts
+        places = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+        is_prompt = places < np.repeat(packed.num_prompt, np.diff(starts))
+        return token_ids.masked_fill(~to_device(torch.from_numpy(is_prompt), self._device), -1)
 
     def _caches_of(self, plans: Sequence[AttentionPlan], states: DeltaPlan | None) -> LayerCaches:
         """Returns the caches and the plan of each layer. plans: of each layer group."""

@@ -39,6 +39,7 @@ class Segment:
     states: slots of the recurrent state that is read, None at the start, and of the one that is written.
     is_both_ways: whether all of its tokens attend each other.
     lora: name of the adapter that the request wants; empty for the model alone.
+    num_prompt: how many of the first new tokens are the prompt's; the others are the answer's.
     """
 
     token_ids: Int64Array
@@ -54,6 +55,7 @@ class Segment:
     states: tuple[int | None, int] | None = None
     is_both_ways: bool = False
     lora: str = ""
+    num_prompt: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -93,6 +95,7 @@ class PackedPass:
     states: of each segment, see `Segment`; without any for a model that has no recurrent state.
     segments: all of them, without visual tokens, where one of them is not whole; else none.
     adapters: of each segment, see `Segment.lora`; without any where none has one.
+    num_prompt: of each segment, see `Segment`; without any where all tokens are of answers.
     """
 
     token_ids: Int64Array
@@ -104,6 +107,7 @@ class PackedPass:
     states: tuple[tuple[int | None, int], ...] = ()
     segments: tuple[Segment, ...] = ()
     adapters: tuple[str, ...] = ()
+    num_prompt: tuple[int, ...] = ()
 
 
 def packed_pass(segments: Sequence[Segment], kinds: Sequence[GroupKind], block_size: int) -> PackedPass:
@@ -128,6 +132,7 @@ def packed_pass(segments: Sequence[Segment], kinds: Sequence[GroupKind], block_s
         tuple(segment.states for segment in segments if segment.states is not None),
         () if is_whole else tuple(replace(segment, visual=None) for segment in segments),
         adapters if any(adapters) else (),
+        tuple(segment.num_prompt for segment in segments) if any(s.num_prompt for s in segments) else (),
     )
 
 

@@ -204,6 +204,7 @@ class TokenSequence:
             states=_states(kv, self.request_id),
             is_both_ways=start in self._both_ways,
             lora=self.request.sampling.lora,
+            num_prompt=max(0, min(stop, self.scheduled.num_prompt_tokens) - start),
             view=self.view if self.view is not None and start == self.view.start else None,
         )
         window = self._windows.get(start)
@@ -338,6 +339,7 @@ def _of_window(segment: Segment, window: WindowInputs) -> Segment:
         visual=window.placed(segment.visual),
         num_kept=len(segment.token_ids),
         method=window.method,
+        num_prompt=window.pruned.num_inputs,
         going_on=None if window.num_later is None else GoingOn(window.num_later),
     )
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from epd.encoders import internvl_chat
+from epd.encoders.names import parts_by_kind
 from epd.encoders.quantization import Quantization, read_quantization
 from epd.errors import ModelError
 from epd.models.folder import weight_files
@@ -47,6 +49,10 @@ _DTYPES = {
 }
 # Ends of names of tensors that only weights of FP8 have.
 _SCALES = (".weight_scale", ".weight_scale_inv")
+# Of those that keep the type of the files: what chooses experts.
+_KEPT = ("_moe.gate.weight", "e_score_correction_bias")
+# That transformers has for a config.json that does not say so.
+_ERNIE_EXPERTS = 64
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -164,7 +170,8 @@ class StoredTensor:
         """Returns the type that the tensor has in a model of this type: only floating-point ones change."""
         if self.form is not None:
             return self.form.dtype
-        return dtype if self.dtype.is_floating_point else self.dtype
+        is_kept = not self.dtype.is_floating_point or self.name.endswith(_KEPT)
+        return self.dtype if is_kept else dtype
 
     def num_bytes_as(self, dtype: torch.dtype) -> int:
         """Counts its bytes in a model of this type."""
@@ -174,7 +181,7 @@ class StoredTensor:
         """Returns what was read of it as it is in a model of this type."""
         if self.form is not None:
             return self.form.of(tensor)
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(self.dtype_as(dtype))
 
 
 def stored_tensors(path: Path) -> list[StoredTensor]:
@@ -193,9 +200,21 @@ def listed_tensors(path: Path) -> list[StoredTensor]:
     Raises OSError, ValueError, SafetensorError, ModelError.
     """
     stored = [tensor for file in weight_files(path) for tensor in tensors_in(file)]
-    if not internvl_chat.is_authors_layout(path):
+    names_of_parts = _names_of_parts(path)
+    if names_of_parts is None:
         return stored
-    return [part for each in stored for part in each.named(internvl_chat.names_of_parts(each.name))]
+    return [part for each in stored for part in each.named(names_of_parts(each.name))]
+
+
+def _names_of_parts(path: Path) -> Callable[[str], Sequence[str]] | None:
+    """Returns what tensors of the files are in parts, for a layout that has some of these."""
+    if internvl_chat.is_authors_layout(path):
+        return internvl_chat.names_of_parts
+    config = internvl_chat.read_json(path / "config.json")
+    if config.get("model_type") != "ernie4_5_vl_moe":
+        return None
+    num_experts = config.get("text_config", {}).get("moe_num_experts", _ERNIE_EXPERTS)
+    return partial(parts_by_kind, num_experts=num_experts)
 
 
 def with_forms(stored: list[StoredTensor], quantization: Quantization | None) -> list[StoredTensor]:

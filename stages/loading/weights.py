@@ -62,13 +62,14 @@ _LOADING = threading.Lock()
 def in_layout(tensor: Tensor, wanted: torch.Size, name: str) -> Tensor:
     """Returns a stored tensor, or a view of it, in the shape that the model wants.
 
-    Only experts that are all in one tensor may differ, by an exchange of the last two dimensions. Raises
-    ValueError for any other difference.
+    Only experts that are all in one tensor, and what chooses those of a kind of tokens, may differ, by an
+    exchange of the last two dimensions. Raises ValueError for any other difference.
     """
     if tensor.shape == wanted:
         return tensor
-    if ".experts." in name and tensor.ndim == 3 and tensor.transpose(1, 2).shape == wanted:
-        return tensor.transpose(1, 2)
+    may_be_turned = tensor.ndim == (3 if ".experts." in name else 2 if "_moe.gate." in name else 0)
+    if may_be_turned and tensor.transpose(-2, -1).shape == wanted:
+        return tensor.transpose(-2, -1)
     raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the model wants {tuple(wanted)}")
 
 

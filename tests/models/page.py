@@ -21,6 +21,7 @@ from epd.stages.loading.weights import part_bytes, skeleton
 from tests import ROOT
 from tests.models.published import PUBLISHED, Published
 from tests.models.recurrent import RECURRENT
+from tests.models.tiny_ernie import PUBLISHED as ERNIE
 
 PAGE = ROOT / "benchmarks" / "results" / "checkpoints.md"
 _START, _END = "<!-- python -m tests.models.page -->\n", "<!-- end -->\n"
@@ -79,7 +80,8 @@ def _read(published: Published) -> Any:
 
 def table() -> str:
     start, end = "| checkpoint | context | weights E, GB | P, D, GB | KV a token, B ", _LAST
-    rows = "".join(f"| {' | '.join(_row(name, PUBLISHED[name]))} |\n" for name in PUBLISHED)
+    plain = {**PUBLISHED, **ERNIE}
+    rows = "".join(f"| {' | '.join(_row(name, each))} |\n" for name, each in plain.items())
     recurrent = "".join(f"| {' | '.join(_row(name, each))} |\n" for name, each in RECURRENT.items())
     return (
         f"{start}{end}|---|{'---:|' * 7}\n{rows}\n"

@@ -140,7 +140,7 @@ def test_without_the_hub_the_command_to_fetch_is_said(hub: FakeHub, tmp_path: Pa
         done = epd(*SHOW, "revision=v2", cache=tmp_path, hub=reached)
         assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert done.stderr.endswith(
-            command + '"*.json" "*.jinja" "*.txt" "*.model" "*.tiktoken" "*.safetensors"\n'
+            command + '"*.json" "*.jinja" "*.txt" "*.model" "*.tiktoken" "*.ttf" "*.safetensors"\n'
         )
 
 
