@@ -28,9 +28,10 @@ class StagesClosed(Message[None]):
 
 @dataclass(frozen=True, slots=True)
 class SetRoles(Message[None]):
-    """Restricts new work to these roles; the worker completes what it has."""
+    """Restricts new work to these roles; the worker completes what it has. lent: see `WorkerInfo`."""
 
     roles: frozenset[Stage]
+    lent: frozenset[Stage] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

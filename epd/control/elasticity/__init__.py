@@ -4,7 +4,7 @@ samples of workers -> TrafficEstimator -> ClusterTraffic -> RoleController -> Sw
                                                    -> StageReplicas  -> ReplicaAdvice
 """
 
-from epd.control.elasticity.assignment import replacement_for, roles_for_newcomer
+from epd.control.elasticity.assignment import helper_for, replacement_for, roles_for_newcomer
 from epd.control.elasticity.cluster import (
     ClusterTraffic,
     MediaSample,
@@ -37,6 +37,7 @@ __all__ = [
     "TrafficEstimator",
     "WorkerSample",
     "WorkerStanding",
+    "helper_for",
     "replacement_for",
     "roles_for_newcomer",
 ]
