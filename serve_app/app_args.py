@@ -167,6 +167,12 @@ class AppArgs(WorkerArgs):
     hang_s: float = Field(
         default=10.0, gt=0, description="Seconds without a heartbeat after which a worker counts as lost."
     )
+    encode_fallback_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="While no worker encodes for so many seconds, one that prefills does so besides; by "
+        "default requests wait for an encoder. A GPU needs room for the tower.",
+    )
     drain_s: float = Field(
         default=30.0, ge=0, description="Grace period for in-flight requests on shutdown, in seconds."
     )

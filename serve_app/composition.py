@@ -114,7 +114,7 @@ def vacated(view: View, model: str) -> Roles:
         return frozenset()
     if _has_classes(view):
         return frozenset()
-    present, wanted = [info.roles - info.leaving for info in infos], topology_part(stages[-1].topology)
+    present, wanted = [info.own_roles - info.leaving for info in infos], topology_part(stages[-1].topology)
     is_served = frozenset[Stage]().union(*present) >= EVERY_STAGE
     if is_served or len(present) < wanted.num_workers:
         return frozenset()

@@ -42,7 +42,8 @@ def state_after(info: WorkerInfo, message: Message[Any]) -> WorkerInfo:
         case Offload():
             return replace(info, closed=info.roles - message.roles, leaving=message.leaving)
         case SetRoles():
-            return replace(info, roles=message.roles, closed=frozenset(), leaving=frozenset())
+            nothing = frozenset[Stage]()
+            return replace(info, roles=message.roles, closed=nothing, leaving=nothing, lent=message.lent)
     return info
 
 

@@ -140,6 +140,7 @@ class Reserve(Message[KVTicket | None]):
 
     incarnation: of the sender's worker; 0 if unknown. The message is refused if that is lost
     num_dropped: of the prompt, see `PromptPlan.num_dropped`
+    num_output_tokens: room for its answers, of one that is moved; 0 for the first token of each
     """
 
     request_id: str
@@ -148,6 +149,7 @@ class Reserve(Message[KVTicket | None]):
     sampling: SamplingParams
     incarnation: int = 0
     num_dropped: int = 0
+    num_output_tokens: int = 0
 
 
 # To any worker

@@ -28,9 +28,10 @@ class StagesClosed(Message[None]):
 
 @dataclass(frozen=True, slots=True)
 class SetRoles(Message[None]):
-    """Restricts new work to these roles; the worker completes what it has."""
+    """Restricts new work to these roles; the worker completes what it has. lent: see `WorkerInfo`."""
 
     roles: frozenset[Stage]
+    lent: frozenset[Stage] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,10 @@ class AskRemaining(Message[RemainingWork]):
 
 
 @dataclass(frozen=True, slots=True)
-class Pause(Message[TokenIdentity | None]):
-    """Pauses an answer, to move it to another decode worker. The reply: its tokens to be sent.
+class Pause(Message[tuple[TokenIdentity, int] | None]):
+    """Pauses a request, to move it to another decode worker.
+
+    The reply: its tokens to be sent, and for how many more it needs room there.
 
     None: it is not here, or cannot be moved now and continues.
     """

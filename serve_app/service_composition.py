@@ -109,6 +109,7 @@ def _orchestrator_config(args: AppArgs, controller: ControllerConfig | None = No
         max_waiting=args.max_waiting,
         max_wait_s=args.max_wait_s,
         sharding=args.sharding,
+        encode_fallback_s=args.encode_fallback_s,
         has_classes=bool(args.worker_classes),
         cache_dir=args.cache_dir and args.cache_dir.expanduser(),
         elastic=controller or ControllerConfig() if args.elastic else None,

@@ -19,6 +19,7 @@ class WorkerInfo:
 
     closed: roles that it is giving up or taking on, for which it gets no work meanwhile
     leaving: stages that it gives up, whose work every orchestrator takes elsewhere; `EVERY_STAGE` for good
+    lent: roles that it has for others, until one of them is there again
     """
 
     name: str
@@ -27,6 +28,12 @@ class WorkerInfo:
     incarnation: int = 1
     closed: frozenset[Stage] = frozenset()
     leaving: frozenset[Stage] = frozenset()
+    lent: frozenset[Stage] = frozenset()
+
+    @property
+    def own_roles(self) -> frozenset[Stage]:
+        """Returns the roles that it keeps: its place among the workers."""
+        return self.roles - self.lent
 
     def takes(self, stage: Stage) -> bool:
         """Returns whether it can be given work for the role."""

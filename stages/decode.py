@@ -12,7 +12,7 @@ of its answer a request can be moved to another decode worker:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ from epd.stages.engine.sequence import TokenSequence
 from epd.stages.sampling.sampler import SampledToken
 from epd.transfer.connectors import FirstToken, HandoverState, KVConnector, KVTicket, TransferOutcome
 from epd.transfer.handover import DecodeReception, KVOutbox
+from epd.types import ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,11 @@ class MovingAnswers:
     def __init__(self, engine: LanguageEngine, connector: KVConnector) -> None:
         self._engine = engine
         self._outbox = KVOutbox(engine.kv, connector)
-        self._paused: dict[str, TokenSequence] = {}
-        self._leaving: set[str] = set()  # over, but for blocks that may still be read
+        self._paused: dict[str, list[TokenSequence]] = {}
+        self._leaving: dict[str, list[TokenSequence]] = {}  # over, but for blocks that may still be read
 
     def __len__(self) -> int:
-        """Counts the answers that are paused, or whose blocks may still be read."""
+        """Counts the requests that are paused, or whose blocks may still be read."""
         return len(self._paused) + len(self._leaving)
 
     def __contains__(self, request_id: str) -> bool:
@@ -63,27 +64,40 @@ class MovingAnswers:
         """Lists the requests that decode no more here, and nowhere else yet."""
         return self._paused.keys()
 
-    def pause(self, request_id: str) -> TokenIdentity | None:
-        """Stops a request that decodes, so that it can be moved; returns the tokens with keys and values.
+    @property
+    def num_paused(self) -> int:
+        """Counts the answers of paused requests."""
+        return sum(map(len, self._paused.values()))
 
+    def pause(self, request_id: str) -> tuple[TokenIdentity, int] | None:
+        """Stops a request that decodes, so that it can be moved.
+
+        Returns the tokens whose keys and values are sent, and for how many more it needs room. Of several
+        answers the prompt is sent, which they share, and the rest computed again.
         Returns None for one that is not here or cannot be moved now: it continues.
         """
-        sequence = self._engine.detach(request_id)
-        if sequence is None:
+        sequences = self._engine.detach(request_id)
+        if not sequences:
             return None
-        self._paused[request_id] = sequence
-        return TokenIdentity(sequence.scheduled.identity.rows[: sequence.scheduled.num_computed])
+        self._paused[request_id] = sequences
+        scheduled = sequences[0].scheduled
+        if sequences[0].request.sampling.n == 1:
+            return TokenIdentity(scheduled.identity.rows[: scheduled.num_computed]), 1
+        # Each begins in a block of its own: a copy of the last one of the prompt.
+        size = self._engine.kv.block_size
+        num_blocks = sum(1 + ceil_div(each.num_generated, size) for each in sequences)
+        return TokenIdentity(scheduled.identity.rows[: scheduled.num_prompt_tokens]), num_blocks * size
 
     def move(self, request_id: str, ticket: KVTicket) -> bool:
         """Sends a paused request to the worker of the ticket.
 
         Returns False for one that is not paused here.
         """
-        sequence = self._paused.get(request_id)
-        if sequence is None or self._outbox.is_open(request_id):
+        sequences = self._paused.get(request_id)
+        if sequences is None or self._outbox.is_open(request_id):
             return False
-        self._outbox.open(ticket)
-        self._outbox.send(request_id, _moved_state(sequence))
+        self._outbox.open(ticket, sequences[0].request_id)
+        self._outbox.send(request_id, _moved_state(sequences))
         return True
 
     def resume(self, request_id: str) -> None:
@@ -103,26 +117,26 @@ class MovingAnswers:
 
     def abort(self, request_id: str) -> None:
         """Forgets a request. Others are ignored."""
-        if self._paused.pop(request_id, None) is not None:
+        if request_id in self._paused:
             self._outbox.abort(request_id, "the request was aborted")
-            self._leaving.add(request_id)
+            self._leaving[request_id] = self._paused.pop(request_id)
 
     def take_receipts(self) -> None:
         """Frees the blocks of answers that are elsewhere, and resumes those that were not taken."""
         for end in self._outbox.poll():
             if end.outcome is TransferOutcome.DELIVERED:
-                del self._paused[end.request_id]
-                self._leaving.add(end.request_id)
+                self._leaving[end.request_id] = self._paused.pop(end.request_id)
             else:
                 self.resume(end.request_id)
         for request_id in [each for each in self._leaving if self._outbox.is_settled(each)]:
-            self._leaving.remove(request_id)
-            self._engine.scheduler.release(request_id)
+            for sequence in self._leaving.pop(request_id):
+                self._engine.scheduler.release(sequence.request_id)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless engine and outbox agree."""
         self._outbox.check_integrity()
-        lost = [each for each in (*self._paused, *self._leaving) if not self._engine.scheduler.is_held(each)]
+        moved = [each for some in (self._paused, self._leaving) for own in some.values() for each in own]
+        lost = [each.request_id for each in moved if not self._engine.scheduler.is_held(each.request_id)]
         if lost:
             raise AssertionError(f"{lost} are being moved without their blocks")
 
@@ -146,10 +160,12 @@ class DecodeStage:
         identity: TokenIdentity,
         sampling: SamplingParams,
         num_dropped: int = 0,
+        num_output_tokens: int = 0,
     ) -> KVTicket | None:
         """Reserves room for a request that the prefill worker `sender` will send; None without room now.
 
         num_dropped: of its prompt, see `PromptPlan.num_dropped`.
+        num_output_tokens: room for its answers, of one that is moved; 0 for the first token of each.
         Nothing is queued: a refused request is for another worker, or for later. Raises InfeasibleError when
         it could never fit, ValueError for a request that is to arrive already.
 
@@ -161,7 +177,11 @@ class DecodeStage:
             return None
         room = 1 + (sampling.n - 1) * self.engine.kv.block_size
         ticket = self.reception.reserve(
-            request_id, sender, identity, num_output_tokens=room, num_dropped=num_dropped
+            request_id,
+            sender,
+            identity,
+            num_output_tokens=num_output_tokens or room,
+            num_dropped=num_dropped,
         )
         if ticket is not None:
             self._arriving[request_id] = _Arriving(identity, sender, sampling.n, num_dropped)
@@ -173,7 +193,7 @@ class DecodeStage:
         """Counts the answers that grow, wait for room to continue, are still arriving or being moved."""
         scheduler = self.engine.scheduler
         num_arriving = sum(each.num_seqs for each in self._arriving.values())
-        return len(scheduler.running) + len(scheduler.waiting) + num_arriving + len(self.moving.paused)
+        return len(scheduler.running) + len(scheduler.waiting) + num_arriving + self.moving.num_paused
 
     @property
     def arriving(self) -> tuple[str, ...]:
@@ -260,18 +280,19 @@ def _request(state: HandoverState, arrived: _Arriving) -> GenerateRequest:
     )
 
 
-def _moved_state(sequence: TokenSequence) -> HandoverState:
-    """Collects what another decode worker needs to continue in the middle of an answer."""
-    request, prompt = sequence.request, sequence.request.prompt
-    first, *later = sequence.known_ids[len(prompt) :].tolist()
+def _moved_state(sequences: Sequence[TokenSequence]) -> HandoverState:
+    """Collects what another decode worker needs to continue in the middle of answers that are not over."""
+    request, prompt = sequences[0].request, sequences[0].request.prompt
+    known = {each.index: each.known_ids[len(prompt) :].tolist() for each in sequences}
+    answers = range(request.sampling.n)
     return HandoverState(
         request_id=request.request_id,
         prompt_token_ids=prompt.token_ids,
-        first_tokens=(FirstToken(first),),
+        first_tokens=tuple(FirstToken(known[index][0] if index in known else 0) for index in answers),
         next_position=prompt.next_position,
         num_position_rows=len(prompt.positions),
         sampling=request.sampling,
         seed=request.seed,
-        later_token_ids=tuple(later),
+        later_token_ids=tuple(tuple(known[index][1:]) if index in known else None for index in answers),
         priority=request.priority,
     )

@@ -1,6 +1,6 @@
 """Whether the number of stage workers follows waves of videos, beside every fixed number, in virtual time.
 
-    python -m benchmarks.elasticity.autoscale_virtual [--seeds 1 2] [--workers auto 3 4 5 6]
+    python -m benchmarks.elasticity.autoscale_virtual [--seeds 1 2 3 4 5] [--workers auto 3 4 5 6]
 
 The real application runs: planning, schedulers, pools, transfers, the estimator, the advice on replicas, the
 policy that Serve calls, and the controller of roles. Workers are paced as A100s of a profile, and a pass
@@ -8,6 +8,7 @@ computes nothing (`benchmarks/epd_pays/virtual_workers.py`). Serve itself is not
 after the policy wants it, gets its roles as the board gives them, and one that is no longer wanted leaves as
 a replica does, its work taken elsewhere by the orchestrator.
 Requests arrive at random, at rates that rise, stay and fall again (RAMP). All runs of a seed get the same.
+A patch or token of the embedded model stands for SCALE of the device's: fewer are moved, and each costs more.
 Writes benchmarks/results/autoscale_virtual.{json,md}.
 """
 
@@ -19,7 +20,9 @@ import json
 import random
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -27,18 +30,26 @@ from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
-from benchmarks.epd_pays.live import Layout, Load, Media, Times, drawn, fleet_of
-from benchmarks.epd_pays.mixes import MIXES, MODEL, Arrival, Kind
 from benchmarks.epd_pays.virtual_workers import run_virtual, virtual_workers
 from benchmarks.reporting import RESULTS, Row, markdown
+from epd.chat import ChatMessage, ContentPart
 from epd.control.elasticity.assignment import roles_for_newcomer
 from epd.control.elasticity.controller import ControllerConfig
-from epd.planning.space import Settings
+from epd.encode.sharding import GROUP_TOKENS
+from epd.encoders import FrameSampling
+from epd.engine_config import EngineConfig
+from epd.errors import EPDError
+from epd.kv.scheduling import SchedulerConfig
+from epd.models import embedded_model_path
+from epd.planning.replay import scaled
+from epd.profiles.files import load_profile
+from epd.sampling_params import SamplingParams
 from epd.serve_app.fleet import WorkerBack, WorkerChanged, WorkerLost
-from epd.serve_app.local.fleet import LocalFleet
+from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
 from epd.serve_app.local.pacing import Pace
 from epd.serve_app.media.media_worker import MediaSettings
 from epd.serve_app.messages import endpoint
@@ -46,30 +57,58 @@ from epd.serve_app.orchestration.config import OrchestratorConfig
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.ray.autoscaling import ADVISED, stage_replicas
+from epd.serve_app.service import AnswerRequest, MediaReference, TokenDelta
+from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.serve_app.worker_info import EVERY_STAGE, WorkerInfo
 from epd.topology import ROLE_LETTERS, parse_topology
 from epd.video import FetchPolicy
 from tests.faults.pool import read_once
+from tests.media import write_video
 
-# A patch or token stands for 128 of the device's: fewer are moved, and each costs more.
-MIX = replace(
-    MIXES["long videos"], patches=128, tokens=128, kinds=(Kind(1.0, num_tokens=10, num_frames=16, side=64),)
-)
-SETTINGS = Settings(
-    encode_patches=8192, language_seqs=64, decode_seqs=64, chunk_tokens=2048, sharding="group"
-)
+MODEL, PROFILE = embedded_model_path(), "qwen2.5-vl-7b@a100-80gb"
+SCALE = 128
+NUM_TOKENS, NUM_FRAMES, FPS, SIDE = 10, 16, 10, 64  # of an answer, and of a video
+TTFT_SLO_S, TPOT_SLO_S = 3.1, 0.04
+BATCH_PATCHES, CHUNK_TOKENS, NUM_SEQS = 8192 // SCALE, 2048 // SCALE, 64
+NUM_CACHED = 32_768  # tokens, and embeddings: never what binds
 TOPOLOGY, MIN_WORKERS, MAX_WORKERS = "1e1p1d", 3, 6
 START_S, LEAVE_S = 20.0, 5.0
 # Requests in a second, at seconds from the start; on straight lines between them.
 RAMP = ((0.0, 0.7), (20.0, 0.7), (80.0, 3.0), (140.0, 3.0), (160.0, 0.7))
-BUSY_S, END_S = (20.0, 160.0), 300.0
+# Workers leave when the peak of three minutes would leave fewer of them spare time for one.
+BUSY_S, END_S = (20.0, 160.0), 480.0
 AUTO = "auto"
 ABOUT = (
     "A worker is paced as an A100 with Qwen2.5-VL-7B. A request is a video. attained: the first token within "
-    f"{MIX.slo.ttft_s} s and {MIX.slo.tpot_s} s a token after it; of all requests, and of those that came "
-    f"from {BUSY_S[0]:g} s to {BUSY_S[1]:g} s, when many came. A replica starts in {START_S:g} s. "
+    f"{TTFT_SLO_S} s and {TPOT_SLO_S} s a token after it; of all requests in {END_S:g} s, and of those that "
+    f"came from {BUSY_S[0]:g} s to {BUSY_S[1]:g} s, when many came. A replica starts in {START_S:g} s. "
     f"Autoscaling has {MIN_WORKERS} to {MAX_WORKERS} workers. Roles follow the load in all runs."
 )
+
+
+Media = Mapping[str, MediaReference]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request. at_s: from the start."""
+
+    at_s: float
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of one answer; infinite where there was none."""
+
+    ttft_s: float
+    tpot_s: float
+
+    @classmethod
+    def of(cls, sent_s: float, tokens_s: Sequence[float]) -> Times:
+        if len(tokens_s) < NUM_TOKENS:
+            return cls(float("inf"), float("inf"))
+        return cls(tokens_s[0] - sent_s, (tokens_s[-1] - tokens_s[0]) / (NUM_TOKENS - 1))
 
 
 class _Fleet(LocalFleet):
@@ -126,15 +165,13 @@ class Run:
             "TTFT p99, s": round(ttfts[len(ttfts) * 99 // 100], 2),
             "mean workers": round(statistics.mean(self.workers), 2),
             "least to most": f"{min(self.workers)} to {max(self.workers)}",
-            "changes": sum(a != b for a, b in pairwise(self.workers)),
+            "ups": sum(a < b for a, b in pairwise(self.workers)),
+            "downs": sum(a > b for a, b in pairwise(self.workers)),
         }
 
 
 def is_met(times: Times) -> bool:
-    slo = MIX.slo
-    assert slo.ttft_s is not None
-    assert slo.tpot_s is not None
-    return times.ttft_s <= slo.ttft_s and times.tpot_s <= slo.tpot_s
+    return times.ttft_s <= TTFT_SLO_S and times.tpot_s <= TPOT_SLO_S
 
 
 def in_wave(arrival: Arrival) -> bool:
@@ -147,11 +184,11 @@ def waves(seed: int) -> list[Arrival]:
     starts_s, rates = zip(*RAMP, strict=True)
     while (at_s := at_s + draws.expovariate(max(rates))) < END_S:
         if draws.random() * max(rates) < np.interp(at_s, starts_s, rates):
-            found.append(Arrival(at_s, MIX.kinds[0], f"{seed}-{len(found)}"))
+            found.append(Arrival(at_s, f"{seed}-{len(found)}"))
     return found
 
 
-async def scaled(service: Orchestrator, fleet: _Fleet, seen: list[int]) -> None:
+async def scaled_as_by_serve(service: Orchestrator, fleet: _Fleet, seen: list[int]) -> None:
     """Does what Serve does, once a second."""
     service.elastic.advisor.follow({"Stage": (MIN_WORKERS, MAX_WORKERS)}, TOPOLOGY)
     target, number = fleet.num_there(), 0
@@ -193,15 +230,66 @@ async def watched(fleet: _Fleet, seen: list[int]) -> None:
         seen.append(fleet.num_there())
 
 
+async def sent(service: Orchestrator, media: Media, arrivals: Sequence[Arrival]) -> list[Times]:
+    """Sends requests at their times, and waits for their answers."""
+    asking, start_s = list[asyncio.Task[Times]](), time.perf_counter()
+    for each in arrivals:
+        await asyncio.sleep(max(0.0, start_s + each.at_s - time.perf_counter()))
+        asking.append(asyncio.create_task(_asked(service, media, each.name, start_s + each.at_s)))
+    return list(await asyncio.gather(*asking))
+
+
+async def _asked(service: Orchestrator, media: Media, name: str, sent_s: float) -> Times:
+    message = ChatMessage("user", (ContentPart("video"), ContentPart("text", f"What is {name}?")))
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    frames, tokens_s = FrameSampling(num_frames=NUM_FRAMES), list[float]()
+    try:
+        async with service.media.sources(name, [media[name]]) as sources:
+            request = AnswerRequest(name, "shapes-vl", (message,), sources, params, frames)
+            async with aclosing(service.answer(request)) as answer:
+                async for items in answer:
+                    for item in items:
+                        if isinstance(item, TokenDelta):
+                            tokens_s += [time.perf_counter()] * len(item.token_ids)
+    except EPDError as error:
+        print(f"{name}: {error}", flush=True)
+    return Times.of(sent_s, tokens_s)
+
+
+def drawn(arrivals: Sequence[Arrival], folder: Path) -> Media:
+    """Writes a video for each request, unlike all others."""
+    found = {}
+    for each in arrivals:
+        path = folder / f"{each.name}.mp4"
+        seed = crc32(path.name.encode())
+        write_video(path, num_frames=NUM_FRAMES, fps=FPS, seed=seed, height=SIDE, width=SIDE)
+        found[each.name] = MediaReference("video", path.as_uri(), "video")
+    return found
+
+
+def fleet_in(folder: Path) -> _Fleet:
+    """Returns paced workers that are not started. folder: of the media."""
+    workers = {worker.name: worker.roles for worker in parse_topology(TOPOLOGY).workers()}
+    workers["v0"] = frozenset({"video"})
+    settings = WorkerSettings(
+        MODEL,
+        EngineConfig(num_kv_tokens=NUM_CACHED),
+        num_embeddings=NUM_CACHED,
+        scheduler=SchedulerConfig(max(CHUNK_TOKENS, NUM_SEQS), NUM_SEQS, CHUNK_TOKENS),
+        max_batch_patches=BATCH_PATCHES,
+        encode_beside=False,  # a worker's stages share its device, and a pause is no work beside others
+        pace=Pace(scaled(load_profile(PROFILE), SCALE, SCALE), 1.0),
+    )
+    media = MediaSettings(MODEL, FetchPolicy(media_folder=folder))
+    return _Fleet(LocalFleetConfig(workers, media=media, hang_s=60.0), settings)
+
+
 async def run(workers: str, arrivals: Sequence[Arrival], folder: Path, media: Media) -> Run:
     """workers: a number, or auto."""
-    pace = Pace(MIX.live_profile, 1.0)
-    layout = Layout(TOPOLOGY, SETTINGS, is_elastic=True)
-    plain = fleet_of(MIX, layout, MediaSettings(MODEL, FetchPolicy(media_folder=folder)), pace, 1.0)
-    fleet, seen = _Fleet(plain._config, plain._settings), list[int]()
-    planner = RequestPlanner(MODEL, "shapes-vl", group_tokens=MIX.group_tokens)
+    fleet, seen = fleet_in(folder), list[int]()
+    planner = RequestPlanner(MODEL, "shapes-vl", group_tokens=max(1, GROUP_TOKENS // SCALE))
     config = OrchestratorConfig(
-        max_waiting=4096, max_wait_s=600, stall_timeout_s=180, elastic=ControllerConfig()
+        max_waiting=4096, max_wait_s=600, stall_timeout_s=180, sharding="groups", elastic=ControllerConfig()
     )
     service = Orchestrator(fleet, planner, config)
     await service.start()
@@ -210,9 +298,9 @@ async def run(workers: str, arrivals: Sequence[Arrival], folder: Path, media: Me
             for number in range(int(workers) - fleet.num_there()):
                 await fleet.add(f"n{number}")
         watching = asyncio.create_task(
-            scaled(service, fleet, seen) if workers == AUTO else watched(fleet, seen)
+            scaled_as_by_serve(service, fleet, seen) if workers == AUTO else watched(fleet, seen)
         )
-        times = await Load(service, media, 1.0).run(arrivals)
+        times = await sent(service, media, arrivals)
         assert not watching.done(), watching.result()
         watching.cancel()
         return Run(arrivals, times, seen)
@@ -232,9 +320,10 @@ def measured(seeds: Sequence[int], counts: Sequence[str]) -> Iterator[Row]:
 
 
 def saved(new: Row) -> None:
-    """Puts a row in the place of an earlier one of the same run."""
+    """Puts a row in the place of an earlier one of the same run. Rows of other settings go."""
     path = RESULTS / "autoscale_virtual.json"
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"setting": {}, "rows": []}
+    rows = before["rows"] if before["setting"].get("about") == ABOUT else []
     key = itemgetter("seed", "workers")
     rows = sorted([each for each in rows if key(each) != key(new)] + [new], key=key)
     results = {"setting": {"about": ABOUT}, "shares": shares(rows), "rows": rows}
@@ -256,14 +345,22 @@ def shares(rows: Sequence[Row]) -> list[Row]:
             share = {name: round(auto[0][name] / best[name], 3) for name in ("attained", "attained, busy")}
             taken = {"workers, mean": auto[0]["mean workers"], "best fixed number": best["workers"]}
             found.append({"seed": seed, **share, **taken})
-    return found
+    return [*found, *_spread(found)]
+
+
+def _spread(found: Sequence[Row]) -> Iterator[Row]:
+    """Yields the median of the seeds, and the least and the most of them."""
+    for name, of in (("median", statistics.median), ("least", min), ("most", max)):
+        if len(found) > 1:
+            names = ("attained", "attained, busy", "workers, mean")
+            yield {"seed": name, **{each: round(of([row[each] for row in found]), 3) for each in names}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--workers", nargs="+", default=[AUTO, "3", "4", "5", "6"])
     given = parser.parse_args()
     for row in measured(given.seeds, given.workers):

@@ -109,7 +109,8 @@ class HandoverState:
     next_position: of the first token of the answer, in every row of positions.
     num_position_rows: 3 for a model with multimodal positions, otherwise 1.
     seed: of the draws, chosen by now if the params leave it open.
-    later_token_ids: tokens after the first, of a request that is moved in the middle of its only answer.
+    later_token_ids: where it is moved in the middle, what followed the first token of each answer; None for
+        an answer that is over. Of several answers, these are computed again.
     priority: the lower, the sooner.
     """
 
@@ -120,7 +121,7 @@ class HandoverState:
     num_position_rows: int
     sampling: SamplingParams
     seed: int
-    later_token_ids: tuple[int, ...] = ()
+    later_token_ids: tuple[tuple[int, ...] | None, ...] = ()
     priority: int = 0
 
 

@@ -49,9 +49,15 @@ class HandoverEnd:
 
 @dataclass(slots=True)
 class _Sending:
-    """Tracks a transfer. num_sent: offered tokens of each layer group. unanswered: offers, by number."""
+    """Tracks a transfer.
+
+    source: in whose blocks the tokens are, by its id in the cache
+    num_sent: offered tokens of each layer group
+    unanswered: offers, by number
+    """
 
     ticket: KVTicket
+    source: str
     num_sent: list[int]
     unanswered: set[int] = field(default_factory=set)
     is_last_sent: bool = False
@@ -68,15 +74,17 @@ class KVOutbox:
         self._current: dict[str, str] = {}  # of a request, the transfer that has not ended
         self._receipts: list[Receipt] = []  # that have come before the next `poll`
 
-    def open(self, ticket: KVTicket) -> None:
+    def open(self, ticket: KVTicket, source: str = "") -> None:
         """Starts a hand-over, from the first token that the receiver lacks.
 
+        source: an answer that begins with these tokens, where that is not the request itself.
         Raises ValueError when the request has one that has not ended.
         """
         if ticket.request_id in self._current:
             raise ValueError(f"request '{ticket.request_id}' is being handed over already; abort that first")
         num_groups = len(ticket.block_tables)
-        self._sending[ticket.transfer_id] = _Sending(ticket, [ticket.num_cached] * num_groups)
+        num_sent = [ticket.num_cached] * num_groups
+        self._sending[ticket.transfer_id] = _Sending(ticket, source or ticket.request_id, num_sent)
         self._current[ticket.request_id] = ticket.transfer_id
 
     def is_open(self, request_id: str) -> bool:
@@ -100,11 +108,11 @@ class KVOutbox:
         Raises KeyError when no hand-over is open.
         """
         sending = self._sending[self._current[request_id]]
-        lengths = self._lengths(sending.ticket)
+        lengths = self._lengths(sending)
         spans = self._spans(sending, lengths, is_last=state is not None)
         if state is not None:
             sending.is_last_sent = True
-            slot = self._cache.current_state(request_id)
+            slot = self._cache.current_state(sending.source)
             self._offer(sending, KVChunk(spans, state, lengths, slot))
         elif spans:
             self._offer(sending, KVChunk(spans))
@@ -166,10 +174,10 @@ class KVOutbox:
         is_delivered = all(each.outcome is TransferOutcome.DELIVERED for each in mine)
         return sending.is_last_sent and not sending.is_ended and is_answered and is_delivered
 
-    def _lengths(self, ticket: KVTicket) -> tuple[int, ...]:
+    def _lengths(self, sending: _Sending) -> tuple[int, ...]:
         """Returns, for each layer group, how many tokens of the prompt are written."""
-        groups = range(len(ticket.block_tables))
-        return tuple(min(self._cache.num_tokens(ticket.request_id, g), ticket.num_tokens) for g in groups)
+        groups, num_tokens = range(len(sending.num_sent)), sending.ticket.num_tokens
+        return tuple(min(self._cache.num_tokens(sending.source, group), num_tokens) for group in groups)
 
     def _spans(self, sending: _Sending, lengths: Sequence[int], *, is_last: bool) -> tuple[KVSpan, ...]:
         """Returns the unoffered part of tokens [0, length) of each layer group, and marks it as offered.
@@ -180,7 +188,7 @@ class KVOutbox:
         for group, (start, stop) in enumerate(zip(sending.num_sent, lengths, strict=True)):
             has_window = group >= self._cache.spec.num_full
             if stop > start and (is_last or not has_window):
-                table = self._cache.block_table(sending.ticket.request_id, group)
+                table = self._cache.block_table(sending.source, group)
                 start = max(start, self._cache.spec.first_attended(group, stop))
                 spans.append(KVSpan(group, start, stop, tuple(table[start // size : ceil_div(stop, size)])))
                 sending.num_sent[group] = stop
@@ -205,7 +213,7 @@ class KVOutbox:
         for transfer_id, sending in self._sending.items():
             require(bool(sending.unanswered) or not sending.is_ended, f"'{transfer_id}' should be forgotten")
             has_spans = any(num > sending.ticket.num_cached for num in sending.num_sent)
-            is_held = not (sending.unanswered and has_spans) or sending.ticket.request_id in self._cache
+            is_held = not (sending.unanswered and has_spans) or sending.source in self._cache
             require(is_held, f"'{transfer_id}' is sent from blocks that were freed")
 
 

@@ -261,14 +261,14 @@ class Board:
         kinds = {worker.roles for worker in wanted.workers()}
         for name, lost in self._vacant.items():
             assert lost.info is not None
-            is_like = lost.worker_class == member.worker_class and lost.info.roles in kinds
+            is_like = lost.worker_class == member.worker_class and lost.info.own_roles in kinds
             if name not in taken and is_like:
-                return name, lost.info.roles
+                return name, lost.info.own_roles
         others = [
             (each.member.node_id, staying)
             for each in self._entries.values()
             if (info := each.member.info) and each.member.release == member.release and info.roles != _VIDEO
-            if (staying := info.roles - info.leaving)
+            if (staying := info.own_roles - info.leaving)
         ]
         here = [roles for node_id, roles in others if node_id == member.node_id]
         roles = roles_for_newcomer(wanted, [roles for _, roles in others], here=here)

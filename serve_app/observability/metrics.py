@@ -130,6 +130,7 @@ class _ByStage(dict[str, Histogram]):
 SERVICE_COUNTERS = {
     "computed_tokens": "Tokens computed by the language model.",
     "encode_batches": "Encoder forward passes.",
+    "encode_fallbacks": "Times that a worker that prefills began to encode, since no other did.",
     "encoded_groups": "Encoded groups of frames and images.",
     "encoded_patches": "Patches of encoded groups, including those of skipped units.",
     "encoder_cache_hits": "Groups whose embeddings were in the encoder cache.",

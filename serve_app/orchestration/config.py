@@ -35,6 +35,7 @@ class OrchestratorConfig:
     losses: which requests are to blame for losses, and refused for a while
     max_prefills: requests whose prompt one worker computes at a time
     unavailable_s: how long a request waits while a role has no worker
+    encode_fallback_s: after which a worker that prefills encodes too, while no other does; None for never
     stall_timeout_s: after which a silent attempt is lost, see `stalled`; longer than a worker's step
     max_backlog_patches: see `EncodeDispatcher`
     num_planning_threads: threads that tokenise what is not short
@@ -51,6 +52,7 @@ class OrchestratorConfig:
     losses: LossLimits = field(default_factory=LossLimits)
     max_prefills: int = 16
     unavailable_s: float = 60.0
+    encode_fallback_s: float | None = None
     stall_timeout_s: float = 180.0
     max_backlog_patches: int = 32_768
     num_planning_threads: int = 2

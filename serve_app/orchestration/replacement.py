@@ -1,4 +1,7 @@
-"""Replaces the last worker of a stage that leaves, or that nobody replaces, by one that others can spare."""
+"""Replaces the last worker of a stage that leaves, or that nobody replaces, by one that others can spare.
+
+Where no worker encodes for `encode_fallback_s`, one that prefills does so besides, until another one encodes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from epd.control.elasticity.assignment import replacement_for
+from epd.control.elasticity.assignment import helper_for, replacement_for
 from epd.control.elasticity.cluster import Roles, WorkerStanding
 from epd.control.elasticity.controller import Switch
 from epd.errors import EPDError
@@ -19,9 +22,11 @@ from epd.topology import Stage
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
+_PAUSE_LOOKS = 60  # after a worker could not encode besides, as where its GPU has no room
 _NO_LOAD = WorkerLoad()
 _VACATED = ""  # name of a worker that is lost for good
-SwitchRoles = Callable[[str, frozenset[Stage]], Awaitable[RoleSwitch]]
+_ENCODE: frozenset[Stage] = frozenset({"encode"})
+SwitchRoles = Callable[..., Awaitable[RoleSwitch]]  # of `RoleSwitcher.switch`
 
 
 class Replacement:
@@ -33,6 +38,7 @@ class Replacement:
         self._switch = switch
         self._leads = leads
         self._vacated: Roles = frozenset()
+        self._num_without = 0  # looks in a row that found no encoder
         self._looking: asyncio.Task[None] | None = None
 
     def fill(self, vacated: Roles) -> None:
@@ -49,14 +55,19 @@ class Replacement:
     async def _run(self) -> None:
         while self._is_needed():
             await asyncio.sleep(_LOOK_S)
-            switch = None
+            self._num_without = 0 if self._encoders() else self._num_without + 1
             if self._leads() and not self._shared.requests.switching:
                 switch = replacement_for(self._standings(), self._leaving() | {_VACATED})
-            if switch is not None:
-                await self._replace(switch)
+                if switch is not None:
+                    await self._replace(switch)
+                elif self._fallback_s is not None:
+                    await self._lend_or_return(self._fallback_s)
 
     def _is_needed(self) -> bool:
-        return not self._shared.config.has_classes and bool(self._vacated or self._leaving())
+        if self._shared.config.has_classes:
+            return False
+        is_lent = self._fallback_s is not None and bool(self._helpers() or not self._encoders())
+        return bool(self._vacated or self._leaving()) or is_lent
 
     def _leaving(self) -> set[str]:
         return {name for name, info in self._shared.fleet.workers.items() if info.is_draining}
@@ -66,7 +77,7 @@ class Replacement:
 
         Where a place is vacant, all that were to come are there.
         """
-        infos = [each for each in self._shared.fleet.workers.values() if "video" not in each.roles]
+        infos = self._infos()
         if not self._vacated:
             return [self._standing(info) for info in infos]
         there = [self._standing(info) for info in infos if info.is_alive]
@@ -74,13 +85,53 @@ class Replacement:
 
     def _standing(self, info: WorkerInfo) -> WorkerStanding:
         load = self._shared.requests.loads.get(info.name, _NO_LOAD)
-        work = {stage: float(load.num_waiting + load.num_running) for stage in info.roles}
+        work = {stage: float(load.num_waiting + load.num_running) for stage in info.own_roles}
         is_busy = bool(info.leaving) or not info.is_alive
-        return WorkerStanding(info.name, info.roles, 0.0, work, load.num_running, is_switching=is_busy)
+        return WorkerStanding(info.name, info.own_roles, 0.0, work, load.num_running, is_switching=is_busy)
 
     async def _replace(self, switch: Switch) -> None:
         logger.info("worker %s takes the roles of one that leaves, or is lost", switch.worker)
+        await self._try(switch.worker, switch.roles)
+
+    async def _try(self, *order: object) -> bool:
+        """Switches a worker. Returns whether it has its roles. order: arguments of `RoleSwitcher.switch`"""
         try:
-            await self._switch(switch.worker, switch.roles)
+            await self._switch(*order)
         except EPDError as error:
             logger.warning("%s", error)
+            return False
+        return True
+
+    # Encoding besides
+
+    @property
+    def _fallback_s(self) -> float | None:
+        return self._shared.config.encode_fallback_s
+
+    def _infos(self) -> list[WorkerInfo]:
+        return [each for each in self._shared.fleet.workers.values() if "video" not in each.roles]
+
+    def _encoders(self) -> list[WorkerInfo]:
+        """Returns the workers that can be given groups, helpers too."""
+        return [each for each in self._infos() if each.takes("encode")]
+
+    def _helpers(self) -> list[WorkerInfo]:
+        """Returns the workers that encode in place of others, and do not leave."""
+        return [each for each in self._encoders() if each.lent]
+
+    async def _lend_or_return(self, patience_s: float) -> None:
+        helpers = self._helpers()
+        if helpers and len(self._encoders()) > 1:
+            logger.info("worker %s encodes no more: another one does", helpers[0].name)
+            await self._try(helpers[0].name, helpers[0].own_roles)
+        elif self._num_without * _LOOK_S >= patience_s:
+            await self._lend()
+
+    async def _lend(self) -> None:
+        switch = helper_for([self._standing(each) for each in self._infos() if each.is_alive])
+        if switch is None:
+            return
+        logger.warning("no worker encodes: %s does so besides, slower, until another one does", switch.worker)
+        self._num_without = -_PAUSE_LOOKS
+        if await self._try(switch.worker, switch.roles, _ENCODE):
+            self._shared.requests.counters["encode_fallbacks"] += 1

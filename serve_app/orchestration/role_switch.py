@@ -75,8 +75,10 @@ class RoleSwitcher:
         """Returns the totals of each kind of switch."""
         return tuple(self._totals[kind] for kind in sorted(self._totals))
 
-    async def switch(self, worker: str, roles: frozenset[Stage]) -> RoleSwitch:
-        """Switches a worker, and returns when it has these roles.
+    async def switch(
+        self, worker: str, roles: frozenset[Stage], lent: frozenset[Stage] = frozenset()
+    ) -> RoleSwitch:
+        """Switches a worker, and returns when it has these roles. lent: see `WorkerInfo`.
 
         Raises RequestError for an invalid worker or roles, InfeasibleError if too few other workers would
         be left, UnavailableError if the switch failed: the worker is then unchanged, or restarted.
@@ -84,14 +86,16 @@ class RoleSwitcher:
         info = self._checked(worker, roles)
         self.in_flight.add(worker)
         # The caller may be cancelled: the switch is completed anyway.
-        record = await asyncio.shield(self._tasks.spawn(self._carry_out(info, roles)))
+        record = await asyncio.shield(self._tasks.spawn(self._carry_out(info, roles, lent)))
         if record.error:
             raise UnavailableError(f"worker '{worker}' did not take its roles: {record.error}")
         return record
 
-    async def _carry_out(self, info: WorkerInfo, roles: frozenset[Stage]) -> RoleSwitch:
+    async def _carry_out(
+        self, info: WorkerInfo, roles: frozenset[Stage], lent: frozenset[Stage]
+    ) -> RoleSwitch:
         try:
-            record = await _SwitchRun(self._shared, self._moves, info, roles).carry_out()
+            record = await _SwitchRun(self._shared, self._moves, info, SetRoles(roles, lent)).carry_out()
         finally:
             self.in_flight.discard(info.name)
         self.last.append(record)
@@ -105,7 +109,7 @@ class RoleSwitcher:
         for info in list(self._shared.fleet.workers.values()):
             is_abandoned = info.leaving and not info.is_draining and info.name not in self.in_flight
             if info.is_alive and is_abandoned:
-                await send_surely(self._shared.fleet, min(info.roles), info.name, SetRoles(info.roles))
+                await send_surely(self._shared.fleet, min(info.roles), info.name, _former(info))
 
     async def close(self) -> None:
         """Cancels the switches in flight."""
@@ -144,6 +148,11 @@ class RoleSwitcher:
         return info
 
 
+def _former(info: WorkerInfo) -> SetRoles:
+    """Returns the message that gives a worker back what it had."""
+    return SetRoles(info.roles, info.lent)
+
+
 def closed_roles(before: frozenset[Stage], after: frozenset[Stage]) -> frozenset[Stage]:
     """Returns the roles given up, or run by another stage from then on: alone or merged with prefill."""
     left = stages_of(before) - stages_of(after)
@@ -171,7 +180,7 @@ class _SwitchRun:
     shared: Shared
     moves: DecodeMoves
     info: WorkerInfo
-    roles: frozenset[Stage]
+    target: SetRoles
     seconds: dict[Phase, float] = field(default_factory=dict, init=False)
     phase: Phase = field(default="offload", init=False)
     weights_s: float = field(default=0.0, init=False)
@@ -184,6 +193,10 @@ class _SwitchRun:
     @property
     def name(self) -> str:
         return self.info.name
+
+    @property
+    def roles(self) -> frozenset[Stage]:
+        return self.target.roles
 
     @property
     def limits(self) -> SwitchLimits:
@@ -262,7 +275,7 @@ class _SwitchRun:
 
     async def _announce(self) -> None:
         check_others(self.shared.fleet, self.info, self.roles)
-        await self._send(SetRoles(self.roles))
+        await self._send(self.target)
         self.shared.router.forget(self.name)
         await self._report_closed()
 
@@ -282,7 +295,7 @@ class _SwitchRun:
         """Gives the worker its former roles; a lost worker is restarted with them."""
         for _ in range(_NUM_ROLL_BACKS):
             try:
-                await self.shared.fleet.send(min(self.info.roles), self.name, SetRoles(self.info.roles))
+                await self.shared.fleet.send(self._address, self.name, _former(self.info))
             except WorkerLostError:
                 return
             except Exception:

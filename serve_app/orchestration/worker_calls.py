@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -314,22 +314,25 @@ class DecodeMoves:
         return None
 
     async def move(self, attempt: Attempt) -> bool:
-        """Begins to move a running answer to another decode worker. Must not be cancelled.
+        """Begins to move a running request to another decode worker. Must not be cancelled.
 
         The move is complete when that worker reports it: see `Attempt.arrive`. Returns False if it stays.
         """
         former = attempt.decode_worker
         is_moving = False
         try:
-            identity = await self._calls.ask(attempt, "decode", former, Pause(attempt.id))
-            is_moving = identity is not None and await self._move(attempt, former, identity)
+            paused = await self._calls.ask(attempt, "decode", former, Pause(attempt.id))
+            is_moving = paused is not None and await self._move(attempt, former, *paused)
         finally:
             if not is_moving:
                 await self._calls.ask(attempt, "decode", former, Resume(attempt.id))
         return is_moving
 
-    async def _move(self, attempt: Attempt, former: str, identity: TokenIdentity) -> bool:
+    async def _move(
+        self, attempt: Attempt, former: str, identity: TokenIdentity, num_output_tokens: int
+    ) -> bool:
         message = self._calls.reservation_from(attempt, former, "decode", identity)
+        message = replace(message, num_output_tokens=num_output_tokens)
         room = await self._other_decoder(attempt, message)
         if room is None:
             return False

@@ -265,7 +265,12 @@ class DecodeRole(Role):
     def reserve(self, message: Reserve) -> KVTicket | None:
         """Reserves room, see `Reserve`. Raises InfeasibleError."""
         return self.stage.reserve(
-            message.request_id, message.sender, message.identity, message.sampling, message.num_dropped
+            message.request_id,
+            message.sender,
+            message.identity,
+            message.sampling,
+            message.num_dropped,
+            message.num_output_tokens,
         )
 
     def step(self, reports: ReportBuffer) -> bool:

@@ -119,16 +119,20 @@ class LanguageEngine:
             sequence.scheduled.num_ready = max(sequence.scheduled.num_ready, sequence.visual.num_ready)
 
     def adopt(
-        self, request: GenerateRequest, first: Sequence[SampledToken], later_ids: Sequence[int] = ()
+        self,
+        request: GenerateRequest,
+        first: Sequence[SampledToken],
+        later: Sequence[Sequence[int] | None] = (),
     ) -> None:
         """Continues a request whose tokens but the last are in this cache: blocks open under its id.
 
         first: the first token of each of its sequences, which another worker has sampled and sent on.
-        later_ids: what followed it, of a request with one sequence that is moved in the middle of its answer.
+        later: of a request that is moved in its middle, what followed in each sequence; None where that is
+            over. Of several sequences only the prompt is in the cache, which has room for the rest.
         Whatever it raises, the request and its blocks are forgotten.
         """
         try:
-            self._adopt(request, first, later_ids)
+            self._adopt(request, first, later)
         except Exception:
             self.abort(request.request_id)
             if request.request_id in self.kv:
@@ -136,37 +140,53 @@ class LanguageEngine:
             raise
 
     def _adopt(
-        self, request: GenerateRequest, first: Sequence[SampledToken], later_ids: Sequence[int]
+        self,
+        request: GenerateRequest,
+        first: Sequence[SampledToken],
+        later: Sequence[Sequence[int] | None],
     ) -> None:
         sequence = self._maker.first(request)
         sequence.visual.skip(request.num_prompt_tokens)
         sequence.scheduled.num_ready = sequence.scheduled.num_computed = sequence.scheduled.num_prompt_tokens
         self._sequences[sequence.request_id] = sequence
         self.scheduler.adopt(sequence.scheduled)
-        self._sequences.begin([sequence, *self._maker.siblings(sequence)], first, StepResult())
-        for token_id in later_ids:
-            sequence.push(SampledToken(token_id))
-        sequence.scheduled.num_computed += len(later_ids)
+        family = [sequence, *self._maker.siblings(sequence)]
+        for each, ids in zip(family, later, strict=False):
+            each.finish_reason = "stop" if ids is None else None
+        self._sequences.begin(family, first, StepResult())
+        for each, ids in zip(family, later, strict=False):
+            for token_id in ids or ():
+                each.push(SampledToken(token_id))
+            if ids is not None and len(family) > 1:
+                self.kv.allocate(each.request_id, each.scheduled.num_tokens + 1 - request.num_dropped)
+            elif ids is not None:
+                each.scheduled.num_computed += len(ids)
 
-    def detach(self, request_id: str) -> TokenSequence | None:
+    def detach(self, request_id: str) -> list[TokenSequence]:
         """Takes a request that decodes out of the queues; its blocks are held until `attach` or `release`.
 
-        None, and nothing is changed, for one that cannot be moved now: it has several sequences, waits for
-        room, or its layers differ in length.
+        Returns its sequences that are not over. None, and nothing is changed, where it cannot be moved now:
+        one waits for room, its layers differ in length, or several begin with one state or window.
         """
-        sequence = self._sequences.get(request_id)
-        if sequence is None or sequence.request.sampling.n > 1 or not sequence.scheduled.is_decoding:
-            return None
-        lengths = {self.kv.num_tokens(request_id, group) for group in range(len(self.kv.spec.num_blocks))}
-        if len(lengths) > 1:
-            return None
-        self._sequences.remove(sequence, hold=True)
-        return sequence
+        sequences = self._sequences.of_request(request_id)
+        groups = range(len(self.kv.spec.num_blocks))
+        is_plain = all(
+            each.scheduled.is_decoding
+            and len({self.kv.num_tokens(each.request_id, group) for group in groups}) == 1
+            for each in sequences
+        )
+        is_several = any(each.request.sampling.n > 1 for each in sequences)
+        if not is_plain or (is_several and self.kv.spec.keeps_states):
+            return []
+        for each in sequences:
+            self._sequences.remove(each, hold=True)
+        return sequences
 
-    def attach(self, sequence: TokenSequence) -> None:
+    def attach(self, sequences: Sequence[TokenSequence]) -> None:
         """Continues a request that was detached."""
-        self._sequences[sequence.request_id] = sequence
-        self.scheduler.take_back(sequence.scheduled)
+        for each in sequences:
+            self._sequences[each.request_id] = each
+            self.scheduler.take_back(each.scheduled)
 
     def abort(self, request_id: str, *, hold: bool = False) -> None:
         """Forgets a request and all its sequences, whatever state they are in; unknown ids are ignored.

@@ -103,9 +103,13 @@ class OpenSequences(dict[str, TokenSequence]):
     def begin(
         self, family: Sequence[TokenSequence], first: Sequence[SampledToken], result: StepResult
     ) -> None:
-        """Gives every sequence its first token; those that continue share the prompt's blocks."""
+        """Gives every sequence its first token; those that continue share the prompt's blocks.
+
+        One that has a reason to finish is over already.
+        """
         sequence = family[0]
-        result.outputs += [each.push(token) for each, token in zip(family, first, strict=True)]
+        pairs = zip(family, first, strict=True)
+        result.outputs += [each.push(token) for each, token in pairs if each.finish_reason is None]
         if sequence.request.extent is Extent.FIRST_TOKEN:
             self._hold(sequence, result)
             return

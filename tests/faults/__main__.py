@@ -88,6 +88,7 @@ class Totals:
             ("answers with other tokens", f"{counts['wrong']:,}"),
             ("prompts sent to another decode worker", f"{counts['redirects']:,}"),
             ("attempts retried", f"{counts['retries']:,}"),
+            ("workers that encoded for lost encoders", f"{counts['encode fallbacks']:,}"),
             ("clients that left", f"{counts['left']:,}"),
             ("cut off by a lost front", f"{counts['cut off by a lost front']:,}"),
             *((f"stated errors, {name}", f"{num:,}") for name, num in errors.items()),

@@ -180,6 +180,11 @@ class FaultPlan:
         return self.seed % _TENSORS_EVERY == 0
 
     @property
+    def encode_fallback_s(self) -> float | None:
+        """Returns the option of that name. In every other seed requests wait for an encoder."""
+        return 2.0 if self.seed % 2 else None
+
+    @property
     def poisoned(self) -> dict[int, str]:
         """Returns the poisoned questions, by index, and the kind of message that ends a worker.
 

@@ -68,7 +68,8 @@ class _Run:
         world, plan = self.world, self.plan
         world.network.slowness = plan.slowness
         world.is_deadly, world.on_turn = self.harm.is_deadly, self.harm.turned
-        await world.start(plan.topology, plan.num_fronts, plan.num_media, max_waiting=1000, max_wait_s=1e6)
+        options = {"max_waiting": 1000, "max_wait_s": 1e6, "encode_fallback_s": plan.encode_fallback_s}
+        await world.start(plan.topology, plan.num_fronts, plan.num_media, **options)
         harm = self.harm.begin()
         for index in range(len(plan.asked)):
             self.clients[index] = asyncio.create_task(self._client(index))
@@ -101,6 +102,7 @@ class _Run:
             self.result.counts["retries"] += counters["retries"]
             self.result.counts["redirects"] += counters["redirects"]
             self.result.counts["stalls"] += counters["stalls"]
+            self.result.counts["encode fallbacks"] += counters["encode_fallbacks"]
             if wrong:
                 self.found(f"{part.process.name} counts {wrong}")
 

@@ -57,6 +57,7 @@ def test_seeds_leave_nothing_and_change_no_token(pool: Pool) -> None:
     ):
         assert counts[fault] > 0, fault
     assert counts["redirects"] > 0
+    assert counts["encode fallbacks"] > 0
     assert counts["retries"] > counts["redirects"] / 10
 
 

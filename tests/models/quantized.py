@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from tests.models.files import name_in_files
-from tests.tiny_models import BUILDERS
+from tests.tiny_models import BUILDERS, build_qwen3_5
 
 FP8_MAX = 448.0
 SIZES = {
@@ -120,6 +121,19 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+_RECURRENT = {
+    **SIZES,
+    "num_hidden_layers": 4,  # one round of its pattern
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+}
+# The same of a model with a recurrent state.
+RECURRENT_LAYOUTS = {
+    name: replace(LAYOUTS[name], family="qwen3_5", files="Qwen3-VL", sizes=_RECURRENT)
+    for name in ("fp8", "fp8-dynamic", "awq")
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """Two folders of one checkpoint. quantized: as published; plain: dequantised."""
@@ -128,10 +142,11 @@ class Pair:
     plain: Path
 
 
-def build(name: str, folder: Path) -> Pair:
-    """Writes a checkpoint in one of LAYOUTS."""
-    layout = LAYOUTS[name]
-    plain = BUILDERS[layout.family](folder / "plain", **layout.sizes)
+def build(name: str, folder: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> Pair:
+    """Writes a checkpoint in one of the layouts."""
+    layout = layouts[name]
+    builders = {**BUILDERS, "qwen3_5": build_qwen3_5}
+    plain = builders[layout.family](folder / "plain", **layout.sizes)
     quantized = shutil.copytree(plain, folder / "quantized")
     theirs: dict[str, Tensor] = {}
     ours: dict[str, Tensor] = {}
@@ -159,7 +174,7 @@ def is_quantized(name: str, layout: Layout) -> bool:
     """The linear modules of the decoder's layers are; the head, norms and biases are not."""
     if ".visual.blocks." in name:
         return layout.has_tower and bool(re.search(r"\.(qkv|proj|linear_fc[12])\.weight$", name))
-    return ".layers." in name and name.endswith("_proj.weight")
+    return ".layers." in name and bool(re.search(r"(_proj|in_proj_qkv|in_proj_z)\.weight$", name))
 
 
 def quantized_parts(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:

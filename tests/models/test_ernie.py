@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from epd.stages.engine.layer_probe import LayerProbe, segment_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor
 
@@ -30,7 +31,6 @@ from epd.sampling_params import SamplingParams
 from epd.serve_app.verification import verify
 from epd.stages.decoder.rank_cut import check_divisible
 from epd.stages.encode.embedding_store import unit_name
-from epd.stages.engine.layer_probe import LayerProbe, segment_of
 from epd.stages.engine.model_runner import kv_bytes_per_token
 from epd.stages.loading.weight_files import write_weights
 from epd.stages.loading.weights import WholeModel, load_role, skeleton

@@ -24,7 +24,7 @@ from epd.stages.placement import CPU_FLOAT32
 from epd.stages.rank import Rank
 from epd.topology import TensorParallel
 from tests.colocated import ColocatedPipeline
-from tests.models.quantized import LAYOUTS, Pair, build, edit_config
+from tests.models.quantized import LAYOUTS, RECURRENT_LAYOUTS, Pair, build, edit_config
 from tests.reference import MAX_TOKENS, generated, processor_inputs
 from tests.serve_app.worker.bench import answered
 from tests.stages.decoder.text_models import Runner
@@ -92,6 +92,22 @@ def test_answers_equal_generate(subject: Subject, media: dict[str, Path]) -> Non
         assert pipeline.ask(paths, QUESTION, max_tokens=MAX_TOKENS).token_ids == expected
         lengths.append(len(expected))
     assert max(lengths) > 4
+
+
+@pytest.mark.parametrize("name", RECURRENT_LAYOUTS)
+def test_a_model_with_a_recurrent_state_answers_as_generate_does(
+    name: str, media: dict[str, Path], tmp_path: Path
+) -> None:
+    pair = build(name, tmp_path, RECURRENT_LAYOUTS)
+    pipeline = ColocatedPipeline.load(pair.quantized, EngineConfig(device="cpu", dtype="float32"))
+    processor, model = AutoProcessor.from_pretrained(pair.plain), load_reference(pair.plain)
+    for names in ([], ["video", "image"]):
+        paths = [media[each] for each in names]
+        expected = generated(model, processor_inputs(processor, paths, QUESTION))
+        assert pipeline.ask(paths, QUESTION, max_tokens=MAX_TOKENS).token_ids == expected
+    part = load_role(pair.quantized, "language", CPU_FLOAT32).model
+    quantised = [name for name, each in part.named_modules() if isinstance(each, QuantizedLinear)]
+    assert sum(".linear_attn." in each for each in quantised) == 3 * 3, "three matrices in each of three"
 
 
 def paths_of(media: dict[str, Path]) -> tuple[Path, ...]:

@@ -26,17 +26,19 @@ DRAWN = SamplingParams(
     stop=("no such text",),
 )
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS)
+# Of three answers to one prompt, some end sooner than others, the first one too.
+OF_SEVERAL_LENGTHS = replace(DRAWN, n=3, min_tokens=1, stop_token_ids=tuple(range(3, 400, 8)))
 
 
-def move(deployment: Deployment, name: str, target: str) -> bool:
+def move(deployment: Deployment, name: str, target: str, sampling: SamplingParams = GREEDY) -> bool:
     """Begins a move, as a router would; False, and the request goes on, if it cannot be."""
     source = deployment.decode[deployment.placed[name]]
-    identity = source.moving.pause(name)
-    if identity is None:
+    paused = source.moving.pause(name)
+    if paused is None:
         return False
-    sender = deployment.placed[name]
+    sender, (identity, room) = deployment.placed[name], paused
     dropped = deployment.num_dropped.get(name, 0)
-    ticket = deployment.decode[target].reserve(name, sender, identity, GREEDY, dropped)
+    ticket = deployment.decode[target].reserve(name, sender, identity, sampling, dropped, room)
     if ticket is None:
         source.moving.resume(name)
         return False
@@ -61,8 +63,8 @@ def run_moving(deployment: Deployment, prompts: dict[str, Prompt], sampling: Sam
         for name in prompts:
             other = deployment.rng.choice(sorted(deployment.decode.keys() - {deployment.placed[name]}))
             if deployment.rng.random() < 0.3:
-                num_moved += move(deployment, name, other)
-        if all(deployment.is_over(name) for name in prompts):
+                num_moved += move(deployment, name, other, sampling)
+        if all(deployment.is_over(name, sampling.n) for name in prompts):
             break
     deployment.settle()
     return num_moved
@@ -75,6 +77,25 @@ def test_a_moved_answer_goes_on_with_the_same_tokens(a_family: Subject, sampling
     deployment = Deployment(a_family, 3, random.Random(1))
     assert run_moving(deployment, prompts, sampling) > 10
     assert {name: deployment.tokens(name) for name in prompts} == expected
+
+
+@pytest.mark.parametrize("kv_tokens", [4096, 512])
+@pytest.mark.parametrize(
+    "sampling",
+    [OF_SEVERAL_LENGTHS, replace(DRAWN, n=3), replace(GREEDY, n=2)],
+    ids=["lengths", "drawn", "greedy"],
+)
+def test_several_answers_to_one_prompt_are_moved_together(
+    a_family: Subject, sampling: SamplingParams, kv_tokens: int
+) -> None:
+    prompts = a_family.mix(6)
+    expected = Deployment(a_family, 1, random.Random(0)).run(prompts, sampling)
+    deployment = Deployment(a_family, 3, random.Random(1), decode_kv_tokens=kv_tokens)
+    assert run_moving(deployment, prompts, sampling) > 10
+    assert {name: deployment.tokens(name) for name in prompts} == expected
+    if sampling is OF_SEVERAL_LENGTHS:
+        lengths = {key: len(outputs) for key, outputs in deployment.outputs.items()}
+        assert any(lengths[name, 0] < max(lengths[name, 1], lengths[name, 2]) for name in prompts)
 
 
 def test_an_answer_goes_on_where_it_was_if_the_other_worker_is_lost(a_family: Subject) -> None:
@@ -122,14 +143,11 @@ def test_an_answer_that_is_aborted_while_it_moves_leaves_nothing(a_family: Subje
 
 
 def test_what_cannot_be_moved_goes_on(a_family: Subject) -> None:
-    """Several answers to one prompt share blocks; a request that is not decoding has nothing to move."""
+    """A request that is not decoding has nothing to move."""
     deployment = Deployment(a_family, 1, random.Random(0))
     several = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, n=2)
     assert deployment.submit("r", a_family.prompts[0], several)
     stage = deployment.decode["d0"]
-    assert stage.moving.pause("r") is None
-    while not stage.engine.scheduler.running:
-        deployment.step()
     assert stage.moving.pause("r") is None
     assert stage.moving.pause("unknown") is None
     for _ in range(40):
@@ -144,10 +162,10 @@ def test_what_decodes_here_is_not_taken_again(a_family: Subject) -> None:
     prompt = a_family.prompts[2]
     begin(deployment, prompt)
     stage = deployment.decode["d0"]
-    identity = stage.moving.pause("r")
-    assert identity is not None
+    paused = stage.moving.pause("r")
+    assert paused is not None
     stage.moving.resume_all()
-    assert stage.reserve("r", "d0", identity, GREEDY) is None
+    assert stage.reserve("r", "d0", paused[0], GREEDY) is None
     for _ in range(40):
         deployment.step()
     assert deployment.tokens("r") == prompt.expected

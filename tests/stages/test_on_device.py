@@ -334,9 +334,9 @@ def test_a_request_is_moved_in_the_middle_of_its_answer(families: dict[str, Fami
     assert 0 < decode.engine.counts.num_generated_tokens < 9
     engine = device.engine()
     other = DecodeStage(engine, device.kv_hub.connect("d1", engine.pools))
-    identity = decode.moving.pause(request.request_id)
-    assert identity is not None
-    ticket = other.reserve(request.request_id, "d0", identity, request.sampling)
+    paused = decode.moving.pause(request.request_id)
+    assert paused is not None
+    ticket = other.reserve(request.request_id, "d0", paused[0], request.sampling)
     assert ticket is not None
     assert decode.moving.move(request.request_id, ticket)
     steps(other, decode)

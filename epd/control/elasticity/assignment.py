@@ -85,6 +85,16 @@ def replacement_for(workers: Sequence[WorkerStanding], leaving: Collection[str])
     return None
 
 
+def helper_for(workers: Sequence[WorkerStanding]) -> Switch | None:
+    """Returns the switch by which a worker encodes besides, where nobody else does; None if none can.
+
+    It prefills, so that embeddings stay where they are needed, and drains soonest.
+    """
+    able = [each for each in workers if "prefill" in each.roles and not each.is_switching]
+    chosen = min(able, key=lambda each: (each.drain_s, each.name), default=None)
+    return None if chosen is None else Switch(chosen.name, chosen.roles | {"encode"})
+
+
 def _is_spare(worker: WorkerStanding, staying: Sequence[WorkerStanding], taken: Roles) -> bool:
     """Returns whether every stage of the worker is served by others, or by itself with the roles it takes."""
     others = frozenset[Stage]().union(*(each.roles for each in staying if each.name != worker.name))

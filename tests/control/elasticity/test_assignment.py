@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd.control.elasticity.assignment import layout_for, replacement_for, roles_for_newcomer
+from epd.control.elasticity.assignment import helper_for, layout_for, replacement_for, roles_for_newcomer
 from epd.control.elasticity.cluster import ClusterTraffic, Roles
 from epd.control.elasticity.controller import Switch
 from epd.topology import STAGES, Topology, WorkerGroup, parse_topology, role_letters
@@ -170,6 +170,12 @@ def test_who_drains_soonest_replaces() -> None:
 
 def test_who_is_switching_does_not_replace() -> None:
     assert going("2e1p1d", ["d0"], switching=["e0"]) == Switch("e1", D)
+
+
+def test_who_prefills_and_drains_soonest_encodes_besides() -> None:
+    workers = cluster(roles_of("1e2p1d"), switching=["p0"]).workers
+    assert helper_for(workers) == Switch("p1", E | P)
+    assert helper_for([each for each in workers if each.name == "d0"]) is None
 
 
 def test_without_a_spare_worker_nobody_replaces() -> None:

@@ -14,11 +14,13 @@ from dataclasses import replace
 
 import pytest
 
+from epd.serve_app.fleet import state_after
 from epd.serve_app.network import board as boards
 from epd.serve_app.network.board import Board
 from epd.serve_app.network.link import Address
 from epd.serve_app.network.members import Credentials, Kind, Member, ProcessAddress
 from epd.serve_app.network.membership import Membership, end_process, start_ticks
+from epd.serve_app.role_messages import SetRoles
 from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import role_letters
 from tests.serve_app.deployments import NEVER_S
@@ -172,6 +174,41 @@ def test_a_place_that_another_worker_has_is_not_given_again() -> None:
         await board.accuse(names["e0"] if early[0] != "e" else names["p0"], "its process has ended")
         lost = "e0" if early[0] != "e" else "p0"
         assert await came("late") == lost
+        await board.close()
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_encodes_for_others_keeps_its_place_and_leaves_theirs() -> None:
+    """Both are lost while one does the work of both. Each is replaced with its own roles."""
+
+    async def run() -> None:
+        board, credentials = Board(hang_s=NEVER_S), Credentials(bytes(32), "fleet")
+
+        def member(epoch: str, info: WorkerInfo | None = None) -> Member:
+            return Member(
+                epoch, "stage", ("127.0.0.1", 1), "here", pid=0, topology="1p1ep1d", release="r", info=info
+            )
+
+        async def came(epoch: str) -> WorkerInfo:
+            view = await board.follow(member(epoch), -1, credentials)
+            assert view is not None
+            info = view.members[epoch].info
+            assert info is not None
+            return info
+
+        infos = {info.name: (epoch, info) for epoch in "abc" if (info := await came(epoch))}
+        await board.accuse(infos["ep0"][0], "its process has ended")
+        helper = state_after(
+            infos["p0"][1], SetRoles(frozenset({"encode", "prefill"}), frozenset({"encode"}))
+        )
+        assert (helper.own_roles, helper.takes("encode")) == ({"prefill"}, True)
+        await board.follow(member(infos["p0"][0], helper), -1, credentials)
+        board._vacant.clear()  # as of a board that was restarted
+        assert role_letters((await came("d")).roles) == "ep"
+        await board.accuse(infos["p0"][0], "its process has ended")
+        lost = await came("f")
+        assert (lost.name, role_letters(lost.roles)) == ("p0", "p")
         await board.close()
 
     asyncio.run(run())

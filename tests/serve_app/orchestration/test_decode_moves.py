@@ -28,7 +28,7 @@ class MovingFleet(JoiningFleet):
             raise WorkerLostError(f"worker '{target}' is gone")
         if isinstance(message, Pause | Move | Resume):
             self.asked.append((target, type(message)))
-            return token_identity([1, 2, 3]) if isinstance(message, Pause) else True
+            return (token_identity([1, 2, 3]), 1) if isinstance(message, Pause) else True
         return await super().send(stage, target, message, bulk)
 
 

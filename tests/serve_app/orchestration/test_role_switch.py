@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def roles(letters: str) -> frozenset[Stage]:
 
 
 def params(number: int) -> SamplingParams:
-    """Greedy and drawn, with penalties, and some with several answers, which are not moved."""
+    """Greedy and drawn, with penalties, and some with several answers."""
     return SamplingParams(
         max_tokens=40,
         ignore_eos=True,
@@ -157,15 +158,23 @@ async def released(deployment: Deployment, asking: asyncio.Task[list[Answered]])
     return await asking
 
 
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize(("method", "runs_ahead"), [("none", False), ("none", True), ("recycling", False)])
 def test_answers_move_with_their_keys_and_values(
     method: DraftMethod,
     runs_ahead: bool,
+    n: int,
     checkpoints: dict[str, Path],
     long_questions: list[Question],
     long_expected: list[tuple[int, ...]],
 ) -> None:
-    """Also while tokens are drafted for them, of which some hold and some do not, or passes run ahead."""
+    """Also while tokens are drafted for them, of which some hold and some do not, or passes run ahead.
+
+    Of several answers to a question the prompt moves, and what followed is computed again.
+    """
+    if n > 1:
+        long_questions = [replace(each, sampling=replace(each.sampling, n=n)) for each in long_questions]
+        long_expected = undisturbed(checkpoints["qwen2_5_vl"], long_questions)
 
     async def run() -> None:
         settings = {"drafting": DraftConfig(method, 4), "async_scheduling": runs_ahead}

@@ -65,7 +65,7 @@ def test_an_answer_on_its_way_to_another_decode_worker_is_given_back(
     encode_all(bench, question, plan)
     while len(bench.outputs.get(A, {})) < 4:
         bench.step()
-    identity = bench.tell("d0", Pause(A))
+    identity, _ = bench.tell("d0", Pause(A))
     message = Reserve(A, endpoint("d0", "decode"), identity, plan.sampling)
     ticket = bench.tell("d1", message)
     assert ticket is not None

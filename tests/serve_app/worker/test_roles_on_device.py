@@ -58,7 +58,7 @@ def test_a_decode_worker_encodes_and_prefills_from_then_on(
             assert bench.encode(question, plan, granted, "e0")
 
     bench.tell("d0", Offload(frozenset(), DECODE))
-    identity = bench.tell("d0", Pause("r"))
+    identity, _ = bench.tell("d0", Pause("r"))
     sender = endpoint("d0", "decode")
     ticket = bench.tell("d1", Reserve("r", sender, identity, plan.sampling))
     assert bench.tell("d0", Move("r", ticket))

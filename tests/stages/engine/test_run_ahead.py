@@ -232,12 +232,12 @@ def test_answers_that_leave_take_nothing_along(a_family: Subject, events: list[s
     engine.abort("aborted")
     engine.add(other.request("aborted"))
     del drive.outputs["aborted", 0]
-    sequence = engine.detach("moved")
-    assert sequence is not None
+    sequences = engine.detach("moved")
+    assert len(sequences) == 1
     drive.step()
     known = drive.tokens("moved")
     assert known == prompt.expected[: len(known)]
-    engine.attach(sequence)
+    engine.attach(sequences)
     for group in other.groups:
         engine.add_embeddings("aborted", group)
     while engine.has_work():
