@@ -295,7 +295,7 @@ class _SwitchRun:
         """Gives the worker its former roles; a lost worker is restarted with them."""
         for _ in range(_NUM_ROLL_BACKS):
             try:
-                await self.shared.fleet.send(self._address, self.name, _former(self.info))
+                await self.shared.fleet.send(min(self.info.roles), self.name, _former(self.info))
             except WorkerLostError:
                 return
             except Exception:
