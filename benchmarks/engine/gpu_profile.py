@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.reporting import RESULTS, Row, table
 from epd.profiles.analytic import analytic_profile
-from epd.profiles.cost import Measurement, StageTable, fit_table
+from epd.profiles.cost import Measurement, StageTable, fit_roofline, fit_table
 from epd.profiles.files import dump_profile
 from epd.profiles.profile import Profile
 
@@ -65,27 +65,12 @@ def profile_of(measured: Mapping[str, Any], computed: Profile) -> Profile:
 
 def _encode(rows: Sequence[Row]) -> StageTable:
     points = [_point(row["patches"], 0.0, row["tower ms"] + row["patches ms"]) for row in rows]
-    return _with_floor("patches", "groups", points)
+    return fit_roofline("patches", "groups", points)
 
 
 def _prefill(rows: Sequence[Row]) -> StageTable:
     points = [_point(row["tokens"], row["tokens"] * (row["tokens"] + 1) / 2, row["ms"]) for row in rows]
-    return _with_floor("new tokens", "token pairs", points)
-
-
-def _with_floor(units: str, items: str, points: Sequence[Measurement]) -> StageTable:
-    """Takes the smallest points as a floor, as many as leave the others the least error, but two of these."""
-    found = [_above(units, items, points, number) for number in range(len(points) - 1)]
-    return min(found, key=lambda each: each.error)
-
-
-def _above(units: str, items: str, points: Sequence[Measurement], num_below: int) -> StageTable:
-    """Fits all points but the first, which the mean of their times is the floor of."""
-    whole, cost = fit_table(units, items, points), fit_table(units, items, points[num_below:]).cost
-    floor_s = sum(point.median_s for point in points[:num_below]) / max(num_below, 1)
-    cost = replace(cost, floor_s=max(0.0, floor_s - cost.fixed_s))
-    errors = [abs(cost.seconds(point.units, point.items) / point.median_s - 1) for point in points]
-    return replace(whole, cost=cost, error=sum(errors) / len(errors))
+    return fit_roofline("new tokens", "token pairs", points)
 
 
 def _decode(rows: Sequence[Row], computed: StageTable) -> StageTable:

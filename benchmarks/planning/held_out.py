@@ -25,6 +25,10 @@ DRAFTS = "drafts, corrected in view of the run"
 KERNELS = "one H100, by tables of kernels"
 SHEET = "one H100, by its data sheet"
 SERVERS = "vLLM's servers on H100, by tables"
+REASONS = {
+    SHEET: "2 ms a pass are too much for replayed steps, 3 ms a call too little for launched towers",
+    SERVERS: "two devices, prompts of 1,024: simulated users stay together in threes, which real ones do not",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +89,15 @@ def kernels() -> Iterator[Prediction]:
     """Yields the stages of qwen2.5-vl-7b on our H100, by published tables and by the data sheet."""
     for row in _kept("silicon")["held_out"]:
         measured = float(row["measured ms"]) / 1000
-        yield Prediction(KERNELS, row["units"], row["stage"], measured, float(row["tables ms"]) / 1000)
+        if row["held out"] == "yes":
+            yield Prediction(KERNELS, row["units"], row["stage"], measured, float(row["tables ms"]) / 1000)
         told = measured * (1 + float(row["data sheet"].rstrip("%")) / 100)
         yield Prediction(SHEET, row["units"], row["stage"], measured, told)
 
 
 def servers() -> Iterator[Prediction]:
-    """Yields the servers of vLLM that AIConfigurator lists."""
-    for row in _kept("silicon")["served"]:
+    """Yields the servers of vLLM that AIConfigurator lists, but those that gave the constants."""
+    for row in (each for each in _kept("silicon")["served"] if each["held out"] == "yes"):
         what = f"{row['devices']} devices, {row['users']} users, {row['prompt']} + {row['answer']} tokens"
         for name in ("TTFT", "TPOT"):
             pair = (float(row[each]) / 1000 for each in (f"{name} ms", f"simulated {name}"))
@@ -115,6 +120,7 @@ def error_rows(found: Sequence[Prediction]) -> Iterator[Row]:
                 "p90": f"{p90_of(sizes):.1%}",
                 "highest": f"{max(sizes):.1%}",
                 "aim": "met" if is_met else "missed",
+                "why": "" if is_met else REASONS.get(source, "not known"),
             }
 
 
@@ -125,6 +131,8 @@ def page() -> str:
             "aim": f"median {AIM_MEDIAN:.0%}, 90th percentile {AIM_P90:.0%}, for each source",
             "rows": f"{len(found)} predictions, each of which is listed",
             "p90": "nine of ten errors are at most as large; score.md interpolates",
+            "left out": "rows that gave a constant: two of our H100, ten of vLLM's servers (silicon.md). The "
+            "forms of the models were chosen after all rows were seen",
             "of the application in virtual time": "devices are paced by the same costs, so errors are of "
             "scheduling alone",
         },

@@ -149,6 +149,21 @@ def fit_table(units: str, items: str, measurements: Sequence[Measurement]) -> St
     )
 
 
+def fit_roofline(units: str, items: str, points: Sequence[Measurement]) -> StageTable:
+    """Fits a cost with a floor: the smallest points, as many as leave the least error, but two of all."""
+    found = [_above(units, items, points, number) for number in range(max(1, len(points) - 1))]
+    return min(found, key=lambda each: each.error)
+
+
+def _above(units: str, items: str, points: Sequence[Measurement], num_below: int) -> StageTable:
+    """Fits all points but the first, which the mean of their times is the floor of."""
+    whole, cost = fit_table(units, items, points), fit_table(units, items, points[num_below:]).cost
+    floor_s = sum(point.median_s for point in points[:num_below]) / max(num_below, 1)
+    cost = replace(cost, floor_s=max(0.0, floor_s - cost.fixed_s))
+    errors = [abs(cost.seconds(point.units, point.items) / point.median_s - 1) for point in points]
+    return replace(whole, cost=cost, error=sum(errors) / len(errors))
+
+
 def nonnegative_fit(columns: Float64Array, target: Float64Array) -> list[float]:
     """Fits least squares with coefficients of at least 0: the best over every subset of columns."""
     best, least = np.zeros(columns.shape[1]), np.inf

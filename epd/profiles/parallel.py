@@ -7,8 +7,9 @@ all-reduces a layer add up what they computed. A ring all-reduce of b bytes over
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from epd.profiles.cost import StageTable
 from epd.profiles.memory import MemoryNeeds
@@ -34,14 +35,14 @@ class ShardedModel:
 
     link_bytes_per_s: that an all-reduce reaches
     reduce_s: of one all-reduce beside its bytes
-    shares_fixed: whether the fixed part of a cost is of kernels, which are shared out too, not of launches
+    shared: costs of prefill and of decoding by the number of devices, where their kernels are known
     """
 
     language: ParallelStack
     bytes_per_value: int
     link_bytes_per_s: float
     reduce_s: float
-    shares_fixed: bool = False
+    shared: Mapping[int, tuple[StageTable, StageTable]] = field(default_factory=dict)
 
     def allows(self, roles: AbstractSet[Stage], degree: int) -> bool:
         """Returns whether a worker can have so many devices: its language model's heads divide by them.
@@ -52,17 +53,19 @@ class ShardedModel:
             return degree == 1
         return self.language.num_heads % degree == self.language.num_kv_heads % degree == 0
 
-    def stage(self, table: StageTable, degree: int) -> StageTable:
-        """Returns the costs of prefill or decoding on `degree` devices."""
+    def stages(self, prefill: StageTable, decode: StageTable, degree: int) -> tuple[StageTable, StageTable]:
+        """Returns the costs of prefill and decoding on `degree` devices."""
+        return self.shared.get(degree) or (self._stage(prefill, degree), self._stage(decode, degree))
+
+    def _stage(self, table: StageTable, degree: int) -> StageTable:
         stack = self.language
         cost, num_reduces = table.cost, _REDUCES_PER_LAYER * stack.num_layers
         bytes_per_unit = stack.hidden * self.bytes_per_value * 2 * (degree - 1) / degree
-        fixed_s = cost.fixed_s / degree if self.shares_fixed else cost.fixed_s
         return replace(
             table,
             cost=replace(
                 cost.times(1 / degree),
-                fixed_s=fixed_s + num_reduces * self.reduce_s,
+                fixed_s=cost.fixed_s + num_reduces * self.reduce_s,
                 per_unit_s=cost.per_unit_s / degree + num_reduces * bytes_per_unit / self.link_bytes_per_s,
             ),
         )

@@ -85,12 +85,9 @@ class Profile:
                 f"profile {self.name!r} does not know the model's layers, and {num_devices} devices a worker "
                 "are asked for; allowed is 1; take a profile MODEL@DEVICE"
             )
-        return replace(
-            self,
-            memory=self.parallel.memory(self.memory, num_devices),
-            prefill=self.parallel.stage(self.prefill, num_devices),
-            decode=self.parallel.stage(self.decode, num_devices),
-        )
+        prefill, decode = self.parallel.stages(self.prefill, self.decode, num_devices)
+        memory = self.parallel.memory(self.memory, num_devices)
+        return replace(self, memory=memory, prefill=prefill, decode=decode)
 
     def encoding_on(self, other: Profile, num_encoders: int, num_others: int) -> Profile:
         """Returns the profile of workers whose encoders are on devices of another profile.

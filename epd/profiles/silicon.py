@@ -5,8 +5,11 @@
 
 Older releases have text with commas, `data/h100_sxm/vllm/0.10.0/gemm_perf.txt`, which is read too.
 A pass is the sum of its kernels: four matrix products and an attention in each layer, and what lies between
-them at the bandwidth of the memory. Its points are fitted as measured ones are. Between the sizes of a table
-the latency lies on a line of logarithms. Only 16-bit models without experts are known.
+them at the bandwidth of the memory. Several devices have the kernels of their shares, and two sums a layer.
+The tables time a product in a burst of 30; a pass goes on at the power limit, so its products have a highest
+rate. Towers and prefill are launched from Python, kernel by kernel, and take at least as long as that.
+Points are fitted as measured ones are. Between the sizes of a table the latency lies on a line of logarithms.
+Only 16-bit models without experts are known.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from epd.late_module import LateModule
 from epd.profiles.accelerators import DEVICES, Device, Devices
 from epd.profiles.analytic import analytic_profile
 from epd.profiles.catalogue import model_named
-from epd.profiles.cost import Measurement, fit_table
+from epd.profiles.cost import Measurement, StageTable, fit_roofline
 from epd.profiles.profile import Profile
 from epd.profiles.shapes import Transformer
 
@@ -50,6 +53,9 @@ _MAX_FILE_BYTES = 256 << 20
 _NEW_TOKENS = (64, 256, 1024, 2048, 4096, 8192, 16_384)
 _SEQUENCES, _CONTEXTS = (1, 8, 32, 64, 128), (512, 2048, 8192)
 _PATCHES = (256, 1024, 4096, 16_384, 32_768)
+# From two points of our H100 (benchmarks/results/gpu.md). In prefill of 2,048 tokens its products reach 656
+# TFLOP/s of 989. In prefill of 256 it waits for the host.
+_SUSTAINED, _LAUNCH_S = 0.66, 18.21e-3 / 28
 _NEIGHBOURS = 4  # shapes of matrices between which one lies that no table has
 # Of a token and layer, between matrix products: values read and written, in widths of the model and of the
 # MLP, by passes over memory. Two norms, two sums, rotations, and an activation of two inputs.
@@ -130,7 +136,11 @@ class Silicon:
         return found
 
     def matrix_s(self, m: int, n: int, k: int) -> float:
-        """Returns the seconds of a matrix product of m x k by k x n."""
+        """Returns the seconds of a matrix product of m x k by k x n, as fast as it can go on."""
+        least_s = 2 * m * n * k / (_SUSTAINED * self.device.flops_per_s)
+        return max(least_s, self._burst_s(m, n, k))
+
+    def _burst_s(self, m: int, n: int, k: int) -> float:
         near = sorted(
             (math.hypot(math.log(n / each[0]), math.log(k / each[1])), each) for each in self._matrices
         )[:_NEIGHBOURS]
@@ -148,8 +158,15 @@ class Silicon:
 
         first, second: sequences and the tokens of each, new ones but for `generation_attention`
         """
-        grid, num_heads = self._grid(table, of.num_heads, of.num_kv_heads, of.head_dim)
+        key = (table, of.num_heads, of.num_kv_heads, of.head_dim)
+        if key not in self._grids:
+            self._grids[key] = self._grid(*key)
+        grid, num_heads = self._grids[key]
         return grid.seconds(first, second) * of.num_heads / num_heads
+
+    @cached_property
+    def _grids(self) -> dict[tuple[str, int, int, int], tuple[Grid, float]]:
+        return {}
 
     def _grid(self, table: str, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Grid, float]:
         """Returns the table of the nearest heads, and how many these are."""
@@ -178,8 +195,18 @@ class Silicon:
         # Heads of another width cost in proportion to it.
         return Grid.of(points), _number(own[0], "num_heads") * _number(own[0], "head_dim") / head_dim
 
-    def layers_s(self, of: Transformer, tokens: int, attention_s: float) -> float:
-        """Returns the seconds of all layers for so many tokens. attention_s: of one layer."""
+    @cached_property
+    def sums(self) -> Grid:
+        """Seconds until several devices have the sum of what each computed, by devices and values."""
+        names = ("num_gpus", "message_size", "latency")
+        rows = ([_number(row, each) for each in names] for row in self.tables.get(_SUMS, ()))
+        return Grid.of((devices, values, latency / 1000) for devices, values, latency in rows)
+
+    def layers_s(self, of: Transformer, tokens: int, attention_s: float, num_devices: int = 1) -> float:
+        """Returns the seconds of all layers for so many tokens.
+
+        of: the share of each device, attention_s: of one layer's
+        """
         queries, keys = of.num_heads * of.head_dim, of.num_kv_heads * of.head_dim
         widths = (
             (queries + 2 * keys, of.hidden),
@@ -190,19 +217,16 @@ class Silicon:
         values = tokens * (_HIDDEN_VALUES * of.hidden + _MLP_VALUES * of.mlp_hidden)
         between_s = values * _BYTES / self.bytes_per_s + _PASSES * self.pass_s
         matrices_s = sum(self.matrix_s(tokens, n, k) for n, k in widths)
-        return of.num_layers * (matrices_s + attention_s + between_s)
+        sums_s = 2 * self.sums.seconds(num_devices, tokens * of.hidden) if num_devices > 1 else 0.0
+        return of.num_layers * (matrices_s + attention_s + between_s + sums_s)
 
 
 def _number(row: Row, name: str) -> float:
     return float(row[name])
 
 
-_FILES = {
-    "gemm": "gemm_perf",
-    "context_attention": "context_attention_perf",
-    "generation_attention": "generation_attention_perf",
-    "encoder_attention": "encoder_attention_perf",
-}
+_SUMS = "custom_allreduce"  # of what several devices computed; a copy may lack it
+_TABLES = ("gemm", "context_attention", "generation_attention", "encoder_attention", _SUMS)
 
 
 def load_silicon(folder: Path, device: str, backend: str = "vllm") -> Silicon:
@@ -241,25 +265,27 @@ def load_silicon(folder: Path, device: str, backend: str = "vllm") -> Silicon:
             "system of AIConfigurator; clone it again"
         ) from None
     data = spec.parent / "data" / system
-    found = {name: _newest(data, stem, backend) for name, stem in _FILES.items()}
+    found = {name: _newest(data, f"{name}_perf", backend) for name in _TABLES}
     return Silicon(
         system,
         backend,
         on,
         on.memory_bytes_per_s * shares,
         pass_s,
-        {name: list(_read(path)) for name, path in found.items()},
-        {name: path.parent.name for name, path in found.items()},
+        {name: list(_read(path)) for name, path in found.items() if path},
+        {name: path.parent.name for name, path in found.items() if path},
     )
 
 
-def _newest(data: Path, stem: str, backend: str) -> Path:
-    """Returns the file of a table in the newest version that has it. Raises RequestError."""
+def _newest(data: Path, stem: str, backend: str) -> Path | None:
+    """Returns the file of a table in its newest version. Raises RequestError for none, but of sums."""
     files = [
         path
         for path in data.rglob(f"{stem}.*")
         if path.suffix in (".parquet", ".txt", ".csv") and path.parent.parent.name == backend
     ]
+    if not files and stem.startswith(_SUMS):
+        return None
     if not files:
         raise RequestError(
             f"received '{data}', which has no {stem} of {backend}; allowed: a copy with that table, or "
@@ -288,8 +314,11 @@ def _read(path: Path) -> Iterator[Row]:
         raise RequestError(f"received '{path}', which cannot be read ({reason}); copy it again") from None
 
 
-def silicon_profile(silicon: Silicon, device: str, model: str) -> Profile:
-    """Returns the profile of a model on a device by measured kernels. Raises RequestError for experts."""
+def silicon_profile(silicon: Silicon, device: str, model: str, launch_s: float = _LAUNCH_S) -> Profile:
+    """Returns the profile of a model on a device by measured kernels. Raises RequestError for experts.
+
+    launch_s: that the host takes to launch a layer of prefill or of the tower
+    """
     of = model_named(model)
     if of.language.num_experts > 1:
         raise RequestError(
@@ -297,18 +326,12 @@ def silicon_profile(silicon: Silicon, device: str, model: str) -> Profile:
             f"--profile {of.name}@{device}"
         )
     try:
-        encode, prefill, decode = (
-            fit_table(units, items, [Measurement(*point, 0.0, 1) for point in points])
-            for units, items, points in (
-                ("patches", "groups", [_encode(silicon, of.vision, each) for each in _PATCHES]),
-                ("new tokens", "token pairs", [_prefill(silicon, of.language, each) for each in _NEW_TOKENS]),
-                (
-                    "sequences",
-                    "context tokens",
-                    [_decode(silicon, of.language, *each) for each in product(_SEQUENCES, _CONTEXTS)],
-                ),
-            )
+        encode = _launched(
+            "patches", "groups", [_encode(silicon, of.vision, each) for each in _PATCHES], of.vision, launch_s
         )
+        prefill, decode = _language(silicon, of.language, 1, launch_s)
+        degrees = _degrees(silicon, of.language)
+        shared = {each: _language(silicon, of.language, each, launch_s) for each in degrees}
     except (KeyError, ValueError) as error:
         raise RequestError(
             f"received tables of {silicon.system} with a wrong column or value ({error}); allowed: those of "
@@ -318,16 +341,50 @@ def silicon_profile(silicon: Silicon, device: str, model: str) -> Profile:
     versions = ", ".join(f"{name} {version}" for name, version in silicon.versions.items())
     told = (
         f"sums of kernels that AIConfigurator measured on {silicon.system}, {silicon.backend} ({versions})",
-        f"a call of the tower adds {base.encode.cost.fixed_s * 1e3:g} ms, an assumption; passes add nothing",
+        f"products at {_SUSTAINED:.0%} of the data sheet's FLOPs or less, {launch_s * 1e3:.2f} ms a layer or "
+        "more to launch prefill and towers: measured on one H100",
         *base.assumptions[3:],
     )
-    called = replace(encode.cost, fixed_s=encode.cost.fixed_s + base.encode.cost.fixed_s)
-    encode = replace(encode, cost=called, valid_items=base.encode.valid_items)
-    parallel = None if base.parallel is None else replace(base.parallel, shares_fixed=True)
+    encode = replace(encode, valid_items=base.encode.valid_items)
+    parallel = None if base.parallel is None else replace(base.parallel, shared=shared)
     return replace(base, encode=encode, prefill=prefill, decode=decode, assumptions=told, parallel=parallel)
 
 
 _Point = tuple[float, float, float]
+
+
+def _launched(
+    units: str, items: str, points: Sequence[_Point], of: Transformer, launch_s: float
+) -> StageTable:
+    """Fits points, none of which is shorter than the launches of its layers."""
+    least_s = of.num_layers * launch_s
+    points = [(count, counted, max(seconds, least_s)) for count, counted, seconds in points]
+    return fit_roofline(units, items, [Measurement(*point, 0.0, 1) for point in points])
+
+
+def _degrees(silicon: Silicon, of: Transformer) -> list[int]:
+    """Returns by how many devices the tables know how to share heads out."""
+    known = (int(each) for each in silicon.sums.points)
+    return [each for each in known if of.num_heads % each == of.num_kv_heads % each == 0]
+
+
+def _language(
+    silicon: Silicon, whole: Transformer, num_devices: int, launch_s: float
+) -> tuple[StageTable, StageTable]:
+    """Returns the costs of prefill, and of replayed steps, where each device has its heads of every layer."""
+    of = replace(
+        whole,
+        num_heads=whole.num_heads // num_devices,
+        num_kv_heads=whole.num_kv_heads // num_devices,
+        mlp_hidden=whole.mlp_hidden // num_devices,
+        vocabulary=whole.vocabulary // num_devices,
+    )
+    prefill = [_prefill(silicon, of, each, num_devices) for each in _NEW_TOKENS]
+    steps = [_decode(silicon, of, *each, num_devices) for each in product(_SEQUENCES, _CONTEXTS)]
+    return (
+        _launched("new tokens", "token pairs", prefill, of, launch_s),
+        _launched("sequences", "context tokens", steps, of, 0.0),
+    )
 
 
 def _encode(silicon: Silicon, of: Transformer, patches: int) -> _Point:
@@ -336,13 +393,15 @@ def _encode(silicon: Silicon, of: Transformer, patches: int) -> _Point:
     return patches, 0, silicon.layers_s(of, patches, attention_s)
 
 
-def _prefill(silicon: Silicon, of: Transformer, tokens: int) -> _Point:
+def _prefill(silicon: Silicon, of: Transformer, tokens: int, num_devices: int) -> _Point:
     attention_s = silicon.attention_s("context_attention", of, 1, tokens)
     head_s = silicon.matrix_s(1, of.vocabulary, of.hidden)
-    return tokens, tokens * (tokens + 1) / 2, silicon.layers_s(of, tokens, attention_s) + head_s
+    layers_s = silicon.layers_s(of, tokens, attention_s, num_devices)
+    return tokens, tokens * (tokens + 1) / 2, layers_s + head_s
 
 
-def _decode(silicon: Silicon, of: Transformer, sequences: int, context: int) -> _Point:
+def _decode(silicon: Silicon, of: Transformer, sequences: int, context: int, num_devices: int) -> _Point:
     attention_s = silicon.attention_s("generation_attention", of, sequences, context)
     head_s = silicon.matrix_s(sequences, of.vocabulary, of.hidden)
-    return sequences, sequences * context, silicon.layers_s(of, sequences, attention_s) + head_s
+    layers_s = silicon.layers_s(of, sequences, attention_s, num_devices)
+    return sequences, sequences * context, layers_s + head_s
