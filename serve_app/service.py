@@ -113,6 +113,7 @@ class AnswerRequest:
     deadline_s: of the first token, on the clock of `steady_time_s`; a service that finds that it cannot be
     met raises OverloadedError.
     wants_spans: whether the service yields a span for each stage.
+    streams: whether somebody reads the tokens as they come; else all but the first may come together.
     cache_salt: cached content is shared only with requests of the same salt; may be empty.
     """
 
@@ -129,6 +130,7 @@ class AnswerRequest:
     arrival_s: float = 0.0
     deadline_s: float | None = None
     wants_spans: bool = False
+    streams: bool = True
     cache_salt: str = ""
     prompt: tuple[int, ...] | None = None
 
