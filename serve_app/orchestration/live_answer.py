@@ -34,6 +34,8 @@ from epd.serve_app.worker.media_feed import needed_groups
 from epd.stages.engine.generation import GenerateRequest, TokenOutput
 from epd.types import RequestStatus, Reuse, StageTimings, Usage, totals
 
+_MOST_HELD = 64  # items that wait for others before their consumer is woken
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
@@ -174,9 +176,9 @@ class AnswerItems:
         raise self._error
 
     def put(self, item: AnswerItem, *, wakes: bool = True) -> None:
-        """Adds an item. wakes: whether a consumer that waits gets it now, and not with a later one."""
+        """Adds an item. wakes: whether a consumer that waits gets it now, and not with some later ones."""
         self._items.append(item)
-        if wakes:
+        if wakes or len(self._items) >= _MOST_HELD:
             self._wake()
 
     def fail(self, error: Exception) -> None:

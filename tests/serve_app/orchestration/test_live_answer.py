@@ -83,6 +83,22 @@ def test_nobody_is_woken_for_the_tokens_of_an_answer_that_is_not_streamed() -> N
     asyncio.run(scenario())
 
 
+def test_a_long_answer_that_is_not_streamed_is_taken_in_pieces() -> None:
+    async def scenario() -> None:
+        answer = answer_of(streams=False)
+        async with aclosing(answer.items.all()) as items:  # type: ignore[type-var]
+            push(answer, 0)
+            await anext(items)
+            waiting = asyncio.ensure_future(anext(items))
+            for index in range(1, 65):
+                assert not waiting.done()
+                await asyncio.sleep(0)
+                push(answer, index)
+            assert len(await waiting) == 64
+
+    asyncio.run(scenario())
+
+
 def test_what_came_before_an_error_is_given_before_it() -> None:
     async def scenario() -> None:
         answer = answer_of()
