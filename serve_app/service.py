@@ -114,6 +114,7 @@ class AnswerRequest:
     deadline_s: of the first token, on the clock of `steady_time_s`; a service that finds that it cannot be
     met raises OverloadedError.
     wants_spans: whether the service yields a span for each stage.
+    streams: whether somebody reads the tokens as they come; else many may come together.
     cache_salt: cached content is shared only with requests of the same salt; may be empty.
     """
 
@@ -130,6 +131,7 @@ class AnswerRequest:
     arrival_s: float = 0.0
     deadline_s: float | None = None
     wants_spans: bool = False
+    streams: bool = True
     cache_salt: str = ""
     prompt: tuple[int, ...] | None = None
 

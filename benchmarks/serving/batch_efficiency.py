@@ -35,6 +35,7 @@ from PIL import Image
 from benchmarks.engine.engine import Ours, Request
 from benchmarks.reporting import RESULTS, Row, markdown, setting
 from benchmarks.serving.second_life import RANDOM, life
+from epd.batch.lines import CHAT_URL
 from epd.shapes import SceneRenderer, make_scene
 from tests.tiny_models import build_qwen2_5_vl
 
@@ -71,12 +72,20 @@ def engine_rate(engine: Ours, images: Sequence[tuple[Path, Any]], questions: Seq
     return sum(map(len, outcome.tokens)) / outcome.seconds
 
 
+def line_of(name: str, path: Path, text: str) -> Row:
+    """A line whose answer is as long as the engine's, whatever tokens end one."""
+    image = {"type": "image_url", "image_url": {"url": path.as_uri()}}
+    messages = [{"role": "user", "content": [image, {"type": "text", "text": text}]}]
+    body = {"messages": messages, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    return {"custom_id": name, "method": "POST", "url": CHAT_URL, "body": body}
+
+
 def batch_summary(
     folder: Path, images: Sequence[tuple[Path, Any]], questions: Sequence[str], *options: str
 ) -> Row:
     """What `epd batch --json` says about a run over the images."""
     lines = [
-        {"id": f"{path.stem} {number}", "images": [str(path)], "question": text}
+        line_of(f"{path.stem} {number}", path, text)
         for path, _ in images
         for number, text in enumerate(questions)
     ]
@@ -84,9 +93,9 @@ def batch_summary(
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", "epd", "batch", str(source), str(out), "--json"]
-    command += ["--max-tokens", str(NUM_TOKENS), "--temperature", "0", *options]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run([*command, *options], check=True, capture_output=True, text=True)
     found: Row = json.loads(done.stdout)
+    assert found["answer_tokens"] == NUM_TOKENS * len(lines), "an answer ended early"
     return found
 
 

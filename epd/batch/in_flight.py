@@ -14,6 +14,9 @@ from epd.errors import EPDError
 MAX_TASKS = 4
 # Lines of a server or worker: at least, and those that fill the passes of an engine, 64 by default.
 MAX_REQUESTS, FULL_REQUESTS = 16, 64
+# In one process some more: planned, with their images decoded, they take the places of those that end.
+# A server refuses those that wait too long, and has other users.
+OWN_REQUESTS = FULL_REQUESTS + 16
 # That wait at a server. It refuses more.
 _MAX_WAITING = 256
 

@@ -18,7 +18,7 @@ from epd import console
 from epd.batch.driver import BatchPlan, run_batch
 from epd.batch.folder import TABLE_SUFFIX, folder_of, is_lines, is_table, read_questions, write_lines
 from epd.batch.http_backend import HttpBackend
-from epd.batch.in_flight import FULL_REQUESTS
+from epd.batch.in_flight import OWN_REQUESTS
 from epd.batch.line_index import LineIndex
 from epd.batch.lines import LineDefaults
 from epd.batch.places import copied, is_remote
@@ -348,7 +348,7 @@ def _backend(target: _Target, index: LineIndex, estimate: _Estimate) -> Iterator
 
         limits = RequestLimits(max_media=_MAX_MEDIA)
         with open_model(target.model, target.config, limits=limits, max_wait_s=_MAX_WAIT_S) as service:
-            yield OwnBackend(service, max_requests=FULL_REQUESTS, lines_per_medium=index.lines_per_medium)
+            yield OwnBackend(service, max_requests=OWN_REQUESTS, lines_per_medium=index.lines_per_medium)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,7 @@ class OwnService:
     async def _taken(self, body: JSON, take: Callable[[JSON], None]) -> None:
         record = RequestRecord(is_answer=True)
         parsed = await self._parsed(body, record)
+        record.is_stream = True  # whatever the body says
         form = _form(self._answers, parsed)
         builder = ChunkBuilder(record, parsed.chat.n or 1, includes_usage=True, **form)
         async with aclosing(self._answers.items(parsed, record)) as answer:

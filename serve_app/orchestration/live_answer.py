@@ -34,6 +34,8 @@ from epd.serve_app.worker.media_feed import needed_groups
 from epd.stages.engine.generation import GenerateRequest, TokenOutput
 from epd.types import RequestStatus, Reuse, StageTimings, Usage, totals
 
+_MOST_HELD = 64  # items that wait for others before their consumer is woken
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
@@ -173,9 +175,11 @@ class AnswerItems:
                     return
         raise self._error
 
-    def put(self, item: AnswerItem) -> None:
+    def put(self, item: AnswerItem, *, wakes: bool = True) -> None:
+        """Adds an item. wakes: whether a consumer that waits gets it now, and not with some later ones."""
         self._items.append(item)
-        self._wake()
+        if wakes or len(self._items) >= _MOST_HELD:
+            self._wake()
 
     def fail(self, error: Exception) -> None:
         """Ends the answer with an error, after what has come before."""
@@ -261,6 +265,7 @@ class LiveAnswer:
             choice.num_passed += 1
         if not outputs:
             return
+        is_first = self.first_token_s is None
         self.first_token_s = self.first_token_s or self._clock()
         choice.finish_reason = outputs[-1].finish_reason
         wants_logprobs = self.plan.sampling.logprobs is not None
@@ -273,7 +278,8 @@ class LiveAnswer:
                 choice.finish_reason,
                 self._num_prompt_tokens,
                 self.plan.thinks,
-            )
+            ),
+            wakes=self.request.streams or is_first,
         )
 
     def forget_early(self) -> None:

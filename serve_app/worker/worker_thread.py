@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 IDLE_S = 0.5  # between steps of a worker with nothing to do
 _MAX_SILENCE_S = 1.0  # of a worker that computes without an event, before it reports its load
 _POLL_S = 0.01  # between steps of a worker that waits for others, in case it is not woken
+# A pass gives up Python's lock at each operation of torch. Another thread, of a front or of media, may then
+# keep it for so long while the pass waits; by default 5 ms, longer than most operations take.
+_SWITCH_S = 0.0005
 
 
 @dataclass(slots=True)
@@ -84,7 +88,12 @@ class WorkerThread:
         self._ready: asyncio.Future[None] = self._loop.create_future()
 
     async def start(self) -> None:
-        """Starts the thread; returns once the weights are loaded. Raises EPDError if they cannot be."""
+        """Starts the thread; returns once the weights are loaded. Raises EPDError if they cannot be.
+
+        From then on threads of this process give up Python's lock sooner.
+        """
+        if sys.getswitchinterval() > _SWITCH_S:
+            sys.setswitchinterval(_SWITCH_S)
         self._thread.start()
         await self._ready
 

@@ -9,9 +9,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from epd.serve_app.http.api import ApiSettings, create_api
 from epd.serve_app.service import AnswerEnd, AnswerItem, AnswerRequest, StageSpan, TokenDelta
 from epd.types import StageTimings, Usage
+from tests.serve_app.conftest import Front
 from tests.serve_app.fakes import FakeService
 
 END = AnswerEnd(Usage(0, 0, 4, 4, 0), StageTimings(total_s=0.5))
@@ -94,3 +97,11 @@ def without_numbers(event: bytes) -> Any:
         return event
     read = json.loads(event.removeprefix(b"data: "))
     return {name: value for name, value in read.items() if name not in {"id", "created", "epd"}}
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_the_service_knows_whether_somebody_reads_tokens_as_they_come(front: Front, *, streams: bool) -> None:
+    assert front.ask(stream=streams).status_code == 200
+    body = {"prompt": "x", "stream": streams}
+    assert front.http.post("/v1/completions", json=body).status_code == 200
+    assert [request.streams for request in front.service.requests] == [streams, streams]

@@ -12,17 +12,21 @@ from typing import Any
 import pytest
 
 from epd.batch.driver import BatchPlan, run_batch
+from epd.batch.in_flight import OWN_REQUESTS
 from epd.batch.line_index import LineIndex
 from epd.batch.lines import LineDefaults
 from epd.batch.summary import Summary
 from epd.batch.tasks import Backend, MediaTask
+from epd.control.admission import AdmissionQueue
 from epd.encoders import MediaPlan
 from epd.encoders.batch import FrameEncoder
 from epd.engine_config import EngineConfig
 from epd.reduction import ReductionPolicy
+from epd.serve_app.app_args import AppArgs
 from epd.serve_app.cli.own_backend import OwnBackend
 from epd.serve_app.cli.own_model import open_model
 from epd.serve_app.local.own_service import OwnService
+from epd.serve_app.orchestration.live_answer import LiveAnswer
 from epd.stages.engine.sequence import TokenSequence
 from tests.colocated import ColocatedPipeline
 from tests.media import write_image, write_video
@@ -367,3 +371,40 @@ def test_reduced_media_give_the_answers_of_the_colocated_pipeline(
     assert bodies["half"]["epd"]["visual_tokens"] < bodies["whole"]["epd"]["visual_tokens"]
     assert summary.tally.num_failed == 1
     assert "retention" in (tmp_path / "out.errors.jsonl").read_text()
+
+
+@pytest.mark.parametrize("num_ahead", [0, 2])
+def test_lines_wait_planned_for_the_places_of_those_that_end(
+    tmp_path: Path, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, num_ahead: int
+) -> None:
+    """More lines are asked about than run at once, or the engine would idle while the next ones are read."""
+    assert AppArgs.model_fields["max_num_seqs"].default < OWN_REQUESTS
+    waiting = waiting_at_ends(monkeypatch)
+    lines = [
+        {"id": seed, "images": [str(write_image(tmp_path / f"{seed}.png", seed=seed))], "question": "What?"}
+        for seed in range(8)
+    ]
+    config = EngineConfig(num_threads=1, num_kv_tokens=8192)
+    with open_model(checkpoints["qwen2_5_vl"], config, max_num_seqs=2) as service:
+        backend = OwnBackend(service, max_requests=2 + num_ahead, lines_per_medium=1)
+        summary = run(tmp_path, backend, lines, max_tokens=48)
+    assert summary.tally.num_answered == len(waiting) == 8
+    assert (max(waiting) > 0) == (num_ahead > 0), waiting
+
+
+def waiting_at_ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list that gets, whenever an answer ends, how many planned requests wait for room."""
+    waiting, queues = list[int](), list[AdmissionQueue]()
+    enter, finish = AdmissionQueue.enter, LiveAnswer.finish
+
+    def entered(queue: AdmissionQueue, *args: Any, **options: Any) -> None:
+        queues[:] = [queue]
+        enter(queue, *args, **options)
+
+    def finished(answer: LiveAnswer, worker: str) -> None:
+        waiting.append(len(queues[0]))
+        finish(answer, worker)
+
+    monkeypatch.setattr(AdmissionQueue, "enter", entered)
+    monkeypatch.setattr(LiveAnswer, "finish", finished)
+    return waiting

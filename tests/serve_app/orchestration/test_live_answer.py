@@ -23,9 +23,9 @@ class _Plan(SimpleNamespace):
         return Usage(0, 0, 2, num_tokens, 0)
 
 
-def answer_of() -> LiveAnswer:
+def answer_of(*, streams: bool = True) -> LiveAnswer:
     """One choice, without logprobs."""
-    request: Any = SimpleNamespace(request_id="q", wants_spans=False, media=())
+    request: Any = SimpleNamespace(request_id="q", wants_spans=False, streams=streams, media=())
     plan: Any = _Plan(
         plan_s=0.0, sampling=SimpleNamespace(n=1, logprobs=None), groups=(), retention=1.0, prompt=(1,)
     )
@@ -58,6 +58,43 @@ def test_tokens_that_wait_are_given_together_and_stay_apart() -> None:
             answer.finish("d0")
             assert texts(await waiting) == ["4", "5", "end"]
             assert [one async for one in items] == []
+
+    asyncio.run(scenario())
+
+
+def test_nobody_is_woken_for_the_tokens_of_an_answer_that_is_not_streamed() -> None:
+    async def scenario() -> None:
+        answer = answer_of(streams=False)
+        async with aclosing(answer.items.all()) as items:  # type: ignore[type-var]
+            waiting = asyncio.ensure_future(anext(items))
+            await asyncio.sleep(0)
+            push(answer, 0)
+            assert texts(await waiting) == ["0"]
+            waiting = asyncio.ensure_future(anext(items))
+            for index in (1, 2, 3):
+                await asyncio.sleep(0)
+                push(answer, index)
+            push(answer, 4, "stop")
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            answer.finish("d0")
+            assert texts(await waiting) == ["1", "2", "3", "4", "end"]
+
+    asyncio.run(scenario())
+
+
+def test_a_long_answer_that_is_not_streamed_is_taken_in_pieces() -> None:
+    async def scenario() -> None:
+        answer = answer_of(streams=False)
+        async with aclosing(answer.items.all()) as items:  # type: ignore[type-var]
+            push(answer, 0)
+            await anext(items)
+            waiting = asyncio.ensure_future(anext(items))
+            for index in range(1, 65):
+                assert not waiting.done()
+                await asyncio.sleep(0)
+                push(answer, index)
+            assert len(await waiting) == 64
 
     asyncio.run(scenario())
 

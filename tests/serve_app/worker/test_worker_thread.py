@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,24 @@ def test_a_thread_answers_and_goes_on_after_refusals(checkpoints: dict[str, Path
         thread.stop()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("before_s", "after_s"), [(0.005, 0.0005), (0.00025, 0.00025)])
+def test_threads_beside_it_give_up_pythons_lock_soon(
+    checkpoints: dict[str, Path], before_s: float, after_s: float
+) -> None:
+    async def run() -> None:
+        thread = encoder(checkpoints["qwen2_5_vl"])
+        await thread.start()
+        thread.stop()
+
+    kept_s = sys.getswitchinterval()
+    sys.setswitchinterval(before_s)
+    try:
+        asyncio.run(run())
+        assert sys.getswitchinterval() == pytest.approx(after_s)
+    finally:
+        sys.setswitchinterval(kept_s)
 
 
 def raise_bug(*_: Any) -> None:
