@@ -113,13 +113,12 @@ class EmbeddingStore:
         frames_s: in which they would come; None if that is not known.
         """
         tier, num_units = self._files.tier_of(group_name(key, plan)), self._num_units(key, plan)
-        num_bytes = plan.num_tokens * self._layout.bytes_per_embedding
         media_s = self._encode_s(plan.grid.num_patches, math.inf if frames_s is None else frames_s)
-        if not self._is_read(self._files.seconds(tier, num_bytes, num_units), media_s):
+        if not self._is_read(self._files.seconds(tier, num_units * _NAME_BYTES), media_s):
             return False
-        tiers = Counter(self._files.tier_of(unit) for unit in self._units_of(key, plan))
-        shares = {tier: num_bytes * num / num_units for tier, num in tiers.items()}
-        read_s = sum(self._files.seconds(tier, shares[tier], num) for tier, num in tiers.items())
+        bytes_per_unit = plan.num_tokens * self._layout.bytes_per_embedding / num_units
+        tiers = Counter(self._files.tier_of(unit) for unit in set(self._units_of(key, plan)))
+        read_s = sum(self._files.seconds(tier, num * bytes_per_unit, num) for tier, num in tiers.items())
         return bool(tiers) and self._is_read(read_s, media_s)
 
     def _encode_s(self, num_patches: int, frames_s: float = 0.0) -> float:
