@@ -25,6 +25,7 @@ import shutil
 import statistics
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -128,12 +129,43 @@ def compared(minutes: float, speed: float, rounds: Sequence[dict[str, Row]]) -> 
     }
 
 
-def made(folder: Path, seconds: float, numbers: Sequence[int]) -> list[Path]:
-    """Returns videos that differ from each other."""
-    paths = [folder / f"{number}.mp4" for number in numbers]
-    for number, path in zip(numbers, paths, strict=True):
-        write_demo_video(path, make_scene(number, seconds), fps=1, height=224, width=224)
+def num_videos(minutes: float) -> int:
+    return next(num for most, num in _NUM_VIDEOS.items() if minutes <= most)
+
+
+def made(folder: Path, name: str, seconds: float, num: int) -> list[Path]:
+    """Returns videos that differ from each other, and from those of other names."""
+    paths = [folder / f"{name} {number}.mp4" for number in range(num)]
+    for path in paths:
+        seed = zlib.crc32(path.name.encode())
+        write_demo_video(path, make_scene(seed, seconds), fps=1, height=224, width=224)
     return paths
+
+
+def first_lives(kept: Path, known: Sequence[Path], lengths: Mapping[float, list[Path]]) -> list[Row]:
+    """Asks about all videos that are to be kept. Returns the median seconds of an answer, by minutes."""
+    with open_model(None, EngineConfig(cache_dir=kept)) as service:
+        for video in known:
+            asked(service, video)
+        seconds = {each: [asked(service, video)[0] for video in videos] for each, videos in lengths.items()}
+    return [{"minutes": each, "seconds": round(statistics.median(s), 3)} for each, s in seconds.items()]
+
+
+def measured(folder: Path, lengths: Mapping[float, list[Path]], speeds: Sequence[float], rounds: int) -> Row:
+    """Returns the table of all ways, and that of the first questions."""
+    known, new = (made(folder, f"warm{number}", _SHORT_S, _NUM_WARM) for number in range(2))
+    first = first_lives(folder / "kept", known, lengths)
+    found: dict[tuple[float, float], list[dict[str, Row]]] = {}
+    for number, speed in itertools.product(range(rounds), speeds):
+        turn = number % (1 + len(WAYS))  # no way is always the first
+        ways = [*WAYS, "choice"][turn:] + [*WAYS, "choice"][:turn]
+        lives = {way: life(folder / "kept", speed, way, [*known, *new], lengths) for way in ways}
+        print(json.dumps({"disk, MB/s": speed / 1e6, **lives}), flush=True)
+        for minutes in lengths:
+            row = {way: each[minutes] for way, each in lives.items()}
+            found.setdefault((minutes, speed), []).append(row)
+    rows = [compared(minutes, speed, each) for (minutes, speed), each in sorted(found.items())]
+    return {"setting": setting(["torch"]), "ways": rows, "first": first}
 
 
 def main() -> None:
@@ -146,33 +178,12 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/ways_back.*")
     given = parser.parse_args()
     speeds = [float(each) * 1e6 for each in given.megabytes_per_s.split(",")]
-    numbers = itertools.count()
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        lengths = dict[float, list[Path]]()
-        for minutes in map(float, given.minutes.split(",")):
-            num = next(num for most, num in _NUM_VIDEOS.items() if minutes <= most)
-            lengths[minutes] = made(folder, minutes * 60, list(itertools.islice(numbers, num)))
-        known, new = (made(folder, _SHORT_S, list(itertools.islice(numbers, _NUM_WARM))) for _ in range(2))
-        kept = folder / "kept"
-        with open_model(None, EngineConfig(cache_dir=kept)) as service:
-            for video in known:
-                asked(service, video)
-            first = [
-                {"minutes": each, "seconds": statistics.median(asked(service, video)[0] for video in videos)}
-                for each, videos in lengths.items()
-            ]
-        found: dict[tuple[float, float], list[dict[str, Row]]] = {}
-        for number, speed in itertools.product(range(given.rounds), speeds):
-            turn = number % (1 + len(WAYS))  # no way is always the first
-            ways = [*WAYS, "choice"][turn:] + [*WAYS, "choice"][:turn]
-            lives = {way: life(kept, speed, way, [*known, *new], lengths) for way in ways}
-            print(json.dumps({"disk, MB/s": speed / 1e6, **lives}), flush=True)
-            for minutes in lengths:
-                row = {way: each[minutes] for way, each in lives.items()}
-                found.setdefault((minutes, speed), []).append(row)
-    rows = [compared(minutes, speed, each) for (minutes, speed), each in sorted(found.items())]
-    results = {"setting": setting(["torch"]), "ways": rows, "first": first}
+    with TemporaryDirectory() as folder:
+        lengths = {
+            minutes: made(Path(folder), f"{minutes:g}", minutes * 60, num_videos(minutes))
+            for minutes in map(float, given.minutes.split(","))
+        }
+        results = measured(Path(folder), lengths, speeds, given.rounds)
     command = f"python -m benchmarks.serving.ways_back --minutes {given.minutes} --rounds {given.rounds}"
     title = "A second question, the embedded model; seconds, medians"
     text = markdown("The cheapest way back", command, results, {"ways": title, "first": "The first question"})
