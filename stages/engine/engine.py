@@ -225,7 +225,8 @@ class LanguageEngine:
             only_decodes = all(chunk.request.is_decoding for chunk in output.chunks)
             self._compute(output.chunks, result)
             if self.store is not None:
-                self.store.note_pass(output.num_tokens, self._now_s() - start_s)
+                seconds, is_awaited = self._now_s() - start_s, bool(result.outputs)
+                self.store.note_pass(output.num_tokens, seconds, is_awaited=is_awaited)
             self._count(output.num_tokens, result)
             if self._drafting and only_decodes:
                 num_seqs = len(output.chunks)

@@ -41,7 +41,7 @@ from epd.types import Reuse, Tier, ceil_div, totals
 
 # Pieces of a request that are read ahead of the pools.
 _READ_AHEAD = 4
-# Of a piece, the tokens that a pass computes at least to say how long they take.
+# Of a piece, the tokens that passes compute at least to say how long they take.
 _LEAST_SHARE = 0.25
 # Seconds after which it is not known any more how soon embeddings come.
 _FORGET_S = 60.0
@@ -115,6 +115,7 @@ class KVStore:
         self._embedding_bytes = embedding_bytes
         self._coming: dict[str, _Coming] = {}
         self._prefilling = Pace()  # of tokens, once their embeddings are there
+        self._passed_tokens, self._passed_s = 0, 0.0  # in passes whose results were not read yet
         self._arriving: dict[Tier | None, Pace] = {}  # of tokens until their embeddings are there, by tier
         self.on_read: Callable[[], None] = lambda: None
         self._reader = ThreadPoolExecutor(_READ_AHEAD, "read-kv")
@@ -285,11 +286,18 @@ class KVStore:
             pace = self._arriving.setdefault(coming.tier, Pace(forget_s=forget_s))
             pace.add(coming.num_tokens, coming.since_s, time.monotonic())
 
-    def note_pass(self, num_tokens: int, seconds: float) -> None:
-        """Notes how long the model took for tokens, until now. Those of a few tokens say nothing."""
-        if num_tokens >= _LEAST_SHARE * self._piece_tokens:
-            now_s = time.monotonic()
-            self._prefilling.add(num_tokens, now_s - seconds, now_s)
+    def note_pass(self, num_tokens: int, seconds: float, *, is_awaited: bool = True) -> None:
+        """Notes how long a pass took, until now. Those of a few tokens say nothing.
+
+        is_awaited: whether its results were read: a device may not be done with those before it until then.
+        """
+        self._passed_tokens += num_tokens
+        self._passed_s += seconds
+        if is_awaited:
+            if self._passed_tokens >= _LEAST_SHARE * self._piece_tokens:
+                now_s = time.monotonic()
+                self._prefilling.add(self._passed_tokens, now_s - self._passed_s, now_s)
+            self._passed_tokens, self._passed_s = 0, 0.0
 
     # To disk
 

@@ -225,6 +225,24 @@ def test_how_soon_embeddings_come_is_measured_by_where_they_are(
     engine.close()
 
 
+def test_passes_count_once_their_results_were_read(
+    subjects: Callable[[str], Subject], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launching one takes no time, on a device that works on: all before a token is read are one."""
+    monkeypatch.setattr("epd.stages.engine.kv_store.time.monotonic", lambda: 1000.0)
+    engine = life(subjects("shapes-vl"), tmp_path)
+    store = engine.store
+    assert store is not None
+    for _ in range(3):
+        store.note_pass(1000, 0.0, is_awaited=False)
+    assert store._prefilling.seconds(1000, 1000.0) is None
+    store.note_pass(1000, 8.0)
+    assert store._prefilling.seconds(1000, 1000.0) == pytest.approx(2.0)
+    store.note_pass(_PIECE // 4 - 1, 100.0)
+    assert store._prefilling.seconds(1000, 1000.0) == pytest.approx(2.0), "a question alone says nothing"
+    engine.close()
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut off": lambda path: os.truncate(path, path.stat().st_size // 2),
     "empty": lambda path: os.truncate(path, 0),
