@@ -333,8 +333,9 @@ class KVStore:
 
     def forget(self, request_id: str) -> bool:
         """Ends what is done for a request. Returns whether it waited for what is on disk."""
-        for each in (self._to_keep, self._coming, self._reused):
-            each.pop(request_id, None)
+        self._to_keep.pop(request_id, None)
+        self._coming.pop(request_id, None)
+        self._reused.pop(request_id, None)
         restore = self._restores.pop(request_id, None)
         for _, read in restore.reading if restore is not None else ():
             read.cancel()
