@@ -189,8 +189,9 @@ class KVStore:
 
     def _embeddings_s(self, kept: _Kept) -> float:
         """Returns the seconds to read the embeddings of a piece, if they are where the piece is."""
-        num_bytes = kept.num_visual * self._embedding_bytes
-        return self._files.seconds(kept.tier, num_bytes, kept.num_units) if num_bytes else math.inf
+        if not self._embedding_bytes:
+            return math.inf
+        return self._files.seconds(kept.tier, kept.num_visual * self._embedding_bytes, kept.num_units)
 
     def _arrival_s(self, tier: Tier | None, num_tokens: int) -> float | None:
         """Returns the seconds until embeddings are there: see `_Coming`. None if that is not known."""

@@ -199,6 +199,16 @@ def test_the_way_of_least_seconds_is_chosen(
     store.close()
 
 
+def test_a_piece_of_text_alone_waits_for_no_embeddings(
+    subjects: Callable[[str], Subject], tmp_path: Path
+) -> None:
+    store = known(subjects("shapes-vl"), tmp_path, 2e6, 1e-4)
+    text = _Kept(Piece(0, 0, 256, ""), "disk", 0, 0)
+    assert store._costs(text, is_late=False).embeddings_s == 0.0
+    assert store._num_worth([text]) == 0
+    store.close()
+
+
 def test_how_soon_embeddings_come_is_measured_by_where_they_are(
     a_family: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
