@@ -1,10 +1,10 @@
 """What the policy's choice costs beside each single way back to a video that was seen before, live.
 
-    python -m benchmarks.serving.ways_back --minutes 1,10,60 --rounds 2 --write
+    python -m benchmarks.serving.ways_back --minutes 1,10,60 --rounds 3 --write
 
 One life asks about each video with an empty folder, which is then copied for each other one. A life has
-nothing in memory, and a disk of a given speed. It asks about a short video that is kept and one that is not,
-so that it has measured both, and then about each of the others:
+nothing in memory, and a disk of a given speed. It asks about short videos that are kept and ones that are
+not, so that all is warm, and both were measured. Then it asks about several others of each length, once each:
 
     kv            keys and values are read, whatever that takes
     embeddings    embeddings are read, and prefilled
@@ -17,12 +17,16 @@ The results go to benchmarks/results/ways_back.{json,md} with --write.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
+import os
 import shutil
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,7 +45,13 @@ from epd.types import Tier
 from epd.video.demo_video import write_demo_video
 
 WAYS = ("kv", "embeddings", "media")
+Life = dict[float, Row]  # by minutes
+
 _SHORT_S = 60.0
+# Short videos that are kept, and as many that are not.
+_NUM_WARM = 2
+# Videos of as many minutes at most: the shorter, the more an answer's seconds differ.
+_NUM_VIDEOS = {1.0: 9, 10.0: 5, math.inf: 3}
 
 
 @contextmanager
@@ -83,29 +93,79 @@ def asked(service: OwnService, video: Path) -> tuple[float, str]:
     return seconds, ", ".join(found) or "nothing"
 
 
-def life(kept: Path, speed: float, way: str, short: Sequence[Path], videos: Sequence[Path]) -> list[Row]:
+def life(
+    kept: Path, speed: float, way: str, warm: Sequence[Path], lengths: Mapping[float, list[Path]]
+) -> Life:
+    """Returns by length the median of the seconds of a video, and what was read for the last one."""
     with TemporaryDirectory() as folder, paced(speed), forced(way):
         own = Path(shutil.copytree(kept, Path(folder, "kept")))
+        os.sync()
         with open_model(None, EngineConfig(cache_dir=own)) as service:
-            for video in short:
+            for video in warm:
                 asked(service, video)
-            answers = [asked(service, video) for video in videos]
-    return [{"way": way, "seconds": seconds, "read": read} for seconds, read in answers]
+            answers = {each: [asked(service, video) for video in videos] for each, videos in lengths.items()}
+    return {each: _of_several(found) for each, found in answers.items()}
+
+
+def _of_several(answers: Sequence[tuple[float, str]]) -> Row:
+    seconds = [round(each, 4) for each, _ in answers]
+    return {"seconds": statistics.median(seconds), "each": seconds, "read": answers[-1][1]}
 
 
 def compared(minutes: float, speed: float, rounds: Sequence[dict[str, Row]]) -> Row:
-    """A row of the table. The ratio is of medians."""
+    """A row of the table. The ratio is the median of those of the rounds, each to its best way."""
     seconds = {way: statistics.median(each[way]["seconds"] for each in rounds) for way in (*WAYS, "choice")}
     best = min(WAYS, key=lambda way: seconds[way])
+    ratios = [each["choice"]["seconds"] / each[best]["seconds"] for each in rounds]
     shown = {way: round(value, 3) for way, value in seconds.items()}
     return {
         "minutes": minutes,
         "disk, MB/s": speed / 1e6,
         **shown,
         "best way": best,
-        "choice / best": round(seconds["choice"] / seconds[best], 3),
+        "choice / best": round(statistics.median(ratios), 3),
+        "of the rounds": ", ".join(f"{each:.3f}" for each in sorted(ratios)),
         "the choice read": rounds[-1]["choice"]["read"],
     }
+
+
+def num_videos(minutes: float) -> int:
+    return next(num for most, num in _NUM_VIDEOS.items() if minutes <= most)
+
+
+def made(folder: Path, name: str, seconds: float, num: int) -> list[Path]:
+    """Returns videos that differ from each other, and from those of other names."""
+    paths = [folder / f"{name} {number}.mp4" for number in range(num)]
+    for path in paths:
+        seed = zlib.crc32(path.name.encode())
+        write_demo_video(path, make_scene(seed, seconds), fps=1, height=224, width=224)
+    return paths
+
+
+def first_lives(kept: Path, known: Sequence[Path], lengths: Mapping[float, list[Path]]) -> list[Row]:
+    """Asks about all videos that are to be kept. Returns the median seconds of an answer, by minutes."""
+    with open_model(None, EngineConfig(cache_dir=kept)) as service:
+        for video in known:
+            asked(service, video)
+        seconds = {each: [asked(service, video)[0] for video in videos] for each, videos in lengths.items()}
+    return [{"minutes": each, "seconds": round(statistics.median(s), 3)} for each, s in seconds.items()]
+
+
+def measured(folder: Path, lengths: Mapping[float, list[Path]], speeds: Sequence[float], rounds: int) -> Row:
+    """Returns the table of all ways, and that of the first questions."""
+    known, new = (made(folder, f"warm{number}", _SHORT_S, _NUM_WARM) for number in range(2))
+    first = first_lives(folder / "kept", known, lengths)
+    found: dict[tuple[float, float], list[dict[str, Row]]] = {}
+    for number, speed in itertools.product(range(rounds), speeds):
+        turn = number % (1 + len(WAYS))  # no way is always the first
+        ways = [*WAYS, "choice"][turn:] + [*WAYS, "choice"][:turn]
+        lives = {way: life(folder / "kept", speed, way, [*known, *new], lengths) for way in ways}
+        print(json.dumps({"disk, MB/s": speed / 1e6, **lives}), flush=True)
+        for minutes in lengths:
+            row = {way: each[minutes] for way, each in lives.items()}
+            found.setdefault((minutes, speed), []).append(row)
+    rows = [compared(minutes, speed, each) for (minutes, speed), each in sorted(found.items())]
+    return {"setting": setting(["torch"]), "ways": rows, "first": first}
 
 
 def main() -> None:
@@ -114,34 +174,16 @@ def main() -> None:
     )
     parser.add_argument("--minutes", default="1,10,60")
     parser.add_argument("--megabytes-per-s", default="1000,20,2", help="of the disks")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/ways_back.*")
     given = parser.parse_args()
-    lengths = [float(each) for each in given.minutes.split(",")]
     speeds = [float(each) * 1e6 for each in given.megabytes_per_s.split(",")]
     with TemporaryDirectory() as folder:
-        lasting = [_SHORT_S, _SHORT_S, *(minutes * 60 for minutes in lengths)]
-        paths = [Path(folder, f"{number}.mp4") for number in range(len(lasting))]
-        for number, (path, seconds) in enumerate(zip(paths, lasting, strict=True)):
-            write_demo_video(path, make_scene(number, seconds), fps=1, height=224, width=224)
-        known, new, *videos = paths
-        kept = Path(folder, "kept")
-        with open_model(None, EngineConfig(cache_dir=kept)) as service:
-            cold = [asked(service, video)[0] for video in (known, *videos)][1:]
-        found: dict[tuple[int, float], list[dict[str, Row]]] = {}
-        for number in range(given.rounds):
-            for speed in speeds:
-                ways = [*WAYS, "choice"] if number % 2 else ["choice", *WAYS]
-                lives = {way: life(kept, speed, way, (known, new), videos) for way in ways}
-                print(json.dumps({"disk, MB/s": speed / 1e6, **lives}), flush=True)
-                for place in range(len(videos)):
-                    row = {way: each[place] for way, each in lives.items()}
-                    found.setdefault((place, speed), []).append(row)
-    rows = [compared(lengths[place], speed, each) for (place, speed), each in sorted(found.items())]
-    first = [
-        {"minutes": each, "seconds": round(seconds, 2)} for each, seconds in zip(lengths, cold, strict=True)
-    ]
-    results = {"setting": setting(["torch"]), "ways": rows, "first": first}
+        lengths = {
+            minutes: made(Path(folder), f"{minutes:g}", minutes * 60, num_videos(minutes))
+            for minutes in map(float, given.minutes.split(","))
+        }
+        results = measured(Path(folder), lengths, speeds, given.rounds)
     command = f"python -m benchmarks.serving.ways_back --minutes {given.minutes} --rounds {given.rounds}"
     title = "A second question, the embedded model; seconds, medians"
     text = markdown("The cheapest way back", command, results, {"ways": title, "first": "The first question"})

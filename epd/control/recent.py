@@ -10,6 +10,11 @@ from typing import Generic, TypeVar
 K = TypeVar("K")
 V = TypeVar("V")
 
+# Bytes that take as long as a read does besides its bytes, about.
+_READ_BYTES = 1 << 16
+# Variance of `ReadPace`'s x below which reads are about as large.
+_ALIKE = 1e-4
+
 
 class DecayedMean:
     """Keeps a ratio of two sums that both decay by the same clock."""
@@ -39,27 +44,73 @@ class Pace:
 
     def __init__(self, memory_s: float = 30.0, forget_s: float = math.inf) -> None:
         """forget_s: without work, after which nothing is known."""
-        self._mean = DecayedMean(memory_s)
         self._memory_s = memory_s
         self._forget_s = forget_s
         self._seen_s = -math.inf
         self._lock = threading.Lock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._mean = DecayedMean(self._memory_s)
 
     def add(self, units: float, start_s: float, stop_s: float) -> None:
         """Adds work that was done from one time to another."""
         with self._lock:
             if stop_s - self._seen_s > self._forget_s:
-                self._mean = DecayedMean(self._memory_s)
+                self._reset()
             elapsed_s = min(max(0.0, stop_s - self._seen_s), 1e6)
-            self._mean.add(max(0.0, stop_s - max(start_s, self._seen_s)), units, elapsed_s)
+            self._note(units, max(0.0, stop_s - max(start_s, self._seen_s)), elapsed_s)
             self._seen_s = max(stop_s, self._seen_s)
+
+    def _note(self, units: float, taken_s: float, elapsed_s: float) -> None:
+        self._mean.add(taken_s, units, elapsed_s)
 
     def seconds(self, units: float, now_s: float) -> float | None:
         """Returns the seconds for some work; None where nothing is known."""
-        per_unit_s = self._mean.value
+        per_unit_s = self._per_unit_s(units)
         if per_unit_s is None or now_s - self._seen_s > self._forget_s:
             return None
         return units * per_unit_s
+
+    def _per_unit_s(self, units: float) -> float | None:  # noqa: ARG002 - it is the same for all
+        return self._mean.value
+
+
+class ReadPace(Pace):
+    """Measures reads, each of which takes some time beside that of its bytes. Units are bytes.
+
+    seconds / (bytes + 64 KiB)
+        |  x
+        |     ---x       a line through what was measured
+        |            x
+        +----------------- 64 KiB / (bytes + 64 KiB)
+          many        none
+
+    While all reads were about as large, the line is flat: a read takes as long as 64 KiB beside its bytes.
+    """
+
+    def _reset(self) -> None:
+        self._sums = [0.0] * 5  # of 1, x, x * x, y and x * y
+
+    def _note(self, units: float, taken_s: float, elapsed_s: float) -> None:
+        x, y = _READ_BYTES / (_READ_BYTES + units), taken_s / (_READ_BYTES + units)
+        keep = math.exp(-elapsed_s / self._memory_s)
+        self._sums = [
+            total * keep + each for total, each in zip(self._sums, (1.0, x, x * x, y, x * y), strict=True)
+        ]
+
+    def seconds(self, units: float, now_s: float) -> float | None:
+        return super().seconds(_READ_BYTES + units, now_s)
+
+    def _per_unit_s(self, units: float) -> float | None:
+        """Returns the line's height for a read, with what it takes beside its bytes among the units."""
+        weight = self._sums[0]
+        if not weight:
+            return None
+        x, xx, y, xy = (total / weight for total in self._sums[1:])
+        slope = (xy - x * y) / (xx - x * x + _ALIKE)
+        slope = max(-y / max(1.0 - x, _ALIKE), min(slope, y / max(x, _ALIKE)))  # no read takes less than 0
+        return y + slope * (_READ_BYTES / units - x)
 
 
 class Recent(Generic[K, V]):

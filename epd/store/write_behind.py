@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 
-from epd.control.recent import Pace
+from epd.control.recent import ReadPace
 from epd.store.piece_files import PieceFiles
 from epd.types import Tier
 
@@ -21,10 +21,16 @@ logger = logging.getLogger(__name__)
 # Bytes that wait to be written; what comes on top is not kept.
 _MOST_WAITING = 1 << 28
 _NUM_FLIGHTS = 64
-# Bytes that take as long as a read does besides its bytes, about.
-_READ_BYTES = 1 << 16
 # Seconds after which the pace of a tier is not known any more.
 _FORGET_S = 60.0
+
+
+ReadPaces = Mapping[Tier, ReadPace]
+
+
+def read_paces() -> ReadPaces:
+    """Returns the paces of places that nobody has read from yet."""
+    return {tier: ReadPace(forget_s=_FORGET_S) for tier in ("disk", "objects")}
 
 
 class WriteBehind:
@@ -33,7 +39,8 @@ class WriteBehind:
     kind: of what is written, for people. is_open: whether the disk takes more.
     """
 
-    def __init__(self, files: PieceFiles, kind: str) -> None:
+    def __init__(self, files: PieceFiles, kind: str, paces: ReadPaces | None = None) -> None:
+        """paces: of the places, shared with others that read from the same; None for its own."""
         self.files = files
         self.is_open = True
         self.counts = files.counts
@@ -42,7 +49,7 @@ class WriteBehind:
         self._num_waiting = 0  # bytes
         self._lock = Lock()
         self._flights = [Lock() for _ in range(_NUM_FLIGHTS)]  # by key: each piece is read once at a time
-        self._paces: dict[Tier, Pace] = {tier: Pace(forget_s=_FORGET_S) for tier in ("disk", "objects")}
+        self._paces = read_paces() if paces is None else paces
         self._thread = ThreadPoolExecutor(1, f"write-{kind}")
 
     def __contains__(self, key: str) -> bool:
@@ -52,17 +59,22 @@ class WriteBehind:
         """Returns where a piece is; None if it is not there."""
         return "memory" if key in self._waiting else self.files.tier_of(key)
 
-    def seconds(self, tier: Tier | None, num_bytes: int) -> float:
-        """Returns how long a piece takes to read: 0 where nothing is known, infinite where there is none."""
+    def seconds(self, tier: Tier | None, num_bytes: float, num_reads: int = 1) -> float:
+        """Returns how long reads take: 0 where nothing is known, infinite where there is nothing to read.
+
+        num_bytes: of all of them together.
+        """
         if tier is None:
             return math.inf
         pace = self._paces.get(tier)
-        return (pace.seconds(_READ_BYTES + num_bytes, time.monotonic()) or 0.0) if pace is not None else 0.0
+        if pace is None or not num_reads:
+            return 0.0
+        return num_reads * (pace.seconds(num_bytes / num_reads, time.monotonic()) or 0.0)
 
     def note_read(self, tier: Tier, num_bytes: int, start_s: float) -> None:
         """Notes bytes that were read, or awaited, until now. start_s: by the monotonic clock."""
         if tier in self._paces:
-            self._paces[tier].add(_READ_BYTES + num_bytes, start_s, time.monotonic())
+            self._paces[tier].add(num_bytes, start_s, time.monotonic())
 
     def add(self, pieces: Mapping[str, memoryview], index: int = 0) -> bool:
         """Queues payloads by key, bytes in one dimension. Returns whether all are kept, or will be.

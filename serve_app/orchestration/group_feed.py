@@ -391,7 +391,7 @@ class GroupFeed:
 
     def _frames_s(self, group: MediaGroup) -> float | None:
         """Returns the seconds in which frames like a group's came of late; None if that is not known."""
-        return self._shared.reading.seconds(group.spec.num_patches, self._shared.requests.clock())
+        return self._shared.reading.seconds(_num_read(group), self._shared.requests.clock())
 
     async def _read(self, number: int) -> Bulk:
         plan = self._attempt.answer.plan
@@ -402,7 +402,7 @@ class GroupFeed:
         )
         if self._attempt.answer.reuses is not None:
             self._attempt.answer.reuses.read(group.item, group.index)
-            self._shared.reading.add(group.spec.num_patches, start_s, self._shared.requests.clock())
+            self._shared.reading.add(_num_read(group), start_s, self._shared.requests.clock())
         if plan.media[group.item].kind != "video":
             return frames
         self._attempt.answer.substituted.note(group.spec.key, num_substituted)
@@ -423,3 +423,8 @@ class GroupFeed:
         plan = self._attempt.answer.plan
         group, reading = plan.groups[granted.group], self._readings.beginning_with(granted)
         return EncodeGroup(self._attempt.id, granted.ticket, group, reading=reading, frames_s=frames_s)
+
+
+def _num_read(group: MediaGroup) -> float:
+    """Returns patches of a group, of all frames of the source that are decoded on the way to those wanted."""
+    return group.spec.num_patches * max(1.0, group.plan.unit_span_s * group.plan.source_fps)

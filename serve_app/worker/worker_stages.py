@@ -48,6 +48,7 @@ from epd.stages.prefill import PrefillStage
 from epd.stages.ranks.communicator import EngineRanks
 from epd.stages.ranks.group import ProcessRanks, load_with_ranks
 from epd.stages.ranks.group_pools import PoolSharing
+from epd.store.write_behind import read_paces
 from epd.topology import Stage, TensorParallel, role_letters
 from epd.transfer.connectors import EncoderConnector, KVConnector
 
@@ -178,6 +179,7 @@ class StageBuilder:
         self._num_embeddings = settings.num_embeddings or DEFAULT_EMBEDDINGS
         self._pools: dict[str, EncoderPoolShape | KVPoolsShape] = {}  # by endpoint and kind
         self._use: MemoryUse | None = None  # until something changes
+        self._read_paces = read_paces()  # of what is kept, whatever it is
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -288,7 +290,8 @@ class StageBuilder:
         stage = EncodeStage(encoder, cache, pool, connector)
         if options.cache_dir is not None:
             facts = {"layout": str(pool.layout), **self._facts}
-            stage.keep_in(kept_files(self.settings.model_path, options, EMBEDDINGS_KIND, facts))
+            files = kept_files(self.settings.model_path, options, EMBEDDINGS_KIND, facts)
+            stage.keep_in(files, self._read_paces)
         return stage
 
     def receiver(self, name: str) -> EmbeddingReceiver:
@@ -301,7 +304,9 @@ class StageBuilder:
         options = options if decodes else options.model_copy(update={"enforce_eager": True})
         engine, connector = self._engine(name, self.settings.scheduler, options)
         if options.cache_dir is not None and self._keeps_kv(engine):
-            engine.keep_in(kv_files(self.settings.model_path, options, engine.pools.shape, self._facts))
+            files = kv_files(self.settings.model_path, options, engine.pools.shape, self._facts)
+            layout = embedding_layout(self._language_model().config, self._embeddings_in)
+            engine.keep_in(files, embedding_bytes=layout.bytes_per_embedding, paces=self._read_paces)
         return PrefillStage(engine, connector)
 
     @property

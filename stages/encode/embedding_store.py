@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from epd.encoders.device import to_host
 from epd.stages.encode.encoder_pool import EmbeddingLayout, joined
 from epd.stages.kept_files import EMBEDDINGS_KIND
 from epd.store.piece_files import PieceFiles
-from epd.store.write_behind import WriteBehind
+from epd.store.write_behind import ReadPaces, WriteBehind
 from epd.types import Reuse, totals
 
 _NAME_BYTES = 16
@@ -87,8 +88,15 @@ class EmbeddingStore:
     on_look: called by another thread, once a step has something to take.
     """
 
-    def __init__(self, files: PieceFiles, layout: EmbeddingLayout, encoder: FrameEncoder) -> None:
-        self._files = WriteBehind(files, EMBEDDINGS_KIND)
+    def __init__(
+        self,
+        files: PieceFiles,
+        layout: EmbeddingLayout,
+        encoder: FrameEncoder,
+        paces: ReadPaces | None = None,
+    ) -> None:
+        """paces: see `WriteBehind`."""
+        self._files = WriteBehind(files, EMBEDDINGS_KIND, paces)
         self.counts = self._files.counts
         self.on_look: Callable[[], None] = lambda: None
         self._layout = layout
@@ -104,13 +112,13 @@ class EmbeddingStore:
 
         frames_s: in which they would come; None if that is not known.
         """
-        name = group_name(key, plan)
-        num_bytes = plan.num_tokens * self._layout.width * self._layout.dtype.itemsize
+        tier, num_units = self._files.tier_of(group_name(key, plan)), self._num_units(key, plan)
         media_s = self._encode_s(plan.grid.num_patches, math.inf if frames_s is None else frames_s)
-        if not self._is_read(self._files.seconds(self._files.tier_of(name), num_bytes), media_s):
+        if not self._is_read(self._files.seconds(tier, num_units * _NAME_BYTES), media_s):
             return False
-        tiers = [self._files.tier_of(unit) for unit in self._units_of(key, plan)]
-        read_s = sum(self._files.seconds(tier, num_bytes // len(tiers)) for tier in tiers)
+        bytes_per_unit = plan.num_tokens * self._layout.bytes_per_embedding / num_units
+        tiers = Counter(self._files.tier_of(unit) for unit in set(self._units_of(key, plan)))
+        read_s = sum(self._files.seconds(tier, num * bytes_per_unit, num) for tier, num in tiers.items())
         return bool(tiers) and self._is_read(read_s, media_s)
 
     def _encode_s(self, num_patches: int, frames_s: float = 0.0) -> float:
@@ -190,7 +198,7 @@ class EmbeddingStore:
 
     def _pays(self, name: str, group: Wanted) -> bool:
         """Returns whether a unit is read sooner than encoded, as far as that is known."""
-        num_bytes = self._num_rows(group) * self._layout.width * self._layout.dtype.itemsize
+        num_bytes = self._num_rows(group) * self._layout.bytes_per_embedding
         encode_s = self._encode_s(group.num_patches // self._num_units(group.key, group.plan))
         return self._is_read(self._files.seconds(self._files.tier_of(name), num_bytes), encode_s)
 

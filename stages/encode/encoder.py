@@ -37,6 +37,7 @@ from epd.stages.encode.embedding_store import EmbeddingStore, Found, Looks
 from epd.stages.encode.encoder_pool import EncoderPool
 from epd.stages.encode.readings import Readings
 from epd.store.piece_files import PieceFiles
+from epd.store.write_behind import ReadPaces
 from epd.transfer.connectors import EncoderConnector, Ticket
 from epd.transfer.transfers import Outbox
 from epd.types import Reuse
@@ -165,9 +166,9 @@ class EncodeStage:
         self._unwanted: set[str] = set()  # transfers of those that were forgotten meanwhile
         self.lane: InTurn[_Run] | BesideThread[_Run] = InTurn()
 
-    def keep_in(self, files: PieceFiles) -> None:
-        """Keeps embeddings in files, from now on, and takes them from there."""
-        self.store = EmbeddingStore(files, self._pool.layout, self._encoder)
+    def keep_in(self, files: PieceFiles, paces: ReadPaces | None = None) -> None:
+        """Keeps embeddings in files, from now on, and takes them from there. paces: see `WriteBehind`."""
+        self.store = EmbeddingStore(files, self._pool.layout, self._encoder, paces)
         self._looks = Looks(self.store)
 
     def has(self, key: GroupKey, plan: MediaPlan, frames_s: float | None = None) -> bool:

@@ -33,6 +33,7 @@ from epd.stages.sampling.sampler import SampledToken
 from epd.stages.visual_inputs import PlacedEmbeddings
 from epd.store.piece_files import PieceFiles
 from epd.store.pieces import PIECE_TOKENS
+from epd.store.write_behind import ReadPaces
 
 
 class LanguageEngine:
@@ -89,9 +90,15 @@ class LanguageEngine:
         if self.store is None or not self.store.begin(sequence):
             self.scheduler.add(sequence.scheduled)
 
-    def keep_in(self, files: PieceFiles, piece_tokens: int = PIECE_TOKENS) -> None:
-        """Keeps keys and values of media in files, from now on, and brings them back."""
-        self._sequences.store = KVStore(files, self.kv, self.pools, piece_tokens)
+    def keep_in(
+        self,
+        files: PieceFiles,
+        piece_tokens: int = PIECE_TOKENS,
+        embedding_bytes: int = 0,
+        paces: ReadPaces | None = None,
+    ) -> None:
+        """Keeps keys and values of media in files, from now on, and brings them back: see `KVStore`."""
+        self._sequences.store = KVStore(files, self.kv, self.pools, piece_tokens, embedding_bytes, paces)
 
     @property
     def store(self) -> KVStore | None:
@@ -117,6 +124,8 @@ class LanguageEngine:
             sequence.visual.add(placed)
             sequence.tokens.place(placed.indices, placed.positions, placed.is_key)
             sequence.scheduled.num_ready = max(sequence.scheduled.num_ready, sequence.visual.num_ready)
+            if self.store is not None:
+                self.store.arrived(sequence)
 
     def adopt(
         self,
@@ -235,6 +244,9 @@ class LanguageEngine:
         if output.chunks:
             only_decodes = all(chunk.request.is_decoding for chunk in output.chunks)
             self._compute(output.chunks, result)
+            if self.store is not None:
+                seconds, is_awaited = self._now_s() - start_s, bool(result.outputs)
+                self.store.note_pass(output.num_tokens, seconds, is_awaited=is_awaited)
             self._count(output.num_tokens, result)
             if self._drafting and only_decodes:
                 num_seqs = len(output.chunks)

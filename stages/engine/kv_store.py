@@ -8,7 +8,8 @@
 
 Disks hold up no step, but a step waits for the copies of its pieces to the host. What cannot be read, or has
 no room, is computed as ever. So is what is quicker to compute (`epd.control.way_back`), which is asked before
-pieces are read, and again while a disk does not answer.
+pieces are read, and again while a disk does not answer. Whoever keeps keys and values of media keeps their
+embeddings too: until it was measured how soon these come, they are taken to be in the same place.
 No question is kept: a prompt's pieces end with its last visual token.
 """
 
@@ -16,10 +17,11 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,19 +36,25 @@ from epd.stages.engine.sequence import TokenSequence
 from epd.stages.kept_files import KV_KIND, kept_files
 from epd.store.piece_files import PieceFiles
 from epd.store.pieces import PIECE_TOKENS, Piece, pieces
-from epd.store.write_behind import WriteBehind
+from epd.store.write_behind import ReadPaces, WriteBehind
 from epd.types import Reuse, Tier, ceil_div, totals
 
 # Pieces of a request that are read ahead of the pools.
 _READ_AHEAD = 4
+# Of a piece, the tokens that passes compute at least to say how long they take.
+_LEAST_SHARE = 0.25
+# Seconds after which it is not known any more how soon embeddings come.
+_FORGET_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Is a piece, and where it was when it was looked for."""
+    """Is a piece, and where it was when it was looked for. num_visual: its visual tokens, of num_units."""
 
     piece: Piece
     tier: Tier
+    num_units: int
+    num_visual: int
 
 
 @dataclass(slots=True)
@@ -63,6 +71,20 @@ class _Restore:
     since_s: float
 
 
+@dataclass(slots=True)
+class _Coming:
+    """Describes a prompt whose embeddings are not there yet.
+
+    tier: where its keys and values are, and were left; None if nothing is kept.
+    since_s: since when embeddings may come, by the monotonic clock; None before its admission.
+    num_tokens: from then on, with the text between.
+    """
+
+    tier: Tier | None = None
+    since_s: float | None = None
+    num_tokens: int = 0
+
+
 class KVStore:
     """Keeps the pieces of one engine. Not thread-safe.
 
@@ -70,9 +92,19 @@ class KVStore:
     """
 
     def __init__(
-        self, files: PieceFiles, kv: KVCacheManager, pools: KVPools, piece_tokens: int = PIECE_TOKENS
+        self,
+        files: PieceFiles,
+        kv: KVCacheManager,
+        pools: KVPools,
+        piece_tokens: int = PIECE_TOKENS,
+        embedding_bytes: int = 0,
+        paces: ReadPaces | None = None,
     ) -> None:
-        """piece_tokens: of a piece, made whole blocks. kv: keeps nothing but keys and values of prompts."""
+        """kv: keeps nothing but keys and values of prompts.
+
+        piece_tokens: of a piece, made whole blocks. embedding_bytes: of a visual token, where they are kept.
+        paces: see `WriteBehind`.
+        """
         self._kv = kv
         self._piece_tokens = ceil_div(piece_tokens, kv.block_size) * kv.block_size
         self._planes = [(group, plane) for group, pool in enumerate(pools.groups) for plane in pool.planes]
@@ -80,11 +112,14 @@ class KVStore:
         self._restores: dict[str, _Restore] = {}
         self._to_keep: dict[str, deque[Piece]] = {}  # of requests that are prefilled, the next one first
         self._reused: dict[str, list[Reuse]] = {}  # of requests that are not admitted
-        self._admitted: dict[str, tuple[float, int]] = {}  # of those in `_to_keep`: when, and tokens cached
-        self._computing = Pace()  # of tokens, with the wait for their embeddings
+        self._embedding_bytes = embedding_bytes
+        self._coming: dict[str, _Coming] = {}
+        self._prefilling = Pace()  # of tokens, once their embeddings are there
+        self._passed_tokens, self._passed_s = 0, 0.0  # in passes whose results were not read yet
+        self._arriving: dict[Tier | None, Pace] = {}  # of tokens until their embeddings are there, by tier
         self.on_read: Callable[[], None] = lambda: None
         self._reader = ThreadPoolExecutor(_READ_AHEAD, "read-kv")
-        self._files = WriteBehind(files, KV_KIND)
+        self._files = WriteBehind(files, KV_KIND, paces)
         self.counts = self._files.counts
 
     @property
@@ -101,6 +136,7 @@ class KVStore:
         num_tokens = sequence.request.prompt.prefix_length
         every = list(pieces(sequence.scheduled.identity, num_tokens, self._piece_tokens))
         self._to_keep[sequence.request_id] = deque(every)
+        self._coming[sequence.request_id] = _Coming()
         kept = self._behind_cached(sequence, every)
         missing = kept[: self._num_worth(kept)]
         self._leave(sequence, kept[len(missing) :])
@@ -114,32 +150,58 @@ class KVStore:
     def _behind_cached(self, sequence: TokenSequence, every: list[Piece]) -> list[_Kept]:
         """Returns the pieces that are kept and follow those in the prefix cache."""
         num_cached = self._kv.num_cached(sequence.scheduled.identity, every[-1].stop)
+        units = [unit for item in sequence.request.prompt.media for unit in item.units]
+        stops, lengths = [unit.stop for unit in units], [unit.length for unit in units]
         kept = []
         for piece in every:
             if piece.stop > num_cached:
                 if (tier := self._files.tier_of(piece.key)) is None:
                     break
-                kept.append(_Kept(piece, tier))
+                first, last = bisect_right(stops, piece.start), bisect_right(stops, piece.stop)
+                kept.append(_Kept(piece, tier, last - first, sum(lengths[first:last])))
         return kept
 
     def _num_worth(self, kept: Sequence[_Kept], waited_s: float = 0.0) -> int:
         """Counts the leading pieces that are quicker to read than to compute, as far as that is known.
 
-        waited_s: for the first one.
+        waited_s: for the first one. A disk that is late may never answer, and has embeddings no sooner.
         """
-        now_s, costs = time.monotonic(), list[PartCosts]()
-        for each in kept:
-            read_s = self._files.seconds(each.tier, self._num_bytes(each.piece))
-            computed_s = self._computing.seconds(each.piece.num_tokens, now_s)
-            costs.append(
-                PartCosts(max(read_s, waited_s), encode_s=math.inf if computed_s is None else computed_s)
-            )
-            waited_s = 0.0
+        is_late = bool(kept) and waited_s > self._read_s(kept[0])
+        costs = [self._costs(each, is_late=is_late) for each in kept]
+        if is_late:
+            costs[0] = replace(costs[0], kv_s=waited_s)
         return cheapest(costs).num_kv
+
+    def _costs(self, kept: _Kept, *, is_late: bool) -> PartCosts:
+        """Returns the costs of a piece. Computing takes for ever, until it was measured."""
+        num_tokens, kv_s = kept.piece.num_tokens, self._read_s(kept)
+        prefill_s = self._prefilling.seconds(num_tokens, time.monotonic())
+        if prefill_s is None:
+            return PartCosts(kv_s)
+        new_s, known_s = self._arrival_s(None, num_tokens), self._arrival_s(kept.tier, num_tokens)
+        if is_late or known_s is None:
+            read_s = self._embeddings_s(kept) if not is_late else math.inf
+            return PartCosts(kv_s, read_s, encode_s=math.inf if new_s is None else new_s, prefill_s=prefill_s)
+        return PartCosts(kv_s, known_s, prefill_s=prefill_s)
+
+    def _read_s(self, kept: _Kept) -> float:
+        return self._files.seconds(kept.tier, self._num_bytes(kept.piece))
+
+    def _embeddings_s(self, kept: _Kept) -> float:
+        """Returns the seconds to read the embeddings of a piece, if they are where the piece is."""
+        if not self._embedding_bytes:
+            return math.inf
+        return self._files.seconds(kept.tier, kept.num_visual * self._embedding_bytes, kept.num_units)
+
+    def _arrival_s(self, tier: Tier | None, num_tokens: int) -> float | None:
+        """Returns the seconds until embeddings are there: see `_Coming`. None if that is not known."""
+        pace = self._arriving.get(tier)
+        return None if pace is None else pace.seconds(num_tokens, time.monotonic())
 
     def _leave(self, sequence: TokenSequence, kept: Sequence[_Kept]) -> None:
         """Notes pieces that are not read."""
         if kept:
+            self._coming[sequence.request_id].tier = kept[0].tier
             left = Reuse("kv", "left", sum(each.piece.num_tokens for each in kept))
             self._reused.setdefault(sequence.request_id, []).append(self.counts.found(left))
 
@@ -204,9 +266,39 @@ class KVStore:
 
     def admitted(self, sequence: TokenSequence) -> tuple[Reuse, ...]:
         """Notes that a request is admitted. Returns what was brought back for it, once."""
-        if sequence.request_id in self._to_keep:
-            self._admitted[sequence.request_id] = time.monotonic(), sequence.scheduled.num_computed
+        coming = self._coming.get(sequence.request_id)
+        if coming is not None and coming.since_s is None:
+            coming.since_s = time.monotonic()
+            coming.num_tokens = sequence.request.prompt.prefix_length - sequence.scheduled.num_computed
+            self.arrived(sequence)
         return totals(self._reused.pop(sequence.request_id, ()))
+
+    # What it takes to compute
+
+    def arrived(self, sequence: TokenSequence) -> None:
+        """Measures how soon the embeddings of a prompt came, if all are there and it was more than a few."""
+        coming = self._coming.get(sequence.request_id)
+        is_here = sequence.visual.num_ready >= sequence.request.prompt.prefix_length
+        if coming is None or coming.since_s is None or not is_here:
+            return
+        del self._coming[sequence.request_id]
+        if coming.num_tokens >= self._piece_tokens:
+            forget_s = math.inf if coming.tier is None else _FORGET_S
+            pace = self._arriving.setdefault(coming.tier, Pace(forget_s=forget_s))
+            pace.add(coming.num_tokens, coming.since_s, time.monotonic())
+
+    def note_pass(self, num_tokens: int, seconds: float, *, is_awaited: bool = True) -> None:
+        """Notes how long a pass took, until now. Those of a few tokens say nothing.
+
+        is_awaited: whether its results were read: a device may not be done with those before it until then.
+        """
+        self._passed_tokens += num_tokens
+        self._passed_s += seconds
+        if is_awaited:
+            if self._passed_tokens >= _LEAST_SHARE * self._piece_tokens:
+                now_s = time.monotonic()
+                self._prefilling.add(self._passed_tokens, now_s - self._passed_s, now_s)
+            self._passed_tokens, self._passed_s = 0, 0.0
 
     # To disk
 
@@ -222,14 +314,7 @@ class KVStore:
                 self._files.add({piece.key: payload.numpy().data}, piece.index)
         if not following:
             del self._to_keep[sequence.request_id]
-            self._note_computed(sequence)
-
-    def _note_computed(self, sequence: TokenSequence) -> None:
-        """Measures the pace at a prompt whose pieces are all there, if it was more than a few tokens."""
-        since_s, num_cached = self._admitted.pop(sequence.request_id, (0.0, math.inf))
-        num_tokens = sequence.request.prompt.prefix_length - num_cached
-        if num_tokens >= self._piece_tokens:
-            self._computing.add(num_tokens, since_s, time.monotonic())
+            self._coming.pop(sequence.request_id, None)
 
     def _kv_of(self, request_id: str, piece: Piece) -> Tensor:
         """Copies a piece out of the pools, uint8 [bytes], on the host."""
@@ -250,7 +335,7 @@ class KVStore:
     def forget(self, request_id: str) -> bool:
         """Ends what is done for a request. Returns whether it waited for what is on disk."""
         self._to_keep.pop(request_id, None)
-        self._admitted.pop(request_id, None)
+        self._coming.pop(request_id, None)
         self._reused.pop(request_id, None)
         restore = self._restores.pop(request_id, None)
         for _, read in restore.reading if restore is not None else ():

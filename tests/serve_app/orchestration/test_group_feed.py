@@ -25,7 +25,7 @@ from epd.reduction import ReductionPolicy
 from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.media.fleet_media import FleetMedia
 from epd.serve_app.media_messages import CloseStream, FetchMedia, PlanImages, ReadFrames, ReadImage
-from epd.serve_app.orchestration.group_feed import GroupFeed, GroupRun, ItemFrames, plan_runs
+from epd.serve_app.orchestration.group_feed import GroupFeed, GroupRun, ItemFrames, _num_read, plan_runs
 from epd.serve_app.orchestration.live_answer import AnswerPlan, LiveAnswer
 from epd.serve_app.orchestration.loss_counter import LossCounter
 from epd.serve_app.orchestration.request_planner import RequestPlanner
@@ -199,6 +199,24 @@ def test_long_videos_use_every_reader_and_short_ones_one() -> None:
     assert [run.stop - run.start for run in plan_runs(200, 2)[:2]] == [16, 16]
 
 
+def of_group(unit_span_s: float) -> Any:
+    """16 patches of a group, whose source has a frame a second."""
+    plan = SimpleNamespace(unit_span_s=unit_span_s, source_fps=1.0)
+    return SimpleNamespace(item=0, index=0, spec=SimpleNamespace(num_patches=16), plan=plan)
+
+
+def test_frames_that_are_far_apart_take_longer_to_come() -> None:
+    """All those between them are decoded. An image has none."""
+    reading = Pace()
+    requests = SimpleNamespace(clock=lambda: 1.0)
+    shared = SimpleNamespace(reading=reading, requests=requests, dispatcher=None, fleet=None)
+    parts: list[Any] = [shared, None, None, None, None]
+    feed = GroupFeed(*parts)
+    reading.add(_num_read(of_group(unit_span_s=2.0)), 0.0, 1.0)
+    assert feed._frames_s(of_group(unit_span_s=20.0)) == pytest.approx(10.0)
+    assert feed._frames_s(of_group(unit_span_s=0.0)) == pytest.approx(0.5)
+
+
 class KeepsApart:
     """Lets a suspect go to e1 alone."""
 
@@ -226,7 +244,7 @@ class TakesAll:
 
 
 def test_a_suspect_asks_for_what_is_on_disk_only_where_it_may_go() -> None:
-    group: Any = SimpleNamespace(item=0, index=0, spec=SimpleNamespace(num_patches=16))
+    group = of_group(unit_span_s=2.0)
     plan = SimpleNamespace(groups=[group], prompt=None)
     dispatcher = TakesAll()
     shared = SimpleNamespace(

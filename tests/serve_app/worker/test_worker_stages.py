@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,3 +61,19 @@ def test_a_worker_beside_groups_of_other_sizes_keeps_its_roles(checkpoints: dict
         with pytest.raises(RequestError, match=r"need prefill where 2 processes .* and 1 that of others"):
             core.handle(change(frozenset({"encode", "prefill"})))
     assert core.roles == core.hosted.keys() == {"encode"}
+
+
+def test_stages_of_a_worker_learn_of_a_disk_from_each_other(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    args = AppArgs(model=checkpoints["qwen2_5_vl"], topology="1epd", device="cpu", cache_dir=tmp_path)
+    builder = StageBuilder(worker_settings(args), LocalTransport())
+    encode, prefill = builder.encode("e0"), builder.prefill("p0")
+    keys, embeddings = prefill.engine.store, encode.store
+    assert keys is not None
+    assert embeddings is not None
+    now_s = time.monotonic()
+    keys._files.note_read("disk", 1 << 20, now_s - 2.0)
+    assert embeddings._files.seconds("disk", 1 << 20) == pytest.approx(2.0, rel=0.1)
+    encode.close()
+    prefill.engine.close()

@@ -20,6 +20,7 @@ import torch
 from epd.encoders.groups import MediaGroup, plan_groups, salted
 from epd.store.file_format import Place, place
 from epd.store.piece_files import PieceFiles, stored
+from epd.store.write_behind import read_paces
 from epd.types import Reuse, Tier
 from tests.encoders.families import Clip, Family, Picture
 from tests.stages.encode.workers import SAMPLING, Workers, clip_of, merged, noise
@@ -278,6 +279,27 @@ def test_what_is_slow_to_read_is_encoded_and_told(family: Family, clip: Clip, as
     assert sum(each.num for each in asked.told) == sum(group.spec.num_embeddings for group in kept)
     assert store.counts.left_tokens == sum(group.spec.num_embeddings for group in kept)
     assert store.counts.read_tokens == 0
+
+
+@pytest.mark.parametrize(("latency_s", "is_read"), [(0.0, True), (0.1, False)])
+def test_small_units_of_a_slow_disk_are_read_unless_each_read_takes_long(
+    family: Family, clip: Clip, tmp_path: Path, latency_s: float, is_read: bool
+) -> None:
+    """Large pieces were read from it, by whoever keeps keys and values: they tell what a small one takes."""
+    groups, paces, now_s = groups_of(family, [clip]), read_paces(), time.monotonic()
+    run(life(family, tmp_path), [clip], groups)
+    for size in (1_570_000, 172_000):
+        taken_s = latency_s + size / 2e6
+        paces["disk"].add(size, now_s, now_s + taken_s)
+        now_s += taken_s
+    workers = Workers(family, 1)
+    (stage,) = workers.encoders
+    stage.keep_in(PieceFiles(tmp_path, "tests", 1 << 30, {}), paces)
+    assert stage.store is not None
+    num_bytes = sum(group.spec.num_embeddings for group in groups) * workers.layout.bytes_per_embedding
+    stage.store.note_encoded(patches(groups), 10 * num_bytes / 2e6)  # and 64 KiB take 60 times as long
+    assert {stage.has(group.spec.key, group.plan, 0.0) for group in groups} == {is_read}
+    stage.close()
 
 
 def test_a_new_unit_is_looked_for_once(

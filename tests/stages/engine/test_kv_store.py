@@ -14,13 +14,15 @@ from threading import Event
 
 import pytest
 
+from epd.control.recent import Pace
 from epd.encoders.groups import prompt_identity
 from epd.engine_config import EngineConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
-from epd.stages.engine.kv_store import kv_files
+from epd.stages.engine.kv_store import KVStore, _Kept, kv_files
 from epd.store.piece_files import PieceFiles, stored
-from epd.store.write_behind import WriteBehind
+from epd.store.pieces import Piece
+from epd.store.write_behind import WriteBehind, read_paces
 from epd.types import Tier
 from tests.stages.conftest import Subject, check
 from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
@@ -150,6 +152,104 @@ def test_a_disk_that_is_known_to_be_slow_is_not_asked(a_family: Subject, tmp_pat
     slow._paces = WriteBehind(slow.files, "tests")._paces
     engine.add(kept.request("again"))
     assert engine.store.restoring == {"again"}
+    engine.close()
+
+
+# Of the embedded model: bytes of a token's keys and values and of an embedding, seconds of a token in passes
+# and until it came from media that were encoded. A unit has 4 visual tokens among 9.
+_KV_BYTES, _EMBEDDING_BYTES, _PREFILL_S, _ENCODE_S = 6144, 1024, 220e-6, 310e-6
+
+
+def known(subject: Subject, folder: Path, bytes_per_s: float, latency_s: float) -> KVStore:
+    """A store that has read two pieces, and has seen media that were encoded, and passes."""
+    engine, paces, now_s = subject.engine(enable_prefix_caching=True), read_paces(), time.monotonic()
+    for size in (256 * _KV_BYTES, 28 * _KV_BYTES):
+        taken_s = latency_s + size / bytes_per_s
+        paces["disk"].add(size, now_s, now_s + taken_s)
+        now_s += taken_s
+    engine.keep_in(PieceFiles(folder, "tests", 1 << 30, {}), 256, _EMBEDDING_BYTES, paces)
+    assert engine.store is not None
+    engine.store.note_pass(1000, 1000 * _PREFILL_S)
+    engine.store._arriving[None] = Pace()
+    engine.store._arriving[None].add(1000, 0.0, 1000 * _ENCODE_S)
+    return engine.store
+
+
+def kept_tokens(num_tokens: int) -> list[_Kept]:
+    every = [
+        Piece(start // 256, start, min(start + 256, num_tokens), "") for start in range(0, num_tokens, 256)
+    ]
+    return [_Kept(each, "disk", each.num_tokens // 9, each.num_tokens // 9 * 4) for each in every]
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 1e-4])
+@pytest.mark.parametrize("bytes_per_s", [2e6, 2e7, 1e9])
+@pytest.mark.parametrize("num_tokens", [284, 2714, 3747])
+def test_the_way_of_least_seconds_is_chosen(
+    subjects: Callable[[str], Subject], tmp_path: Path, num_tokens: int, bytes_per_s: float, latency_s: float
+) -> None:
+    """Videos of 1, 10 and 60 minutes and three speeds of disk. Prefill runs beside what embeddings take."""
+    store, units = known(subjects("shapes-vl"), tmp_path, bytes_per_s, latency_s), num_tokens / 9
+    kv_s = latency_s * num_tokens / 256 + num_tokens * _KV_BYTES / bytes_per_s
+    embeddings_s = units * (latency_s + 4 * _EMBEDDING_BYTES / bytes_per_s)
+    computed_s = max(num_tokens * _PREFILL_S, min(embeddings_s, num_tokens * _ENCODE_S))
+    assert not 0.95 < kv_s / computed_s < 1.05, "either is right"
+    kept = kept_tokens(num_tokens)
+    assert store._num_worth(kept) == (len(kept) if kv_s < computed_s else 0)
+    store.close()
+
+
+def test_a_piece_of_text_alone_waits_for_no_embeddings(
+    subjects: Callable[[str], Subject], tmp_path: Path
+) -> None:
+    store = known(subjects("shapes-vl"), tmp_path, 2e6, 1e-4)
+    text = _Kept(Piece(0, 0, 256, ""), "disk", 0, 0)
+    assert store._costs(text, is_late=False).embeddings_s == 0.0
+    assert store._num_worth([text]) == 0
+    store.close()
+
+
+def test_how_soon_embeddings_come_is_measured_by_where_they_are(
+    a_family: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of new media take 5 s by the store's clock, and those that are kept on a slow disk 2 s."""
+    kept, now_s = a_family.prompts[3], 1000.0
+    first = life(a_family, tmp_path)
+    answered(Drive(first, 0), kept, "first")
+    first.close()
+    monkeypatch.setattr("epd.stages.engine.kv_store.time.monotonic", lambda: now_s)
+    engine = life(a_family, tmp_path)
+    assert engine.store is not None
+    for salt, seconds in (("new", 5.0), ("", 2.0)):
+        identity = prompt_identity(kept.plan, kept.mm_hashes, cache_salt=salt)
+        engine.add(replace(kept.request(salt or "kept"), identity=identity))
+        assert engine.step().admissions
+        now_s += seconds
+        for group in kept.groups:
+            engine.add_embeddings(salt or "kept", group)
+        while engine.has_work():
+            engine.step()
+        engine.store._files.note_read("disk", 1, now_s - 1000.0)
+    assert engine.store._arrival_s(None, kept.plan.prefix_length) == pytest.approx(5.0)
+    assert engine.store._arrival_s("disk", kept.plan.prefix_length) == pytest.approx(2.0)
+    engine.close()
+
+
+def test_passes_count_once_their_results_were_read(
+    subjects: Callable[[str], Subject], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launching one takes no time, on a device that works on: all before a token is read are one."""
+    monkeypatch.setattr("epd.stages.engine.kv_store.time.monotonic", lambda: 1000.0)
+    engine = life(subjects("shapes-vl"), tmp_path)
+    store = engine.store
+    assert store is not None
+    for _ in range(3):
+        store.note_pass(1000, 0.0, is_awaited=False)
+    assert store._prefilling.seconds(1000, 1000.0) is None
+    store.note_pass(1000, 8.0)
+    assert store._prefilling.seconds(1000, 1000.0) == pytest.approx(2.0)
+    store.note_pass(_PIECE // 4 - 1, 100.0)
+    assert store._prefilling.seconds(1000, 1000.0) == pytest.approx(2.0), "a question alone says nothing"
     engine.close()
 
 
