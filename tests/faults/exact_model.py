@@ -92,7 +92,7 @@ def run_packed(
 
 
 def _rows_of(counts: Any, firsts: Any) -> tuple[Any, Any]:
-    """Returns for each row of some segments its segment, and its place there, counted from the segment's first."""
+    """Returns each row's segment, and its place there. counts: rows of segments. firsts: first places."""
     owners = np.repeat(np.arange(len(counts)), counts)
     shifts = firsts - (np.cumsum(counts) - counts)
     return owners, np.arange(len(owners)) + shifts[owners]

@@ -253,8 +253,8 @@ def decided(clock: Clock) -> Iterator[None]:
         mock.patch.object(secrets, "token_hex", lambda num_bytes=32: _rng().randbytes(num_bytes).hex()),
         mock.patch.object(secrets, "token_bytes", lambda num_bytes=32: _rng().randbytes(num_bytes)),
         mock.patch.object(secrets, "randbelow", lambda below: _rng().randrange(below)),
-        mock.patch.object(memory, "available_memory_bytes", lambda: 1 << 60),
-        mock.patch.object(device_memory, "memory_limit_bytes", lambda: 1 << 60),
+        mock.patch.object(memory, "available_memory_bytes", return_value=1 << 60),
+        mock.patch.object(device_memory, "memory_limit_bytes", return_value=1 << 60),
         mock.patch.object(
             uuid, "uuid4", side_effect=lambda: uuid.UUID(bytes=_rng().randbytes(16), version=4)
         ),
