@@ -90,11 +90,22 @@ class Recovery:
         lost_ids = await send_surely(self._shared.fleet, stage, worker, lost)
         if lost_ids is None:
             return None
-        attempts = self._shared.requests.attempts
-        over = tuple(each for each in lost_ids if owner_of(each) == self._owner and each not in attempts)
-        if over:  # the lost worker had all of them, and its answers, before the receipts for them came
+        mine = (each for each in lost_ids if owner_of(each) == self._owner)
+        over = tuple(each for each in mine if self._is_over(each, worker, lost.name))
+        if over:
             self._shared.requests.tasks.spawn(send_surely(self._shared.fleet, stage, worker, Abort(over)))
         return frozenset(lost_ids)
+
+    def _is_over(self, attempt_id: str, worker: str, lost: str) -> bool:
+        """Returns whether what a worker had handed to the lost one is needed no more.
+
+        That one had all of it before its receipts came, and has answered it, or moved the answer elsewhere.
+        """
+        attempt = self._shared.requests.attempts.get(attempt_id)
+        if attempt is None or attempt_id in self._shared.requests.redirecting:
+            return attempt is None
+        decodes = attempt.decode_worker, attempt.moving_to
+        return attempt.is_handed_over and lost not in decodes and worker not in decodes
 
     async def _recover(self, attempt: Attempt, name: str, replies: _Replies, outcome: Outcome) -> None:
         """Saves an attempt, or ends it so that it is retried."""

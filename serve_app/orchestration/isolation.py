@@ -110,8 +110,11 @@ class Isolation:
 
     def _has_others(self, attempt: Attempt, place: Hashable, worker: str) -> bool:
         """Returns whether another request is at risk at a worker, or may be one of another front."""
-        if self._is_shared and self._has_others_elsewhere(place, worker):
-            return True
+        is_shared = self._is_shared and self._has_others_elsewhere(place, worker)
+        return is_shared or self._has_others_here(attempt, place, worker)
+
+    def _has_others_here(self, attempt: Attempt, place: Hashable, worker: str) -> bool:
+        """Returns whether another request of this front is at risk at a worker."""
         if _is_group(place):
             return bool(self._having_groups(worker) - {attempt.id})
         others = (each for each in self._attempts.values() if each is not attempt)

@@ -34,6 +34,7 @@ _PLACES, _WEIGHTS, _SALTS = np.random.default_rng(0).integers(
     1, 2**63, (3, max(_MAX_TOKENS, _MAX_WORDS)), np.uint64
 ) | np.uint64(1)
 _SCORES = np.random.default_rng(1).standard_normal(1 << 12, np.float32) * 2
+_NO_WORD = np.zeros(1, np.uint64)
 _CLEARLY = 6.0  # by which one token is likelier than it would be
 
 
@@ -77,35 +78,58 @@ def run_packed(
     assert token_ids is None
     assert not packed.segments
     batch, contents = packed.batches[0], _contents(packed, visual)
-    keys, values = (cache.numpy() for cache in runner.pools.layer(0))
-    states = np.empty(len(contents), np.uint64)
-    for segment, context in enumerate(batch.context_lens.tolist()):
-        new = slice(*batch.query_starts[segment : segment + 2].tolist())
-        num_cached = context - (new.stop - new.start)
-        places = np.arange(num_cached)
-        at = batch.block_tables[segment][places // batch.block_size], places % batch.block_size
-        rows = [_words_of(cache[at]) for cache in (keys, values)]
-        seen = _summed(np.concatenate(rows, 1)) * _PLACES[:num_cached]
-        # The first word of the last row is the sum of all tokens before it, itself included.
-        before = rows[0][-1:, 0] ^ _SALTS[0] if num_cached else np.zeros(1, np.uint64)
-        sums = before + np.cumsum(contents[new] * _PLACES[num_cached:context], dtype=np.uint64)
-        to = np.divmod(batch.slot_mapping[new], batch.block_size)
-        for cache, words in ((keys, sums), (values, _mixed(sums))):
-            cache[to] = _filled(words, cache)
-        written = np.concatenate([_words_of(cache[to]) for cache in (keys, values)], 1)
-        added = np.cumsum(_summed(written) * _PLACES[num_cached:context], dtype=np.uint64)
-        states[new] = _mixed(seen.sum(dtype=np.uint64, keepdims=True) + added)
-    return _logits(states[packed.logit_rows], runner)
+    caches = [cache.numpy() for cache in runner.pools.layer(0)]
+    starts, num_new = batch.query_starts, np.diff(batch.query_starts)
+    num_cached = batch.context_lens - num_new
+    seen, before = _seen(caches, batch, num_cached)
+    owners, places = _rows_of(num_new, num_cached)
+    sums = before[owners] + _running(contents * _PLACES[places], starts, owners)
+    to = np.divmod(batch.slot_mapping, batch.block_size)
+    for cache, words in zip(caches, (sums, _mixed(sums)), strict=True):
+        cache[to] = _filled(words, cache)
+    added = _running(_summed(_words_at(caches, to)) * _PLACES[places], starts, owners)
+    return _logits(_mixed(seen[owners] + added)[packed.logit_rows], runner)
+
+
+def _rows_of(counts: Any, firsts: Any) -> tuple[Any, Any]:
+    """Returns each row's segment, and its place there. counts: rows of segments. firsts: first places."""
+    owners = np.repeat(np.arange(len(counts)), counts)
+    shifts = firsts - (np.cumsum(counts) - counts)
+    return owners, np.arange(len(owners)) + shifts[owners]
+
+
+def _running(words: Words, starts: Any, owners: Any) -> Words:
+    """Returns the sum of each row and those before it in its segment: uint64 [T]."""
+    sums = np.concatenate([_NO_WORD, np.cumsum(words, dtype=np.uint64)])
+    running: Words = sums[1:] - sums[starts[owners]]
+    return running
+
+
+def _words_at(caches: Sequence[Any], at: Any) -> Words:
+    """Returns all words of tokens, keys and values: uint64 [N, W]."""
+    return np.concatenate([_words_of(cache[at]) for cache in caches], 1)
+
+
+def _seen(caches: Sequence[Any], batch: Any, num_cached: Any) -> tuple[Words, Words]:
+    """Returns what each segment has in the cache, and the sum of its last token there: uint64 [S] both."""
+    owners, places = _rows_of(num_cached, np.zeros_like(num_cached))
+    blocks = batch.block_tables[owners, places // batch.block_size]
+    rows = _words_at(caches, (blocks, places % batch.block_size))
+    sums = np.concatenate([_NO_WORD, np.cumsum(_summed(rows) * _PLACES[places], dtype=np.uint64)])
+    ends = np.cumsum(num_cached)
+    # The first word of the last row is the sum of all tokens before it, itself included.
+    lasts = np.concatenate([rows[:, 0] ^ _SALTS[0], _NO_WORD])[ends - 1]
+    return sums[ends] - sums[ends - num_cached], np.where(num_cached > 0, lasts, _NO_WORD)
 
 
 def _logits(states: Words, runner: Any) -> Tensor:
     """Returns logits that a state decides, float32 [R, V]."""
     size = runner._embed.num_embeddings
     starts = (states % np.uint64(len(_SCORES) - size)).astype(np.int64)
-    logits = torch.from_numpy(_SCORES[starts[:, None] + np.arange(size)])
+    logits = _SCORES[starts[:, None] + np.arange(size)]
     likely = ((states >> np.uint64(32)) % np.uint64(size)).astype(np.int64)
-    logits[torch.arange(len(states)), torch.from_numpy(likely)] += _CLEARLY
-    return logits
+    logits[np.arange(len(states)), likely] += _CLEARLY
+    return torch.from_numpy(logits)
 
 
 def _patches(encoder: FrameEncoder, frames: Tensor, plan: MediaPlan) -> PatchRun:

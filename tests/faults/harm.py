@@ -17,7 +17,7 @@ from tests.faults.plan import Fault, FaultPlan
 from tests.faults.world import Part, World, id_of
 
 _SILENT_S = 3.0  # a machine that is lost for longer says nothing more
-_MUTE_S = 1.0  # after its end
+_MUTE_S = {"workers": 1.0, "fronts": 1.0, "prefill": 5.0}  # after its end: an answer takes a while to move
 _WITH_BOARD = 0.4  # of the boards that end: a worker of their machine ends too
 _AFTER = {"PeerLost": "after a loss", "Offload": "after a switch"}  # messages that strikes may wait for first
 _SWITCHED: tuple[frozenset[Stage], ...] = (
@@ -163,15 +163,22 @@ class Harm:
 
     def _mute(self, part: Part, fault: Fault) -> None:
         """Holds back what a worker sends to other workers, receipts above all, or reports to fronts."""
-        to = {"workers": self._world.workers(), "fronts": self._world.fronts}.get(fault.muted, [])
-        end_s = self._world.loop.time() + fault.lasts_s + _MUTE_S
+        workers = self._world.workers()
+        prefill = [each for each in workers if "prefill" in each.server.membership.info.roles]
+        muted = {"workers": workers, "prefill": prefill, "fronts": self._world.fronts}
+        to = muted.get(fault.muted, [])
+        end_s = self._world.loop.time() + fault.lasts_s + _MUTE_S.get(fault.muted, 0.0)
         ways = [(part.process.name, each.process.name) for each in to if each is not part]
         self._world.network.cut_until_s.update(dict.fromkeys(ways, end_s))
 
 
 def index_of(message: object) -> int:
     """Returns the index of the question that a message is about; -1 if it is about none."""
-    found = _ASKED.search(id_of(message))
+    return index_of_id(id_of(message))
+
+
+def index_of_id(attempt_id: str) -> int:
+    found = _ASKED.search(attempt_id)
     return int(found[1]) if found else -1
 
 

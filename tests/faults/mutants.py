@@ -65,6 +65,11 @@ MUTANTS = (
     ),
     Mutant("leaves prompts that are over", "hand-overs", _READER, "if over:", "if False:"),
     Mutant(
+        "leaves prompts whose answers were moved", "late receipts",
+        _READER, "return attempt.is_handed_over and lost not in decodes and worker not in decodes",
+        "return False",
+    ),
+    Mutant(
         "redirects what looks for room already", "second losses",
         _READER,
         "if attempt.id in self._shared.requests.redirecting:",

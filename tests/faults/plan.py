@@ -30,8 +30,9 @@ FaultKind = Literal[
 # Whom a strike meets: the worker of the message, the one that it names, another one, the request's front or
 # client, or the board. Nobody: the worker of the message only says nothing for a while.
 Struck = Literal["itself", "named", "another", "front", "client", "board", "nobody"]
-# What the worker of the message says no more before a strike: nothing, to workers (receipts), or to fronts.
-Muted = Literal["", "workers", "fronts"]
+# What the worker of the message says no more before a strike: nothing, to workers (receipts), to those that
+# prefill alone (so that answers are moved), or to fronts.
+Muted = Literal["", "workers", "prefill", "fronts"]
 
 # How often each kind is drawn, apart from clients that leave and poison, which are properties of questions.
 _WEIGHTS: Mapping[FaultKind, int] = MappingProxyType({
@@ -118,6 +119,9 @@ AIMS: Mapping[str, Aim] = MappingProxyType({
     "poison": Aim({"leave": 1}, num_faults=(0, 0), poisoned_share=1.0),
     "lone losses": Aim({"strike": 1}, ("Prefill", "Reserve", "EncodeGroup", "SpanDone"), ("itself",),
                        num_faults=(1, 1), poisoned_share=0.0),
+    "late receipts": Aim({"strike": 5, "switch": 3}, ("HandedOver", "HandedOver", "HandedOver", "Move"),
+                         ("nobody", "nobody", "itself"), ("prefill",), ("1e1p2d", "1e1p3d"),
+                         num_faults=(6, 10), num_kinds=(2,), max_nth=4),
 })  # fmt: skip
 
 

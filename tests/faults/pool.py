@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
+from epd import video
 from epd.encoders import Adapter, load_adapter
 from epd.sampling_params import SamplingParams
-from epd.serve_app.media import image_planner
+from epd.serve_app.media import image_planner, media_worker
+from epd.serve_app.media.frame_reader import FrameStream, stream_here
+from epd.serve_app.media_messages import DecodeOrder
 from epd.serve_app.network import memory
 from epd.serve_app.network.connector import ProcessTransport
 from epd.serve_app.orchestration import request_planner
@@ -24,8 +27,10 @@ from epd.serve_app.worker import worker_stages
 from epd.stages.engine.generation import GenerationSettings, generation_settings
 from epd.stages.loading.weights import WholeModel
 from epd.stages.placement import Placement
+from epd.types import Frames, MediaKind, UInt8Array
 from tests.faults.exact_model import exact_model
 from tests.media import write_image, write_video
+from tests.serve_app import deployments, media_fleet
 from tests.serve_app.deployments import Question, ask_alone, clear_questions
 from tests.tiny_models import build_qwen2_5_vl
 
@@ -80,9 +85,55 @@ def _question(rng: Random, media: dict[str, Path], number: int) -> Question:
     return Question(tuple(media[kind] for kind in rng.choice(_KINDS)), text, sampling)
 
 
+class _Decoded:
+    """Gives a video's groups of frames, which another stream has decoded."""
+
+    def __init__(self, groups: Sequence[Frames]) -> None:
+        self._groups = iter(groups)
+
+    def read(self) -> Frames:
+        return next(self._groups)
+
+    def close(self) -> None: ...
+
+
+class _SharedReader(video.OwnReader):
+    """Reads media as its base does, each once: media workers of all seeds share what comes of it."""
+
+    def __init__(self) -> None:
+        self._read: dict[Any, Any] = {}
+
+    def once(self, key: tuple[object, ...], read: Callable[[], Any]) -> Any:
+        if key not in self._read:
+            self._read[key] = read()
+        return self._read[key]
+
+    def look(self, file: video.OpenFile, name: str, *, as_audio: bool = False) -> video.MediaFacts:
+        look = super().look
+        found: video.MediaFacts = self.once((file.identity,), lambda: look(file, name, as_audio=as_audio))
+        return found
+
+    def load_image(self, file: video.OpenFile, name: str) -> UInt8Array:
+        load = super().load_image
+        pixels: UInt8Array = self.once((file.identity, "pixels"), lambda: load(file, name))
+        return pixels
+
+    def stream(self, file: video.OpenFile, name: str, order: DecodeOrder) -> FrameStream:
+        """Decodes all groups of an order, as `stream_here` does one after the other."""
+
+        def groups() -> list[Frames]:
+            stream = stream_here(file, name, order)
+            return [stream.read() for _ in order.group_sizes]
+
+        key = file.identity, order.times_s, order.size, order.group_sizes
+        decoded = _Decoded(self.once(key, groups))
+        file.close()
+        return decoded
+
+
 @contextmanager
 def read_once() -> Iterator[None]:
-    """Lets all workers of this process share the model that the first one has read.
+    """Lets all workers of this process share the model and the media that the first one has read.
 
     Their shared memory and temporary files are in a folder of its own: other programs remove what seems to be
     left, and other simulations have the same names.
@@ -104,11 +155,19 @@ def read_once() -> Iterator[None]:
     def weights(transport: ProcessTransport, path: Path, placement: Placement) -> Path | None:
         return path if path in models else written(transport, path, placement)
 
-    written = ProcessTransport.weights
+    written, reader = ProcessTransport.weights, _SharedReader()
+
+    def kind(path: Path) -> MediaKind:
+        found: MediaKind = reader.once((path, "kind"), lambda: video.media_kind(path))
+        return found
 
     with ExitStack() as stack:
         for module in (worker_stages, request_planner, image_planner):
             stack.enter_context(mock.patch.object(module, "load_adapter", adapter))
+        for module in (deployments, media_fleet):
+            stack.enter_context(mock.patch.object(module, "media_kind", kind))
+        stack.enter_context(mock.patch.object(media_worker, "stream_here", reader.stream))
+        stack.enter_context(mock.patch.object(video, "OwnReader", return_value=reader))
         stack.enter_context(mock.patch.object(worker_stages, "WholeModel", whole))
         stack.enter_context(mock.patch.object(worker_stages, "generation_settings", generation))
         stack.enter_context(mock.patch.object(ProcessTransport, "weights", weights))

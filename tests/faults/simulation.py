@@ -2,7 +2,7 @@
 
 Each answer has the tokens of the undisturbed run, or a stated error; nothing is left of any request; every
 request ends in time; a request that is not poisoned is not blamed, and is answered where poison is all that
-harms; blocks are conserved.
+harms; a suspect that has a worker for itself puts no other request at risk; blocks are conserved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from epd.errors import EPDError, InternalError, PoisonedRequestError, WorkerFaul
 from epd.serve_app.network import worker_server
 from epd.serve_app.network.connector import ProcessConnector
 from tests.faults.exact_model import exact_model
-from tests.faults.harm import Harm
+from tests.faults.harm import Harm, index_of, index_of_id
 from tests.faults.plan import FaultPlan
 from tests.faults.pool import Pool, PoolQuestion
 from tests.faults.virtual_time import Clock, NothingLeftError, VirtualLoop, decided
@@ -68,6 +68,7 @@ class _Run:
         world, plan = self.world, self.plan
         world.network.slowness = plan.slowness
         world.is_deadly, world.on_turn = self.harm.is_deadly, self.harm.turned
+        world.on_poisoned = self._check_isolated
         options = {"max_waiting": 1000, "max_wait_s": 1e6, "encode_fallback_s": plan.encode_fallback_s}
         await world.start(plan.topology, plan.num_fronts, plan.num_media, **options)
         harm = self.harm.begin()
@@ -105,6 +106,17 @@ class _Run:
             self.result.counts["encode fallbacks"] += counters["encode_fallbacks"]
             if wrong:
                 self.found(f"{part.process.name} counts {wrong}")
+
+    def _check_isolated(self, part: Part, message: object) -> None:
+        """Checks that a suspect which ends a worker has put no other request of its front at risk there."""
+        for front in (each.front for each in self.world.fronts if each.front is not None):
+            claim = front.isolation._claims.get(part.name)
+            if claim is None or not claim.is_used or index_of_id(claim.attempt.id) != index_of(message):
+                continue
+            if front.isolation._has_others_here(claim.attempt, claim.place, part.name):
+                self.found(
+                    f"{part.name} is kept for request {index_of(message)}, and another is at risk there"
+                )
 
     # Clients
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning",
 )
 
-NUM_SEEDS = 25  # the first with a fault of each kind; `make faults` runs a thousand
+NUM_SEEDS = 80  # the first; `make faults` runs a thousand
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,24 @@ def test_seeds_that_found_a_fault_find_none(aim: str, seed: int, pool: Pool) -> 
     plan = drawn(seed, len(pool.questions), aim=aim)
     for kept in (plan.faults, [plan.faults[number] for number in (2, 5)]):
         assert not simulate(replace(plan, faults=tuple(kept)), pool).findings
+
+
+def test_a_prompt_whose_answer_was_moved_is_freed_when_the_worker_that_had_it_is_lost(pool: Pool) -> None:
+    """Its prefill worker never gets the receipts, and the request decodes elsewhere by then."""
+    plan, long = drawn(7, len(pool.questions), aim="anything"), 24
+    numbers = [n for n, each in enumerate(pool.questions) if each.question.sampling.max_tokens == long]
+    asked = tuple(
+        replace(each, number=numbers[n % len(numbers)], at_s=n / 5) for n, each in enumerate(plan.asked[:9])
+    )
+    handed, muted = Fault(0.0, "strike", lasts_s=6.0, struck_at="HandedOver", struck="nobody"), "prefill"
+    mutes = tuple(replace(handed, muted=muted, question=nth) for nth in (1, 2, 3, 4))
+    kill = Fault(0.0, "strike", lasts_s=0.6, question=1, struck_at="Move", struck="itself")
+    faults = (*mutes, kill, Fault(1.0, "switch", 0.1, 0.001))
+    plan = replace(plan, topology="1e1p2d", num_fronts=1, num_media=1, slowness=0.3, num_kv_tokens=4096)
+    result = simulate(replace(plan, asked=asked, faults=faults), pool)
+    assert not result.findings
+    assert result.counts["strike"] == 5
+    assert result.counts["answered"] == 9
 
 
 def test_two_runs_of_a_seed_are_equal(pool: Pool) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 from epd.serve_app.network import memory
+from epd.stages import device_memory
 
 _PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 _START_S = 1000.0  # of the monotonic clock
@@ -38,36 +39,35 @@ class Process:
     """A process of the simulation. machine: what it is lost with, and whose clocks it reads.
 
     context: of everything that runs in it
+    booted_s: by how much its monotonic clock is ahead
+    missed: callbacks since it was frozen; None if it is not
     rng: gives its random names
     """
 
     def __init__(self, loop: VirtualLoop, name: str, machine: str) -> None:
         self.name = name
         self.machine = machine
+        self.booted_s = _BOOTED_S * int(machine[1:])
         self.rng: Random = Random(f"{loop.seed} {name} names")
         self.is_dead = False
         self.context = contextvars.copy_context()
         self.context.run(_PROCESS.set, self)
         self._loop = loop
-        self._missed: list[_Handle] | None = None
+        self.missed: list[_Handle] | None = None
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         return self._loop.create_task(work, context=self.context.copy())
 
     @property
     def is_frozen(self) -> bool:
-        return self._missed is not None
+        return self.missed is not None
 
     def freeze(self) -> None:
-        self._missed = self._missed or []
+        self.missed = self.missed or []
 
     def thaw(self) -> None:
-        missed, self._missed = self._missed or [], None
+        missed, self.missed = self.missed or [], None
         self._loop._next.extend(missed)
-
-    def miss(self, handle: _Handle) -> None:
-        assert self._missed is not None
-        self._missed.append(handle)
 
 
 def process_now() -> Process | None:
@@ -87,7 +87,7 @@ class Clock:
 
     def monotonic(self) -> float:
         process = _PROCESS.get()
-        return self.now_s + (_BOOTED_S * int(process.machine[1:]) if process else 0.0)
+        return self.now_s if process is None else self.now_s + process.booted_s
 
     def unix(self) -> float:
         process = _PROCESS.get()
@@ -106,23 +106,20 @@ class Clock:
 class _Handle:
     """Stands for what is called back once, unless it is cancelled. context: of its process."""
 
-    __slots__ = ("_arguments", "_callback", "context", "is_cancelled")
+    __slots__ = ("arguments", "callback", "context", "is_cancelled")
 
     def __init__(self, callback: Any, arguments: tuple[Any, ...], context: contextvars.Context) -> None:
-        self._callback = callback
-        self._arguments = arguments
+        self.callback = callback
+        self.arguments = arguments
         self.context = context
         self.is_cancelled = False
 
     def cancel(self) -> None:
         self.is_cancelled = True
-        self._callback, self._arguments = None, ()  # what it holds is freed now, as by asyncio
+        self.callback, self.arguments = None, ()  # what it holds is freed now, as by asyncio
 
     def cancelled(self) -> bool:
         return self.is_cancelled
-
-    def run(self) -> None:
-        self.context.run(self._callback, *self._arguments)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -182,15 +179,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _call(self, handle: _Handle) -> None:
         """Calls back, as far as the process of the context can be called."""
-        process = handle.context.get(_PROCESS)
+        context = handle.context
+        process = context.get(_PROCESS)
         if process is not None and not self.is_ending:
             if process.is_dead:
                 return
-            if process.is_frozen:
-                process.miss(handle)
+            if process.missed is not None:
+                process.missed.append(handle)
                 return
         try:
-            handle.run()
+            context.run(handle.callback, *handle.arguments)
         except (SystemExit, KeyboardInterrupt, NothingLeftError):
             raise
         except BaseException as error:  # noqa: BLE001 - as asyncio's own handles
@@ -256,6 +254,7 @@ def decided(clock: Clock) -> Iterator[None]:
         mock.patch.object(secrets, "token_bytes", lambda num_bytes=32: _rng().randbytes(num_bytes)),
         mock.patch.object(secrets, "randbelow", lambda below: _rng().randrange(below)),
         mock.patch.object(memory, "available_memory_bytes", return_value=1 << 60),
+        mock.patch.object(device_memory, "memory_limit_bytes", return_value=1 << 60),
         mock.patch.object(
             uuid, "uuid4", side_effect=lambda: uuid.UUID(bytes=_rng().randbytes(16), version=4)
         ),

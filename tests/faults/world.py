@@ -128,6 +128,7 @@ class World:
         self.network = loop.network = Network(loop, seed)
         self.is_deadly: Callable[[Message[Any]], bool] = lambda _message: False
         self.on_turn: Callable[[Part, object], None] = lambda _part, _message: None
+        self.on_poisoned: Callable[[Part, object], None] = lambda _part, _message: None
         self.counts: Counter[str] = Counter()
         self.topology = "1epd"
         self.options: dict[str, Any] = {}
@@ -201,6 +202,7 @@ class World:
             return False
         part = self._part_now()
         self.counts["poisoned workers"] += 1
+        self.on_poisoned(part, message)
         self._end_soon(part, f"{type(message).__name__} is poison")
         return True
 

@@ -76,7 +76,9 @@ class Moves:
         return False
 
 
-def attempt_at(prefill_worker: str, decode_worker: str, moving_to: str = "") -> Any:
+def attempt_at(
+    prefill_worker: str, decode_worker: str, moving_to: str = "", *, is_handed_over: bool = True
+) -> Any:
     ended = list[Outcome]()
     return SimpleNamespace(
         id="me/known#1",
@@ -84,6 +86,7 @@ def attempt_at(prefill_worker: str, decode_worker: str, moving_to: str = "") -> 
         prefill_worker=prefill_worker,
         decode_worker=decode_worker,
         moving_to=moving_to,
+        is_handed_over=is_handed_over,
         placement=SimpleNamespace(is_merged=False),
         answer=SimpleNamespace(has_begun=True),
         ended=ended,
@@ -108,6 +111,31 @@ def test_a_prompt_whose_answer_is_over_is_not_kept_for_a_lost_decode_worker() ->
         assert fleet.sent == [("p0", Abort(("me/over#3",)))]
         assert moves.num_redirects == 1
         assert attempt.ended == [Outcome.LOST]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("attempt_options", "is_over"),
+    [
+        ({}, True),
+        ({"is_handed_over": False}, False),
+        ({"moving_to": "d0"}, False),
+        ({"moving_to": "p0"}, False),
+    ],
+)
+def test_a_prompt_whose_answer_was_moved_is_not_kept_for_the_lost_worker_that_had_it(
+    attempt_options: dict[str, Any], is_over: bool
+) -> None:
+    """That one moved the answer before its receipts came. Nothing else frees the prompt, and d1 goes on."""
+
+    async def run() -> None:
+        attempt = attempt_at("p0", "d1", **attempt_options)
+        fleet = LossyFleet((attempt.id,))
+        shared = shared_parts(fleet, attempts={attempt.id: attempt})
+        await lose(Recovery(shared, Moves(), "me"), shared, "d0")  # type: ignore[arg-type]
+        assert fleet.sent == ([("p0", Abort((attempt.id,)))] if is_over else [])
+        assert attempt.ended == ([Outcome.LOST] if attempt.moving_to == "d0" else [])
 
     asyncio.run(run())
 
