@@ -170,8 +170,8 @@ class AppArgs(WorkerArgs):
     encode_fallback_s: float | None = Field(
         default=None,
         gt=0,
-        description="While no worker encodes for so many seconds, one that prefills does so besides; by "
-        "default requests wait for an encoder. A GPU needs room for the tower.",
+        description="Seconds without an encoder after which a prefill worker encodes too, until one is back; "
+        "by default requests wait. A GPU needs room for the tower.",
     )
     drain_s: float = Field(
         default=30.0, ge=0, description="Grace period for in-flight requests on shutdown, in seconds."

@@ -21,7 +21,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -350,10 +350,15 @@ def shares(rows: Sequence[Row]) -> list[Row]:
 
 def _spread(found: Sequence[Row]) -> Iterator[Row]:
     """Yields the median of the seeds, and the least and the most of them."""
-    for name, of in (("median", statistics.median), ("least", min), ("most", max)):
+    kinds: Mapping[str, Callable[[list[float]], float]] = {
+        "median": statistics.median,
+        "least": min,
+        "most": max,
+    }
+    names = ("attained", "attained, busy", "workers, mean")
+    for kind, of in kinds.items():
         if len(found) > 1:
-            names = ("attained", "attained, busy", "workers, mean")
-            yield {"seed": name, **{each: round(of([row[each] for row in found]), 3) for each in names}}
+            yield {"seed": kind, **{name: round(of([row[name] for row in found]), 3) for name in names}}
 
 
 def main() -> None:
