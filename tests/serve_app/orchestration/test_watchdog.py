@@ -117,9 +117,10 @@ def test_a_worker_that_computes_without_an_event_shows_that_it_gets_on(
     async def run() -> None:
         thread = KeepingThread("p0", frozenset(), None, None)  # type: ignore[arg-type]
         core: Any = BusyCore()
-        monkeypatch.setattr(worker_thread, "_MAX_SILENCE_S", NEVER_S)
+        monkeypatch.setattr(worker_thread, "_MAX_SILENCE_S", 0.0)
         thread.turn(core)
         assert len(await thread.take_reports(0.0)) == 1
+        monkeypatch.setattr(worker_thread, "_MAX_SILENCE_S", NEVER_S)
         thread.turn(core)
         assert await thread.take_reports(0.0) == []  # it has just said so
         monkeypatch.setattr(worker_thread, "_MAX_SILENCE_S", 0.0)
