@@ -90,6 +90,22 @@ def test_a_prompt_whose_answer_was_moved_is_freed_when_the_worker_that_had_it_is
     assert result.counts["answered"] == 9
 
 
+def test_a_member_whose_loss_was_handled_is_not_taken_back_by_the_next_board(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is silent until the board has declared it lost, and calls again while no board is there."""
+    plan = replace(drawn(7, len(pool.questions), aim="anything"), topology="1e1p2d", num_fronts=2)
+    plan = replace(plan, num_media=1, slowness=0.3, num_kv_tokens=4096)
+    for name, target in (("d1", 0.05), ("e0", 0.3), ("p0", 0.5), ("v0", 0.6)):
+        faults = Fault(0.9, "freeze", target, lasts_s=12.0), Fault(11.6, "board", other=0.9)
+        result = simulate(replace(plan, faults=faults), pool, is_printed=True)
+        assert not result.findings, (name, result.findings)
+        assert result.counts["answered"] == 10
+        printed = capsys.readouterr().out
+        assert f"'{name}' is lost: silent for 10 s" in printed
+        assert f"'{name}' is lost: its loss was handled" in printed
+
+
 def test_two_runs_of_a_seed_are_equal(pool: Pool) -> None:
     """Whatever ran in this process before, and the other run too."""
     for seed in (18, 23):
