@@ -132,7 +132,7 @@ class Membership:
     async def accuse(self, epoch: str, reason: str) -> None:
         """Declares another member lost."""
         self._lost.set(epoch, True)
-        await self._surely(lambda: self._board.accuse(epoch, reason))
+        await self._surely(lambda: self._board.accuse(epoch, reason, self.epoch))
 
     async def _follow_once(self) -> None:
         self.set(**self.describe())
