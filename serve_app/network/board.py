@@ -140,9 +140,10 @@ class Board:
         self._departed.append(epoch)
         self._remove(epoch)
 
-    async def accuse(self, epoch: str, reason: str) -> None:
-        """See `BoardClient`."""
-        self._lose(epoch, reason)
+    async def accuse(self, epoch: str, reason: str, accuser: str = "") -> None:
+        """See `BoardClient`. Others have ended their links to a member that is lost: it accuses nobody."""
+        if accuser not in self._ended:
+            self._lose(epoch, reason)
 
     def _is_of_former(self, member: Member, seen: int) -> bool:
         """Returns whether a member is the first to show this board that it takes the place of another one."""

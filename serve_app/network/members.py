@@ -145,8 +145,8 @@ class BoardClient(Protocol):
         """Removes a member that has completed its work."""
         ...
 
-    async def accuse(self, epoch: str, reason: str) -> None:
-        """Declares a member lost that does not answer another one."""
+    async def accuse(self, epoch: str, reason: str, accuser: str = "") -> None:
+        """Declares a member lost that does not answer another one. accuser: the epoch of that one."""
         ...
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from epd.control.recent import Recent
 from epd.errors import UnavailableError
 from epd.serve_app.network.link import Link, Listener, listen
 from epd.serve_app.network.members import (
@@ -29,6 +30,7 @@ from epd.serve_app.worker_info import WorkerInfo
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.1  # between calls of a board that is being restarted
+_MAX_LOST = 4096
 
 
 class Membership:
@@ -54,6 +56,7 @@ class Membership:
         self._listener: Listener | None = None
         self._credentials: Credentials | None = None
         self._member: Member | None = None
+        self._lost: Recent[str, bool] = Recent(_MAX_LOST)  # epochs of others that are gone
         self._has_left = False
 
     @property
@@ -128,7 +131,8 @@ class Membership:
 
     async def accuse(self, epoch: str, reason: str) -> None:
         """Declares another member lost."""
-        await self._surely(lambda: self._board.accuse(epoch, reason))
+        self._lost.set(epoch, True)
+        await self._surely(lambda: self._board.accuse(epoch, reason, self.epoch))
 
     async def _follow_once(self) -> None:
         self.set(**self.describe())
@@ -140,10 +144,19 @@ class Membership:
         mine = view.members.get(self.epoch)
         if mine is not None and self.member.info is None:
             self._member = replace(self.member, info=mine.info)
-        before, self.view = self.view, view
+        before, self.view = self.view, self._without_lost(view)
         if mine is not None:
             self._end_lost(before)
-            self.on_view(view)
+            self.on_view(self.view)
+        for epoch in view.members.keys() - self.view.members.keys():
+            await self.accuse(epoch, "its loss was handled before the board was restarted")
+
+    def _without_lost(self, view: View) -> View:
+        """Leaves out members whose loss is handled here: a board that was restarted may take them back."""
+        for epoch in self.view.members.keys() - view.members.keys():
+            self._lost.set(epoch, True)
+        there = {epoch: member for epoch, member in view.members.items() if not self._lost.get(epoch)}
+        return replace(view, members=there)
 
     def _end_lost(self, before: View) -> None:
         """Ends processes of this machine that are lost but may hang: nobody waits for them any more."""

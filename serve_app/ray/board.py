@@ -36,8 +36,8 @@ class BoardActor:
     async def leave(self, epoch: str) -> None:
         await self._board.leave(epoch)
 
-    async def accuse(self, epoch: str, reason: str) -> None:
-        await self._board.accuse(epoch, reason)
+    async def accuse(self, epoch: str, reason: str, accuser: str = "") -> None:
+        await self._board.accuse(epoch, reason, accuser)
 
     async def _end_when_empty(self) -> None:
         while len(self._board) or time.monotonic() - self._board.empty_since_s < _END_S:
@@ -63,8 +63,8 @@ class RayBoard:
     async def leave(self, epoch: str) -> None:
         await self._call("leave", epoch)
 
-    async def accuse(self, epoch: str, reason: str) -> None:
-        await self._call("accuse", epoch, reason)
+    async def accuse(self, epoch: str, reason: str, accuser: str = "") -> None:
+        await self._call("accuse", epoch, reason, accuser)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:

@@ -166,6 +166,10 @@ MUTANTS = (
         "return False",
     ),
     Mutant(
+        "believes a board that takes back whom it lost", "late members",
+        "serve_app/network/membership.py", " if not self._lost.get(epoch)", "",
+    ),
+    Mutant(
         "gives an incarnation again", "board",
         _BOARD,
         "return max(following, self._version + 1) if self._has_former else following",

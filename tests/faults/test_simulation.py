@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.__main__ import MAX_BLAMED, Totals, needed
 from tests.faults.mutants import MUTANTS, ROOT, broken, verdict
-from tests.faults.plan import AIMS, Fault, drawn
+from tests.faults.plan import AIMS, Fault, FaultPlan, drawn
 from tests.faults.pool import Pool, build_pool, read_once
 from tests.faults.simulation import Result, simulate
 
@@ -88,6 +88,37 @@ def test_a_prompt_whose_answer_was_moved_is_freed_when_the_worker_that_had_it_is
     assert not result.findings
     assert result.counts["strike"] == 5
     assert result.counts["answered"] == 9
+
+
+def _frozen(pool: Pool, target: float, *faults: Fault) -> FaultPlan:
+    """Returns a plan in which one process does nothing for longer than the board waits for it."""
+    plan = replace(drawn(7, len(pool.questions), aim="anything"), topology="1e1p2d", num_fronts=2)
+    plan = replace(plan, num_media=1, slowness=0.3, num_kv_tokens=4096)
+    return replace(plan, faults=(Fault(0.9, "freeze", target, lasts_s=12.0), *faults))
+
+
+def test_a_member_whose_loss_was_handled_is_not_taken_back_by_the_next_board(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is silent until the board has declared it lost, and calls again while no board is there."""
+    for name, target in (("d1", 0.05), ("e0", 0.3), ("p0", 0.5), ("v0", 0.6)):
+        result = simulate(_frozen(pool, target, Fault(11.6, "board", other=0.9)), pool, is_printed=True)
+        assert not result.findings, (name, result.findings)
+        assert result.counts["answered"] == 10
+        printed = capsys.readouterr().out
+        assert f"'{name}' is lost: silent for 10 s" in printed
+        assert f"'{name}' is lost: its loss was handled" in printed
+
+
+def test_a_front_that_continues_after_its_loss_takes_no_worker_with_it(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Workers have ended their links to it, which looks as if all of them were lost."""
+    result = simulate(_frozen(pool, 0.95), pool, is_printed=True)
+    assert not result.findings
+    assert result.counts["answered"] == 10
+    ends = [line for line in capsys.readouterr().out.splitlines() if " end " in line]
+    assert [line.split(maxsplit=2)[2] for line in ends] == ["front2 front2 it was declared lost"]
 
 
 def test_two_runs_of_a_seed_are_equal(pool: Pool) -> None:

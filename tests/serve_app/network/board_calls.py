@@ -33,5 +33,5 @@ class BoardCalls:
     async def leave(self, epoch: str) -> None:
         await self._call("leave", epoch)
 
-    async def accuse(self, epoch: str, reason: str) -> None:
-        await self._call("accuse", epoch, reason)
+    async def accuse(self, epoch: str, reason: str, accuser: str = "") -> None:
+        await self._call("accuse", epoch, reason, accuser)
