@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning",
 )
 
-NUM_SEEDS = 80  # the first; `make faults` runs a thousand
+NUM_SEEDS = 120  # the first; `make faults` runs a thousand
 
 
 @pytest.fixture(scope="module")
