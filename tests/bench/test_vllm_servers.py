@@ -46,6 +46,11 @@ def test_colocated_is_one_server_with_the_options_of_the_page(venv: Path) -> Non
     assert server.endswith("threads=1")
 
 
+def test_replicas_are_two_such_servers(venv: Path) -> None:
+    servers = started(venv, "replicas")
+    assert [re.findall(r"--port (\d+)", server) for server in servers] == [["18100"], ["18101"]]
+
+
 def test_split_is_an_encoder_the_rest_and_vllms_proxy(venv: Path) -> None:
     proxy, encoder, rest = started(venv, "split", "disagg_epd_proxy.py")
     assert proxy.startswith("python disagg_epd_proxy.py --host 127.0.0.1 --port 18110 ")
@@ -68,4 +73,4 @@ def test_another_kind_is_refused(venv: Path) -> None:
     command = ["bash", str(SCRIPT), str(venv), "MODEL", "both"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "received the kind 'both'; allowed: colocated, split PROXY" in done.stderr
+    assert "received the kind 'both'; allowed: colocated, replicas, split PROXY" in done.stderr
