@@ -20,7 +20,7 @@ class _Answer(LiveAnswer):
     """Of two choices, without a plan."""
 
     def __init__(self) -> None:
-        request: Any = SimpleNamespace(request_id="q", wants_spans=False)
+        request: Any = SimpleNamespace(request_id="q", wants_spans=False, streams=True)
         sampling = SimpleNamespace(n=2, logprobs=None)
         plan: Any = SimpleNamespace(
             plan_s=0.0, prompt=(1, 2), sampling=sampling, usage=lambda _: Usage(0, 0, 2, 0), thinks=False
