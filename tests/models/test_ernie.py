@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from epd.stages.engine.layer_probe import LayerProbe, segment_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor
 
@@ -28,7 +27,7 @@ from epd.pixel_limits import PixelLimits
 from epd.pixel_settings import PixelSettings
 from epd.reduction import ReductionPolicy, TowerMerge
 from epd.sampling_params import SamplingParams
-from epd.serve_app.verification import verify
+from epd.serve_app.verification import LayerProbe, segment_of, verify
 from epd.stages.decoder.rank_cut import check_divisible
 from epd.stages.encode.embedding_store import unit_name
 from epd.stages.engine.model_runner import kv_bytes_per_token
