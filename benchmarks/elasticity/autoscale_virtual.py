@@ -358,7 +358,8 @@ def _spread(found: Sequence[Row]) -> Iterator[Row]:
     names = ("attained", "attained, busy", "workers, mean")
     for kind, of in kinds.items():
         if len(found) > 1:
-            yield {"seed": kind, **{name: round(of([row[name] for row in found]), 3) for name in names}}
+            shares = {name: round(of([row[name] for row in found]), 3) for name in names}
+            yield {"seed": kind, **shares, "best fixed number": ""}
 
 
 def main() -> None:
