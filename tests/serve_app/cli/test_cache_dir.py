@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 import subprocess
 import sys
@@ -87,3 +88,17 @@ def test_the_successor_of_a_killed_server_encodes_nothing(video: Path, tmp_path:
         assert second.counted("encoded_patches") == second.counted("store_failures") == 0
         details = again["usage"]["prompt_tokens_details"]
         assert details["cached_tokens"] >= second.counted("store_read_tokens")
+
+
+def test_a_batch_that_goes_on_encodes_nothing_of_what_it_knows(video: Path, tmp_path: Path) -> None:
+    source, kept = tmp_path / "in.jsonl", tmp_path / "kept"
+    command = [sys.executable, "-m", "epd", "batch", str(source), str(tmp_path / "out.jsonl"), "--json"]
+    summaries = []
+    for number, question in enumerate((_QUESTION, _OTHER)):
+        with source.open("a") as lines:
+            lines.write(json.dumps({"id": str(number), "video": str(video), "question": question}) + "\n")
+        done = subprocess.run([*command, "--cache-dir", str(kept)], capture_output=True, check=True)
+        summaries.append(json.loads(done.stdout))
+    first, second = summaries
+    assert (first["num_encoded"], first["num_answered"]) == (first["num_groups"], 1)
+    assert (second["num_encoded"], second["num_answered"], second["num_done_before"]) == (0, 2, 1)
