@@ -174,7 +174,7 @@ class LanguageEngine:
     def detach(self, request_id: str) -> list[TokenSequence]:
         """Takes a request that decodes out of the queues; its blocks are held until `attach` or `release`.
 
-        Returns its sequences that are not over. None, and nothing is changed, where it cannot be moved now:
+        Returns its sequences that are not over. Returns none, and changes nothing, where it cannot be moved:
         one waits for room, its layers differ in length, or several begin with one state or window.
         """
         sequences = self._sequences.of_request(request_id)
