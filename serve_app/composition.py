@@ -62,7 +62,7 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
     ages = _Ages()
 
     def follow(view: View) -> None:
-        fronts = fleet.other_fronts(view)
+        fronts = fleet.fronts.among(view)
         service.leads = view.leader == fleet.owner
         service.share(_waiting_at(fronts, ages))
         service.losses.follow({each.epoch: each.losses for each in fronts} or None)
@@ -86,9 +86,9 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
             raise UnavailableError("another replica of the server switches roles by now; send it again")
         return await service.switch_roles(asked.worker, asked.roles)
 
-    service.ask_leader, fleet.answers[SwitchRequest] = fleet.ask_leader, answer
-    service.losses.on_recorded = lambda: fleet.publish(losses=service.losses.report())
-    service.isolation.on_claimed = lambda: fleet.publish(claims=service.isolation.claims)
+    service.ask_leader, fleet.fronts.answers[SwitchRequest] = fleet.fronts.ask_leader, answer
+    service.losses.on_recorded = lambda: fleet.fronts.publish(losses=service.losses.report())
+    service.isolation.on_claimed = lambda: fleet.fronts.publish(claims=service.isolation.claims)
     fleet.on_view, fleet.membership.describe = follow, describe
     follow(fleet.membership.view)
 
@@ -96,10 +96,10 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
 def share_clients(server: ServerState, fleet: RemoteFleet) -> None:
     """Lets each client have one minute's amount, and name its media, at all fronts together."""
     named, clients = server.named_media, server.clients
-    named.ask_others, named.tell_others = fleet.ask_others, fleet.tell_others
-    fleet.answers[NameAsked] = named.answer
+    named.ask_others, named.tell_others = fleet.fronts.ask, fleet.fronts.tell
+    fleet.fronts.answers[NameAsked] = named.answer
     if clients is not None:
-        clients.tell_others, fleet.answers[Spent] = fleet.tell_others, clients.spent_elsewhere
+        clients.tell_others, fleet.fronts.answers[Spent] = fleet.fronts.tell, clients.spent_elsewhere
 
 
 def vacated(view: View, model: str) -> Roles:
