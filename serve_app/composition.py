@@ -23,8 +23,8 @@ from epd.serve_app.network.members import Kind, Member, View
 from epd.serve_app.network.remote_fleet import RemoteFleet
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.role_switch import SwitchRequest
-from epd.serve_app.service import RoleSwitch
 from epd.serve_app.service_composition import create_service, media_settings, worker_settings
+from epd.serve_app.service_status import RoleSwitch
 from epd.serve_app.worker_info import EVERY_STAGE
 from epd.topology import Stage, topology_part
 

@@ -58,7 +58,8 @@ from epd.serve_app.http.routes.prompt_routes import prompt_routes, server_of
 from epd.serve_app.http.server_state import ApiSettings, ServerState
 from epd.serve_app.observability import metrics
 from epd.serve_app.observability.figures import log_figures
-from epd.serve_app.service import AnswerService, MediaService, RoleSwitch
+from epd.serve_app.service import AnswerService, MediaService
+from epd.serve_app.service_status import RoleSwitch
 from epd.serve_app.task_group import Tasks
 
 __all__ = ["ApiSettings", "create_api"]

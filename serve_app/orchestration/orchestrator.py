@@ -45,15 +45,8 @@ from epd.serve_app.orchestration.retention import LoadRetention
 from epd.serve_app.orchestration.role_switch import RoleSwitcher, SwitchRequest
 from epd.serve_app.orchestration.substituted import SubstitutedFrames
 from epd.serve_app.orchestration.watchdog import Watchdog
-from epd.serve_app.service import (
-    AnswerItem,
-    AnswerRequest,
-    Estimate,
-    MediaSize,
-    ModelCard,
-    RoleSwitch,
-    ServiceStatus,
-)
+from epd.serve_app.service import AnswerItem, AnswerRequest, Estimate, MediaSize, ModelCard
+from epd.serve_app.service_status import RoleSwitch, ServiceStatus
 from epd.topology import Stage, topology_name
 
 _DRAIN_POLL_S = 0.05

@@ -15,7 +15,7 @@ from epd.control.elasticity.controller import Switch
 from epd.errors import EPDError
 from epd.serve_app.messages import WorkerLoad
 from epd.serve_app.orchestration.requests import Shared
-from epd.serve_app.service import RoleSwitch
+from epd.serve_app.service_status import RoleSwitch
 from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage
 

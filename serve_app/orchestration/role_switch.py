@@ -34,7 +34,7 @@ from epd.serve_app.role_messages import (
     SetRoles,
     StagesClosed,
 )
-from epd.serve_app.service import RoleSwitch, SwitchTotals
+from epd.serve_app.service_status import RoleSwitch, SwitchTotals
 from epd.serve_app.task_group import Tasks
 from epd.serve_app.worker.worker_core import stages_of
 from epd.serve_app.worker_info import WorkerInfo
