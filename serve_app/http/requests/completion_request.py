@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from epd.sampling_params import MAX_CHOICES, MAX_INT64, MAX_LOGPROBS
+from epd.serve_app.http.requests.chat_messages import UserMessage
 from epd.serve_app.http.requests.chat_request import (
     AnswerFields,
     ChatRequest,
@@ -15,7 +16,6 @@ from epd.serve_app.http.requests.chat_request import (
     Filled,
     ResponseFormat,
     StreamOptions,
-    UserMessage,
 )
 from epd.serve_app.http.requests.request_fields import NO_EFFECT, REFUSED, OtherFields
 

@@ -9,34 +9,37 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from epd.errors import RequestError
 from epd.sampling_params import MAX_LOGPROBS
+from epd.serve_app.http.requests.chat_messages import (
+    AssistantMessage,
+    FunctionText,
+    Listed,
+    Message,
+    SystemMessage,
+    ToolCallText,
+    ToolMessage,
+    UserMessage,
+    UserPart,
+)
 from epd.serve_app.http.requests.chat_request import (
     MAX_TOOLS,
     AnswerFields,
-    AssistantMessage,
     ChatRequest,
     Count,
     EpdOptions,
     Filled,
     FunctionDefinition,
     FunctionName,
-    FunctionText,
     JsonSchema,
-    Listed,
     MediaLoading,
-    Message,
     ProcessorOptions,
+    Received,
     ResponseFormat,
-    SystemMessage,
     Tool,
-    ToolCallText,
     ToolChoice,
-    ToolMessage,
-    UserMessage,
-    UserPart,
     Variables,
 )
 from epd.serve_app.http.requests.request_fields import NO_EFFECT, REFUSED, OtherFields, Sent
@@ -102,10 +105,6 @@ RESPONSE_HONOURED: Mapping[str, str] = {
 }
 
 
-class _Received(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
 class FunctionCall(Sent):
     """A call that the model wrote. arguments: JSON, as a text."""
 
@@ -164,14 +163,14 @@ class FunctionTool(FunctionDefinition):
     type: Literal["function"]
 
 
-class NamedFunction(_Received):
+class NamedFunction(Received):
     """The one function that is to be called."""
 
     type: Literal["function"]
     name: str
 
 
-class TextFormat(_Received):
+class TextFormat(Received):
     """The format of the answer. name, description, schema, strict: of a json_schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -181,12 +180,12 @@ class TextFormat(_Received):
     strict: bool | None = None
 
 
-class TextOptions(_Received):
+class TextOptions(Received):
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ResponseStreamOptions(_Received):
+class ResponseStreamOptions(Received):
     include_obfuscation: bool | None = Field(default=None, description="Changes nothing.")
 
 
