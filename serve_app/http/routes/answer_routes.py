@@ -27,8 +27,8 @@ from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.completion_request import COMPLETION_FIELDS, CompletionRequest
 from epd.serve_app.http.requests.request_parsing import describe, stop_amounts
 from epd.serve_app.http.requests.response_request import ResponseRequest, chat_of
-from epd.serve_app.http.routes.prompt_routes import EVENT_STREAM, body_of, server_of
-from epd.serve_app.http.server_state import ParsedRequest, ServerState
+from epd.serve_app.http.routes.prompt_routes import EVENT_STREAM, body_of
+from epd.serve_app.http.server_state import ParsedRequest, ServerState, server_of
 from epd.serve_app.observability.record import RequestRecord, record_of
 from epd.serve_app.service import AnswerEnd, AnswerItem, ModelCard, PromptService, TokenDelta
 from epd.types import StageTimings, Usage
