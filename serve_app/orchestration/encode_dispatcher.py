@@ -101,7 +101,7 @@ class Encoders:
 
     def with_group(self, group: MediaGroup) -> str | None:
         """Returns the encoder that may have the group in its cache."""
-        return self._router.encoder_with(self._alive(), group.spec.key)
+        return self._router.contents.encoder(self._alive(), group.spec.key)
 
     def sends_groups(self, sharding: Sharding, prefill_worker: str) -> bool:
         """Returns whether groups of a request go from encoders to another worker."""
@@ -187,7 +187,7 @@ class EncodeDispatcher:
         for transfer_id in transfer_ids:
             dispatched = self._forget(transfer_id)
             if dispatched is not None:
-                self._router.remember_group(dispatched.worker, dispatched.group.spec.key)
+                self._router.contents.remember_group(dispatched.worker, dispatched.group.spec.key)
 
     async def drop_request(self, request_id: str, readers: Iterable[NamedPeer] = ()) -> None:
         """Drops the groups of an ended request, notifies encoders, and regrants groups others still want.
