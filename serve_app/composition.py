@@ -63,7 +63,7 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
 
     def follow(view: View) -> None:
         fronts = fleet.fronts.among(view)
-        service.leads = view.leader == fleet.owner
+        service.switcher.leads = view.leader == fleet.owner
         service.share(_waiting_at(fronts, ages))
         service.losses.follow({each.epoch: each.losses for each in fronts} or None)
         service.isolation.share({each.epoch: each.claims for each in fronts} or None)
@@ -78,11 +78,11 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
             "oldest_age_s": ages.given(queue.oldest_s),
             "claims": service.isolation.claims,
             "traffic": service.arrivals.published(steady_time_s(), len(service.queue)),
-            "advice": service.elastic.advisor.advice if service.leads else {},
+            "advice": service.elastic.advisor.advice if service.switcher.leads else {},
         }
 
     async def answer(asked: SwitchRequest) -> RoleSwitch:
-        if not service.leads:
+        if not service.switcher.leads:
             raise UnavailableError("another replica of the server switches roles by now; send it again")
         return await service.switch_roles(asked.worker, asked.roles)
 
@@ -163,5 +163,5 @@ def _follow_advice(service: Orchestrator, view: View, fleet: RemoteFleet) -> Non
         return
     service.elastic.start()
     advisor.follow(bounds, fleet.membership.purpose.topology)
-    if not service.leads:
+    if not service.switcher.leads:
         advisor.stop(view.advice)

@@ -65,6 +65,7 @@ class RoleSwitcher:
         self.last: deque[RoleSwitch] = deque(maxlen=_MAX_KEPT)
         self.in_flight = shared.requests.switching
         self._totals: dict[str, SwitchTotals] = {}
+        self._leads = True
         self._shared = shared
         self._moves = moves
         self._tasks = Tasks()
@@ -102,6 +103,22 @@ class RoleSwitcher:
         self._totals[record.kind] = total.plus(record)
         logger.info("%s", record.line())
         return record
+
+    @property
+    def leads(self) -> bool:
+        """Returns whether this orchestrator switches roles: of those that share the workers, one does."""
+        return self._leads
+
+    @leads.setter
+    def leads(self, leads: bool) -> None:
+        begins, self._leads = leads and not self._leads, leads
+        if begins:
+            self.roll_back_if_leading()
+
+    def roll_back_if_leading(self) -> None:
+        """Ends switches of a front that is gone. A worker may say that it leaves after another one leads."""
+        if self._leads:
+            self._shared.requests.tasks.spawn(self.roll_back_abandoned())
 
     async def roll_back_abandoned(self) -> None:
         """Gives workers their roles back that nobody switches any more: who did is gone."""
