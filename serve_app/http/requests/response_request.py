@@ -5,7 +5,6 @@ Fields are OpenAI's, and those of chat requests under the same names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -83,26 +82,6 @@ RESPONSE_FIELDS = OtherFields(
         "truncation": "shorten the input",
     },
 )
-
-# What is not the same as of a chat request, in Markdown, by field.
-RESPONSE_HONOURED: Mapping[str, str] = {
-    "input": (
-        "a text, or items: messages, `function_call`, `function_call_output` with texts and `input_image`, "
-        "`reasoning`, which is left out"
-    ),
-    "instructions": "a message of the system before the input",
-    "stream": "OpenAI's typed events, with a comment while nothing comes",
-    "stream_options": "`include_obfuscation`, which changes nothing",
-    "max_output_tokens": "as a chat's `max_completion_tokens`",
-    "text": "`format`: `text`, `json_object`, `json_schema`, `verbosity`: `medium`",
-    "tool_choice": "`none`, `auto`, `required`, or `{type: function, name}`",
-    "include": (
-        "`message.output_text.logprobs`, not with tools; `reasoning.encrypted_content`, which changes nothing"
-    ),
-    "top_logprobs": "at most 20, with the logprobs that `include` names",
-    "metadata": "comes back in the response; nothing is stored",
-    "epd": "as a chat's, without `events`",
-}
 
 
 class FunctionCall(Sent):
