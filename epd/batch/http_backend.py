@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import math
 import threading
 import time
@@ -38,7 +37,7 @@ from epd.batch.in_flight import MAX_REQUESTS, MAX_TASKS, InFlight, num_workers
 from epd.batch.lines import CHAT_URL, JSON, BatchLine
 from epd.batch.object_urls import with_urls
 from epd.batch.shared_prefix import shared_prefix
-from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
+from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome, outcome_of
 from epd.client.endpoint import Endpoint, get, parse_endpoints
 from epd.errors import InternalError, UnavailableError
 
@@ -285,7 +284,7 @@ class Asker:
                 else:
                     if answer.status_code not in _AGAIN and not _is_of_proxy(answer):
                         self._num_answered += 1
-                        return _read(line, answer)
+                        return outcome_of(line, answer.status_code, _record(answer))
                     status, reason = answer.status_code, f"status {answer.status_code}"
                 shown = f"{endpoint.shown_url} gave {reason}, {NUM_TRIES} times in a row"
             await asyncio.sleep(pause_s)
@@ -410,17 +409,6 @@ class _HttpRun:
         return None if has_room else most.popleft()
 
 
-def _read(line: BatchLine, answer: httpx.Response) -> Outcome:
-    record = _record(answer)
-    if answer.status_code == HTTPStatus.OK and _is_completion(record):
-        return Answered(line, record)
-    error = record.get("error") if isinstance(record, dict) else None
-    error = error if isinstance(error, dict) else {}
-    kind = str(error.get("code") or error.get("type") or "server_error")
-    message = str(error.get("message") or json.dumps(record)[:200])
-    return Failed(line, kind, " ".join(message.split()), answer.status_code)
-
-
 def _record(answer: httpx.Response) -> Any:
     try:
         return answer.json()
@@ -432,12 +420,3 @@ def _is_of_proxy(answer: httpx.Response) -> bool:
     """Returns whether a proxy answered that has lost the server, such as Ray Serve's: in plain text."""
     is_error = answer.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR
     return is_error and not isinstance(_record(answer), dict)
-
-
-def _is_completion(record: Any) -> bool:
-    try:
-        choice = record["choices"][0]
-        has_text = isinstance(choice["message"], dict) if "message" in choice else "text" in choice
-        return has_text and "finish_reason" in choice
-    except (LookupError, TypeError):
-        return False
