@@ -46,10 +46,10 @@ def chat_answer(server: ServerState, parsed: ParsedRequest, record: RequestRecor
     chat = parsed.chat
     options: dict[str, Any] = {"has_logprobs": bool(chat.logprobs), "parsing": server.parsing_of(parsed)}
     includes_usage, counts_on = wanted_usage(chat)
-    streams = {"includes_usage": includes_usage, "counts_on": counts_on}
+    num, streams = chat.n or 1, {**options, "includes_usage": includes_usage, "counts_on": counts_on}
     return AnswerResponse(
-        partial(CompletionBuilder, record, chat.n or 1, **options),
-        partial(ChunkBuilder, record, chat.n or 1, **streams, **options),
+        partial(CompletionBuilder, record, num, **options),
+        partial(ChunkBuilder, record, num, **streams),
         server.items(parsed, record),
         record,
         server.settings.keep_alive_s,
