@@ -180,7 +180,7 @@ class MediaSpool:
         """
         work = [self._source(one, folder) for one in references]
         del references  # a data: URL holds a whole medium
-        return await self._all(work)
+        return await _all(work, self._limits.max_s)
 
     def incoming(self, reference: MediaReference, num_bytes: int, folder: RequestFolder) -> IncomingFile:
         """Returns an empty file for a medium of that many bytes. Raises OverloadedError, StorageFullError."""
@@ -194,22 +194,6 @@ class MediaSpool:
         if not is_whole:
             return None
         return await self._local.run(incoming, partial(self._from_path, incoming.reference, incoming.path))
-
-    async def _all(self, work: list[Coroutine[None, None, FetchedFile]]) -> tuple[FetchedFile, ...]:
-        """Returns the results in order. The first error, or the end of the request, cancels the others."""
-        tasks = [asyncio.ensure_future(one) for one in work]
-        work.clear()
-        try:
-            async with asyncio.timeout(self._limits.max_s):
-                return tuple(await asyncio.gather(*tasks))
-        except TimeoutError as error:
-            raise MediaLimitError(
-                f"the media of the request took more than {self._limits.max_s:g} s to fetch; allowed that "
-                "much; send fewer, or host them nearer"
-            ) from error
-        finally:
-            for task in tasks:
-                task.cancel()
 
     async def _source(self, reference: MediaReference, folder: RequestFolder) -> FetchedFile:
         if reference.is_upload:
@@ -287,6 +271,23 @@ class MediaSpool:
             reference.start_s,
             reference.end_s,
         )
+
+
+async def _all(work: list[Coroutine[None, None, FetchedFile]], max_s: float) -> tuple[FetchedFile, ...]:
+    """Returns the results in order. The first error, or the end of the request, cancels the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    work.clear()
+    try:
+        async with asyncio.timeout(max_s):
+            return tuple(await asyncio.gather(*tasks))
+    except TimeoutError as error:
+        raise MediaLimitError(
+            f"the media of the request took more than {max_s:g} s to fetch; allowed that "
+            "much; send fewer, or host them nearer"
+        ) from error
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _scheme(url: str) -> str:
