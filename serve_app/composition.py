@@ -23,8 +23,8 @@ from epd.serve_app.network.members import Kind, Member, View
 from epd.serve_app.network.remote_fleet import RemoteFleet
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.role_switch import SwitchRequest
-from epd.serve_app.service import RoleSwitch
 from epd.serve_app.service_composition import create_service, media_settings, worker_settings
+from epd.serve_app.service_status import RoleSwitch
 from epd.serve_app.worker_info import EVERY_STAGE
 from epd.topology import Stage, topology_part
 
@@ -62,8 +62,8 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
     ages = _Ages()
 
     def follow(view: View) -> None:
-        fronts = fleet.other_fronts(view)
-        service.leads = view.leader == fleet.owner
+        fronts = fleet.fronts.among(view)
+        service.switcher.leads = view.leader == fleet.owner
         service.share(_waiting_at(fronts, ages))
         service.losses.follow({each.epoch: each.losses for each in fronts} or None)
         service.isolation.share({each.epoch: each.claims for each in fronts} or None)
@@ -78,17 +78,17 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
             "oldest_age_s": ages.given(queue.oldest_s),
             "claims": service.isolation.claims,
             "traffic": service.arrivals.published(steady_time_s(), len(service.queue)),
-            "advice": service.elastic.advisor.advice if service.leads else {},
+            "advice": service.elastic.advisor.advice if service.switcher.leads else {},
         }
 
     async def answer(asked: SwitchRequest) -> RoleSwitch:
-        if not service.leads:
+        if not service.switcher.leads:
             raise UnavailableError("another replica of the server switches roles by now; send it again")
         return await service.switch_roles(asked.worker, asked.roles)
 
-    service.ask_leader, fleet.answers[SwitchRequest] = fleet.ask_leader, answer
-    service.losses.on_recorded = lambda: fleet.publish(losses=service.losses.report())
-    service.isolation.on_claimed = lambda: fleet.publish(claims=service.isolation.claims)
+    service.ask_leader, fleet.fronts.answers[SwitchRequest] = fleet.fronts.ask_leader, answer
+    service.losses.on_recorded = lambda: fleet.fronts.publish(losses=service.losses.report())
+    service.isolation.on_claimed = lambda: fleet.fronts.publish(claims=service.isolation.claims)
     fleet.on_view, fleet.membership.describe = follow, describe
     follow(fleet.membership.view)
 
@@ -96,10 +96,10 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
 def share_clients(server: ServerState, fleet: RemoteFleet) -> None:
     """Lets each client have one minute's amount, and name its media, at all fronts together."""
     named, clients = server.named_media, server.clients
-    named.ask_others, named.tell_others = fleet.ask_others, fleet.tell_others
-    fleet.answers[NameAsked] = named.answer
+    named.ask_others, named.tell_others = fleet.fronts.ask, fleet.fronts.tell
+    fleet.fronts.answers[NameAsked] = named.answer
     if clients is not None:
-        clients.tell_others, fleet.answers[Spent] = fleet.tell_others, clients.spent_elsewhere
+        clients.tell_others, fleet.fronts.answers[Spent] = fleet.fronts.tell, clients.spent_elsewhere
 
 
 def vacated(view: View, model: str) -> Roles:
@@ -163,5 +163,5 @@ def _follow_advice(service: Orchestrator, view: View, fleet: RemoteFleet) -> Non
         return
     service.elastic.start()
     advisor.follow(bounds, fleet.membership.purpose.topology)
-    if not service.leads:
+    if not service.switcher.leads:
         advisor.stop(view.advice)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from epd.errors import EPDError, UnavailableError
 from epd.serve_app.messages import Message, ReplyT, WorkerLoad, WorkerReport
 from epd.serve_app.role_messages import Offload, SetRoles
-from epd.serve_app.service import WorkerStatus
+from epd.serve_app.service_status import WorkerStatus
 from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage, role_letters
 

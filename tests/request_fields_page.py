@@ -13,16 +13,102 @@ from pydantic import BaseModel
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.completion_request import (
     COMPLETION_FIELDS,
-    COMPLETION_HONOURED,
     CompletionRequest,
 )
-from epd.serve_app.http.requests.honoured_fields import HONOURED
 from epd.serve_app.http.requests.request_fields import CHAT_FIELDS, OtherFields
-from epd.serve_app.http.requests.response_request import RESPONSE_FIELDS, RESPONSE_HONOURED, ResponseRequest
+from epd.serve_app.http.requests.response_request import RESPONSE_FIELDS, ResponseRequest
 from tests import ROOT
 
 PAGE = ROOT / "docs" / "api.md"
 _HEAD = "| fields | here |\n|---|---|\n"
+
+# Of each field of ChatRequest, in its order, in Markdown.
+HONOURED: Mapping[str, str] = {
+    "model": "one of `/v1/models`, by default the first",
+    "stream": "server-sent events; a comment while nothing comes; the last text has the reason of its end",
+    "temperature": "0 is greedy; by default as the checkpoint's generation configuration",
+    "top_p": "as OpenAI's",
+    "presence_penalty": "as OpenAI's",
+    "frequency_penalty": "as OpenAI's",
+    "seed": "of the draws; the same gives the same answer",
+    "stop": "strings that end the answer",
+    "structured_outputs": "vLLM's: one of `json`, `json_object`, `regex`, `choice`, `grammar`",
+    "top_k": "as vLLM's",
+    "min_p": "as vLLM's",
+    "repetition_penalty": "as vLLM's",
+    "min_tokens": "as vLLM's",
+    "ignore_eos": "as vLLM's",
+    "stop_token_ids": "as vLLM's",
+    "include_stop_str_in_output": "as vLLM's",
+    "logit_bias": "at most 1,024 tokens, from -100 to 100, added before penalties",
+    "bad_words": (
+        "as vLLM's: at most 512 words of 8,192 characters that the answer has not, with or without a space "
+        "before; other cases, and words that begin within a longer token, are other words; where a format "
+        "allows nothing else the word comes"
+    ),
+    "priority": "the lower, the sooner, as vLLM's; below 0 with the admin key",
+    "cache_salt": "caches are shared only with requests of the same salt, at most 1,024 characters",
+    "messages": "the conversation: roles system (or developer), user, assistant, tool and function",
+    "stream_options": "`include_usage`: tokens in the last event; `continuous_usage_stats`: in every event",
+    "max_completion_tokens": (
+        "longest answer, tokens; without it the checkpoint's `max_new_tokens`, else up to the context's end"
+    ),
+    "max_tokens": "the old name of it",
+    "n": "independent answers, at most 128",
+    "logprobs": "of each token",
+    "top_logprobs": "at most 20; 0 without `logprobs` asks for nothing",
+    "response_format": "`text`, `json_object`, `json_schema`",
+    "tools": "functions that the answer may call",
+    "tool_choice": "`none`, `auto`, `required`, or one function by its name",
+    "parallel_tool_calls": "whether `required` allows several calls; by default it does",
+    "modalities": "`text` alone",
+    "mm_processor_kwargs": (
+        "`fps` or `num_frames` of videos, or `do_sample_frames` false: every frame; `min_pixels`, "
+        "`max_pixels` or `size` of images and frames, `cap_pixels_per_frame`"
+    ),
+    "media_io_kwargs": (
+        "`video`: `fps` or `num_frames`, the same as in `mm_processor_kwargs`; with a list "
+        "of frames `frames_indices`, `total_num_frames` and `duration`"
+    ),
+    "chat_template_kwargs": (
+        "variables of the model's chat template; one that it does not read changes nothing, one that "
+        "rendering itself takes is refused"
+    ),
+    "epd": (
+        "`fps`, `num_frames`, `start_s`, `end_s` of videos, `retention`, `reduction`, "
+        "`compute_share`, `retention_min`, `max_visual_tokens`, `deadline_s`, `events`"
+    ),
+}
+# What is not the same of a completion.
+_COMPLETION_HONOURED: Mapping[str, str] = {
+    "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
+    "max_tokens": (
+        "longest answer, tokens; 16 by default, `null` as a chat's; 0 with `echo`: nothing is generated"
+    ),
+    "n": "independent answers to each prompt, at most 128",
+    "logprobs": "the number of likeliest tokens given with each token, at most 20; not with `echo`",
+    "echo": "the prompt stands before its answer",
+    "add_special_tokens": "whether texts get those that the tokenizer adds; by default they do",
+}
+# What is not the same of a response.
+_RESPONSE_HONOURED: Mapping[str, str] = {
+    "input": (
+        "a text, or items: messages, `function_call`, `function_call_output` with texts and `input_image`, "
+        "`reasoning`, which is left out"
+    ),
+    "instructions": "a message of the system before the input",
+    "stream": "OpenAI's typed events, with a comment while nothing comes",
+    "stream_options": "`include_obfuscation`, which changes nothing",
+    "max_output_tokens": "as a chat's `max_completion_tokens`",
+    "text": "`format`: `text`, `json_object`, `json_schema`, `verbosity`: `medium`",
+    "tool_choice": "`none`, `auto`, `required`, or `{type: function, name}`",
+    "include": (
+        "`message.output_text.logprobs`, not with tools; `reasoning.encrypted_content`, which changes nothing"
+    ),
+    "top_logprobs": "at most 20, with the logprobs that `include` names",
+    "metadata": "comes back in the response; nothing is stored",
+    "epd": "as a chat's, without `events`",
+}
 
 OPENAI = frozenset(ChatParams.__annotations__) | {"stream"}
 # Fields of vLLM's ChatCompletionRequest, as of November 2026.
@@ -127,7 +213,7 @@ CHAT = Route("fields", ChatRequest, HONOURED, CHAT_FIELDS, OPENAI, VLLM)
 COMPLETIONS = Route(
     "fields of completions",
     CompletionRequest,
-    COMPLETION_HONOURED,
+    _COMPLETION_HONOURED,
     COMPLETION_FIELDS,
     frozenset(CompletionCreateParamsBase.__annotations__) | {"stream"},
     _VLLM_COMPLETIONS,
@@ -135,7 +221,7 @@ COMPLETIONS = Route(
 RESPONSES = Route(
     "fields of responses",
     ResponseRequest,
-    RESPONSE_HONOURED,
+    _RESPONSE_HONOURED,
     RESPONSE_FIELDS,
     frozenset(ResponseCreateParamsBase.__annotations__) | {"stream"},
     _VLLM_RESPONSES,

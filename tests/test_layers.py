@@ -57,7 +57,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "simulate": ". control encode kv profiles transfer workload",
         "client": ".",
         "bench": ". client shapes workload",
-        "batch": ". client transfer",
+        "batch": ". client",
         "engine_config.py": ". encode kv store",
         "planning": ". encode kv profiles simulate workload",
     },

@@ -33,7 +33,8 @@ from epd.serve_app.http.api import ApiSettings, create_api
 from epd.serve_app.messages import Admitted, Prefill, WorkerReport
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
-from epd.serve_app.service import AnswerEnd, AnswerRequest, ModelCard, ServiceStatus, TokenDelta
+from epd.serve_app.service import AnswerEnd, AnswerRequest, ModelCard, TokenDelta
+from epd.serve_app.service_status import ServiceStatus
 from epd.serve_app.worker_info import WorkerInfo
 from epd.stages.engine.generation import TokenOutput
 from epd.stages.sampling.sampler import SampledToken

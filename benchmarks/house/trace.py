@@ -1,16 +1,16 @@
 """Traces which files run, and which records are made, while one question is answered.
 
-    python -m benchmarks.house.trace [--topology 1e1p1d]
+    python -m benchmarks.house.trace [--topology 1e1p1d] [--names]
 
 Loads the embedded model behind the application in this process and asks three questions: about a new video,
 the same again, and six words without a video. Files that run while nothing is asked are counted apart.
-Media are decoded in children, whose files are not seen. Prints a table in Markdown.
+Media are decoded in children, whose files are not seen. Prints a table in Markdown, with --names the files
+and records of each question too.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import threading
 import time
@@ -47,12 +47,12 @@ class Seen:
             if is_dataclass(kind) and kind.__module__.startswith("epd"):
                 self.records.add(kind.__qualname__)
 
-    def during(self, work: Callable[[], object]) -> dict[str, int]:
-        """Returns how many files and types of records a piece of work needs."""
+    def during(self, work: Callable[[], object]) -> dict[str, list[str]]:
+        """Returns the files and types of records that a piece of work needs."""
         self.files.clear()
         self.records.clear()
         work()
-        return {"files": len(self.files), "record types": len(self.records)}
+        return {"files": sorted(self.files), "record types": sorted(self.records)}
 
 
 def _ours(name: str) -> str | None:
@@ -63,8 +63,8 @@ def _ours(name: str) -> str | None:
     return str(path.relative_to(_ROOT)) if is_product else None
 
 
-def traced(topology: str) -> list[dict[str, Any]]:
-    """Returns a row for each question."""
+def traced(topology: str) -> dict[str, dict[str, list[str]]]:
+    """Returns what each question needs."""
     seen = Seen()
     threading.setprofile(seen)  # of threads that start from now on: workers, HTTP, planning
     from epd.serve_app.llm import LLM
@@ -80,15 +80,24 @@ def traced(topology: str) -> list[dict[str, Any]]:
             "a second question about it": lambda: llm.ask(clip, "Which shape appears last?"),
             "six words": lambda: llm.ask([], "What is two plus two here?"),
         }
-        return [{"what": name, **seen.during(work)} for name, work in works.items()]
+        return {name: seen.during(work) for name, work in works.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--topology", default="1e1p1d")
-    rows = traced(parser.parse_args().topology)
+    parser.add_argument("--names", action="store_true")
+    options = parser.parse_args()
+    found = traced(options.topology)
     threading.setprofile(None)
-    sys.stdout.write(table(rows) + "\n")
+    rows = [
+        {"what": name, **{kind: len(each) for kind, each in seen.items()}} for name, seen in found.items()
+    ]
+    print(table(rows))
+    if options.names:
+        for name, seen in found.items():
+            for kind, each in seen.items():
+                print(f"\n{kind} of {name}:", *each, sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.ray.board import RayBoard
 from epd.serve_app.ray.cluster import LOOPBACK, RaySettings, ray_cluster
 from epd.serve_app.ray.server import APP_NAME
-from epd.serve_app.service import AnswerRequest, MediaReference, RoleSwitch, TokenDelta
+from epd.serve_app.service import AnswerRequest, MediaReference, TokenDelta
+from epd.serve_app.service_status import RoleSwitch
 from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.stages.loading.weight_files import write_weights

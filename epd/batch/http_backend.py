@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from http import HTTPStatus
 from itertools import chain
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import httpx
@@ -36,10 +37,9 @@ from epd.batch.in_flight import MAX_REQUESTS, MAX_TASKS, InFlight, num_workers
 from epd.batch.lines import CHAT_URL, JSON, BatchLine
 from epd.batch.object_urls import with_urls
 from epd.batch.shared_prefix import shared_prefix
-from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
+from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome, outcome_of
 from epd.client.endpoint import Endpoint, get, parse_endpoints
 from epd.errors import InternalError, UnavailableError
-from epd.transfer.bounded_queue import BoundedQueue, QueueClosed
 
 MAX_OUTCOMES = 1024
 NUM_TRIES = 6
@@ -128,15 +128,20 @@ class HttpBackend:
 
     @contextmanager
     def run(self, tasks: Iterator[MediaTask]) -> Iterator[Iterator[Outcome | None]]:
-        outcomes: BoundedQueue[Outcome | BaseException | None] = BoundedQueue(MAX_OUTCOMES)
+        outcomes: SimpleQueue[Outcome | BaseException] = SimpleQueue()
+        room = asyncio.Semaphore(MAX_OUTCOMES)
         loop = asyncio.new_event_loop()
-        work = loop.create_task(_HttpRun(self, tasks, outcomes).run())
+
+        async def put(outcome: Outcome) -> None:
+            await room.acquire()
+            outcomes.put(outcome)
+
+        work = loop.create_task(_HttpRun(self, tasks, put).run())
         thread = threading.Thread(target=_worked, args=(loop, work, outcomes), name="batch-http", daemon=True)
         thread.start()
         try:
-            yield _outcomes(outcomes)
+            yield _outcomes(outcomes, partial(loop.call_soon_threadsafe, room.release))
         finally:
-            outcomes.close()
             with suppress(RuntimeError):  # the loop may be over
                 loop.call_soon_threadsafe(work.cancel)
             thread.join(_JOIN_S)
@@ -173,7 +178,7 @@ def _seed(key: str) -> int:
 def _worked(
     loop: asyncio.AbstractEventLoop,
     work: asyncio.Task[None],
-    outcomes: BoundedQueue[Outcome | BaseException | None],
+    outcomes: SimpleQueue[Outcome | BaseException],
 ) -> None:
     error: BaseException | None = None
     try:
@@ -184,17 +189,25 @@ def _worked(
             error = error.exceptions[0]
     finally:
         loop.close()
-    with suppress(QueueClosed):
-        outcomes.put(error or StopIteration(), 1)
+    outcomes.put(error or StopIteration())
 
 
-def _outcomes(outcomes: BoundedQueue[Outcome | BaseException | None]) -> Iterator[Outcome | None]:
+def _outcomes(
+    outcomes: SimpleQueue[Outcome | BaseException], taken: Callable[[], object]
+) -> Iterator[Outcome | None]:
+    """Yields what comes, and None where nothing does for a while. taken: called for each."""
     while True:
-        outcome = outcomes.get(_TICK_S)
+        try:
+            outcome = outcomes.get(timeout=_TICK_S)
+        except Empty:
+            yield None
+            continue
         if isinstance(outcome, StopIteration):
             return
         if isinstance(outcome, BaseException):
             raise outcome
+        with suppress(RuntimeError):  # the loop may be over
+            taken()
         yield outcome
 
 
@@ -271,7 +284,7 @@ class Asker:
                 else:
                     if answer.status_code not in _AGAIN and not _is_of_proxy(answer):
                         self._num_answered += 1
-                        return _read(line, answer)
+                        return outcome_of(line, answer.status_code, _record(answer))
                     status, reason = answer.status_code, f"status {answer.status_code}"
                 shown = f"{endpoint.shown_url} gave {reason}, {NUM_TRIES} times in a row"
             await asyncio.sleep(pause_s)
@@ -333,8 +346,9 @@ class _HttpRun:
         self,
         backend: HttpBackend,
         tasks: Iterator[MediaTask],
-        outcomes: BoundedQueue[Outcome | BaseException | None],
+        put: Callable[[Outcome], Awaitable[None]],
     ) -> None:
+        """put: takes outcomes, and waits while there are too many."""
         self._asker = Asker(backend)
         self._endpoints = backend.endpoints
         self._max_tasks = backend.max_tasks
@@ -343,7 +357,7 @@ class _HttpRun:
         self._tasks = tasks
         self._ahead: dict[str, deque[Iterator[BatchLine]]] = {each.url: deque() for each in self._endpoints}
         self._is_drained = False  # of tasks
-        self._outcomes = outcomes
+        self._put = put
 
     async def run(self) -> None:
         """Runs some tasks at once at each server, the next one when one has ended."""
@@ -394,20 +408,6 @@ class _HttpRun:
         has_room = self._is_drained and len(most) * len(self._endpoints) <= self._max_tasks
         return None if has_room else most.popleft()
 
-    async def _put(self, outcome: Outcome) -> None:
-        await asyncio.to_thread(self._outcomes.put, outcome, 1)
-
-
-def _read(line: BatchLine, answer: httpx.Response) -> Outcome:
-    record = _record(answer)
-    if answer.status_code == HTTPStatus.OK and _is_completion(record):
-        return Answered(line, record)
-    error = record.get("error") if isinstance(record, dict) else None
-    error = error if isinstance(error, dict) else {}
-    kind = str(error.get("code") or error.get("type") or "server_error")
-    message = str(error.get("message") or json.dumps(record)[:200])
-    return Failed(line, kind, " ".join(message.split()), answer.status_code)
-
 
 def _record(answer: httpx.Response) -> Any:
     try:
@@ -420,12 +420,3 @@ def _is_of_proxy(answer: httpx.Response) -> bool:
     """Returns whether a proxy answered that has lost the server, such as Ray Serve's: in plain text."""
     is_error = answer.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR
     return is_error and not isinstance(_record(answer), dict)
-
-
-def _is_completion(record: Any) -> bool:
-    try:
-        choice = record["choices"][0]
-        has_text = isinstance(choice["message"], dict) if "message" in choice else "text" in choice
-        return has_text and "finish_reason" in choice
-    except (LookupError, TypeError):
-        return False

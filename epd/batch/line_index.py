@@ -65,42 +65,16 @@ class LineGroup:
     has_media: bool
 
 
-class LineIndex:
-    """Indexes an input file. Groups and lines may be read on any thread."""
+class _Writer:
+    """Writes the lines of a file into the database of an index, while it is read once."""
 
-    def __init__(self, source: Path, defaults: LineDefaults) -> None:
-        """Opens the file. Raises RequestError for one that cannot be read."""
-        self.source = source
+    def __init__(self, database: sqlite3.Connection, media: MediaNames, defaults: LineDefaults) -> None:
+        self._database = database
+        self._media = media
         self._defaults = defaults
-        self._max_line_bytes = defaults.max_line_bytes
-        self._lock = threading.Lock()
-        try:
-            self._file = source.open("rb")
-        except OSError as error:
-            raise RequestError(f"cannot read '{source}': {error.strerror}; name a file of lines") from error
-        self._database = sqlite3.connect("", check_same_thread=False, isolation_level=None)
-        self._database.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;")
-        self._database.executescript(MEDIA_SCHEMA + _SCHEMA)
-        self.media = MediaNames(self._database, looks_at_files=not defaults.is_from_client)
 
-    def close(self) -> None:
-        self._file.close()
-        self._database.close()
-
-    def build(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
-        """Reads the whole file once. progress: called with the bytes read, and all. Raises RequestError."""
-        size, start = self.source.stat().st_size, 0
-        check_is_lines(self._file, self.source)
-        self._database.execute("BEGIN")
-        for number, (text, num_bytes) in enumerate(whole_lines(self._file, self._max_line_bytes), start=1):
-            if text.removeprefix(BOM).strip():
-                self._note(text, number, start)
-            start += num_bytes
-            if number % _PROGRESS_EVERY == 0:
-                progress(start, size)
-        self._database.execute("COMMIT")
-
-    def _note(self, text: bytes, number: int, start: int) -> None:
+    def add(self, text: bytes, number: int, start: int) -> None:
+        """Adds a line. start: its place in the file."""
         try:
             line = parse_line(text, number, self._defaults)
             family = self._family(line)
@@ -136,7 +110,7 @@ class LineIndex:
     def _family(self, line: BatchLine) -> bytes:
         """Returns the identity of a line's group."""
         prefix = shared_prefix(line.body)
-        media: list[KnownMedium] = [self.media.find(url) for url in prefix.urls]
+        media: list[KnownMedium] = [self._media.find(url) for url in prefix.urls]
         name = repr(([each.media for each in media], prefix.frame)).encode()
         family = hashlib.blake2b(name, digest_size=16).digest()
         num_bytes = sum(each.num_bytes for each in media)
@@ -144,6 +118,68 @@ class LineIndex:
             "INSERT OR IGNORE INTO families VALUES (?, ?, ?)", (family, num_bytes, bool(media))
         )
         return family
+
+
+class _Rows:
+    """Reads a database from any thread. lock: of its connection."""
+
+    def __init__(self, database: sqlite3.Connection, lock: threading.Lock) -> None:
+        self._database = database
+        self._lock = lock
+
+    def count(self, query: str) -> int:
+        """Returns the number that a query yields."""
+        with self._lock:
+            return int(self._database.execute(query).fetchone()[0])
+
+    def pages(self, query: str) -> Iterator[Any]:
+        """Yields rows of a query whose first column rises, page by page: no cursor stays open."""
+        last = 0
+        while True:
+            with self._lock:
+                rows = self._database.execute(query, (last, _CHUNK)).fetchall()
+            yield from rows
+            if len(rows) < _CHUNK:
+                return
+            last = rows[-1][0]
+
+
+class LineIndex:
+    """Indexes an input file. Groups and lines may be read on any thread."""
+
+    def __init__(self, source: Path, defaults: LineDefaults) -> None:
+        """Opens the file. Raises RequestError for one that cannot be read."""
+        self.source = source
+        self._defaults = defaults
+        self._max_line_bytes = defaults.max_line_bytes
+        self._lock = threading.Lock()
+        try:
+            self._file = source.open("rb")
+        except OSError as error:
+            raise RequestError(f"cannot read '{source}': {error.strerror}; name a file of lines") from error
+        self._database = sqlite3.connect("", check_same_thread=False, isolation_level=None)
+        self._rows = _Rows(self._database, self._lock)
+        self._database.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;")
+        self._database.executescript(MEDIA_SCHEMA + _SCHEMA)
+        self.media = MediaNames(self._database, looks_at_files=not defaults.is_from_client)
+
+    def close(self) -> None:
+        self._file.close()
+        self._database.close()
+
+    def build(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
+        """Reads the whole file once. progress: called with the bytes read, and all. Raises RequestError."""
+        size, start = self.source.stat().st_size, 0
+        check_is_lines(self._file, self.source)
+        lines = _Writer(self._database, self.media, self._defaults)
+        self._database.execute("BEGIN")
+        for number, (text, num_bytes) in enumerate(whole_lines(self._file, self._max_line_bytes), start=1):
+            if text.removeprefix(BOM).strip():
+                lines.add(text, number, start)
+            start += num_bytes
+            if number % _PROGRESS_EVERY == 0:
+                progress(start, size)
+        self._database.execute("COMMIT")
 
     def forget(self, keys: Iterable[str]) -> int:
         """Leaves out finished lines; returns their number."""
@@ -156,22 +192,22 @@ class LineIndex:
     @property
     def num_lines(self) -> int:
         """Counts the lines that must be answered or explained."""
-        return self._count("SELECT count(*) FROM lines")
+        return self._rows.count("SELECT count(*) FROM lines")
 
     @property
     def num_refused(self) -> int:
         """Counts those of them that cannot be asked."""
-        return self._count("SELECT count(*) FROM lines WHERE family IS NULL")
+        return self._rows.count("SELECT count(*) FROM lines WHERE family IS NULL")
 
     @property
     def num_families(self) -> int:
         """Counts all groups."""
-        return self._count("SELECT count(DISTINCT family) FROM lines")
+        return self._rows.count("SELECT count(DISTINCT family) FROM lines")
 
     @property
     def num_groups(self) -> int:
         """Counts the groups with media."""
-        return self._count(
+        return self._rows.count(
             "SELECT count(DISTINCT lines.family) FROM lines JOIN families USING (family) WHERE has_media"
         )
 
@@ -183,7 +219,7 @@ class LineIndex:
     @property
     def num_bytes(self) -> int:
         """Returns the bytes of the media of all lines, as far as they are known; equal media count once."""
-        return self._count(
+        return self._rows.count(
             "SELECT coalesce(sum(num_bytes), 0) FROM families"
             " WHERE family IN (SELECT family FROM lines WHERE family IS NOT NULL)"
         )
@@ -191,11 +227,7 @@ class LineIndex:
     @property
     def has_questions(self) -> bool:
         """Returns whether any question must be asked."""
-        return self._count("SELECT EXISTS (SELECT 1 FROM lines WHERE family IS NOT NULL)") > 0
-
-    def _count(self, query: str) -> int:
-        with self._lock:
-            return int(self._database.execute(query).fetchone()[0])
+        return self._rows.count("SELECT EXISTS (SELECT 1 FROM lines WHERE family IS NOT NULL)") > 0
 
     def refused(self) -> Iterator[RefusedLine]:
         """Yields the lines that cannot be asked, in order. One whose id another line has gets none."""
@@ -203,7 +235,7 @@ class LineIndex:
             "SELECT number, start, message, key FROM lines JOIN refused USING (number) "
             "WHERE number > ? ORDER BY number LIMIT ?"
         )
-        for number, start, message, key in self._pages(query):
+        for number, start, message, key in self._rows.pages(query):
             try:
                 form = self._read(start, number).form
             except LineError as error:
@@ -224,7 +256,7 @@ class LineIndex:
             "SELECT first, num_lines, num_bytes, has_media FROM firsts JOIN families USING (family) "
             "WHERE first > ? ORDER BY first LIMIT ?"
         )
-        for first, num_lines, num_bytes, has_media in self._pages(query):
+        for first, num_lines, num_bytes, has_media in self._rows.pages(query):
             yield LineGroup(first, num_lines, num_bytes, bool(has_media))
 
     def lines(self, group: LineGroup) -> Iterator[BatchLine]:
@@ -233,19 +265,8 @@ class LineIndex:
             "SELECT number, start FROM lines WHERE family = (SELECT family FROM lines WHERE number = "
             f"{group.first:d}) AND number > ? ORDER BY number LIMIT ?"
         )
-        for number, start in self._pages(query):
+        for number, start in self._rows.pages(query):
             yield self._read(start, number)
-
-    def _pages(self, query: str) -> Iterator[Any]:
-        """Yields rows of a query whose first column rises, page by page: no cursor stays open."""
-        last = 0
-        while True:
-            with self._lock:
-                rows = self._database.execute(query, (last, _CHUNK)).fetchall()
-            yield from rows
-            if len(rows) < _CHUNK:
-                return
-            last = rows[-1][0]
 
     def _read(self, start: int, number: int) -> BatchLine:
         with self._lock:

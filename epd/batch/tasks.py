@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from http import HTTPStatus
+from typing import Any, Protocol
 
 from epd.batch.lines import JSON, BatchLine
 from epd.errors import EPDError, http_status
@@ -48,6 +50,26 @@ class Failed:
 
 
 Outcome = Answered | Failed
+
+
+def outcome_of(line: BatchLine, status: int, record: Any) -> Outcome:
+    """Returns what a server's reply says of a line. record: its JSON, None for none."""
+    if status == HTTPStatus.OK and _is_completion(record):
+        return Answered(line, record)
+    error = record.get("error") if isinstance(record, dict) else None
+    error = error if isinstance(error, dict) else {}
+    kind = str(error.get("code") or error.get("type") or "server_error")
+    message = str(error.get("message") or json.dumps(record)[:200])
+    return Failed(line, kind, " ".join(message.split()), status)
+
+
+def _is_completion(record: Any) -> bool:
+    try:
+        choice = record["choices"][0]
+        has_text = isinstance(choice["message"], dict) if "message" in choice else "text" in choice
+        return has_text and "finish_reason" in choice
+    except (LookupError, TypeError):
+        return False
 
 
 @dataclass(frozen=True, slots=True)

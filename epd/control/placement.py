@@ -180,7 +180,7 @@ class PlacementPolicy:
                 else:
                     is_taken = yield from self._place_split(placement, worker, refused, allowed)
                 if is_taken:
-                    self.router.remember_prefix(worker, media)
+                    self.router.contents.remember_prefix(worker, media)
                     return True
                 placement.release()
             return False

@@ -98,24 +98,62 @@ class _LeastLoaded:
             yield from sorted(keys.keys() - {first}, key=lambda name: (keys[name], name))
 
 
+class Contents:
+    """Remembers which workers have which media.
+
+    max_remembered bounds the groups, and prefixes of media, whose last worker is known.
+    """
+
+    def __init__(self, max_remembered: int) -> None:
+        self._prefixes: Recent[Hashable, str] = Recent(max_remembered)
+        self._groups: Recent[GroupKey, str] = Recent(max_remembered)
+
+    def cached(self, media: Sequence[tuple[str, int]]) -> dict[str, int]:
+        """Returns visual tokens of the longest known run of leading items, by the last worker of that run."""
+        hashes = tuple(mm_hash for mm_hash, _ in media)
+        cached, num_tokens = dict[str, int](), 0
+        for length, (_, num_in_item) in enumerate(media, 1):
+            num_tokens += num_in_item
+            worker = self._prefixes.get(hashes[:length])
+            if worker is not None:
+                cached[worker] = num_tokens
+        return cached
+
+    def remember_prefix(self, worker: str, media: Sequence[tuple[str, int]]) -> None:
+        """Remembers that the worker has a prompt that begins with these media."""
+        hashes = tuple(mm_hash for mm_hash, _ in media)
+        for length in range(1, len(hashes) + 1):
+            self._prefixes.set(hashes[:length], worker)
+
+    def encoder(self, candidates: Collection[str], key: GroupKey) -> str | None:
+        """Returns the candidate that last encoded the group and may still have it."""
+        worker = self._groups.get(key)
+        return worker if worker in candidates else None
+
+    def remember_group(self, worker: str, key: GroupKey) -> None:
+        """Remembers that the worker has encoded the group."""
+        self._groups.set(key, worker)
+
+    def forget(self, worker: str) -> None:
+        """Forgets what a worker had, which is lost."""
+        self._prefixes.drop(worker)
+        self._groups.drop(worker)
+
+
 class Router:
-    """Chooses workers by the work in flight at each, and remembers which workers have which media.
+    """Chooses workers by the work in flight at each, and by what they have of media: `contents`.
 
     Work of other routers that share the workers counts as far as it is reported: see `set_reported`.
     The orders are iterators: the workers after the first are sorted when the second is requested.
     """
 
     def __init__(self, *, max_remembered: int = 65_536, speeds: Speeds | None = None) -> None:
-        """max_remembered bounds the groups, and prefixes of media, whose last worker is known.
-
-        speeds: of workers that are not equally fast; None for equal ones
-        """
+        """max_remembered: see `Contents`. speeds: of workers that are not equally fast; None if they are."""
         self.speeds = speeds
         self._in_flight: dict[str, InFlight] = {}  # sent from here
         self._others: dict[str, InFlight] = {}  # sent by others, as far as known
         self._loads: dict[str, InFlight] = {}  # both
-        self._prefixes: Recent[Hashable, str] = Recent(max_remembered)
-        self._groups: Recent[GroupKey, str] = Recent(max_remembered)
+        self.contents = Contents(max_remembered)
         self._prefill = _LeastLoaded(self._loads, lambda it: (it.prefill_tokens, _num_requests(it)))
         self._decode = _LeastLoaded(self._loads, lambda it: (it.num_decodes,))
         self._encode = _LeastLoaded(self._loads, lambda it: (it.encode_patches,))
@@ -193,7 +231,7 @@ class Router:
         """
         order = self._prefill
         order.choose_among(candidates)
-        cached = {worker: num for worker, num in self._cached(media).items() if worker in order}
+        cached = {worker: num for worker, num in self.contents.cached(media).items() if worker in order}
         if not cached and self.speeds is None:
             yield from order.in_order()
             return
@@ -212,39 +250,17 @@ class Router:
         yield best
         yield from sorted(set(candidates) - {best}, key=cost)
 
-    def _cached(self, media: Sequence[tuple[str, int]]) -> dict[str, int]:
-        """Returns visual tokens of the longest known run of leading items, by the last worker of that run."""
-        hashes = tuple(mm_hash for mm_hash, _ in media)
-        cached, num_tokens = dict[str, int](), 0
-        for length, (_, num_in_item) in enumerate(media, 1):
-            num_tokens += num_in_item
-            worker = self._prefixes.get(hashes[:length])
-            if worker is not None:
-                cached[worker] = num_tokens
-        return cached
-
-    def remember_prefix(self, worker: str, media: Sequence[tuple[str, int]]) -> None:
-        """Remembers that the worker has a prompt that begins with these media."""
-        hashes = tuple(mm_hash for mm_hash, _ in media)
-        for length in range(1, len(hashes) + 1):
-            self._prefixes.set(hashes[:length], worker)
-
     def decode_order(self, candidates: Collection[str]) -> Iterator[str]:
         """Yields the decode workers to ask for room, the one with the fewest requests first."""
         if self.speeds is not None:
-            return iter(sorted(candidates, key=lambda name: (self._decode_cost(name), name)))
+            costs = {
+                each: self._weighed("decode", each, self.load(each).num_decodes + 1) for each in candidates
+            }
+            return iter(sorted(costs, key=lambda name: (costs[name], name)))
         self._decode.choose_among(candidates)
         return self._decode.in_order()
 
-    def _decode_cost(self, worker: str) -> float:
-        return self._weighed("decode", worker, self.load(worker).num_decodes + 1)
-
     # Encode and video
-
-    def encoder_with(self, candidates: Collection[str], key: GroupKey) -> str | None:
-        """Returns the candidate that last encoded the group and may still have it."""
-        worker = self._groups.get(key)
-        return worker if worker in candidates else None
 
     def encoder(self, candidates: Collection[str], wanted: str | None = None, num_patches: int = 1) -> str:
         """Returns the wanted candidate, or the one with the fewest outstanding patches.
@@ -263,10 +279,6 @@ class Router:
         """Returns the patches that a worker has, or would have with more, in the time of the fastest one."""
         return self._weighed("encode", worker, self.load(worker).encode_patches + num_more)
 
-    def remember_group(self, worker: str, key: GroupKey) -> None:
-        """Remembers that the worker has encoded the group."""
-        self._groups.set(key, worker)
-
     def video(self, candidates: Collection[str], wanted: str | None = None) -> str:
         """Returns the candidate that has the fewest items of requests in flight, or the wanted one.
 
@@ -281,8 +293,7 @@ class Router:
 
     def forget(self, worker: str) -> None:
         """Forgets what the worker had, which is lost; the caller takes back its counts."""
-        self._prefixes.drop(worker)
-        self._groups.drop(worker)
+        self.contents.forget(worker)
         if self.speeds is not None:
             self.speeds.forget(worker)
         if self._others.pop(worker, None) is not None:

@@ -157,7 +157,7 @@ class MediaFlow:
     def _is_sent_from_cache(self, state: RequestState, group: int) -> bool:
         """Asks the encoder that had the group last for it. Returns whether it still has it."""
         key = group_key(state, group, self._profile.model)
-        name = self._router.encoder_with(self._candidates().taking("encode"), key)
+        name = self._router.contents.encoder(self._candidates().taking("encode"), key)
         if name is None:
             return False
         encoder = self._workers[name].encoder
@@ -286,7 +286,7 @@ class MediaFlow:
         if encoder is not None:
             encoder.release(task)
             worker.wake()  # batches may wait for room
-        self._router.remember_group(worker.name, task.key)
+        self._router.contents.remember_group(worker.name, task.key)
         receiver.deliver(task.key)
         self._take(receiver)
 

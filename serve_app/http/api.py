@@ -54,11 +54,12 @@ from epd.serve_app.http.routes.answer_routes import (
     responses,
 )
 from epd.serve_app.http.routes.file_routes import batch_routes, file_routes
-from epd.serve_app.http.routes.prompt_routes import prompt_routes, server_of
-from epd.serve_app.http.server_state import ApiSettings, ServerState
+from epd.serve_app.http.routes.prompt_routes import prompt_routes
+from epd.serve_app.http.server_state import ApiSettings, ServerState, server_of
 from epd.serve_app.observability import metrics
 from epd.serve_app.observability.figures import log_figures
-from epd.serve_app.service import AnswerService, MediaService, RoleSwitch
+from epd.serve_app.service import AnswerService, MediaService
+from epd.serve_app.service_status import RoleSwitch
 from epd.serve_app.task_group import Tasks
 
 __all__ = ["ApiSettings", "create_api"]
@@ -139,7 +140,8 @@ class _App(FastAPI):
         self._openapi_json: dict[str, bytes] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await (self.pages.found(scope) or super().__call__)(scope, receive, send)
+        page = self.pages.found(scope) if scope.get("method") == "GET" else None
+        await (page or super().__call__)(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

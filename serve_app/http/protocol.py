@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from epd.control.elasticity.replicas import ReplicaAdvice
-from epd.serve_app.service import RetentionStatus, RoleSwitch, WorkerStatus
+from epd.serve_app.service_status import RetentionStatus, RoleSwitch, WorkerStatus
 
 
 class TopLogprob(BaseModel):

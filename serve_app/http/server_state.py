@@ -173,8 +173,15 @@ class ServerState(ChatAnswers):
         if record.is_answer:
             self.metrics.observe(record)
             record.log()
-            if self.tracing.is_on:
+            if self.is_traced:
                 self.tracing.add(record.trace())
+
+
+def server_of(request: Request) -> ServerState:
+    """Returns the state of the server that a request came to."""
+    server = request.app.state.server
+    assert isinstance(server, ServerState)
+    return server
 
 
 async def answer_all(

@@ -32,8 +32,9 @@ from epd.serve_app.media.media_processes import MediaProcesses
 from epd.serve_app.media.media_worker import MediaSettings
 from epd.serve_app.observability.record import RequestRecord
 from epd.serve_app.orchestration.orchestrator import Orchestrator
-from epd.serve_app.service import MediaReference, ServiceStatus
+from epd.serve_app.service import MediaReference
 from epd.serve_app.service_composition import create_service, media_settings, worker_settings
+from epd.serve_app.service_status import ServiceStatus
 from epd.worker_classes import REST
 
 if TYPE_CHECKING:  # it brings the simulator

@@ -29,7 +29,7 @@ from epd.errors import (
 from epd.serve_app.fair_threads import FairThreads
 from epd.serve_app.held_folder import SPOOL_PREFIX, HeldFolder, remove_abandoned
 from epd.serve_app.media.spool_files import ByteBudget, RequestFolder, SpooledFile, refusing_when_full
-from epd.serve_app.service import MediaReference
+from epd.serve_app.service import FetchedItem, MediaReference
 from epd.types import MediaKind, UInt8Array, content_hash
 from epd.video import FetchPolicy, FileIdentity
 
@@ -61,20 +61,14 @@ class FetchedFile:
     start_s: float = 0.0
     end_s: float | None = None
 
+    @property
+    def found(self) -> FetchedItem:
+        """Returns what is said about it to the front."""
+        return FetchedItem(self.facts, self.mm_hash, self.identity.num_bytes)
+
     def open(self) -> video.OpenFile:
         """Opens the exact file that was checked. Raises MediaError."""
         return video.open_file(self.path, self.label, self.identity)
-
-
-@dataclass(frozen=True, slots=True)
-class FetchedMedia:
-    """Holds the files of one request, in the order of its references, until they are closed."""
-
-    files: tuple[FetchedFile, ...]
-    folder: RequestFolder
-
-    def close(self) -> None:
-        self.folder.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +77,6 @@ class IncomingFile:
 
     reference: MediaReference
     path: Path
-    folder: RequestFolder
     num_bytes: int
     num_written: int = 0
 
@@ -169,56 +162,38 @@ class MediaSpool:
             threads.close()
         self._held.remove()
 
-    async def fetch(self, references: Sequence[MediaReference]) -> FetchedMedia:
-        """Returns the media of one request as files, which the caller closes.
+    def new_folder(self, *, is_copy: bool = False) -> RequestFolder:
+        """Returns a folder for the media of one request, which the caller closes.
+
+        is_copy: whether one medium comes from another media worker
+        """
+        most = max(self._policy.max_bytes, self._limits.max_spooled_bytes // _REQUEST_SHARE)
+        return RequestFolder(self.path, self.budget, self._policy.max_bytes if is_copy else most)
+
+    async def fetch(
+        self, references: Sequence[MediaReference], folder: RequestFolder
+    ) -> tuple[FetchedFile, ...]:
+        """Returns the media of one request as files, those that are not files yet in its folder.
 
         Raises MediaError, RequestError for a URL of an unknown kind, OverloadedError when the spool is full,
         StorageFullError when the disk is.
         """
-        most = max(self._policy.max_bytes, self._limits.max_spooled_bytes // _REQUEST_SHARE)
-        folder = RequestFolder(self.path, self.budget, most)
-        try:
-            work = [self._source(one, folder) for one in references]
-            del references  # a data: URL holds a whole medium
-            return FetchedMedia(await self._all(work), folder)
-        except BaseException:
-            folder.close()
-            raise
+        work = [self._source(one, folder) for one in references]
+        del references  # a data: URL holds a whole medium
+        return await _all(work, self._limits.max_s)
 
-    def incoming(self, reference: MediaReference, num_bytes: int) -> IncomingFile:
+    def incoming(self, reference: MediaReference, num_bytes: int, folder: RequestFolder) -> IncomingFile:
         """Returns an empty file for a medium of that many bytes. Raises OverloadedError, StorageFullError."""
-        folder = RequestFolder(self.path, self.budget, self._policy.max_bytes)
-        try:
-            with folder.new_file() as file:
-                file.expect(num_bytes)
-        except BaseException:
-            folder.close()
-            raise
-        return IncomingFile(reference, file.path, folder, num_bytes)
+        with folder.new_file() as file:
+            file.expect(num_bytes)
+        return IncomingFile(reference, file.path, num_bytes)
 
-    async def append(self, incoming: IncomingFile, chunk: UInt8Array) -> FetchedMedia | None:
+    async def append(self, incoming: IncomingFile, chunk: UInt8Array) -> FetchedFile | None:
         """Appends the next bytes. Returns the medium once it is complete. Raises as `fetch`."""
         is_whole = await self._data.run(incoming, partial(incoming.append, chunk))
         if not is_whole:
             return None
-        file = await self._local.run(incoming, partial(self._from_path, incoming.reference, incoming.path))
-        return FetchedMedia((file,), incoming.folder)
-
-    async def _all(self, work: list[Coroutine[None, None, FetchedFile]]) -> tuple[FetchedFile, ...]:
-        """Returns the results in order. The first error, or the end of the request, cancels the others."""
-        tasks = [asyncio.ensure_future(one) for one in work]
-        work.clear()
-        try:
-            async with asyncio.timeout(self._limits.max_s):
-                return tuple(await asyncio.gather(*tasks))
-        except TimeoutError as error:
-            raise MediaLimitError(
-                f"the media of the request took more than {self._limits.max_s:g} s to fetch; allowed that "
-                "much; send fewer, or host them nearer"
-            ) from error
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await self._local.run(incoming, partial(self._from_path, incoming.reference, incoming.path))
 
     async def _source(self, reference: MediaReference, folder: RequestFolder) -> FetchedFile:
         if reference.is_upload:
@@ -296,6 +271,23 @@ class MediaSpool:
             reference.start_s,
             reference.end_s,
         )
+
+
+async def _all(work: list[Coroutine[None, None, FetchedFile]], max_s: float) -> tuple[FetchedFile, ...]:
+    """Returns the results in order. The first error, or the end of the request, cancels the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    work.clear()
+    try:
+        async with asyncio.timeout(max_s):
+            return tuple(await asyncio.gather(*tasks))
+    except TimeoutError as error:
+        raise MediaLimitError(
+            f"the media of the request took more than {max_s:g} s to fetch; allowed that "
+            "much; send fewer, or host them nearer"
+        ) from error
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _scheme(url: str) -> str:

@@ -33,7 +33,8 @@ from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
 from epd.serve_app.media.image_planner import ImagePlanner, jpeg_of
 from epd.serve_app.media.media_processes import MediaProcesses
-from epd.serve_app.media.media_spool import FetchedFile, FetchedMedia, IncomingFile, MediaSpool, SpoolLimits
+from epd.serve_app.media.media_spool import FetchedFile, IncomingFile, MediaSpool, SpoolLimits
+from epd.serve_app.media.spool_files import RequestFolder
 from epd.serve_app.media_messages import (
     FILE_CHUNK_BYTES,
     DecodeOrder,
@@ -88,13 +89,15 @@ class MediaSettings:
 class _Hold:
     """The media of one request.
 
+    files: of its references, in order; None until all are there
     incoming: a medium that is not complete yet
     tasks: fetching or planning them
     streams: ids of those opened
     """
 
     owner: str
-    media: FetchedMedia | None = None
+    folder: RequestFolder
+    files: tuple[FetchedFile, ...] | None = None
     incoming: IncomingFile | None = None
     images: dict[int, PlannedMedia] = field(default_factory=dict)
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -229,7 +232,7 @@ class MediaWorker:
 
     def file_of(self, item: HeldItem) -> FetchedFile:
         """Returns the file of a medium. Raises UnavailableError for one that is not held here."""
-        return self._media_of(self._held(item.hold)).files[item.item]
+        return self._files_of(self._held(item.hold))[item.item]
 
     def _held(self, name: str) -> _Hold:
         hold = self._holds.get(name)
@@ -237,10 +240,10 @@ class MediaWorker:
             raise NotHeldError("the media are not held by this worker; fetch them again")
         return hold
 
-    def _media_of(self, hold: _Hold) -> FetchedMedia:
-        if hold.media is None:
+    def _files_of(self, hold: _Hold) -> tuple[FetchedFile, ...]:
+        if hold.files is None:
             raise NotHeldError("the media have not been fetched yet; wait for them")
-        return hold.media
+        return hold.files
 
     # In the event loop
 
@@ -254,24 +257,23 @@ class MediaWorker:
     async def _fetch(self, message: FetchMedia, owner: str) -> tuple[FetchedItem, ...]:
         name = message.hold
         hold = self._new_hold(name, owner or owner_of(name))
-        fetching = self._spool.fetch(message.references)
+        fetching = self._spool.fetch(message.references, hold.folder)
         del message  # a data: URL holds a whole medium
         try:
-            media: FetchedMedia = await self._in_hold(hold, fetching)
+            files: tuple[FetchedFile, ...] = await self._in_hold(hold, fetching)
         except BaseException:
             self._drop(hold)
             raise
         if self._holds.get(name) is not hold:
-            media.close()
             raise _released()
-        hold.media = media
-        return tuple(FetchedItem(each.facts, each.mm_hash, each.identity.num_bytes) for each in media.files)
+        hold.files = files
+        return tuple(each.found for each in files)
 
-    def _new_hold(self, name: str, owner: str) -> _Hold:
+    def _new_hold(self, name: str, owner: str, *, is_copy: bool = False) -> _Hold:
         with self._lock:
             if name in self._released or name in self._holds:
                 raise CancelledError(f"the hold '{name}' is not new; fetch under another name")
-            hold = self._holds[name] = _Hold(owner)
+            hold = self._holds[name] = _Hold(owner, self._spool.new_folder(is_copy=is_copy))
             return hold
 
     async def _in_hold(self, hold: _Hold, work: Coroutine[Any, Any, Any]) -> Any:
@@ -285,7 +287,7 @@ class MediaWorker:
 
     async def _plan(self, message: PlanImages) -> tuple[MediaPlan, ...]:
         hold = self._held(message.hold)
-        files = self._media_of(hold).files
+        files = self._files_of(hold)
         missing = [item for item in message.items if item not in hold.images]
         planning = self._images.planned(hold, [files[item] for item in missing])
         images = dict(zip(missing, await self._in_hold(hold, planning), strict=True))
@@ -299,23 +301,23 @@ class MediaWorker:
         if chunk is None:
             raise NotHeldError("the bytes of the medium did not come with the message; send them again")
         if message.start == 0:
-            hold = self._new_hold(message.hold, owner or owner_of(message.hold))
+            hold = self._new_hold(message.hold, owner or owner_of(message.hold), is_copy=True)
         else:
             hold = self._held(message.hold)
         try:
             if hold.incoming is None:
                 reference = MediaReference(message.kind, "", message.label)
-                hold.incoming = self._spool.incoming(reference, message.num_bytes)
+                hold.incoming = self._spool.incoming(reference, message.num_bytes, hold.folder)
             if hold.incoming.num_written != message.start:
                 raise NotHeldError("a part of the medium is missing; send it again from its start")
-            hold.media = await self._in_hold(hold, self._spool.append(hold.incoming, chunk))
+            file: FetchedFile | None = await self._in_hold(hold, self._spool.append(hold.incoming, chunk))
         except BaseException:
             self._drop(hold)
             raise
-        if hold.media is None:
+        if file is None:
             return None
-        [file] = hold.media.files
-        return FetchedItem(file.facts, file.mm_hash, file.identity.num_bytes)
+        hold.files = (file,)
+        return file.found
 
     async def _release(self, name: str) -> None:
         with self._lock:
@@ -350,10 +352,7 @@ class MediaWorker:
             self._frames.close_stream(stream_id)
         self._images.give_back(hold.images)
         hold.images = {}
-        if hold.media is not None:
-            hold.media.close()
-        if hold.incoming is not None:
-            hold.incoming.folder.close()
+        hold.folder.close()
 
     # In threads
 

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from epd.serve_app.observability.record import AMOUNTS, RequestRecord, seconds_by_stage
-from epd.serve_app.service import RetentionStatus, ServiceStatus
+from epd.serve_app.service_status import RetentionStatus, ServiceStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)

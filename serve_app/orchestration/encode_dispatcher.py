@@ -30,65 +30,31 @@ class _Dispatched:
     group: MediaGroup
 
 
-class EncodeDispatcher:
-    """Dispatches the groups of all requests of one orchestrator."""
+class Encoders:
+    """Chooses the encoder of the next group, and waits for room at one."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        router: Router,
-        *,
-        max_backlog_patches: int,
-        unavailable_s: float = 60.0,
-        stall_s: float = 180.0,
+        self, fleet: Fleet, router: Router, max_backlog_patches: int, unavailable_s: float, stall_s: float
     ) -> None:
-        """Starts without groups in flight.
-
-        max_backlog_patches: an encoder with more outstanding patches gets no more groups
-        unavailable_s: how long to wait while no encoder is alive
-        stall_s: how long to wait while no encoder completes a group
-        """
+        """Arguments as of `EncodeDispatcher`."""
         self._fleet = fleet
         self._router = router
         self._max_backlog = max_backlog_patches
-        self._dispatched: dict[str, _Dispatched] = {}
         self._has_room = asyncio.Event()
         self._unavailable_s = unavailable_s
         self._stall_s = stall_s
         self._freed_s = float("-inf")  # when an encoder last completed a group, in the event loop's time
 
-    def __len__(self) -> int:
-        """Returns the number of tickets that encoders have."""
-        return len(self._dispatched)
-
-    def groups_at(self, worker: str) -> list[tuple[str, int]]:
-        """Returns the groups that an encoder has: request and number of the group."""
-        mine = [each.grant for each in self._dispatched.values() if each.worker == worker]
-        return [(grant.request_id, grant.group) for grant in mine]
-
-    def encoders_of(self, request_id: str) -> frozenset[str]:
-        """Returns the encoders that have groups of a request."""
-        return frozenset(
-            each.worker for each in self._dispatched.values() if each.grant.request_id == request_id
-        )
-
-    def next_encoder(self, wanted: str | None, num_patches: int) -> str | None:
-        """Returns the encoder that the next group should wait for; None if none is alive.
-
-        wanted: as in `encoder`. num_patches: of the group.
-        """
-        alive = self._alive()
-        return self._router.encoder(alive, wanted, num_patches) if alive else None
-
-    def sends_groups(self, sharding: Sharding, prefill_worker: str) -> bool:
-        """Returns whether groups of a request go from encoders to another worker."""
-        return sends_groups(sharding, self._alive(), prefill_worker)
-
     def wake(self) -> None:
         """Rechecks the encoders, which may have been added or changed."""
         self._has_room.set()
 
-    async def encoder(
+    def freed(self) -> None:
+        """Notes that an encoder has completed a group, or has it no longer."""
+        self._freed_s = asyncio.get_running_loop().time()
+        self._has_room.set()
+
+    async def next(
         self,
         wanted: str | None = None,
         allowed: Allowed = list,
@@ -125,12 +91,63 @@ class EncodeDispatcher:
         if full_s > self._stall_s:
             raise UnavailableError(f"no encoder finished a group for {full_s:.0f} s; retry later")
 
-    def encoder_with(self, group: MediaGroup) -> str | None:
+    def preferred(self, wanted: str | None, num_patches: int) -> str | None:
+        """Returns the encoder that the next group should wait for; None if none is alive.
+
+        wanted: as in `next`. num_patches: of the group.
+        """
+        alive = self._alive()
+        return self._router.encoder(alive, wanted, num_patches) if alive else None
+
+    def with_group(self, group: MediaGroup) -> str | None:
         """Returns the encoder that may have the group in its cache."""
-        return self._router.encoder_with(self._alive(), group.spec.key)
+        return self._router.contents.encoder(self._alive(), group.spec.key)
+
+    def sends_groups(self, sharding: Sharding, prefill_worker: str) -> bool:
+        """Returns whether groups of a request go from encoders to another worker."""
+        return sends_groups(sharding, self._alive(), prefill_worker)
 
     def _alive(self) -> list[str]:
         return [info.name for info in self._fleet.workers.values() if info.takes("encode")]
+
+
+class EncodeDispatcher:
+    """Dispatches the groups of all requests of one orchestrator. encoders: chooses who gets the next one."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        router: Router,
+        *,
+        max_backlog_patches: int,
+        unavailable_s: float = 60.0,
+        stall_s: float = 180.0,
+    ) -> None:
+        """Starts without groups in flight.
+
+        max_backlog_patches: an encoder with more outstanding patches gets no more groups
+        unavailable_s: how long to wait while no encoder is alive
+        stall_s: how long to wait while no encoder completes a group
+        """
+        self.encoders = Encoders(fleet, router, max_backlog_patches, unavailable_s, stall_s)
+        self._fleet = fleet
+        self._router = router
+        self._dispatched: dict[str, _Dispatched] = {}
+
+    def __len__(self) -> int:
+        """Returns the number of tickets that encoders have."""
+        return len(self._dispatched)
+
+    def groups_at(self, worker: str) -> list[tuple[str, int]]:
+        """Returns the groups that an encoder has: request and number of the group."""
+        mine = [each.grant for each in self._dispatched.values() if each.worker == worker]
+        return [(grant.request_id, grant.group) for grant in mine]
+
+    def encoders_of(self, request_id: str) -> frozenset[str]:
+        """Returns the encoders that have groups of a request."""
+        return frozenset(
+            each.worker for each in self._dispatched.values() if each.grant.request_id == request_id
+        )
 
     def record(self, worker: str, receiver: str, granted: Grant, group: MediaGroup) -> None:
         """Reserves this encoder for the group; `give` follows."""
@@ -170,7 +187,7 @@ class EncodeDispatcher:
         for transfer_id in transfer_ids:
             dispatched = self._forget(transfer_id)
             if dispatched is not None:
-                self._router.remember_group(dispatched.worker, dispatched.group.spec.key)
+                self._router.contents.remember_group(dispatched.worker, dispatched.group.spec.key)
 
     async def drop_request(self, request_id: str, readers: Iterable[NamedPeer] = ()) -> None:
         """Drops the groups of an ended request, notifies encoders, and regrants groups others still want.
@@ -219,12 +236,11 @@ class EncodeDispatcher:
         await self._reissue_all(
             [i for i, dispatched in self._dispatched.items() if dispatched.worker == worker]
         )
-        self.wake()
+        self.encoders.wake()
 
     def _forget(self, transfer_id: str) -> _Dispatched | None:
         dispatched = self._dispatched.pop(transfer_id, None)
         if dispatched is not None:
             self._router.add(dispatched.worker, encode_patches=-dispatched.group.spec.num_patches)
-            self._freed_s = asyncio.get_running_loop().time()
-            self.wake()
+            self.encoders.freed()
         return dispatched

@@ -147,7 +147,7 @@ class Evacuations:
             self._running.discard(first.name)
             self._shared.router.forget(first.name)
             self._shared.wake()
-            self._shared.dispatcher.wake()
+            self._shared.dispatcher.encoders.wake()
 
     def _leaving_now(self, first: WorkerInfo) -> WorkerInfo | None:
         info = self._shared.fleet.workers.get(first.name)

@@ -168,7 +168,7 @@ class EventReader:
             case WorkerBack() | WorkerChanged():
                 self.evacuations.changed(event.name)
                 self.replacement.look()
-                self.shared.dispatcher.wake()
+                self.shared.dispatcher.encoders.wake()
                 self.shared.wake()
             case FleetBroken():
                 self.shared.requests.loops.gone.append(event.loop)
@@ -212,7 +212,7 @@ class EventReader:
             self.shared.router.set_reported(report.worker, report.load.work)
         if before is None or has_freed(before, report.load):
             self.shared.wake()
-            self.shared.dispatcher.wake()
+            self.shared.dispatcher.encoders.wake()
 
     def _guarded(self, request_id: str, take: Callable[..., None], *arguments: object) -> None:
         try:

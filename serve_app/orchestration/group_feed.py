@@ -48,7 +48,7 @@ _MAX_READS = 5  # of one group, with workers that are alive
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.05  # until another encoder is asked
-_Reader = tuple[int, int]  # an item, and one of its readers
+_Place = tuple[int, int]  # an item, and one of its readers
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,112 +79,24 @@ def plan_runs(num_groups: int, num_readers: int) -> tuple[GroupRun, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """A stream of a run's groups at a media worker."""
-
-    worker: str
-    id: str
-    run: GroupRun
-
-
-class _Lane:
-    """Reads some of an item's groups, one after another.
-
-    wanted: the worker to read from while it has the item; None for any that has it
-    """
-
-    def __init__(
-        self, shared: Shared, media: FleetMedia, losses: LossCounter, attempt: Attempt, item: int, name: str
-    ) -> None:
-        self.wanted: str | None = None
-        self._shared = shared
-        self._fleet = shared.fleet
-        self._media = media
-        self._losses = losses
-        self._attempt = attempt
-        self._item = item
-        self._name = name
-        self._source = attempt.answer.request.media[item]
-        self._stream: _Stream | None = None
-        self._num_streams = 0
-
-    async def read(self, group: MediaGroup, run: GroupRun, patience_s: float) -> tuple[int, Bulk]:
-        """See `ItemFrames.read`."""
-        deadline = asyncio.get_running_loop().time() + patience_s
-        num_reads, pause_s = 0, _READ_RETRY_S
-        while True:
-            worker, held = await self._place()
-            try:
-                num_reads += 1
-                with self._shared.asking(self._attempt, worker):
-                    return await self._read(worker, held, group, run)
-            except UnavailableError as error:
-                if isinstance(error, WorkerLostError | NotHeldError):
-                    self._media.leave(self._source, worker)
-                await self.close()
-                if num_reads >= _MAX_READS or asyncio.get_running_loop().time() > deadline:
-                    raise
-                await asyncio.sleep(pause_s)
-                await self._losses.check(self._attempt.answer.request)
-                pause_s = min(2 * pause_s, _MAX_RETRY_S)
-
-    async def _place(self) -> tuple[str, HeldItem]:
-        """Returns a worker that has the item, ready to be read."""
-        if self._source.kind != "video":
-            return await self._media.image(self._source)
-        if self.wanted is not None:
-            held = await self._media.lend(self._source, self.wanted)
-            if held is not None:
-                return self.wanted, held
-            self.wanted = None
-        return await self._media.place(self._source)
-
-    async def _read(self, worker: str, held: HeldItem, group: MediaGroup, run: GroupRun) -> tuple[int, Bulk]:
-        if self._source.kind != "video":
-            return await self._fleet.fetch("video", worker, ReadImage(held, group.start, group.stop))
-        stream, order = self._stream, None
-        if stream is None or (stream.worker, stream.run) != (worker, run):
-            await self.close()
-            self._num_streams += 1
-            stream_id = f"{self._attempt.id}/{self._item}/{self._name}.{self._num_streams}"
-            stream = self._stream = _Stream(worker, stream_id, run)
-            self._media.reading[worker] += 1
-            order = self._order(held, run)
-        message = ReadFrames(stream.id, group.index - run.start, order)
-        return await self._fleet.fetch("video", worker, message)
-
-    def _order(self, held: HeldItem, run: GroupRun) -> DecodeOrder:
-        """Returns the order for the groups of a run."""
-        plan = self._attempt.answer.plan
-        whole = plan.media[self._item]
-        sizes = tuple(group.num_frames for group in plan.groups if group.item == self._item)
-        return DecodeOrder(held, whole.times_s, sizes, whole.size).groups(run.start, run.stop)
-
-    async def close(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            self._media.reading[stream.worker] -= 1
-            await send_surely(self._fleet, "video", stream.worker, CloseStream(stream.id))
-
-
 class ItemFrames:
-    """Reads the frames of one item. Lanes may be read at once, each in order."""
+    """Reads the frames of one item. Readers may read at once, each in order.
+
+    shared, media, losses, attempt, item: what its readers read, and by what
+    """
 
     def __init__(
         self, shared: Shared, media: FleetMedia, losses: LossCounter, attempt: Attempt, item: int
     ) -> None:
         """Chooses the readers of a long video among the workers that read nothing now."""
+        self.shared, self.media, self.losses = shared, media, losses
+        self.attempt, self.item = attempt, item
+        self.source = attempt.answer.request.media[item]
         num_groups = sum(group.item == item for group in attempt.answer.plan.groups)
-        source = attempt.answer.request.media[item]
-        others = media.spare_workers(source) if source.kind == "video" else []
+        others = media.spare_workers(self.source) if self.source.kind == "video" else []
         self._runs = plan_runs(num_groups, 1 + len(others))
-        self._readers = [
-            _Lane(shared, media, losses, attempt, item, str(number))
-            for number in range(1 + max(run.reader for run in self._runs))
-        ]
-        for reader, worker in zip(self._readers[1:], others, strict=False):
-            reader.wanted = worker
+        workers = [None, *others][: 1 + max(run.reader for run in self._runs)]
+        self._readers = [_Reader(self, str(number), worker) for number, worker in enumerate(workers)]
 
     def reader_of(self, group: MediaGroup) -> int:
         """Returns the number of the reader of a group."""
@@ -205,6 +117,79 @@ class ItemFrames:
         """Closes the streams."""
         for reader in self._readers:
             await reader.close()
+
+
+class _Reader:
+    """Reads some of an item's groups, one after another, by one stream at a time."""
+
+    def __init__(self, frames: ItemFrames, name: str, wanted: str | None) -> None:
+        """wanted: the worker to read from while it has the item; None for any that has it."""
+        self._frames = frames
+        self._name = name
+        self._wanted = wanted
+        self._stream: tuple[str, GroupRun, str] | None = None  # its worker, its groups, its id
+        self._num_streams = 0
+
+    async def read(self, group: MediaGroup, run: GroupRun, patience_s: float) -> tuple[int, Bulk]:
+        """See `ItemFrames.read`."""
+        item, deadline = self._frames, asyncio.get_running_loop().time() + patience_s
+        num_reads, pause_s = 0, _READ_RETRY_S
+        while True:
+            worker, held = await self._place()
+            try:
+                num_reads += 1
+                with item.shared.asking(item.attempt, worker):
+                    return await self._read(worker, held, group, run)
+            except UnavailableError as error:
+                if isinstance(error, WorkerLostError | NotHeldError):
+                    item.media.leave(item.source, worker)
+                await self.close()
+                if num_reads >= _MAX_READS or asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(pause_s)
+                await item.losses.check(item.attempt.answer.request)
+                pause_s = min(2 * pause_s, _MAX_RETRY_S)
+
+    async def _place(self) -> tuple[str, HeldItem]:
+        """Returns a worker that has the item, ready to be read."""
+        media, source = self._frames.media, self._frames.source
+        if source.kind != "video":
+            return await media.image(source)
+        if self._wanted is not None:
+            held = await media.lend(source, self._wanted)
+            if held is not None:
+                return self._wanted, held
+            self._wanted = None
+        return await media.place(source)
+
+    async def _read(self, worker: str, held: HeldItem, group: MediaGroup, run: GroupRun) -> tuple[int, Bulk]:
+        item, fleet = self._frames, self._frames.shared.fleet
+        if item.source.kind != "video":
+            return await fleet.fetch("video", worker, ReadImage(held, group.start, group.stop))
+        order = None
+        if self._stream is None or self._stream[:2] != (worker, run):
+            await self.close()
+            self._num_streams += 1
+            stream_id = f"{item.attempt.id}/{item.item}/{self._name}.{self._num_streams}"
+            self._stream = worker, run, stream_id
+            item.media.reading[worker] += 1
+            order = self._order(held, run)
+        message = ReadFrames(self._stream[2], group.index - run.start, order)
+        return await fleet.fetch("video", worker, message)
+
+    def _order(self, held: HeldItem, run: GroupRun) -> DecodeOrder:
+        """Returns the order for the groups of a run."""
+        plan, item = self._frames.attempt.answer.plan, self._frames.item
+        whole = plan.media[item]
+        sizes = tuple(group.num_frames for group in plan.groups if group.item == item)
+        return DecodeOrder(held, whole.times_s, sizes, whole.size).groups(run.start, run.stop)
+
+    async def close(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            worker, _, stream_id = stream
+            self._frames.media.reading[worker] -= 1
+            await send_surely(self._frames.shared.fleet, "video", worker, CloseStream(stream_id))
 
 
 class _SentGroups:
@@ -282,7 +267,7 @@ class GroupFeed:
         self._isolation = isolation
         self._attempt = attempt
         self._last_encoder: str | None = None
-        self._granted: dict[_Reader, asyncio.Queue[Grant]] = {}
+        self._granted: dict[_Place, asyncio.Queue[Grant]] = {}
         self._frames: dict[int, ItemFrames] = {}  # by item
         self._readings = _Readings(shared.fleet, attempt)
         self._sent = _SentGroups()
@@ -321,7 +306,7 @@ class GroupFeed:
             logger.exception("dispatching the groups of an item failed")
             self._attempt.fail(InternalError.of(error))
 
-    async def _serve_reader(self, reader: _Reader) -> None:
+    async def _serve_reader(self, reader: _Place) -> None:
         queue, plan = self._granted[reader], self._attempt.answer.plan
         while True:
             granted = await queue.get()
@@ -343,12 +328,12 @@ class GroupFeed:
         group = self._attempt.answer.plan.groups[granted.group]
         if self._readings.is_of_several(granted):
             reader = self._reader(granted, group)
-            name = await self._dispatcher.encoder(reader, allowed, lambda: not self._sent.awaits(group))
+            name = await self._dispatcher.encoders.next(reader, allowed, lambda: not self._sent.awaits(group))
             if not self._readings.give_to(name, granted):
                 self._attempt.end(Outcome.TAKEN_BACK)
                 await asyncio.Event().wait()  # until the feed is stopped
             return name
-        self._last_encoder = await self._dispatcher.encoder(
+        self._last_encoder = await self._dispatcher.encoders.next(
             self._wanted_encoder(), allowed, num_patches=group.spec.num_patches
         )
         return self._last_encoder
@@ -366,19 +351,19 @@ class GroupFeed:
         known = self._attempt.readers.get(granted.ticket.key.reading)
         if known is not None:
             return known.name
-        name = self._dispatcher.next_encoder(self._wanted_encoder(), group.spec.num_patches)
+        name = self._dispatcher.encoders.preferred(self._wanted_encoder(), group.spec.num_patches)
         if name is not None and self._readings.give_to(name, granted):
             self._last_encoder = name
         return name
 
     async def _from_cache(self, granted: Grant) -> bool:
         group = self._attempt.answer.plan.groups[granted.group]
-        worker = self._dispatcher.encoder_with(group)
+        worker = self._dispatcher.encoders.with_group(group)
         reader = self._attempt.readers.get(granted.ticket.key.reading)
         if self._shared.config.cache_dir is not None and (worker is None or reader is not None):
             wanted = self._wanted_encoder() if reader is None else reader.name
             allowed = partial(self._isolation.allowed, self._attempt, ("encode", granted.group))
-            worker = await self._dispatcher.encoder(wanted, allowed, needs_room=lambda: False)
+            worker = await self._dispatcher.encoders.next(wanted, allowed, needs_room=lambda: False)
         if worker is None or not self._isolation.allowed(self._attempt, ("encode", granted.group), [worker]):
             return False
         if self._readings.is_of_several(granted) and not self._readings.give_to(worker, granted):

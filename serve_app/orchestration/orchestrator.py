@@ -45,15 +45,8 @@ from epd.serve_app.orchestration.retention import LoadRetention
 from epd.serve_app.orchestration.role_switch import RoleSwitcher, SwitchRequest
 from epd.serve_app.orchestration.substituted import SubstitutedFrames
 from epd.serve_app.orchestration.watchdog import Watchdog
-from epd.serve_app.service import (
-    AnswerItem,
-    AnswerRequest,
-    Estimate,
-    MediaSize,
-    ModelCard,
-    RoleSwitch,
-    ServiceStatus,
-)
+from epd.serve_app.service import AnswerItem, AnswerRequest, Estimate, MediaSize, ModelCard
+from epd.serve_app.service_status import RoleSwitch, ServiceStatus
 from epd.topology import Stage, topology_name
 
 _DRAIN_POLL_S = 0.05
@@ -88,15 +81,15 @@ class Orchestrator:
         self.media = FleetMedia(
             fleet, shared.router, shared.requests.loads, owner=owner, patience_s=config.unavailable_s
         )
-        self._evacuations = Evacuations(shared, self._placement.moves, self._roll_back_abandoned)
-        self.replacement = Replacement(shared, self.switcher.switch, lambda: self.leads)
+        self._evacuations = Evacuations(shared, self._placement.moves, self.switcher.roll_back_if_leading)
+        self.replacement = Replacement(shared, self.switcher.switch, lambda: self.switcher.leads)
         self.elastic = ElasticityLoop(
-            shared, self.arrivals, config.elastic, self.switcher.switch, lambda: self.leads
+            shared, self.arrivals, config.elastic, self.switcher.switch, lambda: self.switcher.leads
         )
         self.retention = None if config.retention is None else LoadRetention(config.retention, shared)
         self._substituted = SubstitutedFrames(folder=config.cache_dir)
-        self._numbers = count(1)
-        self._leads, self._is_draining = True, False
+        self._runner = AttemptRunner(shared, self.media, self.losses, self.isolation, self._placement, owner)
+        self._is_draining = False
         self._threads = ThreadPoolExecutor(config.num_planning_threads, thread_name_prefix="planning")
         self.prompts = Prompts(planner, self._plan, self._threads)
 
@@ -163,7 +156,7 @@ class Orchestrator:
         self.arrivals.arrived(self.requests.clock(), plan.work)
         if self.retention is not None:
             self.retention.arrived(plan)
-        running = self.requests.tasks.spawn(self._run(answer, deadline_s))
+        running = self.requests.tasks.spawn(self._runner.run(answer, deadline_s))
         try:
             async for items in answer.items.all():
                 yield items
@@ -186,73 +179,10 @@ class Orchestrator:
                 return plan
             return await loop.run_in_executor(self._threads, self._planner.plan, request, images)
 
-    async def _run(self, answer: LiveAnswer, deadline_s: float) -> None:
-        """Runs all attempts at a request. The error that ends it reaches the consumer through the answer."""
-        try:
-            is_new = True
-            while answer.num_losses < self.config.max_attempts:
-                attempt = Attempt(next(self._numbers), answer, self.router, self.owner)
-                self.losses.begin(attempt)
-                num_losses = answer.num_losses
-                outcome = await self._try(attempt, deadline_s, is_new=is_new)
-                if outcome is Outcome.COMPLETE:
-                    self.losses.answered(attempt)
-                    answer.finish(attempt.decode_worker)
-                    return
-                is_new = False
-                if outcome is Outcome.LOST:
-                    answer.num_losses = max(answer.num_losses, num_losses + 1)
-                    self.requests.counters["retries"] += 1
-                answer.num_retries += 1
-                answer.forget_early()
-                await self.losses.check(answer.request)
-            raise UnavailableError(
-                f"the request was lost with {self.config.max_attempts} workers in turn; retry"
-            )
-        except asyncio.CancelledError:
-            answer.items.fail(UnavailableError("the server was shut down; retry when it is back"))
-            raise
-        except Exception as error:  # noqa: BLE001 - the consumer waits for it
-            answer.items.fail(error)
-
-    async def _try(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> Outcome:
-        feed = GroupFeed(self._shared, self.media, self.losses, self.isolation, attempt)
-        attempt.on_grant = feed.grant
-        self.requests.begin(attempt)
-        outcome = None
-        try:
-            await self._placement.place(attempt, deadline_s, is_new=is_new)
-            outcome = await attempt.wait()
-            return outcome
-        finally:
-            feed.stop()  # before anything is freed, so that nothing is sent afterwards
-            self.requests.leave(attempt)
-            is_complete = outcome is Outcome.COMPLETE
-            self.requests.tasks.spawn(self._free(attempt, feed, is_complete=is_complete))
-
-    async def _free(self, attempt: Attempt, feed: GroupFeed, *, is_complete: bool) -> None:
-        """Frees everything that an attempt holds anywhere."""
-        if not is_complete:
-            await asyncio.gather(
-                *(self._abort(attempt, worker) for worker in sorted(attempt.placement.touched))
-            )
-            await self._shared.dispatcher.drop_request(attempt.id, attempt.readers.values())
-        await feed.close()
-        self._shared.wake()
-
-    async def _abort(self, attempt: Attempt, worker: str) -> None:
-        stage: Stage = "prefill" if worker == attempt.prefill_worker else "decode"
-        await send_surely(self._shared.fleet, stage, worker, Abort((attempt.id,)))
-
     @property
     def attempts(self) -> Mapping[str, Attempt]:
         """Returns a view of the attempts that have not ended, by id."""
         return self.requests.attempts
-
-    @property
-    def _is_open(self) -> bool:
-        """Returns whether requests are accepted and the loops that they need are running."""
-        return not self._is_draining and not self.requests.loops.gone
 
     @property
     def num_attempts(self) -> int:
@@ -268,28 +198,12 @@ class Orchestrator:
 
     async def switch_roles(self, worker: str, roles: frozenset[Stage]) -> RoleSwitch:
         """See `AnswerService`. Asks the orchestrator that leads, if that is another one."""
-        if self._leads:
+        if self.switcher.leads:
             return await self.switcher.switch(worker, roles)
         if self.ask_leader is None:
             raise UnavailableError("another replica of the server switches roles; send the request again")
         switch: RoleSwitch = await self.ask_leader(SwitchRequest(worker, roles))
         return switch
-
-    @property
-    def leads(self) -> bool:
-        """Returns whether this orchestrator switches roles: of those that share the workers, one does."""
-        return self._leads
-
-    @leads.setter
-    def leads(self, leads: bool) -> None:
-        begins, self._leads = leads and not self._leads, leads
-        if begins:
-            self._roll_back_abandoned()
-
-    def _roll_back_abandoned(self) -> None:
-        """Ends switches of a front that is gone. A worker may say that it leaves after another one leads."""
-        if self._leads:
-            self.requests.tasks.spawn(self.switcher.roll_back_abandoned())
 
     def share(self, others: QueueSummary | None) -> None:
         """Sets what waits at other orchestrators over the same workers. None: there are none."""
@@ -312,7 +226,7 @@ class Orchestrator:
             counters.update(load.counters)
         counters["refused"] = self.queue.num_refused
         return ServiceStatus(
-            is_ready=has_all_roles(infos) and self._is_open,
+            is_ready=has_all_roles(infos) and not self._is_draining and not self.requests.loops.gone,
             topology=topology_name([info.roles for info in infos]),
             workers=worker_statuses(infos, loads, self.requests.switching),
             counters=dict(counters),
@@ -335,6 +249,86 @@ def _shared(fleet: Fleet, config: OrchestratorConfig) -> Shared:
         stall_s=config.stall_timeout_s,
     )
     return Shared(fleet, router, AdmissionQueue(config.max_waiting), dispatcher, Requests(), config)
+
+
+class AttemptRunner:
+    """Runs attempts at an answer, one after another, until one of them has completed it."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        media: FleetMedia,
+        losses: LossCounter,
+        isolation: Isolation,
+        placement: RequestPlacer,
+        owner: str,
+    ) -> None:
+        """Stands on an orchestrator's parts. owner: its id, in those of attempts."""
+        self._shared = shared
+        self._requests = shared.requests
+        self._max_attempts = shared.config.max_attempts
+        self._media = media
+        self._losses = losses
+        self._isolation = isolation
+        self._placement = placement
+        self._owner = owner
+        self._numbers = count(1)
+
+    async def run(self, answer: LiveAnswer, deadline_s: float) -> None:
+        """Runs all attempts at a request. The error that ends it reaches the consumer through the answer."""
+        try:
+            is_new = True
+            while answer.num_losses < self._max_attempts:
+                attempt = Attempt(next(self._numbers), answer, self._shared.router, self._owner)
+                self._losses.begin(attempt)
+                num_losses = answer.num_losses
+                outcome = await self._try(attempt, deadline_s, is_new=is_new)
+                if outcome is Outcome.COMPLETE:
+                    self._losses.answered(attempt)
+                    answer.finish(attempt.decode_worker)
+                    return
+                is_new = False
+                if outcome is Outcome.LOST:
+                    answer.num_losses = max(answer.num_losses, num_losses + 1)
+                    self._requests.counters["retries"] += 1
+                answer.num_retries += 1
+                answer.forget_early()
+                await self._losses.check(answer.request)
+            raise UnavailableError(f"the request was lost with {self._max_attempts} workers in turn; retry")
+        except asyncio.CancelledError:
+            answer.items.fail(UnavailableError("the server was shut down; retry when it is back"))
+            raise
+        except Exception as error:  # noqa: BLE001 - the consumer waits for it
+            answer.items.fail(error)
+
+    async def _try(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> Outcome:
+        feed = GroupFeed(self._shared, self._media, self._losses, self._isolation, attempt)
+        attempt.on_grant = feed.grant
+        self._requests.begin(attempt)
+        outcome = None
+        try:
+            await self._placement.place(attempt, deadline_s, is_new=is_new)
+            outcome = await attempt.wait()
+            return outcome
+        finally:
+            feed.stop()  # before anything is freed, so that nothing is sent afterwards
+            self._requests.leave(attempt)
+            is_complete = outcome is Outcome.COMPLETE
+            self._requests.tasks.spawn(self._free(attempt, feed, is_complete=is_complete))
+
+    async def _free(self, attempt: Attempt, feed: GroupFeed, *, is_complete: bool) -> None:
+        """Frees everything that an attempt holds anywhere."""
+        if not is_complete:
+            await asyncio.gather(
+                *(self._abort(attempt, worker) for worker in sorted(attempt.placement.touched))
+            )
+            await self._shared.dispatcher.drop_request(attempt.id, attempt.readers.values())
+        await feed.close()
+        self._shared.wake()
+
+    async def _abort(self, attempt: Attempt, worker: str) -> None:
+        stage: Stage = "prefill" if worker == attempt.prefill_worker else "decode"
+        await send_surely(self._shared.fleet, stage, worker, Abort((attempt.id,)))
 
 
 class Prompts:

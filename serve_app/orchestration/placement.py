@@ -139,7 +139,7 @@ class RequestPlacer:
         config = self._shared.config
         if attempt.answer.num_retries or attempt.answer.plan.prompt.reduction is None:
             return False
-        return self._shared.dispatcher.sends_groups(config.sharding, attempt.prefill_worker)
+        return self._shared.dispatcher.encoders.sends_groups(config.sharding, attempt.prefill_worker)
 
     def _seems_to_have_room(self, attempt: Attempt) -> bool:
         """Returns whether the prompt may be submitted before the decode worker has said that it has room.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from epd.control.elasticity.assignment import helper_for, replacement_for
 from epd.control.elasticity.cluster import Roles, WorkerStanding
@@ -15,7 +15,7 @@ from epd.control.elasticity.controller import Switch
 from epd.errors import EPDError
 from epd.serve_app.messages import WorkerLoad
 from epd.serve_app.orchestration.requests import Shared
-from epd.serve_app.service import RoleSwitch
+from epd.serve_app.service_status import RoleSwitch
 from epd.serve_app.worker_info import WorkerInfo
 from epd.topology import Stage
 
@@ -77,17 +77,11 @@ class Replacement:
 
         Where a place is vacant, all that were to come are there.
         """
-        infos = self._infos()
+        infos, loads = self._infos(), self._shared.requests.loads
         if not self._vacated:
-            return [self._standing(info) for info in infos]
-        there = [self._standing(info) for info in infos if info.is_alive]
+            return [_standing(info, loads) for info in infos]
+        there = [_standing(info, loads) for info in infos if info.is_alive]
         return [*there, WorkerStanding(_VACATED, self._vacated, 0.0, {}, 0)]
-
-    def _standing(self, info: WorkerInfo) -> WorkerStanding:
-        load = self._shared.requests.loads.get(info.name, _NO_LOAD)
-        work = {stage: float(load.num_waiting + load.num_running) for stage in info.own_roles}
-        is_busy = bool(info.leaving) or not info.is_alive
-        return WorkerStanding(info.name, info.own_roles, 0.0, work, load.num_running, is_switching=is_busy)
 
     async def _replace(self, switch: Switch) -> None:
         logger.info("worker %s takes the roles of one that leaves, or is lost", switch.worker)
@@ -128,10 +122,20 @@ class Replacement:
             await self._lend()
 
     async def _lend(self) -> None:
-        switch = helper_for([self._standing(each) for each in self._infos() if each.is_alive])
+        switch = helper_for(
+            [_standing(each, self._shared.requests.loads) for each in self._infos() if each.is_alive]
+        )
         if switch is None:
             return
         logger.warning("no worker encodes: %s does so besides, slower, until another one does", switch.worker)
         self._num_without = -_PAUSE_LOOKS
         if await self._try(switch.worker, switch.roles, _ENCODE):
             self._shared.requests.counters["encode_fallbacks"] += 1
+
+
+def _standing(info: WorkerInfo, loads: Mapping[str, WorkerLoad]) -> WorkerStanding:
+    """Returns a worker with its last report, as policies of elasticity see it."""
+    load = loads.get(info.name, _NO_LOAD)
+    work = {stage: float(load.num_waiting + load.num_running) for stage in info.own_roles}
+    is_busy = bool(info.leaving) or not info.is_alive
+    return WorkerStanding(info.name, info.own_roles, 0.0, work, load.num_running, is_switching=is_busy)

@@ -18,7 +18,8 @@ from epd.control.recent import DecayedMean
 from epd.control.retention import PromptLoad, RetentionConfig, RetentionController
 from epd.serve_app.orchestration.live_answer import AnswerPlan
 from epd.serve_app.orchestration.requests import Attempt, Shared
-from epd.serve_app.service import AnswerRequest, RetentionStatus
+from epd.serve_app.service import AnswerRequest
+from epd.serve_app.service_status import RetentionStatus
 
 logger = logging.getLogger(__name__)
 

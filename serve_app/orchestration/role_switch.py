@@ -21,7 +21,6 @@ from typing import Literal
 from epd.errors import EPDError, InfeasibleError, InternalError, RequestError, UnavailableError
 from epd.serve_app.fleet import Fleet, WorkerLostError, send_surely
 from epd.serve_app.messages import Message, ReplyT
-from epd.serve_app.orchestration.config import SwitchLimits
 from epd.serve_app.orchestration.evacuation import Evacuation
 from epd.serve_app.orchestration.requests import Shared
 from epd.serve_app.orchestration.worker_calls import DecodeMoves
@@ -34,7 +33,7 @@ from epd.serve_app.role_messages import (
     SetRoles,
     StagesClosed,
 )
-from epd.serve_app.service import RoleSwitch, SwitchTotals
+from epd.serve_app.service_status import RoleSwitch, SwitchTotals
 from epd.serve_app.task_group import Tasks
 from epd.serve_app.worker.worker_core import stages_of
 from epd.serve_app.worker_info import WorkerInfo
@@ -66,6 +65,7 @@ class RoleSwitcher:
         self.last: deque[RoleSwitch] = deque(maxlen=_MAX_KEPT)
         self.in_flight = shared.requests.switching
         self._totals: dict[str, SwitchTotals] = {}
+        self._leads = True
         self._shared = shared
         self._moves = moves
         self._tasks = Tasks()
@@ -103,6 +103,22 @@ class RoleSwitcher:
         self._totals[record.kind] = total.plus(record)
         logger.info("%s", record.line())
         return record
+
+    @property
+    def leads(self) -> bool:
+        """Returns whether this orchestrator switches roles: of those that share the workers, one does."""
+        return self._leads
+
+    @leads.setter
+    def leads(self, leads: bool) -> None:
+        begins, self._leads = leads and not self._leads, leads
+        if begins:
+            self.roll_back_if_leading()
+
+    def roll_back_if_leading(self) -> None:
+        """Ends switches of a front that is gone. A worker may say that it leaves after another one leads."""
+        if self._leads:
+            self._shared.requests.tasks.spawn(self.roll_back_abandoned())
 
     async def roll_back_abandoned(self) -> None:
         """Gives workers their roles back that nobody switches any more: who did is gone."""
@@ -199,10 +215,6 @@ class _SwitchRun:
         return self.target.roles
 
     @property
-    def limits(self) -> SwitchLimits:
-        return self.shared.config.switching
-
-    @property
     def leaving(self) -> frozenset[Stage]:
         """Returns the stages that it gives up."""
         return stages_of(self.info.roles) - stages_of(self.roles)
@@ -228,7 +240,7 @@ class _SwitchRun:
             await self._roll_back()
         finally:
             self.shared.wake()
-            self.shared.dispatcher.wake()
+            self.shared.dispatcher.encoders.wake()
         return self._record(at_s, error)
 
     def _record(self, at_s: float, error: str) -> RoleSwitch:
@@ -263,7 +275,7 @@ class _SwitchRun:
         await self.evacuation.hand_on(await self._remaining())
 
     async def _migrate(self) -> None:
-        redo_s = time.monotonic() + self.limits.drain_s
+        redo_s = time.monotonic() + self.shared.config.switching.drain_s
         while not (left := await self._remaining()).is_over:
             check_others(self.shared.fleet, self.info, self.roles)
             await self.evacuation.step(left, is_late=time.monotonic() >= redo_s)
@@ -314,9 +326,10 @@ class _SwitchRun:
         now = self.shared.fleet.workers.get(self.name)
         if now is None or not now.is_alive or now.incarnation != self.info.incarnation:
             raise WorkerLostError(f"worker '{self.name}' was lost; it is started with its former roles")
-        left_s = self.start_s + self.limits.limit_s - time.monotonic()
+        limit_s = self.shared.config.switching.limit_s
+        left_s = self.start_s + limit_s - time.monotonic()
         try:
             async with asyncio.timeout(max(left_s, 0.0)):
                 return await self.shared.fleet.send(min(self.info.roles), self.name, message)
         except TimeoutError:
-            raise UnavailableError(f"it took more than {self.limits.limit_s:g} s") from None
+            raise UnavailableError(f"it took more than {limit_s:g} s") from None

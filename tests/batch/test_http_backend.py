@@ -13,17 +13,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 import epd.batch.http_backend as http_backend
 from epd.batch.driver import BatchPlan, run_batch
 from epd.batch.http_backend import HttpBackend
+from epd.batch.in_flight import InFlight
 from epd.batch.line_index import LineIndex
-from epd.batch.lines import LineDefaults
+from epd.batch.lines import LineDefaults, parse_line
 from epd.batch.summary import Summary
-from epd.batch.tasks import Backend
+from epd.batch.tasks import Backend, MediaTask
+from epd.client.endpoint import Endpoint
 from epd.errors import RequestError, UnavailableError
 from tests.batch.fakes import completion
 from tests.ports import kept_port
@@ -159,6 +161,37 @@ def test_more_than_one_video_is_under_way(tmp_path: Path) -> None:
     with serving(Server()) as server:
         summary = run(tmp_path, server.url, num_videos=4, num_questions=1)
     assert summary.tally.num_answered == 4
+
+
+def test_no_more_is_answered_than_somebody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for two, three lines of twelve are asked while nobody takes an outcome."""
+    num_lines, stopped = 12, threading.Event()
+
+    class Room(asyncio.Semaphore):
+        def __init__(self, value: int) -> None:
+            super().__init__(value)
+            self.is_of_outcomes = value == 2
+
+        async def acquire(self) -> Literal[True]:
+            if self.is_of_outcomes and self.locked():
+                stopped.set()
+            return await super().acquire()
+
+    class Server(FakeServer):
+        def hold(self, _url: str) -> None:
+            if len(self.options) == num_lines:
+                stopped.set()
+
+    monkeypatch.setattr(http_backend, "MAX_OUTCOMES", 2)
+    monkeypatch.setattr(asyncio, "Semaphore", Room)
+    texts = [json.dumps({"id": number, "video": "a.mp4", "question": "q"}) for number in range(num_lines)]
+    lines = [parse_line(text.encode(), number, LineDefaults(Path())) for number, text in enumerate(texts)]
+    with serving(Server()) as server:
+        backend = HttpBackend(Endpoint("x", server.url, api_key=KEY), in_flight=InFlight(1, 1))
+        with backend.run(iter([MediaTask(0, iter(lines))])) as outcomes:
+            stopped.wait()
+            assert len(server.options) == 3
+            assert sum(outcome is not None for outcome in outcomes) == num_lines
 
 
 def test_what_is_kept_by_default_is_said_to_the_server(tmp_path: Path) -> None:

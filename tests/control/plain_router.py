@@ -11,7 +11,7 @@ class PlainRouter(Router):
     def prefill_order(
         self, candidates: Collection[str], media: Sequence[tuple[str, int]] = ()
     ) -> Iterator[str]:
-        cached = self._cached(media)
+        cached = self.contents.cached(media)
 
         def cost(worker: str) -> tuple[int, int, str]:
             counts = self.in_flight(worker)

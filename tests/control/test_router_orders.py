@@ -40,7 +40,7 @@ def test_every_order_is_that_of_the_slow_twin(seed: int) -> None:
             less.append(undo.pop(int(rng.integers(len(undo)))))
         for router in (quick, plain):
             if is_remembered:
-                router.remember_prefix(chosen, media)
+                router.contents.remember_prefix(chosen, media)
             for worker, counts in ((chosen, work), *less):
                 router.add(worker, **counts)
 

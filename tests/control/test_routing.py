@@ -23,7 +23,7 @@ def test_prefill_goes_where_least_is_to_be_computed() -> None:
 
 def test_media_that_a_worker_has_draw_questions_to_it_unless_it_is_busy() -> None:
     router = Router()
-    router.remember_prefix("p1", VIDEO)
+    router.contents.remember_prefix("p1", VIDEO)
     assert list(router.prefill_order(["p0", "p1"], VIDEO)) == ["p1", "p0"]
     router.add("p1", prefill_tokens=900)
     assert list(router.prefill_order(["p0", "p1"], VIDEO)) == ["p1", "p0"]
@@ -33,7 +33,7 @@ def test_media_that_a_worker_has_draw_questions_to_it_unless_it_is_busy() -> Non
 
 def test_only_leading_media_are_a_prefix() -> None:
     router = Router()
-    router.remember_prefix("p1", (("a", 10), ("b", 1000)))
+    router.contents.remember_prefix("p1", (("a", 10), ("b", 1000)))
     assert next(router.prefill_order(["p0", "p1"], (("a", 10), ("c", 1000)))) == "p1"
     assert next(router.prefill_order(["p0", "p1"], (("b", 1000),))) == "p0"
 
@@ -49,26 +49,26 @@ def test_groups_go_to_the_least_outstanding_patches_or_to_who_has_them() -> None
     router = Router()
     router.add("e0", encode_patches=10)
     assert router.encoder(["e1", "e0"]) == "e1"
-    assert router.encoder_with(["e0", "e1"], key("a")) is None
-    router.remember_group("e0", key("a"))
-    assert router.encoder_with(["e0", "e1"], key("a")) == "e0"
-    assert router.encoder_with(["e1"], key("a")) is None
+    assert router.contents.encoder(["e0", "e1"], key("a")) is None
+    router.contents.remember_group("e0", key("a"))
+    assert router.contents.encoder(["e0", "e1"], key("a")) == "e0"
+    assert router.contents.encoder(["e1"], key("a")) is None
 
 
 def test_a_lost_worker_is_forgotten_with_what_it_had() -> None:
     router = Router()
-    router.remember_group("e0", key("a"))
-    router.remember_prefix("e0", VIDEO)
+    router.contents.remember_group("e0", key("a"))
+    router.contents.remember_prefix("e0", VIDEO)
     router.forget("e0")
-    assert router.encoder_with(["e0"], key("a")) is None
+    assert router.contents.encoder(["e0"], key("a")) is None
     assert next(router.prefill_order(["a", "e0"], VIDEO)) == "a"
 
 
 def test_what_is_remembered_is_bounded() -> None:
     router = Router(max_remembered=2)
     for name in "abc":
-        router.remember_group("e0", key(name))
-    assert [router.encoder_with(["e0"], key(name)) for name in "abc"] == [None, "e0", "e0"]
+        router.contents.remember_group("e0", key(name))
+    assert [router.contents.encoder(["e0"], key(name)) for name in "abc"] == [None, "e0", "e0"]
 
 
 def test_topologies_are_named_in_the_order_of_the_stages() -> None:
@@ -101,7 +101,7 @@ def test_every_order_counts_others() -> None:
     router.set_reported("a", InFlight(num_decodes=1, encode_patches=8, num_videos=1))
     assert list(router.decode_order(["a", "b"])) == ["b", "a"]
     assert router.encoder(["a", "b"]) == router.video(["a", "b"]) == "b"
-    router.remember_prefix("a", VIDEO)
+    router.contents.remember_prefix("a", VIDEO)
     router.set_reported("a", InFlight(prefill_tokens=1001))
     assert next(router.prefill_order(["a", "b"], VIDEO)) == "b"
 

@@ -95,7 +95,7 @@ def test_prompts_go_where_they_are_computed_first_and_answers_where_passes_are_s
     speeds.add("p1", "prefill", 400, 1.0)
     video = (("video", 1000),)
     assert list(router.prefill_order(("p0", "p1"), video)) == ["p1", "p0"]
-    router.remember_prefix("p0", video)
+    router.contents.remember_prefix("p0", video)
     assert list(router.prefill_order(("p0", "p1"), video)) == ["p0", "p1"], "it has nearly all of it"
     router.add("p0", prefill_tokens=300)
     assert list(router.prefill_order(("p0", "p1"), video)) == ["p1", "p0"]

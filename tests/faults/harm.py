@@ -150,7 +150,9 @@ class Harm:
         elif fault.struck == "front":
             owner = owner_of(id_of(message))
             mine = [each for each in world.fronts if each.server.owner == owner]
-            chosen = mine or [each for each in world.fronts if each.front is not None and each.front.leads]
+            chosen = mine or [
+                each for each in world.fronts if each.front is not None and each.front.switcher.leads
+            ]
             world.later(fault.lasts_s, self._kill_front, chosen[0] if chosen else None)
         elif fault.struck in ("itself", "named", "another"):
             named = named_peer(message)  # type: ignore[arg-type]

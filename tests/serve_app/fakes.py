@@ -22,14 +22,11 @@ from epd.serve_app.service import (
     FinishReason,
     HeldItem,
     ModelCard,
-    RoleSwitch,
-    ServiceStatus,
     StageSpan,
-    SwitchTotals,
     TokenDelta,
     TokenLogprob,
-    WorkerStatus,
 )
+from epd.serve_app.service_status import RoleSwitch, ServiceStatus, SwitchTotals, WorkerStatus
 from epd.serve_app.worker_info import MemoryUse
 from epd.topology import Stage
 from epd.types import StageTimings, Usage

@@ -108,7 +108,7 @@ class Front(Deployment):
         planner = RequestPlanner(path, "tiny", group_tokens=16)
         self.view = FleetView(shared, owner)
         self.service = Orchestrator(self.view, planner, patient(options), owner)
-        self.service.leads = len(shared.views) == 1
+        self.service.switcher.leads = len(shared.views) == 1
 
     async def crash(self) -> None:
         """Ends without a message to any worker; then the workers are told to drop what it has."""

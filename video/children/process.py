@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from epd.errors import UnavailableError
 from epd.video.children.server import FORK, KILL, PID, READY
-from epd.video.children.shared_pixels import SharedPixels
+from epd.video.children.wire import SharedPixels
 
 START_S = 60.0
 _FORK_S = 10.0

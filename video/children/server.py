@@ -27,9 +27,8 @@ from PIL import Image
 from epd.colour import Colour
 from epd.errors import EPDError
 from epd.types import UInt8Array
-from epd.video.children.shared_pixels import mapped
 from epd.video.children.walls import Walls, libc
-from epd.video.children.wire import MAX_HEADER_BYTES, ChildGoneError, Header, receive, send
+from epd.video.children.wire import MAX_HEADER_BYTES, ChildGoneError, Header, mapped, receive, send
 from epd.video.containers.audio import AudioSlice, load_audio
 from epd.video.containers.images import load_image
 from epd.video.containers.look import look

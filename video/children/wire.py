@@ -3,21 +3,34 @@
     | 4 bytes: length | header, JSON | 8 bytes: length | payload |
 
 The parent trusts nothing that a child sends: lengths are bounded here, the readers check the headers.
+
+Frames lie in memory that both share. One block serves group after group: fresh pages of shared memory cost
+forty times what copying them does. The parent makes it and seals its size, so that a child cannot shrink what
+the parent has mapped.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import math
+import mmap
+import os
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+
+from epd.types import UInt8Array
 
 MAX_HEADER_BYTES = 64 << 20  # of a request; the times of a video's frames are in it
 MAX_REPLY_HEADER_BYTES = 1 << 20
 _HEADER = struct.Struct("<I")
 _PAYLOAD = struct.Struct("<Q")
+_F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 2, 4
 
 Header = Mapping[str, Any]
 
@@ -91,3 +104,31 @@ def _filled(sock: socket.socket, num_bytes: int, end_s: float | None) -> bytearr
             raise ChildGoneError("closed")
         view = view[num_read:]
     return data
+
+
+class SharedPixels:
+    """The parent's end of a block of shared memory. descriptor: is sent to the child."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = max(1, num_bytes)
+        self.descriptor = os.memfd_create("epd-pixels", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, self.num_bytes)
+            fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+            self._pixels = mapped(self.descriptor)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def copy(self, shape: Sequence[int]) -> UInt8Array:
+        """Returns the first pixels as an array of their own, uint8 of the given shape."""
+        return self._pixels[: math.prod(shape)].reshape(shape).copy()
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+def mapped(descriptor: int) -> UInt8Array:
+    """Returns all of a block, uint8 [bytes], to be read and written."""
+    size = os.fstat(descriptor).st_size
+    return np.frombuffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), np.uint8)

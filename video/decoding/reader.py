@@ -40,6 +40,81 @@ class DecodeChunk:
     ends_run: bool
 
 
+class _Packets:
+    """Gives the packets of a video that have data, from where its container stands."""
+
+    def __init__(self, video: OpenVideo, info: VideoInfo) -> None:
+        self.video = video
+        self._info = info
+        self._clock = SteadyClock()
+        self._packets = self._demux()
+        self._num_errors = 0
+
+    def _demux(self) -> Iterator[VideoPacket]:
+        packets = self.video.container.demux(self.video.stream)
+        return timed(packets, self._info, self.video.stream.codec_context.extradata, self._clock)
+
+    def next(self) -> VideoPacket | None:
+        """Returns the next packet with data, or None at the end of what can be read."""
+        while self._num_errors <= MAX_READ_ERRORS:
+            try:
+                packet = next(self._packets, None)
+            except av.error.FFmpegError:
+                self._num_errors += 1
+                self._packets = self._demux()
+                continue
+            if packet is None or (packet.size == 0 and packet.dts is None):
+                return None
+            if packet.size:
+                return packet
+        return None
+
+    def seek(self, position: int) -> bool:
+        """Goes to a keyframe at or before a timestamp, if the container is right. False: it cannot."""
+        try:
+            self.video.container.seek(position, stream=self.video.stream)
+        except av.error.FFmpegError:
+            return False
+        self._packets = self._demux()
+        return True
+
+    def reopen(self, timeout_s: float) -> None:
+        """Goes to the start of the file, which is opened again."""
+        video = open_as_shown(self.video.media, timeout_s)
+        self.video.close()
+        self.video, self._clock = video, SteadyClock()
+        self._packets = self._demux()
+
+
+class _Stamps:
+    """Gives packets their times, in ticks.
+
+    reorder: how far a keyframe is decoded before it is shown
+    last_dts: of the last packet
+    end_pts: the end of what was read
+    """
+
+    def __init__(self, reorder: int) -> None:
+        self.reorder = reorder
+        self.last_dts: int | None = None
+        self.end_pts: int | None = None
+        self._lateness = 0  # how far a faulty file decodes a packet after its time on screen
+
+    def of(self, packet: VideoPacket) -> Stamp[VideoPacket]:
+        """Returns a packet with its times."""
+        pts, dts = packet.pts, packet.dts
+        if pts is None:
+            pts = (self.last_dts or 0) + 1 if dts is None else dts
+        if dts is not None and packet.is_keyframe:
+            self.reorder = max(self.reorder, pts - dts)
+        self.last_dts = dts if dts is not None else pts - self.reorder
+        self._lateness = max(self._lateness, 0 if dts is None else dts - pts)
+        end_pts = pts + (packet.duration or 0)
+        self.end_pts = end_pts if self.end_pts is None else max(self.end_pts, end_pts)
+        bound = None if dts is None else dts - self._lateness
+        return Stamp(pts, bound, packet.is_keyframe, packet.size, not packet.is_discard, packet)
+
+
 class PacketReader:
     """Turns a file and wanted timestamps into chunks; not safe for use by two threads at once."""
 
@@ -48,7 +123,7 @@ class PacketReader:
     ) -> None:
         self.info = info
         self.cut_short: set[int] = set()  # targets that the file promises and does not hold
-        self._video, self._limits = video, limits
+        self._limits = limits
         self._targets = targets
         self._index = info.keyframe_ticks_from_index or ()
         self._max_chunk_packets = MAX_CHUNK_PACKETS_ALONE if workers == 1 else MAX_CHUNK_PACKETS_SHARED
@@ -58,19 +133,14 @@ class PacketReader:
             if info.has_hidden_order
             else Segmenter(targets, fuse_packets=fuse_packets)
         )
-        self._clock = SteadyClock()
-        self._packets = self._demux()
+        self._packets = _Packets(video, info)
         self._jump_to: int | None = None
         self._considered: int | None = None
         self._min_jump_ticks = int(MIN_JUMP_S / info.time_base)
         self._landing: int | None = None
         self._steps_back = 0
-        self._num_errors = 0
-        self._last_dts: int | None = None
-        self._end_pts: int | None = None
-        self._lateness = 0  # how far, in ticks, a faulty file decodes a packet after its time on screen
         self._has_key = False
-        self._reorder = max(0, self.info.start_pts - self._index[0]) if self._index else 0
+        self._stamps = _Stamps(max(0, info.start_pts - self._index[0]) if self._index else 0)
         self._is_done = not targets
         self._consider_jump()
 
@@ -97,12 +167,12 @@ class PacketReader:
 
     def own_context(self) -> VideoCodecContext:
         """Returns the reader's own decoder, for a request that has only one: seeking resets it."""
-        return self._video.stream.codec_context
+        return self._packets.video.stream.codec_context
 
     def close(self) -> None:
         """Close the container."""
         self._is_done = True
-        self._video.close()
+        self._packets.video.close()
 
     def next_chunk(self) -> DecodeChunk | None:
         """Returns the next operations, or None when every wanted frame has been handed out."""
@@ -126,10 +196,10 @@ class PacketReader:
         if self._jump_to is not None:
             self._landing, self._jump_to = self._jump_to, None
             self._seek(self._landing)
-        packet = self._read()
+        packet = self._packets.next()
         if packet is None:
             return self._finish()
-        stamp = self._stamp(packet)
+        stamp = self._stamps.of(packet)
         if self._landing is not None and not self._has_landed(stamp):
             return None
         self._has_key |= stamp.is_key
@@ -140,58 +210,21 @@ class PacketReader:
             self._is_done = True
         return None
 
-    def _demux(self) -> Iterator[VideoPacket]:
-        """Yields packets from the container's current position."""
-        packets = self._video.container.demux(self._video.stream)
-        return timed(packets, self.info, self._video.stream.codec_context.extradata, self._clock)
-
-    def _read(self) -> VideoPacket | None:
-        """Returns the next packet with data, or None at the end of what can be read."""
-        while self._num_errors <= MAX_READ_ERRORS:
-            try:
-                packet = next(self._packets, None)
-            except av.error.FFmpegError:
-                self._num_errors += 1
-                self._packets = self._demux()
-                continue
-            if packet is None or (packet.size == 0 and packet.dts is None):
-                return None
-            if packet.size:
-                return packet
-        return None
-
-    def _stamp(self, packet: VideoPacket) -> Stamp[VideoPacket]:
-        pts, dts = packet.pts, packet.dts
-        if pts is None:
-            pts = (self._last_dts or 0) + 1 if dts is None else dts
-        if dts is not None and packet.is_keyframe:
-            self._reorder = max(self._reorder, pts - dts)
-        self._last_dts = dts if dts is not None else pts - self._reorder
-        self._lateness = max(self._lateness, 0 if dts is None else dts - pts)
-        end_pts = pts + (packet.duration or 0)
-        self._end_pts = end_pts if self._end_pts is None else max(self._end_pts, end_pts)
-        bound = None if dts is None else dts - self._lateness
-        return Stamp(pts, bound, packet.is_keyframe, packet.size, not packet.is_discard, packet)
-
     def _consider_jump(self) -> None:
         """Leave the run if the index knows a keyframe far ahead and still before the next target."""
         target = self._plan.next_target
         if target is None or target == self._considered or not self._plan.is_settled or not self._index:
             return
         self._considered = target  # reading on only brings the keyframe nearer
-        ahead = self._index[max(0, bisect_right(self._index, target - self._reorder) - 1)]
-        here = self._index[0] if self._last_dts is None else self._last_dts
+        ahead = self._index[max(0, bisect_right(self._index, target - self._stamps.reorder) - 1)]
+        here = self._index[0] if self._stamps.last_dts is None else self._stamps.last_dts
         if ahead - here > self._min_jump_ticks:
             self._plan.cut()
             self._jump_to = target
 
     def _seek(self, position: int) -> None:
-        """Go to a keyframe at or before a timestamp, if the container is right about it."""
-        try:
-            self._video.container.seek(position, stream=self._video.stream)
-        except av.error.FFmpegError:
+        if not self._packets.seek(position):
             self._reopen()
-        self._packets = self._demux()
 
     def _has_landed(self, stamp: Stamp[VideoPacket]) -> bool:
         """Returns whether the first keyframe after a seek is early enough; if not, seek again, earlier."""
@@ -211,13 +244,10 @@ class PacketReader:
         """Read the whole file from its start instead: the index is wrong."""
         self._index, self._landing = (), None
         self._plan.begin(is_file_start=True)
-        video = open_as_shown(self._video.media, self._limits.open_timeout_s)
-        self._video.close()
-        self._video, self._clock = video, SteadyClock()
-        self._packets = self._demux()
+        self._packets.reopen(self._limits.open_timeout_s)
 
     def _finish(self) -> None:
-        if not self._has_key and isinstance(self._plan, Segmenter) and self._end_pts is not None:
+        if not self._has_key and isinstance(self._plan, Segmenter) and self._stamps.end_pts is not None:
             return self.restart_sequentially(self._targets)
         self._note_cut_short()
         self._plan.finish()
@@ -226,9 +256,9 @@ class PacketReader:
 
     def _note_cut_short(self) -> None:
         """Remember the targets within the promised duration but after everything that could be read."""
-        first = self._plan.next_target
-        if first is None or self._end_pts is None:
+        first, end_pts = self._plan.next_target, self._stamps.end_pts
+        if first is None or end_pts is None:
             return
         slack = int(MAX_OVERRUN_S / self.info.time_base)
         promised = self.info.pts_at(self.info.duration_s)
-        self.cut_short = {t for t in self._targets if t >= first and self._end_pts + slack < t < promised}
+        self.cut_short = {t for t in self._targets if t >= first and end_pts + slack < t < promised}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -112,30 +111,23 @@ class AnswerEvents(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerForm:
-    """Gives answers the form of one route.
-
-    whole, events: make what builds an answer at once or as a stream
-    """
-
-    whole: Callable[[], WholeAnswer]
-    events: Callable[[], AnswerEvents]
-
-
 class AnswerResponse(Response):
     """Sends an answer. Errors before the first bytes are raised."""
 
     def __init__(
         self,
-        form: AnswerForm,
+        whole: Callable[[], WholeAnswer],
+        events: Callable[[], AnswerEvents],
         items: AsyncGenerator[Sequence[AnswerItem], None],
         record: RequestRecord,
         keep_alive_s: float,
     ) -> None:
-        """Takes items: of the answer, closed with it."""
+        """Takes items: of the answer, closed with it.
+
+        whole, events: make what builds it, at once or as a stream
+        """
         super().__init__()
-        self._form = form
+        self._whole, self._events = whole, events
         self._items = items
         self._record = record
         self._keep_alive_s = keep_alive_s
@@ -153,7 +145,7 @@ class AnswerResponse(Response):
             raise
 
     async def _complete(self, scope: Scope, receive: Receive, send: Send) -> None:
-        builder = self._form.whole()
+        builder = self._whole()
         async with aclosing(self._items) as answer:
             async for items in answer:
                 for item in items:
@@ -170,7 +162,7 @@ class AnswerResponse(Response):
 
     async def _relay(self, answer: AsyncIterator[Sequence[AnswerItem]], stream: EventStream) -> None:
         """Relays all items. Errors are raised before the first bytes; after them, sent as the last event."""
-        builder = self._form.events()
+        builder = self._events()
         try:
             await _send_events(answer, builder, stream)
         except EPDError as error:

@@ -136,6 +136,87 @@ Event = dict[str, Any]
 Item = ResponseMessage | ResponseCall | ResponseReasoning
 
 
+class _Output:
+    """Gathers the items of a response, the last of which may be open, and yields the events of their growth.
+
+    request_id: of the response, in the names of its items
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self.items: list[Item] = []
+        self._request_id = request_id
+        self._is_open = False
+        self._pieces: list[str] = []  # of the open item
+        self._logprobs: list[ResponseLogprob] = []
+
+    def _open(self, item: Item) -> Iterator[Event]:
+        yield from self.close("completed")
+        self.items.append(item)
+        self._is_open, self._pieces, self._logprobs = True, [], []
+        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": item}
+
+    def _name(self, prefix: str) -> str:
+        return f"{prefix}_{self._request_id.removeprefix('resp_')}_{len(self.items)}"
+
+    def text(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[Event]:
+        """Adds to the answer's text."""
+        if not self._is_open or not isinstance(self.items[-1], ResponseMessage):
+            yield from self._open(ResponseMessage(id=self._name("msg"), status="in_progress", content=[]))
+            yield self._of_text("content_part.added", part=ResponseText(text=""))
+        self._pieces.append(text)
+        reported = [_logprob(token) for token in logprobs]
+        self._logprobs += reported
+        if text or reported:
+            yield self._of_text("output_text.delta", delta=text, logprobs=reported)
+
+    def thought(self, text: str) -> Iterator[Event]:
+        """Adds to what the model thought."""
+        if not self._is_open or not isinstance(self.items[-1], ResponseReasoning):
+            yield from self._open(ResponseReasoning(id=self._name("rs"), status="in_progress", content=[]))
+        self._pieces.append(text)
+        yield self._of_text("reasoning_text.delta", delta=text)
+
+    def call(self, piece: CallPiece) -> Iterator[Event]:
+        """Adds to a call of a function. A piece with a name begins one."""
+        if piece.name is not None:
+            number = call_id(self._request_id, 0, piece.index)
+            call = ResponseCall(
+                id=self._name("fc"), status="in_progress", call_id=number, name=piece.name, arguments=""
+            )
+            yield from self._open(call)
+        self._pieces.append(piece.arguments)
+        if piece.arguments:
+            yield self._of_item("function_call_arguments.delta", delta=piece.arguments)
+
+    def close(self, status: ItemStatus) -> Iterator[Event]:
+        """Ends the open item, if there is one."""
+        if not self._is_open:
+            return
+        whole, item = "".join(self._pieces), self.items[-1]
+        self._is_open = False
+        done: Item
+        if isinstance(item, ResponseReasoning):
+            yield self._of_text("reasoning_text.done", text=whole)
+            done = item.model_copy(update={"status": status, "content": [ResponseThought(text=whole)]})
+        elif isinstance(item, ResponseMessage):
+            part = ResponseText(text=whole, logprobs=self._logprobs)
+            yield self._of_text("output_text.done", text=whole, logprobs=self._logprobs)
+            yield self._of_text("content_part.done", part=part)
+            done = item.model_copy(update={"status": status, "content": [part]})
+        else:
+            yield self._of_item("function_call_arguments.done", arguments=whole, name=item.name)
+            done = item.model_copy(update={"status": status, "arguments": whole})
+        self.items[-1] = done
+        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": done}
+
+    def _of_item(self, kind: str, **fields: object) -> Event:
+        place = {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
+        return {"type": f"response.{kind}", **place, **fields}
+
+    def _of_text(self, kind: str, **fields: object) -> Event:
+        return self._of_item(kind, content_index=0, **fields)
+
+
 class ResponseBuilder:
     """Gathers the items of an answer into a response, and says by events how it grows."""
 
@@ -145,10 +226,8 @@ class ResponseBuilder:
         self._begun = begun
         self._parsing = parsing
         self._reader: AnswerReader | None = None
-        self._items: list[Item] = []
-        self._is_open = self._has_begun = False
-        self._pieces: list[str] = []  # of the open item
-        self._logprobs: list[ResponseLogprob] = []
+        self._output = _Output(record.request_id)
+        self._has_begun = False
         self._reason: FinishReason = "length"
         self._end: AnswerEnd | None = None
         self._num_events = 0
@@ -194,7 +273,7 @@ class ResponseBuilder:
             self._reader = reader_of(self._parsing, thinks=item.thinks)
         if self._reader is None:
             if item.text or item.logprobs:
-                yield from self._text(item.text, item.logprobs)
+                yield from self._output.text(item.text, item.logprobs)
         else:
             yield from self._read(self._reader.push(item.text))
         self._reason = item.finish_reason or self._reason
@@ -208,9 +287,9 @@ class ResponseBuilder:
     def _read(self, pieces: Sequence[Piece]) -> Iterator[Event]:
         for piece in pieces:
             if isinstance(piece, Thought):
-                yield from self._thought(piece.text)
+                yield from self._output.thought(piece.text)
             else:
-                yield from self._text(piece) if isinstance(piece, str) else self._call(piece)
+                yield from self._output.text(piece) if isinstance(piece, str) else self._output.call(piece)
 
     def _ended(self) -> Iterator[Event]:
         """Yields the events of what is left of the answer, closing its last item."""
@@ -218,74 +297,9 @@ class ResponseBuilder:
         yield from self._start()
         if self._reader is not None:
             yield from self._read(self._reader.finish())
-        if all(isinstance(each, ResponseReasoning) for each in self._items):
-            yield from self._text("")
-        yield from self._close("completed" if self._reason == "stop" else "incomplete")
-
-    # Items
-
-    def _open(self, item: Item) -> Iterator[Event]:
-        yield from self._close("completed")
-        self._items.append(item)
-        self._is_open, self._pieces, self._logprobs = True, [], []
-        yield {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": item}
-
-    def _name(self, prefix: str) -> str:
-        return f"{prefix}_{self._record.request_id.removeprefix('resp_')}_{len(self._items)}"
-
-    def _text(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[Event]:
-        if not self._is_open or not isinstance(self._items[-1], ResponseMessage):
-            yield from self._open(ResponseMessage(id=self._name("msg"), status="in_progress", content=[]))
-            yield self._of_text("content_part.added", part=ResponseText(text=""))
-        self._pieces.append(text)
-        reported = [_logprob(token) for token in logprobs]
-        self._logprobs += reported
-        if text or reported:
-            yield self._of_text("output_text.delta", delta=text, logprobs=reported)
-
-    def _thought(self, text: str) -> Iterator[Event]:
-        if not self._is_open or not isinstance(self._items[-1], ResponseReasoning):
-            yield from self._open(ResponseReasoning(id=self._name("rs"), status="in_progress", content=[]))
-        self._pieces.append(text)
-        yield self._of_text("reasoning_text.delta", delta=text)
-
-    def _call(self, piece: CallPiece) -> Iterator[Event]:
-        if piece.name is not None:
-            number = call_id(self._record.request_id, 0, piece.index)
-            call = ResponseCall(
-                id=self._name("fc"), status="in_progress", call_id=number, name=piece.name, arguments=""
-            )
-            yield from self._open(call)
-        self._pieces.append(piece.arguments)
-        if piece.arguments:
-            yield self._of_item("function_call_arguments.delta", delta=piece.arguments)
-
-    def _close(self, status: ItemStatus) -> Iterator[Event]:
-        if not self._is_open:
-            return
-        whole, item = "".join(self._pieces), self._items[-1]
-        self._is_open = False
-        done: Item
-        if isinstance(item, ResponseReasoning):
-            yield self._of_text("reasoning_text.done", text=whole)
-            done = item.model_copy(update={"status": status, "content": [ResponseThought(text=whole)]})
-        elif isinstance(item, ResponseMessage):
-            part = ResponseText(text=whole, logprobs=self._logprobs)
-            yield self._of_text("output_text.done", text=whole, logprobs=self._logprobs)
-            yield self._of_text("content_part.done", part=part)
-            done = item.model_copy(update={"status": status, "content": [part]})
-        else:
-            yield self._of_item("function_call_arguments.done", arguments=whole, name=item.name)
-            done = item.model_copy(update={"status": status, "arguments": whole})
-        self._items[-1] = done
-        yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": done}
-
-    def _of_item(self, kind: str, **fields: object) -> Event:
-        place = {"item_id": self._items[-1].id, "output_index": len(self._items) - 1}
-        return {"type": f"response.{kind}", **place, **fields}
-
-    def _of_text(self, kind: str, **fields: object) -> Event:
-        return self._of_item(kind, content_index=0, **fields)
+        if all(isinstance(each, ResponseReasoning) for each in self._output.items):
+            yield from self._output.text("")
+        yield from self._output.close("completed" if self._reason == "stop" else "incomplete")
 
     def _complete(self) -> ResponseReply:
         end = checked_end(self._end)
@@ -294,7 +308,7 @@ class ResponseBuilder:
             update={
                 "status": "incomplete" if is_cut else "completed",
                 "incomplete_details": IncompleteDetails() if is_cut else None,
-                "output": self._items,
+                "output": self._output.items,
                 "usage": _usage(end),
                 "epd": epd_report(self._record, end),
             }

@@ -56,9 +56,7 @@ class Pages:
         self._lock = Lock()  # of the thread that writes one
 
     def found(self, scope: Scope) -> ASGIApp | None:
-        """Returns what answers a request; None where it is for no page, or has another server's name."""
-        if scope["type"] != "http" or scope["method"] != "GET":
-            return None
+        """Returns what answers a GET; None where it is for no page, or has another server's name."""
         path = route_path(scope)
         if path not in (_SCHEMA, *self._pages) or not self._host_check.allows(scope):
             return None

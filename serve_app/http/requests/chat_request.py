@@ -1,7 +1,7 @@
 """Defines the JSON of chat requests: OpenAI's fields, vLLM's names for what these lack, ours in `epd`.
 
 Types are strict, as OpenAI's are: "1" is not a number. No field of the request is ignored silently: those not
-defined here are in `request_fields`, or refused as unknown; messages may have others (`sent_fields`).
+defined here are in `request_fields`, or refused as unknown. Messages are in `chat_messages`.
 Validation of a list stops at the first error, to save time.
 """
 
@@ -21,20 +21,18 @@ from epd.sampling_params import (
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
 )
+from epd.serve_app.http.requests.chat_messages import Listed, Message
 from epd.serve_app.http.requests.request_fields import CHAT_FIELDS, Sent
 
 MAX_SALT_CHARS = 1024
 MAX_TOOLS = 128
-MAX_UUID_CHARS = 256
 
 _T = TypeVar("_T")
 Int64 = Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT64)]
 Count0 = Annotated[int, Field(ge=0, le=MAX_INT64)]
-MediaUuid = Annotated[str, Field(min_length=1, max_length=MAX_UUID_CHARS)]
-# Lists whose validation stops at the first wrong element: with at least one element, and with any number.
+# A list with at least one element, whose validation stops at the first wrong one.
 Filled = Annotated[list[_T], Field(min_length=1, fail_fast=True)]
-Listed = Annotated[list[_T], Field(fail_fast=True)]
 # Of a chat template, by name.
 Variables = Annotated[dict[str, Any], Field(max_length=64)]
 # Token ids without leading zeros, so that each has one spelling.
@@ -48,173 +46,8 @@ Biases = Annotated[
 BadWords = Annotated[list[str], Field(max_length=MAX_BAD_WORDS, fail_fast=True)]
 
 
-class _Received(BaseModel):
+class Received(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class TextPart(Sent):
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-
-
-class RefusalPart(Sent):
-    """A model's refusal to answer, treated as ordinary text."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-
-class ThoughtPart(Sent):
-    """What a model thought before its answer, as clients send it back: ignored, as `reasoning` is."""
-
-    type: Literal["thinking", "redacted_thinking", "reasoning", "reasoning_content"]
-    ignored = frozenset({"text"})
-
-
-# Of a file that was uploaded.
-FileId = Annotated[str, Field(pattern=r"^file-[0-9a-f]+$")]
-ImageDetail = Literal["auto", "low", "high", "original"]
-VideoDetail = Literal["auto", "high", "original"]
-
-
-class ImageUrl(Sent):
-    """A medium's URL: http(s), data: with base64, or file: within the folder that the server allows.
-
-    url: left out with the uuid of a medium that was sent before
-    """
-
-    url: str | None = None
-    detail: ImageDetail | None = Field(
-        default=None, description="low: at most 512 x 512 pixels, or one tile; others change nothing."
-    )
-
-
-class VideoUrl(Sent):
-    """A video's URL, as an image's, or frames of one as data:video/jpeg;base64,F1,F2,..."""
-
-    url: str | None = None
-    detail: VideoDetail | None = Field(default=None, description="Changes nothing; low is for images.")
-
-
-class ImagePart(Sent):
-    """An image, its URL in `image_url` or as its text, or the file in `file_id`.
-
-    detail: as of `image_url`, which comes first
-    uuid: a name for it; with one that was sent before, `image_url` may be null or empty
-    """
-
-    type: Literal["image_url", "input_image"]
-    image_url: ImageUrl | str | None = None
-    file_id: FileId | None = None
-    detail: ImageDetail | None = None
-    uuid: MediaUuid | None = None
-
-
-class VideoPart(Sent):
-    """A video, its URL in `video_url` or as its text, or the file in `file_id`. uuid: as of an image."""
-
-    type: Literal["video_url", "input_video"]
-    video_url: VideoUrl | str | None = None
-    file_id: FileId | None = None
-    detail: VideoDetail | None = None
-    uuid: MediaUuid | None = None
-
-
-class AudioUrl(Sent):
-    """The URL of sound, as an image's: of a file of audio, or of a video, whose sound alone is taken."""
-
-    url: str | None = None
-
-
-class AudioPart(Sent):
-    """Sound, as vLLM's clients send it. uuid: as of an image."""
-
-    type: Literal["audio_url"]
-    audio_url: AudioUrl | str | None = None
-    uuid: MediaUuid | None = None
-
-
-class InputAudio(Sent):
-    """Sound in base64, or as a data: URL. format: of the file; what it holds counts."""
-
-    data: str
-    format: Literal["wav", "mp3"]
-
-
-class InputAudioPart(Sent):
-    """Sound, as OpenAI's clients send it."""
-
-    type: Literal["input_audio"]
-    input_audio: InputAudio
-
-
-# A part may be a text without more, as LangChain sends it.
-UserPart = (
-    Annotated[TextPart | ImagePart | VideoPart | AudioPart | InputAudioPart, Field(discriminator="type")]
-    | str
-)
-AssistantPart = Annotated[TextPart | RefusalPart | ThoughtPart, Field(discriminator="type")] | str
-
-
-class FunctionText(Sent):
-    """A called function. arguments: JSON, as a text or as it is."""
-
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-
-class ToolCallText(Sent):
-    """A call of a function that the assistant wrote."""
-
-    id: str | None = None
-    type: Literal["function"] | None = "function"
-    function: FunctionText
-
-
-class SystemMessage(Sent):
-    role: Literal["system", "developer"]
-    content: str | Listed[TextPart | str] | None
-    name: str | None = None
-
-
-class UserMessage(Sent):
-    role: Literal["user"]
-    content: str | Listed[UserPart] | None
-    name: str | None = None
-
-
-class AssistantMessage(Sent):
-    """An answer as clients send it back. refusal: replaces a content of null."""
-
-    ignored = frozenset({"audio", "images"})
-
-    role: Literal["assistant"]
-    content: str | Listed[AssistantPart] | None = None
-    name: str | None = None
-    refusal: str | None = None
-    tool_calls: Listed[ToolCallText] | None = None
-    function_call: FunctionText | None = None
-
-
-class ToolMessage(Sent):
-    """What a called function returned: texts, and media to look at."""
-
-    role: Literal["tool"]
-    content: str | Listed[UserPart] | None
-    tool_call_id: str | None = None
-    name: str | None = None
-
-
-class FunctionMessage(Sent):
-    role: Literal["function"]
-    content: str | None
-    name: str
-
-
-Message = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage,
-    Field(discriminator="role"),
-]
 
 
 class FunctionDefinition(Sent):
@@ -231,18 +64,18 @@ class Tool(Sent):
     function: FunctionDefinition
 
 
-class FunctionName(_Received):
+class FunctionName(Received):
     name: str
 
 
-class ToolChoice(_Received):
+class ToolChoice(Received):
     """The one function that is to be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class StreamOptions(_Received):
+class StreamOptions(Received):
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(default=None, description="Changes nothing.")
     continuous_usage_stats: bool | None = Field(
@@ -250,7 +83,7 @@ class StreamOptions(_Received):
     )
 
 
-class JsonSchema(_Received):
+class JsonSchema(Received):
     """A schema that the answer is valid by, whatever `strict` says."""
 
     name: str | None = None
@@ -259,14 +92,14 @@ class JsonSchema(_Received):
     strict: bool | None = None
 
 
-class ResponseFormat(_Received):
+class ResponseFormat(Received):
     """The format of the answer. json_schema: with that type, which needs it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(_Received):
+class StructuredOutputs(Received):
     """vLLM's formats of the answer: one of the first five.
 
     disable_any_whitespace: false lets spaces and new lines stand between the parts of JSON
@@ -282,7 +115,7 @@ class StructuredOutputs(_Received):
     whitespace_pattern: str | None = None
 
 
-class FrameOptions(_Received):
+class FrameOptions(Received):
     """The options of vLLM that select the frames of a video."""
 
     fps: Annotated[float, Field(gt=0)] | None = None
@@ -292,7 +125,7 @@ class FrameOptions(_Received):
     )
 
 
-class PixelSize(_Received):
+class PixelSize(Received):
     """The limits of a transformers processor, both in pixels, not edges."""
 
     shortest_edge: Count
@@ -322,18 +155,18 @@ class VideoLoading(FrameOptions):
     )
 
 
-class ImageLoading(_Received):
+class ImageLoading(Received):
     image_mode: Literal["RGB"] | None = None
 
 
-class MediaLoading(_Received):
+class MediaLoading(Received):
     """vLLM's `media_io_kwargs`, by kind of medium."""
 
     image: ImageLoading | None = None
     video: VideoLoading | None = None
 
 
-class EpdOptions(_Received):
+class EpdOptions(Received):
     """This server's own options.
 
     deadline_s: of the first token, in seconds from arrival
@@ -375,7 +208,7 @@ class EpdOptions(_Received):
     events: bool | None = None
 
 
-class AnswerFields(_Received):
+class AnswerFields(Received):
     """The fields that every request for an answer has, under the same names."""
 
     model_config = ConfigDict(extra="allow")

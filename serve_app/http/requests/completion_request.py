@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from epd.sampling_params import MAX_CHOICES, MAX_INT64, MAX_LOGPROBS
+from epd.serve_app.http.requests.chat_messages import UserMessage
 from epd.serve_app.http.requests.chat_request import (
     AnswerFields,
     ChatRequest,
@@ -15,7 +15,6 @@ from epd.serve_app.http.requests.chat_request import (
     Filled,
     ResponseFormat,
     StreamOptions,
-    UserMessage,
 )
 from epd.serve_app.http.requests.request_fields import NO_EFFECT, REFUSED, OtherFields
 
@@ -43,18 +42,6 @@ COMPLETION_FIELDS = OtherFields(
         "suffix": ("",),
     },
 )
-
-# What is not the same as of a chat request, in Markdown, by field.
-COMPLETION_HONOURED: Mapping[str, str] = {
-    "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
-    "max_tokens": (
-        "longest answer, tokens; 16 by default, `null` as a chat's; 0 with `echo`: nothing is generated"
-    ),
-    "n": "independent answers to each prompt, at most 128",
-    "logprobs": "the number of likeliest tokens given with each token, at most 20; not with `echo`",
-    "echo": "the prompt stands before its answer",
-    "add_special_tokens": "whether texts get those that the tokenizer adds; by default they do",
-}
 
 _KINDS = (
     "a string, a list of strings, a list of token ids, or a list of lists of token ids, none of them empty"

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from epd.sampling_params import MAX_INT64
+from epd.serve_app.http.requests.chat_messages import Listed, Message
 from epd.serve_app.http.requests.chat_request import (
     MAX_TOOLS,
     EpdOptions,
     Filled,
-    Listed,
     MediaLoading,
-    Message,
     ProcessorOptions,
+    Received,
     Tool,
 )
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class TokenizeRequest(_Body):
+class TokenizeRequest(Received):
     """A text, or a conversation, of which the tokens are wanted: one of the two.
 
     add_special_tokens: of a text, by default true, as in vLLM; a conversation has its template's
@@ -43,7 +39,7 @@ class TokenizeRequest(_Body):
     epd: EpdOptions | None = None
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Received):
     """Tokens of which the text is wanted."""
 
     model: str | None = None

@@ -23,12 +23,10 @@ from epd.frame_sampling import FrameSampling, ListedTimes, check_sampling
 from epd.pixel_limits import OWN_LIMITS, PixelLimits
 from epd.reduction import ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
-from epd.serve_app.http.requests.chat_request import (
+from epd.serve_app.http.requests.chat_messages import (
     AssistantMessage,
     AudioPart,
     AudioUrl,
-    ChatRequest,
-    EpdOptions,
     FunctionText,
     ImagePart,
     ImageUrl,
@@ -43,6 +41,7 @@ from epd.serve_app.http.requests.chat_request import (
     VideoPart,
     VideoUrl,
 )
+from epd.serve_app.http.requests.chat_request import ChatRequest, EpdOptions
 from epd.serve_app.http.requests.request_fields import CHAT_FIELDS
 from epd.serve_app.service import MediaReference, ModelCard
 from epd.types import MediaKind

@@ -5,38 +5,40 @@ Fields are OpenAI's, and those of chat requests under the same names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from epd.errors import RequestError
 from epd.sampling_params import MAX_LOGPROBS
+from epd.serve_app.http.requests.chat_messages import (
+    AssistantMessage,
+    FunctionText,
+    Listed,
+    Message,
+    SystemMessage,
+    ToolCallText,
+    ToolMessage,
+    UserMessage,
+    UserPart,
+)
 from epd.serve_app.http.requests.chat_request import (
     MAX_TOOLS,
     AnswerFields,
-    AssistantMessage,
     ChatRequest,
     Count,
     EpdOptions,
     Filled,
     FunctionDefinition,
     FunctionName,
-    FunctionText,
     JsonSchema,
-    Listed,
     MediaLoading,
-    Message,
     ProcessorOptions,
+    Received,
     ResponseFormat,
-    SystemMessage,
     Tool,
-    ToolCallText,
     ToolChoice,
-    ToolMessage,
-    UserMessage,
-    UserPart,
     Variables,
 )
 from epd.serve_app.http.requests.request_fields import NO_EFFECT, REFUSED, OtherFields, Sent
@@ -80,30 +82,6 @@ RESPONSE_FIELDS = OtherFields(
         "truncation": "shorten the input",
     },
 )
-
-# What is not the same as of a chat request, in Markdown, by field.
-RESPONSE_HONOURED: Mapping[str, str] = {
-    "input": (
-        "a text, or items: messages, `function_call`, `function_call_output` with texts and `input_image`, "
-        "`reasoning`, which is left out"
-    ),
-    "instructions": "a message of the system before the input",
-    "stream": "OpenAI's typed events, with a comment while nothing comes",
-    "stream_options": "`include_obfuscation`, which changes nothing",
-    "max_output_tokens": "as a chat's `max_completion_tokens`",
-    "text": "`format`: `text`, `json_object`, `json_schema`, `verbosity`: `medium`",
-    "tool_choice": "`none`, `auto`, `required`, or `{type: function, name}`",
-    "include": (
-        "`message.output_text.logprobs`, not with tools; `reasoning.encrypted_content`, which changes nothing"
-    ),
-    "top_logprobs": "at most 20, with the logprobs that `include` names",
-    "metadata": "comes back in the response; nothing is stored",
-    "epd": "as a chat's, without `events`",
-}
-
-
-class _Received(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class FunctionCall(Sent):
@@ -164,14 +142,14 @@ class FunctionTool(FunctionDefinition):
     type: Literal["function"]
 
 
-class NamedFunction(_Received):
+class NamedFunction(Received):
     """The one function that is to be called."""
 
     type: Literal["function"]
     name: str
 
 
-class TextFormat(_Received):
+class TextFormat(Received):
     """The format of the answer. name, description, schema, strict: of a json_schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -181,12 +159,12 @@ class TextFormat(_Received):
     strict: bool | None = None
 
 
-class TextOptions(_Received):
+class TextOptions(Received):
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ResponseStreamOptions(_Received):
+class ResponseStreamOptions(Received):
     include_obfuscation: bool | None = Field(default=None, description="Changes nothing.")
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from epd.control.request_budget import RequestBudget
 from epd.errors import RequestError
-from epd.serve_app.http.answers.answer_response import AnswerForm, AnswerResponse
+from epd.serve_app.http.answers.answer_response import AnswerResponse
 from epd.serve_app.http.answers.completion_answer import Completion, CompletionChunks, CompletionWhole
 from epd.serve_app.http.answers.response_answer import ResponseBuilder, ResponseReply
 from epd.serve_app.http.answers.responses import ChunkBuilder, CompletionBuilder
@@ -27,8 +27,8 @@ from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.completion_request import COMPLETION_FIELDS, CompletionRequest
 from epd.serve_app.http.requests.request_parsing import describe, stop_amounts
 from epd.serve_app.http.requests.response_request import ResponseRequest, chat_of
-from epd.serve_app.http.routes.prompt_routes import EVENT_STREAM, body_of, server_of
-from epd.serve_app.http.server_state import ParsedRequest, ServerState
+from epd.serve_app.http.routes.prompt_routes import EVENT_STREAM, body_of
+from epd.serve_app.http.server_state import ParsedRequest, ServerState, server_of
 from epd.serve_app.observability.record import RequestRecord, record_of
 from epd.serve_app.service import AnswerEnd, AnswerItem, ModelCard, PromptService, TokenDelta
 from epd.types import StageTimings, Usage
@@ -46,18 +46,14 @@ def chat_answer(server: ServerState, parsed: ParsedRequest, record: RequestRecor
     chat = parsed.chat
     options: dict[str, Any] = {"has_logprobs": bool(chat.logprobs), "parsing": server.parsing_of(parsed)}
     includes_usage, counts_on = wanted_usage(chat)
-    form = AnswerForm(
-        whole=partial(CompletionBuilder, record, chat.n or 1, **options),
-        events=partial(
-            ChunkBuilder,
-            record,
-            chat.n or 1,
-            includes_usage=includes_usage,
-            counts_on=counts_on,
-            **options,
-        ),
+    num, streams = chat.n or 1, {**options, "includes_usage": includes_usage, "counts_on": counts_on}
+    return AnswerResponse(
+        partial(CompletionBuilder, record, num, **options),
+        partial(ChunkBuilder, record, num, **streams),
+        server.items(parsed, record),
+        record,
+        server.settings.keep_alive_s,
     )
-    return AnswerResponse(form, server.items(parsed, record), record, server.settings.keep_alive_s)
 
 
 answer_routes = APIRouter()
@@ -184,9 +180,9 @@ def completion_answer(server: ServerState, asked: ParsedCompletion, record: Requ
     echoed = [text for text in asked.echoed for _ in range(chat.n or 1)]
     has_logprobs = bool(chat.logprobs)
     includes_usage, counts_on = wanted_usage(chat)
-    form = AnswerForm(
-        whole=partial(CompletionWhole, record, echoed, has_logprobs=has_logprobs),
-        events=partial(
+    return AnswerResponse(
+        partial(CompletionWhole, record, echoed, has_logprobs=has_logprobs),
+        partial(
             CompletionChunks,
             record,
             echoed,
@@ -194,8 +190,10 @@ def completion_answer(server: ServerState, asked: ParsedCompletion, record: Requ
             includes_usage=includes_usage,
             counted_prompt=sum(map(len, asked.prompts)) if counts_on else None,
         ),
+        _items(server, asked, record),
+        record,
+        server.settings.keep_alive_s,
     )
-    return AnswerResponse(form, _items(server, asked, record), record, server.settings.keep_alive_s)
 
 
 def _items(
@@ -263,8 +261,7 @@ async def responses(request: Request) -> Response:
     parsed = await server.checked(request, chat_of(wanted), num_bytes)
     begun, parsing = _begun(server, wanted, record), server.parsing_of(parsed)
     make = partial(ResponseBuilder, record, begun, parsing=parsing)
-    form = AnswerForm(whole=make, events=make)
-    return AnswerResponse(form, server.items(parsed, record), record, server.settings.keep_alive_s)
+    return AnswerResponse(make, make, server.items(parsed, record), record, server.settings.keep_alive_s)
 
 
 def _begun(server: ServerState, wanted: ResponseRequest, record: RequestRecord) -> ResponseReply:

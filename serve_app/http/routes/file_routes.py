@@ -34,7 +34,8 @@ from epd.serve_app.files.settings import MAX_LISTED, page_of
 from epd.serve_app.files.upload import UploadForm, kept_upload, written
 from epd.serve_app.files.upload_store import UploadStore
 from epd.serve_app.http.guard.http_guard import client_of
-from epd.serve_app.http.routes.prompt_routes import body_of, server_of
+from epd.serve_app.http.routes.prompt_routes import body_of
+from epd.serve_app.http.server_state import server_of
 
 file_routes, batch_routes = APIRouter(), APIRouter()
 # Of a form, beside the bytes of its file: its fields and their headers.

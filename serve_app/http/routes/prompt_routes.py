@@ -15,7 +15,7 @@ from epd.serve_app.http.requests.prompt_request import (
     TokenizeRequest,
 )
 from epd.serve_app.http.requests.request_parsing import model_named
-from epd.serve_app.http.server_state import ParsedRequest, ServerState
+from epd.serve_app.http.server_state import ParsedRequest, ServerState, server_of
 from epd.serve_app.observability.record import RequestRecord, record_of
 from epd.serve_app.service import Estimate, ModelCard
 
@@ -28,12 +28,6 @@ EVENT_STREAM: dict[int | str, dict[str, object]] = {200: {"content": {"text/even
 def body_of(model: str) -> dict[str, object]:
     schema = {"$ref": f"#/components/schemas/{model}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def server_of(request: Request) -> ServerState:
-    server = request.app.state.server
-    assert isinstance(server, ServerState)
-    return server
 
 
 @prompt_routes.post("/v1/epd/estimate", openapi_extra=body_of("ChatRequest"))

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from epd.errors import UnavailableError
 from epd.serve_app.observability.metrics import SERVICE_COUNTERS, ServerMetrics
-from epd.serve_app.service import ServiceStatus
+from epd.serve_app.service_status import ServiceStatus
 from tests import ROOT
 from tests.serve_app.conftest import Front
 from tests.serve_app.fakes import FakeService

@@ -11,7 +11,7 @@ import pytest
 
 from epd.errors import RequestError
 from epd.serve_app.http.api import ApiSettings
-from epd.serve_app.http.requests.chat_request import MAX_UUID_CHARS
+from epd.serve_app.http.requests.chat_messages import MAX_UUID_CHARS
 from epd.serve_app.http.requests.named_media import NamedMedia, namespace_of
 from epd.serve_app.service import MediaReference
 from epd.types import MediaKind

@@ -12,9 +12,8 @@ import pytest
 from epd.chat import ChatMessage, ContentPart, ToolCall
 from epd.reduction import METHODS
 from epd.serve_app.http.requests.chat_request import ChatRequest
-from epd.serve_app.http.requests.honoured_fields import HONOURED
 from epd.serve_app.http.requests.request_fields import NO_EFFECT, REFUSED
-from tests.request_fields_page import OPENAI, PAGE, TESTS, VLLM, with_tables
+from tests.request_fields_page import HONOURED, OPENAI, PAGE, TESTS, VLLM, with_tables
 from tests.serve_app.conftest import JSON, QUESTION, Front
 
 # What SERVING.md found taken and ignored, with a value that asks for something.

@@ -46,7 +46,7 @@ def fetches(fleet: MediaFleet) -> list[str]:
 def assert_empty(fleet: MediaFleet, media: FleetMedia) -> None:
     assert media.num_held == 0
     for name, worker in fleet.media.items():
-        assert media._router.in_flight(name) == InFlight()
+        assert media._holds._router.in_flight(name) == InFlight()
         if fleet.workers[name].is_alive:
             wait_until(lambda worker=worker: worker.num_holds == worker.spool.budget.num_taken == 0)
 

@@ -125,9 +125,9 @@ class Front:
     async def kill(self) -> None:
         """Ends the front as a killed process does: its links end, and it tells nobody."""
         fleet = self.fleet
-        fleet._is_closed = True
+        fleet._is_closed = fleet._links.is_closed = fleet.fronts.is_closed = True
         await fleet._loops.close()
-        for worker in fleet._workers.values():
+        for worker in fleet._links._workers.values():
             if worker.channel is not None:
                 worker.channel.close()
         assert fleet.membership._listener is not None

@@ -386,7 +386,7 @@ def test_any_front_switches_roles_and_all_move_their_answers(
             leader, other = cluster.fronts
             await until_all_see(cluster, "1e1p2d")
             held.is_on = True
-            assert (leader.service.leads, other.service.leads) == (True, False)
+            assert (leader.service.switcher.leads, other.service.switcher.leads) == (True, False)
             asking = [asyncio.create_task(front.ask_all(questions)) for front in cluster.fronts]
             await until(
                 lambda: all(
@@ -407,7 +407,7 @@ def test_any_front_switches_roles_and_all_move_their_answers(
             assert (again.info.name, again.info.roles) == ("d1", frozenset({"prefill"}))
             # The next front leads once the first is gone.
             await leader.kill()
-            await until(lambda: other.service.leads)
+            await until(lambda: other.service.switcher.leads)
             await until(lambda: topology_seen(other) == "1e2p1d")
             await other.service.switch_roles("d1", frozenset({"decode"}))
             assert [a.tokens for a in await other.ask_all(questions[:4])] == expected[:4]

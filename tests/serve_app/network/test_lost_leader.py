@@ -64,7 +64,7 @@ def test_a_leader_that_is_lost_while_it_switches_leaves_nothing_behind(
             await is_reached.wait()
             asking[0].cancel()
             switching.cancel()
-            await until(lambda: other.service.leads and not switched.info.leaving)
+            await until(lambda: other.service.switcher.leads and not switched.info.leaving)
             keeps = at is Onload
             await until(lambda: ("decode" in cluster.core(switched).hosted) is keeps)
             deliver()

@@ -181,14 +181,14 @@ def test_a_front_that_does_not_answer_is_left_out(tmp_path: Path, monkeypatch: p
     async def run() -> None:
         async with fronts(tmp_path, "a", "a", "a", "a") as (first, *others):
             for front, answer in zip(others, (never, refuses, others[2].named.answer), strict=True):
-                front.fleet.answers[NameAsked] = answer
+                front.fleet.fronts.answers[NameAsked] = answer
             others[2].name("data:one")
             while (SPACE, "image", "door") not in others[2].named._urls:
                 await asyncio.sleep(0.01)
             monkeypatch.setattr(remote_fleet, "_ASK_S", 0.5)
             found: list[str] = []
             while not found:  # on a machine that is busy, the one that answers may be late, too
-                found = await first.fleet.ask_others(NameAsked((SPACE, "image", "door")))
+                found = await first.fleet.fronts.ask(NameAsked((SPACE, "image", "door")))
             assert found == ["data:one"]
 
     asyncio.run(run())

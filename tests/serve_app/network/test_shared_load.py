@@ -53,7 +53,7 @@ def test_requests_of_all_fronts_count_and_all_see_the_advice(
                 assert "of 3 to 8 replicas" in status.advice["Stage"].reason
             # The other one leads on, with the advice that was given.
             await leader.kill()
-            await until(lambda: other.service.leads)
+            await until(lambda: other.service.switcher.leads)
             assert "Stage" in other.service.elastic.advisor.advice
 
     asyncio.run(run())

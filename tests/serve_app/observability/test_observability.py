@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd.serve_app.observability.metrics import SERVICE_COUNTERS, ServerMetrics
-from epd.serve_app.service import ServiceStatus
+from epd.serve_app.service_status import ServiceStatus
 from tests import ROOT
 from tests.serve_app.conftest import Front, data_url, image_part
 from tests.serve_app.fakes import USAGE, FakeService

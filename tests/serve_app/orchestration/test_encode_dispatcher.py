@@ -75,10 +75,10 @@ def test_what_has_arrived_is_off_the_books_and_remembered() -> None:
         dispatcher, _, router = new_desk()
         assert await deal(dispatcher, "e1", "a")
         assert router.in_flight("e1").encode_patches == 16
-        assert await dispatcher.encoder() == "e0"
+        assert await dispatcher.encoders.next() == "e0"
         dispatcher.arrived(["a", "unknown"])
         assert router.in_flight("e1").encode_patches == len(dispatcher) == 0
-        assert dispatcher.encoder_with(group_of("a")) == "e1"
+        assert dispatcher.encoders.with_group(group_of("a")) == "e1"
 
     asyncio.run(run())
 
@@ -98,7 +98,7 @@ def test_groups_wait_while_every_encoder_has_enough() -> None:
         dispatcher, _, _ = new_desk(backlog=16)
         await deal(dispatcher, "e0", "a")
         await deal(dispatcher, "e1", "b")
-        waiting = asyncio.create_task(dispatcher.encoder())
+        waiting = asyncio.create_task(dispatcher.encoders.next())
         await asyncio.sleep(0)
         assert not waiting.done()
         dispatcher.arrived(["b"])
@@ -117,7 +117,7 @@ def test_groups_of_a_lost_encoder_are_granted_anew() -> None:
         assert fleet.said[-1] == ("p0", Reissue(("a",)))
         assert router.in_flight("e0").encode_patches == 0
         assert len(dispatcher) == 1
-        assert await dispatcher.encoder() == "e1"
+        assert await dispatcher.encoders.next() == "e1"
 
     asyncio.run(run())
 
@@ -162,10 +162,10 @@ def test_nobody_waits_for_ever_for_an_encoder() -> None:
         for worker in ("e0", "e1"):
             router.add(worker, encode_patches=1000)
         with pytest.raises(UnavailableError, match="no encoder finished a group"):
-            await dispatcher.encoder()
+            await dispatcher.encoders.next()
         fleet.kill("e0")
         fleet.kill("e1")
         with pytest.raises(UnavailableError, match="no worker for encode"):
-            await dispatcher.encoder()
+            await dispatcher.encoders.next()
 
     asyncio.run(run())

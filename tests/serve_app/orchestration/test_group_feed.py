@@ -228,12 +228,13 @@ class TakesAll:
     """Two encoders, neither of which is known to have a group. given: those that were given one."""
 
     def __init__(self) -> None:
+        self.encoders = self
         self.given: list[str] = []
 
-    def encoder_with(self, _group: MediaGroup) -> None:
+    def with_group(self, _group: MediaGroup) -> None:
         """None has it in memory."""
 
-    async def encoder(self, _wanted: str | None, allowed: Any = list, **_: Any) -> str:
+    async def next(self, _wanted: str | None, allowed: Any = list, **_: Any) -> str:
         return str(allowed(["e0", "e1"])[0])
 
     def record(self, worker: str, *_: object) -> None:

@@ -16,7 +16,7 @@ from epd.errors import RequestError
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.serve_app.app_args import AppArgs
-from epd.serve_app.service import RetentionStatus, ServiceStatus
+from epd.serve_app.service_status import RetentionStatus, ServiceStatus
 from tests.serve_app.conftest import Front
 from tests.serve_app.deployments import Answered, Deployment, Question, deployed
 from tests.serve_app.fakes import FakeService

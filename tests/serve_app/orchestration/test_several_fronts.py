@@ -202,7 +202,7 @@ def test_only_the_front_that_leads_switches_roles(checkpoints: dict[str, Path]) 
         async with fronts_over(checkpoints["qwen2_5_vl"], "1e1p2d") as (leader, other):
             with pytest.raises(UnavailableError, match="send the request again"):
                 await other.service.switch_roles("d0", PREFILL)
-            leader.service.leads, other.service.leads = False, True
+            leader.service.switcher.leads, other.service.switcher.leads = False, True
             assert (await other.service.switch_roles("d0", PREFILL)).error == ""
             with pytest.raises(UnavailableError, match="send the request again"):
                 await leader.service.switch_roles("d0", DECODE)
@@ -220,7 +220,7 @@ def test_the_next_leader_ends_the_switch_of_one_that_is_gone(
             other.shared.publish(WorkerChanged("d0"))
             assert not other.fleet.workers["d0"].takes("decode")
             await gone.crash()
-            other.service.leads = True
+            other.service.switcher.leads = True
             await until(lambda: other.fleet.workers["d0"].takes("decode"))
             answers = await other.ask_all(long_questions)
             assert [answer.tokens for answer in answers] == long_expected
@@ -245,7 +245,7 @@ def test_a_worker_that_says_after_a_new_leader_has_come_that_it_leaves_stays(
                     asked.append(front.service.owner)
 
                 front.service.switcher.roll_back_abandoned = noted  # type: ignore[method-assign]
-            other.service.leads, leader.service.leads = False, True
+            other.service.switcher.leads, leader.service.switcher.leads = False, True
             await until(lambda: asked == [leader.service.owner])  # nothing was abandoned by then
             await leader.fleet.send("decode", "d0", Offload(frozenset(), DECODE))
             leader.shared.publish(WorkerChanged("d0"))

@@ -1,7 +1,7 @@
 """Media children: the same results as in this process, within limits, and a lost one costs its file alone.
 
 Modules: `video/children/process.py`, `video/children/server.py`,
-`video/children/shared_pixels.py`, `video/children/stream.py`, `video/children/wire.py`.
+`video/children/stream.py`, `video/children/wire.py`.
 """
 
 from __future__ import annotations
