@@ -7,11 +7,12 @@ pool, the offer travels in parts, through host memory of bounded size.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from epd.serve_app.network.memory import PoolFiles
-from epd.serve_app.network.packing import AnyPool, AnyShape, PartQueue, Shipment, pack, parts_of
+from epd.serve_app.network.packing import AnyPool, AnyShape, Packed, Part, PartQueue, Shipment, pack, parts_of
 from epd.serve_app.network.routes import (
     Access,
     Exported,
@@ -28,12 +29,14 @@ from epd.serve_app.network.routes import (
     Mapped,
     OpenedPools,
     PeerPlace,
+    Registered,
     Route,
     Staged,
     choose_route,
 )
 from epd.stages.connectors.gpu_memory import CudaMemory, GpuMemory, HandleError
 from epd.stages.connectors.mailbox import MailboxConnector, Message
+from epd.stages.connectors.nixl import NixlAgent
 from epd.stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
 from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
 from epd.stages.engine.pool_memory import pool_memory
@@ -42,6 +45,7 @@ from epd.stages.placement import Placement
 from epd.stages.ranks.group_pools import GroupPools, PoolSharing
 from epd.transfer.connectors import EncoderConnector, KVConnector, Offer, Receipt, TransferOutcome
 from epd.transfer.staging import StagingSpace
+from epd.types import UInt8Array
 
 logger = logging.getLogger(__name__)
 
@@ -77,20 +81,23 @@ class TransportConfig:
     link_bytes: in messages to other machines, of each pool, before they are answered
     part_bytes: of a part of an offer, unless a single block or a group of embeddings is larger
     is_staged: whether pools are staged for other workers of the machine even if they could be reached
+    between_machines: the link, or NIXL
     """
 
     staging_bytes: int = 256 << 20
     link_bytes: int = 512 << 20
     part_bytes: int = 16 << 20
     is_staged: bool = False
+    between_machines: Route = Route.LINK
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagingSegment:
-    """Host memory that parts are staged in. memory: uint8."""
+    """Host memory that parts are staged in. memory: uint8. nixl: with which other machines read it."""
 
     path: Path
     memory: Tensor
+    nixl: NixlAgent | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +129,7 @@ class ProcessTransport:
         *,
         gpu_memory: GpuMemory | None = None,
         config: TransportConfig | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         """Creates a transport without ends.
 
@@ -129,11 +137,14 @@ class ProcessTransport:
         find: says where a worker is; None if it is not known
         files: creates the files of pools
         here: where this worker is
+        wake: called by another thread when what NIXL has read was delivered
         """
         gpu_memory = gpu_memory or CudaMemory()
         opened = OpenedPools(gpu_memory, self._own_pool)
         self._means = _Means(post, find, here, gpu_memory, opened, config or TransportConfig())
         self._files = files
+        self._wake = wake
+        self._nixl: NixlAgent | None = None  # while there are ends
         self._ends: dict[tuple[str, Kind], ProcessConnector] = {}
 
     def embeddings(
@@ -182,8 +193,13 @@ class ProcessTransport:
             self._files.remove(Path(end.pool_id))
             if end.segment is not None:
                 self._files.remove(end.segment.path)
+                if end.segment.nixl is not None:
+                    end.segment.nixl.deregister(end.segment.memory)
         if not self._ends:
             self._means.opened.close()
+            nixl, self._nixl = self._nixl, None
+            if nixl is not None:
+                nixl.close()
 
     def deliver(self, envelope: Envelope) -> None:
         """Delivers a message to one of the ends. If that is closed, with its pool, an offer is answered.
@@ -191,6 +207,25 @@ class ProcessTransport:
         So the sender's memory is free again after one message, even if whoever closed the end is lost
         before the sender hears of it. Everything else for a closed end is dropped.
         """
+        nixl, access = self._nixl, envelope.access
+        if nixl is None or not isinstance(access, Registered):
+            self._deliver(envelope)
+            return
+        sender = _worker_of(envelope.message.sender) if isinstance(envelope.message, Offer) else ""
+        there = self._means.find(sender)
+        nixl.read(
+            access.place,
+            lambda: there is not None and self._means.find(sender) == there,
+            partial(self._deliver_read, envelope, access.shape),
+        )
+
+    def _deliver_read(self, envelope: Envelope, shape: AnyShape, contents: UInt8Array | None) -> None:
+        """Delivers an offer with what NIXL has read of it; as it came if that could not be read."""
+        read = envelope if contents is None else replace(envelope, access=Packed(shape, contents))
+        self._deliver(read)
+        self._wake()
+
+    def _deliver(self, envelope: Envelope) -> None:
         end = self._ends.get((envelope.receiver, envelope.kind))
         if end is not None:
             end.inbox.append(envelope)
@@ -220,7 +255,9 @@ class ProcessTransport:
         if not self._means.gpu_memory.holds(device):
             path = self._files.create(f"{name}-{kind}", shape.num_bytes)
             pool = self._new_pool(shape, device, sharing, path)
-            segment = self._new_segment(name, kind) if self._means.config.is_staged else None
+            config = self._means.config
+            is_staged = config.is_staged or config.between_machines is Route.NIXL
+            segment = self._new_segment(name, kind) if is_staged else None
         else:
             pool = self._new_pool(shape, device, sharing)
             segment = self._new_segment(name, kind)
@@ -241,7 +278,17 @@ class ProcessTransport:
     def _new_segment(self, name: str, kind: Kind) -> StagingSegment:
         num_bytes = self._means.config.staging_bytes
         path = self._files.create(f"{name}-{kind}-staging", num_bytes)
-        return StagingSegment(path, pool_memory(num_bytes, path))
+        memory = pool_memory(num_bytes, path)
+        if self._means.config.between_machines is not Route.NIXL:
+            return StagingSegment(path, memory)
+        if self._nixl is None:
+            self._nixl = NixlAgent(f"{self._means.here.epoch}-{secrets.token_hex(4)}", self._is_read)
+        self._nixl.register(memory)
+        return StagingSegment(path, memory, self._nixl)
+
+    def _is_read(self) -> bool:
+        """Returns whether others may be reading parts. Called by the thread of NIXL."""
+        return any(end.is_read for end in list(self._ends.values()))
 
 
 class ProcessConnector(MailboxConnector[Any, Any]):
@@ -280,7 +327,7 @@ class ProcessConnector(MailboxConnector[Any, Any]):
             super().offer(receiver, offer)
             return
         route = self._route(receiver)
-        if route in (Route.STAGING, Route.LINK):
+        if route in (Route.STAGING, Route.NIXL, Route.LINK):
             route = self._offer_parts(receiver, offer, route)
         else:
             access = self._direct_access(receiver, offer, route)
@@ -290,8 +337,15 @@ class ProcessConnector(MailboxConnector[Any, Any]):
     def _route(self, receiver: str) -> Route:
         there = self._means.find(_worker_of(receiver))
         may_open = there is None or self._unreadable.get(receiver) != there.epoch
-        is_staged = self._means.config.is_staged
-        return choose_route(self._gpu, self._means.here, there, is_staged=is_staged, may_open=may_open)
+        config = self._means.config
+        return choose_route(
+            self._gpu,
+            self._means.here,
+            there,
+            is_staged=config.is_staged,
+            may_open=may_open,
+            between_machines=config.between_machines,
+        )
 
     def _direct_access(self, receiver: str, offer: Offer[Any], route: Route) -> Access | None:
         """Returns the access of a receiver that reads the pool itself; a handle is made for each once."""
@@ -311,7 +365,7 @@ class ProcessConnector(MailboxConnector[Any, Any]):
     def _offer_parts(self, receiver: str, offer: Offer[Any], route: Route) -> Route:
         """Sends an offer in parts. Returns the way they take: what is too large for the segment is linked."""
         parts = parts_of(self.pool, offer.source, self._means.config.part_bytes)
-        if route is Route.STAGING and self._staging.fits(parts):
+        if route is not Route.LINK and self._staging.fits(parts):
             self._staging.add(receiver, offer, parts)
             return route
         if self._linking.fits(parts):
@@ -328,9 +382,24 @@ class ProcessConnector(MailboxConnector[Any, Any]):
         assert self.segment is not None
         memory, part = self.segment.memory, shipment.part
         self._means.gpu_memory.pin(memory)
-        part.copy(self.pool, memory[shipment.offset : shipment.offset + part.num_bytes])
-        access = Staged(part.shape, str(self.segment.path), memory.nbytes, shipment.offset)
+        room = memory[shipment.offset : shipment.offset + part.num_bytes]
+        part.copy(self.pool, room)
+        access: Access = Staged(part.shape, str(self.segment.path), memory.nbytes, shipment.offset)
+        if self.segment.nixl is not None and self._route(shipment.receiver) is not Route.STAGING:
+            access = self._registered(self.segment.nixl, part, room)
         self._deferred.add(partial(self._post, shipment.receiver, shipment.offer, access))
+
+    def _registered(self, nixl: NixlAgent, part: Part, room: Tensor) -> Access:
+        """Returns the access of a receiver that reads a part with NIXL."""
+        if not part.num_bytes:
+            return pack(self.pool, part)
+        nixl.wake()
+        return Registered(part.shape, nixl.place(room))
+
+    @property
+    def is_read(self) -> bool:
+        """Returns whether any part in the segment is without a receipt. Thread-safe."""
+        return self._staging.has_shipped
 
     def _ship_linked(self, shipment: Shipment) -> None:
         packed = pack(self.pool, shipment.part)
@@ -376,14 +445,19 @@ class ProcessConnector(MailboxConnector[Any, Any]):
 
     def _stage(self, message: Unreadable) -> None:
         """Sends an offer again, by a route that the receiver can read."""
-        receiver, offer = self._exported.pop(message.number, ("", None))
-        there = self._means.find(_worker_of(receiver))
-        if offer is None or there is None:
+        there = self._means.find(_worker_of(message.receiver))
+        if there is None:
             return
-        if self._unreadable.get(receiver) != there.epoch:
-            logger.warning("'%s' cannot open the memory of '%s': it is staged", receiver, self.name)
-        self._unreadable[receiver] = there.epoch
-        self.offer(receiver, offer)
+        if self._unreadable.get(message.receiver) != there.epoch:
+            logger.warning(
+                "'%s' cannot read the memory of '%s', which is copied for it", message.receiver, self.name
+            )
+        self._unreadable[message.receiver] = there.epoch
+        receiver, offer = self._exported.pop(message.number, ("", None))
+        if offer is not None:
+            self.offer(receiver, offer)
+        elif message.number in self._staging:
+            self._linking.repeat(self._staging.withdraw(message.number))
 
     def recv(self) -> Sequence[Offer[Any]]:
         taken = super().recv()

@@ -231,7 +231,13 @@ class WorkerServer:
             self.membership.set(gpus=tuple(sorted(gpu_memory.visible())))
         here = PeerPlace(self.membership.epoch, self._place.node_id)
         config = self._config.transport
-        return ProcessTransport(self._post, self._find, files, here, gpu_memory=gpu_memory, config=config)
+        return ProcessTransport(
+            self._post, self._find, files, here, gpu_memory=gpu_memory, config=config, wake=self._wake
+        )
+
+    def _wake(self) -> None:
+        if self._thread is not None:
+            self._thread.wake()
 
     def _find(self, worker: str) -> PeerPlace | None:
         """Returns where a worker is. Called by the worker thread."""
