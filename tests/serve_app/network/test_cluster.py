@@ -22,6 +22,7 @@ from epd.topology import TensorParallel, topology_name
 from tests.serve_app.deployments import NEVER_S, Question, num_held, undisturbed
 from tests.serve_app.held_answers import HeldAnswers
 from tests.serve_app.network.cluster import HANG_S, Cluster, Front, clustered
+from tests.serve_app.network.test_connector import BETWEEN_MACHINES, WITH_NIXL
 from tests.stages.ranks.thread_ranks import StartedThreadRanks
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
@@ -109,7 +110,7 @@ def test_two_fronts_share_workers(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("route", [Route.SHARED_MEMORY, Route.STAGING, Route.LINK], ids=str)
+@pytest.mark.parametrize("route", [Route.SHARED_MEMORY, Route.STAGING, Route.LINK, WITH_NIXL], ids=str)
 def test_every_transport_gives_the_same_tokens_and_is_shown(
     route: Route, model: Path, questions: list[Question], expected: list[tuple[int, ...]]
 ) -> None:
@@ -117,10 +118,11 @@ def test_every_transport_gives_the_same_tokens_and_is_shown(
 
     async def run() -> None:
         cluster = Cluster(model, "1e1p1d")
-        cluster.transport = TransportConfig(1 << 17, 1 << 17, 1 << 13, is_staged=route is Route.STAGING)
+        between = route if route in BETWEEN_MACHINES else Route.LINK
+        cluster.transport = TransportConfig(1 << 17, 1 << 17, 1 << 13, route is Route.STAGING, between)
         try:
             for number in range(3):
-                await cluster.add_stage(f"node {number}" if route is Route.LINK else "here")
+                await cluster.add_stage(f"node {number}" if route in BETWEEN_MACHINES else "here")
             await cluster.add_media()
             front = await cluster.add_front()
             await until_all_see(cluster, "1e1p1d")
