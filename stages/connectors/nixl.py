@@ -2,8 +2,8 @@
 
     sender: register memory  --metadata, address-->  receiver: read it, into memory that it has registered
 
-NIXL's own thread keeps a core busy as long as its agent lives. The agent of this module has a thread that
-sleeps while nothing is on its way.
+NIXL's own thread keeps a core busy as long as its agent lives, also when it is idle. The agent of this module
+has a thread that sleeps while nothing is on its way.
 """
 
 from __future__ import annotations
