@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import socket
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -43,7 +44,8 @@ HOST = "127.0.0.1"
 KEY = b"the key of a benchmark, which is not one"
 LAYOUT, BLOCK_SIZE = KVLayout(28, 4, 128, torch.bfloat16), 16
 SENDER, RECEIVER = "p0.prefill", "d0.decode"
-_IDLE_S = 0.0002
+SWITCH_S = 0.0005  # as workers set it
+_IDLE_S = 0.01  # as workers look that are not woken
 _NEVER_S = 600.0
 
 
@@ -149,6 +151,7 @@ class Side:
 def run_side(pipe: Connection, way: Way, fleet_id: str, num_tokens: int, *, is_sender: bool) -> None:
     """Runs a process: at each message it moves a prompt, and tells its CPU seconds and the wall's."""
     torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_S)
     if way.ucx_tls:
         os.environ["UCX_TLS"] = way.ucx_tls
     move = (_raw if way.route is None else _routed)(pipe, way, fleet_id, num_tokens, is_sender=is_sender)
@@ -221,7 +224,8 @@ class Pair:
         self.way = way
         self.measured: list[tuple[float, float]] = []  # seconds, and of the CPU
         self._num_bytes = num_tokens * LAYOUT.bytes_per_token
-        context, fleet_id = multiprocessing.get_context("spawn"), new_fleet_id()
+        context, fleet_id = multiprocessing.get_context("forkserver"), new_fleet_id()
+        context.set_forkserver_preload([__spec__.name])  # which imports torch once
         self._pipes: list[Connection] = []
         for is_sender in (False, True):
             ours, theirs = context.Pipe()
