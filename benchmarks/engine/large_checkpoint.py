@@ -39,8 +39,8 @@ from epd.engine_config import EngineConfig
 from epd.host_memory import resident_bytes
 from epd.sampling_params import SamplingParams
 from epd.serve_app.messages import Prefill
-from epd.serve_app.network.connector import ProcessTransport
 from epd.serve_app.network.memory import PoolFiles, new_fleet_id
+from epd.serve_app.network.process_transport import ProcessTransport
 from epd.serve_app.network.routes import PeerPlace
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.role_messages import Offload, Onload, SetRoles

@@ -32,9 +32,10 @@ import uvloop
 
 from benchmarks.reporting import Row, Section, run_sections, setting
 from epd.serve_app.network.calls import Channel
-from epd.serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
+from epd.serve_app.network.connector import Envelope, TransportConfig
 from epd.serve_app.network.link import Address, Link, connect, listen
 from epd.serve_app.network.memory import PoolFiles, new_fleet_id
+from epd.serve_app.network.process_transport import ProcessTransport
 from epd.serve_app.network.routes import PeerPlace, Route
 from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket

@@ -23,7 +23,7 @@ from epd.errors import EPDError, InternalError
 from epd.serve_app.fleet import FramesLostError, WorkerLostError, state_after
 from epd.serve_app.messages import DropOwner, Message, PeerLost, WorkerLoad, WorkerReport, by_owner
 from epd.serve_app.network.calls import Answer, Channel, Channels
-from epd.serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
+from epd.serve_app.network.connector import Envelope, TransportConfig
 from epd.serve_app.network.link import Address, Link, LinkClosedError
 from epd.serve_app.network.members import (
     BoardClient,
@@ -37,6 +37,7 @@ from epd.serve_app.network.members import (
 from epd.serve_app.network.membership import Membership
 from epd.serve_app.network.memory import PoolFiles
 from epd.serve_app.network.peer_links import Delivery, KnownPeers, PeerLinks
+from epd.serve_app.network.process_transport import ProcessTransport
 from epd.serve_app.network.routes import PeerPlace
 from epd.serve_app.network.wire import BulkPlace, TakeBulk, WorkerCall
 from epd.serve_app.role_messages import AskRemaining, Offload

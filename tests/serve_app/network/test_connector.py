@@ -21,9 +21,10 @@ from epd.encode.encoder_cache import CachedGroup, GroupKey
 from epd.encoders.adapter import Embeddings
 from epd.errors import InfeasibleError
 from epd.serve_app.network import memory as shared_memory
-from epd.serve_app.network.connector import Envelope, ProcessConnector, ProcessTransport, TransportConfig
+from epd.serve_app.network.connector import Envelope, ProcessConnector, TransportConfig
 from epd.serve_app.network.memory import PoolFiles, new_fleet_id, open_pool
 from epd.serve_app.network.packing import Packed
+from epd.serve_app.network.process_transport import ProcessTransport
 from epd.serve_app.network.routes import Access, PeerPlace, Registered, Route, map_pool
 from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPoolShape
 from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from epd.serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
+from epd.serve_app.network.connector import Envelope, TransportConfig
 from epd.serve_app.network.memory import PoolFiles, new_fleet_id, remove_orphans
+from epd.serve_app.network.process_transport import ProcessTransport
 from epd.serve_app.network.routes import PeerPlace, Route
 from epd.transfer.connectors import KVTicket, TransferOutcome
 from tests.serve_app.network.test_connector import BETWEEN_MACHINES, WITH_NIXL
