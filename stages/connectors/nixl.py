@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_S = 0.0001  # between looks at what is on its way
 _MEMORY = "DRAM"
+_LEAST_BYTES = 1 << 20  # of memory for a read; powers of two, so that there are few sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class NixlAgent:
         self._begun.append(_Read(place, is_there, done))
         self._wake.set()
         if self._is_closed:
+            self._thread.join()
             self._fail_all()
 
     def wake(self) -> None:
@@ -106,23 +109,27 @@ class NixlAgent:
         self._is_closed = True
         self._wake.set()
         self._thread.join()
-        self._fail_all()
         self._reads.clear()
         self._agent = None
 
     def _run(self) -> None:
-        while not self._is_closed:
-            if not (self._begun or self._reads or self._is_read()):
-                self._wake.wait()
-                self._wake.clear()
-                continue
-            self._advance()
-            time.sleep(_PROGRESS_S)
+        try:
+            while not self._is_closed:
+                if self._begun or self._reads or self._is_read():
+                    self._advance()
+                    time.sleep(_PROGRESS_S)
+                else:
+                    self._wake.wait()
+                    self._wake.clear()
+        finally:
+            self._is_closed = True
+            self._fail_all()
 
     def _advance(self) -> None:
         while self._begun:
             self._begin(self._begun.popleft())
-        self._agent.get_new_notifs()  # nobody notifies: it lets others read on
+        with suppress(*self._errors):
+            self._agent.get_new_notifs()  # nobody notifies: it lets others read on
         self._reads = [each for each in self._reads if not self._has_ended(each)]
 
     def _begin(self, read: _Read) -> None:
@@ -144,7 +151,7 @@ class NixlAgent:
         for index, buffer in enumerate(self._free):
             if buffer.nbytes >= num_bytes:
                 return self._free.pop(index)
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        buffer = torch.empty(max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()), dtype=torch.uint8)
         self._agent.register_memory(_regions(buffer), _MEMORY)
         return buffer
 
@@ -194,9 +201,7 @@ class NixlAgent:
         return True
 
     def _fail_all(self) -> None:
-        """Reports all that has not been read, once the thread has ended."""
-        if self._thread.is_alive():
-            return
+        """Reports all that has not been read: nobody reads it any more."""
         while self._begun:
             self._reads.append(self._begun.popleft())
         for read in self._reads:
