@@ -10,7 +10,8 @@ converted tensor by tensor.
 answer: about a drawn video of 60 s; the same question to `generate`, in the same type, in another process.
 switch: an encode worker becomes one that prefills and decodes, as a fleet's worker does on a machine whose
 workers share their weights; from the decision to the first token of a short text, and a second text after it.
-Three times, each in a process of its own. Only when asked for, to benchmarks/results/role_switch.{json,md}.
+Each round is a process of its own. Only when asked for, to benchmarks/results/role_switch.{json,md};
+--checkpoint names another shape.
 Results go to benchmarks/results/large_checkpoint.{json,md}.
 """
 
@@ -197,20 +198,20 @@ def answer_rows(folder: Path) -> list[Row]:
     return [first | found | {"first tokens equal to generate's": f"{num_equal} of {len(expected)}"}]
 
 
-def switch_rows(folder: Path) -> list[Row]:
-    return [child("switch", folder, "bfloat16") for _ in range(3)]
+def switch_rows(folder: Path, num_rounds: int) -> list[Row]:
+    return [child("switch", folder, "bfloat16") for _ in range(num_rounds)]
 
 
 def clip_in(folder: Path) -> Path:
     return folder / "clip.mp4"
 
 
-def prepare(folder: Path) -> Path:
+def prepare(folder: Path, checkpoint: str) -> Path:
     """Writes the checkpoint and the video, if they are not there."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model.safetensors.index.json").exists():
         torch.manual_seed(0)
-        write_full(CHECKPOINT, folder, FRAME_SIZE, on_cpu("bfloat16"))
+        write_full(checkpoint, folder, FRAME_SIZE, on_cpu("bfloat16"))
     if not clip_in(folder).exists():
         write_demo_video(clip_in(folder), make_scene(7, DURATION_S), fps=8, height=180, width=320)
     return folder
@@ -220,6 +221,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--section", choices=["load", "answer", "switch"])
+    parser.add_argument("--checkpoint", default=CHECKPOINT, help="of tests.models.published")
+    parser.add_argument("--rounds", type=int, default=3, help="of a switch")
     parser.add_argument("--child", choices=list(CHILDREN), help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="bfloat16", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -227,22 +230,27 @@ def main() -> None:
         print(json.dumps(CHILDREN[options.child](options.folder, options.dtype)))
         return
     with tempfile.TemporaryDirectory(prefix="epd-large-") as temporary:
-        folder = prepare(options.folder or Path(temporary))
+        folder = prepare(options.folder or Path(temporary), options.checkpoint)
+        setting_here = partial(here, options.checkpoint)
         sections: dict[str, Section] = {
             "load": Section("Loading", partial(load_rows, folder)),
             "answer": Section("An answer", partial(answer_rows, folder)),
         }
         if options.section == "switch":
-            rows = {"switch": Section("From encode to prefill and decode", partial(switch_rows, folder))}
+            rows = {
+                "switch": Section(
+                    "From encode to prefill and decode", partial(switch_rows, folder, options.rounds)
+                )
+            }
             command = "engine.large_checkpoint --section switch"
-            run_sections("role_switch", "A role switch", rows, list(rows), here, module=command)
+            run_sections("role_switch", "A role switch", rows, list(rows), setting_here, module=command)
             return
         wanted = [options.section] if options.section else list(sections)
-        run_sections("large_checkpoint", "A checkpoint of 3B parameters", sections, wanted, here)
+        run_sections("large_checkpoint", "A checkpoint of 3B parameters", sections, wanted, setting_here)
 
 
-def here() -> dict[str, Any]:
-    return setting(("torch", "transformers", "safetensors"), checkpoint=f"{CHECKPOINT}, random weights")
+def here(checkpoint: str) -> dict[str, Any]:
+    return setting(("torch", "transformers", "safetensors"), checkpoint=f"{checkpoint}, random weights")
 
 
 if __name__ == "__main__":
