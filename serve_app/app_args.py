@@ -53,6 +53,7 @@ STAGE_FIELDS = (
     "topology",
     "worker_classes",
     "decode_tensor_parallel_size",
+    "connector",
     "num_embeddings",
     "hang_s",
     "drain_s",

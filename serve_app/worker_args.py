@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Self
+from importlib.util import find_spec
+from typing import Literal, Self
 
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
@@ -47,6 +48,11 @@ class WorkerArgs(EngineConfig):
         default=True,
         description="In workers with other roles too, run the vision encoder in a thread of its own, on a "
         "GPU in its own stream, so that encoding does not stall decodes.",
+    )
+    connector: Literal["link", "nixl"] = Field(
+        default="link",
+        description="How embeddings, keys and values reach workers of other machines: link (TCP), or nixl, "
+        "which has RDMA where the network does and needs epd-vlm[nixl].",
     )
     num_video_workers: int = Field(default=1, ge=1, le=64, description="Workers that decode video.")
     elastic: bool = Field(default=False, description="Let workers change roles as the load changes.")
@@ -120,6 +126,11 @@ class WorkerArgs(EngineConfig):
         parse_topology(self.topology)
         _check_ranks(self)
         self.check_classes()
+        if self.connector == "nixl" and find_spec("nixl") is None:
+            raise RequestError(
+                "received connector nixl; allowed: where the package nixl is installed; install "
+                "epd-vlm[nixl] on every machine, or leave it at link"
+            )
 
     def check_classes(self) -> None:
         """Raises RequestError for classes that cannot work together."""

@@ -59,10 +59,14 @@ class Profiler:
         use_threads(num_threads)
         self.placement = placement
         self.clock = _clock(placement, num_threads)
+        start_s = time.perf_counter()
         self.model: Any = load_role(path, "whole", placement, on_progress=on_progress).model
+        if not placement.is_cuda:  # whose workers share weights, which a switch maps
+            start_s = time.perf_counter()
         self._options = EngineConfig(kv_cache_dtype=kv_cache_dtype)
         settings = generation_settings(path, self.adapter)
         self.engine: Any = build_engine(self.model, self.adapter, settings, options=self._options)
+        self._switch_s = time.perf_counter() - start_s
         self._num_requests = 0
 
     def profile(self, name: str, device: str, num_repeats: int, show: Callable[[int, int], None]) -> Profile:
@@ -113,6 +117,7 @@ class Profiler:
             dtype=self.placement.dtype_name,
             kv_cache_dtype=self._options.kv_cache_dtype,
             num_threads=num_threads,
+            switch_s=self._switch_s,
             core_speed=sum(speeds) / len(speeds),
             beside=beside,
         )

@@ -1,6 +1,6 @@
 """A checkpoint of 3B parameters on a CPU: its memory while it loads, and its answer in bfloat16.
 
-    python -m benchmarks.engine.large_checkpoint [--folder DIR] [--section load|answer]
+    python -m benchmarks.engine.large_checkpoint [--folder DIR] [--section load|answer|switch]
 
 The checkpoint has the shape of Qwen2.5-VL-3B and random weights in bfloat16, 7.5 GB; it is written to a
 temporary folder (8 GB of disk), or to --folder, where a later run finds it.
@@ -8,6 +8,10 @@ load: in a process of its own for each type. Peak is the most resident memory wh
 weight is read once, above what the process had before; mapped pages count. bfloat16 is mapped, float16
 converted tensor by tensor.
 answer: about a drawn video of 60 s; the same question to `generate`, in the same type, in another process.
+switch: an encode worker becomes one that prefills and decodes, as a fleet's worker does on a machine whose
+workers share their weights; from the decision to the first token of a short text, and a second text after it.
+Each round is a process of its own. Only when asked for, to benchmarks/results/role_switch.{json,md};
+--checkpoint names another shape.
 Results go to benchmarks/results/large_checkpoint.{json,md}.
 """
 
@@ -21,7 +25,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import torch
@@ -32,20 +38,32 @@ from benchmarks.reporting import Row, Section, run_sections, setting
 from epd.encoders import FrameSampling
 from epd.engine_config import EngineConfig
 from epd.host_memory import resident_bytes
+from epd.sampling_params import SamplingParams
+from epd.serve_app.messages import Prefill
+from epd.serve_app.network.memory import PoolFiles, new_fleet_id
+from epd.serve_app.network.process_transport import ProcessTransport
+from epd.serve_app.network.routes import PeerPlace
+from epd.serve_app.orchestration.request_planner import RequestPlanner
+from epd.serve_app.role_messages import Offload, Onload, SetRoles
+from epd.serve_app.worker.worker_core import WorkerCore
+from epd.serve_app.worker.worker_stages import WorkerSettings
 from epd.shapes import make_scene
 from epd.stages.loading.weight_files import num_weight_bytes
 from epd.stages.loading.weights import load_role
 from epd.stages.placement import DTYPES, Placement
+from epd.topology import Stage
 from epd.video.demo_video import write_demo_video
 from tests.colocated import ColocatedPipeline
 from tests.positions import trained_positions_in
 from tests.reference import processor_inputs
+from tests.serve_app.deployments import Question
 from tests.tiny_models import load_reference
 
 CHECKPOINT, FRAME_SIZE = "Qwen2.5-VL-3B", (168, 308)
 DURATION_S, NUM_FRAMES, MAX_TOKENS = 60.0, 8, 24
 QUESTION = "Which shape appears first?"
 NUM_KV_TOKENS = 4096
+TEXT_ROLES: frozenset[Stage] = frozenset({"prefill", "decode"})
 _GB = 1e9
 _PIECE = 1 << 20  # values that are read at once
 
@@ -103,7 +121,57 @@ def theirs(folder: Path, dtype: str) -> Row:
     return {"token_ids": found[0, inputs["input_ids"].shape[1] :].tolist()}
 
 
-CHILDREN: Mapping[str, Callable[[Path, str], Row]] = {"load": load, "ours": ours, "theirs": theirs}
+def switch(folder: Path, dtype: str) -> Row:
+    """Switches a worker without work. Faults are of pages of weights that are touched for the first time."""
+    files = PoolFiles(new_fleet_id())
+    files.hold()
+    here = PeerPlace("w0 1", "here")
+    transport = ProcessTransport(lambda _worker, _envelope: None, lambda _worker: here, files, here)
+    options = EngineConfig(device="cpu", dtype=dtype, num_kv_tokens=NUM_KV_TOKENS)
+    settings = WorkerSettings(folder, options, num_embeddings=NUM_KV_TOKENS)
+    seconds, before, roles = [time.perf_counter()], frozenset[Stage]({"encode"}), TEXT_ROLES
+    core = WorkerCore("w0", before, settings, transport)
+    seconds.append(time.perf_counter())
+    core.handle(Offload(frozenset(), before), None)
+    core.step()
+    times = core.handle(Onload(roles), None)
+    seconds.append(time.perf_counter())
+    core.handle(SetRoles(roles, frozenset()), None)
+    seconds.append(time.perf_counter())
+    faults = [getrusage(RUSAGE_SELF).ru_minflt]
+    for number in range(2):
+        first_token(core, folder, f"r{number}")
+        seconds.append(time.perf_counter())
+        faults.append(getrusage(RUSAGE_SELF).ru_minflt)
+    core.close()
+    files.release()
+    start_s, onload_s, announce_s, first_s, second_s = (b - a for a, b in pairwise(seconds))
+    return {
+        "type": dtype,
+        "weights, GB": round(num_weight_bytes(folder, DTYPES[dtype]) / _GB, 2),
+        "start, s": round(start_s, 1),
+        "weights, s": round(times.weights_s, 4),
+        "stages, s": round(onload_s - times.weights_s, 3),
+        "announce, s": round(announce_s, 3),
+        "first text, s": round(first_s, 2),
+        "second text, s": round(second_s, 2),
+        "faults, first": faults[1] - faults[0],
+        "faults, second": faults[2] - faults[1],
+    }
+
+
+def first_token(core: WorkerCore, folder: Path, request_id: str) -> None:
+    """Lets a worker without other work answer a short text with one token."""
+    planner = RequestPlanner(folder, CHECKPOINT)
+    plan = planner.plan(Question((), f"{request_id}: {QUESTION}", SamplingParams(max_tokens=1)).request())
+    core.handle(Prefill(plan.generate_request(request_id), plan.groups, None), None)
+    while not ((report := core.take_report()) and report.outputs):
+        core.step()
+
+
+CHILDREN: Mapping[str, Callable[[Path, str], Row]] = {
+    "load": load, "ours": ours, "theirs": theirs, "switch": switch,
+}  # fmt: skip
 
 
 def child(name: str, folder: Path, dtype: str) -> Row:
@@ -130,16 +198,20 @@ def answer_rows(folder: Path) -> list[Row]:
     return [first | found | {"first tokens equal to generate's": f"{num_equal} of {len(expected)}"}]
 
 
+def switch_rows(folder: Path, num_rounds: int) -> list[Row]:
+    return [child("switch", folder, "bfloat16") for _ in range(num_rounds)]
+
+
 def clip_in(folder: Path) -> Path:
     return folder / "clip.mp4"
 
 
-def prepare(folder: Path) -> Path:
+def prepare(folder: Path, checkpoint: str) -> Path:
     """Writes the checkpoint and the video, if they are not there."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model.safetensors.index.json").exists():
         torch.manual_seed(0)
-        write_full(CHECKPOINT, folder, FRAME_SIZE, on_cpu("bfloat16"))
+        write_full(checkpoint, folder, FRAME_SIZE, on_cpu("bfloat16"))
     if not clip_in(folder).exists():
         write_demo_video(clip_in(folder), make_scene(7, DURATION_S), fps=8, height=180, width=320)
     return folder
@@ -148,7 +220,9 @@ def prepare(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--section", choices=["load", "answer"])
+    parser.add_argument("--section", choices=["load", "answer", "switch"])
+    parser.add_argument("--checkpoint", default=CHECKPOINT, help="of tests.models.published")
+    parser.add_argument("--rounds", type=int, default=3, help="of a switch")
     parser.add_argument("--child", choices=list(CHILDREN), help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="bfloat16", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -156,17 +230,27 @@ def main() -> None:
         print(json.dumps(CHILDREN[options.child](options.folder, options.dtype)))
         return
     with tempfile.TemporaryDirectory(prefix="epd-large-") as temporary:
-        folder = prepare(options.folder or Path(temporary))
+        folder = prepare(options.folder or Path(temporary), options.checkpoint)
+        setting_here = partial(here, options.checkpoint)
         sections: dict[str, Section] = {
             "load": Section("Loading", partial(load_rows, folder)),
             "answer": Section("An answer", partial(answer_rows, folder)),
         }
+        if options.section == "switch":
+            rows = {
+                "switch": Section(
+                    "From encode to prefill and decode", partial(switch_rows, folder, options.rounds)
+                )
+            }
+            command = "engine.large_checkpoint --section switch"
+            run_sections("role_switch", "A role switch", rows, list(rows), setting_here, module=command)
+            return
         wanted = [options.section] if options.section else list(sections)
-        run_sections("large_checkpoint", "A checkpoint of 3B parameters", sections, wanted, here)
+        run_sections("large_checkpoint", "A checkpoint of 3B parameters", sections, wanted, setting_here)
 
 
-def here() -> dict[str, Any]:
-    return setting(("torch", "transformers", "safetensors"), checkpoint=f"{CHECKPOINT}, random weights")
+def here(checkpoint: str) -> dict[str, Any]:
+    return setting(("torch", "transformers", "safetensors"), checkpoint=f"{checkpoint}, random weights")
 
 
 if __name__ == "__main__":

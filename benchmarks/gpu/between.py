@@ -19,9 +19,10 @@ import torch
 from benchmarks.gpu.setup import Setup
 from benchmarks.reporting import Row
 from epd.encode.encoder_cache import CachedGroup, GroupKey
-from epd.serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
+from epd.serve_app.network.connector import Envelope, TransportConfig
 from epd.serve_app.network.memory import PoolFiles, new_fleet_id
 from epd.serve_app.network.packing import AnyShape
+from epd.serve_app.network.process_transport import ProcessTransport
 from epd.serve_app.network.routes import PeerPlace
 from epd.stages.connectors.gpu_memory import CudaMemory
 from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPoolShape

@@ -25,7 +25,7 @@ class Profile:
     video: by codec, on one CPU thread
     images: decoding one, by its pixels, on one CPU thread
     audio: the same of a clip of sound, by its seconds
-    switch_s: of a worker that takes another role
+    switch_s: of a worker that takes another role; measured, the time to load and build the stage
     price_per_hour: of one device, in `currency`; None if it is not known
     power_w: of one device at most
     cores_per_device: threads of the CPU beside each device, that read media; None if they are not known

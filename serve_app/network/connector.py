@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,8 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from epd.serve_app.network.memory import PoolFiles
-from epd.serve_app.network.packing import AnyPool, AnyShape, PartQueue, Shipment, pack, parts_of
+from epd.serve_app.network.packing import AnyPool, Part, PartQueue, Shipment, pack, parts_of
 from epd.serve_app.network.routes import (
     Access,
     Exported,
@@ -28,19 +27,16 @@ from epd.serve_app.network.routes import (
     Mapped,
     OpenedPools,
     PeerPlace,
+    Registered,
     Route,
     Staged,
     choose_route,
 )
-from epd.stages.connectors.gpu_memory import CudaMemory, GpuMemory, HandleError
+from epd.stages.connectors.gpu_memory import GpuMemory, HandleError
 from epd.stages.connectors.mailbox import MailboxConnector, Message
-from epd.stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
-from epd.stages.engine.kv_pool import KVPools, KVPoolsShape
-from epd.stages.engine.pool_memory import pool_memory
-from epd.stages.loading.weight_files import num_weight_bytes, write_weights
-from epd.stages.placement import Placement
-from epd.stages.ranks.group_pools import GroupPools, PoolSharing
-from epd.transfer.connectors import EncoderConnector, KVConnector, Offer, Receipt, TransferOutcome
+from epd.stages.connectors.nixl import NixlAgent
+from epd.stages.ranks.group_pools import GroupPools
+from epd.transfer.connectors import Offer, Receipt
 from epd.transfer.staging import StagingSpace
 
 logger = logging.getLogger(__name__)
@@ -77,24 +73,27 @@ class TransportConfig:
     link_bytes: in messages to other machines, of each pool, before they are answered
     part_bytes: of a part of an offer, unless a single block or a group of embeddings is larger
     is_staged: whether pools are staged for other workers of the machine even if they could be reached
+    between_machines: the link, or NIXL
     """
 
     staging_bytes: int = 256 << 20
     link_bytes: int = 512 << 20
     part_bytes: int = 16 << 20
     is_staged: bool = False
+    between_machines: Route = Route.LINK
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagingSegment:
-    """Host memory that parts are staged in. memory: uint8."""
+    """Host memory that parts are staged in. memory: uint8. nixl: with which other machines read it."""
 
     path: Path
     memory: Tensor
+    nixl: NixlAgent | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Means:
+class Means:
     """What the ends of a worker have in common.
 
     post, find: see `ProcessTransport`
@@ -110,142 +109,8 @@ class _Means:
     routes: dict[str, Route] = field(default_factory=dict)
 
 
-class ProcessTransport:
-    """Holds the ends of one worker. Only `deliver` may be called from other threads."""
-
-    def __init__(
-        self,
-        post: Callable[[str, Envelope], None],
-        find: Callable[[str], PeerPlace | None],
-        files: PoolFiles,
-        here: PeerPlace,
-        *,
-        gpu_memory: GpuMemory | None = None,
-        config: TransportConfig | None = None,
-    ) -> None:
-        """Creates a transport without ends.
-
-        post: passes an envelope to a worker by name, without waiting
-        find: says where a worker is; None if it is not known
-        files: creates the files of pools
-        here: where this worker is
-        """
-        gpu_memory = gpu_memory or CudaMemory()
-        opened = OpenedPools(gpu_memory, self._own_pool)
-        self._means = _Means(post, find, here, gpu_memory, opened, config or TransportConfig())
-        self._files = files
-        self._ends: dict[tuple[str, Kind], ProcessConnector] = {}
-
-    def embeddings(
-        self, name: str, shape: EncoderPoolShape, device: torch.device = _CPU
-    ) -> tuple[EncoderPool, EncoderConnector]:
-        end = self._open(name, "embeddings", shape, device)
-        assert isinstance(end.pool, EncoderPool)
-        return end.pool, end
-
-    def kv(
-        self,
-        name: str,
-        shape: KVPoolsShape,
-        device: torch.device = _CPU,
-        sharing: PoolSharing | None = None,
-    ) -> tuple[KVPools, KVConnector]:
-        end = self._open(name, "kv", shape, device, sharing)
-        assert isinstance(end.pool, KVPools)
-        return end.pool, end
-
-    def weights(self, path: Path, placement: Placement) -> Path | None:
-        """Returns the file of weights, written by the machine's first worker.
-
-        None without room for it, and for a GPU, to which each worker loads its own.
-        """
-        if placement.is_cuda:
-            return None
-        dtype = placement.dtype
-        num_bytes = num_weight_bytes(path, dtype)
-        try:
-            return self._files.shared(f"weights-{dtype}", num_bytes, partial(write_weights, path, dtype))
-        except OSError:
-            logger.warning("no room for %d bytes of shared weights: each worker reads its own", num_bytes)
-            return None
-
-    def routes(self) -> Mapping[str, str]:
-        """Returns the way that data last took to each worker that is known: see `Route`."""
-        return {name: str(route) for name, route in self._means.routes.items() if self._means.find(name)}
-
-    def close(self, name: str) -> None:
-        """Closes the ends of one name. What was offered to them and not copied is answered: see `deliver`."""
-        for key in [key for key in self._ends if key[0] == name]:
-            end = self._ends.pop(key)
-            for offer in (*end.close(), *end.unread_offers()):
-                self._refuse(end.kind, offer)
-            self._files.remove(Path(end.pool_id))
-            if end.segment is not None:
-                self._files.remove(end.segment.path)
-        if not self._ends:
-            self._means.opened.close()
-
-    def deliver(self, envelope: Envelope) -> None:
-        """Delivers a message to one of the ends. If that is closed, with its pool, an offer is answered.
-
-        So the sender's memory is free again after one message, even if whoever closed the end is lost
-        before the sender hears of it. Everything else for a closed end is dropped.
-        """
-        end = self._ends.get((envelope.receiver, envelope.kind))
-        if end is not None:
-            end.inbox.append(envelope)
-            if self._ends.get((envelope.receiver, envelope.kind)) is end:
-                return
-            for offer in end.unread_offers():  # closed meanwhile, by the worker's thread
-                self._refuse(end.kind, offer)
-        elif isinstance(envelope.message, Offer):
-            self._refuse(envelope.kind, envelope.message)
-
-    def _refuse(self, kind: Kind, offer: Offer[Any]) -> None:
-        receipt = Receipt(offer.transfer_id, offer.number, TransferOutcome.CANCELLED)
-        self._means.post(_worker_of(offer.sender), Envelope(offer.sender, kind, receipt))
-
-    def _own_pool(self, pool_id: str) -> AnyPool | None:
-        return next((end.pool for end in self._ends.values() if end.pool_id == pool_id), None)
-
-    def _open(
-        self,
-        name: str,
-        kind: Kind,
-        shape: AnyShape,
-        device: torch.device,
-        sharing: PoolSharing | None = None,
-    ) -> ProcessConnector:
-        """Opens an end. A pool of the CPU is a file that others map; one of a GPU has its segment's name."""
-        if not self._means.gpu_memory.holds(device):
-            path = self._files.create(f"{name}-{kind}", shape.num_bytes)
-            pool = self._new_pool(shape, device, sharing, path)
-            segment = self._new_segment(name, kind) if self._means.config.is_staged else None
-        else:
-            pool = self._new_pool(shape, device, sharing)
-            segment = self._new_segment(name, kind)
-            path = segment.path
-        end = ProcessConnector(name, kind, pool, str(path), self._means, segment)
-        self._ends[name, kind] = end
-        return end
-
-    def _new_pool(
-        self, shape: AnyShape, device: torch.device, sharing: PoolSharing | None, path: Path | None = None
-    ) -> AnyPool:
-        """Builds a pool. path: of the memory it lies in, of a CPU's."""
-        if sharing is None:
-            return shape.build(path, device)
-        assert isinstance(shape, KVPoolsShape)
-        return GroupPools(shape, sharing, device, None if path is None else self._files.place(path))
-
-    def _new_segment(self, name: str, kind: Kind) -> StagingSegment:
-        num_bytes = self._means.config.staging_bytes
-        path = self._files.create(f"{name}-{kind}-staging", num_bytes)
-        return StagingSegment(path, pool_memory(num_bytes, path))
-
-
 class ProcessConnector(MailboxConnector[Any, Any]):
-    """Connects one end of a worker. Created by `ProcessTransport`."""
+    """Connects one end of a worker. Created by `network.process_transport`."""
 
     pool: AnyPool
 
@@ -255,7 +120,7 @@ class ProcessConnector(MailboxConnector[Any, Any]):
         kind: Kind,
         pool: AnyPool,
         pool_id: str,
-        means: _Means,
+        means: Means,
         segment: StagingSegment | None,
     ) -> None:
         super().__init__(name, pool, pool_id)
@@ -280,18 +145,25 @@ class ProcessConnector(MailboxConnector[Any, Any]):
             super().offer(receiver, offer)
             return
         route = self._route(receiver)
-        if route in (Route.STAGING, Route.LINK):
+        if route in (Route.STAGING, Route.NIXL, Route.LINK):
             route = self._offer_parts(receiver, offer, route)
         else:
             access = self._direct_access(receiver, offer, route)
             self._deferred.add(partial(self._post, receiver, offer, access))
-        self._means.routes[_worker_of(receiver)] = route
+        self._means.routes[worker_of(receiver)] = route
 
     def _route(self, receiver: str) -> Route:
-        there = self._means.find(_worker_of(receiver))
+        there = self._means.find(worker_of(receiver))
         may_open = there is None or self._unreadable.get(receiver) != there.epoch
-        is_staged = self._means.config.is_staged
-        return choose_route(self._gpu, self._means.here, there, is_staged=is_staged, may_open=may_open)
+        config = self._means.config
+        return choose_route(
+            self._gpu,
+            self._means.here,
+            there,
+            is_staged=config.is_staged,
+            may_open=may_open,
+            between_machines=config.between_machines,
+        )
 
     def _direct_access(self, receiver: str, offer: Offer[Any], route: Route) -> Access | None:
         """Returns the access of a receiver that reads the pool itself; a handle is made for each once."""
@@ -302,7 +174,7 @@ class ProcessConnector(MailboxConnector[Any, Any]):
         if route is Route.SHARED_MEMORY:
             return Mapped(self.pool.shape)
         self._exported[offer.number] = receiver, offer
-        there = self._means.find(_worker_of(receiver))
+        there = self._means.find(worker_of(receiver))
         epoch = "" if there is None else there.epoch
         is_known = self._handed.get(receiver) == epoch
         self._handed[receiver] = epoch
@@ -311,7 +183,7 @@ class ProcessConnector(MailboxConnector[Any, Any]):
     def _offer_parts(self, receiver: str, offer: Offer[Any], route: Route) -> Route:
         """Sends an offer in parts. Returns the way they take: what is too large for the segment is linked."""
         parts = parts_of(self.pool, offer.source, self._means.config.part_bytes)
-        if route is Route.STAGING and self._staging.fits(parts):
+        if route is not Route.LINK and self._staging.fits(parts):
             self._staging.add(receiver, offer, parts)
             return route
         if self._linking.fits(parts):
@@ -328,9 +200,24 @@ class ProcessConnector(MailboxConnector[Any, Any]):
         assert self.segment is not None
         memory, part = self.segment.memory, shipment.part
         self._means.gpu_memory.pin(memory)
-        part.copy(self.pool, memory[shipment.offset : shipment.offset + part.num_bytes])
-        access = Staged(part.shape, str(self.segment.path), memory.nbytes, shipment.offset)
+        room = memory[shipment.offset : shipment.offset + part.num_bytes]
+        part.copy(self.pool, room)
+        access: Access = Staged(part.shape, str(self.segment.path), memory.nbytes, shipment.offset)
+        if self.segment.nixl is not None and self._route(shipment.receiver) is not Route.STAGING:
+            access = self._registered(self.segment.nixl, part, room)
         self._deferred.add(partial(self._post, shipment.receiver, shipment.offer, access))
+
+    def _registered(self, nixl: NixlAgent, part: Part, room: Tensor) -> Access:
+        """Returns the access of a receiver that reads a part with NIXL."""
+        if not part.num_bytes:
+            return pack(self.pool, part)
+        nixl.wake()
+        return Registered(part.shape, nixl.place(room))
+
+    @property
+    def is_read(self) -> bool:
+        """Returns whether any part in the segment is without a receipt. Thread-safe."""
+        return self._staging.has_shipped
 
     def _ship_linked(self, shipment: Shipment) -> None:
         packed = pack(self.pool, shipment.part)
@@ -340,7 +227,7 @@ class ProcessConnector(MailboxConnector[Any, Any]):
         self._post(name, message, None)
 
     def _post(self, name: str, message: Message | Unreadable, access: Access | None) -> None:
-        self._means.post(_worker_of(name), Envelope(name, self.kind, message, access))
+        self._means.post(worker_of(name), Envelope(name, self.kind, message, access))
 
     def poll(self) -> Sequence[Receipt]:
         receipts: list[Receipt] = []
@@ -376,14 +263,19 @@ class ProcessConnector(MailboxConnector[Any, Any]):
 
     def _stage(self, message: Unreadable) -> None:
         """Sends an offer again, by a route that the receiver can read."""
-        receiver, offer = self._exported.pop(message.number, ("", None))
-        there = self._means.find(_worker_of(receiver))
-        if offer is None or there is None:
+        there = self._means.find(worker_of(message.receiver))
+        if there is None:
             return
-        if self._unreadable.get(receiver) != there.epoch:
-            logger.warning("'%s' cannot open the memory of '%s': it is staged", receiver, self.name)
-        self._unreadable[receiver] = there.epoch
-        self.offer(receiver, offer)
+        if self._unreadable.get(message.receiver) != there.epoch:
+            logger.warning(
+                "'%s' cannot read the memory of '%s', which is copied for it", message.receiver, self.name
+            )
+        self._unreadable[message.receiver] = there.epoch
+        receiver, offer = self._exported.pop(message.number, ("", None))
+        if offer is not None:
+            self.offer(receiver, offer)
+        elif message.number in self._staging:
+            self._linking.repeat(self._staging.withdraw(message.number))
 
     def recv(self) -> Sequence[Offer[Any]]:
         taken = super().recv()
@@ -423,5 +315,5 @@ class ProcessConnector(MailboxConnector[Any, Any]):
         return self._offers
 
 
-def _worker_of(name: str) -> str:
+def worker_of(name: str) -> str:
     return name.rpartition(".")[0]

@@ -276,6 +276,22 @@ class PartQueue:
         if kept:
             self._waiting[whole.receiver] = kept
 
+    @property
+    def has_shipped(self) -> bool:
+        """Returns whether any part is without a receipt. Thread-safe."""
+        return bool(self._shipped)
+
+    def withdraw(self, number: int) -> Shipment:
+        """Frees the room of a part that its receiver cannot read. `repeat` sends it by another queue."""
+        shipment = self._shipped.pop(number)
+        self._space.free(shipment.offset)
+        return shipment
+
+    def repeat(self, shipment: Shipment) -> None:
+        """Sends a part that another queue has withdrawn."""
+        self._waiting.setdefault(shipment.receiver, deque()).append((shipment.whole, shipment.part))
+        self.advance()
+
     def forget(self, receiver: str) -> None:
         """Drops all parts for a receiver that is gone, which gives no receipts."""
         self._waiting.pop(receiver, None)

@@ -5,6 +5,7 @@ same machine, pool of the CPU     shared memory    the receiver maps the pool
 same machine, pool of a GPU       cuda ipc         the receiver opens the pool, if it sees that GPU
                                   staging          through a bounded segment of host memory
 another machine                   link             through messages, of bounded size and number
+                                  nixl             NIXL reads a bounded segment of host memory, if wanted
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from epd.serve_app.network.memory import open_pool
 from epd.serve_app.network.packing import AnyPool, AnyShape, Packed, opened, unpack
 from epd.stages.connectors.gpu_memory import GpuMemory, HandleError
+from epd.stages.connectors.nixl import RegisteredPlace
 from epd.stages.engine.pool_memory import pool_memory
 from epd.stages.ranks.group_pools import PlacedPools
 from epd.stages.ranks.shared_pools import PoolPlace
@@ -40,6 +42,7 @@ class Route(StrEnum):
     CUDA_IPC = "cuda ipc"
     STAGING = "staging"
     LINK = "link"
+    NIXL = "nixl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,13 @@ class PeerPlace:
 
 
 def choose_route(
-    gpu: str, here: PeerPlace, there: PeerPlace | None, *, is_staged: bool = False, may_open: bool = True
+    gpu: str,
+    here: PeerPlace,
+    there: PeerPlace | None,
+    *,
+    is_staged: bool = False,
+    may_open: bool = True,
+    between_machines: Route = Route.LINK,
 ) -> Route:
     """Returns the route from a pool of this worker to another worker.
 
@@ -65,9 +74,12 @@ def choose_route(
     there: None for a worker that is not known, which gets messages alone, if any
     is_staged: whether pools of this machine are staged although they could be reached
     may_open: False for a receiver that has failed to open the pool before
+    between_machines: the link, or NIXL, while the receiver can read with it
     """
-    if there is None or there.node_id != here.node_id:
+    if there is None:
         return Route.LINK
+    if there.node_id != here.node_id:
+        return between_machines if may_open else Route.LINK
     if there.epoch == here.epoch:
         return Route.SAME_PROCESS
     if is_staged:
@@ -107,13 +119,21 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
+class Registered:
+    """Leads to a part that NIXL reads, and that is replaced by what was read."""
+
+    shape: AnyShape
+    place: RegisteredPlace
+
+
+@dataclass(frozen=True, slots=True)
 class InRanks:
     """Leads to the pools of the ranks of a worker, which those of the receiver open. places: of its ranks."""
 
     places: tuple[PoolPlace, ...]
 
 
-Access = Mapped | Exported | Staged | InRanks | Packed
+Access = Mapped | Exported | Staged | Registered | InRanks | Packed
 
 
 class OpenedPools:
@@ -137,7 +157,7 @@ class OpenedPools:
 
         access: None for a pool of this process
         device: that staged and packed parts are read on
-        Raises HandleError for a GPU's pool that this process cannot open.
+        Raises HandleError for a GPU's pool that cannot be opened, and a part that NIXL could not read.
         """
         match access:
             case None:
@@ -148,6 +168,8 @@ class OpenedPools:
                 return self._staged(access, device)
             case Mapped():
                 return self._mapped(offer.pool_id, access)
+            case Registered():
+                raise HandleError("NIXL could not read it")
             case InRanks():
                 return PlacedPools(access.places)
             case Exported():

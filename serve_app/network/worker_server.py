@@ -23,7 +23,7 @@ from epd.errors import EPDError, InternalError
 from epd.serve_app.fleet import FramesLostError, WorkerLostError, state_after
 from epd.serve_app.messages import DropOwner, Message, PeerLost, WorkerLoad, WorkerReport, by_owner
 from epd.serve_app.network.calls import Answer, Channel, Channels
-from epd.serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
+from epd.serve_app.network.connector import Envelope, TransportConfig
 from epd.serve_app.network.link import Address, Link, LinkClosedError
 from epd.serve_app.network.members import (
     BoardClient,
@@ -37,6 +37,7 @@ from epd.serve_app.network.members import (
 from epd.serve_app.network.membership import Membership
 from epd.serve_app.network.memory import PoolFiles
 from epd.serve_app.network.peer_links import Delivery, KnownPeers, PeerLinks
+from epd.serve_app.network.process_transport import ProcessTransport
 from epd.serve_app.network.routes import PeerPlace
 from epd.serve_app.network.wire import BulkPlace, TakeBulk, WorkerCall
 from epd.serve_app.role_messages import AskRemaining, Offload
@@ -231,7 +232,13 @@ class WorkerServer:
             self.membership.set(gpus=tuple(sorted(gpu_memory.visible())))
         here = PeerPlace(self.membership.epoch, self._place.node_id)
         config = self._config.transport
-        return ProcessTransport(self._post, self._find, files, here, gpu_memory=gpu_memory, config=config)
+        return ProcessTransport(
+            self._post, self._find, files, here, gpu_memory=gpu_memory, config=config, wake=self._wake
+        )
+
+    def _wake(self) -> None:
+        if self._thread is not None:
+            self._thread.wake()
 
     def _find(self, worker: str) -> PeerPlace | None:
         """Returns where a worker is. Called by the worker thread."""

@@ -178,9 +178,10 @@ class ElasticityLoop:
 
     async def _switch(self, controller: RoleController, switch: Switch) -> None:
         try:
-            await self._switch_roles(switch.worker, switch.roles)
+            record = await self._switch_roles(switch.worker, switch.roles)
         except EPDError as error:
             logger.warning("%s", error)
             controller.failed(self._shared.requests.clock(), switch.worker)
         else:
-            controller.succeeded(self._shared.requests.clock(), switch.worker)
+            load_s = record.onload_s + record.announce_s
+            controller.succeeded(self._shared.requests.clock(), switch.worker, load_s)

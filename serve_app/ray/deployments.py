@@ -71,7 +71,9 @@ class Stage(_Worker):
         parts.limit_memory(device, args.num_stage_workers)
         settings = parts.worker_settings(args, worker_class, device)
         purpose = replace(_purpose(args, worker_class), topology=str(args.parts[worker_class]))
-        config = parts.WorkerServerConfig(settings, purpose, own.threads_per_worker)
+        config = parts.WorkerServerConfig(
+            settings, purpose, own.threads_per_worker, transport=parts.transport_config(args.connector)
+        )
         self._drain_s = args.drain_s
         self._server = parts.WorkerServer(_board(), _place(), config)
         await _started(self._server)

@@ -18,8 +18,10 @@ from epd.serve_app.composition import (
 )
 from epd.serve_app.media.media_processes import MediaProcesses
 from epd.serve_app.media.media_worker import MediaWorker
+from epd.serve_app.network.connector import TransportConfig
 from epd.serve_app.network.media_server import MediaServer
 from epd.serve_app.network.remote_fleet import RemoteFleet
+from epd.serve_app.network.routes import Route
 from epd.serve_app.network.worker_server import WorkerServer, WorkerServerConfig
 from epd.serve_app.observability.logs import write_logs
 from epd.serve_app.ray.gpus import assigned_gpus, largest_share
@@ -39,9 +41,15 @@ __all__ = [
     "media_settings",
     "share_clients",
     "share_lead",
+    "transport_config",
     "worker_settings",
     "write_logs",
 ]
+
+
+def transport_config(connector: str) -> TransportConfig:
+    """Returns how the workers of an application with that connector reach each other."""
+    return TransportConfig(between_machines=Route(connector))
 
 
 def limit_memory(device: str, num_workers: int = 1) -> None:

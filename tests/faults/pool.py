@@ -21,7 +21,7 @@ from epd.serve_app.media import image_planner, media_worker
 from epd.serve_app.media.frame_reader import FrameStream, stream_here
 from epd.serve_app.media_messages import DecodeOrder
 from epd.serve_app.network import memory
-from epd.serve_app.network.connector import ProcessTransport
+from epd.serve_app.network.process_transport import ProcessTransport
 from epd.serve_app.orchestration import request_planner
 from epd.serve_app.worker import worker_stages
 from epd.stages.engine.generation import GenerationSettings, generation_settings

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from epd.errors import RequestError
-from epd.serve_app import composition
+from epd.serve_app import composition, worker_args
 from epd.serve_app.app_args import STAGE_FIELDS, AppArgs
 from epd.serve_app.composition import worker_settings
 from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig, LocalTransport
+from epd.serve_app.network.routes import Route
+from epd.serve_app.ray.replica_parts import transport_config
 from epd.serve_app.service_composition import _orchestrator_config
 from epd.serve_app.worker.worker_stages import StageBuilder
 from epd.stages.engine import setup as engine_setup
@@ -77,6 +79,20 @@ def test_workers_of_several_processes_are_refused_what_they_cannot_do(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         AppArgs(tensor_parallel_size=2, **options).resolved()
+
+
+def test_nixl_that_is_not_installed_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_args, "find_spec", lambda _name: None)
+    with pytest.raises(RequestError, match=r"received connector nixl; .* install epd-vlm\[nixl\]") as refused:
+        AppArgs(connector="nixl").resolved()
+    assert "\n" not in str(refused.value)
+    assert AppArgs().resolved().connector == "link"
+
+
+def test_workers_on_ray_get_the_connector() -> None:
+    sent = AppArgs(connector="nixl").for_workers(*STAGE_FIELDS)
+    assert transport_config(sent.connector).between_machines is Route.NIXL
+    assert transport_config(AppArgs().connector).between_machines is Route.LINK
 
 
 def test_any_worker_of_an_elastic_application_may_become_two_processes() -> None:

@@ -56,7 +56,7 @@ class ControllerConfig:
         others keeps them; none gets roles that no other worker has, or leaves a set without a worker.
     interval_s: time between two looks
     horizon_s: period over which gain and cost are weighed
-    load_s: from the end of a drain to the new role
+    load_s: from the end of a drain to the new role, until a switch to it has shown how long it takes
     max_drain_s: time after which the work of a draining worker is moved or dropped
     cache_s: work to repeat because a cache of encode or prefill is lost
     margin: share of the cost by which the gain must exceed it; 0.5 is half of it
@@ -214,6 +214,7 @@ class RoleController:
         self.config = config or ControllerConfig()
         self._history = SwitchHistory(self.config.memory_s)
         self._in_flight: dict[str, Switch] = {}
+        self._load_s: dict[Roles, float] = {}  # that the last switch to these roles took
         self._num_failed: dict[str, int] = {}
         self._left_alone_s: dict[str, float] = {}  # workers without switches until then
         self._quiet_until_s = float("-inf")
@@ -238,9 +239,15 @@ class RoleController:
         self._history.add(now_s, decision.switch.worker, decision.old_roles, decision.switch.roles)
         return decision.switch
 
-    def succeeded(self, now_s: float, worker: str) -> None:
-        """The worker has its new roles. Unknown workers are ignored."""
-        if self._in_flight.pop(worker, None) is not None:
+    def succeeded(self, now_s: float, worker: str, load_s: float | None = None) -> None:
+        """The worker has its new roles. Unknown workers are ignored.
+
+        load_s: that it took from the end of the drain, by which later switches are weighed; None: unknown
+        """
+        switch = self._in_flight.pop(worker, None)
+        if switch is not None:
+            if load_s is not None:
+                self._load_s[switch.roles] = load_s
             self._num_failed.pop(worker, None)
             self._quiet_until_s = max(self._quiet_until_s, now_s + self.config.cooldown_s)
 
@@ -340,9 +347,10 @@ class RoleController:
         without = [each for name, each in now.items() if name != worker.name]
         after = traffic.capacity([*without, roles])
         drain_s = min(worker.drain_s, self.config.max_drain_s)
+        load_s = self._load_s.get(roles, self.config.load_s)
         phases = [
             Phase(drain_s, traffic.capacity(now.values())),
-            Phase(drain_s + self.config.load_s, traffic.capacity(without)),
+            Phase(drain_s + load_s, traffic.capacity(without)),
             Phase(self.config.horizon_s, after),
         ]
         at_once = _ahead(self.config, traffic, [Phase(self.config.horizon_s, after)])

@@ -72,6 +72,19 @@ def test_loading_longer_than_it_helps_is_not_worth_it() -> None:
     assert not looks(RoleController(ControllerConfig(load_s=29.0)), overloaded_decode(), 10)
 
 
+def test_what_a_switch_took_is_the_price_of_the_next_to_these_roles() -> None:
+    config, now_s = ControllerConfig(min_encode=1), 1000.0
+    for load_s, is_worth_it in ((0.7, True), (29.0, False), (None, True)):
+        controller, traffic = RoleController(config), overloaded_decode()
+        assert len(looks(controller, traffic, 10)) == 1
+        controller.succeeded(10.0, "e0", load_s)
+        verdicts = set()
+        for number in range(3):
+            controller.decide(now_s + number, traffic)
+            verdicts.add(controller.decisions[-1].verdict)
+        assert ("switch" in verdicts) is is_worth_it
+
+
 def test_no_switch_before_the_load_is_known() -> None:
     controller = RoleController()
     assert not looks(controller, replace(overloaded_decode(), is_known=False), 10)

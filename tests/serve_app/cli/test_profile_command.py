@@ -39,6 +39,7 @@ def test_every_stage_is_measured(mine: Profile) -> None:
     assert mine.encode.cost.seconds(1024) > mine.encode.cost.seconds(16)
     assert mine.prefill.cost.seconds(512, 512 * 256) > mine.prefill.cost.seconds(32, 32 * 16)
     assert mine.memory.kv_bytes_per_token > 0
+    assert 0 < mine.switch_s != type(mine).__dataclass_fields__["switch_s"].default
     assert 1_000 < mine.memory.encode_bytes_per_patch < 50_000
     assert 1_000 < mine.memory.prefill_bytes_per_token < 50_000
     assert mine.memory.vision_weight_bytes < mine.memory.language_weight_bytes

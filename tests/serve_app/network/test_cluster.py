@@ -22,6 +22,7 @@ from epd.topology import TensorParallel, topology_name
 from tests.serve_app.deployments import NEVER_S, Question, num_held, undisturbed
 from tests.serve_app.held_answers import HeldAnswers
 from tests.serve_app.network.cluster import HANG_S, Cluster, Front, clustered
+from tests.serve_app.network.test_connector import BETWEEN_MACHINES, WITH_NIXL
 from tests.stages.ranks.thread_ranks import StartedThreadRanks
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
@@ -109,7 +110,7 @@ def test_two_fronts_share_workers(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("route", [Route.SHARED_MEMORY, Route.STAGING, Route.LINK], ids=str)
+@pytest.mark.parametrize("route", [Route.SHARED_MEMORY, Route.STAGING, Route.LINK, WITH_NIXL], ids=str)
 def test_every_transport_gives_the_same_tokens_and_is_shown(
     route: Route, model: Path, questions: list[Question], expected: list[tuple[int, ...]]
 ) -> None:
@@ -117,10 +118,11 @@ def test_every_transport_gives_the_same_tokens_and_is_shown(
 
     async def run() -> None:
         cluster = Cluster(model, "1e1p1d")
-        cluster.transport = TransportConfig(1 << 17, 1 << 17, 1 << 13, is_staged=route is Route.STAGING)
+        between = route if route in BETWEEN_MACHINES else Route.LINK
+        cluster.transport = TransportConfig(1 << 17, 1 << 17, 1 << 13, route is Route.STAGING, between)
         try:
             for number in range(3):
-                await cluster.add_stage(f"node {number}" if route is Route.LINK else "here")
+                await cluster.add_stage(f"node {number}" if route in BETWEEN_MACHINES else "here")
             await cluster.add_media()
             front = await cluster.add_front()
             await until_all_see(cluster, "1e1p1d")
@@ -136,19 +138,22 @@ def test_every_transport_gives_the_same_tokens_and_is_shown(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("node_id", ["here", "elsewhere"])
+@pytest.mark.parametrize("route", [Route.SHARED_MEMORY, Route.LINK, WITH_NIXL], ids=str)
 def test_workers_of_two_ranks_give_the_same_tokens(
-    node_id: str,
+    route: Route,
     model: Path,
     questions: list[Question],
     expected: list[tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """node_id: of the decode worker, to which keys and values go rank to rank or in parts."""
+    """Keys and values go rank to rank, or in parts to a decode worker of another machine."""
+    node_id = "elsewhere" if route in BETWEEN_MACHINES else "here"
     monkeypatch.setattr(group, "ProcessRanks", StartedThreadRanks)
 
     async def run() -> None:
         cluster = Cluster(model, "1ep1d", tensor_parallel=TensorParallel(2))
+        between = route if route in BETWEEN_MACHINES else Route.LINK
+        cluster.transport = TransportConfig(between_machines=between)
         try:
             for each in ("here", node_id):
                 await cluster.add_stage(each)
@@ -158,7 +163,7 @@ def test_workers_of_two_ranks_give_the_same_tokens(
             assert [answer.tokens for answer in await front.ask_all(questions[:4])] == expected[:4]
             await settled(cluster)
             shown = {each.name: each.transports for each in (await front.service.status()).workers}
-            assert shown["ep0"]["d0"] == (Route.SHARED_MEMORY if node_id == "here" else Route.LINK)
+            assert shown["ep0"]["d0"] == route
         finally:
             await cluster.close()
 

@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ from epd.encode.encoder_cache import CachedGroup, GroupKey
 from epd.encoders.adapter import Embeddings
 from epd.errors import InfeasibleError
 from epd.serve_app.network import memory as shared_memory
-from epd.serve_app.network.connector import Envelope, ProcessConnector, ProcessTransport, TransportConfig
+from epd.serve_app.network.connector import Envelope, ProcessConnector, TransportConfig
 from epd.serve_app.network.memory import PoolFiles, new_fleet_id, open_pool
-from epd.serve_app.network.routes import Access, PeerPlace, Route, map_pool
+from epd.serve_app.network.packing import Packed
+from epd.serve_app.network.process_transport import ProcessTransport
+from epd.serve_app.network.routes import Access, PeerPlace, Registered, Route, map_pool
 from epd.stages.encode.encoder_pool import EmbeddingLayout, EncoderPoolShape
 from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
 from epd.stages.engine.pool_memory import pool_memory
-from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, Ticket, TransferOutcome
+from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, Offer, Ticket, TransferOutcome
 from tests.serve_app.deployments import NEVER_S
 from tests.serve_app.network.fake_gpu import FakeGpuMemory
 
@@ -40,7 +43,12 @@ PREFILL = KVPoolsShape(tuple(KVGroupShape(8, layout) for layout in GROUPS), 4, "
 DECODE = KVPoolsShape(tuple(KVGroupShape(12, layout) for layout in GROUPS), 3)
 
 
-ROUTES = (Route.SHARED_MEMORY, Route.STAGING, Route.CUDA_IPC, Route.LINK)
+HAS_NIXL = find_spec("nixl") is not None
+WITH_NIXL = pytest.param(
+    Route.NIXL, marks=pytest.mark.skipif(not HAS_NIXL, reason="needs epd-vlm[nixl]: CI has none")
+)
+ROUTES = (Route.SHARED_MEMORY, Route.STAGING, Route.CUDA_IPC, Route.LINK, WITH_NIXL)
+BETWEEN_MACHINES = (Route.LINK, Route.NIXL)
 
 
 class Workers:
@@ -56,14 +64,17 @@ class Workers:
         self.accesses: list[Access] = []
         self.gone: set[str] = set()
         sizes = {"staging_bytes": 1 << 14, "link_bytes": 1 << 14, "part_bytes": 1 << 12, **config}
-        self._config = TransportConfig(**sizes, is_staged=route is Route.STAGING)
+        between = route if route in BETWEEN_MACHINES else Route.LINK
+        self._config = TransportConfig(**sizes, is_staged=route is Route.STAGING, between_machines=between)
+        self._num_reading = 0
+        self._read = threading.Semaphore(0)  # parts that NIXL has read and delivered
         self._transports: dict[str, ProcessTransport] = {}
 
     def __getitem__(self, name: str) -> ProcessTransport:
         if name not in self._transports:
             self._transports[name] = ProcessTransport(
                 self._post, self.find, self.files, self.place(name),
-                gpu_memory=self.gpu, config=self._config,
+                gpu_memory=self.gpu, config=self._config, wake=self._read.release,
             )  # fmt: skip
         return self._transports[name]
 
@@ -71,12 +82,30 @@ class Workers:
         return None if name in self.gone else self.place(name)
 
     def place(self, name: str) -> PeerPlace:
-        return PeerPlace(f"{name} 1", name if self.route is Route.LINK else "here", ("GPU-a",))
+        return PeerPlace(f"{name} 1", name if self.route in BETWEEN_MACHINES else "here", ("GPU-a",))
+
+    def settle(self) -> None:
+        """Waits until NIXL has read what was offered."""
+        while self._num_reading:
+            assert self._read.acquire(timeout=NEVER_S)
+            self._num_reading -= 1
+
+    def received(self, receiver: Any) -> list[Offer[Any]]:
+        """Takes what was offered, once it has been read."""
+        self.settle()
+        return list(receiver.recv())
+
+    def close(self) -> None:
+        for transport in self._transports.values():
+            for name in {name for name, _ in transport._ends}:
+                transport.close(name)
 
     def _post(self, worker: str, envelope: Envelope) -> None:
         if envelope.access is not None:
             self.accesses.append(envelope.access)
-        self[worker].deliver(pickle.loads(pickle.dumps(envelope, protocol=5)))
+        there = self[worker]
+        self._num_reading += isinstance(envelope.access, Registered) and there._nixl is not None
+        there.deliver(pickle.loads(pickle.dumps(envelope, protocol=5)))
 
 
 @pytest.fixture
@@ -88,8 +117,10 @@ def files() -> Iterator[PoolFiles]:
 
 
 @pytest.fixture(params=ROUTES, ids=str)
-def workers(request: pytest.FixtureRequest, files: PoolFiles) -> Workers:
-    return Workers(files, request.param)
+def workers(request: pytest.FixtureRequest, files: PoolFiles) -> Iterator[Workers]:
+    workers = Workers(files, request.param)
+    yield workers
+    workers.close()
 
 
 def group(num_embeddings: int) -> Embeddings:
@@ -114,7 +145,7 @@ def test_embeddings_arrive_as_they_were_sent(workers: Workers) -> None:
     pool.write(source, embeddings)
     receiver.expect(ticket("t", target))
     sender.send(ticket("t", target), source)
-    assert [(offer.error, offer.source and offer.source.places) for offer in receiver.recv()] == [
+    assert [(offer.error, offer.source and offer.source.places) for offer in workers.received(receiver)] == [
         ("", source.places)
     ]
     got = target_pool.read(target)
@@ -123,6 +154,39 @@ def test_embeddings_arrive_as_they_were_sent(workers: Workers) -> None:
     assert outcomes(sender) == [TransferOutcome.DELIVERED]
     assert workers["e0"].routes() == {"p0": workers.route}
     assert len(workers.accesses) == 1
+
+
+@pytest.mark.skipif(not HAS_NIXL, reason="needs epd-vlm[nixl]: CI has none")
+def test_what_nixl_cannot_read_is_sent_over_the_link_from_then_on(files: PoolFiles) -> None:
+    """The first of two offers needs several parts."""
+    workers = Workers(files, Route.NIXL, part_bytes=600)
+    pools, sender = workers["p0"].kv("p0.prefill", PREFILL)
+    target_pools, receiver = workers["d0"].kv("d0.decode", DECODE)
+    for each in pools.groups:
+        each.storage.normal_()
+    agent, workers["d0"]._nixl = workers["d0"]._nixl, None  # it reads nothing
+    for number in range(2):
+        to = KVTicket(f"t{number}", "d0.decode", "p0.prefill", "r", 0, 8, ((11, 3, 5), (1, 2, 3)))
+        receiver.expect(to)
+        workers.accesses.clear()
+        sender.send(to, KVChunk((KVSpan(0, 0, 8, (7, 1)), KVSpan(1, 0, 8, (0, 2)))))
+        errors = [offer.error for offer in receiver.recv()]
+        assert outcomes(sender) == [TransferOutcome.DELIVERED] * number  # else reads that nothing was read
+        errors += [offer.error for offer in receiver.recv()]
+        assert set(errors) == {""}
+        assert outcomes(sender) == [TransferOutcome.DELIVERED] * (1 - number)
+        for token in range(8):
+            theirs = pools.groups[0].storage[(7, 1)[token // 4], :, :, token % 4]
+            assert torch.equal(
+                target_pools.groups[0].storage[(11, 3, 5)[token // 3], :, :, token % 3], theirs
+            )
+        kinds = [type(access) for access in workers.accesses]
+        assert kinds.count(Packed) > 1
+        assert kinds.count(Registered) == (0 if number else kinds.count(Packed))
+    assert workers["p0"].routes() == {"d0": Route.LINK}
+    assert len(sender._staging) == sender._staging._space.num_taken == 0  # type: ignore[attr-defined]
+    workers["d0"]._nixl = agent
+    workers.close()
 
 
 def test_the_pool_of_a_role_that_was_given_up_is_not_kept(
@@ -157,6 +221,7 @@ def test_an_offer_to_an_end_that_is_closed_is_answered(workers: Workers, closed:
         workers["p0"].close("p0.prefill")
     sender.send(ticket("t", CachedGroup(7, (9, 0, 4))), CachedGroup(7, (5, 2)))
     if closed == "read":
+        workers.settle()
         receiver.poll()
     workers["p0"].close("p0.prefill")
     assert outcomes(sender) == [TransferOutcome.CANCELLED]
@@ -220,7 +285,7 @@ def test_keys_and_values_arrive_as_they_were_sent(workers: Workers) -> None:
     spans = (KVSpan(0, 2, 5, (7, 1)), KVSpan(0, 5, 10, (1, 3)), KVSpan(1, 2, 10, (0, 2, 4)))
     receiver.expect(to)
     sender.send(to, KVChunk(spans))
-    assert [offer.error for offer in receiver.recv()] == [""]
+    assert [offer.error for offer in workers.received(receiver)] == [""]
     for index, table in enumerate(tables):
         for token in range(2, 10):
             theirs = pools.groups[index].storage[table[token // 4], :, :, token % 4]
@@ -234,8 +299,8 @@ def test_an_end_point_has_an_end_of_each_kind(workers: Workers) -> None:
     _, kv = workers["p0"].kv("p0.prefill", PREFILL)
     _, encoder = workers["e0"].embeddings("e0.encode", ENCODER)
     encoder.send(ticket("t", CachedGroup(1, (0,))), CachedGroup(1, (0,)))
-    assert list(kv.recv()) == []
-    assert list(embeddings.recv()) == []
+    assert workers.received(kv) == []
+    assert workers.received(embeddings) == []
     assert outcomes(encoder) == [TransferOutcome.CANCELLED]
     workers["p0"].close("p0.prefill")
     encoder.send(ticket("t", CachedGroup(1, (0,))), CachedGroup(1, (0,)))

@@ -200,6 +200,21 @@ def test_a_receiver_that_hangs_stops_no_other_and_takes_nothing_with_it() -> Non
     assert len(queue.queue) == queue.space.num_taken == 0
 
 
+def test_a_part_that_cannot_be_read_goes_by_another_queue_and_its_offer_ends_once() -> None:
+    here, there = Queue(4), Queue(4)
+    here.add("d0", 1, 2, 1)
+    assert here.take() == [("d0", 2)]
+    (unread,) = here.last
+    there.queue.repeat(here.queue.withdraw(unread.number))
+    assert there.take() == [("d0", 2)]
+    (repeated,) = there.last
+    here.queue.advance()
+    assert here.take() == [("d0", 1)]
+    assert here.answer(here.last[0]) == []
+    assert there.answer(repeated) == [Receipt("t1", 1, TransferOutcome.DELIVERED)]
+    assert len(here.queue) == len(there.queue) == here.space.num_taken == there.space.num_taken == 0
+
+
 def test_receivers_take_turns() -> None:
     queue = Queue(4)
     queue.add("d0", 1, 2, 1, 1)

@@ -28,6 +28,15 @@ def test_the_route_follows_place_and_memory(gpu: str, there: PeerPlace | None, r
     assert choose_route(gpu, HERE, there) is route
 
 
+def test_nixl_takes_the_place_of_the_link_where_it_works() -> None:
+    there = PeerPlace("d0 1", "there")
+    assert choose_route("", HERE, there, between_machines=Route.NIXL) is Route.NIXL
+    assert choose_route("", HERE, there, between_machines=Route.NIXL, may_open=False) is Route.LINK
+    assert choose_route("", HERE, None, between_machines=Route.NIXL) is Route.LINK
+    neighbour = PeerPlace("d0 1", "here")
+    assert choose_route("", HERE, neighbour, between_machines=Route.NIXL) is Route.SHARED_MEMORY
+
+
 def test_what_could_not_be_opened_is_staged() -> None:
     there = PeerPlace("d0 1", "here", ("GPU-a",))
     assert choose_route("GPU-a", HERE, there, may_open=False) is Route.STAGING

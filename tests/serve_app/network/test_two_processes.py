@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 
-from epd.serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
+from epd.serve_app.network.connector import Envelope, TransportConfig
 from epd.serve_app.network.memory import PoolFiles, new_fleet_id, remove_orphans
+from epd.serve_app.network.process_transport import ProcessTransport
 from epd.serve_app.network.routes import PeerPlace, Route
 from epd.transfer.connectors import KVTicket, TransferOutcome
+from tests.serve_app.network.test_connector import BETWEEN_MACHINES, WITH_NIXL
 from tests.stages.handover_workers import DecodeWorker, PrefillWorker, pools_shape
 
 # One process imports torch and this module, and each worker is a copy of it.
@@ -30,7 +32,7 @@ DEADLINE_S = 200.0  # the first of them imports torch, beside whatever else runs
 PROMPTS = {"a": list(range(1, 120)), "b": [5, 4, 3, 2, 1], "c": list(range(1, 90))}
 # A few blocks pass at a time, of 64 and 32 bytes a token: a prompt needs the room many times.
 SIZES = {"staging_bytes": 4096, "link_bytes": 4096, "part_bytes": 700}
-ROUTES = (Route.SHARED_MEMORY, Route.STAGING, Route.LINK)
+ROUTES = (Route.SHARED_MEMORY, Route.STAGING, Route.LINK, WITH_NIXL)
 
 
 class Process:
@@ -42,7 +44,8 @@ class Process:
         self.files = PoolFiles(fleet_id)
         self.files.hold()
         self._pipe = pipe
-        config = TransportConfig(**SIZES, is_staged=route is Route.STAGING)
+        between = route if route in BETWEEN_MACHINES else Route.LINK
+        config = TransportConfig(**SIZES, is_staged=route is Route.STAGING, between_machines=between)
         self.transport = ProcessTransport(
             self._post, self._place, self.files, self._place(name), config=config
         )
@@ -51,7 +54,7 @@ class Process:
         self._thread.start()
 
     def _place(self, name: str) -> PeerPlace:
-        return PeerPlace(f"{name} 1", name if self.route is Route.LINK else "here")
+        return PeerPlace(f"{name} 1", name if self.route in BETWEEN_MACHINES else "here")
 
     def _post(self, _worker: str, envelope: Envelope) -> None:
         try:

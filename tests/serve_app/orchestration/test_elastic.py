@@ -44,8 +44,9 @@ class ScriptedController(RoleController):
         self.loads.append(load)
         return self.switches.pop() if self.switches and load.is_known else None
 
-    def succeeded(self, _now_s: float, worker: str) -> None:
+    def succeeded(self, _now_s: float, worker: str, load_s: float | None = None) -> None:
         self.endings.append(("succeeded", worker))
+        self.load_s = load_s
 
     def failed(self, _now_s: float, worker: str) -> None:
         self.endings.append(("failed", worker))
@@ -94,6 +95,9 @@ def test_what_is_decided_is_done_and_told_how_it_ended(
             status = await deployment.service.status()
             assert status.decisions
             assert bool(status.switches[-1].error) == is_failing
+            if not is_failing:
+                last = status.switches[-1]
+                assert controller.load_s == last.onload_s + last.announce_s > 0
             await deployment.ask_all(questions)
             await deployment.settle()
         finally:

@@ -13,8 +13,8 @@ from epd.errors import RequestError
 from epd.serve_app.app_args import AppArgs
 from epd.serve_app.composition import worker_settings
 from epd.serve_app.local.fleet import LocalTransport
-from epd.serve_app.network.connector import ProcessTransport
 from epd.serve_app.network.memory import PoolFiles, new_fleet_id
+from epd.serve_app.network.process_transport import ProcessTransport
 from epd.serve_app.network.routes import PeerPlace
 from epd.serve_app.role_messages import Onload, SetRoles
 from epd.serve_app.worker.worker_core import WorkerCore
