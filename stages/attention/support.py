@@ -25,6 +25,8 @@ _GEMMA = frozenset({"gemma3_text", "gemma4_text"})
 WINDOWED = _GEMMA | {"cohere2"}
 # Those of them whose kinds of layers have heads of their own, and later layers the keys of earlier ones.
 MIXED_HEADS = frozenset({"gemma4_text"})
+# Text models whose tokens of media attend each other across the prompt, and add to their places' embeddings.
+_JOINT = frozenset({"molmo2_text"})
 # Those whose scale of logits transformers leaves out in its vision-language models.
 _UNSCALED = frozenset({"cohere", "cohere2"})
 # Fields of a text configuration that change attention or logits, with the value that leaves them as they are.
@@ -80,10 +82,15 @@ def layer_windows(config: Any) -> list[int | None]:
 
 
 def attends_both_ways(config: Any, window: int | None) -> bool:
-    """Reports whether the visual tokens of a run attend each other in layers of this window."""
+    """Reports whether visual tokens attend later ones, of their run or others, in layers of this window."""
     if config.model_type in MIXED_HEADS:
         return window is not None and config.use_bidirectional_attention == "vision"
-    return config.model_type in _GEMMA
+    return config.model_type in _GEMMA | _JOINT
+
+
+def adds_embeddings(config: Any) -> bool:
+    """Reports whether visual tokens are added to the embeddings of their places, and do not replace them."""
+    return config.model_type in _JOINT
 
 
 def lenders(config: Any) -> list[int]:

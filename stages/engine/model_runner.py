@@ -22,7 +22,14 @@ from epd.errors import RequestError
 from epd.lora_modules import LoRAModule
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
 from epd.stages.attention.device import DeviceHeads
-from epd.stages.attention.support import MIXED_HEADS, RECURRENT, attends_both_ways, layer_windows, lenders
+from epd.stages.attention.support import (
+    MIXED_HEADS,
+    RECURRENT,
+    adds_embeddings,
+    attends_both_ways,
+    layer_windows,
+    lenders,
+)
 from epd.stages.decoder.decoder import Decoder, DecoderInputs, FusedDecoder, LayerCaches, decoder_of
 from epd.stages.decoder.delta_layer import delta_sizes
 from epd.stages.decoder.delta_rule import DeltaPlan
@@ -54,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _PassInputs:
+class PassInputs:
     """Holds the arrays of a pass on the device, all int64.
 
     token_ids: [T]. positions: [rows, T].
@@ -109,6 +116,7 @@ class ModelRunner:
         config = model.get_decoder().config
         self._kinds = [GroupKind(window, attends_both_ways(config, window)) for window in windows]
         self.attends_both_ways = any(kind.is_both_ways for kind in self._kinds)
+        self._adds = adds_embeddings(config)
         # Of each layer, its group, the first for one without attention, and its caches.
         self._groups, self._caches = _places(model.get_decoder().config, pools)
         num_heads = model.get_decoder().config.num_attention_heads
@@ -201,11 +209,12 @@ class ModelRunner:
     def packed(self, segments: Sequence[Segment]) -> PackedPass:
         """Packs segments as this runner's pools need them.
 
-        Raises RequestError for segments that do not keep or read everything, beside recurrent states and
-        windows.
+        Raises RequestError for segments that do not keep or read everything, beside recurrent states,
+        windows, and tokens that attend each other.
         """
         kept = "a recurrent state of all" if self.pools.states is not None else None
         kept = "a sliding window" if any(kind.window for kind in self._kinds) else kept
+        kept = "media that attend each other" if self._adds else kept
         if kept is not None and not all(segment.is_whole for segment in segments):
             raise RequestError(
                 f"received a reduction that drops tokens of some layers, where others have {kept}; allowed: "
@@ -221,13 +230,13 @@ class ModelRunner:
         if self._graphs is not None and not packed.segments and self._graphs.fits(packed):
             return self._graphs.run(packed, token_ids)
         arrays = [packed.token_ids, packed.positions, packed.logit_rows, packed.visual_rows]
-        inputs = _PassInputs(*arrays_to_device(arrays, self._device))
+        inputs = PassInputs(*arrays_to_device(arrays, self._device))
         if token_ids is not None:
             inputs = replace(inputs, token_ids=token_ids)
         logits: Tensor = self._head(self._decode(packed, inputs, visual))
         return logits
 
-    def _decode(self, packed: PackedPass, inputs: _PassInputs, visual: Embeddings | None) -> Tensor:
+    def _decode(self, packed: PackedPass, inputs: PassInputs, visual: Embeddings | None) -> Tensor:
         """Returns the last layer's output for the rows that logits are wanted of, [R, C]."""
         num_layers, segments = self._decoder.num_layers, packed.segments
         plans = self._plans(packed.batches, segments)
@@ -308,13 +317,13 @@ class ModelRunner:
             slots = question_slots(segment.block_tables[group], context, self.pools.block_size)
             yield ObservedRows(*rows, to_device(slots, self._device), segment.going_on)
 
-    def _embedded(self, visual: Embeddings | None, inputs: _PassInputs) -> tuple[Tensor, Embeddings | None]:
+    def _embedded(self, visual: Embeddings | None, inputs: PassInputs) -> tuple[Tensor, Embeddings | None]:
         """Embeds [T, C] with visual rows in their places; returns also what is placed there."""
         embeds: Tensor = self._embed(inputs.token_ids)
         if visual is None:
             return embeds, None
         visual = visual.mapped(lambda part: to_device(part, self._device))
-        return place(embeds[None], inputs.visual_rows, visual)[0], visual
+        return place(embeds[None], inputs.visual_rows, visual, adds=self._adds)[0], visual
 
 
 def _has_state(config: Any) -> list[bool]:

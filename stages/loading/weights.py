@@ -100,7 +100,7 @@ def put_part(model: nn.Module, name: str, part: JointPart, tensor: Tensor) -> No
         memory = torch.empty(place.shape, dtype=tensor.dtype, device=tensor.device)
         place = nn.Parameter(memory, requires_grad=False)
         module.register_parameter(attribute, place)
-    rows = _rows_of(place, part)
+    rows = _rows_of(place, part, len(tensor))
     if rows.shape != tensor.shape:
         shapes = f"{tuple(tensor.shape)}, the model wants {tuple(rows.shape)}"
         what = f"part {part.place}" if part.expert is None else f"expert {part.expert}"
@@ -109,7 +109,9 @@ def put_part(model: nn.Module, name: str, part: JointPart, tensor: Tensor) -> No
         rows.copy_(tensor)
 
 
-def _rows_of(place: Tensor, part: JointPart) -> Tensor:
+def _rows_of(place: Tensor, part: JointPart, num_stored: int) -> Tensor:
+    if part.is_uneven:
+        return place[-num_stored:] if part.place else place[:num_stored]
     rows = place if part.expert is None else place[part.expert : part.expert + 1].flatten(0, 1)
     length = len(rows) // part.num_places
     return rows[part.place * length : (part.place + 1) * length]
