@@ -96,6 +96,11 @@ PROOFS = (
         [("molmo2", "video and image")],
     ),
     _refusal(
+        "q",
+        "tests/models/test_molmo.py::test_what_it_cannot_do_is_refused_in_one_line",
+        [("molmo2", "tensor parallel")],
+    ),
+    _refusal(
         "o",
         "tests/models/test_ernie.py::test_what_it_cannot_do_is_refused_in_one_line",
         product(["ernie4_5_vl_moe"], ("audio", "tensor parallel")),

@@ -157,7 +157,7 @@ class ModelRunner:
     def _warm_up(self, num_heads: int) -> None:
         """Compiles the kernels of every pass. num_heads: of queries."""
         for pool, kind in zip(self.pools.groups, self._kinds, strict=True):
-            warm_up(*pool.layer(0), num_heads, kind.window)
+            warm_up(*pool.layer(0), num_heads, kind.window, marks_some=self._adds)
             if isinstance(self._decoder, FusedDecoder):
                 self._decoder.warm_up(pool.layer(0))
 
@@ -395,18 +395,29 @@ def state_layout(model: Any) -> StateLayout | None:
     return StateLayout(num_layers, sizes.num_channels, window, *heads, dtype)
 
 
-def warm_up(key_cache: Tensor, value_cache: Tensor, num_query_heads: int, window: int | None = None) -> None:
+def warm_up(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_query_heads: int,
+    window: int | None = None,
+    *,
+    marks_some: bool = False,
+) -> None:
     """Launches every kernel that passes over caches of these shapes need, so that no request waits for one.
 
     key_cache, value_cache: [num_blocks, block_size, Hkv, D]; what is in them stays. window: of the layers.
+    marks_some: whether only some of a segment's tokens may attend each other.
     """
     block_size, head_dim = key_cache.shape[1], key_cache.shape[3]
     heads = DeviceHeads.of(key_cache, num_query_heads)
     held = key_cache[0, 0].clone(), value_cache[0, 0].clone()
-    for num_new in (1, MOST_SHORT + 1):  # a decode step and a chunk are tiled apart
-        starts, contexts = np.array([0, num_new], np.int32), np.array([_LONG_TOKENS], np.int32)
-        table = np.zeros((1, ceil_div(_LONG_TOKENS, block_size)), np.int32)
-        batch = AttentionBatch(starts, contexts, table, np.zeros(num_new, np.int64), block_size, window)
+    tall = MOST_SHORT + 1  # a decode step and a chunk are tiled apart
+    for lens in ([1], [tall], *([[1, tall]] if marks_some else [])):
+        num_new, contexts = sum(lens), np.full(len(lens), _LONG_TOKENS, np.int32)
+        table = np.zeros((len(lens), ceil_div(_LONG_TOKENS, block_size)), np.int32)
+        both_ways = np.arange(num_new) == num_new - 1 if len(lens) > 1 else None
+        starts, slots = np.cumsum([0, *lens], dtype=np.int32), np.zeros(num_new, np.int64)
+        batch = AttentionBatch(starts, contexts, table, slots, block_size, window, both_ways)
         plan = AttentionPlan.build(batch, key_cache.device, heads)
         new = key_cache.new_zeros(num_new, *key_cache.shape[2:])
         write_kv(new, new, key_cache, value_cache, plan.slot_mapping)

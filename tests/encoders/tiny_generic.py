@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.encoders.tiny_gemma import build_gemma4
 from tests.encoders.tiny_minicpm import build_minicpmv4_6, build_minicpmv4_7
+from tests.encoders.tiny_molmo import build_molmo2
 from tests.encoders.tiny_tiles import _TEXT, _template, _text_ids, byte_tokenizer
 from tests.tiny_models import _save
 
@@ -537,59 +538,7 @@ def build_paddleocr_vl(folder: Path, seed: int = 0) -> Path:
     return _save(folder, hf.PaddleOCRVLForConditionalGeneration, config, processor, seed)
 
 
-_MOLMO_MARKS = (
-    *("<im_patch>", "<im_col>", "<im_start>", "<im_end>", "<low_res_im_start>"),
-    *("<frame_start>", "<frame_end>", "<im_low>"),
-)
-
-
-def build_molmo2(folder: Path, seed: int = 0, **text: Any) -> Path:
-    """Molmo 2: crops that overlap, pooled across crops, frames of fewer tokens; tokens of media that only
-    the embedding knows, and norms of queries and keys by head.
-
-    As published: features of two layers of the tower, of which the last is not used.
-    text: other fields of the language model.
-    """
-    tokenizer = _named("<|image|>", "<|video|>", *_MOLMO_MARKS)
-    num_more = len(_MOLMO_MARKS) + 2
-    ids = _ids(
-        tokenizer,
-        image_patch_id="<im_patch>",
-        image_start_token_id="<im_start>",
-        low_res_image_start_token_id="<low_res_im_start>",
-        image_end_token_id="<im_end>",
-        frame_start_token_id="<frame_start>",
-        frame_end_token_id="<frame_end>",
-    )
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
-    config = hf.Molmo2Config(
-        text_config={
-            **_TEXT,
-            **_text_ids(tokenizer),
-            "vocab_size": len(tokenizer) - num_more,
-            "additional_vocab_size": num_more,
-            "head_dim": 16,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            **text,
-        },
-        vision_config={**sizes, "intermediate_size": 48, "num_hidden_layers": 4, "image_size": [56, 56]}
-        | {"patch_size": 7},
-        adapter_config={**sizes, "intermediate_size": 48, "text_hidden_size": 64}
-        | {"vision_feature_layer": [2, 1]},
-        **ids,
-    )
-    size = {"size": {"height": 56, "width": 56}, "patch_size": 7}
-    processor = hf.Molmo2Processor(
-        image_processor=hf.Molmo2ImageProcessor(**size, max_crops=4, overlap_margins=[1, 1]),
-        tokenizer=tokenizer,
-        video_processor=hf.Molmo2VideoProcessor(**size),
-        chat_template=tokenizer.chat_template,
-        use_single_crop_col_tokens=False,
-    )
-    return _save(folder, hf.Molmo2ForConditionalGeneration, config, processor, seed)
-
-
-__all__ = ["BUILDERS", "build_gemma4", "build_minicpmv4_6", "build_minicpmv4_7"]
+__all__ = ["BUILDERS", "build_gemma4", "build_minicpmv4_6", "build_minicpmv4_7", "build_molmo2"]
 BUILDERS: Mapping[str, Callable[[Path], Path]] = {
     name.removeprefix("build_"): build
     for name, build in sorted(globals().items())

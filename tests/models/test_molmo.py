@@ -26,17 +26,20 @@ from epd.encoders.adapter import concatenated
 from epd.encoders.groups import plan_groups, prompt_identity
 from epd.encoders.reduction.reading import reduce_prompt
 from epd.engine_config import EngineConfig, check_options
-from epd.errors import RequestError, UnsupportedMediaError
+from epd.errors import RequestError, UnsupportedMediaError, UnsupportedModelError
 from epd.kv.scheduling import SchedulerConfig
 from epd.reduction import SELECTION_METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.serve_app.verification import LayerProbe, segment_of, verify
 from epd.stages.decoder.decoder import FusedDecoder, ModulesDecoder, decoder_of
+from epd.stages.decoder.rank_cut import check_divisible
+from epd.stages.engine.model_runner import kv_bytes_per_token
 from epd.stages.loading.weight_files import write_weights
-from epd.stages.loading.weights import WholeModel, load_role
+from epd.stages.loading.weights import WholeModel, load_role, skeleton
 from epd.stages.placement import CPU_FLOAT32
 from tests.colocated import ColocatedPipeline, plan_media
-from tests.encoders.tiny_generic import build_molmo2
+from tests.encoders.tiny_molmo import PUBLISHED, build_molmo2
+from tests.models.test_published import written
 from tests.reference import MAX_TOKENS, generated_as_it_is, processor_inputs
 from tests.stages.conftest import Subject, check, make
 from tests.stages.prompts import Drive, prompt_of
@@ -45,9 +48,13 @@ from tests.stages.test_moving import run_moving
 from tests.tiny_models import load_reference
 
 QUESTION = "What is shown? Ä, 漢"
-SAMPLING = FrameSampling(num_frames=6)
+SAMPLING, FACTS = FrameSampling(num_frames=6), VideoFacts(6, 2.0, 90, 120)
 # Of images and videos, and of two of each, what `generate` does not take.
-MIXES = (("video", "image"), ("image", "video", "wide_image"), ("video", "tall_video"))
+MIXES = (
+    ("image", "video"),
+    ("image", "wide_image", "video", "tall_video"),
+    ("video", "tall_video"),
+)
 TWO_IMAGES = ("wide_image", "image")
 # As Molmo2-O has it: norms over whole projections, behind attention and MLP, and positions that are scaled
 # in some layers.
@@ -158,7 +165,7 @@ def test_logits_equal_transformers(
 def test_answers_of_workers_and_from_their_caches(
     theirs: Any, folder: Path, media: dict[str, Path], topology: str
 ) -> None:
-    paths = [media["video"], media["image"]]
+    paths = [media["image"], media["video"]]
     text = load_adapter(folder).tokenizer.decode(answered(theirs, folder, paths), skip_special_tokens=True)
     with LLM(folder, topology=topology, max_chunk_tokens=16, num_kv_tokens=4096) as llm:
         answers = [llm.ask(paths, QUESTION, frames=6, max_tokens=MAX_TOKENS).text for _ in range(2)]
@@ -239,8 +246,8 @@ def test_keys_and_values_are_shared_where_all_media_are_the_same(
 def test_words_between_media_are_known_by_all_of_them(subject: Subject) -> None:
     """Those are the times of frames."""
     plans = [
-        subject.adapter.plan_video(VideoFacts(6, 2.0, 90, 120), SAMPLING),
         subject.adapter.plan_image(90, 120),
+        subject.adapter.plan_video(FACTS, SAMPLING),
     ]
     prompt = subject.adapter.plan_prompt(plans, QUESTION)
     one, two = (prompt_identity(prompt, ["a", last]).rows for last in ("b", "c"))
@@ -300,6 +307,14 @@ def test_weights_are_those_of_transformers(tmp_path: Path, change: Callable[[Pat
     assert [name for name in mapped if not torch.equal(known[name], mapped[name])] == []
 
 
+def test_the_published_one_has_as_many_parameters_as_its_files_say(tmp_path: Path) -> None:
+    (published,) = PUBLISHED.values()
+    model: Any = skeleton(written(published.config, tmp_path), torch.bfloat16)
+    assert sum(each.numel() for each in model.parameters()) == published.num_parameters
+    assert kv_bytes_per_token(model) == published.kv_bytes_per_token
+    assert isinstance(decoder_of(model, None), FusedDecoder)
+
+
 def test_layers_of_another_kind_are_those_of_transformers(media: dict[str, Path], tmp_path: Path) -> None:
     folder = build_molmo2(tmp_path / "olmo", **OLMO)
     subject = make("molmo2", folder, media)
@@ -323,6 +338,11 @@ def test_what_it_cannot_do_is_refused_in_one_line(folder: Path, subject: Subject
     ):
         check_options(folder, "none", "fastkv")
     check_options(folder, "ngram", "evs")
+    image, video = subject.adapter.plan_image(90, 120), subject.adapter.plan_video(FACTS, SAMPLING)
+    with pytest.raises(RequestError, match="in another order"):
+        subject.adapter.plan_prompt([video, image], QUESTION)
+    with pytest.raises(UnsupportedModelError, match="a tensor parallel size of 2 for the language model"):
+        check_divisible(load_reference(folder), 2)
 
 
 @pytest.mark.parametrize("method", ["quickprefill", "fastkv", "funnel", "mustdrop"])
@@ -341,7 +361,7 @@ def test_those_before_it_keep_what_attends_each_other(
     folder: Path, media: dict[str, Path], subject: Subject, method: str
 ) -> None:
     half = ReductionPolicy(method, 0.5)
-    plans = [plan_media(subject.adapter, media[name], SAMPLING).plan for name in ("video", "image")]
+    plans = [plan_media(subject.adapter, media[name], SAMPLING).plan for name in ("image", "video")]
     prompt = reduce_prompt(subject.adapter.plan_prompt(plans, QUESTION), half)
     marks = AutoProcessor.from_pretrained(folder).image_token_ids
     assert prompt.joint is not None

@@ -297,7 +297,7 @@ def warm_up_launches() -> list[Launch]:
             switches.enter_context(patch("epd.stages.attention.device._num_processors", lambda _: 132))
             switches.enter_context(patch("epd.stages.attention.device._chip", lambda _: 90))
             for window in (None, 1024):
-                warm_up(storage[:, 3, 0], storage[:, 3, 1], 28, window)
+                warm_up(storage[:, 3, 0], storage[:, 3, 1], 28, window, marks_some=window is None)
 
     return recorded(launch)
 
