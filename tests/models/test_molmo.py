@@ -26,7 +26,7 @@ from epd.encoders.adapter import concatenated
 from epd.encoders.groups import plan_groups, prompt_identity
 from epd.encoders.reduction.reading import reduce_prompt
 from epd.engine_config import EngineConfig, check_options
-from epd.errors import RequestError, UnsupportedMediaError, UnsupportedModelError
+from epd.errors import ModelError, RequestError, UnsupportedMediaError, UnsupportedModelError
 from epd.kv.scheduling import SchedulerConfig
 from epd.reduction import SELECTION_METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
@@ -305,6 +305,16 @@ def test_weights_are_those_of_transformers(tmp_path: Path, change: Callable[[Pat
     write_weights(folder, torch.float32, tmp_path / "weights")
     mapped = WholeModel(folder, CPU_FLOAT32, tmp_path / "weights").part("language").state_dict()
     assert [name for name in mapped if not torch.equal(known[name], mapped[name])] == []
+
+
+def test_an_embedding_that_lacks_rows_is_refused(tmp_path: Path) -> None:
+    folder = build_molmo2(tmp_path / "model")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.transformer.wte.new_embedding"
+    save_file(tensors | {name: tensors[name][:-1].clone()}, path, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"has 268 rows in its parts, the model wants 269"):
+        load_role(folder, "language", CPU_FLOAT32)
 
 
 def test_the_published_one_has_as_many_parameters_as_its_files_say(tmp_path: Path) -> None:
