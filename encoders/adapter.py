@@ -247,7 +247,7 @@ class PromptPlan:
     media: items in order of appearance.
     reduction: when only some of the visual tokens are kept; then their positions are known only with them,
         and are here those of the first ones.
-    joint: bool [T], tokens that attend each other wherever they are (Molmo 2); None without any.
+    both_ways: bool [T], tokens that attend each other wherever they are (Molmo 2); None without any.
     """
 
     token_ids: Int64Array
@@ -255,21 +255,21 @@ class PromptPlan:
     next_position: int
     media: tuple[MediaItem, ...]
     reduction: PromptReduction | None = None
-    joint: BoolArray | None = None
+    both_ways: BoolArray | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
-    def joint_range(self) -> range:
+    def both_ways_range(self) -> range:
         """Returns the tokens from the first to the last that attend each other: nothing cuts these."""
-        places = np.empty(0) if self.joint is None else np.flatnonzero(self.joint)
+        places = np.empty(0) if self.both_ways is None else np.flatnonzero(self.both_ways)
         return range(int(places[0]), int(places[-1]) + 1) if len(places) else range(0)
 
     @property
     def prefix_length(self) -> int:
         """Returns the length of the part independent of the question: up to the last visual token."""
-        return max(self.media[-1].units[-1].stop, self.joint_range.stop) if self.media else 0
+        return max(self.media[-1].units[-1].stop, self.both_ways_range.stop) if self.media else 0
 
     @property
     def num_visual_tokens(self) -> int:

@@ -134,7 +134,7 @@ def prompt_identity(
     ]
     salt = _salt_digest(cache_salt, lora) if cache_salt or lora else b""
     identity = token_identity(prompt.token_ids.tolist(), units, salt)
-    return as_one(identity, prompt.joint_range) if prompt.joint_range else identity
+    return as_one(identity, prompt.both_ways_range) if prompt.both_ways_range else identity
 
 
 def _units(item: MediaItem, mm_hash: str, reduction: str) -> Iterator[tuple[PlaceholderRange, bytes]]:

@@ -405,6 +405,6 @@ def segment_of(prompt: PromptPlan, visual: Embeddings | None, answer: Int64Array
         [0],
         [np.arange(ceil_div(num_tokens, BLOCK_SIZE), dtype=np.int32)],
         placed,
-        both_ways=None if prompt.joint is None else np.pad(prompt.joint, (0, len(answer))),
+        both_ways=None if prompt.both_ways is None else np.pad(prompt.both_ways, (0, len(answer))),
         num_prompt=len(prompt),
     )

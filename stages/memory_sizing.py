@@ -26,6 +26,7 @@ from epd.kv.kv_identity import token_identity
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.memory import WorkerMemory
 from epd.sampling_params import SamplingParams
+from epd.stages.attention.support import adds_embeddings
 from epd.stages.device_memory import total_bytes
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
@@ -183,7 +184,8 @@ def measured_kv_tokens(
         return None
     device = placement.device
     gc.collect()  # pools of roles that were given up
-    peaks = [_peak_bytes(device, lambda: run_prefill(model, adapter, settings, passes.chunk_tokens, ranks))]
+    largest = largest_prefill(model, passes.chunk_tokens)
+    peaks = [_peak_bytes(device, lambda: run_prefill(model, adapter, settings, largest, ranks))]
     if tower is not None:
         peaks.append(_peak_bytes(device, lambda: _run_encode(adapter, tower, passes, share.name, device)))
     graph_bytes = 0
@@ -295,6 +297,12 @@ def _blank(plan: MediaPlan) -> Tensor:
     if plan.kind == "audio":
         return torch.zeros(plan.resized, dtype=torch.float32).view(torch.uint8)
     return torch.zeros((plan.num_units, *plan.size, 3), dtype=torch.uint8)
+
+
+def largest_prefill(model: Any, chunk_tokens: int) -> int:
+    """Returns the most tokens of a pass: of a model whose media attend each other, all that it takes."""
+    config = model.get_decoder().config
+    return max(chunk_tokens, config.max_position_embeddings) if adds_embeddings(config) else chunk_tokens
 
 
 def run_prefill(

@@ -32,5 +32,5 @@ class Molmo2Adapter(GenericAdapter):
 
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
         plan = super().plan_chat(media, messages)
-        joint = np.isin(plan.token_ids, self.checkpoint.processor.image_token_ids)
-        return replace(plan, joint=joint if joint.any() else None)
+        both_ways = np.isin(plan.token_ids, self.checkpoint.processor.image_token_ids)
+        return replace(plan, both_ways=both_ways if both_ways.any() else None)

@@ -152,7 +152,7 @@ def reduce_prompt(prompt: PromptPlan, policy: ReductionPolicy) -> PromptPlan:
     """
     if not policy.is_on:
         return prompt
-    if prompt.joint is not None and policy.method not in SELECTION_METHODS:
+    if prompt.both_ways is not None and policy.method not in SELECTION_METHODS:
         raise RequestError(
             f"received the reduction {policy.method} for a model whose media attend each other across the "
             f"prompt; allowed: {', '.join(SELECTION_METHODS)}; use one of these"
@@ -175,7 +175,7 @@ def reduce_prompt(prompt: PromptPlan, policy: ReductionPolicy) -> PromptPlan:
         next_position=prompt.next_position,
         media=media,
         reduction=PromptReduction(policy, tuple(positions)),
-        joint=None if prompt.joint is None else prompt.joint[is_kept],
+        both_ways=None if prompt.both_ways is None else prompt.both_ways[is_kept],
     )
 
 

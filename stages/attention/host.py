@@ -263,11 +263,11 @@ class _Cutter:
             last = min(first + _MASKED_ROWS, stop)
             at = np.arange(first, last) - start + past  # of the rows
             low = past if window is None else max(0, int(at[0]) - window + 1)
-            is_joint = both_ways[first - start : last - start]
-            high = int(self._contexts[segment]) if is_joint.any() else int(at[-1]) + 1
+            is_marked = both_ways[first - start : last - start]
+            high = int(self._contexts[segment]) if is_marked.any() else int(at[-1]) + 1
             keys = np.arange(low, high)
             is_later = (keys >= past) & both_ways[np.maximum(keys - past, 0)]
-            is_seen = (keys <= at[:, None]) | (is_joint[:, None] & is_later)
+            is_seen = (keys <= at[:, None]) | (is_marked[:, None] & is_later)
             if window is not None:
                 is_seen &= keys > at[:, None] - window
             blocks = self._batch.block_tables[segment, low // block_size : ceil_div(high, block_size)]

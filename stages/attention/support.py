@@ -26,7 +26,7 @@ WINDOWED = _GEMMA | {"cohere2"}
 # Those of them whose kinds of layers have heads of their own, and later layers the keys of earlier ones.
 MIXED_HEADS = frozenset({"gemma4_text"})
 # Text models whose tokens of media attend each other across the prompt, and add to their places' embeddings.
-_JOINT = frozenset({"molmo2_text"})
+_BOTH_WAYS = frozenset({"molmo2_text"})
 # Those whose scale of logits transformers leaves out in its vision-language models.
 _UNSCALED = frozenset({"cohere", "cohere2"})
 # Fields of a text configuration that change attention or logits, with the value that leaves them as they are.
@@ -85,12 +85,12 @@ def attends_both_ways(config: Any, window: int | None) -> bool:
     """Reports whether visual tokens attend later ones, of their run or others, in layers of this window."""
     if config.model_type in MIXED_HEADS:
         return window is not None and config.use_bidirectional_attention == "vision"
-    return config.model_type in _GEMMA | _JOINT
+    return config.model_type in _GEMMA | _BOTH_WAYS
 
 
 def adds_embeddings(config: Any) -> bool:
     """Reports whether visual tokens are added to the embeddings of their places, and do not replace them."""
-    return config.model_type in _JOINT
+    return config.model_type in _BOTH_WAYS
 
 
 def lenders(config: Any) -> list[int]:

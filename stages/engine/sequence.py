@@ -159,7 +159,7 @@ class TokenSequence:
 
         Where those of the whole prompt do, from the first to the last.
         """
-        runs = [] if self.request.parent else list(_joint_runs(self.request.prompt))
+        runs = [] if self.request.parent else list(_runs_both_ways(self.request.prompt))
         runs = [run for run in runs if run.stop <= self.scheduled.num_prompt_tokens]
         self.scheduled.pruned = tuple(PrunedRange(run.start, run.stop, len(run)) for run in runs)
         self._both_ways = frozenset(run.start for run in runs)
@@ -217,8 +217,8 @@ class TokenSequence:
         """Returns which of tokens [start, stop) attend each other, bool [n]; None without any."""
         if start not in self._both_ways:
             return None
-        joint = self.request.prompt.joint
-        return np.ones(stop - start, dtype=bool) if joint is None else joint[start:stop]
+        marks = self.request.prompt.both_ways
+        return np.ones(stop - start, dtype=bool) if marks is None else marks[start:stop]
 
     def _lengths(self, kv: KVCacheManager, start: int) -> list[int]:
         """Counts the tokens in the cache by layer group, `start` in the first; in pruned layers fewer."""
@@ -278,13 +278,13 @@ def _uncut_ranges(
         yield PrunedRange(view.start, num_prompt, num_prompt - view.start)
 
 
-def _joint_runs(prompt: PromptPlan) -> Iterator[range]:
+def _runs_both_ways(prompt: PromptPlan) -> Iterator[range]:
     """Yields the prompt tokens of visual tokens that follow each other without any between.
 
     Where the plan says which tokens attend each other: from the first to the last of these.
     """
-    if prompt.joint is not None:
-        yield prompt.joint_range
+    if prompt.both_ways is not None:
+        yield prompt.both_ways_range
         return
     units = [unit for item in prompt.media for unit in item.units if unit.length]
     start = stop = units[0].offset if units else 0

@@ -105,9 +105,9 @@ def attend_plain(
         rows = torch.where(token < num_new[:, None], starts[:, None] + token, num_rows)
         contexts = segments.context_lens[some.segments]
         at = (contexts - num_new)[:, None] + token
-        joint = None
+        later = None
         if segments.both_ways is not None:
-            joint = _joint(segments.both_ways, rows, contexts, num_new, some.max_context)
+            later = _later_seen(segments.both_ways, rows, contexts, num_new, some.max_context)
         first_seen = None if segments.window is None else at - segments.window + 1
         tables = segments.block_tables[some.segments]
         first = None if first_seen is None else first_seen[:, :1]
@@ -116,11 +116,13 @@ def attend_plain(
         ]
         padded = torch.cat([query, query.new_zeros(1, *query.shape[1:])])[rows]
         values = unscaled(gathered[1], torch.float32)
-        out[rows] = _attend(padded, gathered[0], values, (first_seen, at, joint), scale)
+        out[rows] = _attend(padded, gathered[0], values, (first_seen, at, later), scale)
     return out[:num_rows]
 
 
-def _joint(both_ways: Tensor, rows: Tensor, contexts: Tensor, num_new: Tensor, max_context: int) -> Tensor:
+def _later_seen(
+    both_ways: Tensor, rows: Tensor, contexts: Tensor, num_new: Tensor, max_context: int
+) -> Tensor:
     """Returns which keys rows [N, Q] attend though these may come later: bool [N, Q, max_context]."""
     marks = torch.cat([both_ways, both_ways.new_zeros(1)])[rows]  # of rows that pad a segment: none
     new = torch.arange(max_context, device=rows.device) - (contexts - num_new)[:, None]
@@ -160,14 +162,14 @@ def _attend(
     seen: the first and the last key of each row, [N, Q]; all are seen from the start if None. Later ones
         that it sees too, bool [N, Q, K].
     """
-    first_seen, last_seen, joint = seen
+    first_seen, last_seen, later = seen
     num_heads = keys.shape[2]
     folded = query.view(*query.shape[:2], num_heads, -1, query.shape[3]).float()  # [N, Q, Hkv, G, D]
     scores = torch.einsum("nqhgd,nkhd->nqhgk", folded, keys.float()) * scale
     at = torch.arange(keys.shape[1], device=keys.device)
     is_seen = at <= last_seen[..., None]
-    if joint is not None:
-        is_seen |= joint
+    if later is not None:
+        is_seen |= later
     if first_seen is not None:  # rows that pad a segment see none
         is_seen &= (at >= first_seen[..., None]) | (first_seen[..., None] >= keys.shape[1])
     weights = scores.masked_fill(~is_seen[:, :, None, None], -torch.inf).softmax(-1)

@@ -36,6 +36,7 @@ from epd.stages.decoder.rank_cut import check_divisible
 from epd.stages.engine.model_runner import kv_bytes_per_token
 from epd.stages.loading.weight_files import write_weights
 from epd.stages.loading.weights import WholeModel, load_role, skeleton
+from epd.stages.memory_sizing import largest_prefill
 from epd.stages.placement import CPU_FLOAT32
 from tests.colocated import ColocatedPipeline, plan_media
 from tests.encoders.tiny_molmo import PUBLISHED, build_molmo2
@@ -227,7 +228,7 @@ def test_keys_and_values_are_shared_where_all_media_are_the_same(
     first, other = (of(each, question=QUESTION) for each in paths)
     again = of(paths[0], question="Why?")
     engine = subject.engine(block_size=block_size, enable_prefix_caching=True)
-    drive, span = Drive(engine, 0), first.plan.joint_range
+    drive, span = Drive(engine, 0), first.plan.both_ways_range
     tokens = drive.run({"first": first})
     if block_size == 1:
         assert engine.kv.num_cached(again.request("again").identity) >= span.stop
@@ -251,10 +252,10 @@ def test_words_between_media_are_known_by_all_of_them(subject: Subject) -> None:
     ]
     prompt = subject.adapter.plan_prompt(plans, QUESTION)
     one, two = (prompt_identity(prompt, ["a", last]).rows for last in ("b", "c"))
-    assert prompt.joint is not None
+    assert prompt.both_ways is not None
     is_equal = (one == two).all(1)
-    span = prompt.joint_range
-    between = np.flatnonzero(~prompt.joint[span.start : span.stop])
+    span = prompt.both_ways_range
+    between = np.flatnonzero(~prompt.both_ways[span.start : span.stop])
     assert len(between) > 0
     assert not is_equal[span.start : span.stop].any()
     assert is_equal[: span.start].all()
@@ -264,7 +265,7 @@ def test_words_between_media_are_known_by_all_of_them(subject: Subject) -> None:
 
 def test_a_mark_of_media_in_an_answer_is_text(subject: Subject, theirs: Any) -> None:
     prompt = subject.adapter.plan_prompt([], QUESTION)
-    assert prompt.joint is None
+    assert prompt.both_ways is None
     answer = np.array([theirs.config.image_start_token_id, 65, theirs.config.frame_end_token_id, 66])
     length = len(prompt) + len(answer)
     probe = LayerProbe.of(subject.model, subject.adapter, length)
@@ -323,6 +324,7 @@ def test_the_published_one_has_as_many_parameters_as_its_files_say(tmp_path: Pat
     assert sum(each.numel() for each in model.parameters()) == published.num_parameters
     assert kv_bytes_per_token(model) == published.kv_bytes_per_token
     assert isinstance(decoder_of(model, None), FusedDecoder)
+    assert largest_prefill(model, 2048) == published.context_tokens, "media are computed at once"
 
 
 def test_layers_of_another_kind_are_those_of_transformers(media: dict[str, Path], tmp_path: Path) -> None:
@@ -374,8 +376,8 @@ def test_those_before_it_keep_what_attends_each_other(
     plans = [plan_media(subject.adapter, media[name], SAMPLING).plan for name in ("image", "video")]
     prompt = reduce_prompt(subject.adapter.plan_prompt(plans, QUESTION), half)
     marks = AutoProcessor.from_pretrained(folder).image_token_ids
-    assert prompt.joint is not None
-    assert prompt.joint.tolist() == np.isin(prompt.token_ids, marks).tolist()
+    assert prompt.both_ways is not None
+    assert prompt.both_ways.tolist() == np.isin(prompt.token_ids, marks).tolist()
     pipeline = ColocatedPipeline.load(folder, EngineConfig(group_tokens=1))
     answer = pipeline.ask([media["video"]], QUESTION, num_frames=6, max_tokens=4, reduction=half)
     assert 0 < answer.usage.visual_tokens < answer.usage.visual_tokens_before
