@@ -280,6 +280,13 @@ _MOST_SCALED = (
 )
 
 
+def _num_keys(block_n: int, *, is_scaled: bool, has_marks: bool) -> int:
+    """Returns the keys of a step: fewer where others would take more registers than there are."""
+    if not is_scaled:
+        return block_n
+    return LEAST_ROWS if has_marks else min(block_n, _MOST_SCALED)
+
+
 def attend_tiles(
     query: Tensor,
     key_cache: Tensor,
@@ -328,7 +335,7 @@ def attend_tiles(
             BLOCK_SIZE=key_cache.shape[1],
             TOKENS=tile.tokens,
             BLOCK_M=tile.block_m,
-            BLOCK_N=min(tile.block_n, _MOST_SCALED) if is_scaled(value_cache) else tile.block_n,
+            BLOCK_N=_num_keys(tile.block_n, is_scaled=is_scaled(value_cache), has_marks=marks is not None),
             BLOCK_D=tile.block_d,
             UPCAST=not query.is_cuda,  # the interpreter multiplies bfloat16 as if it were integers
             LEAST_TALL=_LEAST_TALL,

@@ -79,6 +79,7 @@ PASSES = [
     # Some of a chunk's tokens attend each other; some tiles are cut, and some have none of these.
     Pass(((1, 33), (60, 190), (9, 9)), (4, 2, 24), 16, num_processors=4, marked=(3, *range(20, 50, 3), 68)),
     Pass(((30, 90), (20, 20)), (4, 2, 16), 4, window=40, both_ways=(0,), marked=(32, 40, 49)),
+    Pass(((1, 33), (30, 70)), (4, 2, 24), 16, marked=(3, 9, 28), int8_values=True),
     Pass(((1, 40), (5, 5), (3, 20), (1, 33)), (4, 2, 24), 4, int8_values=True),
     Pass(((40, 300), (9, 200), (20, 20)), (4, 2, 24), 16, torch.bfloat16, int8_values=True),
     Pass(((1, 600), (12, 520)), (4, 1, 16), 16, torch.float16, num_processors=16, int8_values=True),
