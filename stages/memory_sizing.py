@@ -26,12 +26,11 @@ from epd.kv.kv_identity import token_identity
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.memory import WorkerMemory
 from epd.sampling_params import SamplingParams
-from epd.stages.attention.support import adds_embeddings
 from epd.stages.device_memory import total_bytes
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
 from epd.stages.engine.model_runner import kv_bytes_per_token
-from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape, states_shape
+from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape, largest_prefill, states_shape
 from epd.stages.placement import Placement
 from epd.stages.rank import RankGroup
 
@@ -297,12 +296,6 @@ def _blank(plan: MediaPlan) -> Tensor:
     if plan.kind == "audio":
         return torch.zeros(plan.resized, dtype=torch.float32).view(torch.uint8)
     return torch.zeros((plan.num_units, *plan.size, 3), dtype=torch.uint8)
-
-
-def largest_prefill(model: Any, chunk_tokens: int) -> int:
-    """Returns the most tokens of a pass: of a model whose media attend each other, all that it takes."""
-    config = model.get_decoder().config
-    return max(chunk_tokens, config.max_position_embeddings) if adds_embeddings(config) else chunk_tokens
 
 
 def run_prefill(

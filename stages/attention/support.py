@@ -72,6 +72,13 @@ def _unsupported(config: Any) -> Iterator[str]:
         yield f"layer_types with '{kind}'"
 
 
+def state_layers(config: Any) -> list[bool]:
+    """Returns of each layer whether it has a recurrent state in the place of attention."""
+    if config.model_type not in RECURRENT:
+        return [False] * config.num_hidden_layers
+    return [kind == "linear_attention" for kind in config.layer_types]
+
+
 def layer_windows(config: Any) -> list[int | None]:
     """Returns of each layer how many tokens one of them attends, itself included; None for all before it."""
     if config.model_type not in WINDOWED:

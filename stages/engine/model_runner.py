@@ -24,11 +24,11 @@ from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend
 from epd.stages.attention.device import DeviceHeads
 from epd.stages.attention.support import (
     MIXED_HEADS,
-    RECURRENT,
     adds_embeddings,
     attends_both_ways,
     layer_windows,
     lenders,
+    state_layers,
 )
 from epd.stages.decoder.decoder import Decoder, DecoderInputs, FusedDecoder, LayerCaches, decoder_of
 from epd.stages.decoder.delta_layer import delta_sizes
@@ -209,8 +209,7 @@ class ModelRunner:
     def packed(self, segments: Sequence[Segment]) -> PackedPass:
         """Packs segments as this runner's pools need them.
 
-        Raises RequestError for segments that do not keep or read everything, beside recurrent states,
-        windows, and tokens that attend each other.
+        Raises RequestError for segments that do not keep or read everything, where something needs it.
         """
         kept = "a recurrent state of all" if self.pools.states is not None else None
         kept = "a sliding window" if any(kind.window for kind in self._kinds) else kept
@@ -326,18 +325,11 @@ class ModelRunner:
         return place(embeds[None], inputs.visual_rows, visual, adds=self._adds)[0], visual
 
 
-def _has_state(config: Any) -> list[bool]:
-    """Returns of each layer whether it has a recurrent state in the place of attention."""
-    if config.model_type not in RECURRENT:
-        return [False] * config.num_hidden_layers
-    return [kind == "linear_attention" for kind in config.layer_types]
-
-
 def _places(config: Any, pools: KVPools) -> tuple[list[int], list[tuple[Tensor, Tensor]]]:
     """Returns of each layer its group, the last one for those with windows, and its part of the pools."""
     groups, caches, num_states = list[int](), list[tuple[Tensor, Tensor]](), 0
     owners = [group for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)]
-    windows, has_states, lent = layer_windows(config), _has_state(config), lenders(config)
+    windows, has_states, lent = layer_windows(config), state_layers(config), lenders(config)
     layers = [layer for layer, has_state in enumerate(has_states) if not has_state and lent[layer] == layer]
     places = {layer: place for place, layer in enumerate(sorted(layers, key=lambda each: windows[each] or 0))}
     for index, has_state in enumerate(has_states):
@@ -358,7 +350,7 @@ def kv_layouts(model: Any, *, int8_values: bool = False) -> list[tuple[KVLayout,
     """
     decoder = model.get_decoder()
     config, dtype = decoder.config, next(decoder.parameters()).dtype
-    windows, lent, has_states = layer_windows(config), lenders(config), _has_state(config)
+    windows, lent, has_states = layer_windows(config), lenders(config), state_layers(config)
     own = [each for each in range(len(windows)) if lent[each] == each and not has_states[each]]
     kinds = sorted({windows[each] for each in own}, key=lambda window: window or 0)
     found = []
@@ -386,7 +378,7 @@ def _kv_heads(config: Any, layer: Any) -> tuple[int, int]:
 def state_layout(model: Any) -> StateLayout | None:
     """Describes the recurrent state of a sequence; None for a model without any."""
     config = model.get_decoder().config
-    num_layers = sum(_has_state(config))
+    num_layers = sum(state_layers(config))
     if not num_layers:
         return None
     sizes, dtype = delta_sizes(config), next(model.get_decoder().parameters()).dtype

@@ -34,9 +34,9 @@ from epd.serve_app.verification import LayerProbe, segment_of, verify
 from epd.stages.decoder.decoder import FusedDecoder, ModulesDecoder, decoder_of
 from epd.stages.decoder.rank_cut import check_divisible
 from epd.stages.engine.model_runner import kv_bytes_per_token
+from epd.stages.engine.setup import largest_prefill
 from epd.stages.loading.weight_files import write_weights
 from epd.stages.loading.weights import WholeModel, load_role, skeleton
-from epd.stages.memory_sizing import largest_prefill
 from epd.stages.placement import CPU_FLOAT32
 from tests.colocated import ColocatedPipeline, plan_media
 from tests.encoders.tiny_molmo import PUBLISHED, build_molmo2
