@@ -485,5 +485,6 @@ def place(
     adds: adds them to what is there.
     """
     rows = embeddings.rows.to(token_embeddings.dtype)
-    put = token_embeddings.index_add if adds else token_embeddings.index_copy
-    return put(1, visual_rows, rows[None])
+    if adds:
+        return token_embeddings.index_add(1, visual_rows, rows[None])
+    return token_embeddings.index_copy(1, visual_rows, rows[None])
