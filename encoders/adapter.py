@@ -28,7 +28,7 @@ from epd.encoders.device import CPU
 from epd.frame_sampling import FrameSampling
 from epd.pixel_limits import OWN_LIMITS, PixelLimits
 from epd.reduction import ReductionPolicy, TowerMerge, Window, num_survivors
-from epd.types import Int64Array, MediaKind, PlaceholderRange, Usage
+from epd.types import BoolArray, Int64Array, MediaKind, PlaceholderRange, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +247,7 @@ class PromptPlan:
     media: items in order of appearance.
     reduction: when only some of the visual tokens are kept; then their positions are known only with them,
         and are here those of the first ones.
+    both_ways: bool [T], tokens that attend each other wherever they are (Molmo 2); None without any.
     """
 
     token_ids: Int64Array
@@ -254,14 +255,21 @@ class PromptPlan:
     next_position: int
     media: tuple[MediaItem, ...]
     reduction: PromptReduction | None = None
+    both_ways: BoolArray | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
+    def both_ways_range(self) -> range:
+        """Returns the tokens from the first to the last that attend each other: nothing cuts these."""
+        places = np.empty(0) if self.both_ways is None else np.flatnonzero(self.both_ways)
+        return range(int(places[0]), int(places[-1]) + 1) if len(places) else range(0)
+
+    @property
     def prefix_length(self) -> int:
         """Returns the length of the part independent of the question: up to the last visual token."""
-        return self.media[-1].units[-1].stop if self.media else 0
+        return max(self.media[-1].units[-1].stop, self.both_ways_range.stop) if self.media else 0
 
     @property
     def num_visual_tokens(self) -> int:
@@ -307,7 +315,7 @@ class PromptPlan:
 class Embeddings:
     """Holds visual tokens as the language model takes them.
 
-    rows: [V, C], to replace the token embeddings of the placeholders.
+    rows: [V, C], to replace the token embeddings of the placeholders, or to be added to them (Molmo 2).
     deepstack: one [V, C] for each of the first decoder layers, added to their output (Qwen3-VL); else empty.
     """
 
@@ -469,7 +477,14 @@ class Adapter(Protocol):
         ...
 
 
-def place(token_embeddings: Tensor, visual_rows: Tensor, embeddings: Embeddings) -> Tensor:
-    """Puts the rows of `embeddings` at `visual_rows`, int64 [V], of token embeddings: [1, T, C]."""
+def place(
+    token_embeddings: Tensor, visual_rows: Tensor, embeddings: Embeddings, *, adds: bool = False
+) -> Tensor:
+    """Puts the rows of `embeddings` at `visual_rows`, int64 [V], of token embeddings: [1, T, C].
+
+    adds: adds them to what is there.
+    """
     rows = embeddings.rows.to(token_embeddings.dtype)
+    if adds:
+        return token_embeddings.index_add(1, visual_rows, rows[None])
     return token_embeddings.index_copy(1, visual_rows, rows[None])

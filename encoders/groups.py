@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from epd.encode.encoder_cache import GroupKey, GroupSpec
 from epd.encode.sharding import FIRST_GROUP_TOKENS, cut_units, units_of
 from epd.encoders.adapter import MediaItem, MediaPlan, PromptPlan
-from epd.kv.kv_identity import DIGEST_BYTES, TokenIdentity, token_identity
+from epd.kv.kv_identity import DIGEST_BYTES, TokenIdentity, as_one, token_identity
 from epd.types import PlaceholderRange
 
 
@@ -120,7 +120,8 @@ def prompt_identity(
     mm_hashes: of each item's bytes.
     cache_salt, lora: tokens are shared only with requests of the same salt and the same adapter.
 
-    A unit of a video is known by its own frames, so a longer look at the same video begins with equal tokens.
+    A unit of a video is known by its own frames, so a longer look at the same video begins with equal tokens,
+    but where tokens of media attend each other across the prompt.
     What is kept of a window depends on all that came before it, too: the prefix cache compares that anyway.
     """
     if len(mm_hashes) != len(prompt.media):
@@ -132,7 +133,8 @@ def prompt_identity(
         for unit in _units(item, mm_hash, reduction)
     ]
     salt = _salt_digest(cache_salt, lora) if cache_salt or lora else b""
-    return token_identity(prompt.token_ids.tolist(), units, salt)
+    identity = token_identity(prompt.token_ids.tolist(), units, salt)
+    return as_one(identity, prompt.both_ways_range) if prompt.both_ways_range else identity
 
 
 def _units(item: MediaItem, mm_hash: str, reduction: str) -> Iterator[tuple[PlaceholderRange, bytes]]:

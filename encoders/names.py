@@ -27,6 +27,9 @@ _NESTED, _FLAT = "vision_tower.vision_model.", "vision_tower."
 # Of ERNIE 4.5 VL, in each layer: experts, the gate of those for texts or for media, and the bias of both.
 _BY_KIND = re.compile(r"^(.+\.mlp)\.(?:experts\.(\d+)\.(.+)|gate\.weight(_1)?|moe_statics\.(.+))$")
 _KINDS = ("text_moe", "vision_moe")
+# Of Molmo 2: matrices that its authors keep merged, and the embedding, whose last rows lie by themselves.
+_MOLMO_MERGED = re.compile(r"^(.+\.)(self_attn\.att|mlp\.ff)_proj\.(weight|bias)$")
+_SPLIT_EMBEDDING = re.compile(r"^(.+\.)wte\.(new_)?embedding$")
 
 
 def is_wanted(name: str, role: WeightSet) -> bool:
@@ -48,12 +51,14 @@ class JointPart:
     joint: the tensor that it is a part of, by the names of the files.
     expert: whose it is, None for the third of a tower's queries, keys and values.
     place, num_places: which of as many equal runs of rows, of the expert or of all.
+    is_uneven: whether the two runs are as long as they are stored: the first rows, and the last.
     """
 
     joint: str
     expert: int | None
     place: int
     num_places: int
+    is_uneven: bool = False
 
 
 def joint_part(stored: str) -> JointPart | None:
@@ -62,7 +67,10 @@ def joint_part(stored: str) -> JointPart | None:
     if third is not None:
         return JointPart(f"{third[1]}.qkv.{third[3]}", None, "qkv".index(third[2]), 3)
     if expert is None:
-        return None
+        embedding = _SPLIT_EMBEDDING.match(stored)
+        if embedding is None:
+            return None
+        return JointPart(f"{embedding[1]}embed_tokens.weight", None, int(embedding[2] is not None), 2, True)
     if expert[3] == "down":
         return JointPart(f"{expert[1]}.down_proj", int(expert[2]), 0, 1)
     return JointPart(f"{expert[1]}.gate_up_proj", int(expert[2]), ("gate", "up").index(expert[3]), 2)
@@ -87,6 +95,22 @@ def parts_by_kind(stored: str, num_experts: int) -> tuple[str, ...]:
         return (f"{start}.{_KINDS[second is not None]}.gate.weight",)
     is_media, number = divmod(int(expert), num_experts)
     return (f"{start}.{_KINDS[min(is_media, 1)]}.experts.{number}.{rest}",)
+
+
+def molmo_parts(stored: str, num_heads: int, num_kv_heads: int) -> tuple[str, ...]:
+    """Names each head's rows of queries, keys and values in the files of Molmo 2, and halves of its MLP's.
+
+    self_attn.att_proj.weight    self_attn.q_proj.weight, k_proj, v_proj
+    mlp.ff_proj.weight           mlp.up_proj.weight, gate_proj
+    """
+    found = _MOLMO_MERGED.match(stored)
+    if found is None:
+        return (stored,)
+    start, what, kind = found.groups()
+    if what == "mlp.ff":
+        return tuple(f"{start}mlp.{each}_proj.{kind}" for each in ("up", "gate"))
+    counts = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}
+    return tuple(f"{start}self_attn.{each}_proj.{kind}" for each, n in counts.items() for _ in range(n))
 
 
 def name_in_model(stored: str, known: Collection[str]) -> str | None:

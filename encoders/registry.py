@@ -56,6 +56,8 @@ ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
 
 
 _GENERIC = _Family("generic:GenericAdapter")
+# Of families that transformers' code serves, those that differ in their prompts.
+_GENERIC_OF = {"molmo2": _Family("molmo2:Molmo2Adapter")}
 
 
 def load_adapter(
@@ -92,7 +94,7 @@ def _adapter_of(folder: Path, model_type: str, impl: ModelImpl) -> Callable[[Che
     if model_type in ADAPTERS and impl != "transformers":
         return ADAPTERS[model_type]
     if impl == "transformers" or (impl == "auto" and model_type in FAMILIES):
-        return _GENERIC
+        return _GENERIC_OF.get(model_type, _GENERIC)
     supported = ", ".join(FAMILIES if impl == "auto" else ADAPTERS)
     raise UnsupportedModelError(
         f"'{folder}' is a '{model_type}' model; supported model types: {supported}; to try another with "

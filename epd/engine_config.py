@@ -28,9 +28,11 @@ from epd.records import Field, PydanticCustomError, ValidationInfo, field_valida
 from epd.reduction import LEAST_TOWER_SHARE, SELECTION_METHODS, TowerMerge, check_tolerance, tower_merge
 from epd.store.object_store import check_url
 
-# Families whose layers have a recurrent state, or a sliding window, by `model_type` of config.json.
+# Families whose layers have a recurrent state, a sliding window, or media that attend each other across the
+# prompt, by `model_type` of config.json.
 RECURRENT_FAMILIES = ("qwen3_5", "qwen3_5_moe")
 WINDOWED_FAMILIES = ("aya_vision", "cohere2_vision", "gemma3", "gemma4")
+BOTH_WAYS_FAMILIES = ("molmo2",)
 DEFAULT_HUB = "huggingface"
 HUB_NAMES = (DEFAULT_HUB, "modelscope")
 
@@ -279,10 +281,11 @@ def check_options(folder: Path, draft: str, reduction: str) -> None:
     draft, reduction: methods.
     """
     model_type = _model_type(folder)
-    if model_type not in (*RECURRENT_FAMILIES, *WINDOWED_FAMILIES):
+    if model_type not in (*RECURRENT_FAMILIES, *WINDOWED_FAMILIES, *BOTH_WAYS_FAMILIES):
         return
     is_recurrent = model_type in RECURRENT_FAMILIES
     what = "a recurrent state" if is_recurrent else "a sliding window"
+    what = "media that attend each other" if model_type in BOTH_WAYS_FAMILIES else what
     received = f"for a '{{}}' model, whose layers have {what}; allowed: {{}}; use {{}}"
     if draft != "none" and is_recurrent:
         why = received.format(model_type, "none, since drafts that are wrong cannot be taken back", "none")

@@ -30,7 +30,7 @@ from epd.encoders.sampling import shown_metadata
 from epd.engine_config import EngineConfig
 from epd.serve_app.llm import LLM
 from epd.stages.decoder.decoder import DecoderInputs
-from epd.stages.engine.model_runner import ModelRunner
+from epd.stages.engine.model_runner import ModelRunner, PassInputs
 from epd.stages.engine.packed_pass import Segment, visual_of
 from epd.stages.engine.setup import BLOCK_SIZE, kv_shape
 from epd.stages.loading.weights import load_role
@@ -254,9 +254,9 @@ class Comparison:
 
     def _before_media(self, answer: Int64Array) -> Int64Array:
         """Returns an answer up to a token that stands for media, which a forward pass would look for."""
-        fields = self._theirs.config.to_dict()
         names = (f"{kind}_token_{end}" for kind in ("image", "video") for end in ("id", "index"))
-        is_media = np.isin(answer, [fields[name] for name in names if fields.get(name) is not None])
+        ids = (getattr(self._theirs.config, name, None) for name in names)
+        is_media = np.isin(answer, [each for each in ids if each is not None])
         return answer[: int(is_media.argmax())] if is_media.any() else answer
 
     def _generated(self, inputs: Any) -> Int64Array:
@@ -332,20 +332,15 @@ class LayerProbe(ModelRunner):
         """Returns the input of layer `num_layers`, [T, C]; of all layers, what their norm gives."""
         segments = self._segments(segment)
         packed = self.packed(segments)
-        ids, positions, visual_rows = arrays_to_device(
-            [packed.token_ids, packed.positions, packed.visual_rows], self._device
-        )
-        embeds: Tensor = self._embed(ids)
-        visual = visual_of(segments)
-        if visual is not None:
-            visual = visual.mapped(lambda part: part.to(self._device))
-            embeds = embeds.index_copy(0, visual_rows, visual.rows.to(embeds.dtype))
+        arrays = [packed.token_ids, packed.positions, packed.logit_rows, packed.visual_rows]
+        given = PassInputs(*arrays_to_device(arrays, self._device))
+        embeds, visual = self._embedded(visual_of(segments), given)
         if num_layers == 0:
             return embeds
         plans = self._plans(packed.batches, segments)
         paged = self._caches_of(plans, self._states_of(packed))
-        prompt_ids = self._prompt_ids(packed, ids)
-        inputs = DecoderInputs(positions, paged, visual_rows, visual, prompt_ids=prompt_ids)
+        prompt_ids = self._prompt_ids(packed, given.token_ids)
+        inputs = DecoderInputs(given.positions, paged, given.visual_rows, visual, prompt_ids=prompt_ids)
         return self._decoder.run(embeds, inputs, range(num_layers))
 
     def logits(self, segment: Segment, num_last: int) -> Tensor:
@@ -365,7 +360,7 @@ class LayerProbe(ModelRunner):
         states = None if self.pools.states is None else (None, 0)
         bounds = {0, len(segment.token_ids)}
         starts: set[int] = set()
-        if self.attends_both_ways and segment.visual is not None:
+        if self.attends_both_ways and segment.visual is not None and segment.both_ways is None:
             is_start = np.diff(segment.visual.indices, prepend=-2) != 1
             starts = set(segment.visual.indices[is_start].tolist())
             bounds |= starts | {int(last) + 1 for last in segment.visual.indices[np.roll(is_start, -1)]}
@@ -378,7 +373,7 @@ class LayerProbe(ModelRunner):
                 block_tables=tables,
                 visual=_part(segment.visual, start, stop),
                 states=states,
-                is_both_ways=start in starts,
+                both_ways=np.ones(stop - start, dtype=bool) if start in starts else segment.both_ways,
                 num_prompt=max(0, min(stop, segment.num_prompt) - start),
             )
             for start, stop in pairwise(sorted(bounds))
@@ -410,5 +405,6 @@ def segment_of(prompt: PromptPlan, visual: Embeddings | None, answer: Int64Array
         [0],
         [np.arange(ceil_div(num_tokens, BLOCK_SIZE), dtype=np.int32)],
         placed,
+        both_ways=None if prompt.both_ways is None else np.pad(prompt.both_ways, (0, len(answer))),
         num_prompt=len(prompt),
     )

@@ -30,7 +30,7 @@ from epd.stages.device_memory import total_bytes
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
 from epd.stages.engine.model_runner import kv_bytes_per_token
-from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape, states_shape
+from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape, largest_prefill, states_shape
 from epd.stages.placement import Placement
 from epd.stages.rank import RankGroup
 
@@ -183,7 +183,8 @@ def measured_kv_tokens(
         return None
     device = placement.device
     gc.collect()  # pools of roles that were given up
-    peaks = [_peak_bytes(device, lambda: run_prefill(model, adapter, settings, passes.chunk_tokens, ranks))]
+    largest = largest_prefill(model, passes.chunk_tokens)
+    peaks = [_peak_bytes(device, lambda: run_prefill(model, adapter, settings, largest, ranks))]
     if tower is not None:
         peaks.append(_peak_bytes(device, lambda: _run_encode(adapter, tower, passes, share.name, device)))
     graph_bytes = 0

@@ -90,6 +90,16 @@ PROOFS = (
         "tests/models/test_ernie.py::test_tokens_equal_generate",
         product(["ernie4_5_vl_moe"], ("text", "image", "images", "video", "video and image")),
     ),
+    _proof(
+        "x",
+        "tests/models/test_molmo.py::test_several_kinds_and_several_videos",
+        [("molmo2", "video and image")],
+    ),
+    _refusal(
+        "q",
+        "tests/models/test_molmo.py::test_what_it_cannot_do_is_refused_in_one_line",
+        [("molmo2", "tensor parallel")],
+    ),
     _refusal(
         "o",
         "tests/models/test_ernie.py::test_what_it_cannot_do_is_refused_in_one_line",

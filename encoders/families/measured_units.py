@@ -71,6 +71,9 @@ def _shrunk(config: Any) -> Any:
     vision = small.vision_config
     if not _numbers_layers(small.to_dict()) and not _numbers_layers(vision.to_dict()):
         vision.update({name: _NUM_LAYERS for name in _DEPTHS if hasattr(vision, name)})
+    projector = getattr(small, "adapter_config", None)
+    if projector is not None and hasattr(projector, "vision_feature_layer"):  # of Molmo 2: layers left
+        projector.vision_feature_layer = [0] * len(projector.vision_feature_layer)
     if hasattr(vision, "intermediate_size"):
         vision.intermediate_size = _WIDTH
     num_layers = max(getattr(vision, name, 0) for name in _DEPTHS)

@@ -38,11 +38,13 @@ class Markers:
 
     in_template: as its chat template writes them. pads: the repeated tokens.
     around: what the family's own template writes for one in the place of its marker, see `Placeholders`.
+    begin: that every prompt begins with, whatever the template writes.
     """
 
     in_template: Mapping[MediaKind, str]
     pads: Mapping[MediaKind, str]
     around: str = "{marker}"
+    begin: str = ""
 
     @property
     def placeholders(self) -> Placeholders:
@@ -66,6 +68,7 @@ def plan_text_prompt(
     check_media(messages, [plan.kind for plan in media])
     reserved = tuple(dict.fromkeys((*markers.in_template.values(), *markers.pads.values())))
     rendered = render_chat(checkpoint, chat_template, messages, reserved, markers.placeholders)
+    rendered = rendered if rendered.startswith(markers.begin) else markers.begin + rendered
     token_ids = _tokenise(checkpoint, _substituted(rendered, markers, media, texts))
     pads = _pad_positions(checkpoint, markers, token_ids)
     lengths = [length for text in texts for length in text.pad_lengths]

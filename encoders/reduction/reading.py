@@ -28,7 +28,8 @@ from epd.encode.encoder_cache import GroupSpec
 from epd.encoders.adapter import Embeddings, MediaItem, MediaPlan, PromptPlan, PromptReduction, concatenated
 from epd.encoders.groups import MediaGroup, cut
 from epd.encoders.reduction.reducer import TokenReducer
-from epd.reduction import WINDOW_TOKENS, ReductionPolicy, Window, plan_windows
+from epd.errors import RequestError
+from epd.reduction import SELECTION_METHODS, WINDOW_TOKENS, ReductionPolicy, Window, plan_windows
 from epd.types import BoolArray, Int64Array, PlaceholderRange
 
 # Of kept tokens among those of the item; of one that no question may drop, -1 - place.
@@ -146,9 +147,16 @@ def reduce_prompt(prompt: PromptPlan, policy: ReductionPolicy) -> PromptPlan:
 
     Text keeps its positions, and so do kept tokens. Where text lies between units, each unit is a window of
     its own. Items that are joined whole stay as they are. A policy that keeps all gives the same prompt.
+    Raises RequestError for a method that the language model takes part in, where tokens of media attend each
+    other.
     """
     if not policy.is_on:
         return prompt
+    if prompt.both_ways is not None and policy.method not in SELECTION_METHODS:
+        raise RequestError(
+            f"received the reduction {policy.method} for a model whose media attend each other across the "
+            f"prompt; allowed: {', '.join(SELECTION_METHODS)}; use one of these"
+        )
     windows = [_windows(item, policy) for item in prompt.media]
     is_kept = np.ones(len(prompt), dtype=bool)
     positions = []
@@ -167,6 +175,7 @@ def reduce_prompt(prompt: PromptPlan, policy: ReductionPolicy) -> PromptPlan:
         next_position=prompt.next_position,
         media=media,
         reduction=PromptReduction(policy, tuple(positions)),
+        both_ways=None if prompt.both_ways is None else prompt.both_ways[is_kept],
     )
 
 

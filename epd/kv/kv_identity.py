@@ -10,11 +10,13 @@ nothing is shared with prompts of another salt or none.
 
 A text row never begins with a negative number and a visual row always does, so the two cannot be confused.
 The digest names all that the unit's embeddings depend on: bytes of the media, times, size, grid, spans,
-reduction.
+reduction. Tokens of media that attend each other, and what lies between, have the digest of all of these in
+its place, texts too: `as_one`.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -102,4 +104,12 @@ def token_identity(
         rows[place.offset : place.stop, 1:] = np.frombuffer(digest, ">i8")
     if salt:
         rows[:1, 1:] ^= np.frombuffer(salt, ">i8").astype(np.int64)
+    return TokenIdentity(rows)
+
+
+def as_one(identity: TokenIdentity, span: range) -> TokenIdentity:
+    """Returns an identity of which each token in `span` names all of these, since each depends on all."""
+    rows = identity.rows.copy()
+    digest = hashlib.blake2b(identity.row_bytes(span.start, span.stop), digest_size=DIGEST_BYTES).digest()
+    rows[span.start : span.stop, 1:] = np.frombuffer(digest, ">i8")
     return TokenIdentity(rows)

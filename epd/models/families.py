@@ -77,6 +77,12 @@ _ALL = (
     _native("llava_onevision", "LLaVA-OneVision", 1),
     _videos("minicpmv4_6", "MiniCPM-V 4.6", 1),
     _videos("minicpmv4_7", "MiniCPM-V 4.7", 1),
+    _videos(
+        "molmo2",
+        "Molmo 2",
+        1,
+        "what lies from the first to the last medium of a prompt is computed at once, and shared whole",
+    ),
     _images("mistral3", "Mistral Small 3.1"),
     _images("paddleocr_vl", "PaddleOCR-VL"),
     _native("qwen2_5_vl", "Qwen2.5-VL, Qwen2.5-Omni", 2),
@@ -98,7 +104,6 @@ REFUSED: Mapping[str, str] = {
     "granite4_vision": "whose tower gives features for later layers (deepstack)",
     "kimi_k25": "whose language model has latent attention (MLA)",
     "mllama": "whose text attends images in layers of their own",
-    "molmo2": "whose tokens of media attend each other across the prompt",
     "ovis2": "whose tower embeds tokens of the text too",
     "paligemma": "whose prompt is attended in both directions",
 }

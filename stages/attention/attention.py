@@ -6,6 +6,7 @@
     keys of segment s  [ 0 ........... context_lens[s] )    the new tokens are the last ones
     row i of q new     [ 0 ... context - q + i ]            attended, in the order of the block table
     with a window of w     [ ... w tokens ... ]             of these the last w
+    both ways              [ 0 ... i ]   j    k ]           and later new ones, if row and key say so
 
 Source of the layout: Kwon et al. 2023, "Efficient Memory Management for LLM Serving with PagedAttention".
 """
@@ -43,7 +44,8 @@ class AttentionBatch:
     block_size: tokens.
     window: tokens that one attends, itself included, and none before; None for all. What a table has before
     the first of these is not read.
-    both_ways: bool [S], segments whose new tokens attend all of each other; None for none.
+    both_ways: bool [T], new tokens that attend also those of their segment that come later, if these are
+    such tokens too; None for none.
     """
 
     query_starts: Int32Array
@@ -65,6 +67,10 @@ class AttentionBatch:
             raise ValueError(
                 f"{self.query_starts[-1]} packed tokens need as many slots, got {len(self.slot_mapping)}"
             )
+        if self.both_ways is not None and len(self.both_ways) != len(self.slot_mapping):
+            raise ValueError(
+                f"{len(self.slot_mapping)} packed tokens need as many marks, got {len(self.both_ways)}"
+            )
         lens = np.diff(self.query_starts)
         if (lens < 1).any() or (self.context_lens < lens).any():
             raise ValueError(
@@ -76,6 +82,14 @@ class AttentionBatch:
                 f"a context of {self.context_lens.max()} tokens does not fit {self.block_tables.shape[1]} "
                 f"blocks of {self.block_size}; allocate first"
             )
+
+    @property
+    def marks_some(self) -> bool:
+        """Reports whether `both_ways` has some of a segment's new tokens, and not all."""
+        if self.both_ways is None:
+            return False
+        counts = np.add.reduceat(self.both_ways.astype(np.int64), self.query_starts[:-1])
+        return bool(((counts > 0) & (counts < np.diff(self.query_starts))).any())
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,12 +230,15 @@ class DevicePlan:
     """Holds the inputs of a pass: of the kernels, and of their twin.
 
     slot_mapping: int64 [T]. alike: short segments and chunks; only those that exist.
+    marks: bool [T], rows that attend each other, where these are some of a segment's; None where its tiles
+        say so.
     """
 
     slot_mapping: Tensor
     segments: PagedSegments
     alike: tuple[AlikeSegments, ...]
     work: PagedWork
+    marks: Tensor | None = None
 
     @classmethod
     def build(cls, batch: AttentionBatch, device: torch.device, heads: DeviceHeads) -> DevicePlan:
@@ -250,7 +253,7 @@ class DevicePlan:
         chosen = [np.flatnonzero(kind) for kind in (is_short, ~is_short) if kind.any()]
         sets = [each for each in zip(listed.work.items, listed.tiles, strict=True) if len(each[0])]
         segments = [one.astype(np.int32) for one in chosen]
-        both_ways = np.zeros(len(lens), np.int32) if batch.both_ways is None else batch.both_ways
+        both_ways = np.zeros(0, np.int32) if batch.both_ways is None else batch.both_ways
         slots, starts, contexts, both, tables, rows, merges, entries, *moved = arrays_to_device(
             [
                 batch.slot_mapping,
@@ -273,7 +276,8 @@ class DevicePlan:
         )
         work = PagedWork(items, rows, merges, entries, listed.work.num_parts, tables)
         is_both = None if batch.both_ways is None else both.bool()
-        return cls(slots, PagedSegments(starts, contexts, tables, batch.window, is_both), alike, work)
+        found = PagedSegments(starts, contexts, tables, batch.window, is_both)
+        return cls(slots, found, alike, work, is_both if batch.marks_some else None)
 
     @classmethod
     def of_decodes(
@@ -314,7 +318,9 @@ class DevicePlan:
         """Attends by Triton's kernels, compiled on a GPU, interpreted elsewhere if that is asked for."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         window = self.segments.window is not None
-        kernels.attend_tiles(query, key_cache, value_cache, self.work, out, scale=scale, is_windowed=window)
+        kernels.attend_tiles(
+            query, key_cache, value_cache, self.work, out, self.marks, scale=scale, is_windowed=window
+        )
         return out
 
 

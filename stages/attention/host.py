@@ -9,6 +9,7 @@ logarithms of their sums (Dao et al. 2022, "FlashAttention"; Juravsky et al. 202
                them the long runs of one segment alone
 
 With a sliding window, tables are narrowed to the blocks that are attended, and chunks become masked pieces.
+So do new tokens of which only some attend each other.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class _Cutter:
     def cut(self) -> list[Piece]:
         is_chunk = self._lens > _MOST_TOGETHER
         if self._batch.both_ways is not None:
-            is_chunk |= self._batch.both_ways
+            is_chunk |= np.logical_or.reduceat(self._batch.both_ways, self._starts[:-1])
         pieces = [] if self._batch.window else self._cut_runs(is_chunk)
         for segment in np.flatnonzero(is_chunk).tolist():
             pieces += self._cut_chunk(segment)
@@ -232,33 +233,48 @@ class _Cutter:
             pieces.append(UnmaskedPiece(rows, num_done + done > 0, BlockSpan.of(blocks, num_tokens)))
         new = table[past // block_size : ceil_div(past + stop - start, block_size)]
         span = BlockSpan.of(new, stop - start, past % block_size)
-        is_both_ways = self._is_both_ways(segment)
-        pieces.append(
-            UnmaskedPiece(rows, past > 0, span) if is_both_ways else CausalPiece(rows, past > 0, span)
-        )
+        both_ways = self._both_ways(segment)
+        if both_ways.all():
+            pieces.append(UnmaskedPiece(rows, past > 0, span))
+        elif both_ways.any():
+            pieces += self._cut_masked(segment)
+        else:
+            pieces.append(CausalPiece(rows, past > 0, span))
         return pieces
 
-    def _is_both_ways(self, segment: int) -> bool:
-        return self._batch.both_ways is not None and bool(self._batch.both_ways[segment])
-
-    def _cut_masked(self, segment: int, window: int) -> Iterator[Piece]:
-        """Cuts the rows of a chunk so that each piece reads little more than its rows attend."""
+    def _both_ways(self, segment: int) -> BoolArray:
+        """Returns which of a segment's new tokens attend each other, bool [n]."""
         start, stop = self._starts[segment : segment + 2].tolist()
-        past, block_size = int(self._past[segment]), self._batch.block_size
-        is_both_ways = self._is_both_ways(segment)
+        marks = self._batch.both_ways
+        return np.zeros(stop - start, np.bool_) if marks is None else marks[start:stop]
+
+    def _cut_masked(self, segment: int, window: int | None = None) -> Iterator[Piece]:
+        """Cuts the rows of a chunk so that each piece reads little more than its rows attend.
+
+        window: with the past that it leaves; without one only new tokens are read.
+        """
+        start, stop = self._starts[segment : segment + 2].tolist()
+        past, block_size, both_ways = (
+            int(self._past[segment]),
+            self._batch.block_size,
+            self._both_ways(segment),
+        )
         for first in range(start, stop, _MASKED_ROWS):
             last = min(first + _MASKED_ROWS, stop)
             at = np.arange(first, last) - start + past  # of the rows
-            low = max(0, int(at[0]) - window + 1)
-            high = int(self._contexts[segment]) if is_both_ways else int(at[-1]) + 1
+            low = past if window is None else max(0, int(at[0]) - window + 1)
+            is_marked = both_ways[first - start : last - start]
+            high = int(self._contexts[segment]) if is_marked.any() else int(at[-1]) + 1
             keys = np.arange(low, high)
-            is_seen = keys > at[:, None] - window
-            if not is_both_ways:
-                is_seen &= keys <= at[:, None]
+            is_later = (keys >= past) & both_ways[np.maximum(keys - past, 0)]
+            is_seen = (keys <= at[:, None]) | (is_marked[:, None] & is_later)
+            if window is not None:
+                is_seen &= keys > at[:, None] - window
             blocks = self._batch.block_tables[segment, low // block_size : ceil_div(high, block_size)]
             span = BlockSpan.of(blocks.astype(np.int64), high - low, low % block_size)
             mask = torch.from_numpy(np.where(is_seen, _ZERO, _MINUS_INFINITY))
-            yield MaskedPiece(Rows(slice(first, last), last - first), False, span, mask)
+            merges = window is None and past > 0
+            yield MaskedPiece(Rows(slice(first, last), last - first), merges, span, mask)
 
     def _cut_alike(self, segments: Int64Array) -> list[Piece]:
         """Cuts the rest of segments with equally many new tokens, and spans of about the same length."""

@@ -25,6 +25,8 @@ _GEMMA = frozenset({"gemma3_text", "gemma4_text"})
 WINDOWED = _GEMMA | {"cohere2"}
 # Those of them whose kinds of layers have heads of their own, and later layers the keys of earlier ones.
 MIXED_HEADS = frozenset({"gemma4_text"})
+# Text models whose tokens of media attend each other across the prompt, and add to their places' embeddings.
+_BOTH_WAYS = frozenset({"molmo2_text"})
 # Those whose scale of logits transformers leaves out in its vision-language models.
 _UNSCALED = frozenset({"cohere", "cohere2"})
 # Fields of a text configuration that change attention or logits, with the value that leaves them as they are.
@@ -70,6 +72,13 @@ def _unsupported(config: Any) -> Iterator[str]:
         yield f"layer_types with '{kind}'"
 
 
+def state_layers(config: Any) -> list[bool]:
+    """Returns of each layer whether it has a recurrent state in the place of attention."""
+    if config.model_type not in RECURRENT:
+        return [False] * config.num_hidden_layers
+    return [kind == "linear_attention" for kind in config.layer_types]
+
+
 def layer_windows(config: Any) -> list[int | None]:
     """Returns of each layer how many tokens one of them attends, itself included; None for all before it."""
     if config.model_type not in WINDOWED:
@@ -80,10 +89,15 @@ def layer_windows(config: Any) -> list[int | None]:
 
 
 def attends_both_ways(config: Any, window: int | None) -> bool:
-    """Reports whether the visual tokens of a run attend each other in layers of this window."""
+    """Reports whether visual tokens attend later ones, of their run or others, in layers of this window."""
     if config.model_type in MIXED_HEADS:
         return window is not None and config.use_bidirectional_attention == "vision"
-    return config.model_type in _GEMMA
+    return config.model_type in _GEMMA | _BOTH_WAYS
+
+
+def adds_embeddings(config: Any) -> bool:
+    """Reports whether visual tokens are added to the embeddings of their places, and do not replace them."""
+    return config.model_type in _BOTH_WAYS
 
 
 def lenders(config: Any) -> list[int]:

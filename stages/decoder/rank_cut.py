@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from epd.errors import UnsupportedModelError
-from epd.stages.attention.support import MIXED_HEADS, RECURRENT
+from epd.stages.attention.support import MIXED_HEADS, RECURRENT, adds_embeddings
 from epd.stages.decoder.text_model import text_model
 from epd.stages.loading.merged_weights import GATE_UP, QKV
 from epd.stages.loading.quantized_linear import QuantizedLinear
@@ -56,6 +56,10 @@ def check_divisible(model: Any, size: int) -> None:
     decoder = model.get_decoder()
     config, known = decoder.config, text_model(decoder)
     received = f"received a tensor parallel size of {size} for the language model '{config.model_type}'"
+    if adds_embeddings(config):
+        raise UnsupportedModelError(
+            f"{received}, whose files have matrices merged, which are not cut; allowed: 1; use a larger GPU"
+        )
     if known is None:
         raise UnsupportedModelError(
             f"{received}, which only transformers' own modules compute; allowed: 1; use a larger GPU"

@@ -1,11 +1,11 @@
 """Recognises the text models that our decoder computes, and describes what distinguishes them.
 
-Qwen2, Qwen2.5, Qwen3, with experts too, Llama and Mistral share one stack: RMS norm, attention with rotary
-positions, RMS norm, gated SiLU. What differs are biases, norms of queries and keys, and how M-RoPE deals
-frequencies to its three rows. Qwen3.5 has gated delta layers in place of most attention, gates of queries,
-heads that are rotated in part, and norms whose weights are centred on 1. Gemma 3 has such norms too, behind
-attention and MLP as well as before them, a gated GELU, and layers with sliding windows, whose rotary
-positions have a base of their own. Of Gemma 4, these have heads of their own too: see `gemma4.py`.
+Qwen2, Qwen2.5, Qwen3, with experts too, Molmo 2, Llama and Mistral share one stack: RMS norm, attention with
+rotary positions, RMS norm, gated SiLU. What differs are biases, norms of queries and keys, and how M-RoPE
+deals frequencies to its three rows. Qwen3.5 has gated delta layers in place of most attention, gates of
+queries, heads that are rotated in part, and norms whose weights are centred on 1. Gemma 3 has such norms
+too, behind attention and MLP as well as before them, a gated GELU, and layers with sliding windows, whose
+rotary positions have a base of their own. Of Gemma 4, these have heads of their own too: see `gemma4.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _KNOWN: dict[str, Dealing] = {
     "mistral": "plain",
     "gemma3_text": "plain",
     "gemma4_text": "plain",
+    "molmo2_text": "plain",
     "qwen2": "plain",
     "qwen3": "plain",
     "qwen3_moe": "plain",
@@ -43,6 +44,8 @@ _KNOWN: dict[str, Dealing] = {
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "dynamic"})
 _STATIC_BY_KIND = _STATIC_ROPE - {"dynamic"} | {"proportional"}
 _MODULES = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
+# Of Molmo 2, for layers whose positions are not scaled: none of those that are known.
+_UNSCALED = frozenset({"rotary_emb_unscaled"})
 _LAYER_MODULES = frozenset({"mlp", "input_layernorm", "post_attention_layernorm"})
 _MORE_NORMS = frozenset({"pre_feedforward_layernorm", "post_feedforward_layernorm"})
 # Of Gemma 4: embeddings of each layer, in the decoder and in a layer, and experts beside the MLP.
@@ -164,6 +167,8 @@ def _is_plain(config: Any) -> bool:
         ropes = {rope["rope_type"] for rope in config.rope_parameters.values()}
         is_known = kinds == {"sliding_attention", "full_attention"} and ropes <= _STATIC_BY_KIND
         return is_known and config.hidden_activation == "gelu_pytorch_tanh"
+    if config.model_type == "molmo2_text" and not _is_as_qwen3(config):
+        return False
     rope = config.rope_parameters or {}
     kind, context = rope.get("rope_type", "default"), config.max_position_embeddings
     if kind == "dynamic" and rope.get("original_max_position_embeddings", context) != context:
@@ -171,9 +176,16 @@ def _is_plain(config: Any) -> bool:
     return config.hidden_act in ("silu", "swish") and kind in _STATIC_ROPE
 
 
+def _is_as_qwen3(config: Any) -> bool:
+    """Reports whether Molmo 2 has Qwen3's layers: norms by head and before, the same positions in all."""
+    scaled = set(config.rope_scaling_layers)
+    is_one = config.rope_parameters["rope_type"] == "default" or len(scaled) == config.num_hidden_layers
+    return config.qk_norm_type == "qwen3" and not config.norm_after and is_one
+
+
 def _has_known_modules(decoder: Any) -> bool:
     """Reports whether the decoder consists of what we compute, and of nothing else."""
-    if _children(decoder) not in (_MODULES, _MODULES | _EMBEDDINGS):
+    if _children(decoder) not in (_MODULES, _MODULES | _EMBEDDINGS, _MODULES | _UNSCALED):
         return False
     layers: Any = decoder.layers
     has_attention = any(hasattr(layer, "self_attn") for layer in layers)

@@ -22,7 +22,14 @@ from epd.errors import RequestError
 from epd.lora_modules import LoRAModule
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
 from epd.stages.attention.device import DeviceHeads
-from epd.stages.attention.support import MIXED_HEADS, RECURRENT, attends_both_ways, layer_windows, lenders
+from epd.stages.attention.support import (
+    MIXED_HEADS,
+    adds_embeddings,
+    attends_both_ways,
+    layer_windows,
+    lenders,
+    state_layers,
+)
 from epd.stages.decoder.decoder import Decoder, DecoderInputs, FusedDecoder, LayerCaches, decoder_of
 from epd.stages.decoder.delta_layer import delta_sizes
 from epd.stages.decoder.delta_rule import DeltaPlan
@@ -54,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _PassInputs:
+class PassInputs:
     """Holds the arrays of a pass on the device, all int64.
 
     token_ids: [T]. positions: [rows, T].
@@ -109,6 +116,7 @@ class ModelRunner:
         config = model.get_decoder().config
         self._kinds = [GroupKind(window, attends_both_ways(config, window)) for window in windows]
         self.attends_both_ways = any(kind.is_both_ways for kind in self._kinds)
+        self._adds = adds_embeddings(config)
         # Of each layer, its group, the first for one without attention, and its caches.
         self._groups, self._caches = _places(model.get_decoder().config, pools)
         num_heads = model.get_decoder().config.num_attention_heads
@@ -149,7 +157,7 @@ class ModelRunner:
     def _warm_up(self, num_heads: int) -> None:
         """Compiles the kernels of every pass. num_heads: of queries."""
         for pool, kind in zip(self.pools.groups, self._kinds, strict=True):
-            warm_up(*pool.layer(0), num_heads, kind.window)
+            warm_up(*pool.layer(0), num_heads, kind.window, marks_some=self._adds)
             if isinstance(self._decoder, FusedDecoder):
                 self._decoder.warm_up(pool.layer(0))
 
@@ -201,11 +209,11 @@ class ModelRunner:
     def packed(self, segments: Sequence[Segment]) -> PackedPass:
         """Packs segments as this runner's pools need them.
 
-        Raises RequestError for segments that do not keep or read everything, beside recurrent states and
-        windows.
+        Raises RequestError for segments that do not keep or read everything, where something needs it.
         """
         kept = "a recurrent state of all" if self.pools.states is not None else None
         kept = "a sliding window" if any(kind.window for kind in self._kinds) else kept
+        kept = "media that attend each other" if self._adds else kept
         if kept is not None and not all(segment.is_whole for segment in segments):
             raise RequestError(
                 f"received a reduction that drops tokens of some layers, where others have {kept}; allowed: "
@@ -221,13 +229,13 @@ class ModelRunner:
         if self._graphs is not None and not packed.segments and self._graphs.fits(packed):
             return self._graphs.run(packed, token_ids)
         arrays = [packed.token_ids, packed.positions, packed.logit_rows, packed.visual_rows]
-        inputs = _PassInputs(*arrays_to_device(arrays, self._device))
+        inputs = PassInputs(*arrays_to_device(arrays, self._device))
         if token_ids is not None:
             inputs = replace(inputs, token_ids=token_ids)
         logits: Tensor = self._head(self._decode(packed, inputs, visual))
         return logits
 
-    def _decode(self, packed: PackedPass, inputs: _PassInputs, visual: Embeddings | None) -> Tensor:
+    def _decode(self, packed: PackedPass, inputs: PassInputs, visual: Embeddings | None) -> Tensor:
         """Returns the last layer's output for the rows that logits are wanted of, [R, C]."""
         num_layers, segments = self._decoder.num_layers, packed.segments
         plans = self._plans(packed.batches, segments)
@@ -308,27 +316,20 @@ class ModelRunner:
             slots = question_slots(segment.block_tables[group], context, self.pools.block_size)
             yield ObservedRows(*rows, to_device(slots, self._device), segment.going_on)
 
-    def _embedded(self, visual: Embeddings | None, inputs: _PassInputs) -> tuple[Tensor, Embeddings | None]:
+    def _embedded(self, visual: Embeddings | None, inputs: PassInputs) -> tuple[Tensor, Embeddings | None]:
         """Embeds [T, C] with visual rows in their places; returns also what is placed there."""
         embeds: Tensor = self._embed(inputs.token_ids)
         if visual is None:
             return embeds, None
         visual = visual.mapped(lambda part: to_device(part, self._device))
-        return place(embeds[None], inputs.visual_rows, visual)[0], visual
-
-
-def _has_state(config: Any) -> list[bool]:
-    """Returns of each layer whether it has a recurrent state in the place of attention."""
-    if config.model_type not in RECURRENT:
-        return [False] * config.num_hidden_layers
-    return [kind == "linear_attention" for kind in config.layer_types]
+        return place(embeds[None], inputs.visual_rows, visual, adds=self._adds)[0], visual
 
 
 def _places(config: Any, pools: KVPools) -> tuple[list[int], list[tuple[Tensor, Tensor]]]:
     """Returns of each layer its group, the last one for those with windows, and its part of the pools."""
     groups, caches, num_states = list[int](), list[tuple[Tensor, Tensor]](), 0
     owners = [group for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)]
-    windows, has_states, lent = layer_windows(config), _has_state(config), lenders(config)
+    windows, has_states, lent = layer_windows(config), state_layers(config), lenders(config)
     layers = [layer for layer, has_state in enumerate(has_states) if not has_state and lent[layer] == layer]
     places = {layer: place for place, layer in enumerate(sorted(layers, key=lambda each: windows[each] or 0))}
     for index, has_state in enumerate(has_states):
@@ -349,7 +350,7 @@ def kv_layouts(model: Any, *, int8_values: bool = False) -> list[tuple[KVLayout,
     """
     decoder = model.get_decoder()
     config, dtype = decoder.config, next(decoder.parameters()).dtype
-    windows, lent, has_states = layer_windows(config), lenders(config), _has_state(config)
+    windows, lent, has_states = layer_windows(config), lenders(config), state_layers(config)
     own = [each for each in range(len(windows)) if lent[each] == each and not has_states[each]]
     kinds = sorted({windows[each] for each in own}, key=lambda window: window or 0)
     found = []
@@ -377,7 +378,7 @@ def _kv_heads(config: Any, layer: Any) -> tuple[int, int]:
 def state_layout(model: Any) -> StateLayout | None:
     """Describes the recurrent state of a sequence; None for a model without any."""
     config = model.get_decoder().config
-    num_layers = sum(_has_state(config))
+    num_layers = sum(state_layers(config))
     if not num_layers:
         return None
     sizes, dtype = delta_sizes(config), next(model.get_decoder().parameters()).dtype
@@ -386,18 +387,29 @@ def state_layout(model: Any) -> StateLayout | None:
     return StateLayout(num_layers, sizes.num_channels, window, *heads, dtype)
 
 
-def warm_up(key_cache: Tensor, value_cache: Tensor, num_query_heads: int, window: int | None = None) -> None:
+def warm_up(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_query_heads: int,
+    window: int | None = None,
+    *,
+    marks_some: bool = False,
+) -> None:
     """Launches every kernel that passes over caches of these shapes need, so that no request waits for one.
 
     key_cache, value_cache: [num_blocks, block_size, Hkv, D]; what is in them stays. window: of the layers.
+    marks_some: whether only some of a segment's tokens may attend each other.
     """
     block_size, head_dim = key_cache.shape[1], key_cache.shape[3]
     heads = DeviceHeads.of(key_cache, num_query_heads)
     held = key_cache[0, 0].clone(), value_cache[0, 0].clone()
-    for num_new in (1, MOST_SHORT + 1):  # a decode step and a chunk are tiled apart
-        starts, contexts = np.array([0, num_new], np.int32), np.array([_LONG_TOKENS], np.int32)
-        table = np.zeros((1, ceil_div(_LONG_TOKENS, block_size)), np.int32)
-        batch = AttentionBatch(starts, contexts, table, np.zeros(num_new, np.int64), block_size, window)
+    tall = MOST_SHORT + 1  # a decode step and a chunk are tiled apart
+    for lens in ([1], [tall], *([[1, tall]] if marks_some else [])):
+        num_new, contexts = sum(lens), np.full(len(lens), _LONG_TOKENS, np.int32)
+        table = np.zeros((len(lens), ceil_div(_LONG_TOKENS, block_size)), np.int32)
+        both_ways = np.arange(num_new) == num_new - 1 if len(lens) > 1 else None
+        starts, slots = np.cumsum([0, *lens], dtype=np.int32), np.zeros(num_new, np.int64)
+        batch = AttentionBatch(starts, contexts, table, slots, block_size, window, both_ways)
         plan = AttentionPlan.build(batch, key_cache.device, heads)
         new = key_cache.new_zeros(num_new, *key_cache.shape[2:])
         write_kv(new, new, key_cache, value_cache, plan.slot_mapping)

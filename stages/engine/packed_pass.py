@@ -19,7 +19,7 @@ from epd.stages.attention.attention import AttentionBatch
 from epd.stages.reduction.propagation import GoingOn
 from epd.stages.reduction.question_views import QuestionView
 from epd.stages.visual_inputs import PlacedEmbeddings
-from epd.types import Int32Array, Int64Array
+from epd.types import BoolArray, Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Segment:
     going_on: receives which continue, where those that are attended most are kept and continue.
     view: what of the cache a question reads, if not all.
     states: slots of the recurrent state that is read, None at the start, and of the one that is written.
-    is_both_ways: whether all of its tokens attend each other.
+    both_ways: bool [n], tokens that attend each other, also later ones; None without any.
     lora: name of the adapter that the request wants; empty for the model alone.
     num_prompt: how many of the first new tokens are the prompt's; the others are the answer's.
     """
@@ -53,7 +53,7 @@ class Segment:
     going_on: GoingOn | None = None
     view: QuestionView | None = None
     states: tuple[int | None, int] | None = None
-    is_both_ways: bool = False
+    both_ways: BoolArray | None = None
     lora: str = ""
     num_prompt: int = 0
 
@@ -190,8 +190,14 @@ def attention_batches(
     """Describes the attention of each layer group."""
     ends = ends_of(segments)
     batches = (_attention_batch(segments, ends, group, block_size) for group in range(len(kinds)))
-    both_ways = [segment.is_both_ways for segment in segments]
-    seen = np.array(both_ways) if any(both_ways) else None
+    seen = None
+    if any(segment.both_ways is not None for segment in segments):
+        seen = np.concatenate(
+            [
+                np.zeros(len(each.token_ids), np.bool_) if each.both_ways is None else each.both_ways
+                for each in segments
+            ]
+        )
     return tuple(
         replace(batch, window=kind.window, both_ways=seen if kind.is_both_ways else None)
         if kind.window is not None or kind.is_both_ways

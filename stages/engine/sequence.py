@@ -155,8 +155,11 @@ class TokenSequence:
         return self.tokens.ids[: self.scheduled.num_tokens]
 
     def attend_both_ways(self) -> None:
-        """Lets the visual tokens of each run attend each other, so that a run is computed at once."""
-        runs = [] if self.request.parent else list(_visual_runs(self.request.prompt))
+        """Lets the visual tokens of each run attend each other, so that a run is computed at once.
+
+        Where those of the whole prompt do, from the first to the last.
+        """
+        runs = [] if self.request.parent else list(_runs_both_ways(self.request.prompt))
         runs = [run for run in runs if run.stop <= self.scheduled.num_prompt_tokens]
         self.scheduled.pruned = tuple(PrunedRange(run.start, run.stop, len(run)) for run in runs)
         self._both_ways = frozenset(run.start for run in runs)
@@ -202,13 +205,20 @@ class TokenSequence:
             visual=visual,
             num_logits=num_logits,
             states=_states(kv, self.request_id),
-            is_both_ways=start in self._both_ways,
+            both_ways=self._marks(start, stop),
             lora=self.request.sampling.lora,
             num_prompt=max(0, min(stop, self.scheduled.num_prompt_tokens) - start),
             view=self.view if self.view is not None and start == self.view.start else None,
         )
         window = self._windows.get(start)
         return segment if window is None else _of_window(segment, window)
+
+    def _marks(self, start: int, stop: int) -> BoolArray | None:
+        """Returns which of tokens [start, stop) attend each other, bool [n]; None without any."""
+        if start not in self._both_ways:
+            return None
+        marks = self.request.prompt.both_ways
+        return np.ones(stop - start, dtype=bool) if marks is None else marks[start:stop]
 
     def _lengths(self, kv: KVCacheManager, start: int) -> list[int]:
         """Counts the tokens in the cache by layer group, `start` in the first; in pruned layers fewer."""
@@ -268,8 +278,14 @@ def _uncut_ranges(
         yield PrunedRange(view.start, num_prompt, num_prompt - view.start)
 
 
-def _visual_runs(prompt: PromptPlan) -> Iterator[range]:
-    """Yields the prompt tokens of visual tokens that follow each other without any between."""
+def _runs_both_ways(prompt: PromptPlan) -> Iterator[range]:
+    """Yields the prompt tokens of visual tokens that follow each other without any between.
+
+    Where the plan says which tokens attend each other: from the first to the last of these.
+    """
+    if prompt.both_ways is not None:
+        yield prompt.both_ways_range
+        return
     units = [unit for item in prompt.media for unit in item.units if unit.length]
     start = stop = units[0].offset if units else 0
     for unit in units:

@@ -21,6 +21,7 @@ from epd.kv.kv_spec import state_slots, window_blocks
 from epd.kv.scheduling import SchedulerConfig
 from epd.lora_modules import LoRAModule
 from epd.machine import memory_limit_bytes
+from epd.stages.attention.support import adds_embeddings
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerationSettings
 from epd.stages.engine.graphs import CudaGraphMaker, GraphMaker
@@ -70,6 +71,12 @@ class LeadingRunner(ModelRunner):
 def share_visual(ranks: RankGroup, visual: Embeddings | None) -> None:
     for rows in () if visual is None else (visual.rows, *visual.deepstack):
         ranks.share(rows.contiguous())
+
+
+def largest_prefill(model: Any, chunk_tokens: int) -> int:
+    """Returns the most tokens of a pass: of a model whose media attend each other, all that it takes."""
+    config = model.get_decoder().config
+    return max(chunk_tokens, config.max_position_embeddings) if adds_embeddings(config) else chunk_tokens
 
 
 def build_engine(

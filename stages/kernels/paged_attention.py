@@ -80,6 +80,9 @@ def _attend_keys(  # type: ignore[no-untyped-def] # arguments are pointers, numb
     high,
     last_key,
     first_key,
+    first_last,
+    ahead,
+    is_marked,
     blocks_of_table,
     entry_stride,
     block_stride,
@@ -93,8 +96,12 @@ def _attend_keys(  # type: ignore[no-untyped-def] # arguments are pointers, numb
     UPCAST: tl.constexpr,
     IS_SEEN: tl.constexpr,
     IS_WINDOWED: tl.constexpr,
+    HAS_MARKS: tl.constexpr,
 ):
-    """Performs one step of a tile, from key `start` on. IS_SEEN: every row sees all of its BLOCK_N keys."""
+    """Performs one step of a tile, from key `start` on. IS_SEEN: every row sees all of its BLOCK_N keys.
+
+    HAS_MARKS: rows that `is_marked` see keys behind `first_last` that are marked too, at `ahead` and the key.
+    """
     highest, total, weighted = state
     key = start + tl.arange(0, BLOCK_N)
     is_key = key < high
@@ -114,6 +121,9 @@ def _attend_keys(  # type: ignore[no-untyped-def] # arguments are pointers, numb
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     if not IS_SEEN:
         is_seen = is_key[None, :] & (key[None, :] <= last_key[:, None])
+        if HAS_MARKS:
+            mark = tl.load(ahead + key, mask=is_key & (key > first_last), other=0)
+            is_seen = is_seen | (is_marked[:, None] & (mark != 0)[None, :])
         if IS_WINDOWED:
             is_seen = is_seen & (key[None, :] >= first_key[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
@@ -130,6 +140,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
     log_sums,
     items,
     rows,
+    marks,
     block_tables,
     scale_log2,
     table_stride,
@@ -150,6 +161,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
     UPCAST: tl.constexpr,
     LEAST_TALL: tl.constexpr,
     IS_WINDOWED: tl.constexpr,
+    HAS_MARKS: tl.constexpr,
 ):
     # The last first: of a chunk these attend most keys, and would be waited for at the end.
     item = items + (tl.num_programs(0) - 1 - tl.program_id(0)) * 8
@@ -176,6 +188,11 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
     q = tl.load(query + place, mask=is_value, other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
+    # The packed row of a new token less its place among the keys: the same for all of a segment.
+    ahead = marks + first_row - first_last
+    is_marked = is_row
+    if HAS_MARKS:
+        is_marked = tl.load(marks + packed, mask=is_row, other=0) != 0
 
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -189,15 +206,15 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
         masked += tl.maximum(tl.minimum(high, first_last + 1) - low, 0) // BLOCK_N * BLOCK_N
         for start in range(low, masked, BLOCK_N):
             state = _attend_keys(
-                state, q, keys, values, start, high, last_key, first_key, blocks_of_table, entry_stride,
-                block_stride, slot_stride, head_start, scale_log2, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
-                UPCAST, True, False,
+                state, q, keys, values, start, high, last_key, first_key, first_last, ahead, is_marked,
+                blocks_of_table, entry_stride, block_stride, slot_stride, head_start, scale_log2, HEAD_DIM,
+                BLOCK_SIZE, BLOCK_N, BLOCK_D, UPCAST, True, False, False,
             )  # fmt: skip
     for start in range(masked, high, BLOCK_N):
         state = _attend_keys(
-            state, q, keys, values, start, high, last_key, first_key, blocks_of_table, entry_stride,
-            block_stride, slot_stride, head_start, scale_log2, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
-            UPCAST, False, IS_WINDOWED,
+            state, q, keys, values, start, high, last_key, first_key, first_last, ahead, is_marked,
+            blocks_of_table, entry_stride, block_stride, slot_stride, head_start, scale_log2, HEAD_DIM,
+            BLOCK_SIZE, BLOCK_N, BLOCK_D, UPCAST, False, IS_WINDOWED, HAS_MARKS,
         )  # fmt: skip
     highest, total, weighted = state
 
@@ -263,12 +280,20 @@ _MOST_SCALED = (
 )
 
 
+def _num_keys(block_n: int, *, is_scaled: bool, has_marks: bool) -> int:
+    """Returns the keys of a step: fewer where others would take more registers than there are."""
+    if not is_scaled:
+        return block_n
+    return LEAST_ROWS if has_marks else min(block_n, _MOST_SCALED)
+
+
 def attend_tiles(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     work: PagedWork,
     out: Tensor,
+    marks: Tensor | None = None,
     *,
     scale: float,
     is_windowed: bool = False,
@@ -278,6 +303,7 @@ def attend_tiles(
     query: [T, Hq, D], channels contiguous.
     key_cache, value_cache: [num_blocks, block_size, Hkv, D], of the same strides; blocks may lie apart.
     Values may have scaled rows, in the same order as those of keys.
+    marks: bool [T], rows that see later new tokens of their segment that are such rows too.
     is_windowed: whether rows see nothing before the first keys of their items.
     Sums are float32; float32 inputs are multiplied as IEEE has it.
     """
@@ -296,6 +322,7 @@ def attend_tiles(
             log_sums,
             items,
             work.rows,
+            work.rows if marks is None else marks.view(torch.int8),
             work.block_tables,
             scale * 1.4426950408889634,  # exp(x) = 2 ^ (x log2(e))
             *work.block_tables.stride(),
@@ -308,11 +335,12 @@ def attend_tiles(
             BLOCK_SIZE=key_cache.shape[1],
             TOKENS=tile.tokens,
             BLOCK_M=tile.block_m,
-            BLOCK_N=min(tile.block_n, _MOST_SCALED) if is_scaled(value_cache) else tile.block_n,
+            BLOCK_N=_num_keys(tile.block_n, is_scaled=is_scaled(value_cache), has_marks=marks is not None),
             BLOCK_D=tile.block_d,
             UPCAST=not query.is_cuda,  # the interpreter multiplies bfloat16 as if it were integers
             LEAST_TALL=_LEAST_TALL,
             IS_WINDOWED=is_windowed,
+            HAS_MARKS=marks is not None,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )

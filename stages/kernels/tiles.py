@@ -73,7 +73,7 @@ class PagedSegments:
     """Locates the segments of a pass, int32 on the device; see `AttentionBatch`.
 
     block_tables: [S, max_blocks], of any strides.
-    both_ways: bool [S].
+    both_ways: bool [T], see `AttentionBatch`.
     """
 
     query_starts: Tensor
@@ -105,9 +105,9 @@ def attend_plain(
         rows = torch.where(token < num_new[:, None], starts[:, None] + token, num_rows)
         contexts = segments.context_lens[some.segments]
         at = (contexts - num_new)[:, None] + token
-        last_seen = at
+        later = None
         if segments.both_ways is not None:
-            last_seen = torch.where(segments.both_ways[some.segments, None], contexts[:, None] - 1, at)
+            later = _later_seen(segments.both_ways, rows, contexts, num_new, some.max_context)
         first_seen = None if segments.window is None else at - segments.window + 1
         tables = segments.block_tables[some.segments]
         first = None if first_seen is None else first_seen[:, :1]
@@ -116,8 +116,19 @@ def attend_plain(
         ]
         padded = torch.cat([query, query.new_zeros(1, *query.shape[1:])])[rows]
         values = unscaled(gathered[1], torch.float32)
-        out[rows] = _attend(padded, gathered[0], values, (first_seen, last_seen), scale)
+        out[rows] = _attend(padded, gathered[0], values, (first_seen, at, later), scale)
     return out[:num_rows]
+
+
+def _later_seen(
+    both_ways: Tensor, rows: Tensor, contexts: Tensor, num_new: Tensor, max_context: int
+) -> Tensor:
+    """Returns which keys rows [N, Q] attend though these may come later: bool [N, Q, max_context]."""
+    marks = torch.cat([both_ways, both_ways.new_zeros(1)])[rows]  # of rows that pad a segment: none
+    new = torch.arange(max_context, device=rows.device) - (contexts - num_new)[:, None]
+    is_new = (new >= 0) & (new < num_new[:, None])
+    keys = marks.gather(1, new.clamp(0, marks.shape[1] - 1)) & is_new
+    return marks[:, :, None] & keys[:, None]
 
 
 def _gather(
@@ -140,18 +151,25 @@ def _gather(
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, seen: tuple[Tensor | None, Tensor], scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: tuple[Tensor | None, Tensor, Tensor | None],
+    scale: float,
 ) -> Tensor:
     """Attends query [N, Q, Hq, D] to keys [N, K, Hkv, D]; sums are float32.
 
-    seen: the first and the last key of each row, [N, Q]; all are seen from the start if None.
+    seen: the first and the last key of each row, [N, Q]; all are seen from the start if None. Later ones
+        that it sees too, bool [N, Q, K].
     """
-    first_seen, last_seen = seen
+    first_seen, last_seen, later = seen
     num_heads = keys.shape[2]
     folded = query.view(*query.shape[:2], num_heads, -1, query.shape[3]).float()  # [N, Q, Hkv, G, D]
     scores = torch.einsum("nqhgd,nkhd->nqhgk", folded, keys.float()) * scale
     at = torch.arange(keys.shape[1], device=keys.device)
     is_seen = at <= last_seen[..., None]
+    if later is not None:
+        is_seen |= later
     if first_seen is not None:  # rows that pad a segment see none
         is_seen &= (at >= first_seen[..., None]) | (first_seen[..., None] >= keys.shape[1])
     weights = scores.masked_fill(~is_seen[:, :, None, None], -torch.inf).softmax(-1)
@@ -233,8 +251,13 @@ def segment_tiles(
     rows = np.minimum(tile_tokens, lens - first)
     contexts = context_lens.astype(np.int64)[owner]
     at = contexts - lens + first  # of the first row
-    last = at if both_ways is None else np.where(both_ways[owner], contexts - 1, at)
-    highs = np.minimum(last + rows, contexts)
+    last, highs = at, np.minimum(at + rows, contexts)
+    if both_ways is not None:
+        marked = np.cumsum(np.concatenate([[0], both_ways]))
+        is_whole = marked[starts[owner + 1]] - marked[starts[owner]] == lens
+        last = np.where(is_whole, contexts - 1, at)
+        has_any = marked[starts[owner] + first + rows] > marked[starts[owner] + first]
+        highs = np.where(has_any, contexts, highs)
     first_keys = np.zeros_like(first) if window is None else at - window + 1
     return Tiles(owner, starts[owner] + first, rows, last, np.maximum(first_keys, 0), highs, first_keys)
 

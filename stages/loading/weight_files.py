@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from epd.encoders import internvl_chat
-from epd.encoders.names import parts_by_kind
+from epd.encoders.names import molmo_parts, parts_by_kind
 from epd.encoders.quantization import Quantization, read_quantization
 from epd.errors import ModelError
 from epd.models.folder import weight_files
@@ -53,6 +53,7 @@ _SCALES = (".weight_scale", ".weight_scale_inv")
 _KEPT = ("_moe.gate.weight", "e_score_correction_bias")
 # That transformers has for a config.json that does not say so.
 _ERNIE_EXPERTS = 64
+_MOLMO_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -137,11 +138,13 @@ class StoredTensor:
     source: str | None = None
 
     def named(self, names: Sequence[str]) -> Iterator[StoredTensor]:
-        """Returns as many equal parts of its rows as there are names, with these."""
-        rows = self.shape[0] // len(names) if len(names) > 1 else 0
-        for at, name in enumerate(names):
-            part = TensorPart(0, ((at * rows, (at + 1) * rows),)) if rows else None
+        """Returns its rows in equal parts, of which each has its name; those with one name are one."""
+        rows, at = self.shape[0] // len(names) if len(names) > 1 else 0, 0
+        for name, same in groupby(names):
+            stop = at + len(list(same))
+            part = TensorPart(0, ((at * rows, stop * rows),)) if rows else None
             yield replace(self.cut(part), name=name, source=self.name)
+            at = stop
 
     def cut(self, part: TensorPart | None) -> StoredTensor:
         """Returns a part of a whole tensor, as the model has it. Raises ValueError if it has no such part."""
@@ -211,10 +214,13 @@ def _names_of_parts(path: Path) -> Callable[[str], Sequence[str]] | None:
     if internvl_chat.is_authors_layout(path):
         return internvl_chat.names_of_parts
     config = internvl_chat.read_json(path / "config.json")
-    if config.get("model_type") != "ernie4_5_vl_moe":
+    text, model_type = config.get("text_config", {}), config.get("model_type")
+    if model_type == "molmo2":
+        heads = (text.get(name, default) for name, default in _MOLMO_HEADS.items())
+        return partial(molmo_parts, **dict(zip(("num_heads", "num_kv_heads"), heads, strict=True)))
+    if model_type != "ernie4_5_vl_moe":
         return None
-    num_experts = config.get("text_config", {}).get("moe_num_experts", _ERNIE_EXPERTS)
-    return partial(parts_by_kind, num_experts=num_experts)
+    return partial(parts_by_kind, num_experts=text.get("moe_num_experts", _ERNIE_EXPERTS))
 
 
 def with_forms(stored: list[StoredTensor], quantization: Quantization | None) -> list[StoredTensor]:

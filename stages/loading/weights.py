@@ -88,6 +88,17 @@ def check_parts(stored: Iterable[tuple[str, str]], known: Mapping[str, Tensor]) 
             raise ValueError(f"{wanted - count} {what} of {name} are missing; get all of the files")
 
 
+def _check_rows(places: Mapping[StoredTensor, str], known: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for parts of lengths of their own that do not make up a tensor."""
+    counts = Counter[str]()
+    for each, name in places.items():
+        part = joint_part(each.name)
+        counts[name] += each.shape[0] if part is not None and part.is_uneven else 0
+    for name, count in counts.items():
+        if count not in (0, len(known[name])):
+            raise ValueError(f"{name} has {count} rows in its parts, the model wants {len(known[name])}")
+
+
 def put_part(model: nn.Module, name: str, part: JointPart, tensor: Tensor) -> None:
     """Copies a stored tensor to its rows of the parameter `name`, which gets memory with the first.
 
@@ -100,7 +111,7 @@ def put_part(model: nn.Module, name: str, part: JointPart, tensor: Tensor) -> No
         memory = torch.empty(place.shape, dtype=tensor.dtype, device=tensor.device)
         place = nn.Parameter(memory, requires_grad=False)
         module.register_parameter(attribute, place)
-    rows = _rows_of(place, part)
+    rows = _rows_of(place, part, len(tensor))
     if rows.shape != tensor.shape:
         shapes = f"{tuple(tensor.shape)}, the model wants {tuple(rows.shape)}"
         what = f"part {part.place}" if part.expert is None else f"expert {part.expert}"
@@ -109,7 +120,9 @@ def put_part(model: nn.Module, name: str, part: JointPart, tensor: Tensor) -> No
         rows.copy_(tensor)
 
 
-def _rows_of(place: Tensor, part: JointPart) -> Tensor:
+def _rows_of(place: Tensor, part: JointPart, num_stored: int) -> Tensor:
+    if part.is_uneven:
+        return place[-num_stored:] if part.place else place[:num_stored]
     rows = place if part.expert is None else place[part.expert : part.expert + 1].flatten(0, 1)
     length = len(rows) // part.num_places
     return rows[part.place * length : (part.place + 1) * length]
@@ -222,6 +235,7 @@ def _fill(
         check_room(path, _bytes_by_role(places, placement.dtype), placement)
     num_bytes, num_read = sum(each.num_bytes for each in places), 0
     check_parts(((each.name, name) for each, name in places.items()), known)
+    _check_rows(places, known)
     _check_complete(model, places.values())
     merged = MergedMemory(known)
     for each, tensor in _read_merged_first(places) if is_copied else mapped_tensors(places):

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.encoders.tiny_gemma import build_gemma4
 from tests.encoders.tiny_minicpm import build_minicpmv4_6, build_minicpmv4_7
+from tests.encoders.tiny_molmo import build_molmo2
 from tests.encoders.tiny_tiles import _TEXT, _template, _text_ids, byte_tokenizer
 from tests.tiny_models import _save
 
@@ -537,7 +538,7 @@ def build_paddleocr_vl(folder: Path, seed: int = 0) -> Path:
     return _save(folder, hf.PaddleOCRVLForConditionalGeneration, config, processor, seed)
 
 
-__all__ = ["BUILDERS", "build_gemma4", "build_minicpmv4_6", "build_minicpmv4_7"]
+__all__ = ["BUILDERS", "build_gemma4", "build_minicpmv4_6", "build_minicpmv4_7", "build_molmo2"]
 BUILDERS: Mapping[str, Callable[[Path], Path]] = {
     name.removeprefix("build_"): build
     for name, build in sorted(globals().items())

@@ -190,8 +190,9 @@ def attention_launches(
         )
         write_slots(keys, values, *caches, plan.slot_mapping)
         plan.attend_by_kernels(query, *caches, dim**-0.5)
-        windowed = replace(batch, window=1024)
-        DevicePlan.build(windowed, torch.device("cuda"), unit).attend_by_kernels(query, *caches, dim**-0.5)
+        marked = replace(batch, both_ways=np.arange(starts[-1]) % 3 == 0)
+        for other in (replace(batch, window=1024), marked):
+            DevicePlan.build(other, torch.device("cuda"), unit).attend_by_kernels(query, *caches, dim**-0.5)
 
     return recorded(launch)
 
@@ -296,7 +297,7 @@ def warm_up_launches() -> list[Launch]:
             switches.enter_context(patch("epd.stages.attention.device._num_processors", lambda _: 132))
             switches.enter_context(patch("epd.stages.attention.device._chip", lambda _: 90))
             for window in (None, 1024):
-                warm_up(storage[:, 3, 0], storage[:, 3, 1], 28, window)
+                warm_up(storage[:, 3, 0], storage[:, 3, 1], 28, window, marks_some=window is None)
 
     return recorded(launch)
 

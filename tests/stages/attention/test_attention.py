@@ -66,10 +66,16 @@ def make_case(
     )
 
 
-def within(case: Case, window: int | None, both_ways: tuple[int, ...] = ()) -> Case:
-    """The same pass with a window, and with segments whose new tokens attend each other."""
-    is_both = np.isin(np.arange(len(case.keys)), both_ways)
-    batch = replace(case.batch, window=window, both_ways=is_both if both_ways else None)
+def within(
+    case: Case, window: int | None, both_ways: tuple[int, ...] = (), marked: tuple[int, ...] = ()
+) -> Case:
+    """The same pass with a window, and with segments whose new tokens attend each other.
+
+    marked: packed rows that do so besides.
+    """
+    is_both = np.repeat(np.isin(np.arange(len(case.keys)), both_ways), np.diff(case.batch.query_starts))
+    is_both |= np.isin(np.arange(len(is_both)), marked)
+    batch = replace(case.batch, window=window, both_ways=is_both if is_both.any() else None)
     return replace(case, batch=batch)
 
 
@@ -92,8 +98,11 @@ def naive(case: Case, scale: float) -> Tensor:
         group = case.query.shape[1] // keys.shape[1]
         for i, row in enumerate(case.query[start:stop].double()):
             place = len(keys) - (stop - start) + i
-            is_both = both_ways is not None and both_ways[s]
-            seen = slice(max(0, place - window + 1), len(keys) if is_both else place + 1)
+            at = np.arange(len(keys))
+            is_later = np.zeros(len(keys), np.bool_)
+            if both_ways is not None and both_ways[start + i]:
+                is_later[start - stop :] = both_ways[start:stop]
+            seen = torch.from_numpy((at > place - window) & ((at <= place) | is_later))
             heads = []
             for head, one in enumerate(row):
                 weights = (keys[seen, head // group].double() @ one * scale).softmax(0)
@@ -171,22 +180,31 @@ def test_mixed_pass(block_size: int, heads: tuple[int, int, int], shuffled: bool
     check(make_case(lens, heads, block_size, shuffled=shuffled))
 
 
-WINDOWS: list[tuple[int | None, tuple[int, ...], bool]] = [
-    (24, (), True),
-    (24, (1, 4), False),
-    (1, (), True),
-    (None, (1, 4), True),
-    (200, (4,), False),
+# Of each third token of all segments, but for the first of them.
+SOME = tuple(range(3, 100, 3))
+WINDOWS: list[tuple[int | None, tuple[int, ...], tuple[int, ...], bool]] = [
+    (24, (), (), True),
+    (24, (1, 4), (), False),
+    (1, (), (), True),
+    (None, (1, 4), (), True),
+    (200, (4,), (), False),
+    (None, (), SOME, True),
+    (None, (4,), SOME, False),
+    (24, (1,), SOME, True),
 ]
 
 
-@pytest.mark.parametrize(("window", "both_ways", "shuffled"), WINDOWS)
+@pytest.mark.parametrize(("window", "both_ways", "marked", "shuffled"), WINDOWS)
 def test_windows_and_tokens_that_attend_each_other(
-    window: int | None, both_ways: tuple[int, ...], shuffled: bool, monkeypatch: pytest.MonkeyPatch
+    window: int | None,
+    both_ways: tuple[int, ...],
+    marked: tuple[int, ...],
+    shuffled: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host, "_MASKED_ROWS", 16)
     lens = [(1, 300), (40, 90), (3, 20), (1, 24), (16, 70), (5, 205), (1, 25)]
-    check(within(make_case(lens, (4, 2, 16), shuffled=shuffled), window, both_ways))
+    check(within(make_case(lens, (4, 2, 16), shuffled=shuffled), window, both_ways, marked))
     check(within(make_case(lens[:1], (4, 2, 16), shuffled=shuffled), window))
 
 

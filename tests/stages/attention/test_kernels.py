@@ -43,7 +43,7 @@ class Pass:
 
     num_processors: that the device is taken to have; the more, the more splits.
     num_shared: leading blocks of all segments with one new token that are the same.
-    window, both_ways: see `within`. int8_values: see `KVLayout`.
+    window, both_ways, marked: see `within`. int8_values: see `KVLayout`.
     """
 
     lens: tuple[tuple[int, int], ...]
@@ -54,6 +54,7 @@ class Pass:
     num_shared: int = 0
     window: int | None = None
     both_ways: tuple[int, ...] = ()
+    marked: tuple[int, ...] = ()
     int8_values: bool = False
 
 
@@ -75,6 +76,10 @@ PASSES = [
     Pass(((1, 40), (30, 90), (3, 20), (20, 60), (1, 7)), (4, 2, 16), 4, window=12, both_ways=(1,)),
     Pass(((70, 800), (1, 900)), (4, 1, 16), 16, num_processors=4, window=700),
     Pass(((30, 90), (1, 33)), (4, 2, 24), 16, both_ways=(0,)),
+    # Some of a chunk's tokens attend each other; some tiles are cut, and some have none of these.
+    Pass(((1, 33), (60, 190), (9, 9)), (4, 2, 24), 16, num_processors=4, marked=(3, *range(20, 50, 3), 68)),
+    Pass(((30, 90), (20, 20)), (4, 2, 16), 4, window=40, both_ways=(0,), marked=(32, 40, 49)),
+    Pass(((1, 33), (30, 70)), (4, 2, 24), 16, marked=(3, 9, 28), int8_values=True),
     Pass(((1, 40), (5, 5), (3, 20), (1, 33)), (4, 2, 24), 4, int8_values=True),
     Pass(((40, 300), (9, 200), (20, 20)), (4, 2, 24), 16, torch.bfloat16, int8_values=True),
     Pass(((1, 600), (12, 520)), (4, 1, 16), 16, torch.float16, num_processors=16, int8_values=True),
@@ -106,7 +111,7 @@ def in_float32(case: Case) -> Case:
 def case_of(one: Pass) -> Case:
     """The segments of a pass, with the blocks that they share."""
     case = make_case(list(one.lens), one.heads, one.block_size, one.dtype)
-    return within(sharing(case, one.num_shared), one.window, one.both_ways)
+    return within(sharing(case, one.num_shared), one.window, one.both_ways, one.marked)
 
 
 def truth_of(one: Pass, case: Case) -> Case:
