@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from epd.encoders import Adapter, PromptPlan
 from epd.encoders.checkpoint import read_config, read_generation_config
@@ -155,8 +155,7 @@ class GenerateRequest:
         return self.sampling.max_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):
     """Reports a token that one answer has gained.
 
     choice: number of the answer among the request's, from 0.

@@ -23,17 +23,14 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Creates a detokenizer. tokenizer: of transformers."""
+        """Creates a detokenizer. tokenizer: of transformers.
+
+        push: takes one token; returns the text that it completes, often but not always its own.
+        finish: returns what is held back: bytes that never became a character show as replacement characters.
+        """
         token_bytes = _token_bytes_of(tokenizer)
-        self._decoder = WindowDecoder(tokenizer) if token_bytes is None else ByteLevelDecoder(token_bytes)
-
-    def push(self, token_id: int) -> str:
-        """Adds one token; returns the text that it completes, often but not always its own."""
-        return self._decoder.push(token_id)
-
-    def finish(self) -> str:
-        """Returns what is held back: bytes that never became a character show as replacement characters."""
-        return self._decoder.finish()
+        decoder = WindowDecoder(tokenizer) if token_bytes is None else ByteLevelDecoder(token_bytes)
+        self.push, self.finish = decoder.push, decoder.finish
 
 
 class WindowDecoder:

@@ -71,20 +71,19 @@ def test_the_next_pass_is_what_would_be_packed_anew(
     launched, widths = RunAhead._launched, set[int]()
     wrong: list[AssertionError] = []  # a pass that raises is computed in step
 
-    def checked(
-        ahead: RunAhead, chunks: Any, sequences: Any, rows: Any, packed: PackedPass, *more: Any
-    ) -> Any:
+    def checked(ahead: RunAhead, batch: Any, unread: torch.Tensor | None) -> Any:
+        starts = [each.scheduled.num_computed + (unread is not None) for each in batch.sequences]
         segments = [
-            sequence.segment(chunk.start, chunk.stop, 1, ahead._kv)
-            for chunk, sequence in zip(chunks, sequences, strict=True)
+            sequence.segment(start, start + 1, 1, ahead._kv)
+            for start, sequence in zip(starts, batch.sequences, strict=True)
         ]
         try:
-            _check_equal(packed, ahead._runner.packed(segments))
+            _check_equal(batch.packed, ahead._runner.packed(segments))
         except AssertionError as error:
             wrong.append(error)
-        if more:
+        if unread is not None:
             widths.add(len(segments))
-        return launched(ahead, chunks, sequences, rows, packed, *more)
+        return launched(ahead, batch, unread)
 
     monkeypatch.setattr(RunAhead, "_launched", checked)
     prompt, engine = any_family.prompts[0], ahead(any_family, block_size=4)
