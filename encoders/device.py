@@ -37,6 +37,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def rows_of(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Returns some rows of a tensor, whose numbers the host knows; it does not wait."""
+    return tensor.index_select(0, to_device(torch.tensor(rows, dtype=torch.int64), tensor.device))
+
+
 def arrays_to_device(arrays: Sequence[np.ndarray[Any, np.dtype[Any]]], device: torch.device) -> list[Tensor]:
     """Moves the small arrays of a pass in one copy; on a CPU they share memory with the arrays."""
     tensors = [torch.from_numpy(array) for array in arrays]

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from epd.encoders.adapter import PromptPlan
-from epd.encoders.device import to_device
+from epd.encoders.device import rows_of
 from epd.kv.draft_gain import ChosenDrafts
 from epd.kv.drafting import AllDrafts
 from epd.kv.kv_cache import KVCacheManager
@@ -323,7 +322,7 @@ def sample_chunks(
         counts.append(len(rows) - num_before)
         at += num_logits
     if len(places) != len(logits):
-        logits = logits.index_select(0, to_device(torch.tensor(places, dtype=torch.int64), logits.device))
+        logits = rows_of(logits, places)
     tokens = iter(sample(logits, rows) if rows else ())
     return [
         ComputedChunk(chunk, family, [next(tokens) for _ in range(count)])

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from epd.encoders.device import HostCopy, arrays_to_device, to_device, to_host
+from epd.encoders.device import HostCopy, arrays_to_device, rows_of, to_host
 from epd.sampling_params import MAX_LOGPROBS, SamplingParams
 from epd.stages.sampling.candidates import (
     allowed_tokens,
@@ -70,7 +70,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     places = [i for i, token_id in enumerate(only) if token_id is None]
     if len(places) == len(rows):
         return _sample_rows(logits, rows)
-    chosen = iter(_sample_rows(_some_rows(logits, places), [rows[i] for i in places]) if places else ())
+    chosen = iter(_sample_rows(rows_of(logits, places), [rows[i] for i in places]) if places else ())
     return [next(chosen) if token_id is None else SampledToken(token_id) for token_id in only]
 
 
@@ -88,8 +88,9 @@ class TokensAhead:
 
 
 class SamplerAhead:
-    """Samples as `sample` does one token after each of some states, all of them foreseeable, without a wait.
+    """Samples as `sample` does one token after each of some states, without a wait.
 
+    is_foreseeable: whether that can be done before the tokens of the pass before are known.
     Where no state changes its scores, all but the numbers to draw with stays from pass to pass.
     """
 
@@ -97,6 +98,7 @@ class SamplerAhead:
         """num_unread: tokens that each state lacks at first, since they have not been read yet: 0 or 1."""
         self._states, self._num_unread = states, num_unread
         self._is_changed = any(state.is_changed for state in states)
+        self.is_foreseeable = all(state.is_foreseeable for state in states)
         self._kept: dict[int, list[_Draws]] = {}  # by the first row of those that are chosen at once
 
     def sample(self, logits: Tensor, before: Tensor | None = None) -> TokensAhead:
@@ -128,7 +130,7 @@ class _Draws:
         self._params = [state.params for state in states]
         self._fixed = arrays_to_device([np.array(rows, np.int64), knobs(self._params)], device)
         self._starts = draw_starts([state.seed for state in states])
-        self._indices = np.array([state.num_generated + num_unread for state in states], np.uint64)
+        self._indices = np.array([each.num_generated + num_unread for each in states], np.uint64)
 
     def numbers(self) -> NDArray[np.float64]:
         """Returns what is looked up in the next pass, float64 [D, 1]."""
@@ -145,11 +147,6 @@ def _drawn(scores: Tensor, draws: Sequence[_Draws]) -> _Choice:
     groups = [each.group(number) for each, number in zip(draws, numbers, strict=True)]
     has_greedy = sum(len(group.params) for group in groups) < len(scores)
     return _Choice((), [], scores, groups, None, has_greedy=has_greedy)
-
-
-def _some_rows(logits: Tensor, places: Sequence[int]) -> Tensor:
-    index = torch.tensor(places, dtype=torch.int64)
-    return logits.index_select(0, to_device(index, logits.device))
 
 
 def _sample_rows(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from epd.kv.block_pool import BlockPool
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
@@ -86,6 +87,8 @@ def test_the_next_pass_is_what_would_be_packed_anew(
         return launched(ahead, batch, unread)
 
     monkeypatch.setattr(RunAhead, "_launched", checked)
+    take = BlockPool.take  # blocks that do not follow each other
+    monkeypatch.setattr(BlockPool, "take", lambda pool, count, _=None: take(pool, count))
     prompt, engine = any_family.prompts[0], ahead(any_family, block_size=4)
     drive = Drive(engine, seed=2)
     for count in (MAX_TOKENS, 9, 6, MAX_TOKENS):
@@ -169,12 +172,52 @@ def _without_noise(output: TokenOutput) -> Any:
     )
 
 
-def test_what_depends_on_known_tokens_does_not_run_ahead(a_family: Subject, events: list[str]) -> None:
-    """Counts of tokens are the host's; the others wait with it for as long as it is there."""
-    sampling = SamplingParams(max_tokens=8, frequency_penalty=0.7)
-    plain = Drive(a_family.engine(), seed=0).run({"r": a_family.prompts[0]}, sampling=sampling)
-    assert Drive(ahead(a_family), seed=0).run({"r": a_family.prompts[0]}, sampling=sampling) == plain
-    assert not events
+def test_what_depends_on_known_tokens_is_chosen_once_they_are_booked(
+    a_family: Subject, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> None:
+    """Counts of tokens are the host's: the pass is launched as early all the same."""
+    sampling, prompt = SamplingParams(max_tokens=8, frequency_penalty=0.7), a_family.prompts[0]
+    plain = Drive(a_family.engine(), seed=0).run({"r": prompt}, sampling=sampling)
+    choose = sampler.SamplerAhead.sample
+
+    def choosing(ahead: sampler.SamplerAhead, *arguments: Any) -> sampler.TokensAhead:
+        events.append(f"choose after {ahead._states[0].num_generated}")
+        return choose(ahead, *arguments)
+
+    monkeypatch.setattr(sampler.SamplerAhead, "sample", choosing)
+    assert Drive(ahead(a_family), seed=0).run({"r": prompt}, sampling=sampling) == plain
+    assert events[:6] == [
+        "launch",
+        "choose after 1",
+        "launch ahead",
+        "read",
+        "choose after 2",
+        "launch ahead",
+    ]
+    assert events[-2:] == ["choose after 7", "read"]
+
+
+def test_one_that_depends_on_known_tokens_does_not_keep_the_others_from_running_ahead(
+    a_family: Subject, events: list[str]
+) -> None:
+    """It ends, is aborted, or another joins it; all have the tokens that they have in step."""
+    counted = SamplingParams(max_tokens=7, frequency_penalty=0.7)
+    found: list[dict[str, tuple[int, ...]]] = []
+    for engine in (a_family.engine(), ahead(a_family)):
+        drive, prompt = Drive(engine, seed=0), a_family.prompts[0]
+        engine.add(prompt.request("greedy"))
+        for name in ("ends", "aborted"):
+            engine.add(prompt.request(name, sampling=counted))
+        for _ in range(4):
+            drive.step()
+        engine.abort("aborted")
+        engine.add(prompt.request("joins", sampling=counted))
+        while engine.has_work():
+            drive.step()
+        found.append({name: drive.tokens(name) for name in ("greedy", "ends", "joins")})
+    assert found[0] == found[1]
+    assert found[0]["greedy"] == a_family.prompts[0].expected
+    assert events.count("launch") < 4 < events.count("launch ahead")
 
 
 def test_a_guess_that_was_wrong_is_computed_again(
