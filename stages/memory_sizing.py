@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from epd.stages.engine.model_runner import kv_bytes_per_token
 from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape, states_shape
 from epd.stages.placement import Placement
 from epd.stages.rank import RankGroup
+from epd.stages.sampling.sampler import SamplingRow, SamplingState, sample
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class LargestPasses:
     num_captured: sequences of the largest pass of decodes that is captured, 0 where none is.
     resize_pixels: that a request may ask for an image, above the model's own limit; None for no more.
     encode_beside: whether batches are encoded beside prefill.
-    num_seqs: answers that grow at once, of which each has a recurrent state if the model has any.
+    num_seqs: answers that grow at once, of which each has logits, and a recurrent state if the model has any.
     """
 
     encode_patches: int
@@ -182,8 +184,13 @@ def measured_kv_tokens(
     if not placement.is_cuda:
         return None
     device = placement.device
+    logger.info(
+        "passes on %s: at most %d tokens and %d answers", device, passes.chunk_tokens, passes.num_seqs
+    )
     gc.collect()  # pools of roles that were given up
     peaks = [_peak_bytes(device, lambda: run_prefill(model, adapter, settings, passes.chunk_tokens, ranks))]
+    if passes.num_seqs:
+        peaks[0] = max(peaks[0], _peak_bytes(device, lambda: run_sampling(model, passes.num_seqs, device)))
     if tower is not None:
         peaks.append(_peak_bytes(device, lambda: _run_encode(adapter, tower, passes, share.name, device)))
     graph_bytes = 0
@@ -310,6 +317,16 @@ def run_prefill(
     engine = build_engine(model, adapter, settings, options=options, config=config, ranks=ranks)
     engine.add(text_request("largest-pass", adapter, num_tokens, max_tokens=1))
     engine.step()
+
+
+@torch.inference_mode()
+def run_sampling(model: Any, num_seqs: int, device: torch.device) -> None:
+    """Draws the next tokens of so many answers, of which each weighs the whole vocabulary."""
+    head = model.get_output_embeddings()
+    logits = torch.zeros(num_seqs, head.out_features, dtype=head.weight.dtype, device=device)
+    params = SamplingParams(temperature=1.0, top_p=0.9)
+    state = SamplingState(params, 0, np.empty(0, np.int64))
+    sample(logits, [SamplingRow(state)] * num_seqs)
 
 
 def text_request(name: str, adapter: Adapter, num_tokens: int, max_tokens: int) -> GenerateRequest:
