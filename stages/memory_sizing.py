@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,10 +30,9 @@ from epd.stages.device_memory import total_bytes
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
 from epd.stages.engine.model_runner import kv_bytes_per_token
-from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape, states_shape
+from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape, run_sampling, states_shape
 from epd.stages.placement import Placement
 from epd.stages.rank import RankGroup
-from epd.stages.sampling.sampler import SamplingRow, SamplingState, sample
 
 logger = logging.getLogger(__name__)
 
@@ -317,16 +315,6 @@ def run_prefill(
     engine = build_engine(model, adapter, settings, options=options, config=config, ranks=ranks)
     engine.add(text_request("largest-pass", adapter, num_tokens, max_tokens=1))
     engine.step()
-
-
-@torch.inference_mode()
-def run_sampling(model: Any, num_seqs: int, device: torch.device) -> None:
-    """Draws the next tokens of so many answers, of which each weighs the whole vocabulary."""
-    head = model.get_output_embeddings()
-    logits = torch.zeros(num_seqs, head.out_features, dtype=head.weight.dtype, device=device)
-    params = SamplingParams(temperature=1.0, top_p=0.9)
-    state = SamplingState(params, 0, np.empty(0, np.int64))
-    sample(logits, [SamplingRow(state)] * num_seqs)
 
 
 def text_request(name: str, adapter: Adapter, num_tokens: int, max_tokens: int) -> GenerateRequest:

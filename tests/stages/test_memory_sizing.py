@@ -20,9 +20,10 @@ from epd.serve_app.local.fleet import LocalTransport
 from epd.serve_app.worker.worker_core import stages_of
 from epd.serve_app.worker.worker_stages import StageBuilder, WorkerSettings
 from epd.stages import memory_sizing
+from epd.stages.engine import setup
 from epd.stages.engine.kv_pool import KVPoolsShape
 from epd.stages.engine.model_runner import kv_layouts
-from epd.stages.engine.setup import kv_shape
+from epd.stages.engine.setup import kv_shape, run_sampling
 from epd.stages.loading.weights import load_role
 from epd.stages.memory_sizing import (
     GPUMemory,
@@ -33,7 +34,6 @@ from epd.stages.memory_sizing import (
     measured_kv_tokens,
     run_encode,
     run_prefill,
-    run_sampling,
 )
 from epd.stages.placement import CPU_FLOAT32, Placement
 from epd.stages.profiling import peak_bytes
@@ -283,7 +283,7 @@ def test_the_largest_sampling_weighs_every_token_for_each_answer(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, ...]] = []
-    monkeypatch.setattr(memory_sizing, "sample", lambda logits, rows: seen.append((*logits.shape, len(rows))))
+    monkeypatch.setattr(setup, "sample", lambda logits, rows: seen.append((*logits.shape, len(rows))))
     run_sampling(family.model, 5, torch.device("cpu"))
     assert seen == [(5, family.model.get_output_embeddings().out_features, 5)]
 
