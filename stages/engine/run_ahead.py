@@ -158,7 +158,7 @@ class RunAhead:
         return _Batch(chosen, running, others, min(left) - num_unread, pass_of_rows(packed, rows), sampler)
 
     def _goes_on(self, batch: _Batch) -> bool:
-        """Moves the arrays of a batch on by a token; False, and nothing is changed, if it finds no room."""
+        """Moves the arrays of a batch on by a token; False, and none is changed, if it finds no room."""
         begun, packed = rows_begun(batch.packed), batch.packed
         for row in {row for rows in begun for row in rows}:
             if not self._has_room(batch.sequences[row], int(packed.batches[0].context_lens[row]) + 1):
