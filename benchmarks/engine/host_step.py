@@ -146,7 +146,7 @@ class HostStep:
 def _timing(parts: _Parts) -> Iterator[None]:
     """Times the parts of a step while it is entered."""
     places: list[tuple[Any, str, str]] = [
-        (RunAhead, "_launch", "schedule"),
+        (RunAhead, "_tried", "schedule"),
         (ModelRunner, "run_decodes", "inputs"),
         (SamplerAhead, "sample", "sample"),
         (TokensAhead, "read", "read"),
