@@ -70,6 +70,7 @@ class Scheduler:
         self.num_preempted = 0
         # A request whose blocks may be read by others must keep them.
         self.may_preempt: Callable[[str], bool] = lambda _: True
+        self._tells_each = kv.spec.keeps_states  # the cache, of each token of a decode
         self._held: set[str] = set()
         self._num_arrived = 0
 
@@ -360,7 +361,8 @@ class Scheduler:
     def advance_one(self, request: ScheduledRequest) -> None:
         """Records the token that a decode has computed; the cache is told when a block is whole."""
         request.num_computed += 1
-        if not request.num_held % self.kv.block_size or self.kv.spec.keeps_states:
+        num_held = request.num_computed - request.num_dropped
+        if self._tells_each or not num_held % self.kv.block_size:
             self._settle(request)
 
     def _settle(self, request: ScheduledRequest) -> None:

@@ -251,7 +251,7 @@ class TokenSequence:
             self.finish_reason = "stop"
             return self.text.finish()
         text = self.text.push(token_id, may_stop=may_end)
-        if self.text.is_stopped:
+        if self.ends.stops and self.text.is_stopped:
             self.finish_reason = "stop"
         elif self.scheduled.num_tokens >= self.scheduled.max_total_tokens:
             self.finish_reason = "length"

@@ -80,7 +80,10 @@ class ByteLevelDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        return self._utf8.decode(self._token_bytes[token_id])
+        token = self._token_bytes[token_id]
+        if token.isascii() and not self._utf8.buffer:
+            return token.decode()
+        return self._utf8.decode(token)
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
