@@ -188,7 +188,7 @@ def measured_kv_tokens(
     gc.collect()  # pools of roles that were given up
     peaks = [_peak_bytes(device, lambda: run_prefill(model, adapter, settings, passes.chunk_tokens, ranks))]
     if passes.num_seqs:
-        peaks[0] = max(peaks[0], _peak_bytes(device, lambda: run_sampling(model, passes.num_seqs, device)))
+        peaks[0] = max(peaks[0], _peak_bytes(device, lambda: run_sampling(model, passes.num_seqs)))
     if tower is not None:
         peaks.append(_peak_bytes(device, lambda: _run_encode(adapter, tower, passes, share.name, device)))
     graph_bytes = 0

@@ -150,10 +150,10 @@ def _num_token_ids(model: Any) -> int:
 
 
 @torch.inference_mode()
-def run_sampling(model: Any, num_seqs: int, device: torch.device) -> None:
+def run_sampling(model: Any, num_seqs: int) -> None:
     """Draws the next tokens of num_seqs answers, and weighs the whole vocabulary for each."""
     head = model.get_output_embeddings()
-    logits = torch.zeros(num_seqs, head.out_features, dtype=head.weight.dtype, device=device)
+    logits = torch.zeros(num_seqs, head.out_features, dtype=head.weight.dtype, device=device_of(model))
     state = SamplingState(SamplingParams(temperature=1.0, top_p=0.9), 0, np.empty(0, np.int64))
     sample(logits, [SamplingRow(state)] * num_seqs)
 

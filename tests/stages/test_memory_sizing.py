@@ -261,7 +261,7 @@ def test_passes_are_as_large_as_the_device_and_have_room(
         peak[0] = held[0] + num_bytes
 
     monkeypatch.setattr(memory_sizing, "run_prefill", lambda *args: run(args[3] * 10**6))
-    monkeypatch.setattr(memory_sizing, "run_sampling", lambda _, count, __: run(count * 9 * 10**6))
+    monkeypatch.setattr(memory_sizing, "run_sampling", lambda _, count: run(count * 9 * 10**6))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: held[0])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak[0])
     monkeypatch.setattr(GPUMemory, "now", classmethod(lambda cls, _: cls(device_gb * GB, 0, 15 * GB)))
@@ -284,7 +284,7 @@ def test_the_largest_sampling_weighs_every_token_for_each_answer(
 ) -> None:
     seen: list[tuple[int, ...]] = []
     monkeypatch.setattr(setup, "sample", lambda logits, rows: seen.append((*logits.shape, len(rows))))
-    run_sampling(family.model, 5, torch.device("cpu"))
+    run_sampling(family.model, 5)
     assert seen == [(5, family.model.get_output_embeddings().out_features, 5)]
 
 
