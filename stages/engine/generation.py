@@ -166,7 +166,7 @@ class TokenOutput(NamedTuple):
 
     request_id: str
     choice: int
-    index: int
+    index: int  # type: ignore[assignment] # hides the tuple's search, which nobody needs
     token: SampledToken
     text: str
     finish_reason: FinishReason | None = None

@@ -138,7 +138,8 @@ class _Draws:
         return draw_numbers(self._starts, self._indices - np.uint64(1))[:, None]
 
     def group(self, numbers: Tensor) -> _Group:
-        return _Group(self._params, *self._fixed, numbers)
+        index, values = self._fixed
+        return _Group(self._params, index, values, numbers)
 
 
 def _drawn(scores: Tensor, draws: Sequence[_Draws]) -> _Choice:
