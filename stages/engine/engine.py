@@ -369,23 +369,22 @@ class LanguageEngine:
 
     def _commit(self, computed: Sequence[ComputedChunk], result: StepResult) -> None:
         for each in computed:
-            if each.chunk.request.request_id not in self._sequences:
-                continue
-            try:
-                self._sequences.record(each, result)
-                self._fault_counts.succeeded()
-            except Exception as error:  # noqa: BLE001 - costs its request alone
-                self._fail(each.chunk.request, error, result)
+            self._record(each.chunk.request, result, self._sequences.record, each)
 
     def _go_on(self, sampled: Sequence[tuple[TokenSequence, SampledToken]], result: StepResult) -> None:
         """Commits the next tokens of sequences that decode."""
-        result.computed += [sequence.request.request_id for sequence, _ in sampled]
         for sequence, token in sampled:
-            try:
-                self._sequences.go_on(sequence, token, result)
-                self._fault_counts.succeeded()
-            except Exception as error:  # noqa: BLE001 - costs its request alone
-                self._fail(sequence.scheduled, error, result)
+            self._record(sequence.scheduled, result, self._sequences.go_on, sequence, token)
+
+    def _record(self, request: ScheduledRequest, result: StepResult, record: Any, *computed: Any) -> None:
+        """Records what was computed of a request, unless it has failed before in this step."""
+        if request.request_id not in self._sequences:
+            return
+        try:
+            record(*computed, result)
+            self._fault_counts.succeeded()
+        except Exception as error:  # noqa: BLE001 - costs its request alone
+            self._fail(request, error, result)
 
     def _family(self, chunk: Chunk) -> list[TokenSequence]:
         """Returns the sequences that the chunk's logits serve: at the end of a prompt, all of the request."""

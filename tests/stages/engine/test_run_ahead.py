@@ -16,6 +16,7 @@ from epd.stages.engine.generation import TokenOutput
 from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.packed_pass import PackedPass
 from epd.stages.engine.run_ahead import RunAhead
+from epd.stages.engine.sequence import TokenSequence
 from epd.stages.sampling import sampler
 from epd.types import ceil_div
 from tests.stages.conftest import Subject
@@ -287,6 +288,33 @@ def test_answers_that_leave_take_nothing_along(a_family: Subject, events: list[s
     assert drive.tokens("stays") == drive.tokens("moved") == prompt.expected
     assert drive.tokens("aborted") == other.expected
     assert engine.kv.usage == 0
+
+
+def test_answers_of_a_request_that_fails_end_together(
+    a_family: Subject, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> None:
+    """The first cannot take its fourth token: the second gives none in that step, and others all."""
+    push = TokenSequence.push
+
+    def failing(sequence: TokenSequence, token: sampler.SampledToken) -> TokenOutput:
+        if (sequence.request_id, sequence.num_generated) == ("fails", 3):
+            raise RuntimeError("no text")
+        return push(sequence, token)
+
+    monkeypatch.setattr(TokenSequence, "push", failing)
+    engine, prompt = ahead(a_family), a_family.prompts[0]
+    engine.add(prompt.request("fails", sampling=SamplingParams(max_tokens=9, temperature=1.0, n=2)))
+    engine.add(prompt.request("lasts"))
+    results = []
+    while engine.has_work():
+        results.append(engine.step())
+        engine.check_integrity()
+    outputs = [output for result in results for output in result.outputs]
+    assert [fault.request_id for result in results for fault in result.faults] == ["fails"]
+    assert [each.choice for each in outputs if each.request_id == "fails"] == [0, 1, 0, 1, 0, 1]
+    lasts = tuple(each.token.token_id for each in outputs if each.request_id == "lasts")
+    assert lasts == prompt.expected
+    assert "launch ahead" in events
 
 
 def test_a_pass_that_fails_is_done_again_in_step(
