@@ -37,6 +37,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def rows_of(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Returns some rows of a tensor, whose numbers the host knows; it does not wait."""
+    return tensor.index_select(0, to_device(torch.tensor(rows, dtype=torch.int64), tensor.device))
+
+
 def arrays_to_device(arrays: Sequence[np.ndarray[Any, np.dtype[Any]]], device: torch.device) -> list[Tensor]:
     """Moves the small arrays of a pass in one copy; on a CPU they share memory with the arrays."""
     tensors = [torch.from_numpy(array) for array in arrays]
@@ -52,15 +57,17 @@ def room_bytes(arrays: Sequence[Tensor]) -> int:
 
 
 def arrays_over(memory: Tensor, arrays: Sequence[Tensor]) -> list[Tensor]:
-    """Returns views of memory, uint8 [n], where `arrays_into` puts arrays of these shapes and types."""
+    """Returns views of memory, uint8 [n], in which arrays of these shapes and types lie side by side."""
     return _unpacked(memory[: room_bytes(arrays)], arrays)
 
 
-def arrays_into(memory: Tensor, arrays: Sequence[np.ndarray[Any, np.dtype[Any]]]) -> None:
-    """Copies the small arrays of a pass to the beginning of memory, uint8 [n], at once; nothing waits."""
-    tensors = [torch.from_numpy(array) for array in arrays]
-    packed = _packed(tensors, pin_memory=memory.device.type != "cpu")
-    memory[: len(packed)].copy_(packed, non_blocking=True)
+def bytes_into(memory: Tensor, host: Tensor) -> None:
+    """Copies bytes of the host, uint8 [n], to the beginning of memory, uint8; nothing waits.
+
+    They may be written again at once.
+    """
+    pinned = host if memory.device.type == "cpu" else host.pin_memory()
+    memory[: len(host)].copy_(pinned, non_blocking=True)
 
 
 @lru_cache(maxsize=64)

@@ -101,8 +101,8 @@ class EngineConfig(PixelSettings):
     )
     async_scheduling: bool | None = Field(
         default=None,
-        description="Launch a pass of decodes before the tokens of the one before are read, where they are "
-        "neither drafted nor held to a grammar; by default on GPUs.",
+        description="Launch a pass of decodes before the tokens of the one before are read, where none is "
+        "drafted; by default on GPUs.",
     )
     enforce_eager: bool = Field(
         default=False,

@@ -30,7 +30,14 @@ from epd.stages.device_memory import total_bytes
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
 from epd.stages.engine.model_runner import kv_bytes_per_token
-from epd.stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape, largest_prefill, states_shape
+from epd.stages.engine.setup import (
+    BLOCK_SIZE,
+    build_engine,
+    kv_shape,
+    largest_prefill,
+    run_sampling,
+    states_shape,
+)
 from epd.stages.placement import Placement
 from epd.stages.rank import RankGroup
 
@@ -57,7 +64,7 @@ class LargestPasses:
     num_captured: sequences of the largest pass of decodes that is captured, 0 where none is.
     resize_pixels: that a request may ask for an image, above the model's own limit; None for no more.
     encode_beside: whether batches are encoded beside prefill.
-    num_seqs: answers that grow at once, of which each has a recurrent state if the model has any.
+    num_seqs: answers that grow at once, of which each has logits, and a recurrent state if the model has any.
     """
 
     encode_patches: int
@@ -182,9 +189,14 @@ def measured_kv_tokens(
     if not placement.is_cuda:
         return None
     device = placement.device
+    logger.info(
+        "passes on %s: at most %d tokens and %d answers", device, passes.chunk_tokens, passes.num_seqs
+    )
     gc.collect()  # pools of roles that were given up
     largest = largest_prefill(model, passes.chunk_tokens)
     peaks = [_peak_bytes(device, lambda: run_prefill(model, adapter, settings, largest, ranks))]
+    if passes.num_seqs:
+        peaks[0] = max(peaks[0], _peak_bytes(device, lambda: run_sampling(model, passes.num_seqs)))
     if tower is not None:
         peaks.append(_peak_bytes(device, lambda: _run_encode(adapter, tower, passes, share.name, device)))
     graph_bytes = 0

@@ -43,7 +43,7 @@ from epd.encode.sharding import GROUP_TOKENS
 from epd.encoders import FrameSampling
 from epd.engine_config import EngineConfig
 from epd.errors import EPDError
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import PassLimits
 from epd.models import embedded_model_path
 from epd.planning.replay import scaled
 from epd.profiles.files import load_profile
@@ -275,7 +275,7 @@ def fleet_in(folder: Path) -> _Fleet:
         MODEL,
         EngineConfig(num_kv_tokens=NUM_CACHED),
         num_embeddings=NUM_CACHED,
-        scheduler=SchedulerConfig(max(CHUNK_TOKENS, NUM_SEQS), NUM_SEQS, CHUNK_TOKENS),
+        scheduler=PassLimits(max(CHUNK_TOKENS, NUM_SEQS), NUM_SEQS, CHUNK_TOKENS),
         max_batch_patches=BATCH_PATCHES,
         encode_beside=False,  # a worker's stages share its device, and a pause is no work beside others
         pace=Pace(scaled(load_profile(PROFILE), SCALE, SCALE), 1.0),

@@ -5,7 +5,7 @@
 Passes are replayed by a stand-in for CUDA graphs, which does nothing, and the tokens that they choose are
 constants: launches of the sampler's kernels do not count.
 All else runs as on an H100: a step launches a pass, reads the tokens of the one before, and books them.
-schedule: chunks and their blocks. inputs: arrays of the pass, and their copy. sample: inputs of the sampler.
+schedule: who goes on, and blocks. inputs: arrays of the pass, and their copy. sample: inputs of the sampler.
 read: tokens from the device. book: tokens into sequences, cache and text. rest: of the step.
 Each count starts anew, and figures are medians over steps. Results go to
 benchmarks/results/host_step.{json,md}.
@@ -29,11 +29,10 @@ from benchmarks.reporting import Row, Section, run_sections, setting
 from epd.encoders import load_adapter
 from epd.encoders.groups import prompt_identity
 from epd.engine_config import EngineConfig
-from epd.kv.scheduling import Scheduler, SchedulerConfig
+from epd.kv.scheduling import SchedulerConfig
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
 from epd.stages.attention.device import DeviceHeads
-from epd.stages.engine import run_ahead
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings
 from epd.stages.engine.model_runner import ModelRunner
@@ -42,7 +41,7 @@ from epd.stages.engine.setup import build_engine
 from epd.stages.loading.weights import load_role
 from epd.stages.placement import CPU_FLOAT32
 from epd.stages.sampling import sampler
-from epd.stages.sampling.sampler import SampledToken, TokensAhead
+from epd.stages.sampling.sampler import SampledToken, SamplerAhead, TokensAhead
 
 _CONTEXT = 1000
 _PROCESSORS, _CHIP = 132, 90  # of an H100
@@ -147,11 +146,11 @@ class HostStep:
 def _timing(parts: _Parts) -> Iterator[None]:
     """Times the parts of a step while it is entered."""
     places: list[tuple[Any, str, str]] = [
-        (Scheduler, "schedule_ahead", "schedule"),
-        (RunAhead, "_launch", "inputs"),
-        (run_ahead, "sample_ahead", "sample"),
+        (RunAhead, "_tried", "schedule"),
+        (ModelRunner, "run_decodes", "inputs"),
+        (SamplerAhead, "sample", "sample"),
         (TokensAhead, "read", "read"),
-        (LanguageEngine, "_commit", "book"),
+        (LanguageEngine, "_go_on", "book"),
     ]
     with ExitStack() as stack:
         for owner, name, part in places:

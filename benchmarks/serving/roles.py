@@ -37,7 +37,7 @@ from epd.chat import ChatMessage, ContentPart
 from epd.control.elasticity.controller import ControllerConfig, RoleController
 from epd.encoders import FrameSampling
 from epd.engine_config import EngineConfig
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import PassLimits
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
 from epd.serve_app.app import build_app
@@ -131,7 +131,7 @@ SETTINGS = WorkerSettings(
     MODEL,
     EngineConfig(num_kv_tokens=16_384),
     num_embeddings=16_384,
-    decode_scheduler=SchedulerConfig(max_num_seqs=NUM_SEATS),
+    decode_scheduler=PassLimits(max_num_seqs=NUM_SEATS),
 )
 
 

@@ -82,7 +82,7 @@ class KVCacheManager:
         return len(match.path) * self.block_size + match.num_partial
 
     def num_tokens(self, request_id: str, layer_group: int = 0) -> int:
-        """Returns how many tokens are written."""
+        """Returns how many tokens are written; of a decode, those of its last block may be missing."""
         return self._requests[request_id].tables[layer_group].num_tokens
 
     def block_table(self, request_id: str, layer_group: int = 0) -> Sequence[int]:

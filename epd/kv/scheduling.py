@@ -70,6 +70,7 @@ class Scheduler:
         self.num_preempted = 0
         # A request whose blocks may be read by others must keep them.
         self.may_preempt: Callable[[str], bool] = lambda _: True
+        self._tells_each = kv.spec.keeps_states  # the cache, of each token of a decode
         self._held: set[str] = set()
         self._num_arrived = 0
 
@@ -104,6 +105,7 @@ class Scheduler:
         """Takes a request out, finished or aborted. hold: its blocks stay until `release`."""
         if request in self.running:
             self.running.remove(request)
+            self._settle(request)
             if hold:
                 self._held.add(request.request_id)
             else:
@@ -163,39 +165,44 @@ class Scheduler:
                 )
                 self._make_room(request, request.num_held + max(more if spec.num_windows else 1, 1), output)
 
-    def schedule_ahead(self, num_unread: int) -> list[Chunk]:
-        """Reserves blocks for the next token of each decode, whose last `num_unread` tokens are unknown yet.
+    def decodes_ahead(self, num_unread: int) -> list[ScheduledRequest]:
+        """Lists the decodes that go on behind their last `num_unread` tokens, which nobody knows yet.
 
-        Returns nothing where `schedule` might do more than that, or would have to preempt. A decode that its
-        unknown tokens end gets no chunk. Blocks that are not used after all wait for its next tokens.
+        Without those that their unknown tokens end. Lists none where `schedule` might do more than decode.
         """
-        if self._may_do_more():
+        budget, others = self.config.max_num_batched_tokens, self.others()
+        if len(self.running) > budget or self.may_do_more(others):
             return []
-        chunks = []
-        for request in self.running:
-            is_last = request.num_tokens + num_unread >= request.max_total_tokens
-            if not request.is_decoding or is_last:
-                continue
-            start = request.num_computed + num_unread
-            if not self.kv.can_allocate(request.request_id, start + 1 - request.num_dropped):
-                return []
-            self.kv.allocate(request.request_id, start + 1 - request.num_dropped)
-            chunks.append(Chunk(request, start, start + 1))
-        return chunks
+        idle = set(others)
+        return [
+            each
+            for each in self.running
+            if each not in idle and each.num_tokens + num_unread < each.max_total_tokens
+        ]
 
-    def _may_do_more(self) -> bool:
-        """Returns whether a step might prefill, admit or preempt, or wait for somebody's grammar."""
-        if len(self.running) > self.config.max_num_batched_tokens:
-            return True
-        if any(
-            not each.may_sample or (each.num_computable > 0 and not each.is_decoding) for each in self.running
-        ):
+    def others(self) -> list[ScheduledRequest]:
+        """Lists the running requests that do not decode at present: they wait, or are prefilled."""
+        return [each for each in self.running if not (each.is_decoding and each.may_sample)]
+
+    def may_do_more(self, others: Sequence[ScheduledRequest]) -> bool:
+        """Returns whether a step might prefill, admit or preempt. others: as `others` lists them."""
+        if any(each.num_computable > 0 for each in others):
             return True
         if not self.waiting:
             return False
         first = self.waiting[0]
         may_open = self._has_slot(first) and self.reservations.may_fit(first)
-        return may_open or any(each.priority > first.priority for each in self.running)
+        return may_open or (bool(self.running) and self.running[-1].priority > first.priority)
+
+    def make_room_ahead(self, request: ScheduledRequest, num_tokens: int) -> bool:
+        """Reserves blocks for held tokens; False, and nothing is changed, if others had to be preempted.
+
+        Blocks that are not used after all wait for its next tokens.
+        """
+        if not self.kv.can_allocate(request.request_id, num_tokens):
+            return False
+        self.kv.allocate(request.request_id, num_tokens)
+        return True
 
     def _make_room(self, request: ScheduledRequest, num_tokens: int, output: SchedulerOutput) -> bool:
         """Reserves blocks for held tokens, preempting the youngest for them; False if that was `request`."""
@@ -214,6 +221,7 @@ class Scheduler:
 
     def _preempt(self, preempted: ScheduledRequest, output: SchedulerOutput) -> None:
         self.num_preempted += 1
+        self._settle(preempted)
         output.chunks = [chunk for chunk in output.chunks if chunk.request is not preempted]
         if self.config.preemption == "offload" and preempted.num_computed:
             groups = range(len(self.kv.spec.num_blocks))
@@ -305,6 +313,8 @@ class Scheduler:
 
     def _has_slot(self, request: ScheduledRequest) -> bool:
         """Returns whether `max_num_seqs` allows the request; one with more answers than that runs alone."""
+        if len(self.running) >= self.config.max_num_seqs:  # each counts at least one
+            return False
         num_seqs = sum(each.num_seqs for each in self.running) + request.num_seqs
         return num_seqs <= self.config.max_num_seqs or not self.running
 
@@ -347,6 +357,18 @@ class Scheduler:
         self.kv.commit(request.request_id, request.identity, request.num_held, keeps_state=keeps_state)
         if request.pruned and num_computed == request.pruned[-1].stop:  # no more is written than stays
             self.kv.truncate(request.request_id, self.reservations.num_tokens(request, num_computed))
+
+    def advance_one(self, request: ScheduledRequest) -> None:
+        """Records the token that a decode has computed; the cache is told when a block is whole."""
+        request.num_computed += 1
+        num_held = request.num_computed - request.num_dropped
+        if self._tells_each or not num_held % self.kv.block_size:
+            self._settle(request)
+
+    def _settle(self, request: ScheduledRequest) -> None:
+        """Tells the cache of the tokens that a decode has computed."""
+        if request.num_tokens > request.num_prompt_tokens:
+            self.kv.commit(request.request_id, request.identity, request.num_held)
 
     def drop(self, request: ScheduledRequest) -> None:
         """Records that what a computed prompt keeps was copied behind it; the rest leaves the cache."""

@@ -18,9 +18,11 @@ from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encode.encoder_cache import EncoderCacheManager
 from epd.encoders import Adapter, load_adapter
 from epd.encoders.batch import FrameEncoder
+from epd.encoders.checkpoint import read_config
 from epd.encoders.names import WeightSet
-from epd.engine_config import DEFAULT_ENGINE, EngineConfig
+from epd.engine_config import DEFAULT_ENGINE, RECURRENT_FAMILIES, WINDOWED_FAMILIES, EngineConfig
 from epd.errors import InfeasibleError, RequestError
+from epd.kv.pass_limits import PassLimits
 from epd.kv.scheduling import SchedulerConfig
 from epd.serve_app.worker_info import MemoryUse
 from epd.stages.decode import DecodeStage
@@ -91,12 +93,12 @@ class WorkerSettings:
 
     model_path: Path
     engine: EngineConfig = DEFAULT_ENGINE
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    scheduler: PassLimits = field(default_factory=PassLimits)
     enable_prefix_caching: bool = True
     num_embeddings: int | None = None
     max_batch_patches: int | None = None
     max_resize_pixels: int | None = None
-    decode_scheduler: SchedulerConfig | None = None
+    decode_scheduler: PassLimits | None = None
     num_kv_pools: int = 1
     is_alone: bool = False
     num_sharing: int = 1
@@ -108,11 +110,6 @@ class WorkerSettings:
     image_background: str = ""
     samples_load: bool = True
     pace: WorkerPace | None = None
-
-    @property
-    def decode_limits(self) -> SchedulerConfig:
-        """Returns the limits of workers that only decode."""
-        return self.decode_scheduler or self.scheduler
 
     def placement(self) -> Placement:
         """Returns where the models of this process run. Raises RequestError for what the machine lacks."""
@@ -226,11 +223,11 @@ class StageBuilder:
             self.placement,
             LargestPasses(
                 self._max_batch_patches,
-                settings.scheduler.max_num_batched_tokens,
-                settings.decode_limits.max_num_seqs if captures else 0,
+                self.limits.max_num_batched_tokens,
+                self.decode_limits.max_num_seqs if captures else 0,
                 settings.max_resize_pixels,
                 settings.encode_beside,
-                max(settings.scheduler.max_num_seqs, settings.decode_limits.max_num_seqs),
+                max(self.limits.max_num_seqs, self.decode_limits.max_num_seqs),
             ),
             MemoryShare(
                 settings.engine,
@@ -260,6 +257,23 @@ class StageBuilder:
             sum(each.num_blocks * each.block_size for each in embeddings),
             sum(group.num_blocks * each.block_size for each in kv for group in each.groups),
         )
+
+    @cached_property
+    def limits(self) -> SchedulerConfig:
+        """Returns the limits of a pass, for workers that prefill."""
+        return self._limits(self.settings.scheduler)
+
+    @cached_property
+    def decode_limits(self) -> SchedulerConfig:
+        """Returns the limits of workers that only decode."""
+        return self._limits(self.settings.decode_scheduler or self.settings.scheduler)
+
+    def _limits(self, limits: PassLimits) -> SchedulerConfig:
+        """Returns limits, with those of the device in the place of what is not set."""
+        at = self.placement.device
+        family = read_config(self.settings.model_path).model_type
+        gpu_bytes = self._memory(at).device_bytes if self.placement.is_cuda else 0
+        return limits.on(gpu_bytes, keeps_states=family in (*RECURRENT_FAMILIES, *WINDOWED_FAMILIES))
 
     @cached_property
     def _allowed_bytes(self) -> int:
@@ -302,7 +316,7 @@ class StageBuilder:
         """Returns the stage. decodes: whether it completes answers; only then its passes are captured."""
         options = self.settings.engine
         options = options if decodes else options.model_copy(update={"enforce_eager": True})
-        engine, connector = self._engine(name, self.settings.scheduler, options)
+        engine, connector = self._engine(name, self.limits, options)
         if options.cache_dir is not None and self._keeps_kv(engine):
             files = kv_files(self.settings.model_path, options, engine.pools.shape, self._facts)
             layout = embedding_layout(self._language_model().config, self._embeddings_in)
@@ -327,7 +341,7 @@ class StageBuilder:
 
     def decode(self, name: str) -> DecodeStage:
         settings = self.settings
-        engine, connector = self._engine(name, settings.decode_limits, settings.engine)
+        engine, connector = self._engine(name, self.decode_limits, settings.engine)
         return DecodeStage(engine, connector)
 
     def close(self, name: str) -> None:

@@ -234,7 +234,7 @@ class LanguageEngine:
         self._take_grammars()
         self._take_restored()
         if self._run_ahead is not None and (ahead := self._run_ahead.step(self._sequences)):
-            self._commit(ahead, result)
+            self._go_on(ahead, result)
             self._count(len(ahead), result)
             return self._checked(result)
         self._draft(result)
@@ -294,9 +294,6 @@ class LanguageEngine:
         request_id = sequence.request.request_id
         result.faults.append(self._fault_counts.failed(request_id, cause))
         self.abort(request_id, hold=sequence.request.extent is Extent.FIRST_TOKEN)
-
-    def _is_open(self, chunk: Chunk) -> bool:
-        return chunk.request.request_id in self._sequences
 
     def _draft(self, result: StepResult) -> None:
         """Guesses the next tokens of the decodes."""
@@ -361,7 +358,7 @@ class LanguageEngine:
         computed: list[ComputedChunk] = []
 
         def run(some: Sequence[Chunk]) -> None:
-            live = [chunk for chunk in some if self._is_open(chunk)]
+            live = [chunk for chunk in some if chunk.request.request_id in self._sequences]
             if live:
                 logits = self._run(live)
                 parts = [(chunk, self._family(chunk), self._sequences.num_rows(chunk)) for chunk in live]
@@ -372,13 +369,22 @@ class LanguageEngine:
 
     def _commit(self, computed: Sequence[ComputedChunk], result: StepResult) -> None:
         for each in computed:
-            if not self._is_open(each.chunk):
-                continue
-            try:
-                self._sequences.record(each, result)
-                self._fault_counts.succeeded()
-            except Exception as error:  # noqa: BLE001 - costs its request alone
-                self._fail(each.chunk.request, error, result)
+            self._record(each.chunk.request, result, self._sequences.record, each)
+
+    def _go_on(self, sampled: Sequence[tuple[TokenSequence, SampledToken]], result: StepResult) -> None:
+        """Commits the next tokens of sequences that decode."""
+        for sequence, token in sampled:
+            self._record(sequence.scheduled, result, self._sequences.go_on, sequence, token)
+
+    def _record(self, request: ScheduledRequest, result: StepResult, record: Any, *computed: Any) -> None:
+        """Records what was computed of a request, unless it has failed before in this step."""
+        if request.request_id not in self._sequences:
+            return
+        try:
+            record(*computed, result)
+            self._fault_counts.succeeded()
+        except Exception as error:  # noqa: BLE001 - costs its request alone
+            self._fail(request, error, result)
 
     def _family(self, chunk: Chunk) -> list[TokenSequence]:
         """Returns the sequences that the chunk's logits serve: at the end of a prompt, all of the request."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from epd.encoders import Adapter, PromptPlan
 from epd.encoders.checkpoint import read_config, read_generation_config
@@ -155,8 +155,7 @@ class GenerateRequest:
         return self.sampling.max_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):
     """Reports a token that one answer has gained.
 
     choice: number of the answer among the request's, from 0.
@@ -167,7 +166,7 @@ class TokenOutput:
 
     request_id: str
     choice: int
-    index: int
+    index: int  # type: ignore[assignment] # hides the tuple's search, which nobody needs
     token: SampledToken
     text: str
     finish_reason: FinishReason | None = None

@@ -18,20 +18,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from epd.encoders.device import arrays_into, arrays_over, room_bytes
+from epd.encoders.device import arrays_over, bytes_into, room_bytes
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan
 from epd.stages.attention.device import DecodeRoom, DecodeWork, DeviceHeads, DevicePlan, decode_work
 from epd.stages.attention.pieces import SharedRun
 from epd.stages.engine.packed_pass import PackedPass
-from epd.types import Int32Array, Int64Array
+from epd.stages.kernels.tiles import growth
+from epd.types import UInt8Array, ceil_div
 
 _SIZES = (1, 2, 4, 8, 16, *range(32, 513, 32))
+# Tokens for which the keys of a batch stay cut as they are: the last pieces are longer by so many.
+_LASTING = 16
+_INT32_BYTES = 4
 # Makes logits [B, V] of token ids, int64 [B], and positions, int64 [rows, B], by the plans of layer groups.
 Compute = Callable[[Tensor, Tensor, Sequence[AttentionPlan]], Tensor]
 
@@ -99,7 +103,7 @@ class DecodeShape:
 
 @dataclass(frozen=True, slots=True)
 class _Arrays:
-    """Holds the arrays of a batch of B, G layer groups.
+    """Holds the arrays of a batch of B, G layer groups: tensors, or NumPy's on the host.
 
     slots: int64 [G, B]. token_ids: int64 [B]. positions: int64 [rows, B]. contexts: int32 [G, B].
     own, together: items, int32 [G, I, 8]. rows: int32 [G, 2 B]. merges: int32 [G, B, 3].
@@ -107,20 +111,16 @@ class _Arrays:
     tables: int32 [max_blocks, G, B], last, so that columns that no table of the batch has need not be copied.
     """
 
-    slots: Tensor
-    token_ids: Tensor
-    positions: Tensor
-    contexts: Tensor
-    own: Tensor
-    together: Tensor
-    rows: Tensor
-    merges: Tensor
-    entries: Tensor
-    tables: Tensor
-
-    @classmethod
-    def over(cls, memory: Tensor, shape: DecodeShape, size: int) -> _Arrays:
-        return cls(*arrays_over(memory, _layout(shape, size)))
+    slots: Any
+    token_ids: Any
+    positions: Any
+    contexts: Any
+    own: Any
+    together: Any
+    rows: Any
+    merges: Any
+    entries: Any
+    tables: Any
 
     def plans(self, shape: DecodeShape, *, is_shared: bool) -> list[AttentionPlan]:
         """Plans the attention of each layer group. is_shared: with what is read together."""
@@ -141,6 +141,76 @@ class _Arrays:
         sets = (self.own, self.together) if is_shared else (self.own,)
         entries = self.entries[group] if is_shared else self.entries[group, : self.own.shape[1]]
         return DecodeWork([items[group] for items in sets], self.rows[group], self.merges[group], entries)
+
+
+class _HostBatch:
+    """Holds the arrays of a batch of B rows on the host, and writes only what a pass changes.
+
+    A pass that goes on by a token has the work of the one before, with keys that are one more at the end of
+    each request. After _LASTING tokens the keys are cut anew.
+    is_shared: whether requests read something together.
+    """
+
+    def __init__(self, memory: UInt8Array, shape: DecodeShape, size: int) -> None:
+        """Lays them out in memory, uint8 [n], with nothing but padding."""
+        self._shape, self._size, self._num_rows = shape, size, size
+        self._memory = torch.from_numpy(memory)
+        self._arrays = _Arrays(*(each.numpy() for each in arrays_over(self._memory, _layout(shape, size))))
+        self._start = room_bytes(_layout(shape, size)[:-1])  # of the tables
+        self._num_columns = 1
+        self._planned: PackedPass | None = None
+        self._first_context = 0
+        self._arrays.token_ids[:], self._arrays.positions[:] = 0, 0
+        self._pad(0)
+        self._plan([()] * len(shape.heads))
+
+    @property
+    def memory(self) -> Tensor:
+        """Returns what a pass reads of the memory: uint8 [n]."""
+        num_blocks = self._num_columns * len(self._shape.heads) * self._size
+        return self._memory[: self._start + num_blocks * _INT32_BYTES]
+
+    def _pad(self, num_rows: int) -> None:
+        """Lets the rows behind the first `num_rows` write to, and read, what nobody else does."""
+        spare = np.array(self._shape.spare_blocks, np.int32)[:, None]
+        padding = slice(num_rows, max(self._num_rows, num_rows))
+        self._arrays.slots[:, padding] = spare.astype(np.int64) * self._shape.block_size
+        self._arrays.contexts[:, padding] = 1
+        self._arrays.tables[0, :, padding] = spare
+        self._num_rows = num_rows
+
+    def write(self, packed: PackedPass) -> None:
+        """Takes a pass of at most B requests, which may be the one before, moved on by some tokens."""
+        arrays, num_rows = self._arrays, len(packed.token_ids)
+        if num_rows != self._num_rows:
+            self._pad(num_rows)
+        arrays.token_ids[:num_rows] = packed.token_ids
+        arrays.positions[:, :num_rows] = packed.positions[: self._shape.num_position_rows]
+        self._num_columns = _num_columns(packed)
+        for group, batch in enumerate(packed.batches):
+            arrays.slots[group, :num_rows] = batch.slot_mapping
+            arrays.contexts[group, :num_rows] = batch.context_lens
+            columns = batch.block_tables[:, : self._num_columns].T
+            arrays.tables[: len(columns), group, :num_rows] = columns
+        num_tokens = int(packed.batches[0].context_lens[0]) - self._first_context
+        if packed is not self._planned or not 0 <= num_tokens < _LASTING:
+            self._planned, num_tokens = packed, 0
+            self._first_context = int(packed.batches[0].context_lens[0])
+            pairs = zip(packed.batches, self._shape.heads, strict=True)
+            self._plan([_shared(batch, heads) for batch, heads in pairs])
+        np.add(self._own, self._growth * num_tokens, out=arrays.own)
+
+    def _plan(self, runs: Sequence[Sequence[SharedRun]]) -> None:
+        """Cuts the keys into items of work. runs: of each layer group, what its requests read together."""
+        arrays, room = self._arrays, self._shape.room(self._size)
+        for group, heads in enumerate(self._shape.heads):
+            work = decode_work(arrays.contexts[group], runs[group], heads, room)
+            arrays.own[group], arrays.together[group] = work.items
+            arrays.rows[group], arrays.merges[group] = work.rows, work.merges
+            arrays.entries[group] = work.entries
+        self.is_shared = any(runs)
+        self._own = arrays.own.copy()
+        self._growth = growth(self._own, self._num_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +238,22 @@ class DecodeGraphs:
         self._sizes = sorted(sizes)
         num_bytes = room_bytes(_layout(shape, self._sizes[-1]))
         self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._on_host = np.zeros(num_bytes, np.uint8)
         self._logits: Tensor | None = None
         self._captured = {
             (size, is_shared): self._capture(maker, compute, size, is_shared=is_shared)
             for size in reversed(self._sizes)
             for is_shared in ((True, False) if size > 1 else (False,))
         }
+        self._host = self._laid_out(self._sizes[-1])
+
+    def _laid_out(self, size: int) -> _HostBatch:
+        self._host_size = size
+        return _HostBatch(self._on_host, self._shape, size)
 
     def _capture(self, maker: GraphMaker, compute: Compute, size: int, *, is_shared: bool) -> _Captured:
-        arrays_into(self._memory, _host_arrays(None, self._shape, size, ()))
-        arrays = _Arrays.over(self._memory, self._shape, size)
+        bytes_into(self._memory, self._laid_out(size).memory)
+        arrays = _Arrays(*arrays_over(self._memory, _layout(self._shape, size)))
         plans = arrays.plans(self._shape, is_shared=is_shared)
         if self._logits is None:
             self._logits = compute(arrays.token_ids, arrays.positions, plans)
@@ -203,13 +279,18 @@ class DecodeGraphs:
         )
 
     def run(self, packed: PackedPass, token_ids: Tensor | None) -> Tensor:
-        """Returns logits [T, V] of a pass that fits. token_ids: int64 [T], on the device, if not its own."""
+        """Returns logits [T, V] of a pass that fits. token_ids: int64 [T], on the device, if not its own.
+
+        A pass may be run again after `go_on`, which costs less than another one.
+        """
         assert self._logits is not None
         num_rows = len(packed.token_ids)
         size = next(size for size in self._sizes if size >= num_rows)
-        runs = [_shared(batch, heads) for batch, heads in zip(packed.batches, self._shape.heads, strict=True)]
-        captured = self._captured[size, any(runs)]
-        arrays_into(self._memory, _host_arrays(packed, self._shape, size, runs))
+        if size != self._host_size:
+            self._host = self._laid_out(size)
+        self._host.write(packed)
+        captured = self._captured[size, self._host.is_shared]
+        bytes_into(self._memory, self._host.memory)
         if token_ids is not None:
             captured.arrays.token_ids[:num_rows].copy_(token_ids)
         captured.replay()
@@ -228,7 +309,8 @@ def _shared(batch: AttentionBatch, heads: DeviceHeads) -> Sequence[SharedRun]:
 
 
 def _num_columns(packed: PackedPass) -> int:
-    return max(int(batch.block_tables.shape[1]) for batch in packed.batches)
+    """Returns how many blocks the longest of the tables needs."""
+    return max(ceil_div(int(batch.context_lens.max()), batch.block_size) for batch in packed.batches)
 
 
 def _layout(shape: DecodeShape, size: int) -> list[Tensor]:
@@ -243,35 +325,3 @@ def _layout(shape: DecodeShape, size: int) -> list[Tensor]:
         (shape.max_blocks, num_groups, size),
     ]
     return layout + [torch.empty(each, dtype=torch.int32, device="meta") for each in shapes]
-
-
-def _host_arrays(
-    packed: PackedPass | None, shape: DecodeShape, size: int, runs: Sequence[Sequence[SharedRun]]
-) -> list[Int64Array | Int32Array]:
-    """Returns the arrays of a batch, padded to `size` rows; without a pass nothing but padding.
-
-    runs: of each layer group, what decodes read together.
-    """
-    spare = np.array(shape.spare_blocks, np.int32)[:, None]
-    num_columns = 1 if packed is None else _num_columns(packed)
-    slots = np.tile(spare.astype(np.int64) * shape.block_size, size)
-    token_ids = np.zeros(size, np.int64)
-    positions = np.zeros((shape.num_position_rows, size), np.int64)
-    contexts = np.ones((len(spare), size), np.int32)
-    tables = np.zeros((num_columns, len(spare), size), np.int32)
-    tables[0] = spare
-    if packed is not None:
-        num_rows = len(packed.token_ids)
-        token_ids[:num_rows] = packed.token_ids
-        positions[:, :num_rows] = packed.positions[: shape.num_position_rows]
-        for group, batch in enumerate(packed.batches):
-            slots[group, :num_rows] = batch.slot_mapping
-            contexts[group, :num_rows] = batch.context_lens
-            tables[: batch.block_tables.shape[1], group, :num_rows] = batch.block_tables.T
-    room = shape.room(size)
-    work = [
-        decode_work(each, together, heads, room)
-        for each, together, heads in zip(contexts, runs or [()] * len(spare), shape.heads, strict=True)
-    ]
-    columns = zip(*((*each.items, each.rows, each.merges, each.entries) for each in work), strict=True)
-    return [slots, token_ids, positions, contexts, *(np.stack(each) for each in columns), tables]

@@ -58,10 +58,10 @@ class OpenSequences(dict[str, TokenSequence]):
     def record(self, computed: ComputedChunk, result: StepResult) -> None:
         """Records a chunk that has been run: tokens that are in the cache, and those that were sampled."""
         chunk, sequence, tokens = computed.chunk, computed.family[0], computed.tokens
-        result.computed.append(sequence.request.request_id)
         if tokens and sequence.num_generated:
             self._continue(chunk, sequence, tokens, result)
             return
+        result.computed.append(sequence.request.request_id)
         self._note_guarded(chunk, sequence)
         self._scheduler.advance(chunk.request, chunk.stop)
         if self.store is not None:
@@ -77,11 +77,19 @@ class OpenSequences(dict[str, TokenSequence]):
         self, chunk: Chunk, sequence: TokenSequence, tokens: list[SampledToken], result: StepResult
     ) -> None:
         """Takes the sampled token, and those after it for which the draft before was right."""
-        if sequence.source is None:  # nothing is drafted
-            result.outputs.append(sequence.push(tokens[0]))
-            self._scheduler.advance(chunk.request, chunk.stop)
-        else:
-            self._take_drafts(chunk, sequence, tokens, result)
+        if sequence.source is None and chunk.num_inputs == 1:
+            self.go_on(sequence, tokens[0], result)
+            return
+        result.computed.append(sequence.request.request_id)
+        self._take_drafts(chunk, sequence, tokens, result)
+        if sequence.finish_reason is not None:
+            self.remove(sequence)
+
+    def go_on(self, sequence: TokenSequence, token: SampledToken, result: StepResult) -> None:
+        """Records the token after the one that a sequence has computed."""
+        result.computed.append(sequence.request.request_id)
+        result.outputs.append(sequence.push(token))
+        self._scheduler.advance_one(sequence.scheduled)
         if sequence.finish_reason is not None:
             self.remove(sequence)
 

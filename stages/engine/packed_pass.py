@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from operator import is_
 
 import numpy as np
 
@@ -20,6 +21,10 @@ from epd.stages.reduction.propagation import GoingOn
 from epd.stages.reduction.question_views import QuestionView
 from epd.stages.visual_inputs import PlacedEmbeddings
 from epd.types import BoolArray, Int32Array, Int64Array
+
+# Returns the block of a layer group, of a row, at an index of its table.
+BlockAt = Callable[[int, int, int], int]
+_SPARE_BLOCKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,52 +141,64 @@ def packed_pass(segments: Sequence[Segment], kinds: Sequence[GroupKind], block_s
     )
 
 
-def following_pass(
-    packed: PackedPass, rows: Sequence[int] | None, block_at: Callable[[int, int, int], int]
-) -> PackedPass:
-    """Returns the pass of the next token of sequences, after a pass of one generated token of each.
+def pass_of_rows(packed: PackedPass, rows: Sequence[int]) -> PackedPass:
+    """Returns the part of a pass of one generated token of each sequence that has these rows.
 
-    Only what a token changes is written: one place, one position, and a block where it begins one. Its
-    token_ids are those of `packed`, since nobody knows the next ones yet.
-    rows: of `packed`, which go on, in their order; None for all.
-    block_at: returns the block of a row of the new pass, of a layer group, at an index of its table.
+    It has memory of its own. Tables have room for blocks that sequences may begin.
     """
-    if rows is None:
-        ids, positions, adapters = packed.token_ids, packed.positions, packed.adapters
-    else:
-        ids, positions = packed.token_ids[rows], packed.positions[:, rows]
-        adapters = tuple(packed.adapters[row] for row in rows) if packed.adapters else ()
+    adapters = tuple(packed.adapters[row] for row in rows) if packed.adapters else ()
     return replace(
         packed,
-        token_ids=ids,
-        positions=positions + 1,
-        logit_rows=packed.logit_rows[: len(ids)],
+        token_ids=packed.token_ids[rows],
+        positions=packed.positions[:, rows],
+        logit_rows=packed.logit_rows[: len(rows)],
         batches=tuple(
-            _following_batch(batch, rows, partial(block_at, group))
-            for group, batch in enumerate(packed.batches)
+            replace(
+                batch,
+                query_starts=batch.query_starts[: len(rows) + 1],
+                context_lens=batch.context_lens[rows],
+                block_tables=_padded(batch.block_tables[rows], batch.block_tables.shape[1] + _SPARE_BLOCKS),
+                slot_mapping=batch.slot_mapping[rows],
+            )
+            for batch in packed.batches
         ),
         adapters=adapters if any(adapters) else (),
     )
 
 
-def _following_batch(
-    batch: AttentionBatch, rows: Sequence[int] | None, block_at: Callable[[int, int], int]
+def rows_begun(packed: PackedPass) -> list[list[int]]:
+    """Returns, for each layer group, the rows whose next token begins a block."""
+    return [np.flatnonzero(batch.context_lens % batch.block_size == 0).tolist() for batch in packed.batches]
+
+
+def go_on(packed: PackedPass, begun: Sequence[Sequence[int]], block_at: BlockAt) -> PackedPass:
+    """Moves a pass of one generated token of each sequence, in memory of its own, on by a token.
+
+    Only what a token changes is written, in place: one place, one position, and a block where it begins one.
+    Its token_ids stay those of `packed`, since nobody knows the next ones yet.
+    Returns `packed`, or the same with wider tables.
+    """
+    np.add(packed.positions, 1, out=packed.positions)
+    groups = enumerate(packed.batches)
+    batches = tuple(_gone_on(batch, begun[group], partial(block_at, group)) for group, batch in groups)
+    is_same = all(map(is_, batches, packed.batches))
+    return packed if is_same else replace(packed, batches=batches)
+
+
+def _gone_on(
+    batch: AttentionBatch, begun: Sequence[int], block_at: Callable[[int, int], int]
 ) -> AttentionBatch:
-    size, cached, tables, slots = batch.block_size, batch.context_lens, batch.block_tables, batch.slot_mapping
-    if rows is not None:
-        cached, tables, slots = cached[rows], tables[rows], slots[rows]
-    slots = slots + 1
-    begun = np.flatnonzero(cached % size == 0).tolist()
-    if begun:
-        tables = _padded(tables, int(cached.max()) // size + 1)
-    for row in begun:
-        index = int(cached[row]) // size
-        tables[row, index] = block = block_at(row, index)
-        slots[row] = block * size
-    starts = batch.query_starts[: len(cached) + 1]
-    return replace(
-        batch, query_starts=starts, context_lens=cached + 1, block_tables=tables, slot_mapping=slots
-    )
+    size = batch.block_size
+    np.add(batch.slot_mapping, 1, out=batch.slot_mapping)
+    indices = [int(batch.context_lens[row]) // size for row in begun]
+    width = batch.block_tables.shape[1]
+    if max(indices, default=0) >= width:
+        batch = replace(batch, block_tables=_padded(batch.block_tables, width + _SPARE_BLOCKS))
+    for row, index in zip(begun, indices, strict=True):
+        batch.block_tables[row, index] = block = block_at(row, index)
+        batch.slot_mapping[row] = block * size
+    np.add(batch.context_lens, 1, out=batch.context_lens)
+    return batch
 
 
 def attention_batches(

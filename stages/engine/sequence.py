@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from epd.encoders.adapter import PromptPlan
-from epd.encoders.device import to_device
+from epd.encoders.device import rows_of
 from epd.kv.draft_gain import ChosenDrafts
 from epd.kv.drafting import AllDrafts
 from epd.kv.kv_cache import KVCacheManager
@@ -244,26 +243,27 @@ class TokenSequence:
 
     def push(self, token: SampledToken) -> TokenOutput:
         """Takes one token; sets `finish_reason` if the answer ends with it."""
-        index = self.num_generated
-        text = self._take(token, index + 1)
+        scheduled, token_id = self.scheduled, token.token_id
+        num_tokens = scheduled.num_tokens
+        index = num_tokens - scheduled.num_prompt_tokens
+        if num_tokens == len(self.tokens.ids):
+            self.tokens.reserve(num_tokens + 1)
+        self.tokens.ids[num_tokens] = token_id
+        scheduled.identity.append(token_id)
+        scheduled.num_tokens = num_tokens + 1
+        self.sampling.append(token_id)
+        text = self._text_with(token_id, may_end=index >= self.request.sampling.min_tokens)
         return TokenOutput(self.request.request_id, self.index, index, token, text, self.finish_reason)
 
-    def _take(self, token: SampledToken, num_generated: int) -> str:
-        """Returns the text that becomes readable with the token, by which so many are generated."""
-        scheduled, num_tokens = self.scheduled, self.scheduled.num_tokens
-        self.tokens.reserve(num_tokens + 1)
-        self.tokens.ids[num_tokens] = token.token_id
-        scheduled.identity.append(token.token_id)
-        scheduled.num_tokens = num_tokens + 1
-        self.sampling.append(token.token_id)
-        may_end = num_generated > self.request.sampling.min_tokens
-        if token.token_id in self.ends.token_ids and may_end:
+    def _text_with(self, token_id: int, *, may_end: bool) -> str:
+        """Returns the text that becomes readable with a token, which is known already."""
+        if may_end and token_id in self.ends.token_ids:
             self.finish_reason = "stop"
             return self.text.finish()
-        text = self.text.push(token.token_id, may_stop=may_end)
-        if self.text.is_stopped:
+        text = self.text.push(token_id, may_stop=may_end)
+        if self.ends.stops and self.text.is_stopped:
             self.finish_reason = "stop"
-        elif num_tokens + 1 >= scheduled.max_total_tokens:
+        elif self.scheduled.num_tokens >= self.scheduled.max_total_tokens:
             self.finish_reason = "length"
             text += self.text.finish()
         return text
@@ -338,7 +338,7 @@ def sample_chunks(
         counts.append(len(rows) - num_before)
         at += num_logits
     if len(places) != len(logits):
-        logits = logits.index_select(0, to_device(torch.tensor(places, dtype=torch.int64), logits.device))
+        logits = rows_of(logits, places)
     tokens = iter(sample(logits, rows) if rows else ())
     return [
         ComputedChunk(chunk, family, [next(tokens) for _ in range(count)])

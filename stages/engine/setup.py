@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from epd.encoders import Adapter, Embeddings
@@ -21,6 +23,7 @@ from epd.kv.kv_spec import state_slots, window_blocks
 from epd.kv.scheduling import SchedulerConfig
 from epd.lora_modules import LoRAModule
 from epd.machine import memory_limit_bytes
+from epd.sampling_params import SamplingParams
 from epd.stages.attention.support import adds_embeddings
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerationSettings
@@ -30,6 +33,7 @@ from epd.stages.engine.model_runner import ModelRunner, kv_layouts, state_layout
 from epd.stages.engine.packed_pass import Segment, visual_of
 from epd.stages.engine.state_pool import StatesShape
 from epd.stages.rank import RankGroup
+from epd.stages.sampling.sampler import SamplingRow, SamplingState, sample
 
 BLOCK_SIZE = 16
 # KV caches take together at most this share of the memory, and each no more tokens than this.
@@ -150,6 +154,15 @@ def _graph_maker(model: Any) -> GraphMaker | None:
 
 def _num_token_ids(model: Any) -> int:
     return int(model.get_output_embeddings().out_features)
+
+
+@torch.inference_mode()
+def run_sampling(model: Any, num_seqs: int) -> None:
+    """Draws the next tokens of num_seqs answers, and weighs the whole vocabulary for each."""
+    head = model.get_output_embeddings()
+    logits = torch.zeros(num_seqs, head.out_features, dtype=head.weight.dtype, device=device_of(model))
+    state = SamplingState(SamplingParams(temperature=1.0, top_p=0.9), 0, np.empty(0, np.int64))
+    sample(logits, [SamplingRow(state)] * num_seqs)
 
 
 def kv_shape(

@@ -205,6 +205,18 @@ class WorkList:
         return WorkList(tuple(items), merges, entries, self.num_parts)
 
 
+def growth(items: Int32Array, num_tables: int) -> Int32Array:
+    """Returns what a key more in each of the first tables adds to the items of decodes, of one shape.
+
+    items: int32 [..., 8]. The last item of a table has one key more.
+    """
+    tables, num_rows, last_keys, stops = (items[..., column] for column in (0, 2, 3, 5))
+    is_real = (num_rows > 0) & (tables < num_tables)
+    added = np.zeros_like(items)
+    added[..., 3], added[..., 5] = is_real, is_real & (stops > last_keys)
+    return added
+
+
 _NOTHING = np.array([0, 0, 0, 0, 0, 0, 0, -1], np.int32)
 
 

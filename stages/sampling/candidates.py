@@ -29,6 +29,7 @@ from epd.stages.sampling.sampling_state import SamplingRow
 from epd.stages.sampling.selection import heavy_floor, likely_floor, reaching
 from epd.types import Int64Array, ceil_div
 
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _WORD_BYTES = 4
 # The weight of the most likely token, and bits for a token's place. A weight and a place fit into one int64,
 # and so does the sum of as many weights as there are places.
@@ -240,3 +241,34 @@ def _sorted(keys: Tensor) -> Tensor:
     if keys.device.type != "cpu":
         return keys.sort(1).values
     return torch.from_numpy(np.sort(keys.numpy(), axis=1))
+
+
+def uniform(seeds: Sequence[int], indices: Sequence[int]) -> NDArray[np.float64]:
+    """Hashes seeds and indices to [0, 1), float64 [D]: SplitMix64 (Steele et al. 2014)."""
+    return draw_numbers(draw_starts(seeds), np.array(indices, np.uint64))
+
+
+def draw_starts(seeds: Sequence[int]) -> NDArray[np.uint64]:
+    """Hashes seeds, for `draw_numbers`: uint64 [D]."""
+    return _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], np.uint64) + _GAMMA)
+
+
+def draw_numbers(starts: NDArray[np.uint64], indices: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Does what `uniform` does, after `draw_starts`. indices: uint64 [D]."""
+    bits = _mix(starts + (indices + np.uint64(1)) * _GAMMA)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def look_up(weights: Tensor, number: Tensor) -> Tensor:
+    """Returns places [D, 1] where numbers [D, 1] in [0, 1) lie in the cumulative weights [D, K]."""
+    ends = weights.cumsum(1)
+    total = ends[:, -1:]
+    # Rounded up, a number close to 1 would lie behind all of them.
+    target = (number * total).long().minimum(total - 1)
+    return torch.searchsorted(ends, target, right=True)

@@ -23,17 +23,14 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Creates a detokenizer. tokenizer: of transformers."""
+        """Creates a detokenizer. tokenizer: of transformers.
+
+        push: takes one token; returns the text that it completes, often but not always its own.
+        finish: returns what is held back: bytes that never became a character show as replacement characters.
+        """
         token_bytes = _token_bytes_of(tokenizer)
-        self._decoder = WindowDecoder(tokenizer) if token_bytes is None else ByteLevelDecoder(token_bytes)
-
-    def push(self, token_id: int) -> str:
-        """Adds one token; returns the text that it completes, often but not always its own."""
-        return self._decoder.push(token_id)
-
-    def finish(self) -> str:
-        """Returns what is held back: bytes that never became a character show as replacement characters."""
-        return self._decoder.finish()
+        decoder = WindowDecoder(tokenizer) if token_bytes is None else ByteLevelDecoder(token_bytes)
+        self.push, self.finish = decoder.push, decoder.finish
 
 
 class WindowDecoder:
@@ -83,7 +80,10 @@ class ByteLevelDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        return self._utf8.decode(self._token_bytes[token_id])
+        token = self._token_bytes[token_id]
+        if token.isascii() and not self._utf8.buffer:
+            return token.decode()
+        return self._utf8.decode(token)
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)

@@ -22,9 +22,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from epd.encoders.device import HostCopy, arrays_to_device, to_device, to_host
+from epd.encoders.device import HostCopy, arrays_to_device, rows_of, to_host
 from epd.sampling_params import MAX_LOGPROBS, SamplingParams
-from epd.stages.sampling.candidates import allowed_tokens, candidates, knobs, ruled_out, token_weights
+from epd.stages.sampling.candidates import (
+    allowed_tokens,
+    candidates,
+    draw_numbers,
+    draw_starts,
+    knobs,
+    look_up,
+    ruled_out,
+    token_weights,
+    uniform,
+)
 from epd.stages.sampling.sampling_state import UNREAD, SamplingRow, SamplingState
 from epd.stages.sampling.selection import likeliest
 
@@ -50,20 +60,6 @@ class SampledToken(NamedTuple):
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-def uniform(seeds: Sequence[int], indices: Sequence[int]) -> NDArray[np.float64]:
-    """Hashes seeds and indices to [0, 1), float64 [D]: SplitMix64 (Steele et al. 2014)."""
-    gamma = np.uint64(0x9E3779B97F4A7C15)
-    start = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], np.uint64) + gamma)
-    bits = _mix(start + (np.array(indices, np.uint64) + np.uint64(1)) * gamma)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
-
-
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     """Samples one token for each row of logits [R, V], of any float dtype, on any device."""
     if len(logits) != len(rows):
@@ -74,7 +70,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     places = [i for i, token_id in enumerate(only) if token_id is None]
     if len(places) == len(rows):
         return _sample_rows(logits, rows)
-    chosen = iter(_sample_rows(_some_rows(logits, places), [rows[i] for i in places]) if places else ())
+    chosen = iter(_sample_rows(rows_of(logits, places), [rows[i] for i in places]) if places else ())
     return [next(chosen) if token_id is None else SampledToken(token_id) for token_id in only]
 
 
@@ -91,32 +87,67 @@ class TokensAhead:
         return [token for tokens, _ in parts for token in tokens], all(is_exact for _, is_exact in parts)
 
 
-def sample_ahead(
-    logits: Tensor, states: Sequence[SamplingState], before: Tensor | None = None
-) -> TokensAhead:
-    """Samples as `sample` does one token after each state's, all of them foreseeable; waits for nothing.
+class SamplerAhead:
+    """Samples as `sample` does one token after each of some states, without a wait.
 
-    before: int64 [R], on the device, the token that each state lacks, since it has not been read yet.
+    is_foreseeable: whether that can be done before the tokens of the pass before are known.
+    Where no state changes its scores, all but the numbers to draw with stays from pass to pass.
     """
-    unread = () if before is None else (UNREAD,)
-    rows = [SamplingRow(state, unread) for state in states]
-    step = _rows_at_once(logits)
-    starts = range(0, len(rows), step)
-    return TokensAhead(
-        [
-            _choose(
-                logits[start : start + step],
-                rows[start : start + step],
-                None if before is None else before[start : start + step],
-            )
-            for start in starts
-        ]
-    )
+
+    def __init__(self, states: Sequence[SamplingState], num_unread: int) -> None:
+        """num_unread: tokens that each state lacks at first, since they have not been read yet: 0 or 1."""
+        self._states, self._num_unread = states, num_unread
+        self._is_changed = any(state.is_changed for state in states)
+        self.is_foreseeable = all(state.is_foreseeable for state in states)
+        self._kept: dict[int, list[_Draws]] = {}  # by the first row of those that are chosen at once
+
+    def sample(self, logits: Tensor, before: Tensor | None = None) -> TokensAhead:
+        """Samples from logits [R, V]. before: int64 [R], on the device, the tokens that are not read yet."""
+        step = _rows_at_once(logits)
+        starts = range(0, len(logits), step)
+        return TokensAhead([self._choose(logits, before, slice(start, start + step)) for start in starts])
+
+    def _choose(self, logits: Tensor, before: Tensor | None, part: slice) -> _Choice:
+        states, unread = self._states[part], () if before is None else (UNREAD,)
+        if self._is_changed:
+            rows = [SamplingRow(state, unread) for state in states]
+            return _choose(logits[part], rows, None if before is None else before[part])
+        if part.start not in self._kept:
+            self._kept[part.start] = self._draws(states, logits.device)
+        return _drawn(logits[part].float(), self._kept[part.start])
+
+    def _draws(self, states: Sequence[SamplingState], device: torch.device) -> list[_Draws]:
+        kinds = _kinds([state.params for state in states])
+        return [_Draws([states[i] for i in kind], kind, self._num_unread, device) for kind in kinds]
 
 
-def _some_rows(logits: Tensor, places: Sequence[int]) -> Tensor:
-    index = torch.tensor(places, dtype=torch.int64)
-    return logits.index_select(0, to_device(index, logits.device))
+class _Draws:
+    """Holds what stays from pass to pass of rows that are drawn together: see `_Group`."""
+
+    def __init__(
+        self, states: Sequence[SamplingState], rows: list[int], num_unread: int, device: torch.device
+    ) -> None:
+        self._params = [state.params for state in states]
+        self._fixed = arrays_to_device([np.array(rows, np.int64), knobs(self._params)], device)
+        self._starts = draw_starts([state.seed for state in states])
+        self._indices = np.array([each.num_generated + num_unread for each in states], np.uint64)
+
+    def numbers(self) -> NDArray[np.float64]:
+        """Returns what is looked up in the next pass, float64 [D, 1]."""
+        self._indices += np.uint64(1)
+        return draw_numbers(self._starts, self._indices - np.uint64(1))[:, None]
+
+    def group(self, numbers: Tensor) -> _Group:
+        index, values = self._fixed
+        return _Group(self._params, index, values, numbers)
+
+
+def _drawn(scores: Tensor, draws: Sequence[_Draws]) -> _Choice:
+    """Chooses from scores [R, V] that nothing changes."""
+    numbers = arrays_to_device([each.numbers() for each in draws], scores.device) if draws else ()
+    groups = [each.group(number) for each, number in zip(draws, numbers, strict=True)]
+    has_greedy = sum(len(group.params) for group in groups) < len(scores)
+    return _Choice((), [], scores, groups, None, has_greedy=has_greedy)
 
 
 def _sample_rows(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
@@ -159,12 +190,12 @@ def _sample_chunk(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledTo
 def _choose(logits: Tensor, rows: Sequence[SamplingRow], before: Tensor | None = None) -> _Choice:
     """Chooses with one copy to the device, unless more than the likeliest tokens matter.
 
-    before: see `sample_ahead`.
+    before: see `SamplerAhead.sample`.
     """
     # Of most batches no row is changed before it is drawn, and none reports.
     changed = rows if any(row.state.is_changed for row in rows) else ()
     asked = [i for i, row in enumerate(changed) if row.state.params.logprobs is not None]
-    kinds = _kinds(rows)
+    kinds = _kinds([row.state.params for row in rows])
     num_tokens = logits.shape[1]
     arrays = [*_penalties(changed, num_tokens), _banned(changed, num_tokens), np.array(asked, np.int64)]
     arrays += [*allowed_tokens(changed, num_tokens), *_biases(changed, num_tokens)]
@@ -189,11 +220,10 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow], before: Tensor | None =
     return _Choice(rows, asked, scores, groups, logprobs, has_greedy=has_greedy)
 
 
-def _kinds(rows: Sequence[SamplingRow]) -> list[list[int]]:
+def _kinds(params_of_rows: Sequence[SamplingParams]) -> list[list[int]]:
     """Groups the rows that are drawn: see `_Group`."""
     groups: dict[tuple[bool, bool], list[int]] = {}
-    for i, row in enumerate(rows):
-        params = row.state.params
+    for i, params in enumerate(params_of_rows):
         if not params.is_greedy:
             groups.setdefault((params.top_k > 0, params.top_p < 1), []).append(i)
     return list(groups.values())
@@ -366,21 +396,12 @@ def _draw(
     for group in groups:
         some = scores if len(group.params) == len(scores) else scores.index_select(0, group.index)
         found = candidates(some, group.params, group.knobs, is_bounded=is_bounded)
-        places = _look_up(found.weights, group.numbers)
+        places = look_up(found.weights, group.numbers)
         picked = places if found.ids is None else found.ids.gather(1, places)
         ids = ids.index_copy(0, group.index, picked[:, 0])
         if found.is_exact is not None:
             are_exact.append(found.is_exact)
     return ids, are_exact
-
-
-def _look_up(weights: Tensor, number: Tensor) -> Tensor:
-    """Returns places [D, 1] where numbers [D, 1] in [0, 1) lie in the cumulative weights [D, K]."""
-    ends = weights.cumsum(1)
-    total = ends[:, -1:]
-    # Rounded up, a number close to 1 would lie behind all of them.
-    target = (number * total).long().minimum(total - 1)
-    return torch.searchsorted(ends, target, right=True)
 
 
 def _tokens(

@@ -170,6 +170,8 @@ class SamplingState:
     def append(self, token_id: int) -> None:
         """Records the next token of the sequence."""
         self.num_generated += 1
+        if not self.is_changed:
+            return
         self._last_ids.append(token_id)
         if self.matcher is not None:
             self.matcher.append(token_id)

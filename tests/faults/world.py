@@ -16,7 +16,7 @@ from typing import Any
 from epd.control.routing import InFlight
 from epd.engine_config import EngineConfig
 from epd.errors import UnavailableError
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import PassLimits
 from epd.serve_app.composition import share_lead
 from epd.serve_app.fleet import has_all_roles
 from epd.serve_app.media.media_worker import MediaSettings
@@ -144,7 +144,7 @@ class World:
             EngineConfig(num_kv_tokens=plan.num_kv_tokens, draft="none"),
             num_embeddings=2048,
             max_batch_patches=512,
-            scheduler=SchedulerConfig(max_chunk_tokens=64),
+            scheduler=PassLimits(max_chunk_tokens=64),
         )
         self._media = MediaSettings(model, ANY_FILE, num_read_threads=1)
         self._supervisors: list[asyncio.Task[None]] = []

@@ -553,3 +553,84 @@ def test_a_pruned_range_is_computed_at_once_whatever_the_limits_of_a_chunk() -> 
     assert (chunk.start, chunk.stop, chunk.num_inputs) == (4, 7, 12)
     assert spans(step(queue)) == [("a", 7, 10)]
     assert len(queue.kv.block_table("a")) == 3, "what does not stay has given its blocks back"
+
+
+# Decodes that go on before their last tokens are known
+
+
+def decoding(queue: Scheduler, *requests: ScheduledRequest) -> None:
+    add(queue, *requests)
+    while any(not each.is_decoding for each in requests):
+        step(queue)
+
+
+def go_on(queue: Scheduler, request: ScheduledRequest) -> None:
+    """Does what the engine does with the token of a decode that it has read."""
+    request.identity.append(1)
+    request.num_tokens += 1
+    queue.advance_one(request)
+    queue.check_integrity()
+
+
+def test_a_decode_goes_on_behind_a_token_that_nobody_knows_but_not_past_its_last() -> None:
+    queue = scheduler()
+    long, short = request("a", 5, max_new=9), request("b", 5, max_new=2)
+    decoding(queue, long, short)
+    assert names(queue.decodes_ahead(num_unread=0)) == ["a", "b"]
+    assert names(queue.decodes_ahead(num_unread=1)) == ["a"]
+
+
+def test_decodes_go_on_while_others_wait_for_media_or_grammars_and_stop_for_a_prompt_that_is_there() -> None:
+    queue = scheduler()
+    decoding(queue, request("a", 5, max_new=9))
+    waits, asks = request("b", 8, num_ready=0), request("c", 5, may_sample=False)
+    add(queue, waits, asks)
+    step(queue)
+    assert names(queue.decodes_ahead(0)) == ["a"]
+    waits.num_ready = 4
+    assert queue.decodes_ahead(0) == []
+    step(queue)
+    assert names(queue.decodes_ahead(0)) == ["a"]
+    asks.may_sample = True
+    assert queue.decodes_ahead(0) == []
+
+
+def test_decodes_go_on_while_the_queue_has_no_room_but_not_over_somebody_more_important() -> None:
+    queue = scheduler(max_num_seqs=1)
+    decoding(queue, request("a", 5, max_new=9))
+    add(queue, request("b", 5))
+    assert names(queue.decodes_ahead(0)) == ["a"]
+    add(queue, request("c", 5, priority=-1))
+    assert queue.decodes_ahead(0) == []
+
+
+def test_room_ahead_preempts_nobody() -> None:
+    queue = scheduler(num_blocks=4)
+    first, second = request("a", 6, max_new=9), request("b", 6, max_new=2)
+    decoding(queue, first, second)
+    assert queue.make_room_ahead(first, 8)
+    assert not queue.make_room_ahead(first, 9)
+    assert queue.running == [first, second]
+    assert queue.kv.num_held_blocks("a") == 2
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+def test_the_cache_knows_of_whole_blocks_at_once_and_of_all_tokens_at_the_end(preempts: bool) -> None:
+    """Prompt 5, then token after token: blocks are whole with 8 and 12."""
+    queue = scheduler(num_blocks=5, preemption="recompute", max_num_seqs=1)
+    answer = request("a", 5, max_new=9)
+    decoding(queue, answer)
+    held = []
+    for _ in range(6):
+        assert queue.make_room_ahead(answer, answer.num_held + 1)
+        go_on(queue, answer)
+        held.append(queue.kv.num_tokens("a"))
+    assert held == [5, 5, 8, 8, 8, 8]
+    assert queue.kv.num_cached(answer.identity) == 8
+    if preempts:
+        add(queue, request("b", 7, priority=-1))
+        assert names(queue.schedule().admitted) == ["b"]
+        assert queue.waiting == [answer]
+    else:
+        queue.remove(answer)
+    assert queue.kv.num_cached(answer.identity) == 11

@@ -14,7 +14,7 @@ from epd.chat import ChatMessage, ContentPart
 from epd.control.routing import InFlight
 from epd.encoders import FrameSampling
 from epd.engine_config import EngineConfig
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import PassLimits
 from epd.sampling_params import SamplingParams
 from epd.serve_app.local.fleet import LocalFleet, LocalFleetConfig
 from epd.serve_app.media.media_worker import MediaSettings
@@ -131,7 +131,7 @@ class Deployment:
             EngineConfig(num_kv_tokens=8192),
             num_embeddings=4096,
             max_batch_patches=512,
-            scheduler=SchedulerConfig(max_chunk_tokens=64),
+            scheduler=PassLimits(max_chunk_tokens=64),
         )
         engine, others = parted(options.pop("settings", {}), settings.engine)
         self.held = HeldAnswers()

@@ -15,13 +15,15 @@ from epd.encoders import load_adapter
 from epd.encoders.adapter import Embeddings, PatchRun
 from epd.engine_config import EngineConfig
 from epd.errors import InfeasibleError
+from epd.kv.scheduling import SchedulerConfig
 from epd.serve_app.local.fleet import LocalTransport
 from epd.serve_app.worker.worker_core import stages_of
 from epd.serve_app.worker.worker_stages import StageBuilder, WorkerSettings
 from epd.stages import memory_sizing
+from epd.stages.engine import setup
 from epd.stages.engine.kv_pool import KVPoolsShape
 from epd.stages.engine.model_runner import kv_layouts
-from epd.stages.engine.setup import kv_shape
+from epd.stages.engine.setup import kv_shape, run_sampling
 from epd.stages.loading.weights import load_role
 from epd.stages.memory_sizing import (
     GPUMemory,
@@ -235,6 +237,57 @@ def test_captured_passes_are_part_of_what_a_worker_needs(
     assert num_tokens == int((9 - 4 - 2 - 1 - 0.5) * GB) // bytes_per_token // 16 * 16
 
 
+@pytest.mark.parametrize(
+    ("device_gb", "num_tokens", "num_seqs", "left_gb"),
+    [
+        (24, 2048, 256, 6.6 - 2.304),
+        (48, 2048, 256, 28.2 - 2.304),
+        (80, 8192, 1024, 57 - 9.216),
+    ],
+)
+def test_passes_are_as_large_as_the_device_and_have_room(
+    checkpoints: dict[str, Path],
+    gpu: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    device_gb: int,
+    num_tokens: int,
+    num_seqs: int,
+    left_gb: float,
+) -> None:
+    """A prefilled token takes 1 MB, an answer that is drawn 9 MB: it is the answers that need most."""
+    held, peak = [15 * GB], [0]
+
+    def run(num_bytes: int) -> None:
+        peak[0] = held[0] + num_bytes
+
+    monkeypatch.setattr(memory_sizing, "run_prefill", lambda *args: run(args[3] * 10**6))
+    monkeypatch.setattr(memory_sizing, "run_sampling", lambda _, count: run(count * 9 * 10**6))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: held[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak[0])
+    monkeypatch.setattr(GPUMemory, "now", classmethod(lambda cls, _: cls(device_gb * GB, 0, 15 * GB)))
+    settings = WorkerSettings(checkpoints["qwen2_5_vl"], EngineConfig(enforce_eager=True), num_embeddings=0)
+    builder = StageBuilder(settings, LocalTransport())
+    monkeypatch.setattr(
+        builder, "_load", lambda role: load_role(settings.model_path, role, CPU_FLOAT32).model
+    )
+    builder.placement = ON_GPU
+    builder._num_embeddings = 0
+    builder.size(frozenset({"prefill", "decode"}), frozenset({"prefill", "decode"}))
+    assert builder.limits == builder.decode_limits == SchedulerConfig(num_tokens, num_seqs, num_tokens)
+    assert builder._kv_tokens is not None
+    bytes_per_token = memory_sizing.kv_bytes_per_token(builder._language_model())
+    assert builder._kv_tokens * bytes_per_token == pytest.approx(left_gb * GB, rel=1e-3)
+
+
+def test_the_largest_sampling_weighs_every_token_for_each_answer(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr(setup, "sample", lambda logits, rows: seen.append((*logits.shape, len(rows))))
+    run_sampling(family.model, 5)
+    assert seen == [(5, family.model.get_output_embeddings().out_features, 5)]
+
+
 def test_a_worker_is_sized_for_its_roles(
     checkpoints: dict[str, Path], gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,6 +361,7 @@ def test_what_windows_do_not_need_is_room_for_tokens(
 ) -> None:
     """The memory is full: pools of windows are bounded, and the rest is for layers that keep all tokens."""
     family = Family.load("gemma3", build_gemma3(tmp_path / "model"))
+    monkeypatch.setattr(memory_sizing, "run_sampling", lambda *_: None)
     monkeypatch.setattr(memory_sizing, "run_prefill", lambda *_: None)
     arguments = (family.model, None, family.adapter, GENERATION, ON_GPU)
     largest = kv_shape(family.model, 2**24, max_num_seqs=4, max_chunk_tokens=64)
@@ -328,6 +382,7 @@ def test_recurrent_states_are_taken_off_the_room_of_tokens(
 ) -> None:
     """Two slots of each answer that grows, and eight for states that are kept."""
     family = families["qwen3_5"]
+    monkeypatch.setattr(memory_sizing, "run_sampling", lambda *_: None)
     monkeypatch.setattr(memory_sizing, "run_prefill", lambda *_: None)
     arguments = (family.model, None, family.adapter, GENERATION, ON_GPU)
     without = measured_kv_tokens(*arguments, LargestPasses(4096, 2048))

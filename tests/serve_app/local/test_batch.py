@@ -378,7 +378,7 @@ def test_lines_wait_planned_for_the_places_of_those_that_end(
     tmp_path: Path, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, num_ahead: int
 ) -> None:
     """More lines are asked about than run at once, or the engine would idle while the next ones are read."""
-    assert AppArgs.model_fields["max_num_seqs"].default < OWN_REQUESTS
+    assert AppArgs.model_construct().scheduler(is_decode=True).on(0).max_num_seqs < OWN_REQUESTS
     waiting = waiting_at_ends(monkeypatch)
     lines = [
         {"id": seed, "images": [str(write_image(tmp_path / f"{seed}.png", seed=seed))], "question": "What?"}

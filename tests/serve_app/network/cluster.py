@@ -13,7 +13,7 @@ from typing import Any
 
 from epd.engine_config import EngineConfig
 from epd.errors import UnavailableError
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import PassLimits
 from epd.serve_app.composition import share_lead
 from epd.serve_app.media.media_worker import MediaSettings, MediaWorker
 from epd.serve_app.network.board import Board
@@ -146,7 +146,7 @@ class Cluster:
             EngineConfig(num_kv_tokens=8192),
             num_embeddings=4096,
             max_batch_patches=512,
-            scheduler=SchedulerConfig(max_chunk_tokens=64),
+            scheduler=PassLimits(max_chunk_tokens=64),
         )
         engine, others = parted(settings, defaults.engine)
         self.settings = replace(defaults, engine=engine, **others)

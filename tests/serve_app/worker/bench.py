@@ -10,7 +10,7 @@ from typing import Any
 
 from epd.encoders.groups import MediaGroup
 from epd.engine_config import EngineConfig
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import PassLimits
 from epd.sampling_params import SamplingParams
 from epd.serve_app.local.fleet import LocalTransport
 from epd.serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
@@ -49,7 +49,7 @@ class Bench:
             self.path,
             EngineConfig(num_kv_tokens=4096),
             num_embeddings=2048,
-            scheduler=SchedulerConfig(max_chunk_tokens=32),
+            scheduler=PassLimits(max_chunk_tokens=32),
         )
         engine, others = parted(self.settings, base.engine)
         self.worker_settings = replace(base, engine=engine, **others)

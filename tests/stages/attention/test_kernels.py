@@ -22,6 +22,7 @@ from epd.stages.attention import device as attention_device
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
 from epd.stages.attention.device import DecodeRoom, DecodeWork, DeviceHeads, DevicePlan, decode_work
 from epd.stages.kernels.scaled_values import scaled
+from epd.stages.kernels.tiles import growth
 from tests.stages.attention.test_attention import (
     Case,
     filled,
@@ -158,21 +159,22 @@ def compare_attention(one: Pass, device: str, *, is_large: bool = False) -> None
 def compare_refilled(device: str) -> None:
     """Decodes from arrays whose values change: a batch of three, then of two others, in rows for four.
 
-    Then with what two of three read together, and again without it.
+    Then with what two of three read together, and again without it. Some have the work of contexts that were
+    shorter by five keys, moved on by as many.
     """
     heads = (4, 2, 32)
     memory: list[Tensor] = []
-    for lens, num_shared in (
-        (((1, 700), (1, 9), (1, 300)), 0),
-        (((1, 20), (1, 610)), 0),
-        (((1, 700), (1, 9), (1, 300)), 16),
-        (((1, 600), (1, 610), (1, 580), (1, 20)), 32),
-        (((1, 20), (1, 610)), 0),
+    for lens, num_shared, num_more in (
+        (((1, 700), (1, 9), (1, 300)), 0, 0),
+        (((1, 20), (1, 610)), 0, 5),
+        (((1, 700), (1, 9), (1, 300)), 16, 5),
+        (((1, 600), (1, 610), (1, 580), (1, 20)), 32, 0),
+        (((1, 20), (1, 610)), 0, 0),
     ):
         case = sharing(make_case(list(lens), heads, 16), num_shared)
         key_cache, value_cache = (cache.to(device) for cache in filled(case))
         unit = replace(DeviceHeads.of(key_cache, heads[0]), num_processors=4)
-        arrays = refilled(case.batch, unit, num_rows=4, max_blocks=64)
+        arrays = refilled(case.batch, unit, num_more, num_rows=4, max_blocks=64)
         if not memory:
             memory = [array.to(device) for array in arrays]
             slots, contexts, tables, own, together, *rest = memory
@@ -185,8 +187,13 @@ def compare_refilled(device: str) -> None:
         assert (ours.cpu().double() - naive(case, 0.2)).abs().max() < TOLERANCE[torch.float32]
 
 
-def refilled(batch: AttentionBatch, heads: DeviceHeads, num_rows: int, max_blocks: int) -> list[Tensor]:
-    """Slots, contexts, tables and work of a batch, in more rows than it has, else nonsense."""
+def refilled(
+    batch: AttentionBatch, heads: DeviceHeads, num_more: int, num_rows: int, max_blocks: int
+) -> list[Tensor]:
+    """Slots, contexts, tables and work of a batch, in more rows than it has, else nonsense.
+
+    num_more: keys of each that have come since the work was listed.
+    """
     num_used, width = batch.block_tables.shape
     tables = np.full((max_blocks, num_rows), 10**6, np.int32)
     tables[:width, :num_used] = batch.block_tables.T
@@ -195,8 +202,11 @@ def refilled(batch: AttentionBatch, heads: DeviceHeads, num_rows: int, max_block
     slots[:num_used], contexts[:num_used] = batch.slot_mapping, batch.context_lens
     with sharing_pays():
         runs = heads.shared(batch.query_starts, batch.context_lens, batch.block_tables, batch.block_size)
-    work = decode_work(contexts, runs, heads, DecodeRoom.of(num_rows, heads))
-    arrays = [slots, contexts, tables, *work.items, work.rows, work.merges, work.entries]
+    before = np.maximum(contexts - num_more, 1)
+    work = decode_work(before, runs, heads, DecodeRoom.of(num_rows, heads))
+    own, together = work.items
+    own = own + num_more * growth(own, num_used)
+    arrays = [slots, contexts, tables, own, together, work.rows, work.merges, work.entries]
     tensors = [torch.from_numpy(array) for array in arrays]
     tensors[2] = tensors[2].t()
     return tensors

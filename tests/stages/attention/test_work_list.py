@@ -12,7 +12,15 @@ import torch
 
 from epd.stages.attention.device import DeviceHeads, PassWork, shared_prefixes
 from epd.stages.attention.pieces import SharedRun
-from epd.stages.kernels.tiles import ITEM_WIDTH, MERGE_WIDTH, Tiles, keys_each, segment_tiles, work_list
+from epd.stages.kernels.tiles import (
+    ITEM_WIDTH,
+    MERGE_WIDTH,
+    Tiles,
+    growth,
+    keys_each,
+    segment_tiles,
+    work_list,
+)
 
 HEADS = DeviceHeads(7, 4, 128, torch.bfloat16, num_processors=132, chip=90)
 Lens = list[tuple[int, int]]  # (new tokens, context) of each segment
@@ -99,6 +107,19 @@ def test_what_several_read_is_read_once_for_as_many_as_a_tile_takes(
     tokens = listed.tiles[1].tokens
     saved = sum(run.num_tokens * (len(run.segments) - -(-len(run.segments) // tokens)) for run in runs)
     assert num_alone - num_keys == saved
+
+
+@pytest.mark.parametrize(
+    ("lens", "runs"), [(PASSES[0][0], []), (PASSES[1][0], []), SHARED[0]], ids=["short", "long", "shared"]
+)
+def test_work_that_grows_by_keys_attends_each_of_them_once(lens: Lens, runs: list[SharedRun]) -> None:
+    """Of decodes alone; what is read together stays as it is, and so do the rows that pad a batch."""
+    listed = PassWork.of(*starts_of(lens), runs, HEADS)
+    own, together = listed.work.items
+    work = replace(listed.work, items=(own + 9 * growth(own, len(lens)), together))
+    check([(new, context + 9) for new, context in lens], runs, replace(listed, work=work))
+    assert not growth(own, 0).any()
+    assert growth(own, 1)[own[:, 0] > 0].sum() == 0
 
 
 def test_a_long_context_among_short_ones_is_cut_and_they_are_not() -> None:

@@ -20,10 +20,11 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.attention import device as attention_device
 from epd.stages.engine.engine import LanguageEngine
-from epd.stages.engine.graphs import DecodeGraphs, graph_sizes
+from epd.stages.engine.graphs import DecodeGraphs, _HostBatch, graph_sizes
 from epd.stages.engine.kv_pool import KVGroupShape, KVPoolsShape
 from epd.stages.engine.model_runner import ModelRunner, kv_layouts
 from epd.stages.engine.packed_pass import PackedPass, Segment
+from epd.types import ceil_div
 from tests.stages.conftest import Subject
 from tests.stages.prompts import Drive
 
@@ -212,6 +213,40 @@ def test_a_draw_that_is_looked_at_again_has_its_own_logits(
     assert not torch.equal(first, again)
 
 
+def test_a_batch_that_goes_on_is_what_would_be_laid_out_anew(
+    subjects: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its arrays, with rows that pad it, also after answers have ended; its work has each key once."""
+    write, nums_rows = _HostBatch.write, list[int]()
+
+    def compared(host: _HostBatch, packed: PackedPass) -> None:
+        is_next = packed is host._planned
+        write(host, packed)
+        anew = _HostBatch(np.zeros(len(host._memory), np.uint8), host._shape, host._size)
+        write(anew, packed)
+        found, expected = host._arrays, anew._arrays
+        for name in ("slots", "positions", "contexts"):
+            assert np.array_equal(getattr(found, name), getattr(expected, name))
+        for row, context in enumerate(found.contexts[0].tolist()):
+            stop = ceil_div(context, host._shape.block_size)
+            assert np.array_equal(found.tables[:stop, 0, row], expected.tables[:stop, 0, row])
+            mine = [item for item in found.own[0].tolist() if item[0] == row and item[2]]
+            assert {item[3] for item in mine} == {context - 1}
+            assert sorted(key for item in mine for key in range(*item[4:6])) == list(range(context))
+        if is_next:
+            nums_rows.append(len(packed.token_ids))
+
+    monkeypatch.setattr(_HostBatch, "write", compared)
+    engine = captured(subjects("qwen2_5_vl"), Repeats(), async_scheduling=True, block_size=4)
+    drive, prompt = Drive(engine, seed=0), subjects("qwen2_5_vl").prompts[0]
+    for count in (40, 30, 9):
+        sampling = SamplingParams(max_tokens=count, ignore_eos=True)
+        engine.add(prompt.request(f"{count}", sampling=sampling))
+    while engine.has_work():
+        drive.step()
+    assert set(nums_rows) == {1, 2, 3}, "batches were meant to go on, and to lose rows"
+
+
 def _decode(num_cached: int, **options: Any) -> Segment:
     table = np.arange(3, dtype=np.int32)
     return Segment(np.array([num_cached]), np.full((3, 1), num_cached), [num_cached], [table], **options)
@@ -224,7 +259,7 @@ def _decode(num_cached: int, **options: Any) -> Segment:
         [_decode(4, num_logits=0)],  # of media alone
         [_decode(4, num_kept=1)],  # pruned
         [_decode(4)] * 7,  # more than are captured
-        [Segment(np.arange(1), np.zeros((3, 1), np.int64), [4], [np.zeros(129, np.int32)])],  # a long table
+        [Segment(np.arange(1), np.zeros((3, 1), np.int64), [2048], [np.zeros(129, np.int32)])],  # long
     ],
     ids=["chunk", "media", "pruned", "many", "long"],
 )

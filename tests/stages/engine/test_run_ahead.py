@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from epd.kv.block_pool import BlockPool
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.engine import LanguageEngine
@@ -15,6 +16,7 @@ from epd.stages.engine.generation import TokenOutput
 from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.packed_pass import PackedPass
 from epd.stages.engine.run_ahead import RunAhead
+from epd.stages.engine.sequence import TokenSequence
 from epd.stages.sampling import sampler
 from epd.types import ceil_div
 from tests.stages.conftest import Subject
@@ -71,22 +73,23 @@ def test_the_next_pass_is_what_would_be_packed_anew(
     launched, widths = RunAhead._launched, set[int]()
     wrong: list[AssertionError] = []  # a pass that raises is computed in step
 
-    def checked(
-        ahead: RunAhead, chunks: Any, sequences: Any, rows: Any, packed: PackedPass, *more: Any
-    ) -> Any:
+    def checked(ahead: RunAhead, batch: Any, unread: torch.Tensor | None) -> Any:
+        starts = [each.scheduled.num_computed + (unread is not None) for each in batch.sequences]
         segments = [
-            sequence.segment(chunk.start, chunk.stop, 1, ahead._kv)
-            for chunk, sequence in zip(chunks, sequences, strict=True)
+            sequence.segment(start, start + 1, 1, ahead._kv)
+            for start, sequence in zip(starts, batch.sequences, strict=True)
         ]
         try:
-            _check_equal(packed, ahead._runner.packed(segments))
+            _check_equal(batch.packed, ahead._runner.packed(segments))
         except AssertionError as error:
             wrong.append(error)
-        if more:
+        if unread is not None:
             widths.add(len(segments))
-        return launched(ahead, chunks, sequences, rows, packed, *more)
+        return launched(ahead, batch, unread)
 
     monkeypatch.setattr(RunAhead, "_launched", checked)
+    take = BlockPool.take  # blocks that do not follow each other
+    monkeypatch.setattr(BlockPool, "take", lambda pool, count, _=None: take(pool, count))
     prompt, engine = any_family.prompts[0], ahead(any_family, block_size=4)
     drive = Drive(engine, seed=2)
     for count in (MAX_TOKENS, 9, 6, MAX_TOKENS):
@@ -170,12 +173,52 @@ def _without_noise(output: TokenOutput) -> Any:
     )
 
 
-def test_what_depends_on_known_tokens_does_not_run_ahead(a_family: Subject, events: list[str]) -> None:
-    """Counts of tokens are the host's; the others wait with it for as long as it is there."""
-    sampling = SamplingParams(max_tokens=8, frequency_penalty=0.7)
-    plain = Drive(a_family.engine(), seed=0).run({"r": a_family.prompts[0]}, sampling=sampling)
-    assert Drive(ahead(a_family), seed=0).run({"r": a_family.prompts[0]}, sampling=sampling) == plain
-    assert not events
+def test_what_depends_on_known_tokens_is_chosen_once_they_are_booked(
+    a_family: Subject, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> None:
+    """Counts of tokens are the host's: the pass is launched as early all the same."""
+    sampling, prompt = SamplingParams(max_tokens=8, frequency_penalty=0.7), a_family.prompts[0]
+    plain = Drive(a_family.engine(), seed=0).run({"r": prompt}, sampling=sampling)
+    choose = sampler.SamplerAhead.sample
+
+    def choosing(ahead: sampler.SamplerAhead, *arguments: Any) -> sampler.TokensAhead:
+        events.append(f"choose after {ahead._states[0].num_generated}")
+        return choose(ahead, *arguments)
+
+    monkeypatch.setattr(sampler.SamplerAhead, "sample", choosing)
+    assert Drive(ahead(a_family), seed=0).run({"r": prompt}, sampling=sampling) == plain
+    assert events[:6] == [
+        "launch",
+        "choose after 1",
+        "launch ahead",
+        "read",
+        "choose after 2",
+        "launch ahead",
+    ]
+    assert events[-2:] == ["choose after 7", "read"]
+
+
+def test_one_that_depends_on_known_tokens_does_not_keep_the_others_from_running_ahead(
+    a_family: Subject, events: list[str]
+) -> None:
+    """It ends, is aborted, or another joins it; all have the tokens that they have in step."""
+    counted = SamplingParams(max_tokens=7, frequency_penalty=0.7)
+    found: list[dict[str, tuple[int, ...]]] = []
+    for engine in (a_family.engine(), ahead(a_family)):
+        drive, prompt = Drive(engine, seed=0), a_family.prompts[0]
+        engine.add(prompt.request("greedy"))
+        for name in ("ends", "aborted"):
+            engine.add(prompt.request(name, sampling=counted))
+        for _ in range(4):
+            drive.step()
+        engine.abort("aborted")
+        engine.add(prompt.request("joins", sampling=counted))
+        while engine.has_work():
+            drive.step()
+        found.append({name: drive.tokens(name) for name in ("greedy", "ends", "joins")})
+    assert found[0] == found[1]
+    assert found[0]["greedy"] == a_family.prompts[0].expected
+    assert events.count("launch") < 4 < events.count("launch ahead")
 
 
 def test_a_guess_that_was_wrong_is_computed_again(
@@ -245,6 +288,33 @@ def test_answers_that_leave_take_nothing_along(a_family: Subject, events: list[s
     assert drive.tokens("stays") == drive.tokens("moved") == prompt.expected
     assert drive.tokens("aborted") == other.expected
     assert engine.kv.usage == 0
+
+
+def test_answers_of_a_request_that_fails_end_together(
+    a_family: Subject, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> None:
+    """The first cannot take its fourth token: the second gives none in that step, and others all."""
+    push = TokenSequence.push
+
+    def failing(sequence: TokenSequence, token: sampler.SampledToken) -> TokenOutput:
+        if (sequence.request_id, sequence.num_generated) == ("fails", 3):
+            raise RuntimeError("no text")
+        return push(sequence, token)
+
+    monkeypatch.setattr(TokenSequence, "push", failing)
+    engine, prompt = ahead(a_family), a_family.prompts[0]
+    engine.add(prompt.request("fails", sampling=SamplingParams(max_tokens=9, temperature=1.0, n=2)))
+    engine.add(prompt.request("lasts"))
+    results = []
+    while engine.has_work():
+        results.append(engine.step())
+        engine.check_integrity()
+    outputs = [output for result in results for output in result.outputs]
+    assert [fault.request_id for result in results for fault in result.faults] == ["fails"]
+    assert [each.choice for each in outputs if each.request_id == "fails"] == [0, 1, 0, 1, 0, 1]
+    lasts = tuple(each.token.token_id for each in outputs if each.request_id == "lasts")
+    assert lasts == prompt.expected
+    assert "launch ahead" in events
 
 
 def test_a_pass_that_fails_is_done_again_in_step(

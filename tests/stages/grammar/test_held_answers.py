@@ -20,6 +20,8 @@ from epd.kv.drafting import DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.stages.engine.generation import GenerationSettings
+from epd.stages.engine.model_runner import ModelRunner
+from epd.stages.engine.packed_pass import PackedPass
 from epd.stages.grammar.matcher import GrammarBuilder, TokenMatcher
 from tests.stages.conftest import Subject
 from tests.stages.grammar.formats import SHAPE, WORDS, regex
@@ -104,6 +106,27 @@ def test_tokens_equal_those_of_generate_under_the_same_masks(
 
 def answers(subject: Subject, sampling: SamplingParams, **options: Any) -> dict[str, tuple[int, ...]]:
     return Drive(subject.engine(**options), seed=4).run(subject.mix(8), sampling=sampling, seed=3)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, UNREPORTED], ids=["greedy", "drawn", "unreported"])
+def test_passes_that_are_launched_ahead_change_no_token(
+    shapes: Subject,
+    sampling: SamplingParams,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("DEBUG", "epd.stages.engine.run_ahead")
+    expected, unread = answers(shapes, sampling), list[bool]()
+    decodes = ModelRunner.run_decodes
+
+    def running(runner: ModelRunner, packed: PackedPass, tokens: Tensor | None) -> Tensor:
+        unread.append(tokens is not None)
+        return decodes(runner, packed, tokens)
+
+    monkeypatch.setattr(ModelRunner, "run_decodes", running)
+    assert answers(shapes, sampling, async_scheduling=True) == expected
+    assert unread.count(True) > 5
+    assert "could not run ahead" not in caplog.text
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])

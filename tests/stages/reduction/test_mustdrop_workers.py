@@ -106,7 +106,8 @@ def test_both_workers_hold_and_send_survivors_alone(engines: Engines, long: Prom
         deployment.step()
         deployment.step()
     assert sum(sent) == num_held(long)
-    assert decode.kv.num_tokens("r") == num_held(long) + 2  # and what was answered in two steps
+    (running,) = decode.scheduler.running
+    assert running.num_held == num_held(long) + 2  # and what was answered in two steps
     while not deployment.is_over("r"):
         deployment.step()
     deployment.settle()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
@@ -23,8 +24,10 @@ from transformers import (
 
 from epd.sampling_params import SamplingParams
 from epd.stages.sampling import sampler
+from epd.stages.sampling.candidates import look_up
 from epd.stages.sampling.sampler import (
     SampledToken,
+    SamplerAhead,
     SamplingRow,
     SamplingState,
     sample,
@@ -153,6 +156,28 @@ def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sample(logits, rows) == whole
 
 
+@given(st.lists(any_params, min_size=1, max_size=6), st.integers(0, 2**31), st.integers(0, 3))
+@settings(deadline=None)
+def test_passes_that_run_ahead_choose_the_tokens_of_those_in_step(
+    params: list[SamplingParams], seed: int, num_known: int
+) -> None:
+    """Pass after pass, with one token that has not been read from the second on; two rows at once."""
+    plain, early = ([state(each, i, (1,) * num_known) for i, each in enumerate(params)] for _ in range(2))
+    assume(all(each.is_foreseeable for each in early))
+    ahead, before = SamplerAhead(early, num_unread=0), None
+    with patch.object(sampler, "_CPU_CHUNK", 2 * VOCAB):
+        for step in range(4):
+            logits = random_logits(seed + step, len(params))
+            chosen = sample(logits, [SamplingRow(each) for each in plain])
+            unread = ahead.sample(logits, before)
+            for each, token in zip(plain, chosen, strict=True):
+                each.append(token.token_id)
+            for each, token_id in zip(early, [] if before is None else before.tolist(), strict=False):
+                each.append(token_id)
+            assert unread.read() == (chosen, True)
+            before = unread.ids
+
+
 def test_plain_rows_take_the_first_of_the_largest() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0], [5.0, -1.0, 5.0]])
     rows = rows_of(SamplingParams(), range(2))
@@ -198,7 +223,7 @@ def test_draws_follow_the_probabilities(params: SamplingParams) -> None:
 def test_a_number_never_falls_on_a_token_without_weight(
     weights: list[int], number: float, place: int
 ) -> None:
-    places = sampler._look_up(torch.tensor([weights]), torch.tensor([[number]], dtype=torch.float64))
+    places = look_up(torch.tensor([weights]), torch.tensor([[number]], dtype=torch.float64))
     assert places.tolist() == [[place]]
 
 
