@@ -405,7 +405,7 @@ def print_answer(answer: Answer) -> None:
         if offer.reason:
             out.print(f"{offer.name}: {offer.reason}")
     out.print(answer.conclusion)
-    for line in answer.what_if_lines:
+    for line in (*answer.advice, *answer.what_if_lines):
         out.print(f"  {line}")
     for plan in answer.best.plans:
         print_plan(plan)

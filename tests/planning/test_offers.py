@@ -143,6 +143,20 @@ def test_a_page_shows_every_fleet_and_loads_nothing(plan_of: Callable[[int, str]
     assert heights[0] < line < heights[1], "the fleet that serves the rate is above the line"
 
 
+def test_a_buyer_is_told_what_the_rate_that_is_asked_for_costs_and_that_less_would_do(
+    plan_of: Callable[[int, str], Plan],
+) -> None:
+    """Two H100 cost 6 USD an hour; a thousand requests at the rate asked for more than with all busy."""
+    asked = 0.3 * plan_of(2, "h100").goodput
+    found = offers(plan_of, "2xh100", rate_per_s=asked)
+    answer = Answer("qwen", "texts", tuple(found), asked)
+    assert answer.advice == ["about 1 of the 2 would do: --fleet h100 plans as many as are needed"]
+    cost = f"{6 / asked / 3.6:.4g} USD"
+    assert f"at 6 USD an hour, {cost} per thousand requests" in answer.conclusion
+    assert f'<td class="n">{cost}<td class="n">' in page(answer)
+    assert not Answer("qwen", "texts", tuple(found), 0.6 * found[0].goodput).advice
+
+
 def test_the_error_to_expect_is_that_of_the_kept_results() -> None:
     score = (ROOT / "benchmarks/results/score.md").read_text(encoding="utf-8")
     last = [line.split("|") for line in score.splitlines() if "| both |" in line][-1]
@@ -202,6 +216,7 @@ def test_a_rate_that_no_fleet_serves_is_exit_code_3(
     assert "1 x h100" in streams.out
     assert "none serves 400 requests a minute; 1 x h100 comes closest" in streams.err
     assert "raise --cpu-threads" in streams.err
+    assert "no fleet is limited by its devices" in streams.out
 
 
 @pytest.mark.parametrize(
