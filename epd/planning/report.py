@@ -61,7 +61,7 @@ class Answer:
     def advice(self) -> list[str]:
         """Returns what a buyer would overlook: threads that decide, and more devices than are asked for."""
         best, lines = self.best, []
-        if all(not plan.binding.grows for offer in self.offers for plan in offer.plans):
+        if all(plan.is_bound_by_threads for offer in self.offers for plan in offer.plans):
             lines.append(
                 "no fleet is limited by its devices, but by CPU threads that read media. Their numbers are "
                 "assumptions: say yours with --cpu-threads"
@@ -133,7 +133,8 @@ body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding
 body{color:#1b1f24;background:#fff}h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}
 table{border-collapse:collapse;width:100%}
 th,td{padding:.35rem .6rem;border-bottom:1px solid #d5dae0;text-align:left}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}tr.best{background:#e8f2ff;font-weight:600}
+td:first-child{white-space:nowrap}tr.best{background:#e8f2ff;font-weight:600}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
 p.take{font-size:1.2rem;font-weight:600}svg{width:100%;height:auto}li{margin:.2rem 0}
 """
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 720, 340, 70, 50, 20, 150
