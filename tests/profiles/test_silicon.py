@@ -1,4 +1,7 @@
-"""Profiles from tables of kernels: hand-made ones that follow a known law, and files that are wrong."""
+"""Profiles from tables of kernels: hand-made ones that follow a known law, and files that are wrong.
+
+Modules: `epd/profiles/silicon_tables.py`.
+"""
 
 from __future__ import annotations
 
