@@ -71,11 +71,10 @@ def assumed_profile(model: str) -> Profile:
     Half of the FLOPs, and 2 ms a pass in the place of launches.
     """
     found = analytic_profile("a100-80gb", model, Efficiency(compute=0.5, launch_s=0.0, replay_s=0.0))
-    costs = {
-        name: replace(table, cost=replace(table.cost, fixed_s=_PASS_S))
-        for name, table in (("prefill", found.prefill), ("decode", found.decode))
-    }
-    return replace(found, **costs)
+    prefill, decode = (
+        replace(table, cost=replace(table.cost, fixed_s=_PASS_S)) for table in (found.prefill, found.decode)
+    )
+    return replace(found, prefill=prefill, decode=decode)
 
 
 def paper_profile(fit: PaperFit | None = None) -> Profile:

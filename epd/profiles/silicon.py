@@ -294,8 +294,15 @@ def silicon_profile(silicon: Silicon, device: str, model: str, launch_s: float =
     )
     saved = in_layers * (PRODUCTS[_TYPE] - PRODUCTS[silicon.products])
     memory = replace(base.memory, language_weight_bytes=base.memory.language_weight_bytes - saved)
-    costs = {"encode": encode, "prefill": prefill, "decode": decode}
-    return replace(base, memory=memory, assumptions=told, parallel=parallel, **costs)
+    return replace(
+        base,
+        memory=memory,
+        encode=encode,
+        prefill=prefill,
+        decode=decode,
+        assumptions=told,
+        parallel=parallel,
+    )
 
 
 _Point = tuple[float, float, float]
