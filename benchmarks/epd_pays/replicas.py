@@ -43,7 +43,8 @@ from epd.workload.config import WorkloadConfig
 from epd.workload.metrics import SLO, Latency
 from tests.faults.pool import read_once
 
-PROFILE = "qwen2.5-vl-7b@a100-80gb"
+# qwen2.5-vl-7b@a100-80gb as it was computed when the live rounds were run.
+PROFILE = "benchmarks/results/replicas_profile.json"
 LAYOUTS = ("3x1epd", "3x1epd+chunk=512", "1e1p1d", "1e2pd", "2ep1d")
 NAME = "replicas"
 ROUNDS, NUM_REQUESTS = 3, 16

@@ -12,10 +12,17 @@ from functools import cache
 
 import numpy as np
 
-from benchmarks.published.paper import FOUR_K, Experiment, PaperFit, images, paper_deployment, paper_profile
+from benchmarks.published.paper import (
+    FOUR_K,
+    Experiment,
+    PaperFit,
+    assumed_profile,
+    images,
+    paper_deployment,
+    paper_profile,
+)
 from benchmarks.published.tables import FIGURE_6, TABLE_9_TTFT, Row
 from epd.kv.scheduling import SchedulerConfig
-from epd.profiles.analytic import analytic_profile
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
 
@@ -45,7 +52,7 @@ def figure_profile(model: str) -> Profile:
     """Returns the costs of a model in the paper's system."""
     if model == _MINICPM:
         return paper_profile()
-    fitted, base = paper_profile(), analytic_profile("a100-80gb", model)
+    fitted, base = paper_profile(), assumed_profile(model)
     image = base.media.image(FOUR_K)
     prefill = replace(base.prefill.cost, fixed_s=fitted.prefill.cost.fixed_s, floor_s=0.0)
     image_s = _objective_s_per_image(model) / _slack() - prefill.per_unit_s * image.num_tokens

@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.published.paper import Experiment, limits, paper_deployment
+from benchmarks.published.paper import Experiment, assumed_profile, limits, paper_deployment
 from benchmarks.published.tables import TABLE_7, TABLE_7_GOODPUT, Row
 from epd.planning.goodput import Demand, goodput
-from epd.profiles.analytic import analytic_profile
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
 from epd.simulate.deployment import Deployment
@@ -54,7 +53,7 @@ class AudioFit:
 def audio_profile(fit: AudioFit | None = None) -> Profile:
     """Returns the analytic profile with the fitted numbers in it."""
     fit = fit or AudioFit()
-    base = analytic_profile("a100-80gb", "ultravox-v0.3")
+    base = assumed_profile("ultravox-v0.3")
     assert base.images is not None
     prefill = replace(base.prefill.cost, fixed_s=fit.prefill_pass_s, floor_s=0.0)
     return replace(

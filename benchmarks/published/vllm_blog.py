@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.published.paper import assumed_profile
 from benchmarks.published.tables import VLLM_BLOG, Row
 from epd.encode.sharding import Sharding
 from epd.kv.scheduling import SchedulerConfig
 from epd.planning.goodput import Demand, goodput
-from epd.profiles.analytic import analytic_profile
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
 from epd.simulate.deployment import Deployment
@@ -35,7 +35,7 @@ _LAYOUTS: dict[str, tuple[str, Sharding]] = {"1E3PD": ("1e3pd", "request"), "DP4
 
 def blog_profile() -> Profile:
     """Returns 19.3 ms to encode an image, 8.8 ms to prefill it, 7.1 ms and 3.7 ms per sequence for a step."""
-    base = analytic_profile("a100-80gb", "qwen3-vl-4b")
+    base = assumed_profile("qwen3-vl-4b")
     return replace(
         base,
         name="qwen3-vl-4b@vllm-blog",

@@ -97,6 +97,11 @@ class Plan:
         return self.search.winner
 
     @property
+    def is_bound_by_threads(self) -> bool:
+        """Returns whether what reads media is busy nearly all the time, so that no device raises the rate."""
+        return not self.binding.grows and self.binding.load(self.winner.goodput) >= _BINDS
+
+    @property
     def cost_per_thousand(self) -> float | None:
         """Returns the price of a thousand requests at goodput, in the profile's currency."""
         price = self.profile.price_per_hour

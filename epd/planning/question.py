@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
 from epd.errors import RequestError
 from epd.simulate.clock import TICKS_PER_S
+from epd.simulate.frame_choice import VideoWishes
 from epd.simulate.requests import Job
 from epd.workload.requests import Resolution
 
 # Of H.264 as cameras and platforms send it: an assumption. 1080p of 30 frames a second is 5 Mbit/s.
 _BITS_PER_PIXEL = 0.08
+_WISHES = {
+    "fps": "{:g} frames of a second read",
+    "num_frames": "{:g} frames of a video read",
+    "max_visual_tokens": "at most {:g} visual tokens of a request",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +112,8 @@ def rate_of(text: str | float) -> float:
             f"{', '.join(f'/{name}' for name in _SECONDS)}; try 20/min"
         )
     return value / seconds
+
+
+def wished(wishes: VideoWishes) -> list[str]:
+    """Returns what is wished of frames, for people."""
+    return [_WISHES[name].format(value) for name, value in asdict(wishes).items() if value is not None]

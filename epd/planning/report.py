@@ -49,10 +49,37 @@ class Answer:
             return (
                 f"none serves {60 * self.rate_per_s:.3g} requests a minute; {best.name} comes closest, {rate}"
             )
-        return (
-            f"take {best.name} at {shown_price(best.price_per_hour, best.currency)} an hour: of "
-            f"{60 * self.rate_per_s:.3g} requests a minute asked for, it could serve {60 * best.goodput:.3g}"
+        each, whole = (
+            shown_price(price, best.currency) for price in (self.asked_cost(best), best.price_per_hour)
         )
+        return (
+            f"take {best.name} at {whole} an hour, {each} per thousand requests: of "
+            f"{60 * self.rate_per_s:.3g} a minute asked for, it could serve {60 * best.goodput:.3g}"
+        )
+
+    @property
+    def advice(self) -> list[str]:
+        """Returns what a buyer would overlook: threads that decide, and more devices than are asked for."""
+        best, lines = self.best, []
+        if all(plan.is_bound_by_threads for offer in self.offers for plan in offer.plans):
+            lines.append(
+                "no fleet is limited by its devices, but by CPU threads that read media. Their numbers are "
+                "assumptions: say yours with --cpu-threads"
+            )
+        if len(best.plans) == 1 and self.rate_per_s and best.goodput >= 2 * self.rate_per_s:
+            device, num = best.plans[0].profile.device, best.plans[0].num_devices
+            enough = math.ceil(num * self.rate_per_s / best.goodput)
+            lines.append(
+                f"about {enough} of the {num} would do: --fleet {device} plans as many as are needed"
+            )
+        return lines
+
+    def asked_cost(self, offer: Offer) -> float | None:
+        """Returns the price of a thousand requests at the rate asked for; None where it is not served."""
+        price = offer.price_per_hour
+        if price is None or not self.rate_per_s or not offer.serves(self.rate_per_s):
+            return None
+        return price / self.rate_per_s / 3.6
 
     @property
     def what_if_lines(self) -> list[str]:
@@ -72,6 +99,7 @@ class Answer:
             "demands": self.demands,
             "asked_per_s": self.rate_per_s,
             "conclusion": self.conclusion,
+            "advice": self.advice,
             "offers": [offer.record() for offer in self.offers],
             "what_ifs": [{"change": change, **offer.record()} for change, offer in self.what_ifs],
             "expected_error": EXPECTED_ERROR,
@@ -95,12 +123,18 @@ def _outcome(offer: Offer) -> str:
     return f"{offer.name}, {price} an hour, {60 * offer.goodput:.3g} requests a minute"
 
 
+LEGEND = (
+    "A layout counts workers by what they do: 2e1p1d are two that encode media, one that reads prompts "
+    "(prefill) and one that writes answers (decode); 8epd are eight that do it all. Prices are of a thousand "
+    "requests at the rate that is asked for, and with all devices busy."
+)
 _STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
 body{color:#1b1f24;background:#fff}h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}
 table{border-collapse:collapse;width:100%}
 th,td{padding:.35rem .6rem;border-bottom:1px solid #d5dae0;text-align:left}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}tr.best{background:#e8f2ff;font-weight:600}
+td:first-child{white-space:nowrap}tr.best{background:#e8f2ff;font-weight:600}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
 p.take{font-size:1.2rem;font-weight:600}svg{width:100%;height:auto}li{margin:.2rem 0}
 """
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 720, 340, 70, 50, 20, 150
@@ -114,13 +148,14 @@ def page(answer: Answer) -> str:
 <h1>Devices for {escape(answer.model)}</h1>
 <p>Asked: {escape(answer.question)}.</p>
 <p class="take">{escape(_sentence(answer.conclusion))}</p>
-{_list(answer.demands)}
+{_list([*answer.advice, *answer.demands])}
 <h2>Served, by price</h2>
 {_picture(answer)}
 <h2>Fleets, the best first</h2>
-<table><tr><th>fleet<th>layout<th class="n">requests/min<th class="n">price/h<th class="n">per thousand\
-<th class="n">kW<th>busiest</tr>
+<table><tr><th>fleet<th>layout<th class="n">requests/min<th class="n">price/h<th class="n">1,000 as asked\
+<th class="n">1,000 if full<th class="n">kW<th>busiest</tr>
 {"".join(_rows(answer))}</table>
+<p>{LEGEND}</p>
 <h2>Reasons</h2>
 {_list(_reasons(answer))}
 <h2>What these figures rest on</h2>
@@ -152,13 +187,16 @@ def _rows(answer: Answer) -> Iterator[str]:
     for offer in answer.offers:
         best = ' class="best"' if offer is answer.best else ""
         if not offer.plans:
-            yield f"<tr{best}><td>{escape(offer.name)}<td>none<td colspan=5>{escape(offer.reason)}</tr>\n"
+            yield f"<tr{best}><td>{escape(offer.name)}<td>none<td colspan=6>{escape(offer.reason)}</tr>\n"
             continue
         power = "" if offer.power_kw is None else f"{offer.power_kw:.3g}"
         price = shown_price(offer.price_per_hour, offer.currency)
+        cost = answer.asked_cost(offer)
+        asked = "" if cost is None else shown_price(cost, offer.currency)
         yield (
             f"<tr{best}><td>{escape(offer.name)}<td>{escape(offer.layout)}"
             f'<td class="n">{60 * offer.goodput:.3g}<td class="n">{escape(price)}'
+            f'<td class="n">{escape(asked)}'
             f'<td class="n">{escape(_cost(offer))}<td class="n">{power}'
             f"<td>{escape(', '.join(plan.binding.what for plan in offer.plans))}</tr>\n"
         )
@@ -197,9 +235,9 @@ def _picture(answer: Answer) -> str:
 
 
 def _above(value: float) -> float:
-    """Returns a round number above a value, whose quarters are round too: 1, 2, 4 or 8 of a power of ten."""
+    """Returns a round number above a value, whose quarters are round too."""
     power = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
-    return next(step * power for step in (1, 2, 4, 8, 20) if step * power > 1.02 * value)
+    return next(step * power for step in (1, 2, 4, 8, 10, 20) if step * power > 1.02 * value)
 
 
 def _axes(most_price: float, most_rate: float, currency: str) -> str:

@@ -17,35 +17,41 @@ _BYTES_PER_VALUE, _BYTES_PER_LOGIT = 2, 4
 # Context of the device and workspaces of matrix products: an assumption.
 _RUNTIME_BYTES = 10**9
 _MAX_CONTEXT = 131_072
+# Of a layer, from prefill of 256 tokens of 28 layers on our H100, which waits for the host.
+LAUNCH_S = 18.21e-3 / 28
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
     """Sets the shares of the data sheet that are reached, and overheads in seconds.
 
-    compute: of FLOPs in large matrix products
+    compute: of FLOPs in prefill, from 2,048 tokens of our H100 (benchmarks/results/gpu.md)
+    tower: of FLOPs in towers, whose heads and widths are small: an assumption
     memory: of bandwidth while weights or keys are read
     link: of bandwidth between devices
-    launch_s: of one pass of the language model
-    call_s: of one call of the tower
+    launch_s: that the host takes to launch a layer of prefill or of a tower kernel by kernel, which a pass
+        takes at least: from 256 tokens of our H100
+    replay_s: that a layer of a replayed step takes beside its kernels, a dozen of .5 us each (NVIDIA,
+        "Getting Started with CUDA Graphs")
     transfer_s: of one transfer
     reduce_s: of one all-reduce between devices that share layers
     pixels_per_s: decoded by a CPU thread from H.264
     image_pixels_per_s: the same from JPEG
     """
 
-    compute: float = 0.5
+    compute: float = 0.63
+    tower: float = 0.5
     memory: float = 0.7
     link: float = 0.6
-    launch_s: float = 0.002
-    call_s: float = 0.003
+    launch_s: float = LAUNCH_S
+    replay_s: float = 6e-6
     transfer_s: float = 0.001
     reduce_s: float = 15e-6
     pixels_per_s: float = 1.5e8
     image_pixels_per_s: float = 6e7
 
     def __post_init__(self) -> None:
-        if not all(0 < share <= 1 for share in (self.compute, self.memory, self.link)):
+        if not all(0 < share <= 1 for share in (self.compute, self.tower, self.memory, self.link)):
             raise ValueError(f"efficiencies are shares, above 0 and at most 1, got {self}")
 
 
@@ -93,7 +99,9 @@ def _parallel(on: Device, of: ModelShape, efficiency: Efficiency) -> ShardedMode
     stack = of.language
     language = ParallelStack(stack.num_layers, stack.hidden, stack.num_heads, stack.num_kv_heads)
     link_bytes_per_s = on.link_bytes_per_s * efficiency.link
-    return ShardedModel(language, _BYTES_PER_VALUE, link_bytes_per_s, efficiency.reduce_s)
+    return ShardedModel(
+        language, _BYTES_PER_VALUE, link_bytes_per_s, efficiency.reduce_s, launch_s=efficiency.launch_s
+    )
 
 
 def _memory(on: Device, of: ModelShape, *, has_scales: bool) -> MemoryNeeds:
@@ -133,17 +141,19 @@ def _reading_s(on: Device, num_parameters: int, efficiency: Efficiency) -> float
 
 
 def _encode(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
+    reading_s = _reading_s(on, of.vision.num_parameters, efficiency)
     cost = StageCost(
-        efficiency.call_s,
-        _reading_s(on, of.vision.num_parameters, efficiency),
-        of.vision.flops_per_token / (on.flops_per_s * efficiency.compute),
+        floor_s=max(reading_s, of.vision.num_layers * efficiency.launch_s),
+        per_unit_s=of.vision.flops_per_token / (on.flops_per_s * efficiency.tower),
     )
     return StageTable("patches", "groups", cost, ValidRange(1, 262_144), ValidRange(1, 256))
 
 
 def _prefill(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
+    passes = _passes(on, of, efficiency)
     cost = replace(
-        _passes(on, of, efficiency),
+        passes,
+        floor_s=max(passes.floor_s, of.language.num_layers * efficiency.launch_s - passes.experts_s),
         per_item_s=of.language.flops_per_pair / (on.flops_per_s * efficiency.compute),
     )
     return StageTable(
@@ -155,7 +165,7 @@ def _passes(on: Device, of: ModelShape, efficiency: Efficiency) -> StageCost:
     """Returns the cost of a pass of the language model without attention to all tokens."""
     language = of.language
     return StageCost(
-        efficiency.launch_s,
+        0.0,
         _reading_s(on, language.num_parameters - language.num_in_experts, efficiency),
         language.flops_per_token / (on.flops_per_s * efficiency.compute),
         experts_s=_reading_s(on, language.num_in_experts, efficiency),
@@ -169,6 +179,7 @@ def _decode(on: Device, of: ModelShape, efficiency: Efficiency, *, has_scales: b
     window_bytes = values.window * _kv_bytes(values, values.window_values_per_token, has_scales=has_scales)
     cost = replace(
         _passes(on, of, efficiency),
+        fixed_s=values.num_layers * efficiency.replay_s,
         per_item_s=_kv_bytes(values, values.kv_values_per_token, has_scales=has_scales) / bytes_per_s,
         read_s=(window_bytes + 2 * _state_bytes(of)) / bytes_per_s,
     )
@@ -191,13 +202,14 @@ def _per_pixel(per_pixel_s: float, units: str, items: str) -> StageTable:
 def _assumptions(of: ModelShape, efficiency: Efficiency, *, has_scales: bool) -> tuple[str, ...]:
     found: tuple[str, ...] = (
         "analytic: a roofline of the data sheet, computed from FLOPs and bytes; nothing was measured",
-        f"{efficiency.compute:.0%} of dense 16-bit FLOPs, {efficiency.memory:.0%} of memory bandwidth, "
-        f"{efficiency.link:.0%} of link bandwidth",
-        f"{efficiency.launch_s * 1e3:g} ms per pass, {efficiency.call_s * 1e3:g} ms per call of the tower",
+        f"{efficiency.compute:.0%} of dense 16-bit FLOPs, of towers {efficiency.tower:.0%}, "
+        f"{efficiency.memory:.0%} of memory bandwidth, {efficiency.link:.0%} of link bandwidth",
+        f"{efficiency.launch_s * 1e3:.2g} ms a layer at least to launch prefill and towers; decoding is "
+        "replayed",
         "a batch of the tower and a pass of one worker take twice as long while both run",
         f"activations of one layer at its widest, {_RUNTIME_BYTES / 1e9:g} GB of runtime per device",
-        f"one CPU thread decodes {efficiency.pixels_per_s:.2g} pixels/s of H.264, "
-        f"{efficiency.image_pixels_per_s:.2g} of JPEG",
+        f"one CPU thread decodes {efficiency.pixels_per_s / 1e6:.3g} million pixels/s of H.264, "
+        f"{efficiency.image_pixels_per_s / 1e6:.3g} million of JPEG",
     )
     if of.language.num_experts > 1:
         found += ("a pass reads the experts that its tokens choose, drawn evenly: real choices are fewer",)

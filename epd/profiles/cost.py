@@ -164,6 +164,20 @@ def _above(units: str, items: str, points: Sequence[Measurement], num_below: int
     return replace(whole, cost=cost, error=sum(errors) / len(errors))
 
 
+def fit_experts(units: str, items: str, points: Sequence[Measurement], active_share: float) -> StageTable:
+    """Fits a cost that reads the experts its units choose. active_share: of them, that a unit chooses"""
+    whole, seconds = fit_table(units, items, points), np.array([point.median_s for point in points])
+    columns = np.array(
+        [(1.0, 1 - (1 - active_share) ** each.units, each.units, each.items) for each in points]
+    )
+    fixed_s, experts_s, read_s, per_item_s = nonnegative_fit(columns / seconds[:, None], np.ones(len(points)))
+    cost = StageCost(
+        fixed_s, per_item_s=per_item_s, read_s=read_s, experts_s=experts_s, active_share=active_share
+    )
+    errors = [abs(cost.seconds(point.units, point.items) / point.median_s - 1) for point in points]
+    return replace(whole, cost=cost, error=sum(errors) / len(errors))
+
+
 def nonnegative_fit(columns: Float64Array, target: Float64Array) -> list[float]:
     """Fits least squares with coefficients of at least 0: the best over every subset of columns."""
     best, least = np.zeros(columns.shape[1]), np.inf

@@ -36,6 +36,7 @@ class ShardedModel:
     link_bytes_per_s: that an all-reduce reaches
     reduce_s: of one all-reduce beside its bytes
     shared: costs of prefill and of decoding by the number of devices, where their kernels are known
+    launch_s: that a layer of prefill takes at least, on any number of devices
     """
 
     language: ParallelStack
@@ -43,6 +44,7 @@ class ShardedModel:
     link_bytes_per_s: float
     reduce_s: float
     shared: Mapping[int, tuple[StageTable, StageTable]] = field(default_factory=dict)
+    launch_s: float = 0.0
 
     def allows(self, roles: AbstractSet[Stage], degree: int) -> bool:
         """Returns whether a worker can have so many devices: its language model's heads divide by them.
@@ -55,9 +57,14 @@ class ShardedModel:
 
     def stages(self, prefill: StageTable, decode: StageTable, degree: int) -> tuple[StageTable, StageTable]:
         """Returns the costs of prefill and decoding on `degree` devices."""
-        return self.shared.get(degree) or (self._stage(prefill, degree), self._stage(decode, degree))
+        least_s = self.language.num_layers * self.launch_s
+        return self.shared.get(degree) or (
+            self._stage(prefill, degree, least_s),
+            self._stage(decode, degree, 0.0),
+        )
 
-    def _stage(self, table: StageTable, degree: int) -> StageTable:
+    def _stage(self, table: StageTable, degree: int, least_s: float) -> StageTable:
+        """Returns the cost on `degree` devices. least_s: that weights and launches take together"""
         stack = self.language
         cost, num_reduces = table.cost, _REDUCES_PER_LAYER * stack.num_layers
         bytes_per_unit = stack.hidden * self.bytes_per_value * 2 * (degree - 1) / degree
@@ -66,6 +73,7 @@ class ShardedModel:
             cost=replace(
                 cost.times(1 / degree),
                 fixed_s=cost.fixed_s + num_reduces * self.reduce_s,
+                floor_s=max(cost.floor_s / degree, least_s - cost.experts_s / degree),
                 per_unit_s=cost.per_unit_s / degree + num_reduces * bytes_per_unit / self.link_bytes_per_s,
             ),
         )

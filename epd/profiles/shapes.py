@@ -103,7 +103,12 @@ class Transformer:
     @property
     def num_parameters(self) -> int:
         """Counts parameters of the layers and, if there is a vocabulary, its matrices: two, or a tied one."""
-        return self._num_in_layers(self.num_experts) + (2 - self.is_tied) * self.vocabulary * self.hidden
+        return self.num_in_layers + (2 - self.is_tied) * self.vocabulary * self.hidden
+
+    @property
+    def num_in_layers(self) -> int:
+        """Counts parameters of the layers, those of all experts too."""
+        return self._num_in_layers(self.num_experts)
 
     def _num_in_layers(self, num_experts: int) -> int:
         """Counts parameters of the layers with so many experts."""

@@ -9,33 +9,30 @@ them at the bandwidth of the memory. Several devices have the kernels of their s
 The tables time a product in a burst of 30; a pass goes on at the power limit, so its products have a highest
 rate. Towers and prefill are launched from Python, kernel by kernel, and take at least as long as that.
 Points are fitted as measured ones are. Between the sizes of a table the latency lies on a line of logarithms.
-Only 16-bit models without experts are known.
+Products of the language model may be of 8 bits, as far as the tables have them; all else has 16. Experts are
+those of the table whose sizes are the model's, drawn as AIConfigurator draws them: few of them often.
 """
 
 from __future__ import annotations
 
-import csv
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are another package
 
 from epd.errors import RequestError
-from epd.late_module import LateModule
 from epd.profiles.accelerators import DEVICES, Device, Devices
-from epd.profiles.analytic import analytic_profile
+from epd.profiles.analytic import LAUNCH_S, analytic_profile
 from epd.profiles.catalogue import model_named
-from epd.profiles.cost import Measurement, StageTable, fit_roofline
+from epd.profiles.cost import Measurement, StageTable, fit_experts, fit_roofline
 from epd.profiles.profile import Profile
 from epd.profiles.shapes import Transformer
-
-parquet = LateModule("pyarrow.parquet")  # brought by an extra
+from epd.profiles.silicon_tables import BACKENDS, Grid, Row, between, newest, number, read
 
 SYSTEMS: Mapping[str, str] = {
     "a100-80gb": "a100_sxm",
@@ -45,109 +42,79 @@ SYSTEMS: Mapping[str, str] = {
     "gb200": "gb200",
     "l40s": "l40s",
 }
-BACKENDS = ("vllm", "sglang", "trtllm")
-_TYPE = "bfloat16"
-_BYTES = 2
-_MAX_FILE_BYTES = 256 << 20
+_TYPE, _BYTES = "bfloat16", 2
+PRODUCTS: Mapping[str, int] = {_TYPE: 2, "fp8": 1, "fp8_block": 1}  # bytes of a weight
+_DRAWN = "power_law_1.01"  # how the tables' tokens choose experts
 # Sizes of the points that costs are fitted to.
 _NEW_TOKENS = (64, 256, 1024, 2048, 4096, 8192, 16_384)
 _SEQUENCES, _CONTEXTS = (1, 8, 32, 64, 128), (512, 2048, 8192)
 _PATCHES = (256, 1024, 4096, 16_384, 32_768)
-# From two points of our H100 (benchmarks/results/gpu.md). In prefill of 2,048 tokens its products reach 656
-# TFLOP/s of 989. In prefill of 256 it waits for the host.
-_SUSTAINED, _LAUNCH_S = 0.66, 18.21e-3 / 28
+# From our H100 (benchmarks/results/gpu.md): in prefill of 2,048 tokens products reach 656 TFLOP/s of 989.
+_SUSTAINED = 0.66
 _NEIGHBOURS = 4  # shapes of matrices between which one lies that no table has
 # Of a token and layer, between matrix products: values read and written, in widths of the model and of the
 # MLP, by passes over memory. Two norms, two sums, rotations, and an activation of two inputs.
 _HIDDEN_VALUES, _MLP_VALUES, _PASSES = 10, 3, 6
-Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Holds latencies in seconds by two sizes: rows of the first, points of the second in each."""
-
-    points: Mapping[float, Mapping[float, float]]
-
-    @classmethod
-    def of(cls, rows: Iterable[tuple[float, float, float]]) -> Grid:
-        """rows: (first, second, seconds). Of equal sizes, the fastest kernel counts."""
-        found: dict[float, dict[float, float]] = {}
-        for first, second, seconds in rows:
-            known = found.setdefault(first, {})
-            known[second] = min(seconds, known.get(second, math.inf))
-        return cls(found)
-
-    def seconds(self, first: float, second: float) -> float:
-        """Returns the latency; beyond the table it grows in proportion."""
-        rows = {each: _between(points, second) for each, points in self.points.items()}
-        return _between(rows, first)
-
-
-def _between(points: Mapping[float, float], size: float) -> float:
-    """Returns the value at a size; above all points in proportion, below them that of the first."""
-    sizes = sorted(points)
-    if size <= sizes[0]:
-        return points[sizes[0]]
-    if size >= sizes[-1]:
-        return points[sizes[-1]] * size / sizes[-1]
-    above = next(each for each in sizes if each >= size)
-    below = max(each for each in sizes if each < size)
-    share = math.log(size / below) / math.log(above / below)
-    return math.exp((1 - share) * math.log(points[below]) + share * math.log(points[above]))
 
 
 @dataclass(frozen=True)
 class Silicon:
     """Holds the tables of one system and backend.
 
-    versions: of each table's file
+    products: type of the language model's matrix products, of PRODUCTS
+    tables: the version of each table's file, and its rows
     """
 
     system: str
-    backend: str
+    products: str
     device: Device
     bytes_per_s: float
     pass_s: float
-    tables: Mapping[str, Sequence[Row]]
-    versions: Mapping[str, str]
+    tables: Mapping[str, tuple[str, Sequence[Row]]]
+
+    def _matrices(self, kind: str) -> Mapping[tuple[float, float], Mapping[float, float]]:
+        if kind not in self._known_matrices:
+            found: dict[tuple[float, float], dict[float, float]] = {}
+            for row in self._rows("gemm", gemm_dtype=kind):
+                known, m = found.setdefault((number(row, "n"), number(row, "k")), {}), number(row, "m")
+                known[m] = min(number(row, "latency") / 1000, known.get(m, math.inf))
+            self._known_matrices[kind] = found
+        return self._known_matrices[kind]
 
     @cached_property
-    def _matrices(self) -> Mapping[tuple[float, float], Mapping[float, float]]:
-        found: dict[tuple[float, float], dict[float, float]] = {}
-        for row in self._rows("gemm", gemm_dtype=_TYPE):
-            known, m = found.setdefault((_number(row, "n"), _number(row, "k")), {}), _number(row, "m")
-            known[m] = min(_number(row, "latency") / 1000, known.get(m, math.inf))
-        return found
+    def _known_matrices(self) -> dict[str, Mapping[tuple[float, float], Mapping[float, float]]]:
+        return {}
 
     def _rows(self, table: str, **fields: str) -> list[Row]:
         """Returns the rows with these fields, without windows. Raises RequestError for none."""
+        _, rows = self.tables.get(table, ("", ()))
         found = [
             row
-            for row in self.tables[table]
+            for row in rows
             if all(str(row.get(name, value)) == value for name, value in fields.items())
             and float(row.get("window_size") or 0) == 0
         ]
         if not found:
+            told = ", ".join(f"{name} {value}" for name, value in fields.items())
             raise RequestError(
-                f"received tables of {self.system} whose {table} has no rows of {_TYPE}; allowed: tables "
-                "with them; name another backend"
+                f"received tables of {self.system} whose {table} has no rows of {told}; allowed: tables "
+                "with them; name another backend or type of products, or take --profile MODEL@DEVICE"
             )
         return found
 
-    def matrix_s(self, m: int, n: int, k: int) -> float:
+    def matrix_s(self, m: int, n: int, k: int, kind: str = _TYPE) -> float:
         """Returns the seconds of a matrix product of m x k by k x n, as fast as it can go on."""
-        least_s = 2 * m * n * k / (_SUSTAINED * self.device.flops_per_s)
-        return max(least_s, self._burst_s(m, n, k))
+        flops_per_s = self.device.flops_per_s * PRODUCTS[_TYPE] / PRODUCTS[kind]
+        return max(2 * m * n * k / (_SUSTAINED * flops_per_s), self._burst_s(m, n, k, kind))
 
-    def _burst_s(self, m: int, n: int, k: int) -> float:
-        near = sorted(
-            (math.hypot(math.log(n / each[0]), math.log(k / each[1])), each) for each in self._matrices
-        )[:_NEIGHBOURS]
+    def _burst_s(self, m: int, n: int, k: int, kind: str) -> float:
+        matrices = self._matrices(kind)
+        near = sorted((math.hypot(math.log(n / each[0]), math.log(k / each[1])), each) for each in matrices)
+        near = near[:_NEIGHBOURS]
         total = sum(1 / max(distance, 1e-6) ** 2 for distance, _ in near)
         return (
             sum(
-                _between(self._matrices[each], m) * (n * k) / (each[0] * each[1]) / max(distance, 1e-6) ** 2
+                between(matrices[each], m) * (n * k) / (each[0] * each[1]) / max(distance, 1e-6) ** 2
                 for distance, each in near
             )
             / total
@@ -177,7 +144,7 @@ class Silicon:
             return float(row.get("num_key_value_heads") or row["num_heads"])
 
         def distance(row: Row) -> tuple[float, float, float]:
-            heads, dim = _number(row, "num_heads"), _number(row, "head_dim")
+            heads, dim = number(row, "num_heads"), number(row, "head_dim")
             ratio = (num_heads / num_kv_heads) / (heads / kv_heads(row))
             return abs(math.log(head_dim / dim)), abs(math.log(ratio)), abs(math.log(num_heads / heads))
 
@@ -186,55 +153,71 @@ class Silicon:
         is_step = table == "generation_attention"
         points = (
             (
-                _number(row, "batch_size"),
-                _number(row, "isl") + (_number(row, "step") if is_step else 0.0),
-                _number(row, "latency") / 1000,
+                number(row, "batch_size"),
+                number(row, "isl") + (number(row, "step") if is_step else 0.0),
+                number(row, "latency") / 1000,
             )
             for row in own
         )
         # Heads of another width cost in proportion to it.
-        return Grid.of(points), _number(own[0], "num_heads") * _number(own[0], "head_dim") / head_dim
+        return Grid.of(points), number(own[0], "num_heads") * number(own[0], "head_dim") / head_dim
 
     @cached_property
     def sums(self) -> Grid:
         """Seconds until several devices have the sum of what each computed, by devices and values."""
         names = ("num_gpus", "message_size", "latency")
-        rows = ([_number(row, each) for each in names] for row in self.tables.get(_SUMS, ()))
+        _, known = self.tables.get(_SUMS, ("", ()))
+        rows = ([number(row, each) for each in names] for row in known)
         return Grid.of((devices, values, latency / 1000) for devices, values, latency in rows)
 
-    def layers_s(self, of: Transformer, tokens: int, attention_s: float, num_devices: int = 1) -> float:
+    def experts_s(self, of: Transformer, tokens: int, num_devices: int) -> float:
+        """Returns the seconds of one layer's experts, which the devices share by width, and of their router.
+
+        Raises RequestError for sizes that the table lacks.
+        """
+        sizes = {"hidden_size": of.hidden, "inter_size": of.mlp_hidden, "topk": of.num_active_experts}
+        sizes |= {"num_experts": of.num_experts, "moe_tp_size": num_devices, "moe_ep_size": 1}
+        fields = {name: str(value) for name, value in sizes.items()}
+        rows = self._rows("moe", moe_dtype=self.products, distribution=_DRAWN, **fields)
+        points = {number(row, "num_tokens"): number(row, "latency") / 1000 for row in rows}
+        return between(points, tokens) + self.matrix_s(tokens, of.num_experts, of.hidden)
+
+    def layers_s(
+        self, of: Transformer, tokens: int, attention_s: float, kind: str = _TYPE, num_devices: int = 1
+    ) -> float:
         """Returns the seconds of all layers for so many tokens.
 
-        of: the share of each device, attention_s: of one layer's
+        of: the share of each device, whole experts. attention_s: of one layer's. kind: of its products
         """
         queries, keys = of.num_heads * of.head_dim, of.num_kv_heads * of.head_dim
-        widths = (
-            (queries + 2 * keys, of.hidden),
-            (of.hidden, queries),
-            ((of.mlp_matrices - 1) * of.mlp_hidden, of.hidden),
-            (of.hidden, of.mlp_hidden),
-        )
-        values = tokens * (_HIDDEN_VALUES * of.hidden + _MLP_VALUES * of.mlp_hidden)
+        has_experts = of.num_experts > 1
+        mlp_hidden = of.shared_mlp_hidden // num_devices if has_experts else of.mlp_hidden
+        widths = [(queries + 2 * keys, of.hidden), (of.hidden, queries)]
+        if mlp_hidden:
+            widths += [((of.mlp_matrices - 1) * mlp_hidden, of.hidden), (of.hidden, mlp_hidden)]
+        values = tokens * (_HIDDEN_VALUES * of.hidden + _MLP_VALUES * mlp_hidden)
         between_s = values * _BYTES / self.bytes_per_s + _PASSES * self.pass_s
-        matrices_s = sum(self.matrix_s(tokens, n, k) for n, k in widths)
+        matrices_s = sum(self.matrix_s(tokens, n, k, kind) for n, k in widths)
+        if has_experts:
+            matrices_s += self.experts_s(of, tokens, num_devices)
         sums_s = 2 * self.sums.seconds(num_devices, tokens * of.hidden) if num_devices > 1 else 0.0
         return of.num_layers * (matrices_s + attention_s + between_s + sums_s)
 
 
-def _number(row: Row, name: str) -> float:
-    return float(row[name])
+_SUMS = "custom_allreduce"  # of what several devices computed
+_OPTIONAL = (_SUMS, "moe")  # a copy may lack them
+_TABLES = ("gemm", "context_attention", "generation_attention", "encoder_attention", *_OPTIONAL)
 
 
-_SUMS = "custom_allreduce"  # of what several devices computed; a copy may lack it
-_TABLES = ("gemm", "context_attention", "generation_attention", "encoder_attention", _SUMS)
-
-
-def load_silicon(folder: Path, device: str, backend: str = "vllm") -> Silicon:
+def load_silicon(folder: Path, device: str, backend: str = "vllm", products: str = _TYPE) -> Silicon:
     """Reads a user's copy of the tables, the newest version of each. Raises RequestError.
 
     folder: the repository, or any folder in it that holds the systems
     device: of SYSTEMS, or a system's own name
+    products: type of the language model's matrix products
     """
+    if products not in PRODUCTS:
+        raise RequestError(f"received products of {products!r}; allowed: {', '.join(PRODUCTS)}; name one")
     if backend not in BACKENDS:
         raise RequestError(f"received the backend {backend!r}; allowed: {', '.join(BACKENDS)}; name one")
     system = SYSTEMS.get(device, device)
@@ -265,64 +248,22 @@ def load_silicon(folder: Path, device: str, backend: str = "vllm") -> Silicon:
             "system of AIConfigurator; clone it again"
         ) from None
     data = spec.parent / "data" / system
-    found = {name: _newest(data, f"{name}_perf", backend) for name in _TABLES}
-    return Silicon(
-        system,
-        backend,
-        on,
-        on.memory_bytes_per_s * shares,
-        pass_s,
-        {name: list(_read(path)) for name, path in found.items() if path},
-        {name: path.parent.name for name, path in found.items() if path},
-    )
+    found = {name: newest(data, f"{name}_perf", backend, is_optional=name in _OPTIONAL) for name in _TABLES}
+    tables = {name: (path.parent.name, list(read(path))) for name, path in found.items() if path}
+    return Silicon(f"{system}, {backend}", products, on, on.memory_bytes_per_s * shares, pass_s, tables)
 
 
-def _newest(data: Path, stem: str, backend: str) -> Path | None:
-    """Returns the file of a table in its newest version. Raises RequestError for none, but of sums."""
-    files = [
-        path
-        for path in data.rglob(f"{stem}.*")
-        if path.suffix in (".parquet", ".txt", ".csv") and path.parent.parent.name == backend
-    ]
-    if not files and stem.startswith(_SUMS):
-        return None
-    if not files:
-        raise RequestError(
-            f"received '{data}', which has no {stem} of {backend}; allowed: a copy with that table, or "
-            f"another of {', '.join(BACKENDS)}; name another --backend"
-        )
-    return max(files, key=lambda path: ([int(each) for each in re.findall(r"\d+", path.parent.name)], path))
+def silicon_profile(silicon: Silicon, device: str, model: str, launch_s: float = LAUNCH_S) -> Profile:
+    """Returns the profile of a model on a device by measured kernels.
 
-
-def _read(path: Path) -> Iterator[Row]:
-    if path.stat().st_size > _MAX_FILE_BYTES:
-        raise RequestError(
-            f"received '{path}' of {path.stat().st_size} bytes; allowed: {_MAX_FILE_BYTES}; cut it"
-        )
-    if path.suffix != ".parquet":
-        with path.open(encoding="utf-8", newline="") as file:
-            yield from csv.DictReader(file)
-        return
-    try:
-        yield from parquet.read_table(path).to_pylist()
-    except ModuleNotFoundError:
-        raise RequestError(
-            f"received '{path}', a Parquet file, without pyarrow; allowed: epd-vlm with [cloud]; install that"
-        ) from None
-    except (ValueError, OSError) as error:  # those of pyarrow are such
-        reason = " ".join(str(error).split())[:120]
-        raise RequestError(f"received '{path}', which cannot be read ({reason}); copy it again") from None
-
-
-def silicon_profile(silicon: Silicon, device: str, model: str, launch_s: float = _LAUNCH_S) -> Profile:
-    """Returns the profile of a model on a device by measured kernels. Raises RequestError for experts.
+    Raises RequestError for recurrent layers, and for experts of sizes that the tables lack.
 
     launch_s: that the host takes to launch a layer of prefill or of the tower
     """
     of = model_named(model)
-    if of.language.num_experts > 1:
+    if of.language.delta is not None:
         raise RequestError(
-            f"received {of.name}, which has experts; allowed: models without; take "
+            f"received {of.name}, which has recurrent layers; allowed: models without; take "
             f"--profile {of.name}@{device}"
         )
     try:
@@ -338,16 +279,30 @@ def silicon_profile(silicon: Silicon, device: str, model: str, launch_s: float =
             "AIConfigurator; copy them again"
         ) from None
     base = analytic_profile(device, model, devices=Devices({device: silicon.device}))
-    versions = ", ".join(f"{name} {version}" for name, version in silicon.versions.items())
+    versions = ", ".join(f"{name} {version}" for name, (version, _) in silicon.tables.items())
     told = (
-        f"sums of kernels that AIConfigurator measured on {silicon.system}, {silicon.backend} ({versions})",
+        f"sums of kernels that AIConfigurator measured on {silicon.system} ({versions}), products of the "
+        f"language model in {silicon.products}",
         f"products at {_SUSTAINED:.0%} of the data sheet's FLOPs or less, {launch_s * 1e3:.2f} ms a layer or "
         "more to launch prefill and towers: measured on one H100",
         *base.assumptions[3:],
     )
     encode = replace(encode, valid_items=base.encode.valid_items)
     parallel = None if base.parallel is None else replace(base.parallel, shared=shared)
-    return replace(base, encode=encode, prefill=prefill, decode=decode, assumptions=told, parallel=parallel)
+    in_layers = (
+        of.language.num_parameters - (2 - of.language.is_tied) * of.language.vocabulary * of.language.hidden
+    )
+    saved = in_layers * (PRODUCTS[_TYPE] - PRODUCTS[silicon.products])
+    memory = replace(base.memory, language_weight_bytes=base.memory.language_weight_bytes - saved)
+    return replace(
+        base,
+        memory=memory,
+        encode=encode,
+        prefill=prefill,
+        decode=decode,
+        assumptions=told,
+        parallel=parallel,
+    )
 
 
 _Point = tuple[float, float, float]
@@ -376,15 +331,20 @@ def _language(
         whole,
         num_heads=whole.num_heads // num_devices,
         num_kv_heads=whole.num_kv_heads // num_devices,
-        mlp_hidden=whole.mlp_hidden // num_devices,
+        mlp_hidden=whole.mlp_hidden if whole.num_experts > 1 else whole.mlp_hidden // num_devices,
         vocabulary=whole.vocabulary // num_devices,
     )
     prefill = [_prefill(silicon, of, each, num_devices) for each in _NEW_TOKENS]
     steps = [_decode(silicon, of, *each, num_devices) for each in product(_SEQUENCES, _CONTEXTS)]
-    return (
-        _launched("new tokens", "token pairs", prefill, of, launch_s),
-        _launched("sequences", "context tokens", steps, of, 0.0),
-    )
+    return _launched("new tokens", "token pairs", prefill, of, launch_s), _replayed(steps, of)
+
+
+def _replayed(steps: Sequence[_Point], of: Transformer) -> StageTable:
+    """Fits steps, which read of experts what their sequences choose."""
+    points = [Measurement(*point, 0.0, 1) for point in steps]
+    if of.num_experts == 1:
+        return fit_roofline("sequences", "context tokens", points)
+    return fit_experts("sequences", "context tokens", points, of.num_active_experts / of.num_experts)
 
 
 def _encode(silicon: Silicon, of: Transformer, patches: int) -> _Point:
@@ -396,12 +356,12 @@ def _encode(silicon: Silicon, of: Transformer, patches: int) -> _Point:
 def _prefill(silicon: Silicon, of: Transformer, tokens: int, num_devices: int) -> _Point:
     attention_s = silicon.attention_s("context_attention", of, 1, tokens)
     head_s = silicon.matrix_s(1, of.vocabulary, of.hidden)
-    layers_s = silicon.layers_s(of, tokens, attention_s, num_devices)
+    layers_s = silicon.layers_s(of, tokens, attention_s, silicon.products, num_devices)
     return tokens, tokens * (tokens + 1) / 2, layers_s + head_s
 
 
 def _decode(silicon: Silicon, of: Transformer, sequences: int, context: int, num_devices: int) -> _Point:
     attention_s = silicon.attention_s("generation_attention", of, sequences, context)
     head_s = silicon.matrix_s(sequences, of.vocabulary, of.hidden)
-    layers_s = silicon.layers_s(of, sequences, attention_s, num_devices)
+    layers_s = silicon.layers_s(of, sequences, attention_s, silicon.products, num_devices)
     return sequences, sequences * context, layers_s + head_s

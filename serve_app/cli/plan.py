@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
@@ -18,7 +18,7 @@ from epd.planning.asked import DEFAULT_PROFILE
 from epd.planning.asked import plan as planned
 from epd.planning.offers import EXPECTED_ERROR, Fleet, Objective, Offer, Wanted, compare
 from epd.planning.plan import Plan
-from epd.planning.question import Films, rate_of
+from epd.planning.question import Films, rate_of, wished
 from epd.planning.report import Answer, page, shown_price
 from epd.profiles.accelerators import CATALOGUE, Devices, load_devices
 from epd.serve_app.cli.flags import with_options_of
@@ -185,7 +185,7 @@ class _Asked:
         traffic = self.options["trace"] or self.options["workload"] or "images"
         rate = "" if self.min_rate is None else f", {self.min_rate:.3g} a second"
         words = [str(self.films) if self.films else f"requests of {traffic}{rate}"]
-        words += [f"{name}={value:g}" for name, value in asdict(self.wishes).items() if value is not None]
+        words += wished(self.wishes)
         for name, unit in (("slo_ttft_s", "to the first token"), ("slo_tpot_s", "a token after it")):
             if self.options[name] is not None:
                 words.append(f"{self.options[name]:g} s {unit} for {self.options['attainment']:.0%} of them")
@@ -405,7 +405,7 @@ def print_answer(answer: Answer) -> None:
         if offer.reason:
             out.print(f"{offer.name}: {offer.reason}")
     out.print(answer.conclusion)
-    for line in answer.what_if_lines:
+    for line in (*answer.advice, *answer.what_if_lines):
         out.print(f"  {line}")
     for plan in answer.best.plans:
         print_plan(plan)

@@ -16,7 +16,8 @@ from epd.models import MODEL_HELP, model_folder, served_name
 from epd.profiles.files import dump_profile, load_profile
 from epd.profiles.host import HostCosts
 from epd.profiles.profile import Profile
-from epd.profiles.silicon import BACKENDS, SYSTEMS, load_silicon, silicon_profile
+from epd.profiles.silicon import PRODUCTS, SYSTEMS, load_silicon, silicon_profile
+from epd.profiles.silicon_tables import BACKENDS
 from epd.serve_app.cli.flags import with_fields_of
 from epd.serve_app.cli.options import IsJson, Out
 
@@ -129,6 +130,10 @@ _Of = Annotated[
     str, typer.Option("--model", metavar="MODEL", help="A name of docs/models.md, or a config.json.")
 ]
 _Backend = Annotated[str, typer.Option(metavar="NAME", help=f"Whose kernels: {', '.join(BACKENDS)}.")]
+_Products = Annotated[
+    str,
+    typer.Option(metavar="TYPE", help=f"Of the language model's matrices: {', '.join(PRODUCTS)}."),
+]
 
 
 def import_tables(
@@ -136,14 +141,15 @@ def import_tables(
     system: _Device = "h100",
     model: _Of = "qwen2.5-vl-7b",
     backend: _Backend = "vllm",
+    products: _Products = "bfloat16",
     out: Out = None,
     as_json: IsJson = False,
 ) -> None:
     """Make a profile from published tables of measured kernels.
 
-    Reads your copy of AIConfigurator's tables: matrix products, attention of prefill, decode and towers. The
-    rest of the profile is as MODEL@DEVICE computes it.
+    Reads your copy of AIConfigurator's tables: matrix products, experts, attention of prefill, decode and
+    towers, and sums between devices. The rest of the profile is as MODEL@DEVICE computes it.
     """
     console.note(f"reading tables of {system}")
-    found = silicon_profile(load_silicon(folder, system, backend), system, model)
+    found = silicon_profile(load_silicon(folder, system, backend, products), system, model)
     _show(found, out, as_json)

@@ -15,6 +15,7 @@ from benchmarks.planning.silicon import (
     ASKED_S,
     PASS_S,
     ClosedLoop,
+    least_tpot_s,
     on_a_server,
     published_rows,
     served,
@@ -27,7 +28,7 @@ from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.requests import Job
 
 PROFILE = analytic_profile("h100", "qwen3-vl-8b")
-HEAD = "model_path,system,backend,mode,gemm_quant_mode,batch_size,isl,osl,tp_size,"
+HEAD = "model_path,system,backend,mode,gemm_quant_mode,batch_size,isl,osl,tp_size,moe_tp_size,moe_ep_size,"
 
 
 def test_one_user_waits_for_nobody() -> None:
@@ -77,9 +78,29 @@ def test_the_host_takes_its_part_of_each_pass_on_any_number_of_devices() -> None
         assert after.cost.seconds(100, 100) == pytest.approx(before.cost.seconds(100, 100) + PASS_S)
 
 
+def test_the_first_questions_are_on_their_way_too() -> None:
+    """Four users at once: the engine begins with the first that is there, without the others."""
+    at_once, _ = served(PROFILE, 1, 4, 4000, 2)
+    jobs = [Job(number, 0, (), 4000, 2, number, number) for number in range(4)]
+    rows = ClosedLoop(PROFILE, 1, SchedulerConfig(5504, 4, 5504), (), 1e-6).run(jobs).rows
+    alone_s = PROFILE.prefill.cost.seconds(4000, 4000 * 4001 / 2)
+    firsts_s = sorted((row["first_token"] - row["due"]) / TICKS_PER_S for row in rows)
+    assert alone_s < firsts_s[0] < alone_s + 2 * 4e-3
+    assert firsts_s[0] < at_once
+
+
+def test_a_row_faster_than_its_memory_had_more_servers() -> None:
+    """16 users with 4,000 tokens each, by 144 kB a token (36 layers), beside weights of 16.4 GB."""
+    row = {"batch_size": "16", "isl": "3999", "osl": "2", "tp_size": "2"}
+    kv_bytes = 16 * 4000 * 36 * 2 * 8 * 128 * 2
+    expected = (PROFILE.memory.language_weight_bytes + kv_bytes) / 2 / 1e12
+    assert least_tpot_s(row, PROFILE, 1e12) == pytest.approx(expected)
+
+
 def test_rows_of_other_types_models_and_forms_are_left_out(tmp_path: Path) -> None:
-    own = "Qwen/Qwen3-32B,h100_sxm,vllm,agg,,2,64,4,2,{ttft},5.0"
-    others = [own.replace(*pair) for pair in (("vllm", "sglang"), ("agg,,", "agg,fp8,"), ("-32B", "-8B"))]
+    own = "Qwen/Qwen3-32B,h100_sxm,vllm,agg,,2,64,4,2,1,1,{ttft},5.0"
+    changes = (("vllm", "sglang"), ("agg,,", "agg,fp8,"), ("-32B", "-8B"), ("4,2,1,1", "4,2,1,2"))
+    others = [own.replace(*pair) for pair in changes]
     lines = [
         HEAD + "silicon_ttft_ms,silicon_tpot_ms",
         *(each.format(ttft=9) for each in others),

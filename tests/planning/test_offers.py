@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,26 @@ def test_a_page_shows_every_fleet_and_loads_nothing(plan_of: Callable[[int, str]
     assert heights[0] < line < heights[1], "the fleet that serves the rate is above the line"
 
 
+def test_a_buyer_is_told_what_the_rate_that_is_asked_for_costs_and_that_less_would_do(
+    plan_of: Callable[[int, str], Plan],
+) -> None:
+    """Two H100 cost 6 USD an hour; a thousand requests at the rate asked for more than with all busy."""
+    asked = 0.3 * plan_of(2, "h100").goodput
+    found = offers(plan_of, "2xh100", rate_per_s=asked)
+    answer = Answer("qwen", "texts", tuple(found), asked)
+    assert answer.advice == ["about 1 of the 2 would do: --fleet h100 plans as many as are needed"]
+    cost = f"{6 / asked / 3.6:.4g} USD"
+    assert f"at 6 USD an hour, {cost} per thousand requests" in answer.conclusion
+    assert f'<td class="n">{cost}<td class="n">' in page(answer)
+    assert not Answer("qwen", "texts", tuple(found), 0.6 * found[0].goodput).advice
+    plan = found[0].plans[0]
+    for share, is_bound in ((0.95, True), (0.5, False)):  # of the rate at which threads have no time left
+        busy = replace(plan.binding, rate_per_s=plan.winner.goodput / share, grows=False)
+        offer = replace(found[0], plans=(replace(plan, binding=busy),))
+        told = Answer("qwen", "videos", (offer,), None).advice
+        assert any("no fleet is limited by its devices" in line for line in told) == is_bound
+
+
 def test_the_error_to_expect_is_that_of_the_kept_results() -> None:
     score = (ROOT / "benchmarks/results/score.md").read_text(encoding="utf-8")
     last = [line.split("|") for line in score.splitlines() if "| both |" in line][-1]
@@ -182,6 +203,7 @@ def test_the_command_answers_a_buyer(
     run(*options, *fleets, "--what-if", "frames=8", "--out", str(out), "--report", str(report), "--json")
     record = json.loads(capsys.readouterr().out)
     assert record["question"].startswith("4 videos a minute of 1 min, 1920x1080")
+    assert record["question"].endswith("; 32 frames of a video read")
     assert "a request has 32 frames" in record["demands"][0]
     assert {offer["fleet"] for offer in record["offers"]} == {"1 x h100", "1 x l4 + 1 x l40s"}
     assert record["what_ifs"][0]["change"] == "frames=8"
@@ -202,6 +224,11 @@ def test_a_rate_that_no_fleet_serves_is_exit_code_3(
     assert "1 x h100" in streams.out
     assert "none serves 400 requests a minute; 1 x h100 comes closest" in streams.err
     assert "raise --cpu-threads" in streams.err
+
+
+def test_advice_is_printed(few_requests: None, capsys: pytest.CaptureFixture[str]) -> None:
+    run("--videos-per-minute", "0.2", "--minutes", "1", "--frames", "8", "--fleet", "2xl4")
+    assert "about 1 of the 2 would do: --fleet l4 plans as many as are needed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

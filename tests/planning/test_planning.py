@@ -298,7 +298,7 @@ def test_a_disk_from_which_nothing_comes_back_is_refused() -> None:
         planned(1, workload="images", cache_mb_per_s=5.0)
 
 
-@pytest.mark.parametrize(("name", "kinds"), [("1e3pd", "pd"), ("1ed3ep", "ed and ep"), ("3ep1d", "ep")])
+@pytest.mark.parametrize(("name", "kinds"), [("2e2pd", "pd"), ("1ed3ep", "ed and ep"), ("3ep1d", "ep")])
 def test_at_the_bound_the_busiest_workers_have_no_time_left(name: str, kinds: str) -> None:
     """Kinds that share stages are busy together: what one of them leaves, the other does."""
     small = planner(Space(4), SLO(1.5, 0.03), **HEAVY)

@@ -10,7 +10,8 @@ from epd.planning.goodput import Demand, goodput, simulate_at
 from epd.planning.search import Planner
 from epd.planning.space import Space
 from epd.planning.traffic import planner_for
-from epd.profiles.analytic import analytic_profile
+from epd.profiles.analytic import Efficiency, analytic_profile
+from epd.profiles.cost import StageTable
 from epd.simulate import Deployment, JobMaker
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.requests import Job
@@ -18,7 +19,19 @@ from epd.topology import parse_topology
 from epd.workload.config import WorkloadConfig, load_workload
 from epd.workload.metrics import SLO
 
-PROFILE = analytic_profile("h100", "qwen2.5-vl-7b")
+ROOFLINE = analytic_profile("h100", "qwen2.5-vl-7b", Efficiency(compute=0.5, launch_s=0.0, replay_s=0.0))
+
+
+def and_each_call(table: StageTable, fixed_s: float) -> StageTable:
+    return replace(table, cost=replace(table.cost, fixed_s=fixed_s))
+
+
+PROFILE = replace(
+    ROOFLINE,
+    encode=and_each_call(ROOFLINE.encode, 0.003),
+    prefill=and_each_call(ROOFLINE.prefill, 0.002),
+    decode=and_each_call(ROOFLINE.decode, 0.002),
+)
 SHORT = load_workload("images")  # a few hundred requests are over before a queue is 2.6 s long
 PATIENT = SLO(ttft_s=2.6)
 

@@ -32,7 +32,7 @@ _WEIGHT_BYTES = 69.32 * _GIGA
 
 
 def profile_of(model: str) -> Profile:
-    return analytic_profile("h100", model, Efficiency(launch_s=0.0))
+    return analytic_profile("h100", model, Efficiency(compute=0.5, launch_s=0.0, replay_s=0.0))
 
 
 @pytest.mark.parametrize("name", RECURRENT)

@@ -119,9 +119,19 @@ def test_parameters_are_those_of_the_published_models(
 
 def test_a_decode_step_reads_the_weights_and_a_prefill_computes() -> None:
     """7.6 billion parameters in 16 bit over 70 % of 2.04 TB/s; 2 FLOPs each at half of 312 TFLOP/s."""
-    profile = analytic_profile("a100-80gb", "qwen2.5-vl-7b", Efficiency(launch_s=0.0))
+    efficiency = Efficiency(compute=0.5, launch_s=0.0, replay_s=0.0)
+    profile = analytic_profile("a100-80gb", "qwen2.5-vl-7b", efficiency)
     assert profile.decode.cost.seconds(1) == pytest.approx(15.23e9 / (0.7 * 2.039e12), rel=0.01)
     assert profile.prefill.cost.seconds(4096) == pytest.approx(4096 * 2 * 7.07e9 / 156e12, rel=0.02)
+
+
+def test_small_passes_wait_for_the_host_and_replayed_steps_do_not() -> None:
+    """Our H100, measured (benchmarks/results/gpu_profile.md): 18.21 ms for 256 tokens, 6.24 ms for a step."""
+    profile = analytic_profile("h100", "qwen2.5-vl-7b")
+    assert profile.prefill.cost.seconds(1) == profile.prefill.cost.seconds(256) == pytest.approx(18.21e-3)
+    assert profile.prefill.cost.seconds(2048, 2048 * 2049 / 2) == pytest.approx(47.61e-3, rel=0.01)
+    assert profile.encode.cost.seconds(1) == pytest.approx(32 * 18.21e-3 / 28)
+    assert profile.decode.cost.seconds(1, 2048) == pytest.approx(6.24e-3, rel=0.1)
 
 
 def test_faster_devices_cost_less_time() -> None:

@@ -1,4 +1,7 @@
-"""Profiles from tables of kernels: hand-made ones that follow a known law, and files that are wrong."""
+"""Profiles from tables of kernels: hand-made ones that follow a known law, and files that are wrong.
+
+Modules: `epd/profiles/silicon_tables.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,13 @@ import pytest
 from epd.errors import RequestError
 from epd.profiles.catalogue import model_named
 from epd.profiles.files import dump_profile, load_profile, parse_profile
-from epd.profiles.silicon import Grid, Silicon, load_silicon, silicon_profile
+from epd.profiles.silicon import Silicon, load_silicon, silicon_profile
+from epd.profiles.silicon_tables import Grid
 from epd.serve_app.cli.program import app
 
 # Of the made-up device: seconds of a multiplication, and of a pair of tokens in one head of 128.
 PER_PRODUCT_S, PER_PAIR_S = 1e-14, 1e-11
+EXPERT_S = 8 * 3 * 2048 * 768 * PER_PRODUCT_S / 2  # of a token, whose products are of 8 bits
 LAUNCH_S = 18.21e-3 / 28  # of a layer: our H100's prefill of 256 tokens, benchmarks/results/gpu.md
 YAML = """
 gpu: {mem_bw: 1.0e15, mem_bw_empirical_scaling_factor: 1.0, mem_empirical_constant_latency: 0.0,
@@ -31,6 +36,18 @@ def gemm() -> list[dict[str, Any]]:
         {"gemm_dtype": kind, "m": m, "n": n, "k": k, "latency": 1000 * PER_PRODUCT_S * m * n * k * factor}
         for m, n, k in product((1, 16, 1024, 32_768), sizes, sizes)
         for kind, factor in (("bfloat16", 1), ("fp8", 0.5))
+    ]
+
+
+def experts(read_s: float) -> list[dict[str, Any]]:
+    """Of qwen3-vl-30b-a3b: reads those of 128 that each token draws evenly, and multiplies 8 of them."""
+    sizes = {"hidden_size": 2048, "inter_size": 768, "topk": 8, "num_experts": 128, "moe_ep_size": 1}
+    sizes |= {"moe_dtype": "fp8", "distribution": "power_law_1.01"}
+    counts = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 4096, 8192, 16_384]
+    return [
+        {**sizes, "moe_tp_size": devices, "num_tokens": count, "latency": 1000 * seconds / devices}
+        for devices, count in product((1, 2, 4), counts)
+        for seconds in [read_s * (1 - (1 - 8 / 128) ** count) + EXPERT_S * count]
     ]
 
 
@@ -177,6 +194,43 @@ def test_a_pass_is_not_faster_than_its_launches_and_a_product_not_than_a_device_
     assert unlaunched.prefill.cost.seconds(1, 1) < LAUNCH_S
 
 
+def test_experts_in_8_bits_are_read_as_tokens_choose_them(tmp_path: Path) -> None:
+    """48 layers. What is beside experts is known from a table of experts that take no time."""
+    folder, profiles = tables(tmp_path), []
+    for read_s in (1e-3, 0.0):
+        rows = [{**each, "latency": each["latency"] if read_s else 1e-9} for each in experts(read_s)]
+        write(folder / "systems" / "data" / "h100_sxm" / "moe" / "vllm" / "0.10.0" / "moe_perf.txt", rows)
+        silicon = load_silicon(folder, "h100", products="fp8")
+        profiles.append(silicon_profile(silicon, "h100", "qwen3-vl-30b-a3b", launch_s=0.0))
+    found, beside = profiles
+    for devices, number in product((1, 2, 4), (1, 8, 32, 128)):
+        one, other = (each.on(devices).decode.cost.seconds(number, number * 2048) for each in (found, beside))
+        expected = 48 * (1e-3 * (1 - (1 - 8 / 128) ** number) + EXPERT_S * number) / devices
+        assert one - other == pytest.approx(expected, rel=0.03)
+    assert found.decode.cost.active_share == 8 / 128
+    one, other = (each.prefill.cost.seconds(8192, 8192 * 8193 / 2) for each in profiles)
+    assert one - other == pytest.approx(48 * (1e-3 + EXPERT_S * 8192), rel=0.05)
+
+
+def test_weights_and_products_of_8_bits_are_halved_and_heads_and_towers_are_not(tmp_path: Path) -> None:
+    folder, of = tables(tmp_path), model_named("qwen2.5-vl-7b").language
+    wide, narrow = (
+        silicon_profile(load_silicon(folder, "h100", products=kind), "h100", "qwen2.5-vl-7b")
+        for kind in ("bfloat16", "fp8")
+    )
+    in_vocabulary = 2 * of.vocabulary * of.hidden
+    saved = wide.memory.language_weight_bytes - narrow.memory.language_weight_bytes
+    assert saved == of.num_parameters - in_vocabulary
+    assert (narrow.encode, narrow.decode.cost.per_item_s) == (
+        wide.encode, pytest.approx(wide.decode.cost.per_item_s, rel=0.01)
+    )  # fmt: skip
+    products_s = PER_PRODUCT_S * saved / 2 * 8192
+    gained_s = wide.prefill.cost.seconds(8192, 1) - narrow.prefill.cost.seconds(8192, 1)
+    assert gained_s == pytest.approx(products_s, rel=0.02)
+    with pytest.raises(RequestError, match="allowed: bfloat16, fp8, fp8_block"):
+        load_silicon(folder, "h100", products="int3")
+
+
 def test_parquet_and_text_give_the_same(silicon: Silicon, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -217,8 +271,10 @@ def test_what_the_copy_lacks_is_said(tmp_path: Path, device: str, backend: str, 
 
 
 def test_wrong_files_and_models_with_experts_are_refused(silicon: Silicon, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="has experts"):
+    with pytest.raises(RequestError, match=r"moe has no rows of .* num_experts 128"):
         silicon_profile(silicon, "h100", "qwen3-vl-30b-a3b")
+    with pytest.raises(RequestError, match="has recurrent layers"):
+        silicon_profile(silicon, "h100", "qwen3.5-0.8b")
     broken = tmp_path / "systems" / "data" / "h100_sxm" / "gemm" / "vllm" / "0.11.0" / "gemm_perf"
     write(broken.with_suffix(".txt"), [{"gemm_dtype": "bfloat16", "m": "x", "n": 1, "k": 1, "latency": 1}])
     with pytest.raises(RequestError, match="wrong column or value"):
