@@ -157,7 +157,8 @@ class Board:
 
     async def _regroup(self) -> None:
         """Waits until members that a former board knew have had time to call."""
-        await asyncio.sleep(max(0.0, self._regrouped_s - time.monotonic()))
+        if (left_s := self._regrouped_s - time.monotonic()) > 0:
+            await asyncio.sleep(left_s)
 
     # Members
 
@@ -170,8 +171,10 @@ class Board:
                 return
         member = replace(member, info=member.info or entry.member.info, is_known=entry.member.is_known)
         before, entry.member = entry.member, member
-        self._num_traffic += member.traffic != before.traffic
-        if member != replace(before, traffic=member.traffic):
+        if member.traffic != before.traffic:
+            self._num_traffic += 1
+            before = replace(before, traffic=member.traffic)
+        if member != before:
             if member.is_ready and not before.is_ready:
                 entry.ready_version, entry.ready_s = self._version + 1, time.monotonic()
             self._change()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.__main__ import MAX_BLAMED, Totals, needed
+from tests.faults.__main__ import MAX_BLAMED, Totals, needed, results
 from tests.faults.mutants import MUTANTS, ROOT, broken, verdict
 from tests.faults.plan import AIMS, Fault, FaultPlan, drawn
 from tests.faults.pool import Pool, build_pool, read_once
@@ -127,6 +128,15 @@ def test_two_runs_of_a_seed_are_equal(pool: Pool) -> None:
         plan = drawn(seed, len(pool.questions))
         assert len(plan.faults) > 3
         assert simulate(plan, pool).digest == simulate(plan, pool).digest
+
+
+def test_seeds_that_processes_share_come_in_order_and_are_the_same(pool: Pool) -> None:
+    seeds = (3, 4, 6)
+    arguments = Namespace(processes=2, only=None, aim="", trace=False)
+    shared = list(results(arguments, pool, seeds))
+    assert [each.plan.seed for each in shared] == list(seeds)
+    alone = [simulate(drawn(seed, len(pool.questions)), pool) for seed in seeds]
+    assert [each.digest for each in shared] == [each.digest for each in alone]
 
 
 def test_clocks_that_are_set_by_hours_change_no_answer(pool: Pool) -> None:
