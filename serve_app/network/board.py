@@ -14,7 +14,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -34,6 +34,7 @@ _WAIT_S = 0.5  # of a call for a newer view
 _TICK_S = 0.25  # between checks for silent members
 # After a restart, until views are given. Ray fails calls of an actor that it restarts only after 2 s.
 _REGROUP_S = 6.0
+_TELL_S = 1.0  # after that, for members to say whom they know to be lost
 _MEET_S = 2.0  # for the workers to hear of a new one
 _REPLACED_S = 3.0  # of silence, of a worker while another one comes
 _LOADING_S = 60.0  # of silence, while a member loads its weights
@@ -78,6 +79,7 @@ class Board:
         self._ended: deque[str] = deque(maxlen=_MAX_ENDED)
         self._departed: deque[str] = deque(maxlen=_MAX_ENDED)
         self._incarnations: dict[str, int] = {}
+        self._accusations: list[tuple[str, str, str]] = []  # whom, why, and by whom
         self._vacant: dict[str, Member] = {}  # lost workers whose places nobody has, by name
         self._num_arrived = 0
         self._num_traffic = 0  # changes of any front's traffic
@@ -141,9 +143,23 @@ class Board:
         self._remove(epoch)
 
     async def accuse(self, epoch: str, reason: str, accuser: str = "") -> None:
-        """See `BoardClient`. Others have ended their links to a member that is lost: it accuses nobody."""
-        if accuser not in self._ended:
-            self._lose(epoch, reason)
+        """See `BoardClient`."""
+        self._accusations.append((epoch, reason, accuser))
+        if self._has_former:
+            await self._regroup(_TELL_S)
+        self._judge()
+
+    def _judge(self) -> None:
+        """Declares accused members lost, those with most accusers first.
+
+        Others have ended their links to a member that is lost, which looks as if all of them were: it accuses
+        nobody. A board that was restarted learns by its many accusers that it is lost.
+        """
+        accusations, self._accusations = self._accusations, []
+        numbers = Counter(epoch for epoch, _ in {(epoch, accuser) for epoch, _, accuser in accusations})
+        for epoch, reason, accuser in sorted(accusations, key=lambda each: -numbers[each[0]]):
+            if accuser not in self._ended:
+                self._lose(epoch, reason)
 
     def _is_of_former(self, member: Member, seen: int) -> bool:
         """Returns whether a member is the first to show this board that it takes the place of another one."""
@@ -155,9 +171,9 @@ class Board:
         self._regrouped_s = time.monotonic() + _REGROUP_S
         self._has_former = True
 
-    async def _regroup(self) -> None:
-        """Waits until members that a former board knew have had time to call."""
-        if (left_s := self._regrouped_s - time.monotonic()) > 0:
+    async def _regroup(self, more_s: float = 0.0) -> None:
+        """Waits until members that a former board knew have had time to call, and some more."""
+        if (left_s := self._regrouped_s + more_s - time.monotonic()) > 0:
             await asyncio.sleep(left_s)
 
     # Members
@@ -219,11 +235,12 @@ class Board:
         return self._has_former and (seen >= 0 or member.is_ready) and time.monotonic() > self._regrouped_s
 
     def _admit(self, member: Member) -> _Entry | None:
-        """Adds a new member. Returns None if its name is another one's by now."""
+        """Adds a new member. Returns None if its name is a later one's by now."""
         if member.kind == "stage" and member.info is None:
             self._lose_replaced(member)
         if member.kind != "front":
             info = member.info or self._placed(member)
+            self._lose_former(info)
             if info.incarnation < self._incarnations.get(info.name, 0) or info.name in self._infos():
                 return None
             self._incarnations[info.name] = info.incarnation
@@ -237,6 +254,13 @@ class Board:
         self._change()
         self._tasks.spawn(self._watch(entry))
         return entry
+
+    def _lose_former(self, info: WorkerInfo) -> None:
+        """Declares an earlier incarnation lost: a former board had given its name to this one."""
+        for entry in list(self._entries.values()):
+            former = entry.member.info
+            if former and former.name == info.name and former.incarnation < info.incarnation:
+                self._lose(entry.member.epoch, "another worker has its place")
 
     def _infos(self) -> dict[str, WorkerInfo]:
         """Returns the workers by name."""
