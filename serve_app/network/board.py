@@ -16,6 +16,7 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from epd.control.elasticity.assignment import roles_for_newcomer
@@ -119,12 +120,9 @@ class Board:
         self._register(member, seen)
         await self._regroup()
         if seen >= self._version:
-            changed = self._changed
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(_WAIT_S):
-                    await changed.wait()
-            except TimeoutError:
-                pass
+                    await self._changed.wait()
         if member.epoch in self._entries:
             self._entries[member.epoch].heard_s = time.monotonic()
         return self._view() if self._version > seen or self._has_traffic(member) else None
@@ -145,15 +143,15 @@ class Board:
     async def accuse(self, epoch: str, reason: str, accuser: str = "") -> None:
         """See `BoardClient`."""
         self._accusations.append((epoch, reason, accuser))
-        if self._has_former:
-            await self._regroup(_TELL_S)
+        await self._regroup()
+        await asyncio.sleep(max(0.0, self._told_s - time.monotonic()))
         self._judge()
 
     def _judge(self) -> None:
         """Declares accused members lost, those with most accusers first.
 
-        Others have ended their links to a member that is lost, which looks as if all of them were: it accuses
-        nobody. A board that was restarted learns by its many accusers that it is lost.
+        Others end their links to a member that is lost, which looks to it as if all of them were: it accuses
+        nobody. A board that was restarted knows it by its many accusers.
         """
         accusations, self._accusations = self._accusations, []
         numbers = Counter(epoch for epoch, _ in {(epoch, accuser) for epoch, _, accuser in accusations})
@@ -171,10 +169,15 @@ class Board:
         self._regrouped_s = time.monotonic() + _REGROUP_S
         self._has_former = True
 
-    async def _regroup(self, more_s: float = 0.0) -> None:
-        """Waits until members that a former board knew have had time to call, and some more."""
-        if (left_s := self._regrouped_s + more_s - time.monotonic()) > 0:
+    async def _regroup(self) -> None:
+        """Waits until members that a former board knew have had time to call."""
+        if (left_s := self._regrouped_s - time.monotonic()) > 0:
             await asyncio.sleep(left_s)
+
+    @property
+    def _told_s(self) -> float:
+        """Returns when members have had time to say whom a former board had lost; they wait meanwhile."""
+        return self._regrouped_s + (_TELL_S if self._has_former else 0.0)
 
     # Members
 
@@ -224,8 +227,8 @@ class Board:
     def _forget_filled(self, member: Member) -> None:
         """Forgets the places of a release that others have under other names: they came before the loss."""
         if self._vacant and self._has_all(member):
-            others = {name: lost for name, lost in self._vacant.items() if lost.release != member.release}
-            self._vacant = others
+            vacant = self._vacant.items()
+            self._vacant = {name: lost for name, lost in vacant if lost.release != member.release}
 
     def _is_late(self, member: Member, seen: int) -> bool:
         """Returns whether a member that a former board knew calls after all others were told that it is gone.
@@ -312,12 +315,11 @@ class Board:
     def _is_met(self, entry: _Entry) -> bool:
         if entry.member.kind != "stage" or time.monotonic() - entry.ready_s > _MEET_S:
             return True
-        others = [
-            each
+        return all(
+            each.seen >= entry.ready_version
             for each in self._entries.values()
             if each is not entry and each.member.kind == "stage" and each.member.is_ready
-        ]
-        return all(other.seen >= entry.ready_version for other in others)
+        )
 
     def _lose(self, epoch: str, reason: str) -> None:
         entry = self._remove(epoch)
@@ -392,7 +394,7 @@ class Board:
                 hang_s = self._hang_s or entry.member.hang_s
                 patience_s = hang_s if entry.member.is_ready else max(hang_s, _LOADING_S)
                 # Those that called while the board regrouped still wait for its answer.
-                if now_s - max(entry.heard_s, self._regrouped_s) > patience_s:
+                if now_s - max(entry.heard_s, self._told_s) > patience_s:
                     self._lose(epoch, f"silent for {patience_s:g} s")
             self._introduce()
 
