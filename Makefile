@@ -55,8 +55,9 @@ soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped
 	EPD_SOAK=2e2p2d $(BIN)/python -m pytest tests/serve_app/ray/test_faults.py tests/serve_app/ray/test_deployments.py tests/serve_app/ray/test_lost_processes.py tests/serve_app/ray/test_lost_proxy.py tests/serve_app/http/test_slow_clients.py tests/serve_app/http/test_hostile.py tests/serve_app/http/test_openapi.py tests/serve_app/http/test_openapi_real.py tests/serve_app/http/test_prompt_routes.py tests/test_any_length.py tests/test_works_with.py tests/serve_app/local/test_bad_lines.py -o timeout=1800
 
 SEEDS ?= 1000
+SEED_PROCESSES ?= 1
 faults: $(STAMP) ## SEEDS runs of an application in simulated time while processes are lost; figures in benchmarks/results/faults.md
-	nice $(BIN)/python -m tests.faults --seeds $(SEEDS) --results benchmarks/results/faults.md
+	nice $(BIN)/python -m tests.faults --seeds $(SEEDS) --processes $(SEED_PROCESSES) --results benchmarks/results/faults.md
 
 structured: $(STAMP) ## 1,000 drawn schemas at temperature 1.5 in 1e1p1d, every document validated; the cost of a step
 	$(BIN)/python -m benchmarks.serving.structured

@@ -14,8 +14,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from epd.control.elasticity.assignment import roles_for_newcomer
@@ -34,6 +35,7 @@ _WAIT_S = 0.5  # of a call for a newer view
 _TICK_S = 0.25  # between checks for silent members
 # After a restart, until views are given. Ray fails calls of an actor that it restarts only after 2 s.
 _REGROUP_S = 6.0
+_TELL_S = 1.0  # after that, for members to say whom they know to be lost
 _MEET_S = 2.0  # for the workers to hear of a new one
 _REPLACED_S = 3.0  # of silence, of a worker while another one comes
 _LOADING_S = 60.0  # of silence, while a member loads its weights
@@ -78,6 +80,7 @@ class Board:
         self._ended: deque[str] = deque(maxlen=_MAX_ENDED)
         self._departed: deque[str] = deque(maxlen=_MAX_ENDED)
         self._incarnations: dict[str, int] = {}
+        self._accusations: list[tuple[str, str, str]] = []  # whom, why, and by whom
         self._vacant: dict[str, Member] = {}  # lost workers whose places nobody has, by name
         self._num_arrived = 0
         self._num_traffic = 0  # changes of any front's traffic
@@ -117,12 +120,9 @@ class Board:
         self._register(member, seen)
         await self._regroup()
         if seen >= self._version:
-            changed = self._changed
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(_WAIT_S):
-                    await changed.wait()
-            except TimeoutError:
-                pass
+                    await self._changed.wait()
         if member.epoch in self._entries:
             self._entries[member.epoch].heard_s = time.monotonic()
         return self._view() if self._version > seen or self._has_traffic(member) else None
@@ -141,9 +141,23 @@ class Board:
         self._remove(epoch)
 
     async def accuse(self, epoch: str, reason: str, accuser: str = "") -> None:
-        """See `BoardClient`. Others have ended their links to a member that is lost: it accuses nobody."""
-        if accuser not in self._ended:
-            self._lose(epoch, reason)
+        """See `BoardClient`."""
+        self._accusations.append((epoch, reason, accuser))
+        await self._regroup()
+        await asyncio.sleep(max(0.0, self._told_s - time.monotonic()))
+        self._judge()
+
+    def _judge(self) -> None:
+        """Declares accused members lost, those with most accusers first.
+
+        Others end their links to a member that is lost, which looks to it as if all of them were: it accuses
+        nobody. A board that was restarted knows it by its many accusers.
+        """
+        accusations, self._accusations = self._accusations, []
+        numbers = Counter(epoch for epoch, _ in {(epoch, accuser) for epoch, _, accuser in accusations})
+        for epoch, reason, accuser in sorted(accusations, key=lambda each: -numbers[each[0]]):
+            if accuser not in self._ended:
+                self._lose(epoch, reason)
 
     def _is_of_former(self, member: Member, seen: int) -> bool:
         """Returns whether a member is the first to show this board that it takes the place of another one."""
@@ -157,7 +171,13 @@ class Board:
 
     async def _regroup(self) -> None:
         """Waits until members that a former board knew have had time to call."""
-        await asyncio.sleep(max(0.0, self._regrouped_s - time.monotonic()))
+        if (left_s := self._regrouped_s - time.monotonic()) > 0:
+            await asyncio.sleep(left_s)
+
+    @property
+    def _told_s(self) -> float:
+        """Returns when members have had time to say whom a former board had lost; they wait meanwhile."""
+        return self._regrouped_s + (_TELL_S if self._has_former else 0.0)
 
     # Members
 
@@ -170,8 +190,10 @@ class Board:
                 return
         member = replace(member, info=member.info or entry.member.info, is_known=entry.member.is_known)
         before, entry.member = entry.member, member
-        self._num_traffic += member.traffic != before.traffic
-        if member != replace(before, traffic=member.traffic):
+        if member.traffic != before.traffic:
+            self._num_traffic += 1
+            before = replace(before, traffic=member.traffic)
+        if member != before:
             if member.is_ready and not before.is_ready:
                 entry.ready_version, entry.ready_s = self._version + 1, time.monotonic()
             self._change()
@@ -205,8 +227,8 @@ class Board:
     def _forget_filled(self, member: Member) -> None:
         """Forgets the places of a release that others have under other names: they came before the loss."""
         if self._vacant and self._has_all(member):
-            others = {name: lost for name, lost in self._vacant.items() if lost.release != member.release}
-            self._vacant = others
+            vacant = self._vacant.items()
+            self._vacant = {name: lost for name, lost in vacant if lost.release != member.release}
 
     def _is_late(self, member: Member, seen: int) -> bool:
         """Returns whether a member that a former board knew calls after all others were told that it is gone.
@@ -216,11 +238,12 @@ class Board:
         return self._has_former and (seen >= 0 or member.is_ready) and time.monotonic() > self._regrouped_s
 
     def _admit(self, member: Member) -> _Entry | None:
-        """Adds a new member. Returns None if its name is another one's by now."""
+        """Adds a new member. Returns None if its name is a later one's by now."""
         if member.kind == "stage" and member.info is None:
             self._lose_replaced(member)
         if member.kind != "front":
             info = member.info or self._placed(member)
+            self._lose_former(info)
             if info.incarnation < self._incarnations.get(info.name, 0) or info.name in self._infos():
                 return None
             self._incarnations[info.name] = info.incarnation
@@ -234,6 +257,13 @@ class Board:
         self._change()
         self._tasks.spawn(self._watch(entry))
         return entry
+
+    def _lose_former(self, info: WorkerInfo) -> None:
+        """Declares an earlier incarnation lost: a former board had given its name to this one."""
+        for entry in list(self._entries.values()):
+            former = entry.member.info
+            if former and former.name == info.name and former.incarnation < info.incarnation:
+                self._lose(entry.member.epoch, "another worker has its place")
 
     def _infos(self) -> dict[str, WorkerInfo]:
         """Returns the workers by name."""
@@ -285,12 +315,11 @@ class Board:
     def _is_met(self, entry: _Entry) -> bool:
         if entry.member.kind != "stage" or time.monotonic() - entry.ready_s > _MEET_S:
             return True
-        others = [
-            each
+        return all(
+            each.seen >= entry.ready_version
             for each in self._entries.values()
             if each is not entry and each.member.kind == "stage" and each.member.is_ready
-        ]
-        return all(other.seen >= entry.ready_version for other in others)
+        )
 
     def _lose(self, epoch: str, reason: str) -> None:
         entry = self._remove(epoch)
@@ -365,7 +394,7 @@ class Board:
                 hang_s = self._hang_s or entry.member.hang_s
                 patience_s = hang_s if entry.member.is_ready else max(hang_s, _LOADING_S)
                 # Those that called while the board regrouped still wait for its answer.
-                if now_s - max(entry.heard_s, self._regrouped_s) > patience_s:
+                if now_s - max(entry.heard_s, self._told_s) > patience_s:
                     self._lose(epoch, f"silent for {patience_s:g} s")
             self._introduce()
 

@@ -102,7 +102,8 @@ class Membership:
 
     def set(self, **changes: Any) -> None:
         """Changes fields of this member, of which the next call informs the board."""
-        self._member = replace(self.member, **changes)
+        if changes:
+            self._member = replace(self.member, **changes)
 
     async def run(self) -> None:
         """Follows the board until this process has left, or must end."""
@@ -156,7 +157,7 @@ class Membership:
         for epoch in self.view.members.keys() - view.members.keys():
             self._lost.set(epoch, True)
         there = {epoch: member for epoch, member in view.members.items() if not self._lost.get(epoch)}
-        return replace(view, members=there)
+        return view if len(there) == len(view.members) else replace(view, members=there)
 
     def _end_lost(self, before: View) -> None:
         """Ends processes of this machine that are lost but may hang: nobody waits for them any more."""

@@ -13,8 +13,10 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -22,7 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 
 from tests.faults.plan import AIMS, FaultPlan, drawn
-from tests.faults.pool import Pool, build_pool, read_once
+from tests.faults.pool import Pool, build_pool, read_once, use_own_folder
 from tests.faults.simulation import Result, simulate
 
 MAX_BLAMED = 0.005  # of the requests that were not poisoned
@@ -137,6 +139,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--start", type=int, help="the first seed; by default the first that is not counted")
     parser.add_argument("--aim", choices=AIMS, default="", help="of all seeds; by default each has its own")
     parser.add_argument("--only", help="numbers of the faults that are kept, with commas, of one seed")
+    parser.add_argument("--processes", type=int, default=1, help="that share the seeds")
     parser.add_argument("--trace", action="store_true", help="print all that happens")
     parser.add_argument("--results", type=Path, help="page of all runs, which are counted beside it")
     return parser.parse_args()
@@ -151,6 +154,21 @@ def _plan(seed: int, pool: Pool, only: str | None, aim: str) -> FaultPlan:
     return plan
 
 
+def _run(arguments: argparse.Namespace, pool: Pool, seed: int) -> Result:
+    plan = _plan(seed, pool, arguments.only, arguments.aim)
+    return simulate(plan, pool, is_printed=arguments.trace)
+
+
+def results(arguments: argparse.Namespace, pool: Pool, seeds: Sequence[int]) -> Iterator[Result]:
+    """Yields what comes of seeds, in their order."""
+    run = partial(_run, arguments, pool)
+    if arguments.processes == 1:
+        yield from map(run, seeds)
+        return
+    with get_context("fork").Pool(arguments.processes, use_own_folder) as processes:
+        yield from processes.imap(run, seeds)
+
+
 def main() -> int:
     arguments = _parsed()
     counted = None if arguments.results is None else arguments.results.with_suffix(".json")
@@ -159,10 +177,7 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="epd-faults-") as folder, read_once():
         pool, said_s = build_pool(Path(folder)), time.monotonic()
-        for seed in range(start, start + arguments.seeds):
-            result = simulate(
-                _plan(seed, pool, arguments.only, arguments.aim), pool, is_printed=arguments.trace
-            )
+        for result in results(arguments, pool, range(start, start + arguments.seeds)):
             totals.add(result)
             if result.findings:
                 _explain(result, pool)

@@ -22,6 +22,7 @@ from torch import Tensor
 from epd.encoders import Embeddings
 from epd.encoders.adapter import MediaPlan, PatchRun
 from epd.encoders.batch import FrameEncoder
+from epd.stages.engine.kv_pool import KVPool
 from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.packed_pass import PackedPass
 
@@ -35,19 +36,23 @@ _PLACES, _WEIGHTS, _SALTS = np.random.default_rng(0).integers(
 ) | np.uint64(1)
 _SCORES = np.random.default_rng(1).standard_normal(1 << 12, np.float32) * 2
 _NO_WORD = np.zeros(1, np.uint64)
+_HALF, _FACTOR = np.uint64(32), np.uint64(0xD6E8FEB86659FD93)
 _CLEARLY = 6.0  # by which one token is likelier than it would be
 
 
 def _mixed(words: Words) -> Words:
     """Returns words of which every bit depends on every bit of one word."""
-    words = (words ^ (words >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-    words = (words ^ (words >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-    return words ^ (words >> np.uint64(32))
+    words = words ^ (words >> _HALF)
+    words *= _FACTOR
+    words ^= words >> _HALF
+    words *= _FACTOR
+    words ^= words >> _HALF
+    return words
 
 
 def _summed(rows: Words) -> Words:
     """Returns one word for each row of words, uint64 [N, W] to [N]."""
-    return _mixed((rows * _WEIGHTS[: rows.shape[1]]).sum(1, dtype=np.uint64))
+    return _mixed(rows @ _WEIGHTS[: rows.shape[1]])
 
 
 def _words_of(rows: Any) -> Words:
@@ -56,11 +61,10 @@ def _words_of(rows: Any) -> Words:
     return np.ascontiguousarray(flat).view(np.uint64)
 
 
-def _filled(words: Words, like: Any) -> Any:
-    """Returns rows that all bits of some words decide. like: [..., heads, channels], which takes them."""
-    num_words = like.shape[-1] * like.shape[-2] * like.itemsize // 8
-    rows = words[:, None] ^ _SALTS[:num_words]
-    return rows.view(like.dtype).reshape(len(words), *like.shape[-2:])
+def _stored(pool: KVPool) -> Words:
+    """Views keys and values of a pool's one layer as words: uint64 [num_blocks, 2, block_size, Hkv, W]."""
+    words: Words = pool.storage.numpy()[:, 0].view(np.uint64)
+    return words
 
 
 def _contents(packed: PackedPass, visual: Embeddings | None) -> Words:
@@ -77,17 +81,16 @@ def run_packed(
     """Does what `ModelRunner.run_packed` does. Returns logits [R, V]."""
     assert token_ids is None
     assert not packed.segments
-    batch, contents = packed.batches[0], _contents(packed, visual)
-    caches = [cache.numpy() for cache in runner.pools.layer(0)]
+    batch, contents, stored = packed.batches[0], _contents(packed, visual), _stored(*runner.pools.groups)
     starts, num_new = batch.query_starts, np.diff(batch.query_starts)
     num_cached = batch.context_lens - num_new
-    seen, before = _seen(caches, batch, num_cached)
+    seen, before = _seen(stored, batch, num_cached)
     owners, places = _rows_of(num_new, num_cached)
     sums = before[owners] + _running(contents * _PLACES[places], starts, owners)
-    to = np.divmod(batch.slot_mapping, batch.block_size)
-    for cache, words in zip(caches, (sums, _mixed(sums)), strict=True):
-        cache[to] = _filled(words, cache)
-    added = _running(_summed(_words_at(caches, to)) * _PLACES[places], starts, owners)
+    at, words = np.divmod(batch.slot_mapping, batch.block_size), np.stack([sums, _mixed(sums)], 1)
+    num_words = stored.shape[-2] * stored.shape[-1]  # of a token's keys
+    stored[at[0], :, at[1]] = words[:, :, None, None] ^ _SALTS[:num_words].reshape(stored.shape[-2:])
+    added = _running(_summed(_words_at(stored, *at)) * _PLACES[places], starts, owners)
     return _logits(_mixed(seen[owners] + added)[packed.logit_rows], runner)
 
 
@@ -105,16 +108,17 @@ def _running(words: Words, starts: Any, owners: Any) -> Words:
     return running
 
 
-def _words_at(caches: Sequence[Any], at: Any) -> Words:
-    """Returns all words of tokens, keys and values: uint64 [N, W]."""
-    return np.concatenate([_words_of(cache[at]) for cache in caches], 1)
+def _words_at(stored: Words, blocks: Any, places: Any) -> Words:
+    """Returns all words of tokens, keys and values: uint64 [N, 2 * Hkv * W]."""
+    words: Words = stored[blocks, :, places].reshape(len(blocks), 2 * stored.shape[-2] * stored.shape[-1])
+    return words
 
 
-def _seen(caches: Sequence[Any], batch: Any, num_cached: Any) -> tuple[Words, Words]:
+def _seen(stored: Words, batch: Any, num_cached: Any) -> tuple[Words, Words]:
     """Returns what each segment has in the cache, and the sum of its last token there: uint64 [S] both."""
     owners, places = _rows_of(num_cached, np.zeros_like(num_cached))
     blocks = batch.block_tables[owners, places // batch.block_size]
-    rows = _words_at(caches, (blocks, places % batch.block_size))
+    rows = _words_at(stored, blocks, places % batch.block_size)
     sums = np.concatenate([_NO_WORD, np.cumsum(_summed(rows) * _PLACES[places], dtype=np.uint64)])
     ends = np.cumsum(num_cached)
     # The first word of the last row is the sum of all tokens before it, itself included.

@@ -131,6 +131,12 @@ class _SharedReader(video.OwnReader):
         return decoded
 
 
+def use_own_folder() -> None:
+    """Gives a process that shares seeds with others a folder of its own, within that of `read_once`."""
+    folder = tempfile.mkdtemp()
+    memory._MEMORY_FOLDER, tempfile.tempdir = Path(folder), folder
+
+
 @contextmanager
 def read_once() -> Iterator[None]:
     """Lets all workers of this process share the model and the media that the first one has read.
@@ -169,7 +175,8 @@ def read_once() -> Iterator[None]:
         stack.enter_context(mock.patch.object(media_worker, "stream_here", reader.stream))
         stack.enter_context(mock.patch.object(video, "OwnReader", return_value=reader))
         stack.enter_context(mock.patch.object(worker_stages, "WholeModel", whole))
-        stack.enter_context(mock.patch.object(worker_stages, "generation_settings", generation))
+        for module in (worker_stages, request_planner):
+            stack.enter_context(mock.patch.object(module, "generation_settings", generation))
         stack.enter_context(mock.patch.object(ProcessTransport, "weights", weights))
         folder = stack.enter_context(TemporaryDirectory(prefix="epd-faults-"))
         stack.enter_context(mock.patch.object(memory, "_MEMORY_FOLDER", Path(folder)))

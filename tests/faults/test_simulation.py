@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.__main__ import MAX_BLAMED, Totals, needed
+from tests.faults.__main__ import MAX_BLAMED, Totals, needed, results
 from tests.faults.mutants import MUTANTS, ROOT, broken, verdict
 from tests.faults.plan import AIMS, Fault, FaultPlan, drawn
 from tests.faults.pool import Pool, build_pool, read_once
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning",
 )
 
-NUM_SEEDS = 120  # the first; `make faults` runs a thousand
+NUM_SEEDS = 200  # the first; `make faults` runs a thousand
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def test_seeds_leave_nothing_and_change_no_token(pool: Pool) -> None:
         assert not result.findings, (seed, result.findings)
         counts += result.counts
     assert counts["answered"] > 7 * NUM_SEEDS
-    assert {drawn(seed, len(pool.questions)).aim for seed in range(200)} == AIMS.keys()
+    assert {drawn(seed, len(pool.questions)).aim for seed in range(NUM_SEEDS)} == AIMS.keys()
     assert counts["wrong"] == counts["hung"] == 0
     assert counts["blamed"] <= MAX_BLAMED * 10 * NUM_SEEDS
     # What is to be survived has happened.
@@ -90,11 +91,16 @@ def test_a_prompt_whose_answer_was_moved_is_freed_when_the_worker_that_had_it_is
     assert result.counts["answered"] == 9
 
 
-def _frozen(pool: Pool, target: float, *faults: Fault) -> FaultPlan:
+def _frozen(pool: Pool, target: float, *faults: Fault, lasts_s: float = 12.0) -> FaultPlan:
     """Returns a plan in which one process does nothing for longer than the board waits for it."""
     plan = replace(drawn(7, len(pool.questions), aim="anything"), topology="1e1p2d", num_fronts=2)
     plan = replace(plan, num_media=1, slowness=0.3, num_kv_tokens=4096)
-    return replace(plan, faults=(Fault(0.9, "freeze", target, lasts_s=12.0), *faults))
+    return replace(plan, faults=(Fault(0.9, "freeze", target, lasts_s=lasts_s), *faults))
+
+
+def _ended(printed: str) -> list[str]:
+    """Returns which processes have ended, and why, as a trace says."""
+    return [line.split(maxsplit=2)[2] for line in printed.splitlines() if line.split()[1] == "end"]
 
 
 def test_a_member_whose_loss_was_handled_is_not_taken_back_by_the_next_board(
@@ -117,8 +123,32 @@ def test_a_front_that_continues_after_its_loss_takes_no_worker_with_it(
     result = simulate(_frozen(pool, 0.95), pool, is_printed=True)
     assert not result.findings
     assert result.counts["answered"] == 10
-    ends = [line for line in capsys.readouterr().out.splitlines() if " end " in line]
-    assert [line.split(maxsplit=2)[2] for line in ends] == ["front2 front2 it was declared lost"]
+    assert _ended(capsys.readouterr().out) == ["front2 front2 it was declared lost"]
+
+
+def test_a_front_that_continues_while_the_next_board_regroups_takes_no_worker_with_it(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It accuses all workers of a board that has not heard of its own loss yet."""
+    for lasts_s in (12.0, 14.0, 18.0):
+        result = simulate(
+            _frozen(pool, 0.95, Fault(11.2, "board", other=0.9), lasts_s=lasts_s), pool, is_printed=True
+        )
+        assert not result.findings
+        assert result.counts["answered"] == 10
+        assert _ended(capsys.readouterr().out) == ["board", "front2 front2 it was declared lost"]
+
+
+def test_of_a_worker_and_the_one_that_has_its_place_the_later_stays_with_the_next_board(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The earlier one calls first: it was frozen, and its place was given when another worker was killed."""
+    faults = Fault(11.5, "kill", 0.3), Fault(14.0, "board", other=0.9)
+    for lasts_s in (13.2, 13.6, 15.6):
+        result = simulate(_frozen(pool, 0.05, *faults, lasts_s=lasts_s), pool, is_printed=True)
+        assert not result.findings
+        ended = ["stage2 d0 killed", "board", "stage1 d1 it was declared lost"]
+        assert _ended(capsys.readouterr().out) == ended
 
 
 def test_two_runs_of_a_seed_are_equal(pool: Pool) -> None:
@@ -127,6 +157,15 @@ def test_two_runs_of_a_seed_are_equal(pool: Pool) -> None:
         plan = drawn(seed, len(pool.questions))
         assert len(plan.faults) > 3
         assert simulate(plan, pool).digest == simulate(plan, pool).digest
+
+
+def test_seeds_that_processes_share_come_in_order_and_are_the_same(pool: Pool) -> None:
+    seeds = (3, 4, 6)
+    arguments = Namespace(processes=2, only=None, aim="", trace=False)
+    shared = list(results(arguments, pool, seeds))
+    assert [each.plan.seed for each in shared] == list(seeds)
+    alone = [simulate(drawn(seed, len(pool.questions)), pool) for seed in seeds]
+    assert [each.digest for each in shared] == [each.digest for each in alone]
 
 
 def test_clocks_that_are_set_by_hours_change_no_answer(pool: Pool) -> None:
