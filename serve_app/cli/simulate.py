@@ -15,8 +15,6 @@ from rich.table import Table
 
 from epd import console
 from epd.errors import RequestError
-from epd.kv.scheduled_request import RequestOrder
-from epd.kv.scheduling import SchedulerConfig
 from epd.picture import picture
 from epd.planning.asked import cut_by, draft_plan, num_cpu_threads, workload_config
 from epd.planning.bounds import Bound, bounds
@@ -45,15 +43,6 @@ _Sharding = Annotated[
 ]
 _IsWhole = Annotated[
     bool, typer.Option("--whole", help="Run the stages of a request one after another, without overlap.")
-]
-
-_Order = Annotated[
-    str,
-    typer.Option(
-        metavar="KIND",
-        help="Which request is encoded and prefilled next: fcfs, shortest (long ones may starve) or "
-        "least_slack (which must start first, each with the same objective).",
-    ),
 ]
 
 # Stand for all requests where work is averaged.
@@ -86,7 +75,6 @@ def simulate(
     rate: Rate = None,
     num_requests: NumRequests = None,
     sharding: _Sharding = "groups",
-    order: _Order = "fcfs",
     whole: _IsWhole = False,
     as_json: IsJson = False,
     chrome_trace: ChromeTrace = None,
@@ -110,9 +98,8 @@ def simulate(
     )
     threads = num_cpu_threads(asked.cpu_threads, loaded, 16)
     deployment = _deployment(topology, sharding, whole, threads, has_repeats=config.resolve().has_repeats)
-    limits = _ordered(deployment.language, order)
     drafts = draft_plan(asked.draft_acceptance, asked.max_draft)
-    deployment = replace(deployment, language=limits, encode_beside=asked.encode_beside, drafts=drafts)
+    deployment = replace(deployment, encode_beside=asked.encode_beside, drafts=drafts)
     result = _run(loaded, deployment, config, asked.seed, has_spans=chrome_trace is not None)
     slo = SLO(asked.slo_ttft_s, asked.slo_tpot_s)
     busiest = _busiest(loaded, deployment, config, asked.seed, slo)
@@ -169,12 +156,6 @@ def _binds_line(busiest: Bound, load: float) -> str:
     """Returns what is busiest, for people; its cure where it has too little time left."""
     line = f"busiest is {busiest.what}, at {load:.0%} of the {busiest.rate_per_s:.3g} requests/s it can do"
     return f"{line}: {busiest.cure}" if load > _BUSY else line
-
-
-def _ordered(limits: SchedulerConfig, order: str) -> SchedulerConfig:
-    if order not in get_args(RequestOrder):
-        raise RequestError(f"order is {order!r}, it must be {', '.join(get_args(RequestOrder))}")
-    return replace(limits, order=order)  # type: ignore[arg-type]  # checked above
 
 
 def _run(
