@@ -19,7 +19,7 @@ from epd.errors import RequestError
 
 DEFAULT_METHOD = "balanced"
 # Chosen before the language model sees any: encoders/reduction/selection.py.
-SELECTION_METHODS = ("balanced", "evs", "vidcom2", "novelty", "random", "uniform")
+SELECTION_METHODS = ("balanced", "evs", "random", "uniform")
 # Chosen by the language model, of what it has computed: `stages/reduction/`.
 PREFILL_METHODS = ("quickprefill", "fastkv")
 # Those of them where the later layers compute only what the earlier ones have chosen.

@@ -32,8 +32,8 @@ from transformers import (
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from epd.shapes import COLOURS, SHAPES, make_questions, make_scene
-from epd.shapes.stories import make_stories
 from training.clip_questions import ask_which_clip
+from training.stories import make_stories
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 SPECIAL_TOKENS = (

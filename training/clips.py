@@ -29,12 +29,12 @@ import numpy as np
 import torch
 
 from epd.errors import RequestError
-from epd.shapes import Scene, SceneObject, footage_level, make_scene
-from epd.shapes.footage import resized
+from epd.shapes import Scene, SceneObject, make_scene
 from epd.shapes.world import max_objects
 from epd.types import UInt8Array
-from epd.video.demo_video import PLAIN, BackgroundClips, Filming, encode_h264
+from epd.video.demo_video import encode_h264
 from tests.video.plain_decoder import reference_decode
+from training.footage import PLAIN, BackgroundClips, Filming, footage_level, resized
 
 HELD_OUT_SEED = 2_000_000_000
 MODEL_HEIGHT, MODEL_WIDTH = 84, 140

@@ -24,7 +24,13 @@ from epd.engine_config import EngineConfig
 from epd.eval.statistics import wilson_interval
 from epd.models import embedded_model_path, model_folder
 from epd.shapes import Question, QuestionKind, Scene, make_scene
-from epd.shapes.stories import (
+from epd.video.demo_video import write_demo_video
+from tests.colocated import ColocatedPipeline
+from tests.conversations import dialogue
+from training.clip_questions import ask_which_clip
+from training.clips import HELD_OUT_SEED
+from training.evaluate import LENGTHS, write_into_card
+from training.stories import (
     SCENE_SCHEMA,
     TOLD_KINDS,
     FactCounts,
@@ -32,12 +38,6 @@ from epd.shapes.stories import (
     compare,
     make_stories,
 )
-from epd.video.demo_video import write_demo_video
-from tests.colocated import ColocatedPipeline
-from tests.conversations import dialogue
-from training.clip_questions import ask_which_clip
-from training.clips import HELD_OUT_SEED
-from training.evaluate import LENGTHS, write_into_card
 
 _SOURCE_FPS = 4
 _MARGIN_S = 2.0

@@ -19,13 +19,13 @@ from transformers import PreTrainedTokenizerFast
 
 from epd.reduction import plan_windows
 from epd.shapes import Question
-from epd.shapes.stories import timestamps_s
 from training.checkpoint import SYSTEM_PROMPT
 from training.lane_decoder import PADDING
 from training.lane_mentions import Mentions, mentions_of
 from training.lane_scenes import Events, Shown, draw_shown, questions_about
 from training.lanes import SCALE, TOKENS
 from training.rows import VISUAL, Row, ask_clips, stacked
+from training.stories import timestamps_s
 
 _TWO_CLIPS_SHARE = 0.15
 # How often videos are so many frame pairs long, against each other.

@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from epd.shapes import COLOURS, SHAPES
-from epd.shapes.stories import sightings
 from training.lane_scenes import Shown
 from training.qwen3_checkpoint import SPACE, places_of
 from training.rows import NO_TARGET
+from training.stories import sightings
 
 _NUM_FACTS = 5
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from epd.shapes import COLOURS, SHAPES
-from epd.shapes.stories import MOTIONS
 from training.lane_batches import Batch
 from training.lane_mentions import Mentions
 from training.lane_scenes import UNTIMED
 from training.lanes import TOKENS
 from training.rows import NO_TARGET
+from training.stories import MOTIONS
 
 _EVENT_WEIGHT = torch.tensor(5.0)
 _FAR = 0.2

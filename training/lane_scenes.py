@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from epd.shapes import SHAPES, Question, QuestionKind, Scene, make_questions, make_scene
-from epd.shapes.stories import still_description, stories_at, timestamps_s
 from epd.shapes.world import max_objects
 from training.clips import HELD_OUT_SEED, cropped
 from training.lanes import EMPTY, HEIGHT, SCALE, TOKENS, codes, embeddings
+from training.stories import still_description, stories_at, timestamps_s
 
 _LONGEST_S = 1000.0
 UNTIMED = -1  # seconds of what has no time

@@ -10,8 +10,8 @@ fit: the most frames of one video that a fixed room for keys and values admits.
 accuracy: the tables of `epd eval --out FILE.jsonl`, from the files given, beside times to the first token of
 the section above and what `reduction_costs.py` has counted, from the files of results; rows
 of settings that no file has, or of fewer questions, stay.
-stories: such files of shapes-vl-2 with `--stories`: its one-word kinds, its other short answers, and what it
-describes.
+stories: such files of `training.drawn_eval --stories`: its one-word kinds, its other short answers, and what
+it describes.
 same-tokens: such files of the same videos, in pairs: few frames in full, many frames that are reduced.
 Results go to benchmarks/results/reduction.{json,md}.
 """
@@ -52,10 +52,10 @@ from epd.models import embedded_model_path
 from epd.reduction import METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.shapes.questions import ONE_WORD_KINDS
-from epd.shapes.stories import TOLD_KINDS
 from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from epd.stages.engine.generation import GenerateRequest
 from tests.colocated import ColocatedPipeline, EncodedMedia
+from training.stories import TOLD_KINDS
 
 RETENTIONS = (1.0, 0.5, 0.25, 0.2, 0.15, 0.1, 0.078)
 FRAMES = (32, 128, 512)

@@ -39,9 +39,9 @@ import httpx
 from benchmarks.reporting import RESULTS, Row, markdown, setting
 from epd.shapes import make_scene
 from epd.store.piece_files import stored
-from epd.video.demo_video import Filming, write_demo_video
 from tests.store.object_servers import S3, Objects, proxied
 from tests.tiny_models import build_qwen2_5_vl
+from training.footage import Filming, write_filmed
 
 _FIRST, _OTHER = "Describe the video.", "How many shapes are there?"
 _READY_S, _ANSWER_S = 120.0, 1800.0
@@ -198,9 +198,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         video, filmed = Path(folder, "media", "video.mp4"), Filming.of("handheld", None)
         video.parent.mkdir()
-        write_demo_video(
-            video, make_scene(1, asked.minutes * 60), fps=4, height=224, width=224, filming=filmed
-        )
+        write_filmed(video, make_scene(1, asked.minutes * 60), filmed, fps=4, height=224, width=224)
         models = {"embedded": [], "random": [str(build_qwen2_5_vl(Path(folder, "model"), **RANDOM))]}
         results: dict[str, list[Row]] = {}
         for name, model in models.items():

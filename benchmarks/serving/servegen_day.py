@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.reporting import Row, Section, run_sections, setting
+from benchmarks.serving.servegen import ClientRequest, draw_day
 from epd.control.elasticity.cluster import Roles
 from epd.control.elasticity.controller import PURE_ROLES, ControllerConfig
 from epd.planning.search import Candidate
@@ -38,7 +39,6 @@ from epd.simulate.requests import Job
 from epd.topology import parse_topology
 from epd.workload.metrics import SLO
 from epd.workload.requests import Workload
-from epd.workload.servegen import ClientRequest, draw_day
 from epd.workload.trace import trace_arrivals, trace_shapes
 from epd.workload.trace_media import TraceMedia
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from epd.encoders.device import all_to_host, to_device
-from epd.encoders.reduction.at_once import likeness_at_once
 
 SIDE = 3
 _KEY_SHARE = 0.05
@@ -125,3 +124,16 @@ def _merge(blocks: list[Tensor], num_tokens: int, num_kept: int) -> Tensor:
     for token in (owners == torch.arange(num_tokens)).nonzero()[:left, 0].tolist():
         owners[owners == token] = _DROPPED
     return owners
+
+
+def likeness_at_once(tokens: Tensor, is_member: Tensor, blocks: Tensor, num_blocks: int) -> Tensor:
+    """Computes what `likeness` does, of all blocks in few large operations, for devices: [U, B].
+
+    tokens: [U, S, C], of length 1. is_member: bool [U, S]. blocks: int64 [S], the block of each place.
+    """
+    member = is_member.to(tokens.dtype)
+    sums = tokens.new_zeros(len(tokens), num_blocks, tokens.shape[2])
+    sums.index_add_(1, blocks, tokens * member[:, :, None])
+    counts = tokens.new_zeros(len(tokens), num_blocks).index_add_(1, blocks, member)
+    pairs = counts * (counts - 1)
+    return torch.where(pairs > 0, (sums.square().sum(-1) - counts) / pairs.clamp_min(1), 1.0)

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from epd.encoders.device import all_to_host, arrays_to_device, to_device, to_host
-from epd.encoders.reduction.at_once import complementary_at_once
 from epd.encoders.reduction.merging import MergedNeighbours, means
 from epd.encoders.reduction.method import Dropping, ItemOutline, Method
 from epd.reduction import QUESTION_METHODS, SELECTION_METHODS
@@ -26,9 +25,6 @@ _REPETITION, _TURN_UNITS = 0.7, 8.0
 _SHARPNESS = 16
 _MOST_DISSIMILAR = 2.0  # 1 - the least cosine
 _TINY = 1e-6
-_FRAME_TEMPERATURE = 0.1
-_MEMORY_UNITS = 8
-_LEAST_WEIGHT = 0.25
 
 
 class Balanced(Dropping):
@@ -194,72 +190,6 @@ class EVS(Dropping):
         return _best(to_host(scores).flatten(), num_kept)
 
 
-class VidCom2(Dropping):
-    """Gives frames that are unlike the video more tokens; in a frame, those unlike frame and video.
-
-    Source: Liu et al. 2025, "Video Compression Commander", sections 3.2 and 3.3. The mean of the video is of
-    what has been seen so far.
-    """
-
-    def __init__(self) -> None:
-        self._sum: Tensor | None = None
-        self._count = 0
-
-    def choose(self, units: Tensor, num_kept: int) -> Tensor:
-        tokens = normalize(units, dim=-1)
-        total = tokens.sum((0, 1))
-        self._sum = total if self._sum is None else self._sum + total
-        self._count += tokens.shape[0] * tokens.shape[1]
-        video = normalize(self._sum / self._count, dim=-1)
-        frames = normalize(tokens.mean(1), dim=-1)  # [U, C]
-        uniqueness = -(frames @ video)
-        scores = -(tokens @ video) - (tokens * frames[:, None]).sum(-1)
-        uniqueness, scores = all_to_host([uniqueness, scores])
-        shares = 1 + torch.softmax((uniqueness - uniqueness.max()) / _FRAME_TEMPERATURE, 0)
-        budgets = _budgets(shares - shares.mean() + 1, num_kept, tokens.shape[1])
-        return _best_per_unit(scores, budgets)
-
-
-class Novelty(Dropping):
-    """Keeps what is new at its place, one token from each direction, in the manner of GleanVID.
-
-    A token is as novel as it is unlike everything lately seen at its place. Units share the budget by how
-    unevenly novelty is spread in them (Gini), so that a unit in which little happens gets little. Within a
-    unit tokens are taken by what is left of them outside of the space that those before span.
-    """
-
-    def __init__(self) -> None:
-        self._past: Tensor | None = None  # [up to _MEMORY_UNITS, S, C]
-
-    def choose(self, units: Tensor, num_kept: int) -> Tensor:
-        tokens = normalize(units, dim=-1)
-        scores = self._novelty(tokens)
-        novelty = to_host(scores)
-        weights = novelty.mean(1) * (_LEAST_WEIGHT + _gini(novelty))
-        budgets = _budgets(weights / weights.mean().clamp_min(_TINY), num_kept, tokens.shape[1])
-        if tokens.device.type != "cpu":
-            turns = to_host(complementary_at_once(tokens, scores, int(budgets.max())))
-            return _best_per_unit(-turns, budgets)
-        kept = [
-            complementary(unit, scores, int(budget)) + number * tokens.shape[1]
-            for number, (unit, scores, budget) in enumerate(zip(tokens, novelty, budgets, strict=True))
-        ]
-        return torch.cat(kept)
-
-    def _novelty(self, tokens: Tensor) -> Tensor:
-        """Computes 1 - the largest cosine with the last units at the same place: [U, S]."""
-        past = tokens[:0] if self._past is None else self._past
-        line = torch.cat([past, tokens])
-        self._past = line[-_MEMORY_UNITS:]
-        novelty = tokens.new_full(tokens.shape[:2], _MOST_DISSIMILAR)
-        for unit in range(len(tokens)):
-            at = len(past) + unit
-            seen = line[max(0, at - _MEMORY_UNITS) : at]
-            if len(seen):
-                novelty[unit] = 1 - (seen * tokens[unit]).sum(-1).max(0).values
-        return novelty
-
-
 def _edges(num_tokens: int, num_runs: int) -> Tensor:
     """Computes the edges of runs that are as equal as possible: int64 [num_runs + 1]."""
     return torch.arange(num_runs + 1) * num_tokens // num_runs
@@ -270,62 +200,9 @@ def _best(scores: Tensor, num_kept: int) -> Tensor:
     return scores.topk(num_kept).indices.sort().values
 
 
-def _best_per_unit(scores: Tensor, budgets: Tensor) -> Tensor:
-    """Returns the best of scores [U, S], int64 [k] ascending: of each unit its budget, int64 [U]."""
-    return (_ranks(-scores) < budgets[:, None]).flatten().nonzero()[:, 0]
-
-
-def _ranks(keys: Tensor) -> Tensor:
-    """Ranks the keys of each row, 0 for the smallest: int64 [U, S]."""
-    return keys.argsort(stable=True, dim=1).argsort(dim=1)
-
-
-def _budgets(weights: Tensor, num_kept: int, most: int) -> Tensor:
-    """Shares num_kept in proportion to weights [U] >= 0 but at most `most` each: int64 [U]."""
-    budgets = torch.zeros(len(weights), dtype=torch.int64)
-    left = num_kept
-    while left:
-        free = budgets < most
-        shares = weights.clamp_min(_TINY) * free
-        wanted = shares / shares.sum() * left
-        whole = torch.minimum(wanted.floor().long(), most - budgets)
-        budgets += whole
-        left -= int(whole.sum())
-        if not whole.any():  # less than one each: to the largest
-            budgets[
-                (wanted - wanted.floor()).masked_fill(~free, -1).topk(min(left, int(free.sum()))).indices
-            ] += 1
-            left = num_kept - int(budgets.sum())
-    return budgets
-
-
-def _gini(values: Tensor) -> Tensor:
-    """Computes the Gini index [U]: 0 where all of a row [U, S] are alike, towards 1 where one has it all."""
-    ordered = values.clamp_min(_TINY).sort(1).values
-    count = values.shape[1]
-    places = torch.arange(1, count + 1)
-    return ((2 * places - count - 1) * ordered).sum(1) / (count * ordered.sum(1))
-
-
-def complementary(tokens: Tensor, scores: Tensor, num_kept: int) -> Tensor:
-    """Returns int64 [k], ascending: the best of tokens [S, C] by score times what is outside others' span."""
-    rest = tokens.clone()
-    chosen: list[int] = []
-    for _ in range(num_kept):
-        gains = scores.clamp_min(_TINY) * rest.norm(dim=1).clamp_min(_TINY)
-        gains[chosen] = -1
-        best = int(gains.argmax())
-        chosen.append(best)
-        direction = normalize(rest[best], dim=0)
-        rest = rest - (rest @ direction)[:, None] * direction
-    return torch.tensor(sorted(chosen), dtype=torch.int64)
-
-
 _METHODS: Mapping[str, Callable[[ItemOutline], Method]] = {
     "balanced": lambda item: Balanced(sees_all=item.is_one_window),
     "evs": lambda _: EVS(),
-    "vidcom2": lambda _: VidCom2(),
-    "novelty": lambda _: Novelty(),
     "random": lambda _: RandomTokens(),
     "uniform": lambda _: UniformPooling(),
     "funnel": lambda item: Funnel(item.surviving_share, sees_all=item.is_one_window),

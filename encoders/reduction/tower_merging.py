@@ -26,8 +26,7 @@ from torch.nn.functional import normalize
 
 from epd.encoders.adapter import Grid, PatchRun
 from epd.encoders.device import to_device, to_host
-from epd.encoders.reduction.at_once import likeness_at_once
-from epd.encoders.reduction.merging import SIDE, blocks_of, key_sets, means, num_keys
+from epd.encoders.reduction.merging import SIDE, blocks_of, key_sets, likeness_at_once, means, num_keys
 from epd.reduction import TowerMerge
 
 # The raster place of each of a unit's cells in the tower's order, int64 [S]; of a grid of patches.

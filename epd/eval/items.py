@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from epd.shapes import Scene
-from epd.shapes.stories import FactCounts
 
 LETTERS = "ABCDEFGHIJ"
 # Groups of durations that have names, the shortest first; others are seconds.
@@ -16,6 +15,30 @@ DURATION_NAMES = ("short", "medium", "long")
 _LEADING_LETTER = re.compile(r"\(?([A-J])(?:[).:,]|\s*$)")
 _NAMED_LETTER = re.compile(r"\b(?:answer|option|choice)\b(?:\s+is)?\s*:?\s*\(?([A-J])\b", re.IGNORECASE)
 _LONE_LETTER = re.compile(r"(?<![\w'])([A-J])(?![\w'])")
+
+
+@dataclass(frozen=True, slots=True)
+class FactCounts:
+    """Counts the facts of descriptions."""
+
+    found: int = 0
+    missed: int = 0
+    invented: int = 0
+
+    def __add__(self, other: FactCounts) -> FactCounts:
+        return FactCounts(
+            self.found + other.found, self.missed + other.missed, self.invented + other.invented
+        )
+
+    @property
+    def is_all(self) -> bool:
+        """Returns True if nothing was missed or invented."""
+        return not self.missed and not self.invented
+
+    @property
+    def f1(self) -> float:
+        """Returns the harmonic mean of the shares of claims that are true and of facts that are claimed."""
+        return 2 * self.found / max(1, 2 * self.found + self.missed + self.invented)
 
 
 @dataclass(frozen=True, slots=True)

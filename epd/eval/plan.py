@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import count
 
 from epd.errors import RequestError
 from epd.eval.items import EvalCase, EvalItem, EvalSetting, EvalVideo
 from epd.eval.verdicts import VerdictLog
-from epd.shapes import make_questions, make_scene
-from epd.shapes.stories import TOLD_KINDS, facts_told, make_stories
+from epd.shapes import Question, Scene, make_questions, make_scene
 
 # Seeds from here on are never drawn in training; the first billion of them is that of the model card.
 HELD_OUT_SEED = 2_000_000_000
 _SEEDS_PER_RUN = 1_000_000_000
 _SEEDS_PER_SECOND = 100_000
 # A time in a question is this far from any change: twice the gap between frames at one a second.
-_TIME_MARGIN_S = 2.0
+TIME_MARGIN_S = 2.0
 _MAX_DURATION_S = _SEEDS_PER_RUN // _SEEDS_PER_SECOND - 1
 
 
@@ -92,15 +90,12 @@ def demo_cases(
     seed: int,
     duration_s: float | None = None,
     num_per_kind: int = 1,
-    *,
-    has_stories: bool = False,
 ) -> list[EvalCase]:
     """Returns videos with `num_questions` questions in all, for each number of frames.
 
     duration_s: of every video, which are then the same for each number of frames; by default one second for
         each frame.
     num_per_kind: most questions of one kind about a video.
-    has_stories: kinds that take more than one word are asked about, too.
     Raises RequestError for numbers that make no sense.
     """
     if min(num_questions, num_per_kind) < 1 or seed < 0:
@@ -111,13 +106,11 @@ def demo_cases(
     return [
         EvalCase(video, frames)
         for frames in num_frames
-        for video in _videos(num_questions, seed, duration_s or float(frames), num_per_kind, has_stories)
+        for video in _videos(num_questions, seed, duration_s or float(frames), num_per_kind)
     ]
 
 
-def _videos(
-    num_questions: int, seed: int, duration_s: float, num_per_kind: int, has_stories: bool
-) -> list[EvalVideo]:
+def _videos(num_questions: int, seed: int, duration_s: float, num_per_kind: int) -> list[EvalVideo]:
     """Returns videos with questions of every kind; the last video has the rest of them."""
     if not 2 <= duration_s <= _MAX_DURATION_S:
         raise RequestError(
@@ -128,36 +121,33 @@ def _videos(
     for number in count():
         if num_questions <= 0:
             break
-        videos.append(_video(first + number, duration_s, num_per_kind, num_questions, has_stories))
+        videos.append(_video(first + number, duration_s, num_per_kind, num_questions))
         num_questions -= len(videos[-1].items)
     return videos
 
 
-def _video(
-    seed: int, duration_s: float, num_per_kind: int, max_questions: int, has_stories: bool
-) -> EvalVideo:
+def _video(seed: int, duration_s: float, num_per_kind: int, max_questions: int) -> EvalVideo:
     """Returns one video; questions that were drawn twice are asked once."""
     scene = make_scene(seed, duration_s)
     name = f"shapes-{duration_s:g}s-{seed}"
-    rng = random.Random(seed)
-    drawn = make_questions(scene, rng, num_per_kind, _TIME_MARGIN_S)
-    if has_stories:
-        drawn = [*make_stories(scene, rng, _TIME_MARGIN_S / 2, num_per_kind), *drawn]
-    questions = list({(each.earlier, each.text): each for each in drawn}.values())[:max_questions]
-    items = tuple(
-        EvalItem(
-            f"{name}-{index}",
-            question.text,
-            question.answer,
-            kind=str(question.kind),
-            earlier=question.earlier,
-            judge=question.is_answered_by,
-            count_facts=(
-                partial(facts_told, question.kind, scene, _TIME_MARGIN_S)
-                if question.kind in TOLD_KINDS
-                else None
-            ),
-        )
-        for index, question in enumerate(questions)
-    )
+    drawn = drawn_items(scene, random.Random(seed), num_per_kind)
+    once = list({(each.earlier, each.question): each for each in drawn}.values())[:max_questions]
+    items = tuple(replace(each, item_id=f"{name}-{index}") for index, each in enumerate(once))
     return EvalVideo(name, scene, items)
+
+
+def drawn_items(scene: Scene, rng: random.Random, num_per_kind: int) -> list[EvalItem]:
+    """Draws questions of each kind about a scene, without ids."""
+    return list(map(item_of, make_questions(scene, rng, num_per_kind, TIME_MARGIN_S)))
+
+
+def item_of(question: Question) -> EvalItem:
+    """Returns a drawn question, without an id."""
+    return EvalItem(
+        "",
+        question.text,
+        question.answer,
+        kind=str(question.kind),
+        earlier=question.earlier,
+        judge=question.is_answered_by,
+    )

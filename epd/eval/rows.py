@@ -8,10 +8,9 @@ from itertools import product
 from statistics import fmean, median
 from typing import Any
 
-from epd.eval.items import DURATION_NAMES, FULL, EvalSetting
+from epd.eval.items import DURATION_NAMES, FULL, EvalSetting, FactCounts
 from epd.eval.statistics import Interval, mcnemar_p, wilson_interval
 from epd.eval.verdicts import TTFTSample, Verdict, VerdictLog
-from epd.shapes.stories import FactCounts
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from epd.errors import RequestError, check_file
-from epd.eval.items import EvalCase, EvalSetting
-from epd.shapes.stories import FactCounts
+from epd.eval.items import EvalCase, EvalSetting, FactCounts
 
 DEMO = "demo"
 
@@ -30,8 +29,6 @@ class RunInfo:
     max_tokens: of an answer.
     seed, duration_s, num_per_kind: of a demo, where duration_s is 0 for one second a frame.
     placement: the type and device of the model.
-    has_stories: True of a demo with questions that take more than one word.
-    footage, background: of a demo: how it is filmed, and the folder of clips behind the objects, or "".
     pixels: what images and frames were held to, where it was said.
     """
 
@@ -42,9 +39,6 @@ class RunInfo:
     duration_s: float = 0.0
     num_per_kind: int = 1
     placement: str = "float32 on cpu"
-    footage: str = "still"
-    background: str = ""
-    has_stories: bool = False
     pixels: str = ""
 
 

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from epd.errors import InfeasibleError
 from epd.kv.kv_cache import BlockCopy, KVCacheManager
 from epd.kv.kv_identity import TokenIdentity
 from epd.kv.kv_room import Shortage
 from epd.types import ceil_div
-
-RequestOrder = Literal["fcfs", "shortest", "least_slack"]
-
-
-def rank_of(order: RequestOrder, num_tokens: int, latest_start_s: float) -> float:
-    """Returns what requests are sorted by before their arrival, the lowest first.
-
-    num_tokens: of the prompt
-    latest_start_s: when it must start to be in time, on any clock that all requests share
-    """
-    ranks: Mapping[RequestOrder, float] = {"shortest": num_tokens, "least_slack": latest_start_s}
-    return ranks.get(order, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +40,6 @@ class ScheduledRequest:
     pruned: ascending, of the prompt.
     num_to_drop: prompt tokens that leave the cache once the whole prompt is computed.
     num_dropped: prompt tokens that have left it; 0 or `num_to_drop`.
-    latest_start_s: when it must start to be in time, for an order by slack.
-    rank: set by the scheduler's order, the lower, the sooner.
     may_sample: whether a token may be chosen now; until then its last known token is not computed.
     state_stops: ascending, prompt tokens after which a chunk ends, and its recurrent state is kept.
     """
@@ -76,8 +60,6 @@ class ScheduledRequest:
     num_offloaded: int = 0
     arrival: int = -1
     priority: int = 0
-    latest_start_s: float = 0.0
-    rank: float = 0.0
     may_sample: bool = True
     state_stops: tuple[int, ...] = ()
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from epd.kv.kv_cache import BlockCopy, KVCacheManager
-from epd.kv.scheduled_request import RequestOrder, Reservations, ScheduledRequest, rank_of
+from epd.kv.scheduled_request import Reservations, ScheduledRequest
 from epd.kv.scheduler_output import Chunk, Preemption, Restore, SchedulerOutput
 from epd.types import ceil_div
 
@@ -40,26 +40,24 @@ class SchedulerConfig:
     max_num_seqs: answers that grow at once.
     max_chunk_tokens: of one request's prefill in one pass.
     preemption: whether a preempted request's tokens are computed again, or kept in host memory.
-    order: of equally important requests: by arrival, shortest prompt (long ones may starve) or latest start.
     """
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     max_chunk_tokens: int = 2048
     preemption: PreemptionMode = "offload"
-    order: RequestOrder = "fcfs"
 
     def __post_init__(self) -> None:
         if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_chunk_tokens) < 1:
             raise ValueError(f"every limit must be at least 1, got {self}")
 
 
-def _by_order(request: ScheduledRequest) -> tuple[int, float, int]:
-    return request.priority, request.rank, request.arrival
+def _by_order(request: ScheduledRequest) -> tuple[int, int]:
+    return request.priority, request.arrival
 
 
 class Scheduler:
-    """Keeps one worker's KV blocks and its queues `waiting` and `running`, by priority, order and arrival."""
+    """Keeps one worker's KV blocks and its queues `waiting` and `running`, by priority and arrival."""
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self.config = config
@@ -87,18 +85,13 @@ class Scheduler:
 
     def _number(self, request: ScheduledRequest) -> None:
         request.arrival = self._num_arrived
-        request.rank = self._rank(request)
         self._num_arrived += 1
-
-    def _rank(self, request: ScheduledRequest) -> float:
-        return rank_of(self.config.order, request.num_prompt_tokens, request.latest_start_s)
 
     def can_admit(self, request: ScheduledRequest) -> bool:
         """Returns whether `request` would run at once if it were added now: first in the queue, with room."""
         pairs = enumerate(self.reservations.num_blocks(request))
         has_blocks = all(self.kv.num_free_blocks(group) >= needed for group, needed in pairs)
-        place = request.priority, self._rank(request)
-        is_first = all((each.priority, each.rank) > place for each in self.waiting)
+        is_first = all(each.priority > request.priority for each in self.waiting)
         return is_first and self._has_slot(request) and has_blocks and self.kv.has_states(1)
 
     def remove(self, request: ScheduledRequest, *, hold: bool = False) -> None:

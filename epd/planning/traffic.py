@@ -1,27 +1,24 @@
-"""Plans from traffic: requests that a workload describes, or those that a server has received."""
+"""Plans from traffic: requests that a workload describes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
 
 from epd.planning.goodput import KEEPS_UP, Demand
 from epd.planning.search import Planner
 from epd.planning.space import Space
-from epd.profiles.media import MediaWork
 from epd.profiles.profile import Profile
-from epd.simulate.clock import ticks_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.frame_choice import NO_WISHES, VideoWishes
-from epd.simulate.requests import GroupWork, Job, JobMaker
+from epd.simulate.requests import Job, JobMaker
 from epd.topology import parse_topology
 from epd.workload.config import WorkloadConfig
 from epd.workload.metrics import SLO
 
-# Requests to plan for: fewer give too little information, more change the plan little.
-LEAST_REQUESTS, MOST_REQUESTS = 20, 250
+# Requests to plan for: more change the plan little.
+MOST_REQUESTS = 250
 # Arrivals are simulated for at most this many times the longest that a request may take, and at least for so
 # many times that one takes with full batches, to its first token and to its last.
 _HORIZON, _FIRST_TOKENS, _ANSWERS = 5.0, 20.0, 2.0
@@ -77,26 +74,3 @@ def workload_jobs(
     fields = {"num_requests": MOST_REQUESTS, "duration_s": None, "rate": config.rate or 1.0}
     requests = config.model_copy(update=fields).resolve().requests(seed)
     return list(JobMaker(profile, wishes=wishes).jobs(requests))
-
-
-def recent_jobs(profile: Profile, recent: Sequence[Mapping[str, Any]]) -> list[Job]:
-    """Returns the latest requests of a server, at most MOST_REQUESTS, the media of each as one group and new.
-
-    recent: oldest first, as `/v1/epd/load` reports them.
-    """
-    latest = recent[-MOST_REQUESTS:]
-    patches_per_token = profile.media.merge**2
-    return [
-        _recent_job(number, request, latest[0]["age_s"], patches_per_token)
-        for number, request in enumerate(latest)
-    ]
-
-
-def _recent_job(number: int, request: Mapping[str, Any], first_age_s: float, patches_per_token: int) -> Job:
-    patches, num_prompt = request["num_patches"], request["num_prompt_tokens"]
-    num_visual = min(patches // patches_per_token, num_prompt - 1)
-    groups = (GroupWork(MediaWork(patches, num_visual), 0),) if num_visual else ()
-    due = ticks_of(max(0.0, first_age_s - request["age_s"]))
-    num_text = num_prompt - num_visual if groups else num_prompt
-    num_output = request.get("expected_tokens") or request["max_tokens"]
-    return Job(number, due, groups, num_text, num_output, number, number)

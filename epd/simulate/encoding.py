@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from epd.control.elasticity.cluster import StageSample
 from epd.encode.encode_batching import pick_batch
 from epd.encode.encoder_cache import EncoderCacheManager, GroupKey
-from epd.kv.scheduled_request import RequestOrder, rank_of
 from epd.profiles.profile import Profile
-from epd.simulate.clock import seconds_of, ticks_of
+from epd.simulate.clock import ticks_of
 from epd.simulate.receiving import GroupReceiver
 from epd.simulate.requests import RequestState
 from epd.simulate.work_done import WorkDone
@@ -54,14 +53,12 @@ class EncodeSide:
         self,
         profile: Profile,
         max_batch_patches: int,
-        order: RequestOrder = "fcfs",
         cache: EncoderCacheManager | None = None,
     ) -> None:
         self.cache = cache
         self._waiting: OrderedDict[GroupKey, list[EncodeTask]] = OrderedDict()  # by content, oldest first
         self._cost = profile.encode.cost
         self._max_batch_patches = max_batch_patches
-        self._order = order
         self._batch: list[EncodeTask] = []
         self._done = WorkDone()
 
@@ -86,8 +83,6 @@ class EncodeSide:
         """Takes the next batch; returns its ticks, None if nothing waits."""
         if not self._waiting:
             return None
-        if self._order != "fcfs":
-            self._waiting = OrderedDict(sorted(self._waiting.items(), key=self._rank))
         oldest = (tasks[0] for tasks in self._waiting.values())
         picked = pick_batch(oldest, self._max_batch_patches)
         keys = list(itertools.islice(self._waiting, picked[-1] + 1))
@@ -120,14 +115,6 @@ class EncodeSide:
         for task in tasks:
             cache.acquire(task.key, task.transfer_id)
         return tasks
-
-    def _rank(self, entry: tuple[GroupKey, list[EncodeTask]]) -> float:
-        """Returns the rank of a group: that of the request that wants it and is the first in order."""
-        jobs = (task.state.job for task in entry[1])
-        return min(
-            rank_of(self._order, job.num_patches, seconds_of(job.due) - self._cost.seconds(job.num_patches))
-            for job in jobs
-        )
 
     def end(self) -> list[EncodeTask]:
         """Ends the batch that `start` took. Groups of equal content have shared the work."""

@@ -41,10 +41,6 @@ class PassTicks:
         self._draft_units = _draft_units(profile)
         self.per_context = ticks_of(self._decode.per_item_s)
 
-    def alone_s(self, num_tokens: int) -> float:
-        """Returns the seconds of prefill for a prompt that nothing waits behind."""
-        return self._prefill.seconds(num_tokens, num_tokens * (num_tokens + 1) / 2)
-
     def decode_base(self, num_sequences: float) -> int:
         return ticks_of(self._decode.seconds(num_sequences))
 
@@ -164,7 +160,6 @@ class LanguageSide:
             job.num_prompt_tokens,
             job.num_prompt_tokens + (1 if self._hands_over else job.output_tokens),
             state.num_ready,
-            latest_start_s=seconds_of(job.due) - self._alone.alone_s(job.num_prompt_tokens),
         )
         self.scheduler.add(request)
         self._states[state.request_id], self._requests[state.request_id] = state, request

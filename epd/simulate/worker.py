@@ -88,8 +88,7 @@ class SimulatedWorker:
         has_caches = deployment.enable_prefix_caching
         if "encode" in roles:
             cache = embedding_cache(*embeddings) if has_caches else None
-            order = deployment.language.order
-            self.encoder = EncodeSide(profile, deployment.max_batch_patches, order, cache)
+            self.encoder = EncodeSide(profile, deployment.max_batch_patches, cache)
         if "prefill" in roles and has_caches:
             self.receiver = GroupReceiver(self.name, *embeddings, profile.model)
         if roles & {"prefill", "decode"}:

@@ -9,8 +9,8 @@ TIMESTAMP is a date and time, or seconds; ContextTokens counts text and images t
 missing (the text traces), and VideoSeconds, a column of ours, adds one video of that length. Names in any
 case and with any marks, columns in any order, others ignored, separated by commas, semicolons or tabs.
 Source: AzureLMMInferenceDataset2025 of the Azure Public Dataset (ModServe, SoCC 2025). JSON lines are
-Mooncake's (FAST 2025), a folder holds ServeGen's clients (`epd.workload.servegen`). The access log has a line
-for each request that ended; those that ended without an answer have no sizes and are left out:
+Mooncake's (FAST 2025). The access log has a line for each request that ended; those that ended without an
+answer have no sizes and are left out:
 
     2026-11-21 12:38:01,250 INFO epd.serve_app.observability.record request_id=... status=200 ... total_s=1.2
     ^ when it ended: it came total_s before
@@ -37,7 +37,6 @@ from typing import Any
 from epd.errors import RequestError
 from epd.workload.arrivals import TraceArrivals
 from epd.workload.requests import RequestShape, TraceShapes, VideoSpec
-from epd.workload.servegen import draw_day
 from epd.workload.trace_media import TracedRequest, TraceMedia
 
 MARK = "request_id="  # in lines of the access log
@@ -77,12 +76,7 @@ class TraceRow:
 
 
 def open_trace(path: Path, max_rows: int | None = None) -> Sequence[TracedRequest]:
-    """Returns the first requests of a file, plain or gzip, or of a folder of ServeGen.
-
-    Raises RequestError.
-    """
-    if path.is_dir():
-        return draw_day(path, max_rows)
+    """Returns the first requests of a file, plain or gzip. Raises RequestError."""
     try:
         opened, encoding = _form_of(path)
         with opened(path, "rt", encoding=encoding) as lines:

@@ -13,10 +13,10 @@ from epd import console
 from epd.client.conversation import Conversation
 from epd.engine_config import DEFAULT_ENGINE
 from epd.serve_app.cli.conversations import FrameProgress, open_conversation
-from epd.serve_app.cli.options import Background, FootageLevel, Seed
+from epd.serve_app.cli.options import Seed
 from epd.shapes import Question, QuestionKind, make_scene
 from epd.types import Answer
-from epd.video.demo_video import PLAIN, Filming, parse_size, write_demo_video
+from epd.video.demo_video import parse_size, write_demo_video
 
 _Out = Annotated[Path, typer.Option(metavar="FILE", help="Where to write the video.")]
 _OutFile = Annotated[
@@ -33,16 +33,13 @@ def demo_video(
     fps: _Fps = 24,
     size: _Size = "640x360",
     seed: Seed = 7,
-    footage: FootageLevel = "still",
-    background: Background = None,
 ) -> None:
     """Draw a video whose contents are known.
 
     Writes a scene of the shapes world as H.264, with B-frames and a keyframe every two seconds, and beside it
     a JSON file that says what is visible when. Prints the names of the two files.
     """
-    filming = Filming.of(footage, background)
-    print(out, _write_video(out, seconds, fps, size, seed, filming), sep="\n")
+    print(out, _write_video(out, seconds, fps, size, seed), sep="\n")
 
 
 def demo(out: _Out = Path("demo-out/demo.mp4"), seed: Seed = 7) -> None:
@@ -93,11 +90,9 @@ def _print_cost(seen: Answer, answers: list[Answer]) -> None:
     )
 
 
-def _write_video(out: Path, seconds: float, fps: int, size: str, seed: int, filming: Filming = PLAIN) -> Path:
+def _write_video(out: Path, seconds: float, fps: int, size: str, seed: int) -> Path:
     """Draws and writes a video; returns the file with its truth. Raises RequestError for useless options."""
     height, width = parse_size(size)
     scene = make_scene(seed, seconds)
     with console.progress_bar("drawing") as show:
-        return write_demo_video(
-            out, scene, fps=fps, height=height, width=width, filming=filming, progress=show
-        )
+        return write_demo_video(out, scene, fps=fps, height=height, width=width, progress=show)

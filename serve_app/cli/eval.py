@@ -13,23 +13,15 @@ from epd.errors import RequestError
 from epd.eval.files import read_videos
 from epd.eval.items import EvalCase
 from epd.eval.plan import EvalPlan, demo_cases
-from epd.eval.report import Part, as_part, plot_rows, print_rows
+from epd.eval.report import Part, as_part, print_rows
 from epd.eval.rows import RowSelection, eval_rows, table_rows
 from epd.eval.verdicts import DEMO, RunInfo, VerdictLog
 from epd.models import DEFAULT_MODEL
 from epd.reduction import METHODS, ReductionPolicy
 from epd.serve_app.cli.flags import with_fields_of
-from epd.serve_app.cli.options import (
-    Background,
-    FootageLevel,
-    IsJson,
-    Model,
-    Plot,
-    Seed,
-)
+from epd.serve_app.cli.options import IsJson, Model, Seed
 
 _DEFAULT_FRAMES = [32]
-_WORD_TOKENS, _STORY_TOKENS = 16, 384
 _DEFAULT_RETENTIONS = [1.0, 0.25, 0.15, 0.1]
 
 _Data = Annotated[
@@ -67,14 +59,6 @@ _PerKind = Annotated[
         "independent.",
     ),
 ]
-_Stories = Annotated[
-    bool,
-    typer.Option(
-        "--stories",
-        help="For --demo: also ask for descriptions, JSON, times, places, motions and counts at an instant, "
-        "which shapes-vl-2 was taught and shapes-vl was not. A description is right if all its facts are.",
-    ),
-]
 _Retention = Annotated[
     list[float] | None,
     typer.Option(
@@ -92,8 +76,8 @@ _VideoDir = Annotated[
     typer.Option(metavar="DIR", help="Folder of the videos of QUESTIONS; by default the one it is in."),
 ]
 _MaxTokens = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Longest answer, in tokens; by default 16, with --stories 384."),
+    int,
+    typer.Option(metavar="N", help="Longest answer, in tokens."),
 ]
 _TTFTVideos = Annotated[
     int,
@@ -129,20 +113,16 @@ def evaluate(
     seed: Seed = 0,
     seconds: _Seconds = None,
     per_kind: _PerKind = 1,
-    stories: _Stories = False,
-    footage: FootageLevel = "still",
-    background: Background = None,
     retention: _Retention = None,
     method: _Method = None,
     model: Model = None,
     video_dir: _VideoDir = None,
-    max_tokens: _MaxTokens = None,
+    max_tokens: _MaxTokens = 16,
     ttft_videos: _TTFTVideos = 3,
     out: _Out = None,
     table: _TableFile = None,
     against: _Against = "full",
     by: _By = None,
-    plot: Plot = None,
     as_json: IsJson = False,
     **engine: Any,
 ) -> None:
@@ -151,19 +131,17 @@ def evaluate(
     Compares accuracy and time to first token with those at full retention. Questions come from a file or,
     with --demo, from the shapes world that the embedded model knows.
     """
-    _check_sources(data, demo, table, footage, background, stories)
+    _check_sources(data, demo, table)
     part = as_part(by) if by is not None else None
     config = EngineConfig.checked(engine)
     if table is not None:
         log = VerdictLog.read(table)
-        _show(log, RowSelection.of(log, against), part, plot, as_json)
+        _show(log, RowSelection.of(log, against), part, as_json)
         return
     asked = _asked(method, retention or _DEFAULT_RETENTIONS, frames or _DEFAULT_FRAMES, against)
-    from epd.serve_app.cli.evaluation import Filming, placement_of, run_evaluation  # torch
+    from epd.serve_app.cli.evaluation import placement_of, run_evaluation  # torch
 
-    placement, filming = placement_of(config, model), Filming.of(footage, background)
-    if max_tokens is None:
-        max_tokens = _STORY_TOKENS if stories else _WORD_TOKENS
+    placement = placement_of(config, model)
     drawn: dict[str, Any] = (
         {} if data else {"seed": seed, "duration_s": seconds or 0.0, "num_per_kind": per_kind}
     )
@@ -172,38 +150,22 @@ def evaluate(
         str(model or DEFAULT_MODEL),
         max_tokens,
         placement=str(placement),
-        footage=footage,
-        background=str(background or ""),
-        has_stories=stories,
         pixels=config.visual_text,
         **drawn,
     )
     cases = _cases(run, demo, asked.num_frames, video_dir)
     plan = EvalPlan(tuple(cases), asked.settings, max_tokens, ttft_videos)
     log = VerdictLog(run, out)
-    run_evaluation(model, config, plan, log, filming)
-    _show(log, asked, part, plot, as_json)
+    run_evaluation(model, config, plan, log)
+    _show(log, asked, part, as_json)
 
 
-def _check_sources(
-    data: Path | None,
-    demo: int | None,
-    table: Path | None,
-    footage: str,
-    background: Path | None,
-    stories: bool,
-) -> None:
+def _check_sources(data: Path | None, demo: int | None, table: Path | None) -> None:
     sources = (("QUESTIONS", data), ("--demo", demo), ("--table", table))
     given = [name for name, value in sources if value is not None]
     if len(given) != 1:
         raise RequestError(
             f"got {' and '.join(given) or 'no questions'}; give one of QUESTIONS, --demo N and --table FILE"
-        )
-    if demo is None and stories:
-        raise RequestError(f"received --stories with {given[0]}; allowed with --demo only; drop it")
-    if demo is None and (footage != "still" or background is not None):
-        raise RequestError(
-            f"received --footage or --background with {given[0]}; allowed with --demo only; drop them"
         )
 
 
@@ -227,17 +189,13 @@ def _cases(
     """num_questions: in a demo."""
     if num_questions is not None:
         duration_s = run.duration_s or None
-        return demo_cases(
-            num_questions, frames, run.seed, duration_s, run.num_per_kind, has_stories=run.has_stories
-        )
+        return demo_cases(num_questions, frames, run.seed, duration_s, run.num_per_kind)
     videos = read_videos(Path(run.data), video_dir)
     return [EvalCase(video, each) for each in frames for video in videos]
 
 
-def _show(log: VerdictLog, asked: RowSelection, by: Part | None, plot: Path | None, as_json: bool) -> None:
+def _show(log: VerdictLog, asked: RowSelection, by: Part | None, as_json: bool) -> None:
     if as_json:
         console.print_json([row.record() for row in eval_rows(log, asked)])
     else:
         print_rows(table_rows(log, asked), console.stdout_console(), by)
-    if plot is not None:
-        plot_rows(table_rows(log, asked), plot)

@@ -20,43 +20,38 @@ from typing import Any
 
 from epd import console
 from epd.engine_config import EngineConfig
-from epd.eval.items import FULL, EvalCase, EvalItem, EvalSetting, EvalVideo
+from epd.eval.items import FULL, EvalCase, EvalItem, EvalSetting, EvalVideo, FactCounts
 from epd.eval.plan import EvalPlan, Todo, todos
 from epd.eval.verdicts import TTFTSample, Verdict, VerdictLog
 from epd.reduction import ReductionPolicy
 from epd.serve_app.cli.own_model import OwnConversation, open_model, placement_of
 from epd.serve_app.local.own_service import OwnService
-from epd.shapes.stories import FactCounts
 from epd.types import Answer
-from epd.video.demo_video import PLAIN, Filming, write_demo_video
+from epd.video.demo_video import write_demo_video
 
-__all__ = ["Filming", "placement_of", "run_evaluation"]
+__all__ = ["placement_of", "run_evaluation"]
 
 _HEIGHT, _WIDTH, _FPS = 360, 640, 2
 _IN_FLIGHT = 32  # questions about a video that are asked at once
 
 
-def run_evaluation(
-    model: Path | None, config: EngineConfig, plan: EvalPlan, log: VerdictLog, filming: Filming = PLAIN
-) -> None:
+def run_evaluation(model: Path | None, config: EngineConfig, plan: EvalPlan, log: VerdictLog) -> None:
     """Loads a model and adds the missing results to the log.
 
-    filming: how videos of the shapes world are filmed
     Raises EPDError, such as MediaError for a video that cannot be read. What was found out before is in the
     log.
     """
     with open_model(model, config) as service, console.progress_bar("settings x videos") as show:
-        _Evaluation(service, plan, log, filming).run(show)
+        _Evaluation(service, plan, log).run(show)
 
 
 class _Evaluation:
     """Asks a model of this process."""
 
-    def __init__(self, service: OwnService, plan: EvalPlan, log: VerdictLog, filming: Filming) -> None:
+    def __init__(self, service: OwnService, plan: EvalPlan, log: VerdictLog) -> None:
         self._service = service
         self._plan = plan
         self._log = log
-        self._filming = filming
 
     def run(self, progress: Callable[[int, int], None]) -> None:
         """Adds the missing results to the log. progress: called with settings done, of all."""
@@ -83,9 +78,7 @@ class _Evaluation:
             return
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "video.mp4"
-            write_demo_video(
-                path, video.source, fps=_FPS, height=_HEIGHT, width=_WIDTH, filming=self._filming
-            )
+            write_demo_video(path, video.source, fps=_FPS, height=_HEIGHT, width=_WIDTH)
             yield str(path)
 
     @cached_property

@@ -18,7 +18,6 @@ from epd.reduction import (
     ReductionPolicy,
     VisualBudget,
 )
-from epd.shapes.footage import LEVELS, footage_level
 
 _NONE: Mapping[str, Any] = {}
 _FEWER = "Fewer visual tokens"
@@ -37,20 +36,6 @@ def _plot(path: Path | None) -> Path | None:
     if path is not None and (path.suffix.lower() not in _PLOT_FORMATS or not path.parent.is_dir()):
         raise RequestError(
             f"cannot plot to {str(path)!r}; name a {', '.join(_PLOT_FORMATS)} file in a folder that exists"
-        )
-    return path
-
-
-def _footage(name: str) -> str:
-    footage_level(name)
-    return name
-
-
-def _folder(path: Path | None) -> Path | None:
-    """Raises RequestError for what is no folder."""
-    if path is not None and not path.is_dir():
-        raise RequestError(
-            f"received the folder {str(path)!r}, which does not exist; allowed: folders; name one"
         )
     return path
 
@@ -232,25 +217,6 @@ AppName = Annotated[
 Seed = Annotated[
     int, typer.Option("--seed", metavar="N", help="The same seed gives the same requests or videos.")
 ]
-FootageLevel = Annotated[
-    str,
-    typer.Option(
-        "--footage",
-        metavar="LEVEL",
-        callback=_footage,
-        help=f"How videos are filmed: {', '.join(LEVELS)}. A camera that moves, noise and changing light, "
-        "or smaller objects with posts before them and a clock; wild is all of these.",
-    ),
-]
-Background = Annotated[
-    Path | None,
-    typer.Option(
-        "--background",
-        metavar="DIR",
-        callback=_folder,
-        help="Folder of videos to play, muted, behind the objects; by default a texture is drawn.",
-    ),
-]
 Profile = Annotated[
     str,
     typer.Option(
@@ -277,12 +243,6 @@ AnswerFile = Annotated[
     typer.Option("--out", "-o", metavar="FILE", callback=_output, help="File for the answer, not stdout."),
 ]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", callback=_output, help="File to write.")]
-ChromeTrace = Annotated[
-    Path | None,
-    typer.Option(
-        "--chrome-trace", metavar="FILE", callback=_output, help="Write a trace for chrome://tracing."
-    ),
-]
 JsonFile = Annotated[
     Path | None,
     typer.Option(

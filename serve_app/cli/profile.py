@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,6 @@ from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.models import MODEL_HELP, model_folder, served_name
 from epd.profiles.files import dump_profile, load_profile
-from epd.profiles.host import HostCosts
 from epd.profiles.profile import Profile
 from epd.profiles.silicon import PRODUCTS, SYSTEMS, load_silicon, silicon_profile
 from epd.profiles.silicon_tables import BACKENDS
@@ -95,26 +93,8 @@ def _print(found: Profile) -> None:
             name, f"{stage.units}, {stage.items}", *figures, error, f"{span.low:.2g} to {span.high:.2g}"
         )
     console.stdout_console().print(table)
-    if found.host is not None:
-        _print_host(found.host)
     for line in found.assumptions:
         console.stdout_console().print(line)
-
-
-def _print_host(host: HostCosts) -> None:
-    """Prints what the application costs beside the model, in milliseconds."""
-    table = Table("beside the model", box=None, pad_edge=False)
-    for name in ("work ms", "delay ms", "beside ms"):
-        table.add_column(name, justify="right")
-    for field in fields(host):
-        each = getattr(host, field.name)
-        if isinstance(each, float) and field.name.endswith("_s"):
-            table.add_row(field.name.removesuffix("_s"), f"{1000 * each:.2f}")
-        elif not isinstance(each, float | int):
-            parts = (each.work_s, each.delay_s, each.beside_s)
-            table.add_row(field.name, *(f"{1000 * seconds:.2f}" for seconds in parts))
-    console.stdout_console().print(table)
-    console.stdout_console().print(f"{host.num_cores} cores, {host.idle_cores:.2f} busy without requests")
 
 
 _Tables = Annotated[

@@ -15,26 +15,12 @@ from rich.table import Table
 
 from epd import console
 from epd.client.endpoint import Endpoint, get, parse_endpoints
-from epd.errors import InfeasibleError, RequestError
-from epd.planning.plan import Plan, make_plan
-from epd.planning.space import Space
-from epd.planning.traffic import LEAST_REQUESTS, planner_for, recent_jobs
-from epd.profiles.files import load_profile
+from epd.errors import RequestError
 from epd.serve_app.cli.options import ApiKey, IsJson
-from epd.serve_app.cli.traffic_options import SloTpot, SloTtft
 from epd.serve_app.observability.figures import Figures, Scrape
 from epd.serve_app.worker_info import MemoryUse
-from epd.workload.metrics import SLO
 
 _Url = Annotated[str, typer.Option(metavar="URL", envvar="EPD_URL", help="Server of epd serve.")]
-_Profile = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="File of epd profile, or MODEL@DEVICE: also show what epd plan would choose for the traffic.",
-    ),
-]
-_PlanSeconds = Annotated[float, typer.Option(metavar="S", help="Time limit for the plan search, in seconds.")]
 
 _Watch = Annotated[
     bool,
@@ -49,45 +35,25 @@ _ADVICE = "start epd serve there, or change --url or --api-key"
 def status(
     url: _Url = "http://127.0.0.1:8000",
     api_key: ApiKey = None,
-    profile: _Profile = None,
-    slo_ttft_s: SloTtft = None,
-    slo_tpot_s: SloTpot = None,
-    plan_seconds: _PlanSeconds = 60.0,
     watch: _Watch = False,
     as_json: IsJson = False,
 ) -> None:
-    """Show the workers, queues and traffic of a server.
-
-    With a profile and an objective, also shows which topology of as many workers epd plan would choose for
-    the requests of the last ten minutes.
-    """
-    slo = SLO(slo_ttft_s, slo_tpot_s)
-    if profile is not None and slo == SLO():
-        raise RequestError("received a profile and no objective; add --slo-ttft-s or --slo-tpot-s")
+    """Show the workers, queues and traffic of a server."""
     (endpoint,) = parse_endpoints([url], api_key=api_key)
     if watch:
         with suppress(KeyboardInterrupt):
             _watch(endpoint, as_json=as_json)
         return
     now = _get(endpoint, "/v1/epd/status")
-    recent = _get(endpoint, "/v1/epd/load")["requests"]
+    summary = _summary(_get(endpoint, "/v1/epd/load")["requests"])
     drafted = _drafted(_scraped(endpoint))
-    found, reason = None, "give --profile and an objective to see what epd plan would choose"
-    if profile is not None:
-        num_workers = sum("v" not in worker["roles"] for worker in now["workers"])
-        found, reason = _plan(profile, recent, num_workers, slo, plan_seconds)
-    summary = _summary(recent)
     if as_json:
-        plan = found.record() if found else None
-        console.print_json(
-            {"status": now, "load": summary, "drafts": drafted, "plan": plan, "no_plan": reason}
-        )
+        console.print_json({"status": now, "load": summary, "drafts": drafted})
         return
     _print_workers(now)
     print(*_draft_lines(drafted), sep="", end="")
     _print_changes(now)
     print(_traffic_line(summary))
-    print(f"plan: run {found.topology}; {found.verdict}" if found else f"plan: {reason}")
 
 
 def _watch(endpoint: Endpoint, *, as_json: bool) -> None:
@@ -123,26 +89,6 @@ def _get(endpoint: Endpoint, path: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise RequestError(f"{endpoint.shown_url}{path} gave no JSON; {_ADVICE}")
     return record
-
-
-def _plan(
-    profile: str, recent: Sequence[Mapping[str, Any]], num_workers: int, slo: SLO, limit_s: float
-) -> tuple[Plan | None, str]:
-    """Returns a plan, or the reason that there is no plan. Raises RequestError for an invalid profile."""
-    if len(recent) < LEAST_REQUESTS:
-        return None, f"received {len(recent)} requests; a plan needs at least {LEAST_REQUESTS}"
-    loaded = load_profile(profile)
-    planner = planner_for(loaded, recent_jobs(loaded, recent), slo, Space(num_workers))
-    end_s = time.monotonic() + limit_s
-
-    def stop_in_time(_done: int, _all: int) -> None:
-        if time.monotonic() > end_s:
-            raise InfeasibleError(f"the search took more than {limit_s:g} s; raise --plan-seconds")
-
-    try:
-        return make_plan(planner, on_progress=stop_in_time), ""
-    except InfeasibleError as error:
-        return None, str(error)
 
 
 def _summary(recent: Sequence[Mapping[str, Any]]) -> dict[str, float]:

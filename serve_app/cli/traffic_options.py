@@ -33,7 +33,7 @@ Trace = Annotated[
     typer.Option(
         "--trace",
         metavar="FILE",
-        help="Azure's LMM trace (CSV), Mooncake's (JSON lines), a folder of ServeGen, or a log of epd serve.",
+        help="Azure's LMM trace (CSV), Mooncake's (JSON lines), or a log of epd serve.",
     ),
 ]
 RepeatRate = Annotated[

@@ -77,7 +77,7 @@ def test_defaults_hold_where_a_line_does_not_say(record: dict[str, Any], options
     [
         (short(), {"retention": 0.25, "reduction": "evs"}),
         (short(retention=1), {"retention": 1, "reduction": "evs"}),
-        (short(reduction="novelty", fps=1), {"fps": 1, "retention": 0.25, "reduction": "novelty"}),
+        (short(reduction="evs", fps=1), {"fps": 1, "retention": 0.25, "reduction": "evs"}),
         (openai(), {"retention": 0.25, "reduction": "evs"}),
         (openai(epd={"retention": 0.5}), {"retention": 0.5, "reduction": "evs"}),
         (short(start_s=1, end_s=2.5), {"start_s": 1, "end_s": 2.5, "retention": 0.25, "reduction": "evs"}),

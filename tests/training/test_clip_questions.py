@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from epd.shapes import Scene
-from tests.shapes.test_stories import BLUE_STAR, SCENE
+from tests.training.test_stories import BLUE_STAR, SCENE
 from training.clip_questions import CLIP_ANSWERS, ask_which_clip
 
 

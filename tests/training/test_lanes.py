@@ -16,7 +16,6 @@ from transformers import Qwen3VLForConditionalGeneration
 from epd.encoders.registry import load_adapter
 from epd.models import model_folder
 from epd.shapes import COLOURS, SHAPES, Question, QuestionKind, Scene, SceneObject
-from epd.shapes.stories import MOTIONS
 from training import clips, lane_language, lane_vision
 from training.lane_batches import Batch, Prompts, Thinned, make_batch
 from training.lane_decoder import decode
@@ -25,6 +24,7 @@ from training.lane_scenes import UNTIMED, Events, Imagined, Shown, TowerErrors, 
 from training.lanes import EMPTY, HEIGHT, codes, directions, embeddings
 from training.qwen3_checkpoint import TIMESTAMP_ENDS, build_model, build_processor, build_tokenizer
 from training.rows import NO_TARGET
+from training.stories import MOTIONS
 
 RED_STAR = SceneObject("star", "red", 3.0, 13.0, 1, (0.5, 0.3), (0.5, 0.7), 0.4)
 BLUE_RING = SceneObject("ring", "blue", 14.0, 20.0, 1, (0.5, 0.5), (0.5, 0.5), 0.4)

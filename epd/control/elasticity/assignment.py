@@ -14,27 +14,22 @@ from epd.control.elasticity.cluster import ClusterTraffic, Roles, WorkerStanding
 from epd.control.elasticity.controller import Switch
 from epd.topology import STAGES, Stage, Topology
 
-# A newcomer follows the load instead of the topology's ratio if a stage needs more than this of its workers.
-_BUSY = 0.5
-
 
 def roles_for_newcomer(
     wanted: Topology,
     present: Sequence[Roles],
-    traffic: ClusterTraffic | None = None,
     *,
     here: Sequence[Roles] = (),
 ) -> Roles:
     """Returns the roles of a worker that joins.
 
     A stage without any worker comes first, then the roles of which the topology has the largest share
-    missing. Beyond the topology its ratio is kept, or the stage that needs most is helped if the load is
-    known and a stage is busy. Roles that the topology does not name are never given. Of roles that are
-    equally missing it gets those that its machine has least of: a lost machine should take no stage with it.
+    missing. Beyond the topology its ratio is kept. Roles that the topology does not name are never given.
+    Of roles that are equally missing it gets those that its machine has least of: a lost machine should take
+    no stage with it.
 
     wanted: topology to fill
     present: roles of each worker that is there or starting, without those that leave
-    traffic: load of the whole fleet, None if it is not known
     here: roles of those that are on the same machine
     """
     kinds, counts, near = _kinds(wanted), Counter(present), Counter(here)
@@ -42,11 +37,6 @@ def roles_for_newcomer(
     missing = [roles for roles in kinds if roles - served]
     if missing:
         return max(missing, key=lambda roles: (len(roles - served), kinds[roles]))
-    is_filled = all(counts[roles] >= num for roles, num in kinds.items())
-    if is_filled and traffic is not None and traffic.is_known:
-        needed = {stage: each.demand for stage, each in traffic.stages.items()}
-        if _shares(needed, traffic.capacity(present))[0] > _BUSY:
-            return _most_helpful(traffic, needed, kinds, counts)
     return max(kinds, key=lambda roles: (_lack(kinds, counts, roles), -near[roles]))
 
 

@@ -106,10 +106,10 @@ async def send_sample() -> Response:
 @cache
 def _sample() -> bytes:
     """Returns a video of drawn shapes, made when it is first asked for."""
-    from epd.video.demo_video import PLAIN, encode_h264  # PyAV, which other pages do not need
+    from epd.video.demo_video import drawn_frames, encode_h264  # PyAV, which other pages do not need
 
     video = io.BytesIO()
     times_s = (number / _FPS for number in range(_SECONDS * _FPS))
-    frames = PLAIN.frames(make_scene(_SEED, float(_SECONDS)), times_s, _HEIGHT, _WIDTH)
+    frames = drawn_frames(make_scene(_SEED, float(_SECONDS)), times_s, _HEIGHT, _WIDTH)
     encode_h264(video, frames, fps=Fraction(_FPS), height=_HEIGHT, width=_WIDTH)
     return video.getvalue()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from epd.control.arrivals import RequestWork
-from epd.control.elasticity.assignment import replacement_for, roles_for_newcomer
+from epd.control.elasticity.assignment import replacement_for
 from epd.control.elasticity.cluster import ClusterTraffic, Roles, StageSample, WorkerSample
 from epd.control.elasticity.estimator import TrafficEstimator
 from epd.control.elasticity.replicas import ReplicaAdvice, ReplicaConfig, StageReplicas
@@ -126,9 +126,8 @@ class ClosedLoop:
 
     def _scale(self, now_s: float, num: int, traffic: ClusterTraffic) -> None:
         while len(self.workers) < num:
-            roles = roles_for_newcomer(self.wanted, [each.roles for each in self.workers], traffic)
-            self._num_made += 1
-            self.workers.append(_Worker(f"new{self._num_made}", roles, now_s + self.start_s))
+            self._num_made += 1  # beyond the topology, so that the controller of roles makes it an encoder
+            self.workers.append(_Worker(f"new{self._num_made}", ENCODE, now_s + self.start_s))
         while len(self.workers) > num:
             gone = self.workers[-1]
             switch = replacement_for(traffic.workers, {gone.name})

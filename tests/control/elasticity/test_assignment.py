@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.control.elasticity.assignment import helper_for, layout_for, replacement_for, roles_for_newcomer
-from epd.control.elasticity.cluster import ClusterTraffic, Roles
+from epd.control.elasticity.cluster import Roles
 from epd.control.elasticity.controller import Switch
 from epd.topology import STAGES, Topology, WorkerGroup, parse_topology, role_letters
 from tests.control.elasticity.clusters import cluster, roles_of
@@ -20,11 +20,11 @@ E, P, D = (frozenset({stage}) for stage in STAGES)
 PD: Roles = P | D
 
 
-def newcomers(topology: str, present: str, num: int, traffic: ClusterTraffic | None = None) -> str:
+def newcomers(topology: str, present: str, num: int) -> str:
     """The letters that so many workers get, one after another, in a fleet that has some."""
     fleet = [] if not present else list(roles_of(present).values())
     for _ in range(num):
-        fleet.append(roles_for_newcomer(parse_topology(topology), fleet, traffic))
+        fleet.append(roles_for_newcomer(parse_topology(topology), fleet))
     return " ".join(role_letters(each) for each in fleet[len(fleet) - num :])
 
 
@@ -73,22 +73,6 @@ def test_who_does_two_stages_at_once_serves_both() -> None:
 def test_beyond_the_topology_its_ratio_is_kept() -> None:
     assert sorted(newcomers("2e1p1d", "2e1p1d", 4).split()) == ["d", "e", "e", "p"]
     assert sorted(newcomers("1e1p4d", "1e1p4d", 6).split()) == ["d"] * 4 + ["e", "p"]
-
-
-def test_beyond_the_topology_a_busy_stage_is_helped() -> None:
-    """Encoders are needed 1.6 times over: two newcomers help them, a third would change nothing."""
-    busy = cluster(roles_of("1e1p4d"), rate=1.6)
-    assert newcomers("1e1p4d", "1e1p4d", 1, busy) == "e"
-    assert newcomers("1e1p4d", "1e1p4d", 2, busy) == "e e"
-    assert newcomers("1e1p4d", "1e1p4d", 1, replace(busy, is_known=False)) == "d"
-
-
-def test_a_quiet_load_decides_nothing() -> None:
-    assert newcomers("1e1p4d", "1e1p4d", 1, cluster(roles_of("1e1p4d"), rate=0.1)) == "d"
-
-
-def test_within_the_topology_the_load_decides_nothing() -> None:
-    assert newcomers("1e1p2d", "1e1p1d", 1, cluster(roles_of("1e1p1d"), rate=3.0)) == "d"
 
 
 GROUPS = st.lists(

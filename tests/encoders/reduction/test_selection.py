@@ -107,7 +107,7 @@ def test_pooling_gives_the_mean_of_each_run() -> None:
     assert chosen.tolist() == [0, 2, 5, 7, 10]
 
 
-@pytest.mark.parametrize("method", ["balanced", "evs", "novelty"])
+@pytest.mark.parametrize("method", ["balanced", "evs"])
 def test_what_appears_before_a_still_background_is_kept(method: str) -> None:
     """One new token in each of the later units, somewhere else each time."""
     background = torch.randn(1, TOKENS_PER_UNIT, CHANNELS, generator=torch.Generator().manual_seed(3))

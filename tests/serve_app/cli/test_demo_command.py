@@ -28,23 +28,6 @@ def test_demo_video_writes_the_video_and_its_truth(tmp_path: Path) -> None:
     )
 
 
-def test_demo_video_is_filmed_as_asked(tmp_path: Path) -> None:
-    options = ["--seconds", "4", "--fps", "6", "--size", "96x64", "--seed", "3"]
-    clips, out = tmp_path / "clips", tmp_path / "clip.mp4"
-    clips.mkdir()
-    assert CliRunner().invoke(app, ["demo-video", str(clips / "behind.mp4"), *options]).exit_code == 0
-    filmed = ["--footage", "wild", "--background", str(clips)]
-    result = CliRunner().invoke(app, ["demo-video", str(out), *options, *filmed])
-    assert result.exit_code == 0, result.stderr
-    truth = json.loads(out.with_suffix(".json").read_text())
-    assert truth["footage"]["num_posts"] == 2
-    assert truth["background"] == str(clips)
-    plain = json.loads((clips / "behind.json").read_text())
-    assert not {"footage", "background"} & plain.keys()
-    assert truth["questions"] == plain["questions"]
-    assert truth["objects"][0]["radius"] < plain["objects"][0]["radius"]
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -54,8 +37,6 @@ def test_demo_video_is_filmed_as_asked(tmp_path: Path) -> None:
         (["--fps", "0"], "it must be 1 to"),
         (["--seconds", "0"], "ask for up to"),
         (["--seconds", "nan"], "ask for up to"),
-        (["--footage", "shaky"], "'shaky'; allowed: still, handheld"),
-        (["--background", "/nowhere"], "which does not exist; allowed: folders"),
     ],
 )
 def test_useless_options_are_refused_in_one_line(tmp_path: Path, options: list[str], words: str) -> None:

@@ -1,4 +1,4 @@
-"""`epd eval` as a user meets it: rows, tables, pictures, going on after a kill, one line for errors."""
+"""`epd eval` as a user meets it: rows, tables, going on after a kill, one line for errors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from epd.serve_app.cli import own_model
 from epd.serve_app.cli.own_model import open_model
 from epd.serve_app.cli.program import app
 from epd.serve_app.local.own_service import OwnService
-from epd.shapes import LEVELS, Scene
+from epd.shapes import Scene
 from epd.video.demo_video import write_demo_video
-from tests.media import write_video
 
 # One video of 8 seconds and all five questions about it.
 ONE_VIDEO = ("--demo", "5", "--frames", "8", "--ttft-videos", "1", "--num-threads", "1")
@@ -81,20 +80,6 @@ def test_every_question_is_judged_with_every_setting(finished: Path) -> None:
     assert all(0 < sample.prefill_s < sample.ttft_s for sample in log.samples)
 
 
-def test_facts_of_descriptions_are_counted_and_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The first of the questions about a video are to describe it, in sentences and as JSON."""
-    demo = ("--demo", "2", "--frames", "8", "--ttft-videos", "0", "--num-threads", "1", "--retention", "1.0")
-    assert run(*demo, "--stories", "--model", "shapes-vl-2", "--out", tmp_path / "log", "--by", "kind") == 0
-    told = VerdictLog.read(tmp_path / "log").verdicts
-    assert [each.kind for each in told] == ["describe", "json"]
-    assert all(each.is_right and each.facts.is_all and each.facts_found % 6 == 0 for each in told), told
-    assert all(each.facts_found for each in told)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["json", "full", "1", "1", "100.0", "20.7-100.0", "1.000"] in rows
-
-
 def test_what_is_kept_falls_as_planned(finished: Path) -> None:
     kept = {(each.method, each.retention): each for each in VerdictLog.read(finished).verdicts}
     assert kept["full", 1.0].visual_tokens == 60
@@ -150,47 +135,17 @@ def _answers(path: Path) -> dict[tuple[str, float, str], str]:
     return {key(verdict): verdict.answer for verdict in VerdictLog.read(path).verdicts}
 
 
-def test_a_table_and_a_picture_of_what_is_known(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plot = tmp_path / "plot.svg"
-    assert run("--table", finished, "--plot", plot) == 0
+def test_a_table_of_what_is_known(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--table", finished) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["8", "frames,", "5", "questions,", "1", "videos"] in lines
     firsts = [line[:3] for line in lines if line and line[0] in ("full", "random", "uniform")]
     assert firsts == [["full", "1", "60"], ["random", "0.25", "15"], ["uniform", "0.25", "15"]]
-    picture = plot.read_text(encoding="utf-8")
-    assert picture.startswith("<?xml")
     assert run("--table", finished, "--json", "--against", "random") == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["method"] for row in rows] == ["random", "random", "uniform", "uniform"]
     assert all(row["against"] == "random" for row in rows)
     assert (rows[1]["wins"], rows[1]["losses"]) == (0, 0)
-
-
-def test_demo_videos_are_filmed_as_asked_and_verdicts_of_other_footage_are_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown: list[Any] = []
-
-    def write(*args: Any, **options: Any) -> Path:
-        shown.append(options["filming"])
-        return write_demo_video(*args, **options)
-
-    monkeypatch.setattr("epd.serve_app.cli.evaluation.write_demo_video", write)
-    (tmp_path / "clips").mkdir()
-    behind = write_video(tmp_path / "clips" / "behind.mp4").parent
-    filmed = ("--footage", "busy", "--background", behind)
-    out = tmp_path / "verdicts.jsonl"
-    options = (*ONE_VIDEO[:-3], "0", "--num-threads", "1", "--retention", "1.0", "--out", out)
-    assert run(*options, *filmed) == 0
-    assert [(each.footage, each.backgrounds.folder) for each in shown] == [(LEVELS["busy"], behind)]
-    log = VerdictLog.read(out)
-    assert (log.run.footage, log.run.background) == ("busy", str(behind))
-    assert len(log.verdicts) == 5
-    capsys.readouterr()
-    assert run(*options) == 2
-    assert "write to another file" in capsys.readouterr().err
 
 
 def test_a_file_of_open_and_multiple_choice_questions(
@@ -256,14 +211,9 @@ def test_any_supported_model_can_be_asked(
         (["--demo", "5", "--per-kind", "0"], "--per-kind 0"),
         (["--demo", "5", "--max-tokens", "0"], "--max-tokens is 0"),
         (["--demo", "5", "--out", "/nowhere/at/all.jsonl"], "cannot write"),
-        (["--demo", "5", "--plot", "plot.txt"], "cannot plot"),
         ([], "got no questions; give one of"),
         (["some.jsonl", "--demo", "5"], "got QUESTIONS and --demo; give one of"),
         (["some.jsonl"], "cannot be read"),
-        (["some.jsonl", "--footage", "wild"], "allowed with --demo only"),
-        (["some.jsonl", "--stories"], "received --stories with QUESTIONS; allowed with --demo only"),
-        (["--demo", "5", "--footage", "shaky"], "'shaky'; allowed: still"),
-        (["--demo", "5", "--background", "docs"], "no video among them"),
         (["--table", "some.jsonl"], "cannot be read"),
         (["--table", "some.jsonl", "--by", "colour"], "--by is 'colour'; give one of kind, duration"),
         (["--demo", "5", "--model", "/no/such/model"], "/no/such/model"),

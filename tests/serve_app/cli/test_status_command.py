@@ -11,20 +11,10 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner, Result
 
-from epd.control.arrivals import RequestWork
 from epd.serve_app.cli.program import app
 from tests.serve_app.conftest import Front
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import wait_until
-
-PROFILE = ("--profile", "qwen2.5-vl-7b@a100-80gb", "--plan-seconds", "3600")
-
-
-class BusyService(FakeService):
-    """Of which enough was asked to plan for: pictures, and answers of some length."""
-
-    def recent_load(self) -> list[tuple[float, RequestWork]]:
-        return [(1_700_000_000.0 + number, RequestWork(4096, 1100, 64)) for number in range(20)]
 
 
 def status(front: Front, *options: str) -> Result:
@@ -49,7 +39,6 @@ def test_a_table_of_workers_and_what_was_decided(front: Front) -> None:
         "traffic: 2 requests in the last ten minutes, 0.033 per second; on average 128 patches"
         in shown.stdout
     )
-    assert "plan: give --profile and an objective" in shown.stdout
 
 
 def first_tokens(front: Front) -> dict[float, float]:
@@ -117,36 +106,6 @@ def test_one_record_for_machines(front: Front) -> None:
     assert shown["p0"] == {"d0": "shared memory", "d1": "link", "d2": "link"}
     assert record["load"]["num_requests"] == 2
     assert record["load"]["max_tokens"] == 266
-    assert record["plan"] is None
-
-
-def test_what_epd_plan_would_choose_for_the_load(run_front: Callable[..., Front]) -> None:
-    front = run_front(BusyService())
-    record = json.loads(status(front, *PROFILE, "--slo-ttft-s", "2", "--json").stdout)
-    plan = record["plan"]
-    assert plan["explanation"]["num_devices"] == 4  # the fake has four workers
-    assert plan["objectives"]["ttft_s"] == 2
-    assert plan["explanation"]["goodput_per_s"] > 0
-    assert f"plan: run {plan['topology']}" in status(front, *PROFILE, "--slo-ttft-s", "2").stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (("--slo-ttft-s", "0.0001"), "TTFT binds"),
-        (("--slo-ttft-s", "2", "--plan-seconds", "0"), "the search took more than 0 s"),
-    ],
-)
-def test_why_there_is_no_plan(run_front: Callable[..., Front], options: tuple[str, ...], reason: str) -> None:
-    front = run_front(BusyService())
-    shown = status(front, *PROFILE, *options)
-    assert shown.exit_code == 0
-    assert f"plan: {reason}" in shown.stdout
-
-
-def test_few_requests_are_not_planned_for(front: Front) -> None:
-    shown = status(front, *PROFILE, "--slo-tpot-s", "0.1")
-    assert "plan: received 2 requests; a plan needs at least 20" in shown.stdout
 
 
 @pytest.mark.parametrize(
@@ -154,7 +113,6 @@ def test_few_requests_are_not_planned_for(front: Front) -> None:
     [
         (("--url", "http://127.0.0.1:9"), 3, "gave ConnectError; start epd serve"),
         (("--url", "nonsense"), 2, "is not an endpoint"),
-        (("--profile", "x@y"), 2, "no objective"),
     ],
 )
 def test_what_cannot_be_shown_is_one_line(options: tuple[str, ...], code: int, message: str) -> None:

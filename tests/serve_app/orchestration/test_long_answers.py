@@ -24,13 +24,13 @@ from epd.serve_app.observability import record as record_module
 from epd.serve_app.observability.record import RequestRecord
 from epd.serve_app.service import TokenDelta
 from epd.shapes import make_scene
-from epd.shapes.stories import TOLD_KINDS, facts_told, make_stories
 from epd.video.demo_video import write_demo_video
 from tests import reference
 from tests.colocated import ColocatedPipeline
 from tests.serve_app.deployments import LETTERS, Question, deployed, undisturbed, until_decoding
 from tests.tiny_models import load_reference
 from training.clips import HELD_OUT_SEED
+from training.stories import TOLD_KINDS, facts_told, make_stories
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 

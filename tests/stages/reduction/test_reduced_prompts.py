@@ -150,7 +150,7 @@ def test_the_app_answers_as_the_colocated_pipeline_under_every_policy(
     topology: str, pipeline: ColocatedPipeline, clip: Path, questions: list[str]
 ) -> None:
     """Also where the same video has been seen under another policy, or under the same one before."""
-    policies = [ReductionPolicy("balanced", 0.25), ReductionPolicy(), ReductionPolicy("novelty", 0.1)]
+    policies = [ReductionPolicy("balanced", 0.25), ReductionPolicy(), ReductionPolicy("evs", 0.1)]
     asked = [(policy, text) for text in questions[:2] for policy in policies]
     wanted = [
         pipeline.ask([clip], text, num_frames=6, reduction=policy, max_tokens=10).token_ids

@@ -1,26 +1,38 @@
-"""Draws scenes as they are filmed: how the camera moves, light and noise, and what stands before the objects.
+"""Films scenes of the shapes world: how the camera moves, light and noise, and what is before the objects.
 
 An object's truth does not depend on it: the picture shifts by a few pixels only, and a post before an object
 hides a part of it, so that looking at each frame finds the same objects at the same times.
 
     background, shifted | objects | posts | light, noise | label        drawn in this order
 
+Backgrounds are drawn, or videos of a folder in loops: a clip is scaled to cover the frame, cut to it around
+its centre, and muted as drawn backgrounds are, so that the objects before it can be told from it.
+
 Shapes: H frame height, W frame width in pixels.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby, tee
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from epd.errors import RequestError
-from epd.shapes.world import COLOURS, NUM_LANES, Scene, SceneObject
+from epd.errors import MediaError, RequestError
+from epd.shapes.drawing import SceneRenderer
+from epd.shapes.world import NUM_LANES, Scene
 from epd.types import UInt8Array
+from epd.video.containers.probe import probe
+from epd.video.decoding.pixels import Size
+from epd.video.decoding.stream import stream
+from epd.video.demo_video import write_demo_video
 
 # Of the least size of objects, in the unit of their radius: a post hides at most half of an object.
 _POST_WIDTH = 0.22
@@ -28,8 +40,7 @@ _MAX_POSTS = 3
 _SHAKE_PERIODS_S = (1.7, 0.6)
 _LIGHT_PERIODS_S = (23.0, 5.0)
 _STREAM = 0xF007  # keeps these random numbers apart from those of the picture
-Floats = NDArray[np.float32]
-_SUPERSAMPLING = 4
+_DARKEST, _SHARE_OF_CONTRAST = 40, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,111 +211,124 @@ def _write(canvas: UInt8Array, text: str, scale: int) -> None:
     canvas[: strip.shape[0], : strip.shape[1]] = 25 + 215 * strip
 
 
-class SceneRenderer:
-    """Draws frames of one scene at one size; holds one background, no frames."""
+class FilmedRenderer(SceneRenderer):
+    """Draws frames of one scene as it is filmed."""
 
     def __init__(self, scene: Scene, height: int, width: int, footage: Footage = STILL) -> None:
-        self.scene = scene = resized(scene, footage)
-        self.height, self.width = height, width
+        super().__init__(resized(scene, footage), height, width)
         self._camera = Camera(footage, scene.seed, height, width)
-        rng = np.random.default_rng(scene.seed)
-        self._background = _draw_background(rng, height, width)
-        self._sprites = {item.shape: _Sprite(rng, item, height, width) for item in scene.objects}
 
     def frame(self, time_s: float, background: UInt8Array | None = None) -> UInt8Array:
         """Returns the frame at `time_s`: uint8 [H, W, 3], RGB.
 
         background: uint8 [H, W, 3], in place of the drawn one.
         """
-        canvas = self._camera.background(self._background if background is None else background, time_s)
-        down, right = self._camera.shift(time_s)
-        for item in self.scene.visible(time_s):
-            x, y = item.position(time_s)
-            centre = round(x * self.width) + right, round(y * self.height) + down
-            self._sprites[item.shape].paint(canvas, *centre)
+        behind = self._background if background is None else background
+        canvas = self._camera.background(behind, time_s)
+        self._paint(canvas, time_s, self._camera.shift(time_s))
         return self._camera.finish(canvas, time_s)
 
 
-class _Sprite:
-    """One object's pixels, drawn once: coverage [S, S, 1] in 0..1 and its colour times coverage [S, S, 3]."""
+@dataclass(frozen=True, slots=True)
+class _Clip:
+    """One video. size: (height, width), pixels."""
 
-    def __init__(self, rng: np.random.Generator, item: SceneObject, height: int, width: int) -> None:
-        self.radius = max(2, round(item.radius * min(width / NUM_LANES, height)))
-        coverage = _coverage(_INSIDE[item.shape], self.radius)[..., None]
-        colour = np.asarray(COLOURS[item.colour], np.float32) + rng.uniform(-10, 10, 3)
-        shade = np.linspace(1.0, rng.uniform(0.85, 1.0), len(coverage), dtype=np.float32)[:, None, None]
-        self._opacity = coverage
-        self._light = (np.clip(colour * shade, 0, 255) * coverage).astype(np.float32)
-
-    def paint(self, canvas: UInt8Array, x: int, y: int) -> None:
-        """Blends the sprite centred at pixel (x, y) into the canvas, clipped at its edges."""
-        height, width = canvas.shape[:2]
-        top, left = y - self.radius, x - self.radius
-        rows = slice(max(0, top), min(height, y + self.radius))
-        columns = slice(max(0, left), min(width, x + self.radius))
-        inner = (slice(rows.start - top, rows.stop - top), slice(columns.start - left, columns.stop - left))
-        under = canvas[rows, columns]
-        canvas[rows, columns] = (under * (1 - self._opacity[inner]) + self._light[inner]).astype(np.uint8)
+    path: Path
+    duration_s: float
+    size: Size
 
 
-def _coverage(inside: Callable[[Floats, Floats], NDArray[np.bool_]], radius: int) -> Floats:
-    """Returns the share of each pixel of a 2r x 2r square that is inside the shape: float32 [2r, 2r]."""
-    size = 2 * radius * _SUPERSAMPLING
-    line = ((np.arange(size, dtype=np.float32) + 0.5) / size) * 2 - 1
-    fine = inside(np.asarray(line[None, :], np.float32), np.asarray(line[:, None], np.float32)).astype(
-        np.float32
-    )
-    blocks = fine.reshape(2 * radius, _SUPERSAMPLING, 2 * radius, _SUPERSAMPLING)
-    return np.asarray(blocks.mean(axis=(1, 3)), np.float32)
+class BackgroundClips:
+    """The videos of a folder, ordered by name; holds no frames."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises RequestError for a folder without a video that can be read."""
+        self.folder = folder
+        paths = sorted(path for path in folder.glob("*") if path.is_file())
+        self._clips = [clip for clip in map(_read, paths) if clip is not None]
+        if not self._clips:
+            raise RequestError(
+                f"received the backgrounds {str(folder)!r}, with {len(paths)} files and no video among them; "
+                "allowed: folders of videos; name another"
+            )
+
+    def play(self, seed: int, times_s: Iterable[float], height: int, width: int) -> Iterator[UInt8Array]:
+        """Yields a background for each time, uint8 [H, W, 3]; the seed chooses the clip.
+
+        times_s: increasing. Raises MediaError for a clip that cannot be decoded.
+        """
+        clip = self._clips[seed % len(self._clips)]
+        size = _covering(clip.size, (height, width))
+        for loop, times in groupby(times_s, lambda time_s: time_s // clip.duration_s):
+            wanted = [max(0.0, time_s - loop * clip.duration_s) for time_s in times]
+            with stream(clip.path, wanted, size, workers=1, groups_ahead=1) as groups:
+                for group in groups:
+                    for image in group.frames.data:
+                        yield _muted(_centre(image, height, width))
 
 
-def _inside_star(x: Floats, y: Floats) -> NDArray[np.bool_]:
-    angle = np.arctan2(x, -y) % (2 * np.pi / 5)
-    angle = np.minimum(angle, 2 * np.pi / 5 - angle)
-    inner = 0.42
-    # The edge runs from the tip (angle 0, radius 1) to the notch (angle pi/5, radius `inner`).
-    tip, notch = np.array([1.0, 0.0]), inner * np.array([np.cos(np.pi / 5), np.sin(np.pi / 5)])
-    edge = notch - tip
-    distance = np.hypot(x, y)
-    along, across = distance * np.cos(angle) - tip[0], distance * np.sin(angle) - tip[1]
-    return np.asarray(edge[0] * across - edge[1] * along >= 0)
+def _read(path: Path) -> _Clip | None:
+    try:
+        info = probe(path)
+    except MediaError:
+        return None
+    return _Clip(path, info.duration_s, (info.height, info.width)) if info.duration_s > 0 else None
 
 
-def _inside_triangle(x: Floats, y: Floats) -> NDArray[np.bool_]:
-    return np.asarray((y <= 0.8) & (y >= -0.9 + 1.7 * np.abs(x) / 0.98))
+def _covering(size: Size, frame: Size) -> Size:
+    """Returns the least size with the clip's proportions that covers the frame."""
+    scale = max(frame[0] / size[0], frame[1] / size[1])
+    return max(frame[0], round(size[0] * scale)), max(frame[1], round(size[1] * scale))
 
 
-_INSIDE: dict[str, Callable[[Floats, Floats], NDArray[np.bool_]]] = {
-    "circle": lambda x, y: np.asarray(x**2 + y**2 <= 0.9**2),
-    "square": lambda x, y: np.asarray(np.maximum(np.abs(x), np.abs(y)) <= 0.8),
-    "triangle": _inside_triangle,
-    "star": _inside_star,
-    "cross": lambda x, y: np.asarray(
-        (np.minimum(np.abs(x), np.abs(y)) <= 0.3) & (np.maximum(np.abs(x), np.abs(y)) <= 0.95)
-    ),
-    "ring": lambda x, y: np.asarray((x**2 + y**2 <= 0.95**2) & (x**2 + y**2 >= 0.52**2)),
-}
+def _centre(image: UInt8Array, height: int, width: int) -> UInt8Array:
+    top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
+    return image[top : top + height, left : left + width]
 
 
-def _draw_background(rng: np.random.Generator, height: int, width: int) -> UInt8Array:
-    """Draws muted blotches at two scales plus fine grain: uint8 [H, W, 3], values about 45 to 165."""
-    base = rng.uniform(75, 125) + rng.uniform(-12, 12, 3)
-    coarse = _smooth_noise(rng, 3, 4, height, width) * 24
-    fine = _smooth_noise(rng, 12, 20, height, width) * 9
-    grain = rng.normal(0, 2.5, (height, width, 1))
-    return np.asarray(np.clip(base + coarse + fine + grain, 0, 255), np.uint8)
+def _muted(image: UInt8Array) -> UInt8Array:
+    """Returns the image with half of its contrast, values 40 to 167."""
+    return np.asarray(image // _SHARE_OF_CONTRAST + _DARKEST, np.uint8)
 
 
-def _smooth_noise(rng: np.random.Generator, rows: int, columns: int, height: int, width: int) -> Floats:
-    """Returns a coarse random grid, stretched: float32 [H, W, 3], mostly grey, about unit variance."""
-    grid = rng.normal(0, 1, (rows + 1, columns + 1, 1)) + rng.normal(0, 0.3, (rows + 1, columns + 1, 3))
-    tall = _stretch(grid, height)
-    return np.asarray(_stretch(tall.swapaxes(0, 1), width).swapaxes(0, 1), np.float32)
+@dataclass(frozen=True, slots=True)
+class Filming:
+    """Says how scenes are filmed. backgrounds: what is behind the objects; None draws it."""
+
+    footage: Footage = STILL
+    backgrounds: BackgroundClips | None = None
+
+    @classmethod
+    def of(cls, level: str, folder: Path | None) -> Filming:
+        """Returns a level of footage, with the clips of a folder. Raises RequestError."""
+        return cls(footage_level(level), None if folder is None else BackgroundClips(folder))
+
+    def frames(self, scene: Scene, times_s: Iterable[float], height: int, width: int) -> Iterator[UInt8Array]:
+        """Yields the scene's frames, uint8 [H, W, 3], at increasing times. Raises MediaError."""
+        renderer = FilmedRenderer(scene, height, width, self.footage)
+        if self.backgrounds is None:
+            yield from map(renderer.frame, times_s)
+        else:
+            times_s, shown_s = tee(times_s)
+            behind = self.backgrounds.play(scene.seed, shown_s, height, width)
+            yield from map(renderer.frame, times_s, behind)
+
+    def record(self) -> dict[str, object]:
+        """Returns what a truth file says of it: nothing, where nothing disturbs the picture."""
+        footage = {} if self.footage == STILL else {"footage": asdict(self.footage)}
+        return footage | ({"background": str(self.backgrounds.folder)} if self.backgrounds else {})
 
 
-def _stretch(grid: NDArray[np.float64], length: int) -> NDArray[np.float64]:
-    """Interpolates the first axis linearly to `length` samples."""
-    position = np.linspace(0, len(grid) - 1, length)
-    low = np.minimum(position.astype(int), len(grid) - 2)
-    share = (position - low)[:, None, None]
-    return np.asarray(grid[low] * (1 - share) + grid[low + 1] * share)
+PLAIN = Filming()
+
+
+def write_filmed(out: Path, scene: Scene, filming: Filming = PLAIN, **options: Any) -> Path:
+    """Writes a scene as `write_demo_video` does, as it is filmed; its truth file says how.
+
+    options: of `write_demo_video`. Raises RequestError, MediaError.
+    """
+    shown = resized(scene, filming.footage)
+    truth = write_demo_video(out, shown, draw=lambda _, *place: filming.frames(scene, *place), **options)
+    record = json.loads(truth.read_text()) | filming.record()
+    truth.write_text(json.dumps(record, indent=2) + "\n")
+    return truth

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.shapes import Question, QuestionKind, Scene, SceneObject, make_scene
-from epd.shapes.stories import (
+from training.stories import (
     NEVER,
     SCENE_SCHEMA,
     FactCounts,

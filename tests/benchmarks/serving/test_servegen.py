@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.serving.servegen import draw_day
 from epd.errors import RequestError
-from epd.serve_app.cli.program import app
-from epd.workload.config import load_workload
 from epd.workload.requests import Resolution
-from epd.workload.servegen import draw_day
+from epd.workload.trace_media import TraceMedia
 
 SILENT = dict.fromkeys(("text_tokens", "image_tokens", "image_count", "output_tokens"), "{0: 1.0}")
 PICTURES = {
@@ -72,15 +71,8 @@ def test_the_day_is_always_the_same_and_its_beginning_too(tmp_path: Path) -> Non
 
 
 def test_images_become_as_many_tokens(tmp_path: Path) -> None:
-    workload = load_workload(None, {"trace": write(tmp_path), "token_side": 28}).resolve()
-    sizes = {size for request in workload.requests(0) for size in request.shape.images}
+    sizes = {size for one in draw_day(write(tmp_path)) for size in one.shape(TraceMedia()).images}
     assert sizes == {Resolution(112, 112), Resolution(224, 224)}
-
-
-def test_the_simulator_reads_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--trace", str(write(tmp_path)), "--num-requests", "50", "--topology", "1e1p1d", "--json"]
-    app(["simulate", *arguments], standalone_mode=False)
-    assert json.loads(capfd.readouterr().out)["num_requests"] == 50
 
 
 @pytest.mark.parametrize(

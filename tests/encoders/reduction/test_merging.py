@@ -7,26 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from epd.encoders.reduction.at_once import complementary_at_once
 from epd.encoders.reduction.merging import MergedNeighbours, blocks_of, likeness
-from epd.encoders.reduction.selection import _best_per_unit, complementary
 
 
 def rows(seed: int, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return normalize(torch.randn(shape, generator=generator, dtype=torch.float64), dim=-1)
-
-
-@pytest.mark.parametrize("budgets", [(3, 0, 9), (1, 1, 1), (20, 20, 20)])
-def test_complementary_tokens_are_the_same(budgets: tuple[int, ...]) -> None:
-    tokens, wanted = rows(1, 3, 20, 12), torch.tensor(budgets)
-    scores = torch.rand(3, 20, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    turns = complementary_at_once(tokens, scores, int(wanted.max()))
-    one_by_one = [
-        complementary(*unit, budget) + 20 * number
-        for number, (*unit, budget) in enumerate(zip(tokens, scores, budgets, strict=True))
-    ]
-    assert _best_per_unit(-turns, wanted).tolist() == torch.cat(one_by_one).tolist()
 
 
 def test_blocks_are_as_alike() -> None:

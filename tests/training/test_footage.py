@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epd import video
 from epd.errors import RequestError
-from epd.shapes import (
-    COLOURS,
-    LEVELS,
-    STILL,
-    Footage,
-    Scene,
-    SceneRenderer,
-    footage_level,
-    make_questions,
-    make_scene,
-)
+from epd.shapes import COLOURS, Scene, SceneRenderer, make_questions, make_scene
 from epd.shapes.world import NUM_LANES
 from epd.types import UInt8Array
+from tests.media import write_video
 from tests.shapes.test_world import answer_by_looking
+from tests.video.plain_decoder import reference_decode
+from training.footage import (
+    LEVELS,
+    STILL,
+    BackgroundClips,
+    FilmedRenderer,
+    Filming,
+    Footage,
+    footage_level,
+    write_filmed,
+)
 
 HEIGHT, WIDTH = 90, 160
 STEP_S = 0.5
@@ -37,9 +42,10 @@ DIGESTS = {
 }
 
 
+@pytest.mark.parametrize("kind", [SceneRenderer, FilmedRenderer])
 @pytest.mark.parametrize("seed", DIGESTS)
-def test_still_footage_draws_what_was_always_drawn(seed: int) -> None:
-    renderer = SceneRenderer(make_scene(seed, 24.0), HEIGHT, WIDTH)
+def test_still_footage_draws_what_was_always_drawn(seed: int, kind: type[SceneRenderer]) -> None:
+    renderer = kind(make_scene(seed, 24.0), HEIGHT, WIDTH)
     pixels = b"".join(renderer.frame(index + 0.25).tobytes() for index in range(24))
     assert hashlib.sha256(pixels).hexdigest() == DIGESTS[seed]
 
@@ -49,8 +55,8 @@ def _looked_at(scene: Scene, footage: Footage, background: UInt8Array | None = N
 
     Times are the first and last at which something of an object's colour is seen.
     """
-    filled = SceneRenderer(scene, HEIGHT, WIDTH, footage)
-    empty = SceneRenderer(replace(scene, objects=()), HEIGHT, WIDTH, footage)
+    filled = FilmedRenderer(scene, HEIGHT, WIDTH, footage)
+    empty = FilmedRenderer(replace(scene, objects=()), HEIGHT, WIDTH, footage)
     shown: dict[str, list[float]] = {}
     for time_s in np.arange(0, scene.duration_s, STEP_S):
         seen = filled.frame(time_s, background), empty.frame(time_s, background)
@@ -119,7 +125,7 @@ def test_at_every_moment_most_of_an_object_is_seen(level: str) -> None:
 def _areas(scene: Scene, footage: Footage) -> np.ndarray:
     """Pixels by moment and lane that an object covers: int [moments, lanes]."""
     filled, empty = (
-        SceneRenderer(each, HEIGHT, WIDTH, footage) for each in (scene, replace(scene, objects=()))
+        FilmedRenderer(each, HEIGHT, WIDTH, footage) for each in (scene, replace(scene, objects=()))
     )
     rows = []
     for time_s in np.arange(0, scene.duration_s, STEP_S):
@@ -147,13 +153,13 @@ def test_each_setting_changes_the_picture_and_the_same_seed_gives_the_same() -> 
 
 
 def _clip(scene: Scene, footage: Footage) -> UInt8Array:
-    renderer = SceneRenderer(scene, HEIGHT, WIDTH, footage)
+    renderer = FilmedRenderer(scene, HEIGHT, WIDTH, footage)
     return np.stack([renderer.frame(time_s) for time_s in np.linspace(0.2, scene.duration_s, 12)])
 
 
 def test_the_background_passes_behind_objects_that_stay() -> None:
     scene = make_scene(5, 60.0, 1)
-    renderer = SceneRenderer(replace(scene, objects=()), HEIGHT, WIDTH, Footage(pan_per_s=0.1))
+    renderer = FilmedRenderer(replace(scene, objects=()), HEIGHT, WIDTH, Footage(pan_per_s=0.1))
     first, later = renderer.frame(0.0), renderer.frame(1.0)
     moved = round(0.1 * WIDTH)
     assert np.array_equal(first[:, moved:], later[:, :-moved]) or np.array_equal(
@@ -163,7 +169,7 @@ def test_the_background_passes_behind_objects_that_stay() -> None:
 
 
 def test_the_clock_shows_whole_seconds() -> None:
-    renderer = SceneRenderer(make_scene(5, 60.0, 1), HEIGHT, WIDTH, Footage(has_label=True))
+    renderer = FilmedRenderer(make_scene(5, 60.0, 1), HEIGHT, WIDTH, Footage(has_label=True))
     corner = [renderer.frame(time_s)[:7, :60].tobytes() for time_s in (50.0, 50.9, 51.0)]
     assert corner[0] == corner[1] != corner[2]
 
@@ -181,3 +187,53 @@ def test_an_unknown_level_is_refused_with_those_there_are() -> None:
     with pytest.raises(RequestError, match=r"'shaky'; allowed: still, handheld, noisy, busy, wild"):
         footage_level("shaky")
     assert footage_level("still") == STILL
+
+
+TIMES_S = [0.0, 0.5, 1.9, 2.0, 2.5, 31.3]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two clips of two seconds, and files that are none."""
+    path = tmp_path_factory.mktemp("clips")
+    for seed in (0, 1):
+        write_video(path / f"{seed}.mp4", num_frames=20, fps=10, seed=seed)
+    (path / "notes.txt").write_text("no video")
+    (path / "more").mkdir()
+    return path
+
+
+def test_frames_are_those_of_the_clip_in_loops_with_half_the_contrast(folder: Path) -> None:
+    played = np.stack(list(BackgroundClips(folder).play(7, TIMES_S, 90, 160)))
+    truth = reference_decode(str(folder / "1.mp4"), [time_s % 2 for time_s in TIMES_S]).data
+    assert np.array_equal(played, truth // 2 + 40)
+
+
+@pytest.mark.parametrize(("height", "width"), [(90, 90), (64, 160), (200, 96)])
+def test_a_clip_covers_any_frame_and_keeps_its_proportions(folder: Path, height: int, width: int) -> None:
+    scale = max(height / 90, width / 160)
+    size = round(90 * scale), round(160 * scale)
+    (image,) = BackgroundClips(folder).play(0, [0.5], height, width)
+    assert image.shape == (height, width, 3)
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    full = video.decode(str(folder / "0.mp4"), [0.5], size).data[0]
+    assert np.array_equal(image, full[top : top + height, left : left + width] // 2 + 40)
+
+
+def test_a_video_before_a_clip_shows_it_and_says_so(folder: Path, tmp_path: Path) -> None:
+    scene = make_scene(0, 5.0, 1)
+    filming = Filming.of("still", folder)
+    truth = write_filmed(tmp_path / "v.mp4", scene, filming, fps=4, height=90, width=160)
+    assert json.loads(truth.read_text())["background"] == str(folder)
+    clear = next(time_s for time_s in np.arange(0, 5, 0.25) if not scene.visible(float(time_s)))
+    shown = reference_decode(str(tmp_path / "v.mp4"), [clear + 0.1]).data[0].astype(int)
+    (expected,) = BackgroundClips(folder).play(0, [clear], 90, 160)
+    assert np.abs(shown - expected).mean() < 6, "H.264 is lossy"
+
+
+@pytest.mark.parametrize("names", [(), ("notes.txt",)])
+def test_a_folder_without_videos_is_refused_in_one_line(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (tmp_path / name).write_text("no video")
+    with pytest.raises(RequestError, match=rf"with {len(names)} files .* allowed: folders of videos; name"):
+        BackgroundClips(tmp_path)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from epd.eval.items import FactCounts
 from epd.shapes.questions import Question, QuestionKind, with_article
 from epd.shapes.world import COLOURS, SHAPES, Scene, SceneObject
 
@@ -179,30 +180,6 @@ def _claimed_by_json(answer: str) -> list[Sighting]:
         ]
     except (ValueError, KeyError, TypeError):
         return []
-
-
-@dataclass(frozen=True, slots=True)
-class FactCounts:
-    """Counts the facts of descriptions: six of each object (shape, colour, place, motion, from, to)."""
-
-    found: int = 0
-    missed: int = 0
-    invented: int = 0
-
-    def __add__(self, other: FactCounts) -> FactCounts:
-        return FactCounts(
-            self.found + other.found, self.missed + other.missed, self.invented + other.invented
-        )
-
-    @property
-    def is_all(self) -> bool:
-        """Returns True if nothing was missed or invented."""
-        return not self.missed and not self.invented
-
-    @property
-    def f1(self) -> float:
-        """Returns the harmonic mean of the shares of claims that are true and of facts that are claimed."""
-        return 2 * self.found / max(1, 2 * self.found + self.missed + self.invented)
 
 
 def compare(claims: Sequence[Sighting], scene: Scene, margin_s: float) -> FactCounts:
