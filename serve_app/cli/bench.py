@@ -17,11 +17,11 @@ from epd import console
 from epd.bench.bench import BenchPlan, BenchResult, run_bench
 from epd.bench.body import NEW_LIMIT, OLD_LIMIT
 from epd.bench.media import ImageFormat, MediaLibrary
-from epd.bench.report import dump_json, print_result, result_record
+from epd.bench.report import dump_json, plot_result, print_result, result_record
 from epd.client.endpoint import find_model, parse_endpoints
 from epd.errors import RequestError
 from epd.serve_app.cli.flags import with_options_of
-from epd.serve_app.cli.options import JsonFile
+from epd.serve_app.cli.options import JsonFile, Plot
 from epd.serve_app.cli.traffic_options import (
     AskedModel,
     BenchKey,
@@ -127,6 +127,7 @@ def bench(
     timeout: _Timeout = 600.0,
     slo_e2e_s: _SloE2e = None,
     json_file: JsonFile = None,
+    plot: Plot = None,
     **options: Any,
 ) -> None:
     """Measure latency, goodput and SLO attainment of servers.
@@ -156,7 +157,7 @@ def bench(
         limit_field=NEW_LIMIT if max_completion_tokens else OLD_LIMIT,
     )
     result = _run(plan, media_dir, "png" if png else "jpeg")
-    _report(result, config, json_file)
+    _report(result, config, json_file, plot)
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -212,7 +213,7 @@ class _Progress(ExitStack):
         return lambda: show(next(ended), num_requests)
 
 
-def _report(result: BenchResult, config: WorkloadConfig, json_file: Path | None) -> None:
+def _report(result: BenchResult, config: WorkloadConfig, json_file: Path | None, plot: Path | None) -> None:
     text = dump_json(result_record(result, config.model_dump(mode="json")))
     if str(json_file) == "-":
         console.stream_text(text)
@@ -220,3 +221,5 @@ def _report(result: BenchResult, config: WorkloadConfig, json_file: Path | None)
         print_result(result, console.stdout_console())
         if json_file is not None:
             json_file.write_text(text, encoding="utf-8")
+    if plot is not None:
+        plot_result(result, plot)

@@ -13,13 +13,13 @@ from epd.errors import RequestError
 from epd.eval.files import read_videos
 from epd.eval.items import EvalCase
 from epd.eval.plan import EvalPlan, demo_cases
-from epd.eval.report import Part, as_part, print_rows
+from epd.eval.report import Part, as_part, plot_rows, print_rows
 from epd.eval.rows import RowSelection, eval_rows, table_rows
 from epd.eval.verdicts import DEMO, RunInfo, VerdictLog
 from epd.models import DEFAULT_MODEL
 from epd.reduction import METHODS, ReductionPolicy
 from epd.serve_app.cli.flags import with_fields_of
-from epd.serve_app.cli.options import IsJson, Model, Seed
+from epd.serve_app.cli.options import IsJson, Model, Plot, Seed
 
 _DEFAULT_FRAMES = [32]
 _DEFAULT_RETENTIONS = [1.0, 0.25, 0.15, 0.1]
@@ -123,6 +123,7 @@ def evaluate(
     table: _TableFile = None,
     against: _Against = "full",
     by: _By = None,
+    plot: Plot = None,
     as_json: IsJson = False,
     **engine: Any,
 ) -> None:
@@ -136,7 +137,7 @@ def evaluate(
     config = EngineConfig.checked(engine)
     if table is not None:
         log = VerdictLog.read(table)
-        _show(log, RowSelection.of(log, against), part, as_json)
+        _show(log, RowSelection.of(log, against), part, plot, as_json)
         return
     asked = _asked(method, retention or _DEFAULT_RETENTIONS, frames or _DEFAULT_FRAMES, against)
     from epd.serve_app.cli.evaluation import placement_of, run_evaluation  # torch
@@ -157,7 +158,7 @@ def evaluate(
     plan = EvalPlan(tuple(cases), asked.settings, max_tokens, ttft_videos)
     log = VerdictLog(run, out)
     run_evaluation(model, config, plan, log)
-    _show(log, asked, part, as_json)
+    _show(log, asked, part, plot, as_json)
 
 
 def _check_sources(data: Path | None, demo: int | None, table: Path | None) -> None:
@@ -194,8 +195,10 @@ def _cases(
     return [EvalCase(video, each) for each in frames for video in videos]
 
 
-def _show(log: VerdictLog, asked: RowSelection, by: Part | None, as_json: bool) -> None:
+def _show(log: VerdictLog, asked: RowSelection, by: Part | None, plot: Path | None, as_json: bool) -> None:
     if as_json:
         console.print_json([row.record() for row in eval_rows(log, asked)])
     else:
         print_rows(table_rows(log, asked), console.stdout_console(), by)
+    if plot is not None:
+        plot_rows(table_rows(log, asked), plot)

@@ -233,7 +233,7 @@ def test_the_command_prints_tables_and_writes_files(server: FakeServer, tmp_path
             *("--url", f"quick={server.url}", "--url", f"slow={other.url}", "--workload", "mixed"),
             *("--rate", 40, "--num-requests", 12, "--video-seconds", 1, "--video-size", "64x64"),
             *("--max-tokens", 4, "--slo-ttft-s", 0.09, "--rounds", 2, "--api-key", "secret-2", "--seed", 4),
-            *("--json", tmp_path / "out.json"),
+            *("--json", tmp_path / "out.json", "--plot", tmp_path / "out.png"),
         )
     assert result.exit_code == 0, result.output
     for word in (
@@ -260,6 +260,7 @@ def test_the_command_prints_tables_and_writes_files(server: FakeServer, tmp_path
     assert sum(report["num_ok"] for report in record["endpoints"]["quick"]["kinds"].values()) == 24
     assert {kind for kind, found in record["ratios_by_kind"].items() if found} == {"image", "text", "video"}
     assert {ratio["name"] for ratio in record["ratios"]} == {"slow"}
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     contents = [body["messages"][0]["content"] for body in server.bodies]
     kinds = {part["type"] for content in contents if isinstance(content, list) for part in content}
     assert kinds == {"text", "image_url", "video_url"}
@@ -283,6 +284,7 @@ def test_json_alone_on_stdout(server: FakeServer) -> None:
         (("--workload", "nope"), "neither a preset"),
         (("--rate", "0"), "rate is 0"),
         (("--rounds", "0"), "rounds is 0"),
+        (("--plot", "x.txt"), ".png"),
         (("--json", "/no/such/folder/x.json"), "folder that exists"),
         (("--extra-body", "[1]"), "JSON object"),
         (("--slo-tpot-s", "-1"), "tpot_s is -1"),

@@ -16,7 +16,7 @@ from rich.console import Console
 from epd.errors import RequestError
 from epd.eval.items import FULL, EvalCase, EvalItem, EvalSetting, EvalVideo
 from epd.eval.plan import EvalPlan, todos
-from epd.eval.report import print_rows
+from epd.eval.report import plot_rows, print_rows
 from epd.eval.rows import RowSelection, eval_rows, table_rows
 from epd.eval.statistics import wilson_interval
 from epd.eval.verdicts import RunInfo, TTFTSample, Verdict, VerdictLog
@@ -268,3 +268,5 @@ def test_the_table_fits_80_columns_and_the_picture_is_drawn(tmp_path: Path) -> N
     wide = replace(rows[1], method="quickprefill", visual_tokens=30720, kv_bytes=123_000_000, retention=0.15)
     print_rows([replace(wide, ttft_s=12.345, wins=123, losses=113, p_value=1e-10)], console)
     assert "…" not in console.file.getvalue()  # type: ignore[attr-defined]
+    plot_rows(rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

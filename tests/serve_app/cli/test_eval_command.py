@@ -1,4 +1,4 @@
-"""`epd eval` as a user meets it: rows, tables, going on after a kill, one line for errors."""
+"""`epd eval` as a user meets it: rows, tables, pictures, going on after a kill, one line for errors."""
 
 from __future__ import annotations
 
@@ -135,12 +135,17 @@ def _answers(path: Path) -> dict[tuple[str, float, str], str]:
     return {key(verdict): verdict.answer for verdict in VerdictLog.read(path).verdicts}
 
 
-def test_a_table_of_what_is_known(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--table", finished) == 0
+def test_a_table_and_a_picture_of_what_is_known(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "plot.svg"
+    assert run("--table", finished, "--plot", plot) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["8", "frames,", "5", "questions,", "1", "videos"] in lines
     firsts = [line[:3] for line in lines if line and line[0] in ("full", "random", "uniform")]
     assert firsts == [["full", "1", "60"], ["random", "0.25", "15"], ["uniform", "0.25", "15"]]
+    picture = plot.read_text(encoding="utf-8")
+    assert picture.startswith("<?xml")
     assert run("--table", finished, "--json", "--against", "random") == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["method"] for row in rows] == ["random", "random", "uniform", "uniform"]
@@ -211,6 +216,7 @@ def test_any_supported_model_can_be_asked(
         (["--demo", "5", "--per-kind", "0"], "--per-kind 0"),
         (["--demo", "5", "--max-tokens", "0"], "--max-tokens is 0"),
         (["--demo", "5", "--out", "/nowhere/at/all.jsonl"], "cannot write"),
+        (["--demo", "5", "--plot", "plot.txt"], "cannot plot"),
         ([], "got no questions; give one of"),
         (["some.jsonl", "--demo", "5"], "got QUESTIONS and --demo; give one of"),
         (["some.jsonl"], "cannot be read"),

@@ -1,4 +1,4 @@
-"""The command `epd simulate` on workloads and traces: records, and one-line errors."""
+"""The command `epd simulate` on workloads and traces: records, plots, and one-line errors."""
 
 from __future__ import annotations
 
