@@ -243,6 +243,12 @@ AnswerFile = Annotated[
     typer.Option("--out", "-o", metavar="FILE", callback=_output, help="File for the answer, not stdout."),
 ]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", callback=_output, help="File to write.")]
+ChromeTrace = Annotated[
+    Path | None,
+    typer.Option(
+        "--chrome-trace", metavar="FILE", callback=_output, help="Write a trace for chrome://tracing."
+    ),
+]
 JsonFile = Annotated[
     Path | None,
     typer.Option(

@@ -1,27 +1,32 @@
-"""The command `epd simulate`, which reports a table or a record."""
+"""The command `epd simulate`, which reports a table, a record, a plot, or a trace for Perfetto."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from epd import console
 from epd.errors import RequestError
+from epd.picture import picture
 from epd.planning.asked import cut_by, draft_plan, num_cpu_threads, workload_config
 from epd.planning.bounds import Bound, bounds
 from epd.profiles.files import load_profile
 from epd.profiles.profile import Profile as LoadedProfile
 from epd.serve_app.cli.flags import with_options_of
-from epd.serve_app.cli.options import IsJson, Profile
+from epd.serve_app.cli.options import ChromeTrace, IsJson, Plot, Profile
 from epd.serve_app.cli.traffic_options import FleetOptions, NumRequests, Rate
 from epd.simulate import Deployment, JobMaker, Sharding, Simulation, SimulationResult
 from epd.simulate.clock import TICKS_PER_S
 from epd.topology import parse_topology
+from epd.workload.chrome_trace import Event, complete, dumps, named
 from epd.workload.config import WorkloadConfig
 from epd.workload.metrics import SLO, Latency
 
@@ -46,6 +51,14 @@ _TYPICAL_REQUESTS = 1000
 _BUSY = 0.7
 # A simulated fleet may be larger than one that epd serve starts.
 _MAX_WORKERS = 4096
+_TICKS_PER_US = 10**6
+_SPANS = (
+    ("wait", "due", "placed"),
+    ("read media", "placed", "media_read"),
+    ("encode", "media_read", "encoded"),
+    ("prefill", "encoded", "first_token"),
+    ("decode", "first_token", "end"),
+)
 _STAGES = (
     ("wait for room", "due", "placed"),
     ("read media", "placed", "media_read"),
@@ -64,6 +77,8 @@ def simulate(
     sharding: _Sharding = "groups",
     whole: _IsWhole = False,
     as_json: IsJson = False,
+    chrome_trace: ChromeTrace = None,
+    plot: Plot = None,
     **options: Any,
 ) -> None:
     """Simulate a fleet.
@@ -85,7 +100,7 @@ def simulate(
     deployment = _deployment(topology, sharding, whole, threads, has_repeats=config.resolve().has_repeats)
     drafts = draft_plan(asked.draft_acceptance, asked.max_draft)
     deployment = replace(deployment, encode_beside=asked.encode_beside, drafts=drafts)
-    result = _run(loaded, deployment, config, asked.seed)
+    result = _run(loaded, deployment, config, asked.seed, has_spans=chrome_trace is not None)
     slo = SLO(asked.slo_ttft_s, asked.slo_tpot_s)
     busiest = _busiest(loaded, deployment, config, asked.seed, slo)
     load = busiest.load(_arrivals_per_s(result))
@@ -97,6 +112,10 @@ def simulate(
     else:
         _print_result(result, slo, console.stdout_console())
         console.stdout_console().print(_binds_line(busiest, load))
+    if chrome_trace is not None:
+        chrome_trace.write_text(_trace_of(result), encoding="utf-8")
+    if plot is not None:
+        _plot_simulation(result, plot)
 
 
 def _deployment(
@@ -140,9 +159,9 @@ def _binds_line(busiest: Bound, load: float) -> str:
 
 
 def _run(
-    profile: LoadedProfile, deployment: Deployment, config: WorkloadConfig, seed: int
+    profile: LoadedProfile, deployment: Deployment, config: WorkloadConfig, seed: int, *, has_spans: bool
 ) -> SimulationResult:
-    simulation = Simulation(profile, deployment)
+    simulation = Simulation(profile, deployment, has_spans=has_spans)
     workload = config.resolve()
     if not workload.is_open_loop:
         raise RequestError("a closed loop has no arrival times to simulate; give --rate and another arrival")
@@ -210,3 +229,38 @@ def _print_result(result: SimulationResult, slo: SLO, console: Console) -> None:
         )
     for switch in record["switches"]:
         console.print(f"at {switch['at_s']:.1f} s {switch['worker']} became {switch['roles']}")
+
+
+def _plot_simulation(result: SimulationResult, path: Path) -> None:
+    """Writes one picture: the distributions of TTFT and TPOT, and TTFT over time."""
+    with picture(path, 16.5, 4.2) as figure:
+        axes = figure.subplots(1, 3)
+        for axis, name, values in ((axes[0], "TTFT", result.ttft_s), (axes[1], "TPOT", result.tpot_s)):
+            shares = np.arange(1, len(values) + 1) / max(1, len(values))
+            axis.step(np.sort(values), shares, where="post")
+            axis.set(xlabel=f"{name}, s", ylabel="share of requests")
+        rows = result.rows[~result.rows["is_refused"]]
+        axes[2].plot(rows["due"] / TICKS_PER_S, (rows["first_token"] - rows["due"]) / TICKS_PER_S, ".")
+        axes[2].set(xlabel="arrival, s", ylabel="TTFT, s")
+
+
+def _trace_of(result: SimulationResult) -> str:
+    """Returns JSON. Process 1: a row for each worker. Process 2: a row for each request, by stage."""
+    return dumps([*_worker_events(result), *_request_events(result)])
+
+
+def _worker_events(result: SimulationResult) -> Iterator[Event]:
+    rows = {name: row for row, name in enumerate(dict.fromkeys(span.worker for span in result.spans))}
+    for name, row in rows.items():
+        yield named("thread_name", row, name)
+    for span in result.spans:
+        yield complete(span.name, rows[span.worker], span.start / _TICKS_PER_US, span.ticks / _TICKS_PER_US)
+
+
+def _request_events(result: SimulationResult) -> Iterator[Event]:
+    for row in result.rows:
+        for name, start, stop in _SPANS:
+            if 0 <= row[start] < row[stop]:
+                start_us = int(row[start]) / _TICKS_PER_US
+                duration_us = int(row[stop] - row[start]) / _TICKS_PER_US
+                yield complete(name, int(row["index"]), start_us, duration_us, process=2)

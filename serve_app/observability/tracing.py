@@ -1,13 +1,11 @@
 """Writes traces of finished requests in a separate thread, so that no answer waits for a disk.
 
-Chrome's format, for chrome://tracing or Perfetto, has one row for each worker. Source: Trace Event Format
-(Google, 2016), complete events "X", instant events "i", metadata "M".
+Chrome's format, for chrome://tracing or Perfetto, has one row for each worker.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import os
 import queue
@@ -15,11 +13,12 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from epd.errors import RequestError
 from epd.serve_app.observability.record import RequestTrace
 from epd.serve_app.service import StageSpan
+from epd.workload.chrome_trace import Event, complete, dumps, instant, named
 
 SUFFIX = ".trace.json"
 _US_PER_S = 1_000_000
@@ -132,7 +131,7 @@ class TraceFolder:
         """Writes the file as a whole or not at all. Raises OSError."""
         name = f"{trace.start_s * 1000:015.0f}-{trace.request_id}{SUFFIX}"
         partial = self._path / f".{name}"
-        partial.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": list(chrome_events(trace))}))
+        partial.write_text(dumps(chrome_events(trace)))
         os.replace(partial, self._path / name)
         for old in sorted(self._path.glob(f"*{SUFFIX}"))[: -self._max_files]:
             old.unlink(missing_ok=True)
@@ -141,33 +140,22 @@ class TraceFolder:
         """Does nothing: no file is open."""
 
 
-def chrome_events(trace: RequestTrace) -> Iterator[dict[str, Any]]:
+def chrome_events(trace: RequestTrace) -> Iterator[Event]:
     """Events with times from arrival, so that a viewer begins at zero; the request's args hold Unix time."""
-    yield _named("process_name", _REQUEST_ROW, trace.request_id)
-    yield _named("thread_name", _REQUEST_ROW, "request")
+    yield named("process_name", _REQUEST_ROW, trace.request_id)
+    yield named("thread_name", _REQUEST_ROW, "request")
     args = {**trace.attributes, "arrival_unix_s": trace.start_s}
     total_us = (trace.stop_s - trace.start_s) * _US_PER_S
-    yield _complete("request", _REQUEST_ROW, 0.0, total_us, args)
+    yield complete("request", _REQUEST_ROW, 0.0, total_us, args=args)
     if trace.first_token_s is not None:
-        first_us = (trace.first_token_s - trace.start_s) * _US_PER_S
-        yield {"name": "first token", "ph": "i", "s": "p", "pid": 1, "tid": _REQUEST_ROW, "ts": first_us}
+        yield instant("first token", _REQUEST_ROW, (trace.first_token_s - trace.start_s) * _US_PER_S)
     for row, (label, spans) in enumerate(rows_of(trace.spans), start=1):
-        yield _named("thread_name", row, label)
+        yield named("thread_name", row, label)
         for span in spans:
             place = {"worker": span.worker, "item": span.item, "group": span.group}
             args = {key: value for key, value in place.items() if value is not None}
             start_us = (span.start_s - trace.start_s) * _US_PER_S
-            yield _complete(span.stage, row, start_us, (span.stop_s - span.start_s) * _US_PER_S, args)
-
-
-def _complete(name: str, row: int, ts_us: float, dur_us: float, args: dict[str, Any]) -> dict[str, Any]:
-    """Returns work that begins at `ts_us` and takes `dur_us`, in microseconds."""
-    place = {"name": name, "cat": "epd", "ph": "X", "pid": 1, "tid": row}
-    return {**place, "ts": ts_us, "dur": dur_us, "args": args}
-
-
-def _named(what: str, row: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": 1, "tid": row, "args": {"name": name}}
+            yield complete(span.stage, row, start_us, (span.stop_s - span.start_s) * _US_PER_S, args=args)
 
 
 def rows_of(spans: Iterable[StageSpan]) -> list[tuple[str, list[StageSpan]]]:

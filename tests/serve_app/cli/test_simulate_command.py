@@ -119,6 +119,20 @@ def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert json.loads(capsys.readouterr().out)["num_requests"] == 3
 
 
+def test_chrome_trace_and_plots_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, plot = tmp_path / "trace.json", tmp_path / "plot.png"
+    run("--num-requests", "10", "--rate", "5", "--chrome-trace", str(trace), "--plot", str(plot))
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names >= {"e0", "p0", "d0"}
+    assert {event["name"] for event in events if event["ph"] == "X" and event["pid"] == 2} >= {
+        "encode",
+        "prefill",
+        "decode",
+    }
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -127,6 +141,8 @@ def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--sharding", "some"], "groups, request or local"),
         (["--sharding", "local", "--topology", "1e1p1d"], "sharding local"),
         (["--cpu-threads", "0"], "at least 1"),
+        (["--chrome-trace", "/nowhere/at/all.json"], "cannot write"),
+        (["--plot", "plot.txt"], "cannot plot"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

@@ -1,6 +1,6 @@
 """Traces of requests: files for a viewer, and spans for a collector.
 
-Modules: `serve_app/observability/otel_export.py`.
+Modules: `epd/workload/chrome_trace.py`, `serve_app/observability/otel_export.py`.
 """
 
 from __future__ import annotations
