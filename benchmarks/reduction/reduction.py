@@ -64,6 +64,7 @@ MOST_FRAMES = 16384
 Key: TypeAlias = tuple[int, str, float]  # frames, method, retention
 # Columns of benchmarks.reduction.reduction_costs that stand beside accuracy.
 COSTS = (
+    "fewer_in_tower",
     "fewer_in_prompt",
     "fewer_in_all",
     "kv_blocks_prefill",
