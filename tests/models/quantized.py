@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from tests.encoders.tiny_gemma import GEMMA4_SMALL, build_gemma3, build_gemma4
+from tests.encoders.tiny_gemma import GEMMA4_SMALL, build_gemma3, build_gemma4, with_small_embeddings
 from tests.models.files import name_in_files
 from tests.tiny_models import BUILDERS, build_qwen3_5
 
@@ -72,7 +72,6 @@ class Layout:
     files: whose names tensors have.
     dtype: of all that is not quantised.
     has_tower: if the blocks of the vision tower are quantised, too.
-    embedding_scale: of those of tokens, that layers may decide beside them.
     """
 
     family: str
@@ -81,7 +80,6 @@ class Layout:
     dtype: torch.dtype
     sizes: dict[str, int] = field(default_factory=lambda: SIZES)
     has_tower: bool = False
-    embedding_scale: float = 1.0
 
 
 LAYOUTS = {
@@ -141,7 +139,7 @@ _WINDOWED = SIZES | {"num_hidden_layers": 6}  # one round of their pattern
 # transformers would take for padding when they are read again.
 WINDOWED_LAYOUTS = {
     family: {
-        name: replace(layout, family=family, files="Qwen3-VL", sizes=_WINDOWED | more, embedding_scale=0.01)
+        name: replace(layout, family=family, files="Qwen3-VL", sizes=_WINDOWED | more)
         for name, layout in LAYOUTS.items()
     }
     for family, more in {
@@ -172,6 +170,8 @@ def build(name: str, folder: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> P
     """Writes a checkpoint in one of the layouts."""
     layout = layouts[name]
     plain = _BUILDERS[layout.family](folder / "plain", **layout.sizes)
+    if layout.family in WINDOWED_LAYOUTS:
+        with_small_embeddings(plain)
     quantized = shutil.copytree(plain, folder / "quantized")
     theirs: dict[str, Tensor] = {}
     ours: dict[str, Tensor] = {}
@@ -179,8 +179,7 @@ def build(name: str, folder: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> P
         if is_quantized(tensor_name, layout):
             parts, theirs[tensor_name] = quantized_parts(name, tensor)
         else:
-            scale = layout.embedding_scale if tensor_name.endswith("embed_tokens.weight") else 1.0
-            stored = (scale * tensor).to(layout.dtype)
+            stored = tensor.to(layout.dtype)
             parts, theirs[tensor_name] = {tensor_name.rpartition(".")[2]: stored}, stored.float()
         module = tensor_name.rpartition(".")[0]
         for part, values in parts.items():
