@@ -89,7 +89,7 @@ FEATURES = (
     Feature("tensor parallelism", {"tensor_parallel_size": 2}),
     Feature("split stages", {"topology": "1e1p1d"}),
     Feature("several encoders", {"topology": "2e1pd"}),
-    Feature("role switching", {"topology": "1e1pd", "elastic": True}),
+    Feature("role switching", {"topology": "2e1pd", "elastic": True}),
     Feature(
         "classes of workers",
         {"topology": "2e1pd", "worker_classes": ["small=roles:e,count:1,device:cpu"]},
