@@ -379,6 +379,7 @@ def main() -> None:
         options.section or default,
         lambda: setting(("torch", "transformers"), checkpoint="shapes-vl, float32"),
         save=not quick,
+        module="reduction.reduction",
     )
 
 
