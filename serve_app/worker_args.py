@@ -135,13 +135,16 @@ class WorkerArgs(EngineConfig):
     def check_classes(self) -> None:
         """Raises RequestError for classes that cannot work together."""
         parts = self.parts
-        if self.elastic and self.worker_classes:
+        if self.elastic and REST not in parts:
             raise RequestError(
-                f"received elastic with worker_classes {', '.join(self.worker_classes)}; allowed: one of "
-                "them, since a worker of a class keeps its roles; leave one out"
+                f"received elastic with worker_classes {', '.join(self.worker_classes)}, which have all "
+                "workers; allowed: beside workers of no class, since those of a class keep their roles; "
+                "leave one out, or take a larger topology"
             )
         if self.worker_classes:
             own = {name: self.of_class(name) for name in parts}
+            if self.elastic:  # who changes roles may do all that others do
+                parts = {**parts, REST: parse_topology(self.topology)}
             check_types({name: (each.dtype, each.device) for name, each in own.items()}, parts)
 
     @property

@@ -77,7 +77,16 @@ def test_a_class_has_its_own_options_and_everybody_elses() -> None:
         (["one=roles:e", "other=roles:e"], {}, "'other' of 'e' in the topology '4e1pd', which has 0 such"),
         (["ep=roles:e"], {}, "a worker class of the name 'ep'; allowed: small letters"),
         (["e7=roles:e"], {}, "a worker class of the name 'e7'; allowed: small letters"),
-        ([SMALL], {"elastic": True}, "received elastic with worker_classes small; allowed: one of them"),
+        (
+            [SMALL, "large=roles:pd"],
+            {"elastic": True},
+            "received elastic with worker_classes small, large, which have all workers; allowed: beside",
+        ),
+        (
+            ["small=roles:e,dtype:bfloat16"],
+            {"device": "cpu", "elastic": True},
+            "that encode in bfloat16 and in float32; allowed: one dtype",
+        ),
         (
             ["small=roles:e,count:1,dtype:bfloat16"],
             {"device": "cpu"},

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.works_with import FEATURES, Feature, Trials, together
+from tests.works_with import FEATURES, Feature, Features, Trials, by_server, together
 
 _PAGE = Path(__file__).parent.parent / "docs" / "works-with.md"
-# Of pairs, of triples, and of triples with tensor parallelism. `make soak` tries more.
-_NUM_DRAWN = 30 if os.environ.get("EPD_SOAK") else 2
+_IS_SOAK = bool(os.environ.get("EPD_SOAK"))
+# Of pairs, of triples, and of triples with tensor parallelism, each with a server of its own over HTTP.
+_NUM_DRAWN = 30 if _IS_SOAK else 2
+# Servers with so many features of theirs, which are asked with all that questions can have. `make soak`: all.
+_NUM_SERVERS = {0: 1, 1: 9, 2: 12, 3: 20}
 _NAMED = {each.name: each for each in FEATURES}
 
 
@@ -55,6 +58,20 @@ DRAWN = [
 ]
 
 
+def drawn_servers() -> dict[Features, list[Features]]:
+    """Triples, without those of which each feature changes answers: these stand for themselves."""
+    groups = by_server(each for each in TRIPLES if not all(one.changes_answers for one in each))
+    rng = random.Random(45)
+    drawn: list[Features] = []
+    for size, number in _NUM_SERVERS.items():
+        among = [server for server in groups if len(server) == size]
+        drawn += among if _IS_SOAK else rng.sample(among, number)
+    return {server: groups[server] for server in drawn}
+
+
+SERVERS = drawn_servers()
+
+
 @pytest.fixture(scope="module")
 def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
     return Trials(tmp_path_factory.mktemp("pairs"))
@@ -72,6 +89,25 @@ def test_drawn_features_answer_as_those_that_change_answers(
     given = trials.given(features)
     assert given.refusal == ""
     assert given.texts == trials.expected(features).texts != frozenset()
+
+
+def test_so_many_triples_are_drawn() -> None:
+    assert sum(map(len, SERVERS.values())) >= (2600 if _IS_SOAK else 300)
+
+
+@pytest.mark.parametrize(
+    "server", SERVERS, ids=lambda drawn: " + ".join(each.name for each in drawn) or "none"
+)
+def test_triples_of_one_server_answer_as_those_that_change_answers(trials: Trials, server: Features) -> None:
+    """A server is asked all at once."""
+    triples = SERVERS[server]
+    changing = [tuple(each for each in features if each.changes_answers) for features in triples]
+    for plain, asked in by_server(changing).items():
+        trials.ask_at_once(plain, asked)
+    trials.ask_at_once(server, triples)
+    wrong = [each for each in triples if trials.given(each) != trials.expected(each)]
+    assert [[one.name for one in each] for each in wrong] == []
+    assert all(trials.given(each).texts for each in triples)
 
 
 @pytest.mark.parametrize("names", REFUSED, ids=" + ".join)

@@ -6,10 +6,12 @@ with several names these features together.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,9 +22,11 @@ from PIL import Image
 from epd import LLM
 from epd.errors import EPDError
 from epd.models import model_folder
+from epd.serve_app.app_args import AppArgs
+from epd.serve_app.local.own_service import OwnService, own_service
 from epd.shapes import make_scene
 from epd.video.demo_video import write_demo_video
-from tests.encoders.tiny_gemma import build_gemma3
+from tests.encoders.tiny_gemma import build_gemma3, with_small_embeddings
 from tests.media import draw_frames
 from tests.models import lora, quantized, shrunk
 from tests.tiny_models import build_qwen3_5
@@ -39,7 +43,7 @@ _SCHEMA = {
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "shape", "schema": _SCHEMA}}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Feature:
     """Names a feature as the page does, and says how to ask for it.
 
@@ -57,6 +61,21 @@ class Feature:
     has_adapter: bool = False
     changes_answers: bool = False
 
+    @property
+    def is_of_server(self) -> bool:
+        """Returns whether a server starts with it; else one server has questions with and without it."""
+        return bool(self.options or self.checkpoint or self.has_adapter)
+
+    @property
+    def of_request(self) -> Feature:
+        """Returns the same, asked for by questions where they can."""
+        return (
+            replace(self, options={}, fields={"epd": self.options}) if "reduction" in self.options else self
+        )
+
+
+Features = tuple[Feature, ...]
+
 
 def _reduction(method: str) -> Feature:
     return Feature(method, {"reduction": method, "retention": 0.5}, changes_answers=True)
@@ -70,7 +89,7 @@ FEATURES = (
     Feature("tensor parallelism", {"tensor_parallel_size": 2}),
     Feature("split stages", {"topology": "1e1p1d"}),
     Feature("several encoders", {"topology": "2e1pd"}),
-    Feature("role switching", {"topology": "1e1pd", "elastic": True}),
+    Feature("role switching", {"topology": "2e1pd", "elastic": True}),
     Feature(
         "classes of workers",
         {"topology": "2e1pd", "worker_classes": ["small=roles:e,count:1,device:cpu"]},
@@ -97,11 +116,20 @@ FEATURES = (
 )
 
 
-def together(count: int) -> Iterator[tuple[Feature, ...]]:
+def together(count: int) -> Iterator[Features]:
     """Yields so many features that can be asked for at once: each two of them can."""
     for features in combinations(FEATURES, count):
         if all(_can_be_asked(*pair) for pair in combinations(features, 2)):
             yield features
+
+
+def by_server(drawn: Iterable[Features]) -> dict[Features, list[Features]]:
+    """Groups what questions to one server can have together: the server's own features, and all of each."""
+    groups: dict[Features, list[Features]] = defaultdict(list)
+    for features in drawn:
+        asked = tuple(each.of_request for each in features)
+        groups[tuple(each for each in asked if each.is_of_server)].append(asked)
+    return groups
 
 
 def _can_be_asked(one: Feature, other: Feature) -> bool:
@@ -137,34 +165,52 @@ class Trials:
         return self.given([each for each in features if each.changes_answers])
 
     def given(self, features: Sequence[Feature]) -> Given:
-        names = tuple(each.name for each in features)
+        names = _names(features)
         if names not in self._given:
             self._given[names] = self._ask(features)
         return self._given[names]
 
+    def ask_at_once(self, server: Features, asked: Iterable[Features]) -> None:
+        """Asks one server of this process all that is not known yet, as `given` returns it from then on."""
+        new = {_names(each): each for each in asked if _names(each) not in self._given}
+        if not new:
+            return
+        model, options = self._server(server)
+        args = AppArgs(**{"topology": "1epd", "model": model, "allowed_media_path": Path("/"), **options})
+        with own_service(args, is_greedy=False) as service:
+            answers = asyncio.run(_gathered(service, [self._body(each) for each in new.values()]))
+        self._given |= zip(new, answers, strict=True)
+
     def _ask(self, features: Sequence[Feature]) -> Given:
+        model, options = self._server(features)
+        body = self._body(features)
+        try:
+            with LLM(model, **options) as llm:
+                return _texts(llm.chat(**body))
+        except EPDError as error:
+            return Given(refusal=str(error))
+
+    def _server(self, features: Sequence[Feature]) -> tuple[Path | str, dict[str, Any]]:
+        """Returns the model of a server, and its options."""
         options = {name: value for each in features for name, value in each.options.items()}
         if "cache_dir" in options:  # one for all servers: none may find what another's features changed
             options["cache_dir"] = self._folder / options["cache_dir"]
         if "cache_objects" in options:
             options["cache_objects"] = f"file://{self._folder / options['cache_objects']}"
-        fields = {name: value for each in features for name, value in each.fields.items()}
         model = next((self._built(each.checkpoint) for each in features if each.checkpoint), _MODEL)
+        if any(each.has_adapter for each in features):
+            options["lora_modules"] = [f"drawn={self._adapter(model)}"]
+        return model, {"num_threads": 1, "num_kv_tokens": 4096, **options}
+
+    def _body(self, features: Sequence[Feature]) -> dict[str, Any]:
         has_image = any(each.checkpoint == _IMAGES_ALONE for each in features)
         kind, path = ("image_url", self._image) if has_image else ("video_url", self._clip)
         medium = {"type": kind, kind: {"url": path.as_uri()}}
+        fields = {name: value for each in features for name, value in each.fields.items()}
         if any(each.has_adapter for each in features):
-            options["lora_modules"], fields["model"] = [f"drawn={self._adapter(model)}"], "drawn"
-        try:
-            with LLM(model, num_threads=1, num_kv_tokens=4096, **options) as llm:
-                return Given(frozenset(self._texts(llm, medium, fields)))
-        except EPDError as error:
-            return Given(refusal=str(error))
-
-    def _texts(self, llm: LLM, medium: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[str]:
-        message = {"role": "user", "content": [medium, {"type": "text", "text": _QUESTION}]}
-        for choice in llm.chat([message], **_FIELDS, **fields)["choices"]:
-            yield choice["message"]["content"]
+            fields["model"] = "drawn"
+        content = [medium, {"type": "text", "text": _QUESTION}]
+        return {"messages": [{"role": "user", "content": content}], **_FIELDS, **fields}
 
     def _adapter(self, model: Path | str) -> Path:
         """Draws an adapter of a model, for the values that it has when it is not quantised."""
@@ -181,10 +227,30 @@ class Trials:
         if checkpoint == "qwen3_5":
             return folder if folder.exists() else build_qwen3_5(folder)
         if checkpoint == _IMAGES_ALONE:
-            return folder if folder.exists() else build_gemma3(folder)
+            return folder if folder.exists() else with_small_embeddings(build_gemma3(folder))
         if checkpoint not in quantized.LAYOUTS:
             return folder if folder.exists() else shrunk.build(checkpoint, folder)
         return folder / "quantized" if folder.exists() else quantized.build(checkpoint, folder).quantized
+
+
+def _names(features: Iterable[Feature]) -> tuple[str, ...]:
+    return tuple(each.name for each in features)
+
+
+def _texts(completion: Mapping[str, Any]) -> Given:
+    return Given(frozenset(choice["message"]["content"] for choice in completion["choices"]))
+
+
+async def _gathered(service: OwnService, bodies: Iterable[dict[str, Any]]) -> list[Given]:
+    """Returns the answers to questions that are asked at once."""
+
+    async def answer(body: dict[str, Any]) -> Given:
+        try:
+            return _texts(await service.completion({"model": service.model, **body}))
+        except EPDError as error:
+            return Given(refusal=str(error))
+
+    return await asyncio.gather(*map(answer, bodies))
 
 
 def _verdict(trials: Trials, features: Sequence[Feature]) -> str:

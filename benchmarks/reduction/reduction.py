@@ -1,7 +1,7 @@
 """What fewer visual tokens save: time to the first token, frames that fit; and what they cost in accuracy.
 
     python -m benchmarks.reduction.reduction [--quick] [--section NAME]
-        [--verdicts FILE ...] [--stories FILE ...] [--same-tokens FEW MANY ...]
+        [--verdicts FILE ...] [--stories FILE ...] [--same-tokens FEW MANY ...] [--whole FILE ...]
 
 prefill: a drawn video whose embeddings are there and a question, in one request; each setting in turn, CPU
 time of the one thread, in its parts. The gain in TTFT beside the gain in operations of the decoder, as they
@@ -13,6 +13,12 @@ of settings that no file has, or of fewer questions, stay.
 stories: such files of `training.drawn_eval --stories`: its one-word kinds, its other short answers, and what
 it describes.
 same-tokens: such files of the same videos, in pairs: few frames in full, many frames that are reduced.
+whole: such files of mustdrop with its merging in the tower, one for each number of frames F, made by
+
+    epd eval --demo 1000 --seed 11 --frames F --per-kind 2 --model shapes-vl --method mustdrop \\
+        --retention 0.5 --retention 0.25 --retention 0.1 --retention 0.078 --ttft-videos 0 --out FILE
+
+beside the rows of `accuracy`, which were measured with --tower-share 1, and what `reduction_costs.py` counts.
 Results go to benchmarks/results/reduction.{json,md}.
 """
 
@@ -71,6 +77,7 @@ COSTS = (
     "sent_to_prefill_mb",
     "sent_to_decode_mb",
 )
+WHOLE_COSTS = ("fewer_in_tower", "fewer_in_prompt", "fewer_in_all", "kv_blocks_at_most", "kv_blocks_decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,11 +263,21 @@ def seconds_to_first_token() -> dict[Key, float]:
     return {(row["frames"], row["method"], row["retention"]): row["ttft_s"] for row in rows}
 
 
-def counted_costs() -> dict[Key, Row]:
+def whole_rows(logs: Sequence[Path]) -> list[Row]:
+    """Returns what three stages of mustdrop leave together, beside what two of them do."""
+    two = {(row["frames"], row["method"], row["retention"]): row for row in stored("reduction")["accuracy"]}
+    costs = counted_costs(WHOLE_COSTS)
+    return [
+        accuracy_row(key, row) | {"of_full_two_stages": two[key]["of_full"]} | costs[key]
+        for key, row in logged_rows(logs)
+    ]
+
+
+def counted_costs(names: Sequence[str] = COSTS) -> dict[Key, Row]:
     """Returns what benchmarks.reduction.reduction_costs has counted, by frames, method and retention."""
     sections = stored("reduction_costs")
     return {
-        (frames, row["method"], row["retention"]): {name: row[name] for name in COSTS}
+        (frames, row["method"], row["retention"]): {name: row[name] for name in names}
         for frames in FRAMES
         for row in sections.get(f"{frames} frames", [])
         if row["compute_share"] in (None, row["retention"])
@@ -323,6 +340,7 @@ def main() -> None:
     parser.add_argument("--section", action="append", help="one or several of those above")
     parser.add_argument("--verdicts", type=Path, nargs="+", default=[], help="logs of `epd eval --out`")
     parser.add_argument("--stories", type=Path, nargs="+", default=[], help="such logs of shapes-vl-2")
+    parser.add_argument("--whole", type=Path, nargs="+", default=[], help="such logs of mustdrop")
     parser.add_argument("--same-tokens", type=Path, nargs="+", default=[], help="FEW MANY, logs as above")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -345,11 +363,13 @@ def main() -> None:
             "The same tokens: few frames in full, or many reduced",
             partial(same_tokens_rows, options.same_tokens),
         ),
+        "whole": Section("MustDrop, three stages together", partial(whole_rows, options.whole)),
     }
     needed = {
         "accuracy": options.verdicts,
         "stories": options.stories,
         "same-tokens": options.same_tokens,
+        "whole": options.whole,
     }
     default = [name for name in sections if needed.get(name, True)]
     run_sections(
@@ -359,6 +379,7 @@ def main() -> None:
         options.section or default,
         lambda: setting(("torch", "transformers"), checkpoint="shapes-vl, float32"),
         save=not quick,
+        module="reduction.reduction",
     )
 
 

@@ -40,7 +40,7 @@ from epd.encoders.reduction import reduce_prompt
 from epd.encoders.reduction.reading import ItemReducer, ItemReduction, is_cut_at_encoder
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
 from epd.models import embedded_model_path
-from epd.reduction import METHODS, ReductionPolicy
+from epd.reduction import KEEP_ALL, METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.shapes import make_scene
 from epd.stages.connectors.mailbox import InProcessHub
@@ -205,10 +205,12 @@ def drawn_video(num_frames: int) -> Iterator[Path]:
         yield path
 
 
-def encoded_video(pipeline: ColocatedPipeline, num_frames: int) -> EncodedMedia:
-    """Encodes a drawn video of one frame a second."""
+def encoded_video(
+    pipeline: ColocatedPipeline, num_frames: int, policy: ReductionPolicy = KEEP_ALL
+) -> EncodedMedia:
+    """Encodes a drawn video of one frame a second, with neighbours merged in the tower if the policy does."""
     with drawn_video(num_frames) as path:
-        return pipeline.encode_media([path], num_frames=num_frames)
+        return pipeline.encode_media([path], num_frames=num_frames, reduction=policy)
 
 
 def embedded_pipeline(config: EngineConfig = DEFAULT_ENGINE) -> tuple[ColocatedPipeline, Any]:
@@ -223,28 +225,35 @@ def embedded_pipeline(config: EngineConfig = DEFAULT_ENGINE) -> tuple[ColocatedP
 def cost_rows(num_frames: int) -> list[Row]:
     """Measures every method at every retention, all tokens first."""
     pipeline, model = embedded_pipeline()
-    with counted_flops() as tower:
-        encoded = encoded_video(pipeline, num_frames)
     policies = [ReductionPolicy()]
     policies += [ReductionPolicy(method, retention) for method in METHODS for retention in RETENTIONS]
     policies += [ReductionPolicy("fastkv", *shares) for shares in TWO_RATES]
-    costs = [prompt_costs(pipeline, model, encoded, QUESTION, policy) for policy in policies]
+    encoded: dict[float | None, EncodedMedia] = {}
+    towers: dict[float | None, int] = {}
+    for policy in policies:
+        if policy.tower_share not in encoded:
+            with counted_flops() as tower:
+                encoded[policy.tower_share] = encoded_video(pipeline, num_frames, policy)
+            towers[policy.tower_share] = tower.get_total_flops()
+    costs = [prompt_costs(pipeline, model, encoded[each.tower_share], QUESTION, each) for each in policies]
     return [
-        _row(policy, each, costs[0], tower.get_total_flops())
+        _row(policy, each, costs[0], (towers[policy.tower_share], towers[None]))
         for policy, each in zip(policies, costs, strict=True)
     ]
 
 
-def _row(policy: ReductionPolicy, costs: PromptCosts, whole: PromptCosts, tower_flops: int) -> Row:
-    decoder, both = costs.decoder_flops, costs.decoder_flops + tower_flops
+def _row(policy: ReductionPolicy, costs: PromptCosts, whole: PromptCosts, towers: tuple[int, int]) -> Row:
+    """towers: operations of the tower, here and with all tokens."""
+    decoder, tower_flops, both = costs.decoder_flops, towers[0], costs.decoder_flops + towers[0]
     return {
         "method": policy.method if policy.is_on else ALL_TOKENS,
         "retention": policy.retention,
         "compute_share": policy.later_share,
         "tower_gflop": round(tower_flops / 1e9, 2),
         "prompt_gflop": round(decoder / 1e9, 3),
+        "fewer_in_tower": f"{1 - tower_flops / towers[1]:.1%}",
         "fewer_in_prompt": f"{1 - decoder / whole.decoder_flops:.1%}",
-        "fewer_in_all": f"{1 - both / (whole.decoder_flops + tower_flops):.1%}",
+        "fewer_in_all": f"{1 - both / (whole.decoder_flops + towers[1]):.1%}",
         "kv_blocks_at_most": costs.peak_blocks,
         "kv_blocks_prefill": costs.prefill_blocks,
         "kv_blocks_decode": costs.decode_blocks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import digits
 
 from epd.control.elasticity.controller import ControllerConfig
 from epd.control.loss_policy import LossLimits
@@ -42,7 +43,7 @@ class OrchestratorConfig:
     sharding: of one request's groups over the encoders
     switching: limits of role switches
     cache_dir: folder in which encoders may have groups; None if they keep none
-    has_classes: whether workers are of several classes: then speeds weigh, and each keeps its roles
+    classes: names of classes of workers: then speeds weigh, and a worker of a class keeps its roles
     elastic, retention: how roles, and the share of visual tokens, follow the load; None if they do not
     """
 
@@ -59,6 +60,10 @@ class OrchestratorConfig:
     sharding: Sharding = "groups"
     switching: SwitchLimits = field(default_factory=SwitchLimits)
     cache_dir: Path | None = None
-    has_classes: bool = False
+    classes: frozenset[str] = frozenset()
     elastic: ControllerConfig | None = None
     retention: RetentionConfig | None = None
+
+    def keeps_roles(self, worker: str) -> bool:
+        """Returns whether a worker is of a class, after which it is named, with a number."""
+        return worker.rstrip(digits) in self.classes

@@ -118,7 +118,7 @@ class ElasticityLoop:
         config: None for no switches. leads: whether this orchestrator may switch roles and advise now
         """
         self.estimator = TrafficEstimator()
-        self.controller = None if config is None else RoleController(config)
+        self.controller = None if config is None else RoleController(config, shared.config.keeps_roles)
         self.advisor = ReplicaAdvisor()
         self._shared = shared
         self._arrivals = arrivals

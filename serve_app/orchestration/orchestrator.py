@@ -240,7 +240,7 @@ class Orchestrator:
 
 
 def _shared(fleet: Fleet, config: OrchestratorConfig) -> Shared:
-    router = Router(speeds=Speeds() if config.has_classes else None)
+    router = Router(speeds=Speeds() if config.classes else None)
     dispatcher = EncodeDispatcher(
         fleet,
         router,

@@ -64,7 +64,7 @@ class Replacement:
                     await self._lend_or_return(self._fallback_s)
 
     def _is_needed(self) -> bool:
-        if self._shared.config.has_classes:
+        if self._shared.config.classes:
             return False
         is_lent = self._fallback_s is not None and bool(self._helpers() or not self._encoders())
         return bool(self._vacated or self._leaving()) or is_lent

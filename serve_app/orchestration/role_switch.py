@@ -151,10 +151,10 @@ class RoleSwitcher:
             raise UnavailableError(f"worker '{worker}' gives up work already; try again later")
         if not info.is_alive:
             raise UnavailableError(f"worker '{worker}' is being started again; try again when it is back")
-        if self._shared.config.has_classes:
+        if self._shared.config.keeps_roles(worker):
             raise RequestError(
-                f"received roles for the worker '{worker}' of a server with worker_classes; allowed: none, "
-                "since a worker of a class keeps its roles; start the server with another topology"
+                f"received roles for the worker '{worker}' of a class; allowed: for workers of none, since "
+                "those of a class keep their roles; name another worker"
             )
         if self.in_flight:
             raise UnavailableError(

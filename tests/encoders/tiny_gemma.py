@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -75,6 +76,15 @@ def build_gemma3(folder: Path, seed: int = 0, **text: Any) -> Path:
         image_seq_length=IMAGE_TOKENS,
     )
     return tiny_models._save(folder, Gemma3ForConditionalGeneration, config, processor, seed)
+
+
+def with_small_embeddings(folder: Path) -> Path:
+    """Scales the embeddings of a checkpoint's tokens down: then layers decide its answers too."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    (name,) = (each for each in tensors if each.endswith("embed_tokens.weight"))
+    save_file({**tensors, name: 0.01 * tensors[name]}, file, metadata={"format": "pt"})
+    return folder
 
 
 _GEMMA4_NAMES = {

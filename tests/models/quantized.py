@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from tests.encoders.tiny_gemma import GEMMA4_SMALL, build_gemma3, build_gemma4, with_small_embeddings
 from tests.models.files import name_in_files
 from tests.tiny_models import BUILDERS, build_qwen3_5
 
@@ -31,6 +32,7 @@ SIZES = {
     "num_attention_heads": 32,
     "num_key_value_heads": 16,
 }
+_LINEAR = "_proj|in_proj_qkv|in_proj_z|per_layer_input_gate|per_layer_projection"
 # AWQ's order: the four bits i of a word, from the lowest, are those of this column of its eight.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
@@ -132,6 +134,28 @@ RECURRENT_LAYOUTS = {
     name: replace(LAYOUTS[name], family="qwen3_5", files="Qwen3-VL", sizes=_RECURRENT)
     for name in ("fp8", "fp8-dynamic", "awq")
 }
+_WINDOWED = SIZES | {"num_hidden_layers": 6}  # one round of their pattern
+# The same of models with sliding windows, by family. Their answers have no placeholders of media, which
+# transformers would take for padding when they are read again.
+WINDOWED_LAYOUTS = {
+    family: {
+        name: replace(layout, family=family, files="Qwen3-VL", sizes=_WINDOWED | more)
+        for name, layout in LAYOUTS.items()
+    }
+    for family, more in {
+        "gemma3": {},
+        "gemma4": {},
+        "gemma4-small": {"num_hidden_layers": 12, "seed": 1},
+    }.items()
+}
+_SMALL = GEMMA4_SMALL | {"hidden_size_per_layer_input": 128}
+_BUILDERS: dict[str, Any] = {
+    **BUILDERS,
+    "qwen3_5": build_qwen3_5,
+    "gemma3": build_gemma3,
+    "gemma4": build_gemma4,
+    "gemma4-small": lambda folder, **sizes: build_gemma4(folder, **_SMALL | sizes),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +169,9 @@ class Pair:
 def build(name: str, folder: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> Pair:
     """Writes a checkpoint in one of the layouts."""
     layout = layouts[name]
-    builders = {**BUILDERS, "qwen3_5": build_qwen3_5}
-    plain = builders[layout.family](folder / "plain", **layout.sizes)
+    plain = _BUILDERS[layout.family](folder / "plain", **layout.sizes)
+    if layout.family in WINDOWED_LAYOUTS:
+        with_small_embeddings(plain)
     quantized = shutil.copytree(plain, folder / "quantized")
     theirs: dict[str, Tensor] = {}
     ours: dict[str, Tensor] = {}
@@ -174,7 +199,8 @@ def is_quantized(name: str, layout: Layout) -> bool:
     """The linear modules of the decoder's layers are; the head, norms and biases are not."""
     if ".visual.blocks." in name:
         return layout.has_tower and bool(re.search(r"\.(qkv|proj|linear_fc[12])\.weight$", name))
-    return ".layers." in name and bool(re.search(r"(_proj|in_proj_qkv|in_proj_z)\.weight$", name))
+    is_linear = bool(re.search(rf"({_LINEAR})\.weight$", name))
+    return is_linear and ".layers." in name and "vision_tower." not in name
 
 
 def quantized_parts(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:

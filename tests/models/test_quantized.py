@@ -24,7 +24,7 @@ from epd.stages.placement import CPU_FLOAT32
 from epd.stages.rank import Rank
 from epd.topology import TensorParallel
 from tests.colocated import ColocatedPipeline
-from tests.models.quantized import LAYOUTS, RECURRENT_LAYOUTS, Pair, build, edit_config
+from tests.models.quantized import LAYOUTS, RECURRENT_LAYOUTS, WINDOWED_LAYOUTS, Pair, build, edit_config
 from tests.reference import MAX_TOKENS, generated, processor_inputs
 from tests.serve_app.worker.bench import answered
 from tests.stages.decoder.text_models import Runner
@@ -108,6 +108,32 @@ def test_a_model_with_a_recurrent_state_answers_as_generate_does(
     part = load_role(pair.quantized, "language", CPU_FLOAT32).model
     quantised = [name for name, each in part.named_modules() if isinstance(each, QuantizedLinear)]
     assert sum(".linear_attn." in each for each in quantised) == 3 * 3, "three matrices in each of three"
+
+
+# Of their matrices Gemma 4's layer without a window has one less: its keys are values. The small ones, whose
+# last four layers have no keys, have two more in each layer.
+@pytest.mark.parametrize(
+    ("family", "name", "num_matrices"),
+    [
+        ("gemma3", "fp8", 42),
+        ("gemma3", "awq", 42),
+        ("gemma4", "fp8-dynamic", 41),
+        ("gemma4", "awq", 41),
+        ("gemma4-small", "fp8", 100),
+    ],
+)
+def test_a_model_with_sliding_windows_answers_as_generate_does(
+    family: str, name: str, num_matrices: int, media: dict[str, Path], tmp_path: Path
+) -> None:
+    pair = build(name, tmp_path, WINDOWED_LAYOUTS[family])
+    part = load_role(pair.quantized, "language", CPU_FLOAT32).model
+    assert sum(isinstance(each, QuantizedLinear) for each in part.modules()) == num_matrices
+    pipeline = ColocatedPipeline.load(pair.quantized, EngineConfig(device="cpu", dtype="float32"))
+    processor, model = AutoProcessor.from_pretrained(pair.plain), load_reference(pair.plain)
+    for names in ([], ["wide_image", "image"]):
+        paths = [media[each] for each in names]
+        expected = generated(model, processor_inputs(processor, paths, QUESTION))
+        assert pipeline.ask(paths, QUESTION, max_tokens=MAX_TOKENS).token_ids == expected
 
 
 def paths_of(media: dict[str, Path]) -> tuple[Path, ...]:

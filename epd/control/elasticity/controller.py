@@ -210,8 +210,12 @@ class SwitchHistory:
 class RoleController:
     """Decides on switches every config.interval_s. A switch is in flight until its end is reported."""
 
-    def __init__(self, config: ControllerConfig | None = None) -> None:
+    def __init__(
+        self, config: ControllerConfig | None = None, keeps_roles: Callable[[str], bool] = lambda _: False
+    ) -> None:
+        """Starts without a decision. keeps_roles: whether a worker, by its name, is never switched"""
         self.config = config or ControllerConfig()
+        self._keeps_roles = keeps_roles
         self._history = SwitchHistory(self.config.memory_s)
         self._in_flight: dict[str, Switch] = {}
         self._load_s: dict[Roles, float] = {}  # that the last switch to these roles took
@@ -298,7 +302,7 @@ class RoleController:
                 yield min(spare, key=lambda each: (each.drain_s, each.since_s, each.name))
 
     def _may_leave(self, now_s: float, worker: WorkerStanding) -> bool:
-        is_busy = worker.is_switching or worker.name in self._in_flight
+        is_busy = worker.is_switching or worker.name in self._in_flight or self._keeps_roles(worker.name)
         return not is_busy and now_s >= self._left_alone_s.get(worker.name, float("-inf"))
 
     def _can_spare(self, traffic: ClusterTraffic, roles: Roles) -> bool:

@@ -114,6 +114,14 @@ def test_the_worker_that_is_done_soonest_is_taken() -> None:
     assert switch.worker == "e3"
 
 
+def test_a_worker_that_keeps_its_roles_is_not_taken_and_counts_as_one_that_is_left() -> None:
+    """Of two encoders the one of no class goes; where both are of a class, none does."""
+    traffic = cluster(roles_of("2e1p1d"), rate=0.2, requests={"decode": 80.0})
+    [switch] = looks(RoleController(keeps_roles=lambda name: name == "e0"), traffic, 10)
+    assert switch == Switch("e1", DECODE)
+    assert not looks(RoleController(keeps_roles=lambda name: name[0] == "e"), traffic, 10)
+
+
 def test_a_failed_switch_is_put_off_longer_each_time() -> None:
     """Others are tried meanwhile; each worker is left alone for 30 s, then for 60 s and so on."""
     controller, traffic = RoleController(), overloaded_decode()

@@ -117,7 +117,7 @@ def test_a_slowed_class_gets_less_of_the_work(checkpoints: dict[str, Path], tmp_
     clips = [write_video(tmp_path / f"{seed}.mp4", num_frames=20, seed=seed) for seed in range(11)]
 
     async def run() -> None:
-        options: dict[str, Any] = {"has_classes": True, "settings": {"samples_load": True}}
+        options: dict[str, Any] = {"classes": frozenset({"e"}), "settings": {"samples_load": True}}
         async with deployed(checkpoints["qwen2_5_vl"], "2e1pd", **options) as deployment:
             _slow_down(deployment)
             first, *others = map(Question, zip(clips, strict=True))
@@ -172,10 +172,19 @@ def _patches(deployment: Deployment, name: str) -> float:
     return deployment.fleet.core(name).load().counters["encoded_patches"]
 
 
-def test_roles_of_workers_of_classes_stay(checkpoints: dict[str, Path]) -> None:
+def test_workers_of_no_class_change_roles_beside_those_of_one(
+    checkpoints: dict[str, Path], media: dict[str, Path]
+) -> None:
     async def run() -> None:
-        async with deployed(checkpoints["qwen2_5_vl"], "2e1pd", has_classes=True) as deployment:
-            with pytest.raises(RequestError, match="of a server with worker_classes; allowed: none"):
+        async with deployed(checkpoints["qwen2_5_vl"], "1e2pd", classes=frozenset({"e"})) as deployment:
+            before = await deployment.ask(Question((media["video"],)))
+            with pytest.raises(RequestError, match="'e0' of a class; allowed: for workers of none"):
                 await deployment.service.switch_roles("e0", frozenset({"prefill"}))
+            await deployment.service.switch_roles("pd1", frozenset({"encode"}))
+            assert deployment.fleet.workers["pd1"].roles == {"encode"}
+            clips = [Question((media[name],)) for name in ("tall_video", "video", "image")]
+            answers = await deployment.ask_all(clips)
+            assert answers[1].token_ids == before.token_ids
+            assert all(each.token_ids for each in answers)
 
     asyncio.run(run())

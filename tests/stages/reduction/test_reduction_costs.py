@@ -47,3 +47,14 @@ def test_each_method_saves_where_it_says() -> None:
     sent = {name: each.encoded_bytes / costs["all"].encoded_bytes for name, each in costs.items()}
     assert sent == {"all": 1, "balanced": 0.25, "quickprefill": 1, "fastkv": 1, "mustdrop": 0.75}
     assert costs["balanced"].peak_blocks == costs["balanced"].prefill_blocks < costs["mustdrop"].peak_blocks
+
+
+def test_only_a_method_that_merges_in_the_tower_saves_there() -> None:
+    pipeline, _ = embedded_pipeline()
+    flops = []
+    for policy in (ReductionPolicy(), ReductionPolicy("balanced", 0.25), ReductionPolicy("mustdrop", 0.25)):
+        with counted_flops() as tower:
+            encoded_video(pipeline, 8, policy)
+        flops.append(tower.get_total_flops())
+    assert flops[0] == flops[1]
+    assert flops[2] < 0.85 * flops[0]
