@@ -72,7 +72,7 @@ class _Choices:
 def close_draws() -> Iterator[dict[int, float]]:
     """Yields how close a token was to another, by seed, of requests that rounding may turn."""
     choices = _Choices()
-    look_up, argmax, choice = sampler._look_up, sampler._argmax, sampler._Choice
+    look_up, argmax, choice = sampler.look_up, sampler._argmax, sampler._Choice
     sample, sample_chunk = sampler.sample, sampler._sample_chunk
 
     def noted_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[sampler.SampledToken]:
@@ -101,7 +101,7 @@ def close_draws() -> Iterator[dict[int, float]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequence, "sample", noted_sample)
         patch.setattr(sampler, "_sample_chunk", noted_chunk)
-        patch.setattr(sampler, "_look_up", measured_look_up)
+        patch.setattr(sampler, "look_up", measured_look_up)
         patch.setattr(sampler, "_argmax", measured_argmax)
         patch.setattr(sampler, "_largest", lambda scores: torch.tensor(argmax(scores)))
         patch.setattr(sampler, "_Choice", measured_choice)
