@@ -105,8 +105,9 @@ def test_triples_of_one_server_answer_as_those_that_change_answers(trials: Trial
     for plain, asked in by_server(changing).items():
         trials.ask_at_once(plain, asked)
     trials.ask_at_once(server, triples)
-    wrong = [each for each in triples if trials.given(each) != trials.expected(each)]
-    assert [[one.name for one in each] for each in wrong] == []
+    told = [(trials.given(each), trials.expected(each)) for each in triples]
+    names = (", ".join(one.name for one in each) for each in triples)
+    assert {name: pair for name, pair in zip(names, told, strict=True) if len(set(pair)) > 1} == {}
     assert all(trials.given(each).texts for each in triples)
 
 
