@@ -23,7 +23,10 @@ def plan_prefix(
     """
     whole = adapter.plan_chat(media, opening([plan.kind for plan in media], messages))
     stop = whole.prefix_length
-    return replace(whole, token_ids=whole.token_ids[:stop], positions=whole.positions[:, :stop])
+    marks = None if whole.both_ways is None else whole.both_ways[:stop]
+    return replace(
+        whole, token_ids=whole.token_ids[:stop], positions=whole.positions[:, :stop], both_ways=marks
+    )
 
 
 def dialogue(

@@ -20,6 +20,7 @@ from typing import Any
 from PIL import Image
 
 from epd import LLM
+from epd.control.retention import RetentionConfig
 from epd.errors import EPDError
 from epd.models import model_folder
 from epd.serve_app.app_args import AppArgs
@@ -35,6 +36,8 @@ _MODEL = "shapes-vl-2"
 _IMAGES_ALONE = "gemma3"  # is asked about an image, since it takes no videos
 _QUESTION = "Describe the video."
 _FIELDS = {"max_tokens": 40, "temperature": 0}
+# With more that wait for room, retention by load keeps fewer tokens.
+_AT_ONCE = RetentionConfig(slo_ttft_s=1.0).max_waiting
 _SCHEMA = {
     "type": "object",
     "properties": {"shape": {"type": "string", "maxLength": 4}},
@@ -242,13 +245,16 @@ def _texts(completion: Mapping[str, Any]) -> Given:
 
 
 async def _gathered(service: OwnService, bodies: Iterable[dict[str, Any]]) -> list[Given]:
-    """Returns the answers to questions that are asked at once."""
+    """Returns the answers to questions, of which some are asked at once."""
+
+    room = asyncio.Semaphore(_AT_ONCE)
 
     async def answer(body: dict[str, Any]) -> Given:
-        try:
-            return _texts(await service.completion({"model": service.model, **body}))
-        except EPDError as error:
-            return Given(refusal=str(error))
+        async with room:
+            try:
+                return _texts(await service.completion({"model": service.model, **body}))
+            except EPDError as error:
+                return Given(refusal=str(error))
 
     return await asyncio.gather(*map(answer, bodies))
 

@@ -12,7 +12,7 @@ import pytest
 
 from epd.encoders import FrameSampling
 from epd.errors import InfeasibleError, MediaError, OverloadedError, RequestError, UnavailableError
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import PassLimits
 from epd.machine import steady_time_s
 from epd.sampling_params import SamplingParams
 from epd.serve_app.role_messages import SetRoles
@@ -256,7 +256,7 @@ def test_a_deadline_that_cannot_be_met_is_an_overload(
     long = SamplingParams(max_tokens=6000, ignore_eos=True)
 
     async def run() -> None:
-        options = {"settings": {"scheduler": SchedulerConfig(max_num_seqs=1)}}
+        options = {"settings": {"scheduler": PassLimits(max_num_seqs=1)}}
         async with deployed(checkpoints["qwen2_5_vl"], "1epd", **options) as deployment:
             first = asyncio.create_task(deployment.ask(Question((media["image"],), sampling=long)))
             while not deployment.service.router.in_flight("epd0").num_decodes:
@@ -276,7 +276,7 @@ def test_a_step_of_the_wall_clock_refuses_nothing_that_waits(
     questions = [Question((), f"what {number}?") for number in range(6)]
 
     async def run() -> None:
-        options = {"max_wait_s": NEVER_S, "settings": {"scheduler": SchedulerConfig(max_num_seqs=1)}}
+        options = {"max_wait_s": NEVER_S, "settings": {"scheduler": PassLimits(max_num_seqs=1)}}
         async with deployed(checkpoints["qwen2_5_vl"], "1epd", **options) as deployment:
             deployment.held.is_on = True
             asking = asyncio.create_task(deployment.ask_all(questions))

@@ -12,7 +12,7 @@ import pytest
 from epd.control.admission import QueueSummary
 from epd.control.routing import InFlight
 from epd.errors import UnavailableError
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import PassLimits
 from epd.sampling_params import SamplingParams
 from epd.serve_app.fleet import WorkerChanged, WorkerLost
 from epd.serve_app.messages import EncodeGroup, owner_of
@@ -369,7 +369,7 @@ def test_room_that_one_front_frees_wakes_the_other(
 ) -> None:
     """There is room for one answer at a time, and nobody looks for it without a reason."""
     monkeypatch.setattr(worker_calls, "_POLL_S", 3600.0)
-    only: dict[str, Any] = {"settings": {"scheduler": SchedulerConfig(max_chunk_tokens=64, max_num_seqs=1)}}
+    only: dict[str, Any] = {"settings": {"scheduler": PassLimits(max_chunk_tokens=64, max_num_seqs=1)}}
 
     async def run() -> None:
         async with fronts_over(checkpoints["qwen2_5_vl"], "1e1p1d", **only) as (first, second):

@@ -13,7 +13,7 @@ import pytest
 from epd.errors import InternalError
 from epd.sampling_params import SamplingParams
 from epd.serve_app import task_group
-from epd.serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from epd.serve_app.orchestration.encode_dispatcher import Encoders
 from epd.serve_app.orchestration.event_reader import EventReader
 from epd.serve_app.orchestration.live_answer import LiveAnswer
 from epd.serve_app.task_group import Loops
@@ -113,7 +113,7 @@ def test_a_bug_in_the_feed_ends_the_request(
     checkpoints: dict[str, Path], media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
-        monkeypatch.setattr(EncodeDispatcher, "encoder", raise_bug)
+        monkeypatch.setattr(Encoders, "next", raise_bug)
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
             with pytest.raises(InternalError, match="ZeroDivisionError"):
                 await deployment.ask(Question((media["image"],)))

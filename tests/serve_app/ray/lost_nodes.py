@@ -33,7 +33,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from ray.serve.config import ProxyLocation  # noqa: E402
 
 from epd.encoders import FrameSampling  # noqa: E402
-from epd.kv.scheduling import SchedulerConfig  # noqa: E402
+from epd.kv.pass_limits import PassLimits  # noqa: E402
 from epd.sampling_params import SamplingParams  # noqa: E402
 from epd.serve_app.fleet import Bulk  # noqa: E402
 from epd.serve_app.media_messages import ReadFrames  # noqa: E402
@@ -52,7 +52,7 @@ TOPOLOGIES = {2: "2e2p2d", 3: "3e1p1d"}
 NODE: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 100 << 20, "include_dashboard": False}
 LONG = FrameSampling(num_frames=48)
 # There is room for all streams at one worker, since only one may be left.
-ROOM = SchedulerConfig(max_num_seqs=256, max_chunk_tokens=64)
+ROOM = PassLimits(max_num_seqs=256, max_chunk_tokens=64)
 NUM_KV_TOKENS = 1 << 17
 BACK_S = 300.0
 ENDED_S = 300.0  # more than a request that is lost by a message waits until it is retried

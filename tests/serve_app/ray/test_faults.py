@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from epd.kv.scheduling import SchedulerConfig
+from epd.kv.pass_limits import PassLimits
 from epd.sampling_params import SamplingParams
 from epd.serve_app.network.memory import orphans
 from tests.serve_app.deployments import Answered, Question, clear_questions, until_decoding
@@ -61,7 +61,7 @@ def asked(checkpoints: dict[str, Path], media: dict[str, Path]) -> tuple[list[Qu
     ]
     settings: dict[str, Any] = {}
     if ROOM:
-        scheduler = SchedulerConfig(max_num_seqs=ROOM["max_num_seqs"], max_chunk_tokens=64)
+        scheduler = PassLimits(max_num_seqs=ROOM["max_num_seqs"], max_chunk_tokens=64)
         settings = {"num_kv_tokens": ROOM["num_kv_tokens"], "scheduler": scheduler}
     return clear_questions(checkpoints["qwen2_5_vl"], questions, NUM_STREAMS, **settings)
 

@@ -19,6 +19,7 @@ from epd.serve_app.local.fleet import LocalTransport
 from epd.serve_app.messages import Reserve, endpoint
 from epd.serve_app.role_messages import AskRemaining, Move, Offload, Onload, Pause, SetRoles, StagesClosed
 from epd.serve_app.worker.worker_stages import StageBuilder, WorkerSettings
+from epd.stages.memory_sizing import GPUMemory
 from epd.stages.placement import Placement
 from epd.topology import Stage
 from tests.encoders.conftest import families, family
@@ -40,6 +41,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(WorkerSettings, "placement", lambda _: placement)
     monkeypatch.setattr("epd.stages.device_memory.free_bytes", lambda _: 10**10)
     monkeypatch.setattr("epd.stages.device_memory.total_bytes", lambda _: 10**10)
+    monkeypatch.setattr(GPUMemory, "now", lambda _: GPUMemory(10**10, 0, 0))
     monkeypatch.setattr("epd.serve_app.worker.worker_stages.StageBuilder._allowed_bytes", 10**10)
     with fake_cuda() as mode:
         yield mode
