@@ -203,8 +203,9 @@ class MediaRule:
         return min(max(self._counted(at_rate), self.min_frames), self.max_frames, total)
 
     def _counted(self, at_rate: float) -> int:
-        counts = {"round": round, "ceil": math.ceil}
-        return counts.get(self.sampling, int)(at_rate)
+        if self.sampling == "ceil":
+            return math.ceil(at_rate)
+        return round(at_rate) if self.sampling == "round" else int(at_rate)
 
     def _num_wanted(self, spec: VideoSpec, wanted: int, unit: int) -> int:
         most = spec.num_frames // unit * unit
