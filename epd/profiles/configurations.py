@@ -246,6 +246,8 @@ def _tower(vision: Config, layers: int, mlp: int, patches: int) -> Transformer:
 
 
 def _internvl(name: str, config: Config) -> ModelShape:
+    """Reads the names of transformers, or those of the authors' layout."""
+    config = {**config, "text_config": config.get("text_config") or config["llm_config"]}
     vision, language = config["vision_config"], _language(config)
     side = _first(vision["image_size"]) // _first(vision["patch_size"])
     tower = _tower(vision, vision["num_hidden_layers"], vision["intermediate_size"], side**2 + 1)
@@ -356,6 +358,7 @@ _READERS = {
     "qwen3_vl": _qwen,
     "qwen3_vl_moe": _qwen,
     "internvl": _internvl,
+    "internvl_chat": _internvl,
     "llava_onevision": _llava,
     "smolvlm": _smolvlm,
     "qwen3_5": _qwen,

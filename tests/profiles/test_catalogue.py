@@ -33,6 +33,13 @@ def test_every_published_configuration_is_the_model_of_the_catalogue() -> None:
         assert shape_of(name.lower(), published.config) == MODELS[name.lower()], name
 
 
+def test_the_layout_of_internvls_authors_is_the_same_model() -> None:
+    config = PUBLISHED["InternVL3-8B"].config
+    tower = {**config["vision_config"], "image_size": 448, "patch_size": 14}
+    theirs = {"model_type": "internvl_chat", "llm_config": config["text_config"], "vision_config": tower}
+    assert shape_of("internvl3-8b", theirs) == MODELS["internvl3-8b"]
+
+
 def table() -> dict[str, list[str]]:
     """The rows of checkpoints.md, which the models themselves were counted for."""
     text = (ROOT / "benchmarks" / "results" / "checkpoints.md").read_text(encoding="utf-8")
