@@ -120,6 +120,7 @@ try:
 except ImportError:  # another checkout
     from epd.serve_app import messages as worker_messages  # type: ignore[no-redef]
 _FETCH: Any = getattr(worker_messages, "FetchMedia", ())
+_FETCHED: Any = getattr(worker_messages, "FetchedItem", ())
 
 
 class MemoryFleet:
@@ -136,9 +137,7 @@ class MemoryFleet:
         self._events: asyncio.Queue[Any] = asyncio.Queue()
         if _FETCH:
             with open_file(self.video, "the video") as file:
-                item = worker_messages.FetchedItem(
-                    look(file.source), content_hash(file.source), file.identity.num_bytes
-                )
+                item = _FETCHED(look(file.source), content_hash(file.source), file.identity.num_bytes)
             self._fetched = (item,)
 
     async def start(self) -> None:

@@ -94,8 +94,10 @@ def analytic_profile(
     )
 
 
-def _parallel(on: Device, of: ModelShape, efficiency: Efficiency) -> ShardedModel:
-    """Returns how layers are shared out."""
+def _parallel(on: Device, of: ModelShape, efficiency: Efficiency) -> ShardedModel | None:
+    """Returns how layers are shared out; None where they are not."""
+    if not of.is_shared:
+        return None
     stack = of.language
     language = ParallelStack(stack.num_layers, stack.hidden, stack.num_heads, stack.num_kv_heads)
     link_bytes_per_s = on.link_bytes_per_s * efficiency.link
@@ -154,6 +156,7 @@ def _prefill(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
     cost = replace(
         passes,
         floor_s=max(passes.floor_s, of.language.num_layers * efficiency.launch_s - passes.experts_s),
+        per_unit_s=of.language.flops_per_media_token / (on.flops_per_s * efficiency.compute),
         per_item_s=of.language.flops_per_pair / (on.flops_per_s * efficiency.compute),
     )
     return StageTable(
@@ -177,8 +180,10 @@ def _decode(on: Device, of: ModelShape, efficiency: Efficiency, *, has_scales: b
     """A step reads the keys and values of all tokens and of full windows, and reads and writes states."""
     values, bytes_per_s = of.language, on.memory_bytes_per_s * efficiency.memory
     window_bytes = values.window * _kv_bytes(values, values.window_values_per_token, has_scales=has_scales)
+    passes = _passes(on, of, efficiency)
     cost = replace(
-        _passes(on, of, efficiency),
+        passes,
+        experts_s=passes.experts_s * values.mlp_hidden / (values.mlp_hidden + values.media_mlp_hidden),
         fixed_s=values.num_layers * efficiency.replay_s,
         per_item_s=_kv_bytes(values, values.kv_values_per_token, has_scales=has_scales) / bytes_per_s,
         read_s=(window_bytes + 2 * _state_bytes(of)) / bytes_per_s,
@@ -213,6 +218,10 @@ def _assumptions(of: ModelShape, efficiency: Efficiency, *, has_scales: bool) ->
     )
     if of.language.num_experts > 1:
         found += ("a pass reads the experts that its tokens choose, drawn evenly: real choices are fewer",)
+    if of.language.media_mlp_hidden:
+        found += ("prefill computes all tokens by the experts of media, decoding by those of text",)
+    if of.media.is_whole:
+        found += ("prefill waits for all media of a request; more than a pass of them takes more memory",)
     if of.language.num_windowed:
         found += ("windows are full: prompts that are shorter than one are faster than computed",)
     if has_scales:

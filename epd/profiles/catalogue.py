@@ -96,6 +96,16 @@ _INTERNVL35_SIZES: Mapping[str, _Sizes] = {
     "30b-a3b": (2048, 768, 48, 32, 4),
     "241b-a28b": (4096, 1536, 94, 64, 4),
 }
+_ERNIE_TEXT = {
+    "moe_intermediate_size": (1536, 512), "moe_k": 6, "moe_num_experts": 64, "moe_num_shared_experts": 2,
+    "mlp_layer_types": ("dense", *["sparse"] * 27), "tie_word_embeddings": True,
+}  # fmt: skip
+_ERNIE_TOWER = {**_QWEN25_TOWER, "intermediate_size": 5120}
+_MOLMO_TOWER = {**_SIGLIP, "image_size": 378, "num_hidden_layers": 25}
+_MOLMO_ADAPTER = {
+    "head_dim": 72, "hidden_size": 1152, "intermediate_size": 9728, "num_attention_heads": 16,
+    "vision_feature_layer": (24, 18),
+}  # fmt: skip
 _LARGE_TOWERS = ("38b", "78b", "241b-a28b")
 _LLAVA_SIZES: Mapping[str, _Sizes] = {
     "0.5b": (896, 4864, 24, 14, 2),
@@ -161,6 +171,12 @@ def _published() -> Iterator[ModelShape]:
         tower = {**_SIGLIP, "num_hidden_layers": 27} if is_large else _SMOL_TOWER
         config = {"model_type": "smolvlm", "scale_factor": 3 if is_large else 4, "vision_config": tower}
         yield shape_of(f"smolvlm2-{size}", config | {"text_config": _text(sizes, 49280, 8192, head_dim=64)})
+    text = _text((2560, 12288, 28, 20, 4), 103_424, 131_072) | _ERNIE_TEXT
+    config = {"model_type": "ernie4_5_vl_moe", "vision_config": _ERNIE_TOWER, "text_config": text}
+    yield shape_of("ernie-4.5-vl-28b-a3b", config)
+    text = _text((2560, 9728, 36, 32, 8), 151_936, 36_864, head_dim=128)
+    config = {"model_type": "molmo2", "vision_config": _MOLMO_TOWER, "adapter_config": _MOLMO_ADAPTER}
+    yield shape_of("molmo2-4b", config | {"text_config": text})
 
 
 # Models of published figures, which nothing here serves.

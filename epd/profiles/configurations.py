@@ -12,6 +12,7 @@ from epd.errors import RequestError
 from epd.pixel_settings import AUTHORS
 from epd.profiles.media import MediaRule
 from epd.profiles.shapes import DeltaLayers, ModelShape, Transformer
+from epd.types import ceil_div
 
 Config = Mapping[str, Any]
 # Patches that one attends to in a tower of windows, and in one of whole frames, about.
@@ -30,6 +31,13 @@ _GEMMA3_TEXT = {
     "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window_pattern": 6,
     "tie_word_embeddings": True, "vocab_size": 262_208, "max_position_embeddings": 131_072,
 }  # fmt: skip
+# Each frame alone, with its time drawn on it; limits as transformers has them where no file says others.
+_ERNIE = MediaRule(
+    "grid", 14, min_pixels=56**2, max_pixels=6177 * 28**2, min_frame_pixels=299 * 28**2,
+    max_frame_pixels=1196 * 28**2, min_frames=16, max_frames=180, sampling="ceil", has_frame_patches=True,
+)  # fmt: skip
+# Of Molmo 2: patches of a side of the pooled squares of frames, and text around a frame, its time and marks.
+_FRAME_POOL, _MOLMO_FRAME_TEXT = 3, 8
 _RECURRENT, _WINDOWED = "linear_attention", "sliding_attention"
 
 
@@ -57,7 +65,7 @@ def shape_in(path: Path) -> ModelShape:
     folder = path if path.is_dir() else path.parent
     config = _json(path / "config.json" if path.is_dir() else path)
     shape = shape_of(folder.resolve().name.lower(), config)
-    if shape.media.kind != "grid":
+    if shape.media.kind not in ("grid", "crops"):
         return shape
     return replace(shape, media=_with_files(shape.media, folder))
 
@@ -78,25 +86,40 @@ def _json(file: Path) -> Config:
 
 def _with_files(rule: MediaRule, folder: Path) -> MediaRule:
     """Returns the rule with what the processor's files of a folder say, those for videos last."""
-    whole, images, videos = (
-        _json(folder / name) if (folder / name).exists() else {}
-        for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-    )
-    image = {**images, **whole.get("image_processor", {})}
-    video = {**images, **videos, **whole.get("video_processor", {})}
+    image, video = _settings(folder)
+    if rule.kind == "crops":
+        return replace(
+            rule,
+            max_tiles=int(image.get("max_crops") or rule.max_tiles),
+            overlap=sum(image.get("overlap_margins") or (rule.overlap,)),
+            max_frames=int(video.get("num_frames") or rule.max_frames),
+            video_fps=float(video.get("max_fps") or rule.video_fps),
+        )
     least, most = _sizes(image, (rule.min_pixels, rule.max_pixels))
-    frame_least, _ = _sizes(video, (rule.min_frame_pixels, 0))
+    frame_least, frame_most = _sizes(video, (rule.min_frame_pixels, rule.max_frame_pixels))
     rule = replace(
         rule,
         min_pixels=least,
         max_pixels=most,
-        min_frame_pixels=frame_least if rule.is_timed else least,
+        min_frame_pixels=frame_least if rule.is_timed or rule.has_frame_patches else least,
         video_fps=float(video.get("fps") or rule.video_fps),
         min_frames=int(video.get("min_frames") or rule.min_frames),
         max_frames=int(video.get("max_frames") or rule.max_frames),
         num_frames=video.get("num_frames") or rule.num_frames,
     )
+    if rule.has_frame_patches:
+        return replace(rule, max_frame_pixels=frame_most)
     return _of_all_frames(rule, video) if rule.is_timed else _of_each_frame(rule, video)
+
+
+def _settings(folder: Path) -> tuple[Config, Config]:
+    """Returns what the processor's files of a folder say of images, and of videos."""
+    whole, images, videos = (
+        _json(folder / name) if (folder / name).exists() else {}
+        for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+    )
+    image = {**images, **whole.get("image_processor", {})}
+    return image, {**images, **videos, **whole.get("video_processor", {})}
 
 
 def _of_each_frame(rule: MediaRule, video: Config) -> MediaRule:
@@ -223,6 +246,8 @@ def _tower(vision: Config, layers: int, mlp: int, patches: int) -> Transformer:
 
 
 def _internvl(name: str, config: Config) -> ModelShape:
+    """Reads the names of transformers, or those of the authors' layout."""
+    config = {**config, "text_config": config.get("text_config") or config["llm_config"]}
     vision, language = config["vision_config"], _language(config)
     side = _first(vision["image_size"]) // _first(vision["patch_size"])
     tower = _tower(vision, vision["num_hidden_layers"], vision["intermediate_size"], side**2 + 1)
@@ -275,6 +300,54 @@ def _gemma3(name: str, config: Config) -> ModelShape:
     )
 
 
+def _ernie(name: str, config: Config) -> ModelShape:
+    """Its experts are chosen by the kind of a token; the widths are those of text's, and of media's."""
+    text = _text_config(config)
+    wide, narrow = text["moe_intermediate_size"]
+    named = {"num_experts": text["moe_num_experts"], "num_experts_per_tok": text["moe_k"]}
+    named |= {"moe_intermediate_size": wide}
+    named["shared_expert_intermediate_size"] = text["moe_num_shared_experts"] * wide
+    language = replace(
+        _language({**config, "text_config": {**text, **named}}),
+        media_mlp_hidden=narrow,
+        num_dense=text["mlp_layer_types"].count("dense"),
+        dense_hidden=text["intermediate_size"],
+    )
+    vision = config["vision_config"]
+    hidden, heads, merge = vision["hidden_size"], vision["num_heads"], vision["spatial_merge_size"]
+    tower = Transformer(
+        vision["depth"], hidden, heads, heads, hidden // heads, vision["intermediate_size"], mlp_matrices=2,
+        attended=_IN_FRAME,
+    )  # fmt: skip
+    square = (hidden * merge**2) ** 2  # of the joined channels: two matrices of a frame's, three of a pair's
+    projector = 5 * square + hidden * merge**2 * language.hidden
+    rule = replace(_ERNIE, patch=vision["patch_size"], merge=merge)
+    return ModelShape(name, tower, language, rule, 1, projector, _context(config), is_shared=False)
+
+
+def _molmo2(name: str, config: Config) -> ModelShape:
+    """Reads the names of transformers and the authors', whose files lack layers behind the last one read."""
+    vision = config.get("vision_config") or {}
+    ours = config["adapter_config"]
+    read = ours.get("vision_feature_layer") or ours["vit_layers"]
+    layers = vision.get("num_hidden_layers", 0)
+    if not vision:
+        vision = config["vit_config"]
+        layers = 1 + max(layer % vision["num_hidden_layers"] for layer in read)
+    language, patch = _language(config), vision.get("patch_size") or vision["image_patch_size"]
+    side = _first(vision.get("image_size") or vision["image_default_input_size"]) // patch
+    rule = MediaRule(
+        "crops", patch, tile_patches=side**2, tile_tokens=ceil_div(side, 2) ** 2, max_tiles=8, overlap=8,
+        frame_tokens=ceil_div(side, _FRAME_POOL) ** 2, frame_text_tokens=_MOLMO_FRAME_TEXT, max_frames=64,
+        sampling="capped", is_whole=True,
+    )  # fmt: skip
+    pooled, channels = len(read) * vision["hidden_size"], ours["num_attention_heads"] * ours["head_dim"]
+    projector = channels * (3 * pooled + ours["hidden_size"])
+    projector += ours["intermediate_size"] * (2 * ours["hidden_size"] + language.hidden)
+    tower = _tower(vision, layers, vision["intermediate_size"], side**2)
+    return ModelShape(name, tower, language, rule, 1, projector, _context(config), is_shared=False)
+
+
 def _first(value: Any) -> int:
     """Returns the first of a pair of sides, or the one that stands for both."""
     return int(value[0] if isinstance(value, list | tuple) else value)
@@ -285,9 +358,12 @@ _READERS = {
     "qwen3_vl": _qwen,
     "qwen3_vl_moe": _qwen,
     "internvl": _internvl,
+    "internvl_chat": _internvl,
     "llava_onevision": _llava,
     "smolvlm": _smolvlm,
     "qwen3_5": _qwen,
     "qwen3_5_moe": _qwen,
     "gemma3": _gemma3,
+    "ernie4_5_vl_moe": _ernie,
+    "molmo2": _molmo2,
 }

@@ -44,6 +44,8 @@ class MediaRule:
     kind tiles: up to max_tiles tiles of tile_patches patches and tile_tokens tokens each, of `patch` pixels
         side, and an overview; a video frame is one tile, of frame_tokens tokens where these are fewer
     kind canvas: the same, in the rows and columns whose shape is closest to the image's
+    kind crops: tiles that repeat `overlap` patches of each other, and always an overview; `merge` x `merge`
+        patches of each become a token
     kind clips: of a model that hears; a clip is padded to tile_patches positions of its tower, and becomes
         tokens_per_s tokens for each second
     min_frame_pixels, max_frame_pixels, max_video_tokens: of a video's frames, each and all together
@@ -52,11 +54,13 @@ class MediaRule:
     video_fps, min_frames, max_frames, sampling: how many frames are sampled, see `num_sampled`
     num_frames: wanted of each video, None for those of its rate
     has_videos: whether the family takes them
+    has_frame_patches: the tower takes the frames of a time step one by one
+    is_whole: prefill begins when all media of a request are there
     group_frames: frames that travel together
     group_tokens: visual tokens that do, in their place, as the server cuts groups; None for group_frames
     """
 
-    kind: Literal["grid", "tiles", "canvas", "clips"]
+    kind: Literal["grid", "tiles", "canvas", "crops", "clips"]
     patch: int
     merge: int = 2
     max_pixels: int = 12_845_056
@@ -78,27 +82,31 @@ class MediaRule:
     frame_text_tokens: int = 0
     end_tokens: int = 0
     min_frames: int = 1
-    sampling: Literal["floor", "units", "round"] = "floor"
+    sampling: Literal["floor", "units", "round", "ceil", "capped"] = "floor"
     num_frames: int | None = None
     has_videos: bool = True
+    has_frame_patches: bool = False
+    is_whole: bool = False
+    overlap: int = 0
 
     @property
     def values_per_patch(self) -> int:
         """Counts the values that enter the tower for one patch."""
-        return 3 * self.patch**2 * (self.frames_per_unit if self.kind == "grid" else 1)
+        is_joined = self.kind == "grid" and not self.has_frame_patches
+        return 3 * self.patch**2 * (self.frames_per_unit if is_joined else 1)
 
     def asked(self, fps: float | None, num_frames: int | None) -> MediaRule:
         """Returns the rule for requests that name a rate or a number of frames; None for the model's own."""
         if fps is None and num_frames is None:
             return self
-        is_free = self.kind != "grid" and self.sampling == "floor"  # their limit is of the model's own rate
+        is_free = self.kind != "grid" and self.sampling != "round"  # their limit is of the model's own rate
         most = _ANY_FRAMES if is_free else self.max_frames
         return replace(self, video_fps=fps or self.video_fps, num_frames=num_frames, max_frames=most)
 
     def image(self, size: Resolution) -> MediaWork:
         self._check_sees("an image")
         if self.kind != "grid":
-            return self._tiles(size)
+            return self._crops(size) if self.kind == "crops" else self._tiles(size)
         patches = self._grid_patches(size, self.min_pixels, self.max_pixels)
         return MediaWork(patches, patches // self.merge**2)
 
@@ -146,7 +154,8 @@ class MediaRule:
         if self.is_timed:
             most, count = most * num_frames, max(num_frames, self.frames_per_unit)
         patches = self._grid_patches(size, self.min_frame_pixels, most, count)
-        return MediaWork(patches, patches // self.merge**2, self.frames_per_unit)
+        num_grids = self.frames_per_unit if self.has_frame_patches else 1
+        return MediaWork(num_grids * patches, patches // self.merge**2, self.frames_per_unit)
 
     def _frame_pixels(self, num_frames: int) -> int:
         """Returns the pixels of each of so many frames at most; a cap leaves some more than the least."""
@@ -178,9 +187,11 @@ class MediaRule:
     def num_sampled(self, spec: VideoSpec) -> int:
         """Returns the frames that are sampled of a video, at least one, as its family's processor counts.
 
-        floor: of the rate, rounded down; units: in whole time steps; round: rounded to the nearest
+        floor: of the rate, rounded down; units: in whole time steps; round: rounded to the nearest; ceil: up
+        capped: as floor, which no wanted number is above
         """
-        total, unit = spec.num_frames, self.frames_per_unit if self.kind == "grid" else 1
+        is_in_steps = self.kind == "grid" and self.sampling != "ceil"
+        total, unit = spec.num_frames, self.frames_per_unit if is_in_steps else 1
         if total <= unit:
             return total
         if self.num_frames is not None:
@@ -189,13 +200,17 @@ class MediaRule:
         if self.sampling == "units":
             at_rate = min(max(at_rate, self.min_frames), min(self.max_frames, total) // unit * unit)
             return int(at_rate // unit * unit)
-        counted = round(at_rate) if self.sampling == "round" else int(at_rate)
-        return min(max(counted, self.min_frames), self.max_frames, total)
+        return min(max(self._counted(at_rate), self.min_frames), self.max_frames, total)
+
+    def _counted(self, at_rate: float) -> int:
+        if self.sampling == "ceil":
+            return math.ceil(at_rate)
+        return round(at_rate) if self.sampling == "round" else int(at_rate)
 
     def _num_wanted(self, spec: VideoSpec, wanted: int, unit: int) -> int:
         most = spec.num_frames // unit * unit
-        if self.sampling == "round":  # no more than its rate has
-            most = min(most, max(1, round(spec.num_frames / spec.fps * self.video_fps)))
+        if self.sampling in ("round", "capped"):  # no more than its rate has
+            most = min(most, max(1, self._counted(spec.num_frames / spec.fps * self.video_fps)))
         return self._whole(min(max(wanted, unit), most), most)
 
     def _whole(self, num_frames: int, most: int) -> int:
@@ -210,6 +225,20 @@ class MediaRule:
         wanted = self._canvas(size) if self.kind == "canvas" else self._tiles_of_area(size)
         num_tiles = wanted + (wanted > 1)
         return MediaWork(num_tiles * self.tile_patches, num_tiles * self.tile_tokens)
+
+    def _crops(self, size: Resolution) -> MediaWork:
+        """Counts the crops of the least canvas that is not smaller than the image, or of the largest one."""
+        window = math.isqrt(self.tile_patches) - self.overlap
+        sides = range(1, self.max_tiles + 1)
+        canvases = sorted(
+            (high * wide, high, wide) for high in sides for wide in sides if high * wide <= self.max_tiles
+        )
+        lengths = [(side / self.patch - self.overlap or 1e-9) for side in (size.height, size.width)]
+        scales = [min(high / lengths[0], wide / lengths[1]) * window for _, high, wide in canvases]
+        fits = [scale for scale in scales if scale >= 1]
+        count, *grown = canvases[scales.index(min(fits) if fits else max(scales))]
+        high, wide = (ceil_div(each * window + self.overlap, self.merge) for each in grown)
+        return MediaWork((1 + count) * self.tile_patches, self.tile_tokens + high * wide)
 
     def _tiles_of_area(self, size: Resolution) -> int:
         """Returns the image's pixels over those of a tile."""

@@ -82,8 +82,9 @@ class Profile:
             return self
         if self.parallel is None:
             raise RequestError(
-                f"profile {self.name!r} does not know the model's layers, and {num_devices} devices a worker "
-                "are asked for; allowed is 1; take a profile MODEL@DEVICE"
+                f"profile {self.name!r} is of layers that devices cannot share, or does not know the model's "
+                f"layers, and {num_devices} devices a worker are asked for; allowed is 1; take a profile "
+                "MODEL@DEVICE of another model"
             )
         prefill, decode = self.parallel.stages(self.prefill, self.decode, num_devices)
         memory = self.parallel.memory(self.memory, num_devices)

@@ -58,6 +58,8 @@ class Transformer:
     attended: tokens one attends to in a tower
     is_in_place: queries and keys are rotated, and gates multiplied, where they are
     shared_mlp_hidden: of an expert that computes every token beside the others
+    media_mlp_hidden: of as many experts again, which compute the tokens of media alone
+    num_dense: layers with an MLP of dense_hidden in the place of experts
     has_query_gate: attention's output is multiplied by a gate, which is as wide as the queries
     num_windowed: layers that attend the last `window` tokens alone
     delta: the layers that have a recurrent state, None for attention in all
@@ -77,6 +79,9 @@ class Transformer:
     num_active_experts: int = 1
     is_tied: bool = False
     shared_mlp_hidden: int = 0
+    media_mlp_hidden: int = 0
+    num_dense: int = 0
+    dense_hidden: int = 0
     has_query_gate: bool = False
     num_windowed: int = 0
     window: int = 0
@@ -95,10 +100,12 @@ class Transformer:
     @property
     def num_in_experts(self) -> int:
         """Counts the parameters of all experts, of which a token reads num_active_experts; 0 without any."""
-        return self._num_in_experts(self.num_experts) if self.num_experts > 1 else 0
+        widths = self.mlp_hidden + self.media_mlp_hidden
+        return self._num_in_experts(self.num_experts, widths) if self.num_experts > 1 else 0
 
-    def _num_in_experts(self, num_experts: int) -> int:
-        return self.num_layers * num_experts * self.mlp_matrices * self.hidden * self.mlp_hidden
+    def _num_in_experts(self, num_experts: int, width: int) -> int:
+        num_layers = self.num_layers - self.num_dense
+        return num_layers * num_experts * self.mlp_matrices * self.hidden * width
 
     @property
     def num_parameters(self) -> int:
@@ -108,17 +115,18 @@ class Transformer:
     @property
     def num_in_layers(self) -> int:
         """Counts parameters of the layers, those of all experts too."""
-        return self._num_in_layers(self.num_experts)
+        return self._num_in_layers(self.num_experts, self.mlp_hidden + self.media_mlp_hidden)
 
-    def _num_in_layers(self, num_experts: int) -> int:
-        """Counts parameters of the layers with so many experts."""
+    def _num_in_layers(self, num_experts: int, width: int) -> int:
+        """Counts parameters of the layers with so many experts of a width."""
         num_heads = (2 + self.has_query_gate) * self.num_heads + 2 * self.num_kv_heads
         attention = self._num_attending * self.hidden * self.head_dim * num_heads
         recurrent = 0 if self.delta is None else self.delta.num_parameters(self.hidden)
         router = self.hidden * self.num_experts if self.num_experts > 1 else 0
         shared = self.mlp_matrices * self.hidden * self.shared_mlp_hidden
-        beside = self.num_layers * (router + shared)
-        return attention + recurrent + beside + self._num_in_experts(num_experts)
+        dense = self.num_dense * self.mlp_matrices * self.hidden * self.dense_hidden
+        beside = (self.num_layers - self.num_dense) * (router + shared) + dense
+        return attention + recurrent + beside + self._num_in_experts(num_experts, width)
 
     @property
     def flops_per_token(self) -> float:
@@ -127,10 +135,17 @@ class Transformer:
         Those of matrix products with weights, of attention over `attended` tokens or a full window, and of
         recurrent layers.
         """
-        weights = self._num_in_layers(self.num_active_experts) + self.vocabulary * self.hidden
+        weights = self._num_in_layers(self.num_active_experts, self.mlp_hidden)
+        weights += self.vocabulary * self.hidden
         windows = 4.0 * self.num_windowed * self.num_heads * self.head_dim * self.window
         recurrent = 0 if self.delta is None else self.delta.flops_per_token
         return 2.0 * weights + self.attended * self.flops_per_pair + windows + recurrent
+
+    @property
+    def flops_per_media_token(self) -> float:
+        """Counts the same of a token of media, which may have experts of its own."""
+        less = self.mlp_hidden - (self.media_mlp_hidden or self.mlp_hidden)
+        return self.flops_per_token - 2.0 * self._num_in_experts(self.num_active_experts, less)
 
     @property
     def flops_per_pair(self) -> float:
@@ -159,7 +174,7 @@ class Transformer:
         """
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = 3 * queries + 2 * keys
-        mlp = self.num_active_experts * self.mlp_hidden + self.shared_mlp_hidden
+        mlp = max(self.num_active_experts * self.mlp_hidden + self.shared_mlp_hidden, self.dense_hidden)
         if self.is_in_place:
             return 3 * self.hidden + max(2 * mlp, attention)
         gates = queries if self.has_query_gate else 0
@@ -178,6 +193,7 @@ class ModelShape:
     embeddings_per_token: 1, and one more for each deepstack feature
     num_projector_parameters: of what turns the tower's output into embeddings, where they are known
     context_tokens: the longest prompt and answer
+    is_shared: whether several devices can share its layers
     """
 
     name: str
@@ -187,3 +203,4 @@ class ModelShape:
     embeddings_per_token: int = 1
     num_projector_parameters: int = 0
     context_tokens: int | None = None
+    is_shared: bool = True

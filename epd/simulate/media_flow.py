@@ -70,7 +70,7 @@ class MediaFlow:
         if not state.missing:
             self._plan_known(state)
             return
-        if self._deployment.is_overlapped:
+        if self._deployment.is_overlapped and not self._profile.media.is_whole:
             self._submit(state)
         self.receive(state)
 

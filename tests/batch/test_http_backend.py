@@ -15,6 +15,7 @@ from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import httpx
 import pytest
 
 import epd.batch.http_backend as http_backend
@@ -24,7 +25,7 @@ from epd.batch.in_flight import InFlight
 from epd.batch.line_index import LineIndex
 from epd.batch.lines import LineDefaults, parse_line
 from epd.batch.summary import Summary
-from epd.batch.tasks import Backend, MediaTask
+from epd.batch.tasks import Answered, Backend, MediaTask
 from epd.client.endpoint import Endpoint
 from epd.errors import RequestError, UnavailableError
 from tests.batch.fakes import completion
@@ -192,6 +193,26 @@ def test_no_more_is_answered_than_somebody_takes(monkeypatch: pytest.MonkeyPatch
             stopped.wait()
             assert len(server.options) == 3
             assert sum(outcome is not None for outcome in outcomes) == num_lines
+
+
+@pytest.mark.parametrize("name", ["uvloop", "asyncio"])
+def test_media_are_sent_in_a_loop_of_uvloop_where_it_is_installed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is here, and the default."""
+    loops = []
+
+    async def answer(_: httpx.Request) -> httpx.Response:
+        loops.append(asyncio.get_running_loop())
+        return httpx.Response(200, json=completion("q"))
+
+    if name == "asyncio":
+        monkeypatch.setattr(http_backend, "_LOOPS", name)
+    line = parse_line(b'{"id": 1, "video": "a.mp4", "question": "q"}', 0, LineDefaults(Path()))
+    backend = HttpBackend(Endpoint("x", "http://x"), transport=httpx.MockTransport(answer))
+    with backend.run(iter([MediaTask(0, iter([line]))])) as outcomes:
+        assert any(isinstance(outcome, Answered) for outcome in outcomes)
+    assert [type(loop).__module__.partition(".")[0] for loop in loops] == [name]
 
 
 def test_what_is_kept_by_default_is_said_to_the_server(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -135,8 +136,9 @@ class VirtualServers(httpx.AsyncBaseTransport):
     def backend(self, **options: Any) -> Iterator[HttpBackend]:
         """Opens a backend whose only clock is the servers'."""
         endpoints = parse_endpoints([f"http://server{place}:1" for place in range(len(self.servers))])
+        loops = SimpleNamespace(new_event_loop=lambda: self._loop)
         with (
-            mock.patch.object(http_backend.asyncio, "new_event_loop", return_value=self._loop),
+            mock.patch.object(http_backend, "import_module", return_value=loops),
             mock.patch.object(http_backend, "time", self.clock),
         ):
             yield HttpBackend(*endpoints, transport=self, **options)

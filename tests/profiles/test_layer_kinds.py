@@ -90,6 +90,21 @@ def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
     assert cost.seconds(1) < 0.11 * _WEIGHT_BYTES / _BYTES_PER_S
 
 
+def test_text_and_media_have_experts_of_their_own() -> None:
+    """ERNIE 4.5 VL: 27 of 28 layers have 64 experts for text and 64 for media, two of text's for all tokens.
+
+    A step of decoding reads the experts of text, a pass of prefill both, and computes media: six of theirs.
+    """
+    profile = profile_of("ernie-4.5-vl-28b-a3b")
+    of_text, of_media = (2 * 27 * 64 * 3 * 2560 * width for width in (1536, 512))
+    assert profile.decode.cost.experts_s == pytest.approx(of_text / _BYTES_PER_S)
+    assert profile.prefill.cost.experts_s == pytest.approx((of_text + of_media) / _BYTES_PER_S)
+    attention, head = 28 * 2560 * 128 * (2 * 20 + 2 * 4), 103_424 * 2560
+    mlps = 3 * 2560 * (12_288 + 27 * (2 * 1536 + 6 * 512))
+    flops = 2 * (attention + head + mlps + 27 * 64 * 2560)  # the last are routers
+    assert profile.prefill.cost.per_unit_s == pytest.approx(flops / (0.5 * 989e12))
+
+
 def test_a_step_reads_full_windows_and_all_tokens_of_other_layers() -> None:
     windowed, full, layer_bytes = LAYERS["27b"]
     cost = profile_of("gemma-3-27b").decode.cost

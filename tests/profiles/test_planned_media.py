@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.encode.published_processors import opened
-from epd.encoders import FrameSampling, VideoFacts
+from epd.encoders import FrameSampling, VideoFacts, load_adapter
 from epd.profiles.catalogue import MODELS
+from epd.profiles.configurations import shape_in
 from epd.workload.requests import Resolution, VideoSpec
+from tests.encoders.tiny_molmo import build_molmo2
+from tests.models.tiny_ernie import build
 
 # One of each processor that differs, and two of its other sizes.
 NAMES = (
@@ -88,3 +93,26 @@ def test_ten_minutes_fit_the_context() -> None:
         shape = MODELS[name]
         assert sum(group.num_tokens for group in shape.media.video(film)) == tokens
         assert tokens + shape.media.text_tokens(film) < (shape.context_tokens or 0)
+
+
+@pytest.mark.parametrize("written", [build_molmo2, build], ids=["molmo2", "ernie4_5_vl_moe"])
+def test_a_folder_says_how_its_media_are_cut(written: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Tiny models with the rules of the published ones, and settings of their own in the processor's files.
+
+    ERNIE's tower takes frames, whose grids an adapter counts by pairs. Molmo 2's adapter counts no patches.
+    """
+    folder = written(tmp_path / "model")
+    adapter, rule = load_adapter(folder), shape_in(folder).media
+    for text in (*SIZES, "90x120", "56x56"):
+        size = Resolution.parse(text)
+        assert rule.image(size).num_tokens == adapter.plan_image(size.height, size.width).num_tokens, text
+    for seed in range(60):
+        draw = random.Random(seed)
+        (spec, facts), wanted = drawn(draw), asked(draw)
+        plan = adapter.plan_video(facts, FrameSampling(**wanted))
+        groups = rule.asked(wanted.get("fps"), wanted.get("num_frames")).video(spec)
+        shown = f"{spec} {wanted}"
+        assert sum(group.num_frames for group in groups) == plan.num_frames, shown
+        assert sum(group.num_tokens for group in groups) == plan.num_tokens, shown
+        patches = 64 * plan.num_frames if rule.is_whole else 2 * plan.grid.num_patches
+        assert sum(group.num_patches for group in groups) == patches, shown

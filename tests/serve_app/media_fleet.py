@@ -11,7 +11,8 @@ from epd.models import embedded_model_path
 from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.media.media_worker import MediaSettings, MediaWorker
 from epd.serve_app.messages import Message
-from epd.serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
+from epd.serve_app.orchestration.live_answer import AnswerPlan
+from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.service import AnswerRequest, HeldItem, MediaReference, MediaSource
 from epd.serve_app.worker_info import WorkerInfo
 from epd.stages.media import plan_pixels

@@ -131,6 +131,16 @@ def test_groups_are_prefilled_while_later_ones_are_encoded() -> None:
     assert streamed.ttft_s[0] == pytest.approx(0.5 + 3.25 + 1 + 22 / 64)
 
 
+def test_a_model_whose_media_attend_each_other_prefills_when_all_are_there() -> None:
+    """As Molmo 2 does: its groups are encoded as they come, and none is prefilled before the last."""
+    profile = plain_profile()
+    profile = replace(profile, prefill=replace(profile.prefill, cost=flat(0.0, 1 / 64)))
+    [job] = jobs(profile, 1, images="3", image_size="448x448")
+    whole = replace(profile, media=replace(profile.media, is_whole=True))
+    result = simulate(whole, "1e1p1d", [job], max_batch_patches=1)
+    assert result.ttft_s[0] == pytest.approx(0.5 + 3.25 + 3 + 22 / 64)
+
+
 def test_a_repeated_image_is_neither_read_nor_encoded_again() -> None:
     profile = plain_profile()
     drawn = jobs(profile, 40, images="1", repeat_rate=0.5)

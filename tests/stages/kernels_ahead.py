@@ -349,8 +349,8 @@ def _others() -> Iterator[tuple[str, Launch]]:
     for group, dtype in itertools.product((32, 64, 128), DTYPES):
         for launch in quantized_launches(dtype, group):
             yield f"quantised group {group} {dtype}", launch
-    for (shape, *kind), dtype in itertools.product(PATCHES, DTYPES):
-        yield f"patches {kind} {dtype}", patch_launches(shape, *kind, dtype)[0]
+    for (shape, unit, side, merge), dtype in itertools.product(PATCHES, DTYPES):
+        yield f"patches {[unit, side, merge]} {dtype}", patch_launches(shape, unit, side, merge, dtype)[0]
 
 
 def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import pytest
 from epd.encoders import Adapter, FrameSampling, load_adapter
 from epd.reduction import ReductionPolicy
 from epd.serve_app.orchestration import request_planner
-from epd.serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
+from epd.serve_app.orchestration.live_answer import AnswerPlan
+from epd.serve_app.orchestration.request_planner import RequestPlanner
 from tests.serve_app.deployments import Question
 
 

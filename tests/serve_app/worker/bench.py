@@ -16,7 +16,8 @@ from epd.serve_app.local.fleet import LocalTransport
 from epd.serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
 from epd.serve_app.media_messages import DecodeOrder, ReadFrames
 from epd.serve_app.messages import EncodeGroup, Message, Prefill, Reserve, WorkerEvent, endpoint
-from epd.serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
+from epd.serve_app.orchestration.live_answer import AnswerPlan
+from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.service import HeldItem
 from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_stages import WorkerSettings

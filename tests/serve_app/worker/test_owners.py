@@ -8,7 +8,7 @@ import pytest
 
 from epd.sampling_params import SamplingParams
 from epd.serve_app.messages import DropOwner, Reserve, attempt_id, endpoint, owner_of
-from epd.serve_app.orchestration.request_planner import AnswerPlan
+from epd.serve_app.orchestration.live_answer import AnswerPlan
 from epd.serve_app.role_messages import Move, Pause
 from tests.serve_app.deployments import Question
 from tests.serve_app.worker.bench import Bench

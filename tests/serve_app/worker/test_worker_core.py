@@ -22,7 +22,7 @@ from epd.serve_app.messages import (
     SpanDone,
     WorkerEvent,
 )
-from epd.serve_app.orchestration.request_planner import AnswerPlan
+from epd.serve_app.orchestration.live_answer import AnswerPlan
 from epd.serve_app.role_messages import SetRoles, StagesClosed
 from tests.serve_app.deployments import MAX_TOKENS, Question
 from tests.serve_app.worker.bench import Bench
