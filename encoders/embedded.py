@@ -32,6 +32,7 @@ _GENERATION = dict.fromkeys(
         "top_p",
         "top_k",
         "min_p",
+        "suppress_tokens",
     )
 )
 

@@ -62,7 +62,7 @@ def processor_inputs(
     return processor(text=[text], return_tensors="pt", **options)
 
 
-def generated(model: Any, inputs: Any, **settings: float) -> tuple[int, ...]:
+def generated(model: Any, inputs: Any, **settings: Any) -> tuple[int, ...]:
     """Greedy tokens of `model.generate`, up to and with the one that ends the answer.
 
     At the positions that the checkpoint was trained with; skips the test where the release cuts seconds.
@@ -73,7 +73,7 @@ def generated(model: Any, inputs: Any, **settings: float) -> tuple[int, ...]:
         return generated_as_it_is(model, inputs, **settings)
 
 
-def generated_as_it_is(model: Any, inputs: Any, **settings: float) -> tuple[int, ...]:
+def generated_as_it_is(model: Any, inputs: Any, **settings: Any) -> tuple[int, ...]:
     """The same at the positions that the installed transformers has."""
     with torch.inference_mode():
         sequences = model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False, **settings)

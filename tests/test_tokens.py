@@ -174,6 +174,19 @@ def test_the_settings_of_the_checkpoint_count(subject: Subject, media: dict[str,
     assert (silent.eos_ids, silent.max_tokens, silent.sampling) == (frozenset([7]), None, SamplingParams())
 
 
+def test_tokens_that_the_checkpoint_suppresses_do_not_come(subject: Subject, media: dict[str, Path]) -> None:
+    """As published Gemma 4 suppresses the ends of media."""
+    paths = [media["image"]]
+    inputs = processor_inputs(subject.processor, paths, QUESTIONS[0])
+    suppressed = list(generated(subject.model, inputs)[:3])
+    expected = generated(subject.model, inputs, suppress_tokens=suppressed)
+    answer = with_settings(subject, suppress_tokens=suppressed).ask(
+        paths, QUESTIONS[0], max_tokens=MAX_TOKENS
+    )
+    assert answer.token_ids == expected
+    assert not set(expected) & set(suppressed)
+
+
 def test_a_server_draws_as_the_checkpoint_says() -> None:
     """As in vLLM, whose temperature is 1 where a checkpoint that samples names none."""
     values: dict[str, Any] = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}

@@ -27,7 +27,7 @@ from epd.serve_app.app_args import AppArgs
 from epd.serve_app.local.own_service import OwnService, own_service
 from epd.shapes import make_scene
 from epd.video.demo_video import write_demo_video
-from tests.encoders.tiny_gemma import build_gemma3, with_small_embeddings
+from tests.encoders.tiny_gemma import build_gemma3
 from tests.media import draw_frames
 from tests.models import lora, quantized, shrunk
 from tests.tiny_models import build_qwen3_5
@@ -230,7 +230,7 @@ class Trials:
         if checkpoint == "qwen3_5":
             return folder if folder.exists() else build_qwen3_5(folder)
         if checkpoint == _IMAGES_ALONE:
-            return folder if folder.exists() else with_small_embeddings(build_gemma3(folder))
+            return folder if folder.exists() else build_gemma3(folder)
         if checkpoint not in quantized.LAYOUTS:
             return folder if folder.exists() else shrunk.build(checkpoint, folder)
         return folder / "quantized" if folder.exists() else quantized.build(checkpoint, folder).quantized

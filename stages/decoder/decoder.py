@@ -201,7 +201,7 @@ class FusedDecoder:
         if embeddings is None:
             return None
         assert inputs.token_ids is not None
-        return embeddings(inputs.token_ids, hidden, inputs.visual_rows)
+        return embeddings(inputs.token_ids, hidden)
 
     def _attend(
         self,

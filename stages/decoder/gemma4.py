@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
+from epd.stages.attention.support import MIXED_HEADS
 from epd.stages.decoder.linear import Linear
 from epd.stages.decoder.operations import RmsNorm
 from epd.stages.rank import Collectives, summed
@@ -78,21 +79,34 @@ class LayerEmbeddings:
     """Embeds tokens for each layer: by their ids, and by their rows before the first layer.
 
     embed: [T, L * P] of token ids. project: [T, L * P] of rows. norm: of the P channels of one layer.
-    padding: id in the place of visual tokens. scales: of what is projected, and of the sum.
+    scales: of what is projected, and of the sum.
     """
 
     embed: Callable[[Tensor], Tensor]
     project: Linear
     norm: RmsNorm
-    padding: int
     scales: tuple[float, float]
 
-    def __call__(self, token_ids: Tensor, hidden: Tensor, visual_rows: Tensor) -> Tensor:
-        """Returns [T, L, P] of token ids, int64 [T], and rows [T, C]. visual_rows: int64 [V]."""
-        ids = token_ids.index_fill(0, visual_rows, self.padding)
+    def __call__(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """Returns [T, L, P] of token ids as they are read, int64 [T], and rows [T, C]."""
         by_row, by_sum = self.scales
         projected = (self.project(hidden) * by_row).view(len(hidden), -1, len(self.norm.weight))
-        return (self.norm(projected) + self.embed(ids).view_as(projected)) * by_sum
+        return (self.norm(projected) + self.embed(token_ids).view_as(projected)) * by_sum
+
+
+def ids_read(config: Any, device: torch.device) -> Tensor | None:
+    """Returns the ids that tokens are embedded by, int64 [V]: of padding for placeholders of media.
+
+    Those of answers too, where they stand for no medium. None for a model that embeds each token as itself.
+    config: of a model of transformers.
+    """
+    text = config.get_text_config()
+    if text.model_type not in MIXED_HEADS:
+        return None
+    kinds = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+    ids = torch.arange(text.vocab_size)
+    ids[[each for each in kinds if each is not None]] = text.pad_token_id
+    return ids.to(device)
 
 
 def unit_norm(num_channels: int, eps: float, like: Tensor) -> RmsNorm:

@@ -207,7 +207,6 @@ def _layer_embeddings(decoder: Any, kind: LinearKind, ranks: Collectives | None)
         _embedding(decoder.embed_tokens_per_layer, ranks),
         _linear(decoder.per_layer_model_projection, kind),
         _norm(decoder.per_layer_projection_norm, decoder.config),
-        decoder.config.pad_token_id,
         (decoder.per_layer_model_projection_scale, decoder.per_layer_input_scale),
     )
 

@@ -31,6 +31,7 @@ class GenerationSettings:
     sampling: of a server's answers, where the request says nothing; without max_tokens.
     context_tokens: of the model.
     num_embeddings: rows of the model's vocabulary; the last of them may pad it and be no token's.
+    suppressed_ids: tokens that no answer may hold.
     """
 
     eos_ids: frozenset[int]
@@ -38,6 +39,7 @@ class GenerationSettings:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     context_tokens: int | None = None
     num_embeddings: int = 0
+    suppressed_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -56,6 +58,7 @@ class GenerationSettings:
             sampling=_own_sampling(config),
             context_tokens=context_tokens,
             num_embeddings=num_embeddings,
+            suppressed_ids=tuple(config.suppress_tokens or ()),
         )
 
     @property
@@ -65,7 +68,7 @@ class GenerationSettings:
 
     def completed(self, params: SamplingParams, num_prompt_tokens: int, tokenizer: Any) -> SamplingParams:
         """Completes params: see `held_to_context` and `with_bad_tokens`. tokenizer: lent to the caller."""
-        return with_bad_tokens(self._held(params, num_prompt_tokens), tokenizer)
+        return with_bad_tokens(self._held(params, num_prompt_tokens), tokenizer, self.suppressed_ids)
 
     def _held(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         return held_to_context(params, num_prompt_tokens, self.context_tokens, self.max_tokens)

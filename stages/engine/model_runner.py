@@ -33,6 +33,7 @@ from epd.stages.attention.support import (
 from epd.stages.decoder.decoder import Decoder, DecoderInputs, FusedDecoder, LayerCaches, decoder_of
 from epd.stages.decoder.delta_layer import delta_sizes
 from epd.stages.decoder.delta_rule import DeltaPlan
+from epd.stages.decoder.gemma4 import ids_read
 from epd.stages.decoder.layers import embedding_of, head_of
 from epd.stages.decoder.linear import Linear
 from epd.stages.decoder.lora import LoRARows, not_ours, read_adapters
@@ -110,6 +111,7 @@ class ModelRunner:
             model.get_output_embeddings() if by_modules else head_of(model, ranks)
         )
         self._device = device_of(model.get_decoder())
+        self._ids_read = ids_read(model.config, self._device)
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self._max_positions: int = model.get_decoder().config.max_position_embeddings
         windows = [group.window for group in pools.shape.groups]
@@ -186,11 +188,15 @@ class ModelRunner:
     def _decoded(self, token_ids: Tensor, positions: Tensor, plans: Sequence[AttentionPlan]) -> Tensor:
         """Computes one token of each sequence: logits [T, V]."""
         caches = self._caches_of(plans, None)
-        inputs = DecoderInputs(positions, caches, token_ids[:0], token_ids=token_ids)
+        ids = self._as_read(token_ids)
+        inputs = DecoderInputs(positions, caches, token_ids[:0], token_ids=ids)
         logits: Tensor = self._head(
-            self._decoder.run(self._embed(token_ids), inputs, range(self._decoder.num_layers))
+            self._decoder.run(self._embed(ids), inputs, range(self._decoder.num_layers))
         )
         return logits
+
+    def _as_read(self, token_ids: Tensor) -> Tensor:
+        return token_ids if self._ids_read is None else self._ids_read.index_select(0, token_ids)
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """Computes all segments in one pass, filling the cache. Returns logits [R, V], R = all num_logits.
@@ -230,8 +236,8 @@ class ModelRunner:
             return self._graphs.run(packed, token_ids)
         arrays = [packed.token_ids, packed.positions, packed.logit_rows, packed.visual_rows]
         inputs = PassInputs(*arrays_to_device(arrays, self._device))
-        if token_ids is not None:
-            inputs = replace(inputs, token_ids=token_ids)
+        ids = inputs.token_ids if token_ids is None else token_ids
+        inputs = replace(inputs, token_ids=self._as_read(ids))
         logits: Tensor = self._head(self._decode(packed, inputs, visual))
         return logits
 

@@ -49,16 +49,19 @@ class BadWords:
         return self._alone.union(found) if found else self._alone
 
 
-def with_bad_tokens(params: SamplingParams, tokenizer: Any) -> SamplingParams:
+def with_bad_tokens(
+    params: SamplingParams, tokenizer: Any, suppressed_ids: tuple[int, ...] = ()
+) -> SamplingParams:
     """Returns params with the tokens of their bad words. tokenizer: of transformers, lent to the caller.
 
-    Spaces before a word make no difference.
+    Spaces before a word make no difference. suppressed_ids: tokens that are such words beside these.
     """
+    alone = tuple((token_id,) for token_id in suppressed_ids)
     if not params.bad_words:
-        return params
+        return replace(params, bad_token_ids=alone) if alone else params
     texts = [space + word.lstrip() for word in params.bad_words for space in ("", " ")]
     token_ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return replace(params, bad_token_ids=tuple(tuple(word) for word in token_ids if word))
+    return replace(params, bad_token_ids=(*alone, *(tuple(word) for word in token_ids if word)))
 
 
 @lru_cache(maxsize=_MAX_KEPT)
@@ -159,7 +162,8 @@ class SamplingState:
         self.is_changed = has_rules or is_scored
         self.is_plain = params.is_greedy and not self.is_changed
         repeats_alone = not (params.presence_penalty or params.frequency_penalty)
-        self.is_foreseeable = matcher is None and bad_words is None and repeats_alone
+        has_words = bad_words is not None and bad_words.num_before > 0
+        self.is_foreseeable = matcher is None and not has_words and repeats_alone
         seen = prompt_ids if params.repetition_penalty != 1 else prompt_ids[:0]
         self._counts = TokenCounts(seen) if params.has_penalties else None
         self.bad_words = bad_words

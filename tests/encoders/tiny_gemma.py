@@ -1,10 +1,11 @@
-"""A tiny random Gemma 3, made as the checkpoints of `tests.tiny_models` are."""
+"""Tiny random Gemma 3 and 4, made as the checkpoints of `tests.tiny_models` are."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3Config,
@@ -75,11 +76,18 @@ def build_gemma3(folder: Path, seed: int = 0, **text: Any) -> Path:
         chat_template=tokenizer.chat_template,
         image_seq_length=IMAGE_TOKENS,
     )
-    return tiny_models._save(folder, Gemma3ForConditionalGeneration, config, processor, seed)
+    return _with_small_embeddings(tiny_models._save(folder, _projecting, config, processor, seed))
 
 
-def with_small_embeddings(folder: Path) -> Path:
-    """Scales the embeddings of a checkpoint's tokens down: then layers decide its answers too."""
+def _projecting(config: Gemma3Config) -> Gemma3ForConditionalGeneration:
+    """A model that sees images: in a new one, what projects their features is zero."""
+    model = Gemma3ForConditionalGeneration(config)
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.02)
+    return model
+
+
+def _with_small_embeddings(folder: Path) -> Path:
+    """Scales the embeddings of a checkpoint's tokens down, which are its head: then layers decide answers."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     (name,) = (each for each in tensors if each.endswith("embed_tokens.weight"))
@@ -164,4 +172,6 @@ def build_gemma4(folder: Path, seed: int = 0, **text: Any) -> Path:
         chat_template=tokenizer.chat_template,
         image_seq_length=70,
     )
-    return tiny_models._save(folder, Gemma4ForConditionalGeneration, config, processor, seed)
+    return _with_small_embeddings(
+        tiny_models._save(folder, Gemma4ForConditionalGeneration, config, processor, seed)
+    )

@@ -484,7 +484,7 @@ def _qwen_like(processor: Any, tokenizer: PreTrainedTokenizerFast) -> Any:
     )
 
 
-def build_video_llama_3(folder: Path, seed: int = 0) -> Path:
+def build_video_llama_3(folder: Path, seed: int = 1) -> Path:
     """VideoLLaMA3: images of any size, frames with their times."""
     tokenizer = _named(*_QWEN_NAMES.values())
     config = hf.VideoLlama3Config(

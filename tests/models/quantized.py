@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from tests.encoders.tiny_gemma import GEMMA4_SMALL, build_gemma3, build_gemma4, with_small_embeddings
+from tests.encoders.tiny_gemma import GEMMA4_SMALL, build_gemma3, build_gemma4
 from tests.models.files import name_in_files
 from tests.tiny_models import BUILDERS, build_qwen3_5
 
@@ -170,8 +170,6 @@ def build(name: str, folder: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> P
     """Writes a checkpoint in one of the layouts."""
     layout = layouts[name]
     plain = _BUILDERS[layout.family](folder / "plain", **layout.sizes)
-    if layout.family in WINDOWED_LAYOUTS:
-        with_small_embeddings(plain)
     quantized = shutil.copytree(plain, folder / "quantized")
     theirs: dict[str, Tensor] = {}
     ours: dict[str, Tensor] = {}
