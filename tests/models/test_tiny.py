@@ -20,7 +20,7 @@ from tests.positions import trained_positions_in
 from tests.reference import MAX_TOKENS
 from tests.stages.conftest import BUILDERS_HERE, SAMPLING, as_sent
 
-NUM_DIFFERENT = 4
+NUM_DIFFERENT = 3
 CASES = ((), ("image",), ("wide_image", "image"))
 # Those with experts and of InternVL are not among them: they repeat a token, or mind no picture.
 SHRUNK = ("Qwen2.5-VL-3B", "Qwen3-VL-2B")
