@@ -15,8 +15,7 @@ from itertools import chain
 from statistics import median
 
 from benchmarks.reporting import RESULTS, Row, markdown
-from epd.bench.compare import load
-from epd.bench.compare_report import p90_of, pairs_of
+from epd.bench.compare_report import Pair, p90_of
 
 AIM_MEDIAN, AIM_P90 = 0.10, 0.25
 OURS = "the application on 2 CPU cores"
@@ -72,11 +71,9 @@ def live() -> Iterator[Prediction]:
 
 def virtual() -> Iterator[Prediction]:
     """Yields the medians of each layout and rate of `benchmarks.epd_pays.replicas`."""
-    found = load(RESULTS / "replicas_comparison.json")
-    for traffic in found.question.traffic:
-        for pair in pairs_of(found, traffic):
-            what = f"{pair.layout}, {pair.traffic}, {pair.rate:g}/s"
-            yield Prediction(VIRTUAL, what, pair.name, pair.measured_s, pair.simulated_s)
+    for pair in (Pair(**each) for each in _kept("replicas_comparison")["summary"]["pairs"]):
+        what = f"{pair.layout}, {pair.traffic}, {pair.rate:g}/s"
+        yield Prediction(VIRTUAL, what, pair.name, pair.measured_s, pair.simulated_s)
 
 
 def drafts() -> Iterator[Prediction]:

@@ -11,16 +11,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks.epd_pays.replicas import (
+    ATTAINMENT,
+    LEAST_OVERLOAD,
     TRAFFIC,
     error_rows,
+    few_requests,
     first_tokens,
+    length_rows,
     objective_rows,
     question,
     rounds_of,
 )
 from epd.bench.compare import Case, Comparison
 from epd.serve_app.cli.compare import simulated
-from epd.workload.comparison import Layout, Outcome, Round
+from epd.workload.comparison import Layout, Outcome, Round, Traffic
 
 NUM_REQUESTS = 6
 
@@ -85,3 +89,47 @@ def test_the_same_rounds_are_asked_for_their_first_tokens_alone() -> None:
     assert first_tokens(Comparison(question((traffic,), 1), rounds)).rounds.keys() == {
         each.key for each in rounds
     }
+
+
+def _in_time(traffic: Traffic, num_requests: int) -> float:
+    """Returns the share of requests that one device begins in time, if it gets too many, evenly spaced."""
+    gap_s = 1 / max(traffic.rates)
+    free_s, in_time = 0.0, 0
+    for due_s in (number * gap_s for number in range(num_requests)):
+        begin_s = max(free_s, due_s)
+        free_s = begin_s + gap_s * (1 + LEAST_OVERLOAD)
+        in_time += begin_s - due_s <= (traffic.slo.ttft_s or 0.0)
+    return in_time / num_requests
+
+
+@pytest.mark.parametrize(("traffic", "few"), list(zip(TRAFFIC, few_requests(), strict=True)))
+def test_a_round_lasts_until_an_overload_is_seen_and_16_requests_do_not(
+    traffic: Traffic, few: Traffic
+) -> None:
+    num_requests = round(max(traffic.rates) * (traffic.workload.duration_s or 0.0))
+    assert _in_time(traffic, num_requests) == pytest.approx(ATTAINMENT, abs=0.03)
+    assert (few.name, few.slo, few.dilate) == (traffic.name, traffic.slo, 1.0)
+    assert len(list(few.at(few.rates[-1]).resolve().requests(0, 0))) == 16
+    assert _in_time(few, 16) == 1.0
+
+
+def test_verdicts_by_few_requests_stand_beside_those_of_long_rounds() -> None:
+    """Few requests are all answered in time; in a longer round only replicas still do."""
+    traffic, few = TRAFFIC[3], few_requests()[3]
+    good, bad = Outcome("video", 1.0, 0.01), Outcome("video", 9.0, 0.01)
+
+    def told(of: Traffic, late: Outcome) -> Comparison:
+        found = Comparison(question((of,), 1))
+        for layout in found.layouts:
+            outcome = late if layout.is_split else good
+            for rate in of.rates:
+                one = Round(of.name, layout.name, rate, 0, (outcome,))
+                found.rounds[one.key] = one
+        return found
+
+    rows = length_rows(told(few, good), told(traffic, bad))
+    assert [row["layout"] for row in rows] == ["1e1p1d", "1e2pd", "2ep1d"]
+    for row in rows:
+        short, long = list(row.values())[2:]
+        assert short.startswith("equal: 1.00")
+        assert long.startswith("loses")
