@@ -6,7 +6,6 @@ transformers' layers, which get a mask that is written down here.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,9 +26,7 @@ from epd.encoders.groups import plan_groups, prompt_identity
 from epd.encoders.reduction.reading import reduce_prompt
 from epd.engine_config import EngineConfig, check_options
 from epd.errors import ModelError, RequestError, UnsupportedMediaError, UnsupportedModelError
-from epd.kv.scheduling import SchedulerConfig
 from epd.reduction import SELECTION_METHODS, ReductionPolicy
-from epd.sampling_params import SamplingParams
 from epd.serve_app.verification import LayerProbe, segment_of, verify
 from epd.stages.decoder.decoder import FusedDecoder, ModulesDecoder, decoder_of
 from epd.stages.decoder.rank_cut import check_divisible
@@ -40,13 +37,24 @@ from epd.stages.loading.weights import WholeModel, load_role, skeleton
 from epd.stages.placement import CPU_FLOAT32
 from tests.colocated import ColocatedPipeline, plan_media
 from tests.encoders.tiny_molmo import PUBLISHED, build_molmo2
+from tests.models.engine_answers import (
+    test_answers_move_between_decode_workers,
+    test_chunked_and_packed,
+    test_preemption_changes_no_token,
+    test_several_answers_share_their_prompt,
+)
 from tests.models.test_published import written
 from tests.reference import MAX_TOKENS, generated_as_it_is, processor_inputs
 from tests.stages.conftest import Subject, check, make
 from tests.stages.prompts import Drive, prompt_of
-from tests.stages.split_deployment import GREEDY, Deployment
-from tests.stages.test_moving import run_moving
 from tests.tiny_models import load_reference
+
+__all__ = [
+    "test_answers_move_between_decode_workers",
+    "test_chunked_and_packed",
+    "test_preemption_changes_no_token",
+    "test_several_answers_share_their_prompt",
+]
 
 QUESTION = "What is shown? Ä, 漢"
 SAMPLING, FACTS = FrameSampling(num_frames=6), VideoFacts(6, 2.0, 90, 120)
@@ -171,43 +179,6 @@ def test_answers_of_workers_and_from_their_caches(
     with LLM(folder, topology=topology, max_chunk_tokens=16, num_kv_tokens=4096) as llm:
         answers = [llm.ask(paths, QUESTION, frames=6, max_tokens=MAX_TOKENS).text for _ in range(2)]
     assert answers == [text] * 2
-
-
-@pytest.mark.parametrize(("count", "chunk"), [(1, 4096), (5, 4096), (5, 1), (10, 7)])
-def test_chunked_and_packed(subject: Subject, count: int, chunk: int) -> None:
-    """Texts in chunks, media at once, whatever the limit."""
-    config = SchedulerConfig(max_chunk_tokens=chunk, max_num_batched_tokens=max(chunk, 32))
-    check(subject, Drive(subject.engine(config=config, enable_prefix_caching=False), seed=chunk), count)
-
-
-@pytest.mark.parametrize("mode", ["recompute", "offload"])
-@pytest.mark.parametrize("caching", [False, True], ids=["no prefix cache", "prefix cache"])
-def test_preemption_changes_no_token(subject: Subject, mode: Any, caching: bool) -> None:
-    longest = max(len(prompt.plan) for prompt in subject.prompts)
-    config = SchedulerConfig(max_chunk_tokens=32, preemption=mode)
-    options: dict[str, Any] = {"block_size": 4, "num_kv_tokens": longest + 48}
-    engine = subject.engine(config=config, enable_prefix_caching=caching, **options)
-    check(subject, Drive(engine, 0), 10)
-    assert engine.scheduler.num_preempted > 0, "the pool was meant to be too small"
-
-
-def test_several_answers_share_their_prompt(subject: Subject) -> None:
-    prompt = {"r": subject.prompts[2]}
-    sampling = SamplingParams(max_tokens=8, temperature=1.0, n=3)
-    together = Drive(subject.engine(), seed=0).run(prompt, sampling=sampling, seed=5)["r"]
-    single, alone = SamplingParams(max_tokens=8, temperature=1.0), tuple[int, ...]()
-    for seed in range(5, 8):
-        alone += Drive(subject.engine(), seed=1).run(prompt, sampling=single, seed=seed)["r"]
-    assert together == alone
-
-
-def test_answers_move_between_decode_workers(subject: Subject) -> None:
-    prompts = subject.mix(6)
-    deployment = Deployment(subject, 3, random.Random(0))
-    assert run_moving(deployment, prompts, GREEDY) > 3
-    assert {name: deployment.tokens(name) for name in prompts} == {
-        name: prompt.expected for name, prompt in prompts.items()
-    }
 
 
 def test_epd_verify_says_equal(folder: Path, media: dict[str, Path]) -> None:
