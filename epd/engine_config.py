@@ -275,24 +275,17 @@ DEFAULT_ENGINE = EngineConfig()
 _VISUAL_FIELDS = frozenset((*PIXEL_FIELDS, "skip_static", "tower_share", "tower_merge_layer"))
 
 
-def check_options(folder: Path, draft: str, reduction: str) -> None:
-    """Raises RequestError for what the model at `folder` cannot be asked to do.
-
-    draft, reduction: methods.
-    """
+def check_reduction(folder: Path, method: str) -> None:
+    """Raises RequestError for a method that the model at `folder` cannot do."""
+    kinds = dict.fromkeys(RECURRENT_FAMILIES, "a recurrent state")
+    kinds |= dict.fromkeys(WINDOWED_FAMILIES, "a sliding window")
+    kinds |= dict.fromkeys(BOTH_WAYS_FAMILIES, "media that attend each other")
     model_type = _model_type(folder)
-    if model_type not in (*RECURRENT_FAMILIES, *WINDOWED_FAMILIES, *BOTH_WAYS_FAMILIES):
-        return
-    is_recurrent = model_type in RECURRENT_FAMILIES
-    what = "a recurrent state" if is_recurrent else "a sliding window"
-    what = "media that attend each other" if model_type in BOTH_WAYS_FAMILIES else what
-    received = f"for a '{{}}' model, whose layers have {what}; allowed: {{}}; use {{}}"
-    if draft != "none" and is_recurrent:
-        why = received.format(model_type, "none, since drafts that are wrong cannot be taken back", "none")
-        raise RequestError(f"received the draft {draft} {why}")
-    if reduction not in SELECTION_METHODS:
-        why = received.format(model_type, ", ".join(SELECTION_METHODS), "one of these")
-        raise RequestError(f"received the reduction {reduction} {why}")
+    if model_type in kinds and method not in SELECTION_METHODS:
+        raise RequestError(
+            f"received the reduction {method} for a '{model_type}' model, whose layers have "
+            f"{kinds[model_type]}; allowed: {', '.join(SELECTION_METHODS)}; use one of these"
+        )
 
 
 def _model_type(folder: Path) -> str | None:

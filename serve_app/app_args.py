@@ -16,7 +16,7 @@ from epd.control.request_budget import RequestLimits
 from epd.control.retention import RetentionConfig, levels_down_to
 from epd.encode.encode_batching import BATCH_PATCHES
 from epd.encode.sharding import Sharding
-from epd.engine_config import ENGINE_FIELDS, check_options
+from epd.engine_config import ENGINE_FIELDS, check_reduction
 from epd.errors import RequestError
 from epd.kv.pass_limits import PassLimits
 from epd.lora_modules import check_served
@@ -344,7 +344,7 @@ class AppArgs(WorkerArgs):
         self.check_cache()
         path = self.model_path
         weight_files(path)
-        check_options(path, self.draft, self.reduction)
+        check_reduction(path, self.reduction)
         check_served(self.adapters, self.served_name)
         names = ("allowed_media_path", "trace_dir", "files_dir", "api_keys_file", "cache_dir")
         paths = {name: (folder := getattr(self, name)) and folder.resolve() for name in names}

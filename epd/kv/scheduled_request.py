@@ -40,6 +40,7 @@ class ScheduledRequest:
     pruned: ascending, of the prompt.
     num_to_drop: prompt tokens that leave the cache once the whole prompt is computed.
     num_dropped: prompt tokens that have left it; 0 or `num_to_drop`.
+    num_seen: tokens up to the last draft that held, where the recurrent state is to take these yet.
     may_sample: whether a token may be chosen now; until then its last known token is not computed.
     state_stops: ascending, prompt tokens after which a chunk ends, and its recurrent state is kept.
     """
@@ -57,6 +58,7 @@ class ScheduledRequest:
     num_tokens: int = 0
     num_computed: int = 0
     num_drafts: int = 0
+    num_seen: int = 0
     num_offloaded: int = 0
     arrival: int = -1
     priority: int = 0
@@ -78,8 +80,9 @@ class ScheduledRequest:
 
     @property
     def is_decoding(self) -> bool:
-        """Returns whether only the token sampled last is left to compute."""
-        return self.num_tokens > self.num_prompt_tokens and self.num_computed == self.num_tokens - 1
+        """Returns whether only the token sampled last is left to compute, and drafts are to be repeated."""
+        num_seen = max(self.num_computed, self.num_seen)
+        return self.num_tokens > self.num_prompt_tokens and num_seen == self.num_tokens - 1
 
     @property
     def num_computable(self) -> int:

@@ -129,17 +129,21 @@ class Scheduler:
         return output
 
     def _schedule_decodes(self, output: SchedulerOutput, budget: int) -> int:
-        """Gives each decode one token and its drafts, oldest first. Returns the rest of the budget."""
+        """Gives each decode one token and its drafts, oldest first. Returns the rest of the budget.
+
+        Those with a recurrent state repeat the last drafts that held first: see `advance_drafted`.
+        """
         for request in [each for each in self.running if each.is_decoding and each.may_sample]:
             if budget == 0:
                 break
             if not request.is_decoding:  # it was just preempted for an older one
                 continue
-            num_drafts = min(request.num_drafts, budget - 1)
-            stop = request.num_computed + 1 + num_drafts
+            num_known = min(request.num_tokens - request.num_computed, budget)
+            num_drafts = min(request.num_drafts, budget - num_known)
+            stop = request.num_computed + num_known + num_drafts
             if self._make_room(request, stop - request.num_dropped, output):
                 output.chunks.append(Chunk(request, request.num_computed, stop, num_drafts))
-                budget -= 1 + num_drafts
+                budget -= num_known + num_drafts
         return budget
 
     def _reserve_states(self, output: SchedulerOutput) -> None:
@@ -224,7 +228,7 @@ class Scheduler:
             preempted.num_offloaded = preempted.num_computed
         else:
             preempted.num_dropped = 0
-        preempted.num_computed = 0
+        preempted.num_computed = preempted.num_seen = 0
         self.kv.free(preempted.request_id)
         insort(self.waiting, preempted, key=_by_order)
 
@@ -350,6 +354,15 @@ class Scheduler:
         self.kv.commit(request.request_id, request.identity, request.num_held, keeps_state=keeps_state)
         if request.pruned and num_computed == request.pruned[-1].stop:  # no more is written than stays
             self.kv.truncate(request.request_id, self.reservations.num_tokens(request, num_computed))
+
+    def advance_drafted(self, chunk: Chunk, num_held: int) -> None:
+        """Records a decode that has been run, of whose drafts the first `num_held` hold.
+
+        A recurrent state has taken no draft. It takes those that hold in the next pass, which repeats them.
+        """
+        stop = chunk.stop - chunk.num_drafts
+        chunk.request.num_seen = stop + num_held
+        self.advance(chunk.request, stop if self.kv.spec.num_states else stop + num_held)
 
     def advance_one(self, request: ScheduledRequest) -> None:
         """Records the token that a decode has computed; the cache is told when a block is whole."""

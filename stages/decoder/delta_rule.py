@@ -11,7 +11,7 @@ Source: Yang et al. 2024, "Gated Delta Networks" (arXiv 2412.06464, section 3.3)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,21 +44,32 @@ class DeltaInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeltaRun:
-    """Holds the packed rows [start, stop) of a sequence. source: the slot it reads; None at its start."""
+    """Holds the packed rows [start, stop) of a sequence.
+
+    source: the slot it reads; None at its start. target: the one it writes; None for drafts.
+    """
 
     start: int
     stop: int
     source: int | None
-    target: int
+    target: int | None
+
+    @property
+    def is_single(self) -> bool:
+        """Returns whether it is one token that follows others, and no draft."""
+        return self.stop - self.start == 1 and None not in (self.source, self.target)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaPlan:
-    """Says which slots the rows of a pass read and write; no slot that is written is read.
+    """Says which slots the rows of a pass read and write; a slot that is written is read by drafts alone.
+
+        rows of a sequence    | known | drafts |
+        state                 4 ----> 9         known tokens read 4 and write 9, drafts read 9
 
     singles: rows of sequences that have one, int64 [S] on the device, or a slice of all rows; None without.
     sources, targets: their slots, int64 [S] on the device.
-    runs: the others.
+    runs: the others, in order. Drafts are behind the known tokens of their sequence.
     """
 
     singles: Tensor | slice | None
@@ -68,12 +79,12 @@ class DeltaPlan:
 
     @classmethod
     def build(
-        cls, query_starts: Int32Array, states: Sequence[tuple[int | None, int]], device: torch.device
+        cls, query_starts: Int32Array, states: Sequence[tuple[int | None, int, int]], device: torch.device
     ) -> DeltaPlan:
         """Builds a plan. states: of each segment, as in `Segment`."""
         pairs = zip(query_starts[:-1].tolist(), query_starts[1:].tolist(), states, strict=True)
-        parts = [DeltaRun(start, stop, *slots) for start, stop, slots in pairs]
-        alone = [each for each in parts if each.stop - each.start == 1 and each.source is not None]
+        parts = [run for start, stop, slots in pairs for run in _runs(start, stop, *slots)]
+        alone = [each for each in parts if each.is_single]
         columns = [_column(alone, name) for name in ("start", "source", "target")]
         rows, sources, targets = arrays_to_device(columns, device)
         singles = slice(None) if len(alone) == len(parts) else rows
@@ -90,7 +101,9 @@ class DeltaPlan:
         for run in self.runs:
             before = torch.zeros_like(matrices[0]) if run.source is None else matrices[run.source]
             rows = slice(run.start, run.stop)
-            out[rows], matrices[run.target] = delta_chunks(inputs.at(rows), before)
+            out[rows], after = delta_chunks(inputs.at(rows), before)
+            if run.target is not None:
+                matrices[run.target] = after
         return out
 
     def convolve(self, rows: Tensor, filters: Tensor, tails: Tensor) -> Tensor:
@@ -109,8 +122,15 @@ class DeltaPlan:
             padded, length = torch.cat([before, rows[run.start : run.stop]]), run.stop - run.start
             parts = [padded[at : at + length] * each for at, each in enumerate(filters)]
             out[run.start : run.stop] = torch.stack(parts).sum(0)
-            tails[run.target] = padded[length:]
+            if run.target is not None:
+                tails[run.target] = padded[length:]
         return out
+
+
+def _runs(start: int, stop: int, source: int | None, target: int, num_drafts: int) -> Iterator[DeltaRun]:
+    yield DeltaRun(start, stop - num_drafts, source, target)
+    if num_drafts:
+        yield DeltaRun(stop - num_drafts, stop, target, None)
 
 
 def _column(runs: Sequence[DeltaRun], name: str) -> Int64Array:

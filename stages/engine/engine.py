@@ -168,8 +168,10 @@ class LanguageEngine:
                 each.push(SampledToken(token_id))
             if ids is not None and len(family) > 1:
                 self.kv.allocate(each.request_id, each.scheduled.num_tokens + 1 - request.num_dropped)
-            elif ids is not None:
-                each.scheduled.num_computed += len(ids)
+            elif ids is not None:  # drafts that held are known, and not in a recurrent state
+                scheduled = each.scheduled
+                scheduled.num_computed = self.kv.num_tokens(each.request_id) + request.num_dropped
+                scheduled.num_seen = scheduled.num_tokens - 1
 
     def detach(self, request_id: str) -> list[TokenSequence]:
         """Takes a request that decodes out of the queues; its blocks are held until `attach` or `release`.
@@ -249,8 +251,8 @@ class LanguageEngine:
                 self.store.note_pass(output.num_tokens, seconds, is_awaited=is_awaited)
             self._count(output.num_tokens, result)
             if self._drafting and only_decodes:
-                num_seqs = len(output.chunks)
-                self._drafting.record_pass(num_seqs, output.num_tokens - num_seqs, self._now_s() - start_s)
+                num_drafted = sum(chunk.num_drafts for chunk in output.chunks)
+                self._drafting.record_pass(len(output.chunks), num_drafted, self._now_s() - start_s)
         return self._checked(result)
 
     def call_between_layers(self, function: Callable[[], None]) -> None:
@@ -415,5 +417,5 @@ def _spec(runner: ModelRunner, config: SchedulerConfig) -> KVCacheSpec:
         runner.pools.block_size,
         0 if shape.states is None else shape.states.num_states,
         tuple(group.window for group in shape.groups),
-        max(config.max_chunk_tokens, 1 + MOST_DRAFTS),
+        max(config.max_chunk_tokens, 1 + (1 if shape.states is None else 2) * MOST_DRAFTS),
     )

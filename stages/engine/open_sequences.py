@@ -106,7 +106,7 @@ class OpenSequences(dict[str, TokenSequence]):
         self.counts.num_drafts += bool(drafts)
         self.counts.num_drafted_tokens += len(drafts)
         self.counts.num_accepted_tokens += num_kept - 1
-        self._scheduler.advance(chunk.request, chunk.stop - chunk.num_drafts + num_kept - 1)
+        self._scheduler.advance_drafted(chunk, num_kept - 1)
 
     def begin(
         self, family: Sequence[TokenSequence], first: Sequence[SampledToken], result: StepResult

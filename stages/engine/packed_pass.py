@@ -41,7 +41,8 @@ class Segment:
     method: of `PREFILL_METHODS`, by which they are chosen.
     going_on: receives which continue, where those that are attended most are kept and continue.
     view: what of the cache a question reads, if not all.
-    states: slots of the recurrent state that is read, None at the start, and of the one that is written.
+    states: slots of the recurrent state that is read, None at the start, and of the one that is written; and
+        how many of the last new tokens are drafts, which that one does without.
     both_ways: bool [n], tokens that attend each other, also later ones; None without any.
     lora: name of the adapter that the request wants; empty for the model alone.
     num_prompt: how many of the first new tokens are the prompt's; the others are the answer's.
@@ -57,7 +58,7 @@ class Segment:
     method: str = "quickprefill"
     going_on: GoingOn | None = None
     view: QuestionView | None = None
-    states: tuple[int | None, int] | None = None
+    states: tuple[int | None, int, int] | None = None
     both_ways: BoolArray | None = None
     lora: str = ""
     num_prompt: int = 0
@@ -109,7 +110,7 @@ class PackedPass:
     visual_rows: Int64Array
     num_deepstack: int
     batches: tuple[AttentionBatch, ...]
-    states: tuple[tuple[int | None, int], ...] = ()
+    states: tuple[tuple[int | None, int, int], ...] = ()
     segments: tuple[Segment, ...] = ()
     adapters: tuple[str, ...] = ()
     num_prompt: tuple[int, ...] = ()

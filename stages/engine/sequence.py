@@ -203,7 +203,7 @@ class TokenSequence:
             block_tables=[self._table(kv, group) for group in range(num_groups)],
             visual=visual,
             num_logits=num_logits,
-            states=_states(kv, self.request_id),
+            states=_states(kv, self.request_id, max(num_logits - 1, 0)),
             both_ways=self._marks(start, stop),
             lora=self.request.sampling.lora,
             num_prompt=max(0, min(stop, self.scheduled.num_prompt_tokens) - start),
@@ -360,6 +360,6 @@ def _of_window(segment: Segment, window: WindowInputs) -> Segment:
     )
 
 
-def _states(kv: KVCacheManager, request_id: str) -> tuple[int | None, int] | None:
+def _states(kv: KVCacheManager, request_id: str, num_drafts: int) -> tuple[int | None, int, int] | None:
     following = kv.next_state(request_id)
-    return None if following is None else (kv.current_state(request_id), following)
+    return None if following is None else (kv.current_state(request_id), following, num_drafts)

@@ -17,7 +17,6 @@ from epd.encoders import Adapter, Embeddings
 from epd.encoders.device import device_of, to_device
 from epd.encoders.kernels.dispatch import uses_kernels
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig
-from epd.errors import UnsupportedModelError
 from epd.kv.drafting import Drafting
 from epd.kv.kv_spec import state_slots, window_blocks
 from epd.kv.scheduling import SchedulerConfig
@@ -102,13 +101,7 @@ def build_engine(
     by_modules: see `ModelRunner`.
     ranks: that share the model; they build pools of the same blocks, and the engine before is theirs no more.
     graphs: captures them, by default on a GPU alone; ranks are not captured.
-    Raises UnsupportedModelError for drafts of a model with a recurrent state.
     """
-    if options.draft != "none" and state_layout(model) is not None:
-        raise UnsupportedModelError(
-            f"received the draft {options.draft} for a model with a recurrent state, from which drafts that "
-            "are wrong cannot be taken back; allowed: none; use none"
-        )
     config = config or DEFAULT_SCHEDULER
     if pools is None:
         num_pools = 1 if ranks is None else ranks.rank.size

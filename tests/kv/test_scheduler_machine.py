@@ -54,7 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size,
             num_states if self.has_states else 0,
             (None,) * groups + ((window,) if window is not None else ()),
-            max(chunk, 5),
+            max(chunk, 9),
         )
         self.scheduler = Scheduler(config, KVCacheManager(spec, enable_prefix_caching=caching))
         self.requests: dict[str, ScheduledRequest] = {}
@@ -175,7 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), drafts=st.integers(1, 4))
     def guess(self, data: st.DataObject, drafts: int) -> None:
         request = data.draw(st.sampled_from(self.scheduler.running))
-        if request.is_decoding and not self.scheduler.kv.spec.num_states:
+        if request.is_decoding:
             request.num_drafts = min(drafts, request.max_total_tokens - request.num_tokens - 1)
 
     @rule()
@@ -207,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for token in range(num_new):
                 request.identity.append(token % VOCABULARY)
             request.num_tokens += num_new
-            self.scheduler.advance(request, chunk.stop - chunk.num_drafts + num_new - 1)
+            self.scheduler.advance_drafted(chunk, num_new - 1)
             request.num_drafts = 0
             if is_first:
                 self.drop(request)

@@ -24,7 +24,7 @@ from epd.encoders import FrameSampling, VideoFacts, load_adapter
 from epd.encoders.adapter import concatenated
 from epd.encoders.groups import plan_groups, prompt_identity
 from epd.encoders.reduction.reading import reduce_prompt
-from epd.engine_config import EngineConfig, check_options
+from epd.engine_config import EngineConfig, check_reduction
 from epd.errors import ModelError, RequestError, UnsupportedMediaError, UnsupportedModelError
 from epd.reduction import SELECTION_METHODS, ReductionPolicy
 from epd.serve_app.verification import LayerProbe, segment_of, verify
@@ -319,8 +319,8 @@ def test_what_it_cannot_do_is_refused_in_one_line(folder: Path, subject: Subject
     with pytest.raises(
         RequestError, match=r"fastkv for a 'molmo2' model, whose layers have media that attend"
     ):
-        check_options(folder, "none", "fastkv")
-    check_options(folder, "ngram", "evs")
+        check_reduction(folder, "fastkv")
+    check_reduction(folder, "evs")
     image, video = subject.adapter.plan_image(90, 120), subject.adapter.plan_video(FACTS, SAMPLING)
     with pytest.raises(RequestError, match="in another order"):
         subject.adapter.plan_prompt([video, image], QUESTION)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, TokenOutput
 from epd.stages.visual_inputs import PlacedEmbeddings
-from epd.types import StageTimings, content_hash
+from epd.types import Int64Array, StageTimings, content_hash
 from tests.colocated import decode_groups, encode_group, plan_media
 
 MAX_TOKENS = 12
@@ -106,3 +106,38 @@ class Drive:
     def tokens(self, name: str) -> tuple[int, ...]:
         choices = sorted(key for key in self.outputs if key[0] == name)
         return tuple(output.token.token_id for key in choices for output in self.outputs[key])
+
+
+# A prompt, and the tokens of an answer to it.
+Answered = tuple[Prompt, tuple[int, ...]]
+
+
+class HeldInPart:
+    """Proposes what answers are known to go on with, mostly with a wrong token somewhere."""
+
+    def __init__(self, answers: Iterable[Answered], seed: int) -> None:
+        self._texts = [(*prompt.plan.token_ids.tolist(), *tokens) for prompt, tokens in answers]
+        self._rng = random.Random(seed)
+
+    def propose(self, token_ids: Int64Array, room: int, num_sequences: int) -> list[int]:  # noqa: ARG002
+        known = tuple(token_ids.tolist())
+        text = next(each for each in self._texts if each[: len(known)] == known)
+        drafts = list(text[len(known) :][: min(room, self._rng.randrange(7))])
+        wrong = self._rng.randrange(1 + 2 * len(drafts))
+        if wrong < len(drafts):
+            drafts[wrong] += 1
+        return drafts
+
+    def learn(self, *passed: object) -> None:
+        """Knows all."""
+
+
+def expected_texts(prompts: Mapping[str, Prompt]) -> list[Answered]:
+    return [(prompt, prompt.expected) for prompt in prompts.values()]
+
+
+def draft_in_part(engine: LanguageEngine, answers: Iterable[Answered]) -> None:
+    """Lets an engine that drafts propose what holds in part."""
+    source = HeldInPart(answers, seed=1)
+    assert engine._drafting is not None
+    engine._drafting.for_sequence = lambda: source  # type: ignore[assignment,method-assign,return-value]

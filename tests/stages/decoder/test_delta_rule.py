@@ -85,14 +85,14 @@ def test_a_prompt_may_be_cut_anywhere() -> None:
 def test_a_pass_reads_and_writes_the_slots_of_each_sequence() -> None:
     """A decode, the start of a prompt, another decode, a later chunk: as each of them alone."""
     starts = np.array([0, 1, 8, 9, 12], np.int32)
-    slots = [(3, 5), (None, 1), (2, 0), (3, 4)]
+    slots = [(3, 5, 0), (None, 1, 0), (2, 0, 0), (3, 4, 0)]
     plan = DeltaPlan.build(starts, slots, CPU)
     matrices = torch.stack([some_state(seed) for seed in range(7)])
     tails = torch.randn(7, 3, 6, generator=torch.Generator().manual_seed(1))
     kept_matrices, kept_tails = matrices.clone(), tails.clone()
     inputs, rows, filters = drawn(12), torch.randn(12, 6), torch.randn(4, 6)
     out, mixed = plan.attend(inputs, matrices), plan.convolve(rows, filters, tails)
-    for (source, target), start, stop in zip(slots, starts[:-1], starts[1:], strict=True):
+    for (source, target, _), start, stop in zip(slots, starts[:-1], starts[1:], strict=True):
         before = torch.zeros_like(matrices[0]) if source is None else kept_matrices[source]
         expected, after = delta_chunks(inputs.at(slice(start, stop)), before)
         torch.testing.assert_close(out[start:stop], expected, rtol=1e-5, atol=1e-5)
@@ -103,5 +103,31 @@ def test_a_pass_reads_and_writes_the_slots_of_each_sequence() -> None:
         torch.testing.assert_close(mixed[start:stop], convolved, rtol=1e-5, atol=1e-5)
         assert torch.equal(tails[target], padded[-3:])
     untouched = [2, 3, 6]
+    assert torch.equal(matrices[untouched], kept_matrices[untouched])
+    assert torch.equal(tails[untouched], kept_tails[untouched])
+
+
+def test_drafts_read_the_state_of_the_known_tokens_and_write_none() -> None:
+    """A chunk and two drafts, a decode and three, the start of a prompt without any: as one after another."""
+    starts = np.array([0, 6, 10, 13], np.int32)
+    slots = [(3, 5, 2), (2, 0, 3), (None, 1, 0)]
+    plan = DeltaPlan.build(starts, slots, CPU)
+    matrices = torch.stack([some_state(seed) for seed in range(7)])
+    tails = torch.randn(7, 3, 6, generator=torch.Generator().manual_seed(1))
+    kept_matrices, kept_tails = matrices.clone(), tails.clone()
+    inputs, rows, filters = drawn(13), torch.randn(13, 6), torch.randn(4, 6)
+    out, mixed = plan.attend(inputs, matrices), plan.convolve(rows, filters, tails)
+    for (source, target, num_drafts), start, stop in zip(slots, starts[:-1], starts[1:], strict=True):
+        before = torch.zeros_like(matrices[0]) if source is None else kept_matrices[source]
+        tail = torch.zeros(3, 6) if source is None else kept_tails[source]
+        known = stop - num_drafts
+        torch.testing.assert_close(out[start:stop], delta_chunks(inputs.at(slice(start, stop)), before)[0])
+        after = delta_chunks(inputs.at(slice(start, known)), before)[1]
+        torch.testing.assert_close(matrices[target], after, rtol=1e-5, atol=1e-5)
+        padded = torch.cat([tail, rows[start:stop]])
+        convolved = causal_conv1d_fn(padded.t()[None], filters.t())[0].t()[3:]
+        torch.testing.assert_close(mixed[start:stop], convolved, rtol=1e-5, atol=1e-5)
+        assert torch.equal(tails[target], padded[known - start : known - start + 3])
+    untouched = [2, 3, 4, 6]
     assert torch.equal(matrices[untouched], kept_matrices[untouched])
     assert torch.equal(tails[untouched], kept_tails[untouched])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from epd.kv.drafting import DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.stages.decoder.rank_cut import cut_model
 from epd.stages.engine.model_runner import kv_layouts, state_layout
@@ -20,7 +21,7 @@ from epd.stages.loading.weights import load_role
 from epd.stages.placement import CPU_FLOAT32
 from epd.stages.rank import Rank
 from tests.stages.conftest import BUILDERS_HERE, RECURRENT, WINDOWED, Subject, make
-from tests.stages.prompts import Drive
+from tests.stages.prompts import Drive, draft_in_part, expected_texts
 from tests.stages.ranks.test_split_ranks import Group, Ranked
 from tests.stages.ranks.thread_ranks import ThreadRanks
 from tests.stages.split_deployment import GREEDY
@@ -61,6 +62,14 @@ def test_prefix_hits_and_preempted_answers_keep_their_tokens(ranked: Ranked) -> 
     assert engine.counts.num_cached_tokens > 0
     assert engine.scheduler.num_preempted > 0, "the pool was meant to be too small"
     assert {"OffloadTokens", "RestoreTokens"} <= set(steps)
+
+
+def test_ranks_check_drafts_together(ranked: Ranked) -> None:
+    ranked.sizes, prompts = [2], ranked.subject.mix(5)
+    engine = ranked.engine(drafting=DraftConfig("recycling"))
+    draft_in_part(engine, expected_texts(prompts))
+    assert Drive(engine, seed=1).run(prompts) == expected(ranked.subject, 5)
+    assert engine.counts.num_drafted_tokens > engine.counts.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 2), (2, 1)])
