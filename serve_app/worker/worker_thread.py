@@ -78,7 +78,6 @@ class WorkerThread:
         self._inbox: deque[Call] = deque()
         self._wake = threading.Event()
         self._is_busy = False
-        self._is_suspect = False  # a message has failed since the state of the stages was checked
         self._reported_load, self._reported_s = WorkerLoad(), 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -146,9 +145,7 @@ class WorkerThread:
         has_messages = bool(self._inbox)
         while self._inbox:
             self._answer(core, self._inbox.popleft())
-            self._check(core)
         is_busy = core.step() or has_messages
-        self._check(core)
         is_silent = self.beat_s - self._reported_s > _MAX_SILENCE_S
         report = core.take_report() or (self._changed_load(core) if is_silent or not is_busy else None)
         self._is_busy = False
@@ -166,19 +163,13 @@ class WorkerThread:
         if self.core is not None:
             self._report(self.core.take_news())
 
-    def _check(self, core: WorkerCore) -> None:
-        """Raises AssertionError if messages broke the state."""
-        if self._is_suspect:
-            self._is_suspect = False
-            core.check_integrity()
-
     def _changed_load(self, core: WorkerCore) -> WorkerReport | None:
         """Returns a report of only the load, if it has changed without an event, such as by a receipt."""
         load = core.load()
         return WorkerReport(core.name, load=load) if load != self._reported_load else None
 
     def _answer(self, core: WorkerCore, call: Call) -> None:
-        """Answers a call. One that has failed may have left the stages inconsistent: see `_check`."""
+        """Answers a call. Raises AssertionError if one that failed has left the stages inconsistent."""
         try:
             value = core.handle(call.message, call.bulk)
         except EPDError as error:
@@ -186,7 +177,7 @@ class WorkerThread:
         except Exception as error:
             logger.exception("worker %s failed on a message", self.name)
             self._post(_fail, call.reply, fault_of(self.name, call.message, error))
-            self._is_suspect = True
+            core.check_integrity()
         else:
             self._post(_resolve, call.reply, value)
 

@@ -299,7 +299,7 @@ class LanguageEngine:
                 self._fail(sequence.scheduled, error, result)
         if not self._drafting.pays(len(decoding)):
             for sequence in decoding:
-                sequence.drop_drafts()
+                sequence.drafts, sequence.scheduled.num_drafts = (), 0
 
     def _admit(self, output: SchedulerOutput, result: StepResult) -> None:
         for scheduled in output.admitted:
