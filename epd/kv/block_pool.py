@@ -8,6 +8,7 @@ tokens         0 .... written .)| room )
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import not_
 
 import numpy as np
@@ -17,6 +18,21 @@ from epd.types import ceil_div
 
 # In the place of a block that a table has given up, or never had: always the first ones of a table.
 FREED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Requests a copy of the first `num_tokens` slots of block `source` to block `target`.
+
+    Copies are carried out in the order in which they were given, before anything else is written to the pool:
+    a source may be given out again at once. A target counts as unwritten until
+    `KVCacheManager.copied` records the copy.
+    """
+
+    layer_group: int
+    source: int
+    target: int
+    num_tokens: int
 
 
 class BlockPool:

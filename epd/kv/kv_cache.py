@@ -18,29 +18,14 @@ blocks of its windows were kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from epd.kv.block_pool import BlockPool, BlockTable
-from epd.kv.kv_identity import ROW_BYTES, TokenIdentity
+from epd.kv.block_pool import BlockCopy, BlockPool, BlockTable
+from epd.kv.kv_identity import TokenIdentity
 from epd.kv.kv_room import KVRoom, RequestBlocks, Shortage
 from epd.kv.kv_spec import KVCacheSpec
-from epd.kv.prefix_cache import CachedBlock, PrefixMatch
+from epd.kv.prefix_cache import PrefixMatch
 from epd.kv.windows import WindowTable
 from epd.types import ceil_div
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Requests a copy of the first `num_tokens` slots of block `source` to block `target`.
-
-    Copies are carried out in the order in which they were given, before anything else is written to the pool:
-    a source may be given out again at once. A target counts as unwritten until `copied` records the copy.
-    """
-
-    layer_group: int
-    source: int
-    target: int
-    num_tokens: int
 
 
 class KVCacheManager:
@@ -308,32 +293,10 @@ class KVCacheManager:
             self._cache.pin(node)
         self._room.make([num_blocks] * len(self._room.pools), f"{stop - start} restored tokens")
         restored = list(zip(*(pool.take(num_blocks) for pool in self._room.pools), strict=True))
-        self._add_restored(path, identity, stop, restored)
+        self._room.add_restored(path, identity, stop, restored)
         for node in reversed(path):
             self._cache.unpin(node)
         return restored
-
-    def _add_restored(
-        self,
-        path: list[CachedBlock],
-        identity: TokenIdentity,
-        stop: int,
-        restored: Sequence[tuple[int, ...]],
-    ) -> None:
-        """Adds blocks behind a path of pinned nodes, which gets those that are whole."""
-        size = self.block_size
-        for key, blocks in zip(identity.chunks(len(path) * size, stop, size), restored, strict=True):
-            num_tokens = len(key) // ROW_BYTES
-            parent = path[-1] if path else self._cache.root
-            for pool, block in zip(self._room.pools, blocks, strict=True):
-                pool.write(block, 0, num_tokens)
-            if num_tokens == size:
-                path.append(self._cache.child(parent, key, blocks))
-                self._cache.pin(path[-1])
-            else:
-                self._cache.add_partial(parent, key, blocks)
-            for pool, block in zip(self._room.pools, blocks, strict=True):
-                pool.release(block)  # it is the prefix cache's
 
     def truncate(self, request_id: str, num_tokens: int, layer_group: int | None = None) -> list[BlockCopy]:
         """Frees blocks past `num_tokens`, of all layer groups or one; tokens past it are forgotten.

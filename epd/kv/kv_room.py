@@ -9,7 +9,7 @@ from itertools import chain
 
 from epd.errors import require
 from epd.kv.block_pool import BlockPool, BlockTable
-from epd.kv.kv_identity import TokenIdentity
+from epd.kv.kv_identity import ROW_BYTES, TokenIdentity
 from epd.kv.kv_spec import KVCacheSpec
 from epd.kv.prefix_cache import CachedBlock, PrefixCache
 from epd.kv.states import StateSlots
@@ -242,6 +242,24 @@ class KVRoom:
             self.cache.drop_states(0, num_states)
         for group in range(num_full, len(pairs)):
             self.cache.drop_states(self._kept_index(group), needed[group])
+
+    def add_restored(
+        self, path: list[CachedBlock], identity: TokenIdentity, stop: int, restored: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Adds blocks behind a path of pinned nodes, which gets those that are whole."""
+        size = self.cache.block_size
+        for key, blocks in zip(identity.chunks(len(path) * size, stop, size), restored, strict=True):
+            num_tokens = len(key) // ROW_BYTES
+            parent = path[-1] if path else self.cache.root
+            for pool, block in zip(self.pools, blocks, strict=True):
+                pool.write(block, 0, num_tokens)
+            if num_tokens == size:
+                path.append(self.cache.child(parent, key, blocks))
+                self.cache.pin(path[-1])
+            else:
+                self.cache.add_partial(parent, key, blocks)
+            for pool, block in zip(self.pools, blocks, strict=True):
+                pool.release(block)  # it is the prefix cache's
 
     def check_integrity(self, requests: Collection[RequestBlocks]) -> None:
         """Raises AssertionError unless every block, slot and node is held as often as is counted."""

@@ -6,7 +6,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from epd.errors import InfeasibleError
-from epd.kv.kv_cache import BlockCopy, KVCacheManager
+from epd.kv.block_pool import BlockCopy
+from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_identity import TokenIdentity
 from epd.kv.kv_room import Shortage
 from epd.types import ceil_div

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from epd.kv.kv_cache import BlockCopy
+from epd.kv.block_pool import BlockCopy
 from epd.kv.scheduled_request import ScheduledRequest
 
 

@@ -24,7 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from epd.kv.kv_cache import BlockCopy, KVCacheManager
+from epd.kv.block_pool import BlockCopy
+from epd.kv.kv_cache import KVCacheManager
 from epd.kv.scheduled_request import Reservations, ScheduledRequest
 from epd.kv.scheduler_output import Chunk, Preemption, Restore, SchedulerOutput
 from epd.types import ceil_div

@@ -188,7 +188,7 @@ class Plan:
             "colocated": _scored_record(self.search.colocated),
             "verdict": self.verdict,
             "turns": self.turns,
-            "replicas": self._replicas_record(),
+            "replicas": _replicas_record(self),
             "others": [_scored_record(each) for each in self.search.others],
             "binds": {"what": self.binding.what, "load": round(self.binding.load(self.winner.goodput), 4)},
             "encoder_scaling": [
@@ -201,11 +201,12 @@ class Plan:
             "assumptions": list(self.assumptions),
         }
 
-    def _replicas_record(self) -> dict[str, Any] | None:
-        if self.search.replicas is None:
-            return None
-        goodput = self.num_devices * self.search.replicas.goodput
-        return {"topology": f"{self.num_devices} x 1epd", "goodput_per_s": round(goodput, 4)}
+
+def _replicas_record(plan: Plan) -> dict[str, Any] | None:
+    if plan.search.replicas is None:
+        return None
+    goodput = plan.num_devices * plan.search.replicas.goodput
+    return {"topology": f"{plan.num_devices} x 1epd", "goodput_per_s": round(goodput, 4)}
 
 
 def _on(profile: Profile) -> dict[str, Any]:

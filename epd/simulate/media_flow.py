@@ -134,14 +134,14 @@ class MediaFlow:
             submit()
 
     def receive(self, state: RequestState) -> None:
-        """Brings the groups that a request misses to its prefill worker."""
-        receiver = self._workers[state.prefill_worker].receiver
-        if receiver is None:
+        """Brings the groups that a request misses to its prefill worker, once that has room for them."""
+        worker = self._workers[state.prefill_worker]
+        if worker.receiver is None:
             self._bring(state, sorted(state.missing))
         else:
-            state.receiver = receiver
-            receiver.open(state)
-            self._grant(receiver)
+            state.receiver = worker.receiver
+            worker.receiver.open(state)
+            worker.between_turns(partial(self._grant, worker.receiver))
 
     def _grant(self, receiver: GroupReceiver) -> None:
         """Brings what there is room for, and passes on what is there already."""

@@ -41,8 +41,8 @@ class SimulatedWorker:
         in turns | batch | pass | batch | pass |         beside | batch .......... | batch ...
                                                                 | pass | pass | pass | pass |
 
-    Beside each other both are slower. A batch begins and is handed on at any time, since a worker looks for
-    messages between the layers of a pass.
+    Beside each other both are slower. A worker looks for messages between two passes: then a batch begins, is
+    handed on, and requests get room for their groups. So it is with workers of the application.
 
     roles: kinds of work sent to it; it finishes its work of a role that it had before
     is_switching: it takes nothing new
@@ -75,6 +75,8 @@ class SimulatedWorker:
         self._pace = _ALONE  # of both lanes while both run
         self._was_encoding = False
         self._is_woken = False
+        self._encoded_ticks: int | None = None  # of a batch that is over, and handed on after the pass
+        self._between: list[Callable[[], None]] = []
 
     def host(self, roles: frozenset[Stage], deployment: Deployment, profile: Profile) -> None:
         """Takes these roles, with what they need of the deployment; what it had is gone."""
@@ -128,19 +130,21 @@ class SimulatedWorker:
         """
         if self.is_busy:
             self._cut()
-        if not self._is_woken and (not self.is_busy or self._may_encode()):
+        elif not self._is_woken:
             self._is_woken = True
             self._events.push(self._events.now, EventPriority.START, self._start)
 
-    def _may_encode(self) -> bool:
-        """Returns whether groups wait for an encoder that is idle beside a pass."""
-        if not self._is_beside or self._encoding.task is not None:
-            return False
-        return self.encoder is not None and self.encoder.is_waited_for
+    def between_turns(self, then: Callable[[], None]) -> None:
+        """Calls a function once no turn is under way: a message waits for its end."""
+        if self.is_busy:
+            self._between.append(then)
+            self.wake()
+        else:
+            then()
 
     def _start(self) -> None:
         self._is_woken = False
-        if self.is_busy and not self._is_beside:
+        if self.is_busy:
             return
         if self.encoder is not None and (hits := self.encoder.take_hits()):
             self.last_ticks = 0
@@ -148,9 +152,7 @@ class SimulatedWorker:
         if self._is_beside:
             if self._encoding.task is None:
                 self._start_encoder()
-            self._set_pace(self._passing, self._encoding)
-            if self._passing.task is None:
-                self._start_language(is_single=False)
+            self._start_language(is_single=False)
             self._set_pace(self._encoding, self._passing)
             return
         for is_encoding in (not self._was_encoding, self._was_encoding):
@@ -194,18 +196,29 @@ class SimulatedWorker:
             self._machine.set_left(self._passing.task, started + ticks - now)
 
     def _end_batch(self) -> None:
-        assert self.encoder is not None
-        self.last_ticks = self._end(self._encoding)
+        self._encoded_ticks = self._end(self._encoding)
         self._was_encoding = True
         self._set_pace(self._passing, self._encoding)
-        self._on_encoded(self, self.encoder.end())
+        if not self.is_busy:
+            self._end_turn()
         self.wake()
 
     def _end_pass(self) -> None:
         self.last_ticks = self._end(self._passing)
         self._was_encoding = False
         self._on_passed(self, self.language_side.end())
+        self._end_turn()
         self.wake()
+
+    def _end_turn(self) -> None:
+        """Hands on a batch that is over, and handles what has waited."""
+        if self._encoded_ticks is not None:
+            assert self.encoder is not None
+            self.last_ticks, self._encoded_ticks = self._encoded_ticks, None
+            self._on_encoded(self, self.encoder.end())
+        waiting, self._between = self._between, []
+        for then in waiting:
+            then()
 
     def _end(self, lane: _Lane) -> int:
         """Ends the task of a lane; returns the ticks that it took."""

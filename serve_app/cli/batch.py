@@ -36,15 +36,7 @@ from epd.models import model_folder
 from epd.profiles.files import load_profile
 from epd.serve_app.cli.early_checks import STDIN, as_path, is_terminal, stdin_file
 from epd.serve_app.cli.flags import with_fields_of, with_options_of
-from epd.serve_app.cli.options import (
-    Address,
-    ApiKey,
-    AppName,
-    IsJson,
-    Model,
-    Plot,
-    System,
-)
+from epd.serve_app.cli.options import Address, ApiKey, AppName, IsJson, Model, Plot, System
 from epd.serve_app.cli.question_options import QuestionOptions
 from epd.serve_app.local.dry_run import DryRun, Look, dry_run, server_look
 

@@ -22,15 +22,7 @@ from epd.planning.question import Films, rate_of, wished
 from epd.planning.report import Answer, page, shown_price
 from epd.profiles.accelerators import CATALOGUE, Devices, load_devices
 from epd.serve_app.cli.flags import with_options_of
-from epd.serve_app.cli.options import (
-    Fps,
-    Frames,
-    IsJson,
-    MaxVisualTokens,
-    Out,
-    Profile,
-    _output,
-)
+from epd.serve_app.cli.options import Fps, Frames, IsJson, MaxVisualTokens, Out, Profile, _output
 from epd.serve_app.cli.traffic_options import Attainment, FleetOptions
 from epd.simulate.frame_choice import VideoWishes
 

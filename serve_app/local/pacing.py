@@ -86,12 +86,12 @@ class Pace:
         with self._lock:
             self.num_passes = self.num_late = 0
 
-    def slow(self, stage: Stage, role: Any, on_layer: Callable[[], None] | None) -> None:
+    def slow(self, stage: Stage, role: Any) -> None:
         """Slows a worker's stage down, as `WorkerPace` says."""
         if stage == "encode":
             role.stage._encoder.encode = self.encoder(role.stage._encoder.encode)
         else:
-            role.stage.engine.step = self.engine(role.stage.engine, on_layer)
+            role.stage.engine.step = self.engine(role.stage.engine)
 
     def started(self, start_s: float) -> None:
         """Waits until new roles, which were asked for at a time, would be there."""
@@ -105,13 +105,9 @@ class Pace:
 
         return paced_tower(encode, seconds, self._wait)
 
-    def engine(self, engine: Any, on_layer: Callable[[], None] | None = None) -> Callable[[], Any]:
-        """Returns the step of a language engine, whose scheduler says what is in each pass.
-
-        on_layer: called between the layers of a pass, each for its share of the time
-        """
+    def engine(self, engine: Any) -> Callable[[], Any]:
+        """Returns the step of a language engine, whose scheduler says what is in each pass."""
         step, schedule, costs = engine.step, engine.scheduler.schedule, list[float]()
-        start_s, num_begun = 0.0, 0
 
         def noted() -> Any:
             output = schedule()
@@ -119,17 +115,8 @@ class Pace:
                 costs.append(seconds_of(self._pass.mixed(output)))
             return output
 
-        def begin_layer() -> None:
-            nonlocal num_begun
-            assert on_layer is not None
-            share = min(1.0, num_begun / num_layers)
-            wait_out(start_s, self._dilate * sum(costs) * share)
-            num_begun += 1
-            on_layer()
-
         def paced() -> Any:
-            nonlocal start_s, num_begun
-            start_s, num_begun = time.perf_counter(), 0
+            start_s = time.perf_counter()
             costs.clear()
             result = step()
             if costs:
@@ -137,9 +124,6 @@ class Pace:
             return result
 
         engine.scheduler.schedule = noted
-        if on_layer is not None:
-            num_layers = engine._runner._decoder.num_layers
-            engine.call_between_layers(begin_layer)
         return paced
 
     def _wait(self, start: float, seconds: float) -> None:

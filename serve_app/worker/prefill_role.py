@@ -126,9 +126,6 @@ class PrefillRole(Role):
         self._take_handovers(result, reports)
         return has_fed or bool(result.num_tokens or result.admissions or result.handovers)
 
-    def step_within(self, reports: ReportBuffer) -> None:
-        self._admit(reports)
-
     def _admit(self, reports: ReportBuffer) -> bool:
         """Admits what there is plenty of room for, and grants its groups. Returns whether there was any."""
         result = self.stage.engine.admit_early()

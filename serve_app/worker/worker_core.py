@@ -4,10 +4,6 @@
     step()                       every role advances by one step
     take_report()                tokens and events since the last call
 
-In the middle of a pass of the language model, between two layers, `on_layer` is called. Then messages of
-WITHIN_A_PASS may be handled, since they change nothing that the pass computes with, and `step_within`
-advances what does not depend on the pass.
-
 Not thread-safe. Roles can change while it runs: the remaining work of a role is completed.
 """
 
@@ -53,15 +49,11 @@ from epd.serve_app.worker.prefill_role import PrefillRole
 from epd.serve_app.worker.worker_roles import Clock, DecodeRole, EncodeRole, ReportBuffer, Role, lost_stage
 from epd.serve_app.worker.worker_stages import StageBuilder, Transport, WorkerSettings
 from epd.stages.encode.beside import BesideThread
-from epd.stages.engine.engine import LanguageEngine
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket
 from epd.types import UInt8Array
 
 RoleT = TypeVar("RoleT", EncodeRole, PrefillRole, DecodeRole)
-
-# Messages that may be handled in the middle of a pass.
-WITHIN_A_PASS = (Prefill, Reserve, Redirect, EncodeGroup, CancelTickets)
 
 
 class WorkerCore:
@@ -76,13 +68,12 @@ class WorkerCore:
         *,
         clock: Clock = steady_time_s,
         wake: Callable[[], None] | None = None,
-        on_layer: Callable[[], None] | None = None,
         tell: Callable[[], None] = lambda: None,
     ) -> None:
         """Loads the weights of its roles. Raises ModelError.
 
         wake: called by a thread of its own once `step` has something to take; without it there is none.
-        on_layer: called between the layers of a pass. tell: called in a step with news that can be taken.
+        tell: called in a step with news that can be taken.
         """
         self.name = name
         self.roles: frozenset[Stage] = frozenset()
@@ -98,7 +89,7 @@ class WorkerCore:
         self._has_moved = False
         self._settled_roles = roles
         self._wake = wake
-        self._on_layer, self._tell = on_layer, tell
+        self._tell = tell
         self._beside: BesideThread[Any] | None = None
         try:
             self._set_roles(roles)
@@ -221,7 +212,7 @@ class WorkerCore:
             for stage in sorted(missing):
                 self.hosted[stage] = self._build(stage, roles)
                 if (pace := self._builder.settings.pace) is not None:
-                    pace.slow(stage, self.hosted[stage], self._on_layer)
+                    pace.slow(stage, self.hosted[stage])
         self._choose_lane()
 
     def _choose_lane(self) -> None:
@@ -272,19 +263,12 @@ class WorkerCore:
                 encode.store.on_look = self._wake
             return EncodeRole(self.name, encode, self._clock)
         if stage == "decode":
-            decode = self._builder.decode(name)
-            self._interrupt(decode.engine)
-            return DecodeRole(decode, self._clock)
+            return DecodeRole(self._builder.decode(name), self._clock)
         prefill = self._builder.prefill(name, decodes="decode" in roles)
-        self._interrupt(prefill.engine)
         if prefill.engine.store is not None and self._wake is not None:
             prefill.engine.store.on_read = self._wake
         feeds = MediaFeeds(self._builder.adapter, prefill, self._builder.receiver(name))
         return PrefillRole(self.name, prefill, feeds, self._clock, self._tell)
-
-    def _interrupt(self, engine: LanguageEngine) -> None:
-        if self._on_layer is not None:
-            engine.call_between_layers(self._on_layer)
 
     def _drop_drained(self, roles: frozenset[Stage]) -> None:
         """Drops stages that these roles do not need and that have no work left."""
@@ -306,16 +290,6 @@ class WorkerCore:
         self._has_moved = any(has_moved)
         self._is_load_unreported |= self._has_moved
         return self._has_moved
-
-    def step_within(self) -> None:
-        """Advances, in the middle of a pass, what the pass has nothing to do with."""
-        for role in self.hosted.values():
-            role.step_within(self._reports)
-
-    @property
-    def has_encoded(self) -> bool:
-        """Returns whether a batch that was encoded beside the turns waits to be taken. Thread-safe."""
-        return self._beside is not None and self._beside.is_done
 
     def close(self) -> None:
         """Ends the threads and processes that the worker has started."""

@@ -32,7 +32,6 @@ from epd.serve_app.role_messages import RemainingWork
 from epd.serve_app.service import StageSpan
 from epd.serve_app.worker.worker_stages import drafting_counters
 from epd.stages.decode import DecodeStage
-from epd.stages.encode.beside import InTurn
 from epd.stages.encode.encoder import EncodeJob, EncodeStage
 from epd.stages.engine.generation import TokenOutput
 from epd.store.piece_files import StoreCounts
@@ -74,9 +73,6 @@ class Role(ABC):
     @abstractmethod
     def step(self, reports: ReportBuffer) -> bool:
         """Advances all work by one step. Returns whether there was any progress."""
-
-    def step_within(self, reports: ReportBuffer) -> None:  # noqa: B027 - most roles have nothing to do
-        """Advances, in the middle of a pass of the language model, what the pass has nothing to do with."""
 
     def has_work(self) -> bool:
         """Returns whether any work is left."""
@@ -206,10 +202,6 @@ class EncodeRole(Role):
             if begun:
                 reports.events += _spans(self._worker, begun, batch.seconds)
         return bool(done) if self.stage.is_encoding else was_busy or bool(done)
-
-    def step_within(self, reports: ReportBuffer) -> None:
-        if not isinstance(self.stage.lane, InTurn):  # the tower runs in a thread of its own
-            self.step(reports)
 
     def abort(self, request_ids: Sequence[str], reports: ReportBuffer) -> None:
         """Does nothing: the receiver reports which tickets are no longer needed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,8 +58,8 @@ from epd.transfer.connectors import EncoderConnector, KVConnector
 class WorkerPace(Protocol):
     """Lets the passes of workers last as long as on other devices; see `epd.serve_app.local.pacing`."""
 
-    def slow(self, stage: Stage, role: Any, on_layer: Callable[[], None] | None) -> None:
-        """Changes a stage that was just built. on_layer: called between layers."""
+    def slow(self, stage: Stage, role: Any) -> None:
+        """Changes a stage that was just built."""
         ...
 
     def started(self, start_s: float) -> None:

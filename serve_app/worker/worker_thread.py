@@ -1,7 +1,6 @@
 """Runs one worker's stages in a thread, beside the event loop that sends it messages.
 
     event loop  --put-->  inbox  -->  thread: messages, step, report  --on_report, on_failure-->  event loop
-                                      in a pass, before each layer: messages that it allows, report
 
 A message that cannot be handled is refused: its sender gets the error. The worker ends when a step raises, or
 when the state of its stages is inconsistent after a message was refused.
@@ -20,11 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from epd.errors import EPDError, UnavailableError, WorkerFaultError
 from epd.serve_app.messages import Message, WorkerLoad, WorkerReport
-from epd.serve_app.worker.worker_core import WITHIN_A_PASS, WorkerCore
+from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_stages import Transport, WorkerSettings
 from epd.stages.placement import use_own_threads
 from epd.topology import Stage
@@ -81,8 +78,6 @@ class WorkerThread:
         self._inbox: deque[Call] = deque()
         self._wake = threading.Event()
         self._is_busy = False
-        self._is_suspect = False  # a message has failed since the state of the stages was checked
-        self._error: Exception | None = None  # raised in the middle of a pass, to end the worker after it
         self._reported_load, self._reported_s = WorkerLoad(), 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -122,7 +117,7 @@ class WorkerThread:
     def _run(self) -> None:
         try:
             use_own_threads(self._arguments[2].num_threads)
-            self.core = WorkerCore(*self._arguments, wake=self.wake, on_layer=self._on_layer, tell=self._tell)
+            self.core = WorkerCore(*self._arguments, wake=self.wake, tell=self._tell)
             self._post(_resolve, self._ready, None)
             while not self.is_stopped:
                 self.turn(self.core)
@@ -150,9 +145,7 @@ class WorkerThread:
         has_messages = bool(self._inbox)
         while self._inbox:
             self._answer(core, self._inbox.popleft())
-            self._check(core)
         is_busy = core.step() or has_messages
-        self._check(core)
         is_silent = self.beat_s - self._reported_s > _MAX_SILENCE_S
         report = core.take_report() or (self._changed_load(core) if is_silent or not is_busy else None)
         self._is_busy = False
@@ -170,41 +163,13 @@ class WorkerThread:
         if self.core is not None:
             self._report(self.core.take_news())
 
-    def _on_layer(self) -> None:
-        """Answers messages between two layers of a pass, in order, up to one that must wait for its end.
-
-        What is raised here has nothing to do with the requests of the pass, so it is kept until that is over.
-        """
-        core = self.core
-        if core is None or self._error is not None or not (self._inbox or core.has_encoded):
-            return
-        try:
-            with torch.inference_mode(mode=False):
-                num_answered = 0
-                while self._inbox and isinstance(self._inbox[0].message, WITHIN_A_PASS):
-                    self._answer(core, self._inbox.popleft())
-                    num_answered += 1
-                if num_answered or core.has_encoded:
-                    core.step_within()
-                    self._tell()
-        except Exception as error:  # noqa: BLE001 - raised after the step
-            self._error = error
-
-    def _check(self, core: WorkerCore) -> None:
-        """Raises what was raised in the middle of a pass, and AssertionError if messages broke the state."""
-        if self._error is not None:
-            raise self._error
-        if self._is_suspect:
-            self._is_suspect = False
-            core.check_integrity()
-
     def _changed_load(self, core: WorkerCore) -> WorkerReport | None:
         """Returns a report of only the load, if it has changed without an event, such as by a receipt."""
         load = core.load()
         return WorkerReport(core.name, load=load) if load != self._reported_load else None
 
     def _answer(self, core: WorkerCore, call: Call) -> None:
-        """Answers a call. One that has failed may have left the stages inconsistent: see `_check`."""
+        """Answers a call. Raises AssertionError if one that failed has left the stages inconsistent."""
         try:
             value = core.handle(call.message, call.bulk)
         except EPDError as error:
@@ -212,7 +177,7 @@ class WorkerThread:
         except Exception as error:
             logger.exception("worker %s failed on a message", self.name)
             self._post(_fail, call.reply, fault_of(self.name, call.message, error))
-            self._is_suspect = True
+            core.check_integrity()
         else:
             self._post(_resolve, call.reply, value)
 

@@ -7,8 +7,7 @@ knows, and `ModulesDecoder` with the modules of transformers, for all others, an
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -71,9 +70,7 @@ class DecoderInputs:
 
 
 class Decoder(Protocol):
-    """Computes a run of layers. before_layer: called before each one that is not captured."""
-
-    before_layer: Callable[[], None]
+    """Computes a run of layers."""
 
     @property
     def num_layers(self) -> int: ...
@@ -117,7 +114,6 @@ class FusedDecoder:
         self._model = model
         self._layers = layers
         self._lora = LoRAPass()
-        self.before_layer: Callable[[], None] = _nothing
 
     def add_adapters(self, adapters: LoRAAdapters) -> None:
         """Lets the rows of passes have adapters from now on."""
@@ -179,7 +175,6 @@ class FusedDecoder:
         embedded = self._embedded(hidden, inputs)
         self._lora.rows = inputs.lora
         for index in layers:
-            self.before_layer()
             is_local = self._model_of(self._layers.layers[index]) is not self._model
             turned = by_local if by_local and is_local else rotations
             attended = self._attend(index, residual, added, inputs, turned)
@@ -273,7 +268,6 @@ class ModulesDecoder:
         self._adapter = adapter
         self._decoder: nn.Module = model.get_decoder()
         adapter.prepare_decoder(self._decoder)
-        self.before_layer: Callable[[], None] = _nothing
 
     @property
     def num_layers(self) -> int:
@@ -287,26 +281,14 @@ class ModulesDecoder:
         if inputs.prompt_ids is not None:
             extra |= self._adapter.prompt_kwargs(inputs.prompt_ids)
         positions = inputs.positions
-        with self._interrupted():
-            computed: Tensor = self._part(layers)(
-                inputs_embeds=hidden[None],
-                position_ids=positions if len(positions) == 1 else positions[:, None],
-                use_cache=False,
-                paged=inputs.paged,
-                **extra,
-            ).last_hidden_state[0]
+        computed: Tensor = self._part(layers)(
+            inputs_embeds=hidden[None],
+            position_ids=positions if len(positions) == 1 else positions[:, None],
+            use_cache=False,
+            paged=inputs.paged,
+            **extra,
+        ).last_hidden_state[0]
         return computed if rows is None else _only(rows, computed)
-
-    @contextmanager
-    def _interrupted(self) -> Iterator[None]:
-        """Calls `before_layer` where it says while the block runs."""
-        layers: Any = () if self.before_layer is _nothing else self._decoder.layers
-        hooks = [layer.register_forward_pre_hook(lambda *_: self.before_layer()) for layer in layers]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _part(self, layers: range) -> nn.Module:
         """Returns a decoder of some layers alone, which shares the weights."""
@@ -318,10 +300,6 @@ class ModulesDecoder:
         if layers.stop < self.num_layers:
             part.norm = nn.Identity()
         return part
-
-
-def _nothing() -> None:
-    """Is what happens before a layer unless somebody has something to do."""
 
 
 def _only(rows: Tensor, of: Tensor) -> Tensor:

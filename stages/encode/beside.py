@@ -74,11 +74,6 @@ class BesideThread(Generic[T]):
         """Returns the seconds that the work has taken so far; 0 if there is none. Thread-safe."""
         return time.monotonic() - self._started_s if self._is_busy and self._done is None else 0.0
 
-    @property
-    def is_done(self) -> bool:
-        """Returns whether a result can be taken. Thread-safe."""
-        return self._done is not None
-
     def start(self, work: Work[T]) -> None:
         launched = self._stream.launched() if self._stream else None
         self._started_s, self._is_busy = time.monotonic(), True

@@ -128,12 +128,7 @@ class _Call:
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Holds the calls that a batch took, and their seconds."""
-
-    calls: Sequence[_Call]
-    seconds: float
+_Run = tuple[Sequence[_Call], float]  # the calls that a batch took, and their seconds
 
 
 class EncodeStage:
@@ -342,7 +337,7 @@ class EncodeStage:
     def _run(self, batch: Sequence[EncodeJob], places: Sequence[CachedGroup]) -> _Run:
         start_s = time.perf_counter()
         calls = self._calls(batch, places)
-        return _Run(calls, time.perf_counter() - start_s)
+        return calls, time.perf_counter() - start_s
 
     def _calls(self, batch: Sequence[EncodeJob], places: Sequence[CachedGroup]) -> list[_Call]:
         """Encodes into the pool; if a batch of several fails, each alone, so that only the culprit does."""
@@ -366,20 +361,19 @@ class EncodeStage:
 
     def _finish(self) -> list[EncodedBatch]:
         """Commits the batch that was in the tower, if it is over."""
-        run = self.lane.finish()
-        if run is None:
+        if (run := self.lane.finish()) is None:
             return []
-        batch, self._running = self._running, []
-        if self.store is not None and (num_patches := sum(call.num_patches for call in run.calls)):
-            self.store.note_encoded(num_patches, run.seconds)
-        for call in run.calls:
+        (calls, seconds), batch, self._running = run, self._running, []
+        if self.store is not None and (num_patches := sum(call.num_patches for call in calls)):
+            self.store.note_encoded(num_patches, seconds)
+        for call in calls:
             if call.error is None:
                 self._commit(call)
             else:
                 self._fail(call.jobs[0], call.error)
         self._unwanted.clear()
-        num_encoded = sum(len(call.jobs) for call in run.calls if call.error is None)
-        return [EncodedBatch(tuple(batch), num_encoded, run.seconds)]
+        num_encoded = sum(len(call.jobs) for call in calls if call.error is None)
+        return [EncodedBatch(tuple(batch), num_encoded, seconds)]
 
     def _commit(self, call: _Call) -> None:
         self.counts.num_batches += 1

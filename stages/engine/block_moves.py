@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from epd.encoders.device import to_device
-from epd.kv.block_pool import FREED
-from epd.kv.kv_cache import BlockCopy, KVCacheManager
+from epd.kv.block_pool import FREED, BlockCopy
+from epd.kv.kv_cache import KVCacheManager
 from epd.kv.scheduler_output import Preemption, Restore
 from epd.stages.engine.kv_pool import KVPool, KVPools
 from epd.stages.engine.slot_copies import token_slots

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -255,16 +255,8 @@ class LanguageEngine:
                 self._drafting.record_pass(len(output.chunks), num_drafted, self._now_s() - start_s)
         return self._checked(result)
 
-    def call_between_layers(self, function: Callable[[], None]) -> None:
-        """Calls a function between the layers of passes, which may then call `add` and `admit_early`.
-
-        Not between those that are captured, or that several ranks compute: their exchanges have an order.
-        """
-        if self._runner.followers is None:
-            self._runner.call_between_layers(function)
-
     def admit_early(self) -> StepResult:
-        """Admits waiting requests that there is plenty of room for, before a step or in the middle of one."""
+        """Admits waiting requests that there is plenty of room for, before a step."""
         result = StepResult()
         if self.scheduler.waiting:
             output = self.scheduler.admit_early()
@@ -309,7 +301,7 @@ class LanguageEngine:
                 self._fail(sequence.scheduled, error, result)
         if not self._drafting.pays(len(decoding)):
             for sequence in decoding:
-                sequence.drop_drafts()
+                sequence.drafts, sequence.scheduled.num_drafts = (), 0
 
     def _admit(self, output: SchedulerOutput, result: StepResult) -> None:
         for scheduled in output.admitted:

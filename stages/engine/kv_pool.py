@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from epd.kv.kv_cache import BlockCopy
+from epd.kv.block_pool import BlockCopy
 from epd.kv.kv_spec import SCALE_BYTES
 from epd.stages.engine.pool_memory import pool_memory
 from epd.stages.engine.slot_copies import copy_runs, copy_slots, slot_runs, token_slots

@@ -7,7 +7,7 @@ Tokens are packed by `stages/engine/packed_pass.py`, layers computed by `stages/
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,10 +126,6 @@ class ModelRunner:
         if uses_kernels(pools.memory):
             self._warm_up(num_heads)
         self._graphs = None if graphs is None else self._captured(graphs, max_num_seqs)
-
-    def call_between_layers(self, function: Callable[[], None]) -> None:
-        """Calls a function before each layer from now on, but for those of captured passes."""
-        self._decoder.before_layer = function
 
     def serve_adapters(self, model: Any, modules: Sequence[LoRAModule]) -> None:
         """Reads adapters of the model that requests may name. Raises ModelError, UnsupportedModelError."""

@@ -176,10 +176,6 @@ class TokenSequence:
         self.tokens.reserve(num_tokens + len(drafts))
         self.tokens.ids[num_tokens : num_tokens + len(drafts)] = drafts
 
-    def drop_drafts(self) -> None:
-        """Leaves the next pass without the guesses."""
-        self.drafts, self.scheduled.num_drafts = (), 0
-
     def learn(
         self, known: Int64Array, drafts: Sequence[int], sampled: Sequence[SampledToken], num_held: int
     ) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from epd.kv.kv_cache import BlockCopy, KVCacheManager
+from epd.kv.block_pool import BlockCopy
+from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_identity import TokenIdentity, token_identity
 from epd.kv.kv_spec import KVCacheSpec
 from epd.types import PlaceholderRange

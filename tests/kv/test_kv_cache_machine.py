@@ -17,8 +17,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from epd.kv.block_pool import FREED
-from epd.kv.kv_cache import BlockCopy, KVCacheManager
+from epd.kv.block_pool import FREED, BlockCopy
+from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_identity import ROW_BYTES, TokenIdentity, token_identity
 from epd.kv.kv_spec import KVCacheSpec
 from epd.types import PlaceholderRange

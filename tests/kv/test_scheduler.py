@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from epd.errors import InfeasibleError
-from epd.kv.kv_cache import BlockCopy, KVCacheManager
+from epd.kv.block_pool import BlockCopy
+from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_identity import token_identity
 from epd.kv.kv_spec import KVCacheSpec
 from epd.kv.scheduled_request import PrunedRange, ScheduledRequest

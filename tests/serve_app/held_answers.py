@@ -41,7 +41,7 @@ class HeldAnswers:
     def __init__(self) -> None:
         self.is_on = False
 
-    def slow(self, stage: Stage, role: Any, on_layer: Callable[[], None] | None) -> None:  # noqa: ARG002
+    def slow(self, stage: Stage, role: Any) -> None:
         if stage == "decode":
             hold(role.stage, lambda: self.is_on)
 

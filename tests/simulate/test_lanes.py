@@ -58,18 +58,30 @@ def test_in_turns_an_answer_waits_for_the_batch() -> None:
     assert in_turns.rows["end"][0] / 1e12 == pytest.approx(0.1 + 299 * 0.01 + 1.0 + 0.09)
 
 
-def test_a_batch_begins_and_is_handed_on_in_the_middle_of_a_pass() -> None:
-    """Passes of 0.36 s alone, 0.45 beside a batch: the image comes at 0.7 s, its batch ends at 1.95 s."""
+def test_a_batch_begins_and_is_handed_on_between_two_passes() -> None:
+    """Passes of 0.36 s alone, 0.45 beside a batch. The image comes at 0.7 s; its batch ends in a pass too."""
     profile = slowed(1.25)
     profile = replace(profile, decode=replace(profile.decode, cost=flat(0.36)))
     deployment = Deployment(parse_topology("1epd"), is_stepwise=True)
     result = Simulation(profile, deployment, has_spans=True).run(a_text_and_an_image(profile, 20))
     [encoded] = [span for span in result.spans if span.name == "encode"]
-    assert (encoded.start / 1e12, encoded.ticks / 1e12) == (pytest.approx(0.7), pytest.approx(1.25))
-    assert result.rows["encoded"][1] == encoded.start + encoded.ticks
+    assert (encoded.start / 1e12, encoded.ticks / 1e12) == (pytest.approx(0.82), pytest.approx(1.25))
     ends = [(span.start + span.ticks) / 1e12 for span in result.spans if span.name == "language"]
-    # The third pass has 0.12 s left when the batch begins, the sixth 0.2 s when it ends.
-    assert ends[:6] == pytest.approx([0.1, 0.46, 0.7 + 0.15, 1.3, 1.75, 1.95 + 0.2])
+    # The sixth pass has 0.08 s left, alone, when the batch ends at 2.07 s.
+    assert ends[:6] == pytest.approx([0.1, 0.46, 0.82, 1.27, 1.72, 2.07 + 0.08])
+    assert result.rows["encoded"][1] / 1e12 == pytest.approx(ends[5])
+
+
+def test_a_prompt_gets_room_for_its_media_between_two_passes() -> None:
+    """It comes at 0.2 s, in a pass that ends at 0.46 s; its image takes 0.5 s to be read."""
+    profile = slowed(1.0)
+    profile = replace(profile, decode=replace(profile.decode, cost=flat(0.36)))
+    work = a_text_and_an_image(profile, 20)
+    read_s = work[1].groups[0].decode_ticks / 1e12
+    for topology, granted_s in (("1e1pd", 0.46), ("1e1p1d", 0.2)):
+        deployment = Deployment(parse_topology(topology), enable_prefix_caching=True)
+        result = Simulation(profile, deployment).run(work)
+        assert result.rows["media_read"][1] / 1e12 == pytest.approx(granted_s + read_s), topology
 
 
 @pytest.mark.parametrize("topology", ["1epd", "1ep1d", "1ed1p"])

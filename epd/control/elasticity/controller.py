@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 from epd.control.elasticity.cluster import ClusterTraffic, Roles, StageTraffic, WorkerStanding
@@ -93,17 +94,8 @@ class ControllerConfig:
     def __post_init__(self) -> None:
         if min(self.interval_s, self.horizon_s, self.memory_s, self.turn_s, self.backoff_s) <= 0:
             raise ValueError(f"interval, horizon, memory, turn and backoff must be above 0 s, got {self}")
-        if (
-            min(
-                self.load_s,
-                self.max_drain_s,
-                self.cache_s,
-                self.cooldown_s,
-                self.turn_cooldown_s,
-                self.margin,
-            )
-            < 0
-        ):
+        spans_s = self.load_s, self.max_drain_s, self.cache_s, self.cooldown_s, self.turn_cooldown_s
+        if min(*spans_s, self.margin) < 0:
             raise ValueError(f"no time and no margin may be below 0, got {self}")
         if min(self.min_encode, self.min_prefill, self.min_decode, self.max_in_flight, self.num_confirm) < 1:
             raise ValueError(f"every stage needs a worker, and every count is at least 1, got {self}")
@@ -312,9 +304,8 @@ class RoleController:
             for each in traffic.workers
             if not each.is_switching and each.name not in self._in_flight
         ]
-        has_enough = all(
-            sum(stage in each for each in staying) > self.config.min_workers(stage) for stage in roles
-        )
+        least = self.config.min_workers
+        has_enough = all(sum(stage in each for each in staying) > least(stage) for stage in roles)
         return has_enough and staying.count(roles) > 1
 
     def _best(self, traffic: ClusterTraffic, workers: Sequence[WorkerStanding]) -> _Option | None:
@@ -334,10 +325,8 @@ class RoleController:
         return max(helpful, key=lambda option: option.net_s, default=None)
 
     def _roles_after(self, traffic: ClusterTraffic) -> dict[str, Roles]:
-        return {
-            each.name: self._in_flight[each.name].roles if each.name in self._in_flight else each.roles
-            for each in traffic.workers
-        }
+        coming = {name: switch.roles for name, switch in self._in_flight.items()}
+        return {each.name: coming.get(each.name, each.roles) for each in traffic.workers}
 
     def _weigh(
         self,
@@ -413,13 +402,8 @@ def _is_bearable(
     """
     after = traffic.capacity({**now, worker.name: roles}.values())
     worst = _most_needed(traffic, traffic.capacity(now.values()), _peak)
-    return _most_needed(traffic, after, _demand) <= max(worst, USABLE) and _most_needed(
-        traffic, after, _peak
-    ) <= max(worst, 1.0)
-
-
-def _demand(stage: StageTraffic) -> float:
-    return stage.demand
+    needed_now = _most_needed(traffic, after, attrgetter("demand"))
+    return needed_now <= max(worst, USABLE) and _most_needed(traffic, after, _peak) <= max(worst, 1.0)
 
 
 def _peak(stage: StageTraffic) -> float:

@@ -27,6 +27,8 @@ from epd.serve_app.cli.own_backend import OwnBackend
 from epd.serve_app.cli.own_model import open_model
 from epd.serve_app.local.own_service import OwnService
 from epd.serve_app.orchestration.live_answer import LiveAnswer
+from epd.serve_app.orchestration.placement import RequestPlacer
+from epd.serve_app.orchestration.requests import Attempt
 from epd.stages.engine.sequence import TokenSequence
 from tests.colocated import ColocatedPipeline
 from tests.media import write_image, write_video
@@ -393,18 +395,29 @@ def test_lines_wait_planned_for_the_places_of_those_that_end(
 
 
 def waiting_at_ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns a list that gets, whenever an answer ends, how many planned requests wait for room."""
-    waiting, queues = list[int](), list[AdmissionQueue]()
-    enter, finish = AdmissionQueue.enter, LiveAnswer.finish
+    """Returns a list that gets, whenever an answer ends, how many planned requests wait for room.
+
+    One whose worker has not said yet whether there is room, since it is in a pass, does not count.
+    """
+    waiting, queues, asked = list[int](), list[AdmissionQueue](), set[str]()
+    enter, finish, ask_workers = AdmissionQueue.enter, LiveAnswer.finish, RequestPlacer._ask_workers
 
     def entered(queue: AdmissionQueue, *args: Any, **options: Any) -> None:
         queues[:] = [queue]
         enter(queue, *args, **options)
 
+    async def asking(placer: RequestPlacer, attempt: Attempt) -> bool:
+        asked.add(attempt.id)
+        try:
+            return await ask_workers(placer, attempt)
+        finally:
+            asked.discard(attempt.id)
+
     def finished(answer: LiveAnswer, worker: str) -> None:
-        waiting.append(len(queues[0]))
+        waiting.append(len(queues[0]) - len(asked))
         finish(answer, worker)
 
     monkeypatch.setattr(AdmissionQueue, "enter", entered)
+    monkeypatch.setattr(RequestPlacer, "_ask_workers", asking)
     monkeypatch.setattr(LiveAnswer, "finish", finished)
     return waiting

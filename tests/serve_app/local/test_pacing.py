@@ -76,19 +76,3 @@ def test_a_pass_of_the_language_model_lasts_as_long_as_the_simulator_says(clock:
     assert pace.num_late == 0
     assert paced(pace, 5 * ours_s) == pytest.approx(5 * ours_s)
     assert (pace.num_passes, pace.num_late) == (2, 1)
-
-
-def test_a_worker_answers_between_the_layers_of_a_pass_as_long_as_it_lasts(clock: Clock) -> None:
-    """Else an encoder waits for the answer to the next request until the prefill before it is over."""
-    pass_s = seconds_of(PassTicks(SMALL).mixed(output(1)))
-    engine: Any = SimpleNamespace(scheduler=SimpleNamespace(schedule=lambda: output(1)))
-    engine._runner = SimpleNamespace(_decoder=SimpleNamespace(num_layers=4))
-    engine.call_between_layers = lambda function: setattr(engine, "before_layer", function)
-    engine.step = lambda: (engine.scheduler.schedule(), [engine.before_layer() for _ in range(4)])
-    answered_s: list[float] = []
-    step = Pace(SMALL, 2.0).engine(engine, lambda: answered_s.append(clock.now_s))
-    for number in range(2):
-        step()
-        wanted = [2 * pass_s * (number + layer / 4) for layer in range(4)]
-        assert answered_s[4 * number :] == pytest.approx(wanted)
-    assert clock.now_s == pytest.approx(4 * pass_s)
