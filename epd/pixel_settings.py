@@ -40,6 +40,7 @@ _QWEN2_5_VIDEO_TOKENS = 24_576
 _QWEN3 = VideoLimits("qwen-vl-utils 0.0.14; all frames together by the model's file", _QWEN_FRAME_TOKENS)
 
 AUTHORS: Mapping[str, VideoLimits] = {
+    "qwen2_vl": VideoLimits("qwen-vl-utils 0.0.14 and 0.0.8", _QWEN_FRAME_TOKENS, _QWEN2_5_VIDEO_TOKENS),
     "qwen2_5_vl": VideoLimits(
         "qwen-vl-utils 0.0.14; technical report of Qwen2.5-VL", _QWEN_FRAME_TOKENS, _QWEN2_5_VIDEO_TOKENS
     ),
@@ -56,12 +57,12 @@ _NO_LIMITS = VideoLimits("nobody")
 ModelImpl = Literal["auto", "native", "transformers"]
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most"}
 # Of the families whose frames have no size of their own.
-_RESIZED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_RESIZED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 # Of these those whose authors have no limits besides: a limit of an image, and one of a frame.
 _BY_TRANSFORMERS = (
     *("ernie4_5_vl_moe", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "hyperclovax_vision_v2"),
-    *("paddleocr_vl", "qwen2_vl", "video_llama_3"),
+    *("paddleocr_vl", "video_llama_3"),
 )
 
 

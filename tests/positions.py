@@ -1,4 +1,4 @@
-"""The M-RoPE positions that Qwen2.5-VL was trained with, written token by token, apart from the product.
+"""The M-RoPE positions that Qwen2-VL and Qwen2.5-VL were trained with, token by token and apart.
 
 The rule of the authors' code (transformers 4.49 to 5.2) and of vLLM: each run of text begins one behind the
 largest position before it, on any axis. transformers from 5.3 on begins it behind rows and columns alone.
@@ -24,10 +24,11 @@ GRID_INPUTS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 
 
 def authors_positions(config: Any, inputs: Any) -> Tensor:
-    """Positions int64 [3, T] of the one prompt in a Qwen2.5-VL processor's `inputs`."""
+    """Positions int64 [3, T] of the one prompt in a processor's `inputs`; Qwen2-VL's tell no seconds."""
     (ids,) = inputs["input_ids"].tolist()
     images = iter(_rows(inputs, "image_grid_thw"))
-    videos = iter(zip(_rows(inputs, "video_grid_thw"), _rows(inputs, "second_per_grid_ts"), strict=True))
+    grids = _rows(inputs, "video_grid_thw")
+    videos = iter(zip(grids, _rows(inputs, "second_per_grid_ts") or [1.0] * len(grids), strict=True))
     found: list[tuple[int, int, int]] = []
     while len(found) < len(ids):
         start = 1 + max((max(each) for each in found), default=-1)
@@ -47,13 +48,14 @@ def _rows(inputs: Any, name: str) -> Sequence[Any]:
 def _visual(config: Any, grid: Sequence[int], seconds: float, start: int) -> Iterator[tuple[int, int, int]]:
     frames, rows, columns = grid[0], *(size // config.vision_config.spatial_merge_size for size in grid[1:])
     for frame, row, column in product(range(frames), range(rows), range(columns)):
-        time = torch.tensor(float(frame)) * seconds * config.vision_config.tokens_per_second
+        time = torch.tensor(float(frame)) * seconds * getattr(config.vision_config, "tokens_per_second", 1)
         yield start + int(time), start + row, start + column
 
 
 def has_authors_layout(model: Any) -> bool:
     """Whether the checkpoint was trained with positions that the installed transformers has no more."""
-    return model.config.model_type == "qwen2_5_vl" and not hasattr(model.config, "position_layout")
+    is_of_them = model.config.model_type in ("qwen2_vl", "qwen2_5_vl")
+    return is_of_them and not hasattr(model.config, "position_layout")
 
 
 def trained_positions_in(model: Any) -> AbstractContextManager[Any]:

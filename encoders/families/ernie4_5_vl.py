@@ -13,21 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epd.encoders.adapter import Embeddings, Grid, MediaItem, MediaPlan, PatchRun, TowerMerger, VideoFacts
+from epd.encoders.adapter import Embeddings, Grid, MediaPlan, PatchRun, TowerMerger, VideoFacts
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU, to_device
 from epd.encoders.families.interfaces import FEATURES
 from epd.encoders.families.qwen_sizes import image_size
 from epd.encoders.families.qwen_vl import QwenVLAdapter
 from epd.encoders.patches import patchify, resize_image
-from epd.encoders.prompt.mrope import VisualSpan
 from epd.encoders.prompt.prompt import enclosing_ids
 from epd.encoders.sampling import sample_by_rule
 from epd.errors import UnsupportedModelError
 from epd.frame_sampling import FrameSampling
 from epd.pixel_limits import CAP_FIELD, NO_CAPS, OWN_LIMITS, FrameCaps, PixelLimits, refuse
 from epd.reduction import TowerMerge
-from epd.types import MediaKind, PlaceholderRange
+from epd.types import MediaKind
 
 
 class Ernie4_5VLAdapter(QwenVLAdapter):
@@ -68,11 +67,6 @@ class Ernie4_5VLAdapter(QwenVLAdapter):
         if not self.checkpoint.processor.video_processor.draw_on_frames:
             return plan
         return replace(plan, size=(video.height, video.width), drawn_size=plan.size)
-
-    def spans(self, item: MediaItem) -> Sequence[VisualSpan]:
-        grid, merge = item.plan.grid, self.video_spec.merge
-        whole = PlaceholderRange(item.units[0].offset, item.plan.num_tokens)
-        return [VisualSpan(whole, grid.t, grid.h // merge, grid.w // merge)]
 
     def preprocess(self, frames: Tensor, plan: MediaPlan, device: torch.device = CPU) -> Tensor:
         if plan.kind == "image":

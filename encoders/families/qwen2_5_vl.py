@@ -1,8 +1,9 @@
-"""Adapts Qwen2.5-VL: one run of visual tokens per item; M-RoPE encodes the time between its frames."""
+"""Adapts Qwen2-VL and Qwen2.5-VL: one run of visual tokens per item; M-RoPE of the later knows time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,18 +11,17 @@ from torch import Tensor
 from epd.encoders.adapter import Grid, MediaItem
 from epd.encoders.device import CPU
 from epd.encoders.families.qwen_sizes import image_size
-from epd.encoders.families.qwen_tower import WindowGeometry, windowed_inputs
+from epd.encoders.families.qwen_tower import WindowGeometry, framed_inputs, windowed_inputs
 from epd.encoders.families.qwen_vl import QwenVLAdapter
 from epd.encoders.prompt.mrope import VisualSpan
 from epd.pixel_limits import LEAST_SHARE, NO_CAPS, FrameCaps
-from epd.types import PlaceholderRange
 
 # Of releases of transformers whose processor has no cap: what a later one's holds a video to.
 _MAX_VIDEO_TOKENS = 128_000
 
 
-class Qwen2_5VLAdapter(QwenVLAdapter):
-    """Adapts `model_type` qwen2_5_vl."""
+class Qwen2VLAdapter(QwenVLAdapter):
+    """Adapts `model_type` qwen2_vl, whose tower attends whole frames."""
 
     def video_size(
         self, num_frames: int, height: int, width: int, limits: tuple[int, int], caps: FrameCaps
@@ -42,6 +42,13 @@ class Qwen2_5VLAdapter(QwenVLAdapter):
         return FrameCaps(video_pixels=budget * self.video_spec.frames_per_unit)
 
     def tower_inputs(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Tensor]:
+        return framed_inputs(grids, self.video_spec.merge, device)
+
+
+class Qwen2_5VLAdapter(Qwen2VLAdapter):
+    """Adapts `model_type` qwen2_5_vl."""
+
+    def tower_inputs(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Tensor]:
         vision = self.checkpoint.config.vision_config
         geometry = WindowGeometry(vision.spatial_merge_size, vision.window_size, vision.patch_size)
         return windowed_inputs(grids, geometry, device)
@@ -51,12 +58,10 @@ class Qwen2_5VLAdapter(QwenVLAdapter):
         return self.tower_inputs((grid.cut(1),), CPU)["window_index"]
 
     def spans(self, item: MediaItem) -> Sequence[VisualSpan]:
-        plan, merge = item.plan, self.video_spec.merge
-        whole = PlaceholderRange(item.units[0].offset, plan.num_tokens)
-        rows, columns = plan.grid.h // merge, plan.grid.w // merge
-        if plan.kind == "image":
-            return [VisualSpan(whole, plan.grid.t, rows, columns)]
+        (span,) = super().spans(item)
+        if item.plan.kind == "image":
+            return [span]
         # Some releases of transformers cut the seconds to whole numbers, and so lose time at most sampling
         # rates. Not repeated here: positions, and so answers, do not depend on the release.
         per_second = float(self.checkpoint.config.vision_config.tokens_per_second)
-        return [VisualSpan(whole, plan.grid.t, rows, columns, plan.unit_span_s, per_second)]
+        return [replace(span, frame_span_s=item.plan.unit_span_s, positions_per_second=per_second)]

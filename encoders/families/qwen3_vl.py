@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,9 +16,8 @@ from epd.encoders.families.qwen_sizes import frame_size
 from epd.encoders.families.qwen_tower import TableGeometry, tabled_inputs
 from epd.encoders.families.qwen_vl import QwenVLAdapter
 from epd.encoders.prompt.mrope import VisualSpan
-from epd.encoders.prompt.prompt import Expansion
+from epd.encoders.prompt.prompt import Expansion, in_frames
 from epd.pixel_limits import LEAST_SHARE, NO_CAPS, FrameCaps
-from epd.types import Int64Array, PlaceholderRange
 
 # Of releases of transformers whose processor has no cap: what a later one's holds a frame to.
 _MAX_FRAME_TOKENS = 768
@@ -67,33 +65,24 @@ class Qwen3VLAdapter(QwenVLAdapter):
         return {"visual_pos_masks": visual_rows, "deepstack_visual_embeds": list(embeddings.deepstack)}
 
     def expand(self, plan: MediaPlan) -> Expansion:
-        config, each = self.checkpoint.config, plan.tokens_per_unit
         if plan.kind == "image":
-            pads = np.full(each, config.image_token_id, dtype=np.int64)
-            return Expansion(pads, (PlaceholderRange(0, each),))
-        visual = np.full(each, config.video_token_id, dtype=np.int64)
-        start, end = [config.vision_start_token_id], [config.vision_end_token_id]
-        pieces: list[Any] = []
-        units: list[PlaceholderRange] = []
-        offset = 0
-        for time_ids in self._time_ids(plan):
-            units.append(PlaceholderRange(offset + len(time_ids) + 1, each))
-            pieces += [time_ids, start, visual, end]
-            offset = units[-1].stop + 1
-        return Expansion(np.concatenate(pieces).astype(np.int64), tuple(units))
+            return super().expand(plan)
+        texts, pad_id = self.frame_texts(plan)
+        frames = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return in_frames(frames, pad_id, plan.tokens_per_unit)
 
-    def _time_ids(self, plan: MediaPlan) -> list[Int64Array]:
-        """Returns the ids of `<12.3 seconds>` for each unit, at the middle of its first and last frame."""
-        unit = plan.frames_per_unit
+    def frame_texts(self, plan: MediaPlan) -> tuple[list[str], int]:
+        """Returns the words of each unit of a video around one pad, and the pad's id.
+
+        The time of a unit is the middle of its first and last frame's.
+        """
+        config, unit = self.checkpoint.config, plan.frames_per_unit
+        ids = [config.vision_start_token_id, config.video_token_id, config.vision_end_token_id]
+        pad = "".join(self.tokenizer.convert_ids_to_tokens(ids))
         times = [index / plan.source_fps for index in plan.frame_indices]
         times += [times[-1]] * (-len(times) % unit)
-        texts = [
-            f"<{(times[at] + times[at + unit - 1]) / 2:.1f} seconds>" for at in range(0, len(times), unit)
-        ]
-        return [
-            np.asarray(ids, dtype=np.int64)
-            for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        ]
+        middles = [(times[at] + times[at + unit - 1]) / 2 for at in range(0, len(times), unit)]
+        return [f"<{middle:.1f} seconds>{pad}" for middle in middles], config.video_token_id
 
     def spans(self, item: MediaItem) -> Sequence[VisualSpan]:
         rows, columns = item.plan.grid.h // self.video_spec.merge, item.plan.grid.w // self.video_spec.merge

@@ -10,6 +10,8 @@
     rotation           queries and keys in place; on a CPU some patches at a time: in 32 bits all of them
                        would be the most that a layer holds
     gated product      in place too, where a layer has one
+    places, cells      of GLM: its table is read for one frame of a batch, whose frames have one size; the
+                       convolution that joins the patches of a token is a product, too
 
 On a GPU a layer with a gated product has its norms, rotation and gate computed by one kernel each, and gate
 and up are one matrix. Its width, 3420 for Qwen2.5-VL, is padded with zeros to whole tiles of a GPU: products
@@ -34,7 +36,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad, scaled_dot_product_attention, silu
+from torch.nn.functional import grid_sample, linear, pad, scaled_dot_product_attention, silu
 
 from epd.encoders import kernels
 from epd.encoders.adapter import Grid
@@ -65,6 +67,14 @@ class TableGeometry:
 
     merge: int
     side: int
+
+
+@lru_cache(_MAX_GRIDS)
+@torch.inference_mode(mode=False)
+def framed_inputs(grids: tuple[Grid, ...], merge: int, device: torch.device) -> dict[str, Tensor]:
+    """Returns the arguments of a tower without windows or table besides the patches. device: the tower's."""
+    moved = _moved({"position_ids": _position_ids(grids, merge)}, device)
+    return {"grid_thw": _tensor(grids), "cu_seqlens": _frame_ends(grids), **moved}
 
 
 @lru_cache(_MAX_GRIDS)
@@ -159,6 +169,10 @@ def prepare_tower(tower: nn.Module) -> nn.Module:
     """Lets a tower embed patches and attend as described above, and returns it. Twice is as once."""
     parts: Any = tower
     parts.patch_embed.forward = MethodType(_embed_patches, parts.patch_embed)
+    if hasattr(parts, "embeddings"):
+        parts.embeddings.forward = MethodType(_add_places, parts.embeddings)
+    if hasattr(parts, "downsample"):
+        parts.downsample.forward = MethodType(_join_cells, parts.downsample)
     for block in parts.blocks:
         block.attn.forward = MethodType(_attend, block.attn)
         if hasattr(block.mlp, "gate_proj") and parts.config.hidden_act == "silu":
@@ -190,6 +204,28 @@ def _embed_patches(module: Any, patches: Tensor) -> Tensor:
     return linear(patches.to(weight.dtype), weight.flatten(1), module.proj.bias)
 
 
+def _add_places(
+    module: Any, patches: Tensor, _lengths: Tensor, grids: Tensor, rows: Tensor, columns: Tensor
+) -> Tensor:
+    """Adds to patches [P, C] of frames of one size what the table has at their places.
+
+    grids: int64 [grids, 3], on the host. rows, columns: int64 [P], of each patch in its frame.
+    """
+    height, width = grids[0, 1:].tolist()
+    table = module.position_embedding.weight
+    side, count = round(len(table) ** 0.5), height * width
+    at = torch.stack(((columns[:count] + 0.5) / width, (rows[:count] + 0.5) / height), dim=-1) * 2 - 1
+    square = table.float().t().reshape(1, -1, side, side)
+    found = grid_sample(square, at[None, :, None], "bicubic", "border", align_corners=False)[0, :, :, 0]
+    places = found.t().to(table.dtype)
+    return (patches.view(-1, count, patches.shape[1]) + places).flatten(0, 1)
+
+
+def _join_cells(module: Any, cells: Tensor) -> Tensor:
+    """Joins the patches of visual tokens [V, C, merge, merge] to [V, channels of the language model]."""
+    return linear(cells.flatten(1), module.weight.flatten(1), module.bias)
+
+
 def _attend(
     module: Any,
     hidden_states: Tensor,
@@ -200,6 +236,8 @@ def _attend(
     """Attends within runs of patches. hidden_states: [P, C]. cu_seqlens: int32 [runs + 1], on the host."""
     num_patches = len(hidden_states)
     qkv = module.qkv(hidden_states).view(num_patches, 3, module.num_heads, -1)
+    if hasattr(module, "q_norm"):
+        qkv = torch.stack((module.q_norm(qkv[:, 0]), module.k_norm(qkv[:, 1]), qkv[:, 2]), dim=1)
     if torch.is_grad_enabled():
         cos, sin = (each[:, None, None].float() for each in position_embeddings)
         pairs = qkv[:, :2].float()

@@ -41,7 +41,7 @@ from epd.types import MediaKind, PlaceholderRange
 
 
 class QwenVLAdapter(BaseAdapter):
-    """Implements `Adapter`; a family defines the size of frames, the expansion of a pad, and the spans.
+    """Implements `Adapter`; a family defines the size of frames, and where it has words between them.
 
     video_takes_size_alone: whether the processor of videos knows no min_pixels and max_pixels.
     """
@@ -80,9 +80,11 @@ class QwenVLAdapter(BaseAdapter):
         units = tuple(PlaceholderRange(unit * each, each) for unit in range(plan.num_units))
         return Expansion(np.full(plan.num_tokens, pad, dtype=np.int64), units)
 
-    @abstractmethod
     def spans(self, item: MediaItem) -> Sequence[VisualSpan]:
-        """Returns the item's visual tokens as runs without text in between."""
+        """Returns the item's visual tokens as runs without text in between: as one, a position a unit."""
+        grid, merge = item.plan.grid, self.video_spec.merge
+        whole = PlaceholderRange(item.units[0].offset, item.plan.num_tokens)
+        return [VisualSpan(whole, grid.t, grid.h // merge, grid.w // merge)]
 
     @abstractmethod
     def tower_inputs(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Tensor]:

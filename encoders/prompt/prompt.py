@@ -57,6 +57,21 @@ def lay_out(
     return _expanded(token_ids, pads, expansions), items
 
 
+def in_frames(frames: Sequence[Sequence[int]], pad_id: int, num_tokens: int) -> Expansion:
+    """Expands the one pad in the ids of each unit, which has words around it, to its `num_tokens`."""
+    pads = np.full(num_tokens, pad_id, dtype=np.int64)
+    pieces: list[Int64Array] = []
+    units: list[PlaceholderRange] = []
+    offset = 0
+    for frame in frames:
+        ids = np.asarray(frame, dtype=np.int64)
+        at = int(np.flatnonzero(ids == pad_id)[0])
+        units.append(PlaceholderRange(offset + at, num_tokens))
+        pieces += [ids[:at], pads, ids[at + 1 :]]
+        offset += len(ids) - 1 + num_tokens
+    return Expansion(np.concatenate(pieces), tuple(units))
+
+
 def _pad_id(checkpoint: Checkpoint, kind: str) -> int:
     return int(checkpoint.config.image_token_id if kind == "image" else checkpoint.config.video_token_id)
 

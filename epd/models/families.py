@@ -50,8 +50,6 @@ def _videos(model_type: str, name: str, unit: int, limit: str = "") -> Family:
     return Family(model_type, name, "transformers", _SEES, unit, limit)
 
 
-# As in transformers, whose model counts the tokens of both together.
-_ONE_KIND = "no images beside a video"
 _UNSCALED = "logit_scale is left out, which acts as a lower temperature"
 
 _ALL = (
@@ -63,10 +61,10 @@ _ALL = (
     _videos("exaone4_5", "EXAONE 4.5", 2),
     Family("gemma3", "Gemma 3", "native", ("image",), None, "no videos: its processor has none"),
     _videos("gemma4", "Gemma 4", 1, "no sound"),
-    _videos("glm46v", "GLM-4.6V", 2, _ONE_KIND),
-    _videos("glm4v", "GLM-4.1V", 2, _ONE_KIND),
-    _videos("glm4v_moe", "GLM-4.5V", 2, _ONE_KIND),
-    _videos("glm_ocr", "GLM-OCR", 2, _ONE_KIND),
+    _native("glm46v", "GLM-4.6V", 2),
+    _native("glm4v", "GLM-4.1V", 2),
+    _native("glm4v_moe", "GLM-4.5V", 2),
+    _native("glm_ocr", "GLM-OCR", 2),
     _videos("hyperclovax_vision_v2", "HyperCLOVA X Vision", 2),
     _images("idefics3", "Idefics3, SmolVLM"),
     _native("internvl", "InternVL3, 3.5", 1),
@@ -87,7 +85,7 @@ _ALL = (
     _images("paddleocr_vl", "PaddleOCR-VL"),
     _native("qwen2_5_vl", "Qwen2.5-VL, Qwen2.5-Omni", 2),
     Family("qwen2_audio", "Qwen2-Audio", "native", ("audio",)),
-    _videos("qwen2_vl", "Qwen2-VL", 2),
+    _native("qwen2_vl", "Qwen2-VL", 2),
     _native("qwen3_5", "Qwen3.5", 2),
     _native("qwen3_5_moe", "Qwen3.5 and 3.6 with experts", 2),
     _native("qwen3_vl", "Qwen3-VL", 2),

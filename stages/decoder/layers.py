@@ -220,17 +220,13 @@ def _layer(layer: Any, config: Any, kind: LinearKind, ranks: Collectives | None)
     if hasattr(layer, "linear_attn"):
         return _delta_layer(layer, config, kind, ranks)
     attention = layer.self_attn
-    before_mlp, later_norms = layer.post_attention_layernorm, None
-    if hasattr(layer, "pre_feedforward_layernorm"):
-        before_mlp = layer.pre_feedforward_layernorm
-        behind = layer.post_attention_layernorm, layer.post_feedforward_layernorm
-        later_norms = _norm(behind[0], config), _norm(behind[1], config)
+    before_mlp, later_norms = _later_norms(layer, config)
     return DecoderLayer(
         attention_norm=_norm(layer.input_layernorm, config),
         qkv=_merged(attention, projections_of(attention), kind),
         head_norms=_head_norms(attention, config),
         out=_summed(attention.o_proj, kind, ranks),
-        mlp_norm=_norm(before_mlp, config),
+        mlp_norm=before_mlp,
         mlp=_mlp(layer.mlp, kind, ranks, gelu_mul if config.model_type in WINDOWED else silu_mul),
         later_norms=later_norms,
         is_local=bool(getattr(attention, "is_sliding", False)),
@@ -239,6 +235,17 @@ def _layer(layer: Any, config: Any, kind: LinearKind, ranks: Collectives | None)
         embedding=_layer_embedding(layer, config, kind) if hasattr(layer, "per_layer_input_gate") else None,
         scalar=float(getattr(layer, "layer_scalar", 1.0)),
     )
+
+
+def _later_norms(layer: Any, config: Any) -> tuple[RmsNorm, tuple[RmsNorm, RmsNorm] | None]:
+    """Returns the norm before the MLP, and those of what attention and MLP add, if the layer has them."""
+    names: tuple[str, ...] = ("post_attention_layernorm",)
+    if hasattr(layer, "pre_feedforward_layernorm"):
+        names = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+    elif hasattr(layer, "post_mlp_layernorm"):
+        names = ("post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
+    before, *behind = (_norm(getattr(layer, name), config) for name in names)
+    return before, (behind[0], behind[1]) if behind else None
 
 
 def projections_of(attention: Any) -> tuple[str, ...]:
@@ -290,7 +297,9 @@ def _mlp(
 ) -> Callable[[Tensor], Tensor]:
     if hasattr(mlp, "experts"):
         return ModuleMlp(mlp, ranks)
-    return GatedMlp(_merged(mlp, GATE_UP, kind), _summed(mlp.down_proj, kind, ranks), activate)
+    is_one = hasattr(mlp, "gate_up_proj")
+    gate_up = _linear(mlp.gate_up_proj, kind) if is_one else _merged(mlp, GATE_UP, kind)
+    return GatedMlp(gate_up, _summed(mlp.down_proj, kind, ranks), activate)
 
 
 def _kind(modules: Iterable[nn.Module]) -> LinearKind:

@@ -42,7 +42,9 @@ _PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "gate_up": tuple(f"{_MLP}.{each}" for each in GATE_UP),
     "down": (f"{_MLP}.down_proj",),
 }
+_GATE_UP_IN_ONE = f"{_MLP}.gate_up_proj"
 _PLACES = {module: product for product, modules in _PRODUCTS.items() for module in modules}
+_PLACES[_GATE_UP_IN_ONE] = "gate_up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,8 @@ def read_adapters(modules: Sequence[LoRAModule], model: Any, rank: Rank) -> LoRA
 
 def _modules_of(layer: Any, product: str) -> tuple[str, ...]:
     """Names the modules that a product is merged from, in the order of its channels."""
+    if product == "gate_up" and hasattr(layer.mlp, "gate_up_proj"):
+        return (_GATE_UP_IN_ONE,)
     if product != "qkv":
         return _PRODUCTS[product]
     return tuple(f"{_ATTENTION}.{each}" for each in projections_of(layer.self_attn))

@@ -23,11 +23,13 @@ class Rotations:
     """Holds cosines and sines of a pass, in the type of its rows; each in one piece, as the kernel reads it.
 
     cos: [T, 1, 1, R / 2]. sin: [T, 1, 2, R / 2], negative for the first half of what is rotated: the first R
-    of a head's D channels.
+    of a head's D channels; of neighbours, for the first of two.
+    by_neighbours: whether neighbouring channels are rotated together, and not those of two halves.
     """
 
     cos: Tensor
     sin: Tensor
+    by_neighbours: bool = False
 
     @classmethod
     def of(cls, model: TextModel, positions: Tensor, dtype: torch.dtype) -> Rotations:
@@ -41,7 +43,7 @@ class Rotations:
         if model.rope_scale != 1.0:
             cos, sin = cos * model.rope_scale, sin * model.rope_scale
         both = torch.stack((-sin, sin), dim=1).to(dtype)
-        return cls(cos.to(dtype)[:, None, None], both[:, None])
+        return cls(cos.to(dtype)[:, None, None], both[:, None], model.by_neighbours)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ def norm_rotate_write(
     queries, keys, values = split.split_with_sizes([num_heads, num_kv_heads, num_kv_heads], dim=1)
     if len(norms) > 2:
         values.copy_(norms[2](values))
-    if uses_kernels(qkv) and 2 * rotations.cos.shape[-1] == dim:
+    if uses_kernels(qkv) and 2 * rotations.cos.shape[-1] == dim and not rotations.by_neighbours:
         weights = (norms[0].weight, norms[1].weight) if norms else None
         eps = norms[0].eps if norms else 0.0
         cos, sin = rotations.cos, rotations.sin
@@ -124,10 +126,13 @@ def norm_rotate_write(
 def rotate(rows: Tensor, rotations: Rotations) -> None:
     """Rotates [T, H, D] in place: (a, b) become (a cos - b sin, b cos + a sin), a and b halves of a head.
 
-    Of heads that are rotated in part, halves of their first channels.
+    Of heads that are rotated in part, halves of their first channels. By neighbours, a and b take turns.
     """
     rotated = rows[..., : 2 * rotations.cos.shape[-1]]
-    halves = rotated.view(*rows.shape[:2], 2, -1)
+    if rotations.by_neighbours:
+        halves = rotated.view(*rows.shape[:2], -1, 2).transpose(2, 3)
+    else:
+        halves = rotated.view(*rows.shape[:2], 2, -1)
     turned = halves.flip(2).mul_(rotations.sin)
     torch.addcmul(turned, halves, rotations.cos, out=halves)
 

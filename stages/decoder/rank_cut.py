@@ -99,7 +99,7 @@ def matrices_of(layer: Any, rank: Rank) -> Iterator[tuple[Any, TensorPart]]:
         yield from _delta(layer.linear_attn, rank)
     else:
         yield from _attention(layer.self_attn, rank)
-    for dense in (mlp, getattr(mlp, "shared_expert", None)):
+    for dense in (mlp, getattr(mlp, "shared_expert", None), getattr(mlp, "shared_experts", None)):
         if hasattr(dense, "down_proj"):
             yield from _mlp(dense, rank)
 
@@ -132,11 +132,13 @@ def _beside_matrices(name: str, delta: Any, rank: Rank) -> Iterator[tuple[str, T
 
 
 def _mlp(mlp: Any, rank: Rank) -> Iterator[tuple[Any, TensorPart]]:
-    gate_up = [getattr(mlp, each) for each in GATE_UP]
-    channels = (_channels(gate_up, mlp.down_proj, rank),)
+    is_one = hasattr(mlp, "gate_up_proj")
+    gate_up = [getattr(mlp, each) for each in (["gate_up_proj"] if is_one else GATE_UP)]
+    start, stop = _channels(gate_up, mlp.down_proj, rank)
+    of_each = [(at + start, at + stop) for at in ((0, mlp.down_proj.in_features) if is_one else (0,))]
     for module in gate_up:
-        yield module, TensorPart(0, channels)
-    yield mlp.down_proj, TensorPart(1, channels)
+        yield module, TensorPart(0, tuple(of_each))
+    yield mlp.down_proj, TensorPart(1, ((start, stop),))
 
 
 def _channels(gate_up: Sequence[Any], down: Any, rank: Rank) -> tuple[int, int]:

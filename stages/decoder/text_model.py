@@ -6,6 +6,8 @@ deals frequencies to its three rows. Qwen3.5 has gated delta layers in place of 
 queries, heads that are rotated in part, and norms whose weights are centred on 1. Gemma 3 has such norms
 too, behind attention and MLP as well as before them, a gated GELU, and layers with sliding windows, whose
 rotary positions have a base of their own. Of Gemma 4, these have heads of their own too: see `gemma4.py`.
+GLM-4.xV have norms behind attention and MLP, gate and up in one matrix, and heads that are rotated in part,
+most of them channel by channel: neighbours make a pair, not halves. GLM-4.5V is like Qwen2.5 with experts.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ _KNOWN: dict[str, Dealing] = {
     "gemma3_text": "plain",
     "gemma4_text": "plain",
     "molmo2_text": "plain",
+    "glm4v_moe_text": "in_sections",
+    "glm4v_text": "in_sections",
+    "glm_ocr_text": "in_sections",
     "qwen2": "plain",
     "qwen3": "plain",
     "qwen3_moe": "plain",
@@ -39,6 +44,9 @@ _KNOWN: dict[str, Dealing] = {
     "qwen3_5_text": "by_turns",
     "qwen3_5_moe_text": "by_turns",
 }
+# Those of them that rotate a part of a head, or neighbouring channels.
+_GLM = frozenset({"glm4v_moe_text", "glm4v_text", "glm_ocr_text"})
+_BY_NEIGHBOURS = _GLM - {"glm4v_moe_text"}
 # Kinds of rotary positions whose frequencies are the same for every length; of "dynamic" ones, up to the
 # original context, and longer prompts are refused.
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "dynamic"})
@@ -48,6 +56,7 @@ _MODULES = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
 _UNSCALED = frozenset({"rotary_emb_unscaled"})
 _LAYER_MODULES = frozenset({"mlp", "input_layernorm", "post_attention_layernorm"})
 _MORE_NORMS = frozenset({"pre_feedforward_layernorm", "post_feedforward_layernorm"})
+_NORMS_BEHIND = frozenset({"post_self_attn_layernorm", "post_mlp_layernorm"})
 # Of Gemma 4: embeddings of each layer, in the decoder and in a layer, and experts beside the MLP.
 _EMBEDDINGS = frozenset({"embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"})
 _EMBEDDING = frozenset(
@@ -65,8 +74,14 @@ _BESIDE = frozenset(
 _DELTA = frozenset({"conv1d", "norm", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"})
 _PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 _HEAD_NORMS = frozenset({"q_norm", "k_norm"})
-_DENSE, _SPARSE = {"gate_proj", "up_proj", "down_proj"}, {"gate", "experts"}
-_SHARED = _SPARSE | {"shared_expert", "shared_expert_gate"}
+_SPARSE = {"gate", "experts"}
+_MLPS = (
+    {"gate_proj", "up_proj", "down_proj"},
+    {"gate_up_proj", "down_proj"},
+    _SPARSE,
+    _SPARSE | {"shared_experts"},
+    _SPARSE | {"shared_expert", "shared_expert_gate"},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +91,7 @@ class TextModel:
     inv_freq: float32 [R / 2], of the rotary positions; R of a head's channels are rotated, most often all.
     rope_scale: that cosines and sines are multiplied by.
     row_of_frequency: int64 [R / 2], the row of positions that a frequency turns by; None with one row.
+    by_neighbours: whether channels 2 i and 2 i + 1 are rotated together; else i and i + R / 2.
     has_gates: whether what is attended is multiplied by gates that come with the queries.
     local: the same model in layers with sliding windows, if these have rotary positions of their own.
     """
@@ -87,6 +103,7 @@ class TextModel:
     inv_freq: Tensor
     rope_scale: float
     row_of_frequency: Tensor | None
+    by_neighbours: bool = False
     has_gates: bool = False
     local: TextModel | None = None
 
@@ -107,7 +124,7 @@ def text_model(decoder: Any) -> TextModel | None:
         return _with_local(config, decoder)
     rotary, is_recurrent = decoder.rotary_emb, config.model_type in RECURRENT
     is_whole = len(rotary.inv_freq) == attention.head_dim // 2
-    if attention.head_dim % 2 or not (is_whole or is_recurrent):
+    if attention.head_dim % 2 or not (is_whole or is_recurrent or config.model_type in _GLM):
         return None
     sections = list(rotary.mrope_section) if dealing != "plain" else []
     rows = rows_of_frequencies(dealing, sections, len(rotary.inv_freq))
@@ -119,6 +136,7 @@ def text_model(decoder: Any) -> TextModel | None:
         inv_freq=rotary.inv_freq,
         rope_scale=rotary.attention_scaling,
         row_of_frequency=None if rows is None else to_device(rows, rotary.inv_freq.device),
+        by_neighbours=config.model_type in _BY_NEIGHBOURS,
         has_gates=is_recurrent,
     )
 
@@ -192,7 +210,7 @@ def _has_known_modules(decoder: Any) -> bool:
     is_mixed = decoder.config.model_type in MIXED_HEADS
     return has_attention and all(
         _has_known_mixer(layer, is_mixed=is_mixed)
-        and _children(layer.mlp) - {"act_fn"} in (_DENSE, _SPARSE, _SHARED)
+        and _children(layer.mlp) - {"act_fn", "activation_fn"} in _MLPS
         for layer in layers
     )
 
@@ -205,7 +223,8 @@ def _has_known_mixer(layer: Any, *, is_mixed: bool) -> bool:
         return _children(layer) - _EMBEDDING - _BESIDE == norms
     known = (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS)
     modules = _children(layer) - {"self_attn"}
-    return modules in (_LAYER_MODULES, _LAYER_MODULES | _MORE_NORMS) and _children(layer.self_attn) in known
+    norms = [_LAYER_MODULES | more for more in (frozenset(), _MORE_NORMS, _NORMS_BEHIND)]
+    return modules in norms and _children(layer.self_attn) in known
 
 
 def _children(module: nn.Module) -> frozenset[str]:

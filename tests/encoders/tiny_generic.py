@@ -81,12 +81,17 @@ def build_qwen2_vl(folder: Path, seed: int = 0) -> Path:
 
 
 def _glm(folder: Path, seed: int, prefix: str, **text: Any) -> Path:
-    """GLM-4.1V and its kin: a video is an image a pair of frames, each with its time behind it."""
+    """GLM-4.1V and its kin: a video is an image a pair of frames, each with its time behind it.
+
+    As published, half of each head is rotated, but of GLM-OCR.
+    """
     marks = [f"<|{edge}_of_{kind}|>" for kind in ("image", "video") for edge in ("begin", "end")]
     tokenizer = _named("<|image|>", "<|video|>", *marks)
     tokenizer.chat_template = _template(f"{marks[0]}<|image|>{marks[1]}", f"{marks[2]}<|video|>{marks[3]}")
+    rope = {"partial_rotary_factor": 1.0 if prefix == "GlmOcr" else 0.5}
+    rope |= {} if prefix == "GlmOcr" else {"mrope_section": [2, 1, 1]}
     config = getattr(hf, f"{prefix}Config")(
-        text_config={**_mrope(tokenizer, partial_rotary_factor=1.0), **text},
+        text_config={**_mrope(tokenizer, **rope), **text},
         vision_config={
             "depth": 2,
             "hidden_size": 32,

@@ -20,8 +20,8 @@ def test_each_family_is_a_row() -> None:
     shown = run()
     rows = {line.split()[0]: line for line in shown.splitlines()}
     assert set(FAMILIES) <= set(rows)
-    assert " ".join(rows["glm4v"].split()) == (
-        f"glm4v GLM-4.1V transformers image and video 2 frames {FAMILIES['glm4v'].limit}"
+    assert " ".join(rows["molmo2"].split()) == (
+        f"molmo2 Molmo 2 transformers image and video 1 frame {FAMILIES['molmo2'].limit}"
     )
     assert "native" in rows["qwen3_vl"]
     for model_type, reason in REFUSED.items():
