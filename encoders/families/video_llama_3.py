@@ -2,30 +2,41 @@
 
 Time 0.0s:<pads>,Time 0.5s:<pads>,Time 1.0s:<pads>
           [unit )           [unit )           [unit )      positions count all tokens
+
+With `use_token_compression` in the processor's file, as published, a token whose pixels are nearly those of
+the frame before is left out: frames are looked at once before the prompt is laid out.
+
+frame 0  | a b c d |        all tokens
+frame 1  | a b C d |   C    those that differ, or the first one
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from epd.chat import ChatMessage
 from epd.encoders.adapter import Embeddings, Grid, MediaItem, MediaPlan, PatchRun, PromptPlan, TowerMerger
 from epd.encoders.checkpoint import Checkpoint
+from epd.encoders.device import to_device
 from epd.encoders.families.qwen_sizes import image_size
 from epd.encoders.families.qwen_vl import QwenVLAdapter
-from epd.encoders.patches import PatchSpec
+from epd.encoders.patches import PatchSpec, patchify
 from epd.encoders.prompt.mrope import VisualSpan
 from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
 from epd.encoders.reduction.tower_merging import RunMerger
 from epd.pixel_limits import CAP_FIELD, NO_CAPS, FrameCaps, PixelLimits, refuse
 from epd.reduction import TowerMerge
 from epd.types import MediaKind
+
+# Of the pixels of a token, normalised, times 255: the mean difference up to which frames are taken as alike.
+_ALIKE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +86,33 @@ class VideoLlama3Adapter(QwenVLAdapter):
         return plan_text_prompt(self.checkpoint, template, self.markers, media, texts, messages)
 
     def _item_text(self, plan: MediaPlan) -> ItemText:
-        pad, lengths = self.markers.pads[plan.kind], (plan.tokens_per_unit,) * plan.num_units
+        pad = self.markers.pads[plan.kind]
         if plan.kind == "image":
-            return ItemText(pad, lengths)
+            return ItemText(pad, plan.unit_lengths)
         times_s = (index / plan.source_fps for index in plan.frame_indices)
-        return ItemText(",".join(f"Time {time_s:.1f}s:{pad}" for time_s in times_s), lengths)
+        return ItemText(",".join(f"Time {time_s:.1f}s:{pad}" for time_s in times_s), plan.unit_lengths)
+
+    @property
+    def compresses(self) -> bool:
+        return bool(self.checkpoint.processor.video_processor.use_token_compression)
+
+    def compressed(self, plan: MediaPlan, parts: Iterable[Tensor]) -> MediaPlan:
+        if not self.compresses:
+            return plan
+        kept, before = list[bytes](), torch.empty(0)
+        for frames in parts:
+            patches = patchify(frames, self.video_spec).view(len(frames), plan.tokens_per_unit, -1)
+            is_kept = _differs(torch.cat([before, patches]) if len(before) else patches)
+            kept += [each.numpy().tobytes() for each in is_kept[-len(frames) :]]
+            before = patches[-1:]
+        return replace(plan, kept=tuple(kept))
+
+    def join(self, embeddings: Embeddings, plan: MediaPlan, start: int, stop: int) -> Embeddings:
+        if not plan.kept:
+            return embeddings
+        kept = np.flatnonzero(np.frombuffer(b"".join(plan.kept[start:stop]), dtype=bool))
+        places = to_device(torch.from_numpy(kept), embeddings.rows.device)
+        return embeddings.mapped(lambda rows: rows.index_select(0, places))
 
     def vision_tower(self, model: nn.Module) -> nn.Module:
         return model.get_submodule("model")
@@ -107,3 +140,14 @@ class VideoLlama3Adapter(QwenVLAdapter):
 
     def _spec(self, kind: MediaKind) -> PatchSpec:
         return self.image_spec if kind == "image" else self.video_spec
+
+
+def _differs(patches: Tensor) -> Tensor:
+    """Reports which tokens differ from those of the frame before, one of each frame at least: bool [N, S].
+
+    patches: float32 [N, S, values of a token]. Of the first frame, which has none before it, all do.
+    """
+    change = (patches[1:] - patches[:-1]).abs().mean(dim=-1) * 255
+    is_kept = torch.cat([torch.ones_like(patches[:1, :, 0], dtype=torch.bool), change > _ALIKE])
+    is_kept[~is_kept.any(dim=1), 0] = True
+    return is_kept
