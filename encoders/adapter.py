@@ -14,7 +14,7 @@ model, T prompt tokens.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
@@ -88,6 +88,7 @@ class MediaPlan:
     unit_span_s: seconds of video in one unit, 0 for an image.
     drawn_size: (height, width) that frames are resized to once their times are drawn on them; None where none
         are drawn.
+    kept: of each unit which of its tokens are in the prompt, a byte of 0 or 1 each; empty for all of them.
     """
 
     kind: MediaKind
@@ -100,6 +101,7 @@ class MediaPlan:
     source_fps: float = 0.0
     unit_span_s: float = 0.0
     drawn_size: tuple[int, int] | None = None
+    kept: tuple[bytes, ...] = ()
 
     @property
     def num_units(self) -> int:
@@ -124,7 +126,12 @@ class MediaPlan:
     @property
     def num_tokens(self) -> int:
         """Counts the visual tokens in the prompt."""
-        return self.num_units * self.tokens_per_unit
+        return sum(self.unit_lengths) if self.kept else self.num_units * self.tokens_per_unit
+
+    @property
+    def unit_lengths(self) -> tuple[int, ...]:
+        """Returns the tokens of each unit that are in the prompt."""
+        return tuple(map(sum, self.kept)) or (self.tokens_per_unit,) * self.num_units
 
     @property
     def span_s(self) -> float:
@@ -157,6 +164,7 @@ class MediaPlan:
             grid=self.grid.cut(stop - start),
             times_s=self.times_of(start, stop),
             frame_indices=self.frame_indices[frames.start : frames.stop],
+            kept=self.kept[start:stop],
         )
 
     @property
@@ -396,6 +404,18 @@ class Adapter(Protocol):
         self, video: VideoFacts, frame_sampling: FrameSampling, pixels: PixelLimits = OWN_LIMITS
     ) -> MediaPlan:
         """Plans a video. Raises RequestError for an invalid sampling, MediaLimitError as above."""
+        ...
+
+    @property
+    def compresses(self) -> bool:
+        """Reports whether the pixels of a video decide which of its tokens are kept: see `compressed`."""
+        ...
+
+    def compressed(self, plan: MediaPlan, parts: Iterable[Tensor]) -> MediaPlan:
+        """Returns the plan of a video with the tokens that are kept.
+
+        parts: all frames of planned size, in order, uint8 [N, h, w, 3] each; only one part is held at a time.
+        """
         ...
 
     @property

@@ -149,8 +149,8 @@ def _units(item: MediaItem, mm_hash: str, reduction: str) -> Iterator[tuple[Plac
         yield place, digest
 
 
-def _shown(plan: MediaPlan, start: int, stop: int) -> tuple[float, ...]:
+def _shown(plan: MediaPlan, start: int, stop: int) -> tuple[float | bytes, ...]:
     """Identifies what units [start, stop) show of their source: frames by time, tiles by number."""
     if plan.kind == "image":
         return tuple(range(start, stop))
-    return plan.times_of(start, stop) + plan.part(start, stop).drawn_times_s
+    return plan.times_of(start, stop) + plan.part(start, stop).drawn_times_s + plan.kept[start:stop]

@@ -57,6 +57,7 @@ ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
     "qwen3_vl": _Family("qwen3_vl:Qwen3VLAdapter"),
     "qwen3_vl_moe": _Family("qwen3_vl:Qwen3VLAdapter"),
     "smolvlm": _Family("smolvlm:SmolVLMAdapter"),
+    "video_llama_3": _Family("video_llama_3:VideoLlama3Adapter"),
 }
 
 

@@ -1,7 +1,8 @@
 """Defines the messages to media workers.
 
-    FetchMedia, then for images and sound PlanImages and ReadImage, for videos ReadFrames and CloseStream;
-    ReleaseMedia. ReadPicture for people who want to see what it is
+    FetchMedia, then for images and sound PlanImages and ReadImage, for videos ReadFrames and CloseStream,
+    before them CompressVideo where pixels decide which tokens there are; ReleaseMedia. ReadPicture for
+    people who want to see what it is
     ReadFile at one worker and StoreFile at another give the second what the first has
 
 A hold keeps the media of one request. Ids of holds and streams begin with their owner, as those of attempts.
@@ -44,6 +45,14 @@ class PlanImages(Message[tuple[MediaPlan, ...]]):
 
     hold: str
     items: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompressVideo(Message[MediaPlan]):
+    """Asks for the plan of a video to be completed by its frames, which are decoded once for that."""
+
+    source: HeldItem
+    plan: MediaPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,6 +201,7 @@ class Comparison:
         sampling = FrameSampling(num_frames=self._question.num_frames)
         plan = plan_video(self._adapter, video.look(path), sampling)
         frames = torch.from_numpy(video.decode(path, plan.times_s, plan.size).data)
+        plan = self._adapter.compressed(plan, [frames])
         return _Medium(plan, frames, frames)
 
     def _encoded(self, media: Sequence[_Medium]) -> Any:

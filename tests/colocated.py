@@ -107,7 +107,16 @@ def plan_media(
             return plan_pixels(adapter, source, image, pixels)
         if facts.kind == "audio":
             return plan_clip(adapter, source, samples, frame_sampling.start_s)
-        return PlannedMedia(source, plan_video(adapter, facts, frame_sampling, pixels))
+        plan = plan_video(adapter, facts, frame_sampling, pixels)
+    return PlannedMedia(source, adapter.compressed(plan, _all_frames(source, plan)))
+
+
+def _all_frames(source: str | Path, plan: MediaPlan) -> Iterator[Tensor]:
+    """The frames of a video in parts of three, decoded if an adapter looks at them."""
+    sizes = [len(plan.times_s[at : at + 3]) for at in range(0, len(plan.times_s), 3)]
+    with video.stream(source, plan.times_s, plan.size, group_sizes=sizes) as decoded:
+        for each in decoded:
+            yield torch.from_numpy(each.frames.data)
 
 
 @contextmanager

@@ -143,6 +143,13 @@ PROOFS = (
         "tests/models/test_ernie.py::test_answers_move_between_decode_workers",
         [("ernie4_5_vl_moe", "several decode workers")],
     ),
+    *(
+        _proof(mark, f"tests/models/test_video_llama.py::{test}", [("video_llama_3", column)])
+        for mark, test, column in (
+            ("V", "test_answers_of_workers_and_from_their_caches", "1e1p1d"),
+            ("M", "test_answers_move_between_decode_workers", "several decode workers"),
+        )
+    ),
     _proof(
         "c", "tests/test_gemma3.py::test_handed_over_in_chunks_and_from_the_cache", [("gemma3", "1e1p1d")]
     ),

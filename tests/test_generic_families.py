@@ -84,9 +84,8 @@ PAIRS = {
     and not (name in NOT_MIXED and case == "video and image")
 }
 SAMPLING = FrameSampling(num_frames=6)
-# What the processor is told for the same: tokens that depend on no pixels, frames where it knows a most.
+# What the processor is told for the same: frames, where it knows a most.
 CALLS: Mapping[str, Mapping[str, Any]] = {
-    "video_llama_3": {"use_token_compression": False},
     "minicpmv4_6": {"max_num_frames": 6},
     "minicpmv4_7": {"max_num_frames": 6},
 }

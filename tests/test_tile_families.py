@@ -19,7 +19,7 @@ from tests.video.plain_decoder import reference_decode
 # transformers near 5.17 hands torch tensors to numpy in InternVL's processor, in a way that numpy 2 regrets.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
-NAMES = ("internvl", "llava_onevision", "smolvlm")
+NAMES = ("internvl", "llava_onevision", "smolvlm", "video_llama_3")
 CASES = {
     "text": (),
     "image": ("image",),

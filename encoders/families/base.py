@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +26,13 @@ class BaseAdapter(ABC):
     @property
     def limits_line(self) -> str:
         return self.checkpoint.pixels.line(self.checkpoint.config.model_type)
+
+    @property
+    def compresses(self) -> bool:
+        return False
+
+    def compressed(self, plan: MediaPlan, parts: Iterable[Tensor]) -> MediaPlan:  # noqa: ARG002
+        return plan
 
     @property
     def audio(self) -> AudioSpec:

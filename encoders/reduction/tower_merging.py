@@ -171,7 +171,10 @@ class RunMerger:
         policy: TowerMerge,
         order: CellOrder | None = None,
     ) -> None:
-        """Takes a tower's layers, and all that makes a row of each cell. Raises as `TileMerger`."""
+        """Takes a tower's layers, and what makes rows of cells, or of their patches, behind them.
+
+        Raises as `TileMerger`.
+        """
         self._layers = list(layers)[policy.layer_of(len(layers)) :]
         self._mergers = mergers
         self._side = patches_per_side_of_cell
@@ -198,7 +201,10 @@ class RunMerger:
             return args, {**kwargs, **state[0].inputs(kwargs["cu_seqlens"])}
 
         def leave(_: nn.Module, __: tuple[Any, ...], rows: Tensor) -> Tensor:
-            return state[0].merged.expand(rows) if state else rows
+            if not state:
+                return rows
+            cells = rows.view(num_units * num_kept, -1)  # of one row, or of their patches
+            return state[0].merged.expand(cells).view(-1, rows.shape[1])
 
         with ExitStack() as hooks:
             if num_kept < num_cells:

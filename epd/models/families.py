@@ -91,7 +91,7 @@ _ALL = (
     _native("qwen3_vl", "Qwen3-VL", 2),
     _native("qwen3_vl_moe", "Qwen3-VL with experts", 2),
     _native("smolvlm", "SmolVLM2", 1),
-    _videos("video_llama_3", "VideoLLaMA3", 1, "all tokens of a video: use_token_compression is off"),
+    _native("video_llama_3", "VideoLLaMA3", 1),
     _videos("video_llava", "Video-LLaVA", 1),
     _images("vipllava", "ViP-LLaVA"),
 )

@@ -7,29 +7,32 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 from epd import video
-from epd.encoders import Adapter, load_adapter
+from epd.encoders import Adapter, MediaPlan, load_adapter
 from epd.errors import MediaError, RequestError
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.serve_app.fair_threads import FairThreads
-from epd.serve_app.media.frame_reader import Decoder
+from epd.serve_app.media.frame_reader import Decoder, Opener
 from epd.serve_app.media.media_spool import FetchedFile
 from epd.serve_app.media.spool_files import ByteBudget
-from epd.serve_app.media_messages import DecodeOrder, ReadPicture
+from epd.serve_app.media_messages import CompressVideo, DecodeOrder, ReadPicture
+from epd.serve_app.service import HeldItem
 from epd.stages.media import PlannedMedia, audio_part, plan_clip, plan_pixels
 from epd.types import Float32Array, UInt8Array
 
 # For all requests: images resized to their planned sizes and samples of clips, held until they are released.
 _MAX_PIXEL_BYTES = 2 << 30
+_COMPRESSED_TOGETHER = 8  # frames
 
 
 class ImagePlanner:
@@ -99,6 +102,14 @@ class ImagePlanner:
             part = audio_part(self._adapter.result(), file.start_s, file.end_s)
         return self._reader.load_audio(opened, file.label, part)
 
+    def compressed(self, message: CompressVideo, opener: Opener) -> tuple[MediaPlan, None]:
+        """Completes the plan of a video by its frames, some at a time. Blocks. Raises MediaError."""
+        plan, adapter = message.plan, self._adapter.result()
+        starts = range(0, plan.num_frames, _COMPRESSED_TOGETHER)
+        sizes = tuple(min(_COMPRESSED_TOGETHER, plan.num_frames - start) for start in starts)
+        with closing(opener(DecodeOrder(message.source, plan.times_s, sizes, plan.size))) as frames:
+            return adapter.compressed(plan, (torch.from_numpy(frames.read().data) for _ in sizes)), None
+
     def close(self) -> None:
         self._threads.close()
 
@@ -117,13 +128,17 @@ def num_bytes(images: Sequence[PlannedMedia]) -> int:
     return sum(each.image.nbytes for each in images if each.image is not None)
 
 
-def jpeg_of(
-    file: FetchedFile, wanted: ReadPicture, reader: video.MediaReader, decoder: Decoder
-) -> UInt8Array:
-    """Returns a JPEG of an image, or of a video's first frame, upright: uint8 [N]. Blocks.
+def picture_of(
+    wanted: ReadPicture,
+    file_of: Callable[[HeldItem], FetchedFile],
+    reader: video.MediaReader,
+    decoder: Decoder,
+) -> tuple[int, UInt8Array]:
+    """Returns the bytes of a JPEG of an image, or of a video's first frame, upright, and uint8 [N]. Blocks.
 
     Raises MediaError for what cannot be decoded, RequestError for sound.
     """
+    file = file_of(wanted.source)
     if file.facts.kind == "audio":
         raise RequestError(
             f"{file.label} is sound, which has no picture; allowed: images and videos; play it instead"
@@ -137,7 +152,8 @@ def jpeg_of(
     picture.thumbnail((wanted.max_side, wanted.max_side))
     out = io.BytesIO()
     picture.save(out, "JPEG")
-    return np.frombuffer(out.getvalue(), np.uint8)
+    jpeg = np.frombuffer(out.getvalue(), np.uint8)
+    return len(jpeg), jpeg
 
 
 def _first_frame(file: FetchedFile, wanted: ReadPicture, decoder: Decoder) -> UInt8Array:

@@ -4,7 +4,7 @@
     PlanImages    pixels, kept with the hold          "
     ReadImage     units of a planned image            at once
     ReadFrames    groups of a video's stream          in threads that read
-    ReadPicture   a small picture of a medium         "
+    CompressVideo which tokens of a video are kept    "; ReadPicture gives a small picture of a medium
     ReadFile      the bytes of a medium, in chunks    "; StoreFile takes them at another media worker
     ReleaseMedia  the hold and all of this is dropped; a fetch in progress ends
 
@@ -31,12 +31,13 @@ from epd.encoders import MediaPlan
 from epd.errors import CancelledError, EPDError
 from epd.pixel_settings import AUTHORS_LIMITS, PixelSettings
 from epd.serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
-from epd.serve_app.media.image_planner import ImagePlanner, jpeg_of
+from epd.serve_app.media.image_planner import ImagePlanner, picture_of
 from epd.serve_app.media.media_processes import MediaProcesses
 from epd.serve_app.media.media_spool import FetchedFile, IncomingFile, MediaSpool, SpoolLimits
 from epd.serve_app.media.spool_files import RequestFolder
 from epd.serve_app.media_messages import (
     FILE_CHUNK_BYTES,
+    CompressVideo,
     DecodeOrder,
     FetchMedia,
     NotHeldError,
@@ -165,7 +166,9 @@ class MediaWorker:
             case ReadFrames():
                 return self._readers.submit(self._read, message)
             case ReadPicture():
-                return self._readers.submit(self._picture, message)
+                return self._readers.submit(picture_of, message, self.file_of, self._reader, self._decoder)
+            case CompressVideo():
+                return self._readers.submit(self._images.compressed, message, self._open)
             case _:
                 return self._at_once(message)
 
@@ -366,10 +369,6 @@ class MediaWorker:
         with self.file_of(message.source).open() as file:
             data = os.pread(file.descriptor, FILE_CHUNK_BYTES, message.start)
             return file.identity.num_bytes, np.frombuffer(data, np.uint8)
-
-    def _picture(self, message: ReadPicture) -> Answer:
-        picture = jpeg_of(self.file_of(message.source), message, self._reader, self._decoder)
-        return len(picture), picture
 
     def _open(self, order: DecodeOrder) -> FrameStream:
         file = self.file_of(order.source)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from epd.control.elasticity.cluster import MediaSample
 from epd.errors import EPDError
 from epd.serve_app.fleet import FramesLostError
-from epd.serve_app.media_messages import NotHeldError, PlanImages, ReadFrames
+from epd.serve_app.media_messages import CompressVideo, NotHeldError, PlanImages, ReadFrames
 from epd.serve_app.messages import Message, WorkerLoad, WorkerReport
 from epd.serve_app.network.calls import Answer, Channel, Channels
 from epd.serve_app.network.link import Link, LinkClosedError
@@ -175,7 +175,7 @@ class MediaServer:
 
     async def _handle(self, owner: str, call: FetchCall | WorkerCall, answer: Answer) -> None:
         message = call.message
-        is_decoding = isinstance(message, ReadFrames | PlanImages)
+        is_decoding = isinstance(message, ReadFrames | PlanImages | CompressVideo)
         self._num_decoding += is_decoding
         try:
             bulk = await self._bulk(call) if isinstance(call, WorkerCall) else None

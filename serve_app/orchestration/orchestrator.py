@@ -22,11 +22,14 @@ from typing import Any
 
 from epd.control.admission import AdmissionQueue, QueueSummary
 from epd.control.arrivals import Arrivals, RequestWork
+from epd.control.recent import Recent
 from epd.control.routing import Router
 from epd.control.speeds import Speeds
+from epd.encoders import MediaPlan
 from epd.errors import UnavailableError
-from epd.serve_app.fleet import Fleet, has_all_roles, send_surely, worker_statuses
+from epd.serve_app.fleet import Fleet, WorkerLostError, has_all_roles, send_surely, worker_statuses
 from epd.serve_app.media.fleet_media import FleetMedia
+from epd.serve_app.media_messages import CompressVideo, NotHeldError
 from epd.serve_app.messages import Abort
 from epd.serve_app.orchestration.config import OrchestratorConfig
 from epd.serve_app.orchestration.elastic import ElasticityLoop
@@ -45,11 +48,13 @@ from epd.serve_app.orchestration.retention import LoadRetention
 from epd.serve_app.orchestration.role_switch import RoleSwitcher, SwitchRequest
 from epd.serve_app.orchestration.substituted import SubstitutedFrames
 from epd.serve_app.orchestration.watchdog import Watchdog
-from epd.serve_app.service import AnswerItem, AnswerRequest, Estimate, MediaSize, ModelCard
+from epd.serve_app.service import AnswerItem, AnswerRequest, Estimate, MediaSize, MediaSource, ModelCard
 from epd.serve_app.service_status import RoleSwitch, ServiceStatus
 from epd.topology import Stage, topology_name
 
 _DRAIN_POLL_S = 0.05
+_MAX_COMPRESSIONS = 256  # of videos, that are known
+_MAX_LOSSES = 4  # of media workers that look at a video
 
 
 class Orchestrator:
@@ -71,6 +76,7 @@ class Orchestrator:
         self.config = config = config or OrchestratorConfig()
         self.arrivals = Arrivals()
         self.ask_leader: Callable[[SwitchRequest], Awaitable[Any]] | None = None
+        self._compressions: Recent[tuple[str, MediaPlan], MediaPlan] = Recent(_MAX_COMPRESSIONS)
         self._planner = planner
         self._shared = shared = _shared(fleet, config)
         self.router, self.queue, self.requests = shared.router, shared.queue, shared.requests
@@ -175,9 +181,36 @@ class Orchestrator:
             self._planner.check_images(request)
             images = await self.media.plan_images(request.media)
             plan = self._planner.plan_at_once(request, images)
-            if plan is not None:
+            if plan is None:
+                plan = await loop.run_in_executor(self._threads, self._planner.plan, request, images)
+            if not self._planner.adapter.compresses or plan.prompt.reduction is not None:
                 return plan
-            return await loop.run_in_executor(self._threads, self._planner.plan, request, images)
+            images |= await self._compressed(request.media, plan.media)
+            compressed = await loop.run_in_executor(self._threads, self._planner.plan, request, images)
+            return replace(compressed, choice=plan.choice)
+
+    async def _compressed(
+        self, sources: Sequence[MediaSource], plans: Sequence[MediaPlan]
+    ) -> dict[int, MediaPlan]:
+        """Returns the videos of a request, by place, with the tokens that their pixels leave."""
+        pairs = enumerate(zip(sources, plans, strict=True))
+        videos = {place: pair for place, pair in pairs if pair[0].kind == "video"}
+        found = await asyncio.gather(*(self._compressed_one(*pair) for pair in videos.values()))
+        return dict(zip(videos, found, strict=True))
+
+    async def _compressed_one(self, source: MediaSource, plan: MediaPlan) -> MediaPlan:
+        """Looks at a video once; then it is known. Raises MediaError, UnavailableError."""
+        key, fleet = (source.mm_hash, plan), self._shared.fleet
+        for _ in range(_MAX_LOSSES):
+            known = self._compressions.get(key)
+            if known is not None:
+                return known
+            worker, held = await self.media.place(source)
+            try:
+                self._compressions.set(key, await fleet.send("video", worker, CompressVideo(held, plan)))
+            except (WorkerLostError, NotHeldError):
+                self.media.leave(source, worker)
+        raise UnavailableError(f"{source.label}: {_MAX_LOSSES - 1} times the worker was lost; retry later")
 
     @property
     def attempts(self) -> Mapping[str, Attempt]:

@@ -137,7 +137,7 @@ class RequestPlanner:
     def plan(self, request: AnswerRequest, images: Mapping[int, MediaPlan] | None = None) -> AnswerPlan:
         """Plans a request. Raises MediaError, RequestError.
 
-        images: the plans of all its images and clips of sound, by place
+        images: the plans of all its images and clips of sound, by place, and of videos that have one
         """
         with self._adapters.borrowed() as adapter:
             return self._planned(adapter, request, images or {})
@@ -254,7 +254,7 @@ class RequestPlanner:
         )
         return plan_within(
             [
-                images[place] if source.kind != "video" else partial(self._video_plan, source)
+                images[place] if place in images else partial(self._video_plan, source)
                 for place, source in enumerate(request.media)
             ],
             replace(request.frame_sampling, max_frames=self.limits.max_frames),

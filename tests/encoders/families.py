@@ -153,12 +153,12 @@ class Family:
         return rows if torch.equal(rows[-1], newline) else torch.cat([rows, newline[None]])
 
     def _feature_call(self, inputs: Any, kind: MediaKind) -> Any:
-        if self.name.startswith("qwen"):
+        if self.name.startswith("qwen") or self.name == "video_llama_3":
             suffix = "" if kind == "image" else "_videos"
             call = self.model.get_image_features if kind == "image" else self.model.get_video_features
-            return partial(
-                call, inputs[f"pixel_values{suffix}"], inputs[f"{kind}_grid_thw"], return_dict=True
-            )
+            names = (f"pixel_values{suffix}", f"{kind}_grid_thw", f"{kind}_merge_sizes")
+            given = {name: inputs[name] for name in names if name in inputs}
+            return partial(call, **given, return_dict=True)
         if self.name == "llava_onevision" and kind == "video":
             return partial(self.model.get_video_features, inputs["pixel_values_videos"], return_dict=True)
         names = ("pixel_values", "image_sizes", "batch_num_images", "pixel_attention_mask")

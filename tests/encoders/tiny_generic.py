@@ -489,31 +489,6 @@ def _qwen_like(processor: Any, tokenizer: PreTrainedTokenizerFast) -> Any:
     )
 
 
-def build_video_llama_3(folder: Path, seed: int = 1) -> Path:
-    """VideoLLaMA3: images of any size, frames with their times."""
-    tokenizer = _named(*_QWEN_NAMES.values())
-    config = hf.VideoLlama3Config(
-        text_config=_text(tokenizer, "qwen2"),
-        vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "patch_size": 14,
-        },
-        **_ids(tokenizer, image_token_id="<|image_pad|>", video_token_id="<|video_pad|>"),
-    )
-    processor = hf.VideoLlama3Processor(
-        image_processor=hf.VideoLlama3ImageProcessor(**_GRID),
-        tokenizer=tokenizer,
-        video_processor=hf.VideoLlama3VideoProcessor(
-            size={"shortest_edge": 56 * 56, "longest_edge": 8 * 84 * 84}
-        ),
-        chat_template=tokenizer.chat_template,
-    )
-    return _save(folder, hf.VideoLlama3ForConditionalGeneration, config, processor, seed)
-
-
 def build_paddleocr_vl(folder: Path, seed: int = 0) -> Path:
     """PaddleOCR-VL: images of any size, M-RoPE."""
     marks = ("<|IMAGE_START|>", "<|IMAGE_END|>")

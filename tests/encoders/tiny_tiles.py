@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of the families that look at tiles, made as those of `tests.tiny_models` are.
+"""Tiny random checkpoints of families that look at tiles or single frames, made as `tests.tiny_models`.
 
 SmolVLM's processor class wants the package num2words; where it is not installed, `number_in_words` stands in
 for it in the reference, and a test of its own says what it spells.
@@ -28,6 +28,11 @@ from transformers import (
     SmolVLMImageProcessor,
     SmolVLMProcessor,
     SmolVLMVideoProcessor,
+    VideoLlama3Config,
+    VideoLlama3ForConditionalGeneration,
+    VideoLlama3ImageProcessor,
+    VideoLlama3Processor,
+    VideoLlama3VideoProcessor,
 )
 from transformers.models.smolvlm import processing_smolvlm
 
@@ -150,12 +155,35 @@ def build_smolvlm(folder: Path, seed: int = 0) -> Path:
     return tiny_models._save(folder, SmolVLMForConditionalGeneration, config, processor, seed)
 
 
+def build_video_llama_3(folder: Path, seed: int = 1, *, use_token_compression: bool = False) -> Path:
+    """VideoLLaMA3: images and frames of any size, patches of an image by themselves, times of frames."""
+    names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    tokenizer = byte_tokenizer(tuple(names.values()), _template(*names.values()), names)
+    config = VideoLlama3Config(
+        text_config={"model_type": "qwen2", **_TEXT, **_text_ids(tokenizer)},
+        vision_config={**_VISION, "patch_size": 14},
+        image_token_id=tokenizer.image_token_id,
+        video_token_id=tokenizer.video_token_id,
+    )
+    processor = VideoLlama3Processor(
+        image_processor=VideoLlama3ImageProcessor(size={"shortest_edge": 56**2, "longest_edge": 84**2}),
+        tokenizer=tokenizer,
+        video_processor=VideoLlama3VideoProcessor(
+            size={"shortest_edge": 56**2, "longest_edge": 8 * 84**2},
+            use_token_compression=use_token_compression,
+        ),
+        chat_template=tokenizer.chat_template,
+    )
+    return tiny_models._save(folder, VideoLlama3ForConditionalGeneration, config, processor, seed)
+
+
 BUILDERS: dict[str, Callable[[Path], Path]] = {
     **tiny_models.BUILDERS,
     "qwen3_5": tiny_models.build_qwen3_5,
     "llava_onevision": build_llava_onevision,
     "internvl": build_internvl,
     "smolvlm": build_smolvlm,
+    "video_llama_3": build_video_llama_3,
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.vision_utils import get_vision_position_ids
 
 from benchmarks.reduction.reduction_costs import counted_flops
 from epd.encoders.adapter import Embeddings, Grid, PatchRun
@@ -134,6 +135,41 @@ def test_a_qwen_tower_equals_its_layers_on_gathered_cells(
         theirs = Embeddings(torch.cat([unit.rows for unit in units]), tuple(map(torch.cat, layers)))
         assert_same_but_for_batching(ours, theirs)
         assert len(ours.rows.unique(dim=0)) == num_kept * run.grid.t
+
+
+def frame_plainly(family: Family, patches: Tensor, grid: Grid, num_kept: int) -> Tensor:
+    """One frame through VideoLLaMA 3's tower: its rows [S, C]."""
+    tower: Any = family.tower
+    vision, sizes = tower.vision_model, torch.tensor([[1, grid.h, grid.w]])
+    hidden = vision.embeddings(patches)
+    positions = vision.rotary_pos_emb(hidden, get_vision_position_ids(sizes, 2))
+    cos, sin, hidden = (each.unflatten(0, (-1, 4)) for each in (*positions, hidden))
+    there = torch.arange(len(hidden))
+    for number, layer in enumerate(vision.encoder.layers):
+        if number == MERGE_LAYER:
+            places, there = merged_plainly(hidden.flatten(1), grid.h // 2, grid.w // 2, num_kept)
+            hidden, cos, sin = averages(hidden, there), cos[places], sin[places]
+        hidden = layer(
+            hidden.flatten(0, 1),
+            cu_seqlens=torch.tensor([0, 4 * len(hidden)], dtype=torch.int32),
+            position_embeddings=(cos.flatten(0, 1), sin.flatten(0, 1)),
+        ).unflatten(0, (-1, 4))
+    rows = vision.post_layernorm(hidden[there].flatten(0, 1))
+    found: Tensor = tower.projector(vision.pixel_unshuffle(rows, sizes, torch.tensor([2])))
+    return found
+
+
+@torch.inference_mode()
+def test_a_tower_that_averages_patches_equals_its_layers_on_gathered_cells(
+    families: dict[str, Family],
+) -> None:
+    family, grid = families["video_llama_3"], Grid(2, 12, 10)
+    patches = torch.randn(grid.num_patches, 3 * 14 * 14)
+    encoder = FrameEncoder(family.adapter, family.tower, merge=TowerMerge(0.5, MERGE_LAYER))
+    (ours,) = encoder.encode([PatchRun("video", patches, grid)])
+    num_kept = Blocks.of(6, 5).num_kept(0.5)
+    theirs = [frame_plainly(family, each, grid, num_kept) for each in patches.chunk(2)]
+    assert_same_but_for_batching(ours, Embeddings(torch.cat(theirs)))
 
 
 @pytest.mark.parametrize("share", SHARES)
