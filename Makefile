@@ -30,19 +30,19 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## make a 60 s video, ask five questions, print answers, truth and timings
 	$(BIN)/epd demo
 
+# Types are checked while tests are compiled, and go on beside the tests: no core waits for the other.
 test: lint ## lint, types and all tests, in TEST_PROCESSES at once (how long: CONTRIBUTING.md)
-	$(MAKE) --no-print-directory -j 2 types test-compiled
-	$(MAKE) --no-print-directory -j 2 test-together test-timed
+	$(MAKE) --no-print-directory -j 3 types test-together test-timed
 
 # Imports all tests once, beside mypy: each process of tests would compile them and what they import itself.
 # What fails here fails again where it is shown.
 test-compiled: $(STAMP)
 	-@$(BIN)/python -m pytest --collect-only -qq > /dev/null
 
-test-together: $(STAMP)
+test-together: test-compiled
 	nice $(BIN)/python -m pytest -n $(TEST_PROCESSES) --no-loadscope-reorder -m "not timed"
 
-test-timed: $(STAMP)
+test-timed: test-compiled
 	$(BIN)/python -m pytest -m timed $(TIMED)
 
 test-topologies: $(STAMP) ## ask the app on Ray in every topology

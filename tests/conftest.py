@@ -99,6 +99,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+    if "httpx" in sys.modules:
+        read_certificates_once(sys.modules["httpx._transports.default"])
     if "epd.video.children.process" in sys.modules:
         media_servers.install(sys.modules["epd.video.children.process"])
 
@@ -122,6 +124,22 @@ def logs_as_before() -> Iterator[None]:
     for logger, handlers, level in before:
         logger.handlers[:] = handlers
         logger.setLevel(level)
+
+
+def read_certificates_once(transports: Any) -> None:
+    """Shares what httpx reads for each client, most of which are of plain HTTP: it takes 20 ms each time."""
+    read: Callable[..., Any] = transports.create_ssl_context
+
+    @cache
+    def kept(_files: tuple[str | None, ...], trust_env: bool) -> Any:
+        return read(verify=True, trust_env=trust_env)
+
+    def create(verify: Any = True, cert: Any = None, trust_env: bool = True) -> Any:
+        if verify is not True or cert is not None:
+            return read(verify=verify, cert=cert, trust_env=trust_env)
+        return kept((os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")), trust_env)
+
+    transports.create_ssl_context = create
 
 
 def read_processors_once() -> None:

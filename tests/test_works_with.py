@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.stages.ranks.thread_ranks import StartedThreadRanks
 from tests.works_with import FEATURES, Feature, Features, Trials, by_server, together
 
 _PAGE = Path(__file__).parent.parent / "docs" / "works-with.md"
@@ -98,8 +99,12 @@ def test_so_many_triples_are_drawn() -> None:
 @pytest.mark.parametrize(
     "server", SERVERS, ids=lambda drawn: " + ".join(each.name for each in drawn) or "none"
 )
-def test_triples_of_one_server_answer_as_those_that_change_answers(trials: Trials, server: Features) -> None:
-    """A server is asked all at once."""
+def test_triples_of_one_server_answer_as_those_that_change_answers(
+    trials: Trials, server: Features, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server is asked all at once. A second rank is a process in `DRAWN` and the soak, here a thread."""
+    if not _IS_SOAK:
+        monkeypatch.setattr("epd.stages.ranks.group.ProcessRanks", StartedThreadRanks)
     triples = SERVERS[server]
     changing = [tuple(each for each in features if each.changes_answers) for features in triples]
     for plain, asked in by_server(changing).items():
