@@ -21,7 +21,7 @@ from epd.serve_app.media.media_worker import MediaSettings
 from epd.serve_app.orchestration.config import OrchestratorConfig, SwitchLimits
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
-from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.stages.placement import dtype_on
 from epd.store.object_values import ObjectValues
 from epd.store.piece_files import PieceFiles, namespace

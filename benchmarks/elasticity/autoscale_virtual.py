@@ -58,7 +58,7 @@ from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.ray.autoscaling import ADVISED, stage_replicas
 from epd.serve_app.service import AnswerRequest, MediaReference, TokenDelta
-from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.serve_app.worker_info import EVERY_STAGE, WorkerInfo
 from epd.topology import ROLE_LETTERS, parse_topology
 from epd.video import FetchPolicy

@@ -41,7 +41,7 @@ from epd.serve_app.local.fleet import LocalTransport
 from epd.serve_app.messages import EncodeGroup, Prefill
 from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_roles import EncodeRole
-from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.stages.encode.beside import InTurn
 from epd.stages.engine.generation import GenerateRequest
 from epd.topology import Stage

@@ -46,7 +46,7 @@ from epd.serve_app.network.routes import PeerPlace
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.role_messages import Offload, Onload, SetRoles
 from epd.serve_app.worker.worker_core import WorkerCore
-from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.shapes import make_scene
 from epd.stages.loading.weight_files import num_weight_bytes
 from epd.stages.loading.weights import load_role

@@ -22,7 +22,7 @@ from epd.encoders import FrameSampling, load_adapter
 from epd.encoders.patches import PatchSpec, patchify, patchify_plain
 from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
-from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.shapes import SceneRenderer, make_scene
 from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
 from epd.stages.attention.device import DeviceHeads

@@ -27,7 +27,8 @@ from epd.encoders.groups import prompt_identity
 from epd.engine_config import EngineConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from epd.serve_app.worker.worker_stages import WorkerSettings, embedding_layout
+from epd.serve_app.worker.worker_settings import WorkerSettings
+from epd.serve_app.worker.worker_stages import embedding_layout
 from epd.stages.encode.encoder_pool import EncoderPoolShape
 from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings

@@ -24,7 +24,8 @@ from epd.encode.sharding import GROUP_TOKENS
 from epd.encoders.adapter import MediaPlan
 from epd.encoders.groups import MediaGroup, plan_groups, prompt_identity
 from epd.sampling_params import SamplingParams
-from epd.serve_app.worker.worker_stages import StageBuilder, WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
+from epd.serve_app.worker.worker_stages import StageBuilder
 from epd.stages.connectors.mailbox import InProcessHub
 from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from epd.stages.encode.encoder import EncodeJob

@@ -54,7 +54,7 @@ from epd.serve_app.ray.server import APP_NAME
 from epd.serve_app.service import AnswerRequest, MediaReference, TokenDelta
 from epd.serve_app.service_status import RoleSwitch
 from epd.serve_app.worker.worker_core import WorkerCore
-from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.stages.loading.weight_files import write_weights
 from epd.stages.loading.weights import WholeModel, load_role
 from epd.stages.placement import CPU_FLOAT32

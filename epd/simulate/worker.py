@@ -24,15 +24,43 @@ _ALONE = 1000
 
 
 class _Lane:
-    """Runs one task at a time. pace: of thousand ticks of work, those that it takes for them."""
+    """Runs one task of a worker at a time. pace: of thousand ticks of work, those that it takes for them."""
 
-    __slots__ = ("name", "pace", "started", "task")
+    __slots__ = ("_machine", "_on_span", "_pace", "_worker", "name", "started", "task")
 
-    def __init__(self, name: Literal["encode", "language"]) -> None:
+    def __init__(
+        self, worker: str, name: Literal["encode", "language"], machine: Machine, on_span: OnSpan | None
+    ) -> None:
         self.name = name
         self.task: SimulatedTask | None = None
         self.started = -1
-        self.pace = _ALONE
+        self._worker, self._machine, self._on_span = worker, machine, on_span
+        self._pace = _ALONE
+
+    def run(self, now: int, ticks: int | None, end: Callable[[], None], pace: int) -> bool:
+        """Begins a task, which calls `end`. Returns whether there is one."""
+        if ticks is None:
+            return False
+        self.started, self._pace = now, pace
+        self.task = self._machine.run(ticks, end)
+        return True
+
+    def end(self, now: int) -> int:
+        """Ends the task; returns the ticks that it took."""
+        self.task, ticks = None, now - self.started
+        if self._on_span is not None:
+            self._on_span(WorkSpan(self._worker, self.name, self.started, ticks))
+        return ticks
+
+    def set_left(self, ticks: int) -> None:
+        assert self.task is not None
+        self._machine.set_left(self.task, ticks)
+
+    def set_pace(self, pace: int) -> None:
+        """Changes what it has left of a task to another pace."""
+        if self.task is not None and self._pace != pace:
+            self.set_left(ceil_div(self._machine.left(self.task) * pace, self._pace))
+            self._pace = pace
 
 
 class SimulatedWorker:
@@ -66,11 +94,10 @@ class SimulatedWorker:
         self.is_switching = False
         self.last_ticks = 0  # of the last work that is over
         self._events = events
-        self._machine = machine
         self._on_encoded = on_encoded
         self._on_passed = on_passed
-        self._on_span = on_span
-        self._encoding, self._passing = _Lane("encode"), _Lane("language")
+        self._encoding = _Lane(name, "encode", machine, on_span)
+        self._passing = _Lane(name, "language", machine, on_span)
         self._is_beside = False
         self._pace = _ALONE  # of both lanes while both run
         self._was_encoding = False
@@ -153,7 +180,7 @@ class SimulatedWorker:
             if self._encoding.task is None:
                 self._start_encoder()
             self._start_language(is_single=False)
-            self._set_pace(self._encoding, self._passing)
+            self._encoding.set_pace(self._pace if self.is_busy else _ALONE)
             return
         for is_encoding in (not self._was_encoding, self._was_encoding):
             is_single = self.encoder is not None and self.encoder.is_waited_for
@@ -162,30 +189,15 @@ class SimulatedWorker:
 
     def _start_encoder(self) -> bool:
         ticks = None if self.encoder is None else self.encoder.start()
-        return self._run(self._encoding, ticks, self._end_batch, _ALONE)
+        return self._encoding.run(self._events.now, ticks, self._end_batch, _ALONE)
 
     def _start_language(self, *, is_single: bool) -> bool:
         if self.language is None:
             return False
         is_beside = self._encoding.task is not None
         ticks = self.language.start(is_single=is_single, is_beside=is_beside)
-        return self._run(self._passing, ticks, self._end_pass, self._pace if is_beside else _ALONE)
-
-    def _run(self, lane: _Lane, ticks: int | None, end: Callable[[], None], pace: int) -> bool:
-        if ticks is None:
-            return False
-        lane.started, lane.pace = self._events.now, pace
-        lane.task = self._machine.run(ticks, end)
-        return True
-
-    def _set_pace(self, lane: _Lane, other: _Lane) -> None:
-        """Changes what a lane has left to its pace beside the other one, or alone."""
-        pace = self._pace if other.task is not None else _ALONE
-        if lane.task is not None and lane.pace != pace:
-            if lane is self._passing:
-                self._cut()
-            self._machine.set_left(lane.task, ceil_div(self._machine.left(lane.task) * pace, lane.pace))
-            lane.pace = pace
+        pace = self._pace if is_beside else _ALONE
+        return self._passing.run(self._events.now, ticks, self._end_pass, pace)
 
     def _cut(self) -> None:
         if self._passing.task is None or self.language is None:
@@ -193,18 +205,19 @@ class SimulatedWorker:
         now, started = self._events.now, self._passing.started
         ticks = self.language.cut(now - started)
         if ticks is not None:
-            self._machine.set_left(self._passing.task, started + ticks - now)
+            self._passing.set_left(started + ticks - now)
 
     def _end_batch(self) -> None:
-        self._encoded_ticks = self._end(self._encoding)
+        self._encoded_ticks = self._encoding.end(self._events.now)
         self._was_encoding = True
-        self._set_pace(self._passing, self._encoding)
+        self._cut()
+        self._passing.set_pace(_ALONE)
         if not self.is_busy:
             self._end_turn()
         self.wake()
 
     def _end_pass(self) -> None:
-        self.last_ticks = self._end(self._passing)
+        self.last_ticks = self._passing.end(self._events.now)
         self._was_encoding = False
         self._on_passed(self, self.language_side.end())
         self._end_turn()
@@ -219,13 +232,6 @@ class SimulatedWorker:
         waiting, self._between = self._between, []
         for then in waiting:
             then()
-
-    def _end(self, lane: _Lane) -> int:
-        """Ends the task of a lane; returns the ticks that it took."""
-        lane.task, ticks = None, self._events.now - lane.started
-        if self._on_span is not None:
-            self._on_span(WorkSpan(self.name, lane.name, lane.started, ticks))
-        return ticks
 
 
 class CpuPool:

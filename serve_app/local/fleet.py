@@ -34,7 +34,7 @@ from epd.serve_app.media.media_worker import MediaSettings, MediaWorker
 from epd.serve_app.messages import Message, ReplyT, WorkerReport, endpoint, worker_of
 from epd.serve_app.task_group import Loops, Tasks
 from epd.serve_app.worker.worker_core import WorkerCore
-from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.serve_app.worker.worker_thread import IDLE_S, Call, WorkerCallbacks, WorkerThread, fault_of
 from epd.serve_app.worker_info import WorkerInfo
 from epd.stages.connectors.mailbox import InProcessHub
@@ -70,6 +70,9 @@ class LocalFleetConfig:
     own: Mapping[str, WorkerSettings] = field(default_factory=dict)
     media: MediaSettings | None = None
     processes: MediaProcesses | None = None
+
+    def media_worker(self, model_path: Path) -> MediaWorker:
+        return MediaWorker(self.media or MediaSettings(model_path), self.processes)
 
 
 @dataclass(slots=True)
@@ -141,6 +144,13 @@ class _LocalWorker(WorkerThread):
         else:
             super().turn(core)
 
+    def lose(self, reason: str) -> None:
+        """Ends the thread, and the calls that it has not answered."""
+        self.stop()
+        for reply in list(self.calls):
+            if not reply.done():
+                reply.set_exception(WorkerLostError(f"{reason}; send to another worker"))
+
 
 class LocalFleet:
     """Runs workers as threads. A "video" worker is a media worker and has no other role.
@@ -154,7 +164,7 @@ class LocalFleet:
         self._hubs = Hubs()
         self._infos = {name: WorkerInfo(name, roles) for name, roles in config.workers.items()}
         self._threads: dict[str, _LocalWorker] = {}
-        self._stopped: list[_LocalWorker] = []
+        self._started: list[_LocalWorker] = []  # also those that are over
         self.media: dict[str, MediaWorker] = {}
         self._events: asyncio.Queue[FleetEvent | None] = asyncio.Queue()
         self._tasks = Tasks()
@@ -165,19 +175,9 @@ class LocalFleet:
     def workers(self) -> Mapping[str, WorkerInfo]:
         return self._infos
 
-    def core(self, name: str) -> WorkerCore:
-        """Returns the stages of a worker, for tests: to be inspected only while nothing runs."""
-        core = self._threads[name].core
-        assert core is not None
-        return core
-
-    def _new_media_worker(self) -> MediaWorker:
-        settings = self._config.media or MediaSettings(self._settings.model_path)
-        return MediaWorker(settings, self._config.processes)
-
     async def start(self) -> None:
         names = [name for name, info in self._infos.items() if "video" in info.roles]
-        self.media = {name: self._new_media_worker() for name in names}
+        self.media = {name: self._config.media_worker(self._settings.model_path) for name in names}
         starting = [self._start(name) for name in self._infos if name not in self.media]
         if self._config.processes is not None:
             starting.append(asyncio.to_thread(self._config.processes.start))
@@ -191,6 +191,7 @@ class LocalFleet:
         thread = _LocalWorker(self._infos[name], settings, self._hubs, listener)
         self._threads[name] = thread
         await thread.start()
+        self._started.append(thread)
 
     async def close(self) -> None:
         if self._is_closed:
@@ -199,15 +200,12 @@ class LocalFleet:
         await self._loops.close()
         self._tasks.cancel()
         for thread in self._threads.values():
-            self._stop(thread, "the fleet is closed")
+            thread.lose("the fleet is closed")
         for worker in self.media.values():
             worker.close()
-        await asyncio.to_thread(self._join)
+        for thread in dict.fromkeys((*self._started, *self._threads.values())):
+            await asyncio.to_thread(thread.join, _JOIN_S)
         self._events.put_nowait(None)
-
-    def _join(self) -> None:
-        for thread in self._stopped:
-            thread.join(_JOIN_S)
 
     async def send(
         self, stage: Stage, target: str, message: Message[ReplyT], bulk: Bulk | None = None
@@ -274,10 +272,6 @@ class LocalFleet:
         """Kills the worker with all it holds; it is restarted after `restart_s`."""
         self._lose(name, "it was killed")
 
-    def freeze(self, name: str) -> None:
-        """Freezes the worker: it does and reports nothing until it is found to hang."""
-        self._threads[name].is_frozen = True
-
     def _lose(self, name: str, reason: str) -> None:
         info = self._infos[name]
         if self._is_closed or not info.is_alive:
@@ -286,38 +280,28 @@ class LocalFleet:
         if name in self.media:
             self.media[name].close()
         else:
-            self._stop(self._threads[name], f"worker '{name}' is gone: {reason}")
+            self._threads[name].lose(f"worker '{name}' is gone: {reason}")
             for stage in ROLE_LETTERS:
                 self._hubs.close(endpoint(name, stage))
         self._events.put_nowait(WorkerLost(name, reason, info.incarnation))
         self._tasks.spawn(self._restart(name))
-
-    def _stop(self, thread: _LocalWorker, reason: str) -> None:
-        thread.stop()
-        self._stopped.append(thread)
-        for reply in list(thread.calls):
-            if not reply.done():
-                reply.set_exception(WorkerLostError(f"{reason}; send to another worker"))
 
     async def _restart(self, name: str) -> None:
         await asyncio.sleep(self._config.restart_s)
         info = self._infos[name]
         self._infos[name] = replace(info, incarnation=info.incarnation + 1)
         if name in self.media:
-            self.media[name] = self._new_media_worker()
+            self.media[name] = self._config.media_worker(self._settings.model_path)
         else:
-            while not await self._is_started(name):
+            while True:
+                try:
+                    await self._start(name)
+                    break
+                except EPDError:
+                    logger.exception("worker %s does not start", name)
                 await asyncio.sleep(max(self._config.restart_s, _FROZEN_S))
         self._infos[name] = replace(self._infos[name], is_alive=True)
         self._events.put_nowait(WorkerBack(name))
-
-    async def _is_started(self, name: str) -> bool:
-        try:
-            await self._start(name)
-        except EPDError:
-            logger.exception("worker %s does not start", name)
-            return False
-        return True
 
     async def _watch(self) -> None:
         """Finds workers that hang. A look that is late judges nobody: the workers had no core either."""

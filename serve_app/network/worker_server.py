@@ -42,7 +42,7 @@ from epd.serve_app.network.routes import PeerPlace
 from epd.serve_app.network.wire import BulkPlace, TakeBulk, WorkerCall
 from epd.serve_app.role_messages import AskRemaining, Offload
 from epd.serve_app.task_group import Loops, Tasks
-from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.serve_app.worker.worker_thread import Call, WorkerCallbacks, WorkerThread
 from epd.serve_app.worker_info import EVERY_STAGE, WorkerInfo
 from epd.stages.connectors.gpu_memory import CudaMemory

@@ -240,7 +240,7 @@ class EventReader:
         attempt: Attempt,
         event: Admitted | EmbeddingsReused | Grant | HandedOver | RequestFailed | SpanDone,
     ) -> None:
-        attempt.progress(self.shared.requests.clock())
+        attempt.event_s = self.shared.requests.clock()
         match event:
             case Admitted():
                 attempt.answer.cached_tokens = event.num_cached

@@ -392,7 +392,7 @@ class GroupFeed:
             return frames
         self._attempt.answer.substituted.note(group.spec.key, num_substituted)
         self._attempt.answer.timings.decode_video_s += self._shared.requests.clock() - start_s
-        self._attempt.progress(self._shared.requests.clock())
+        self._attempt.event_s = self._shared.requests.clock()
         self._attempt.answer.note_span("decode_video", "video", start_s, item=group.item, group=group.index)
         return frames
 

@@ -61,7 +61,8 @@ class LossCounter:
         """Gives an attempt what is known from earlier attempts at its request."""
         if len(self._ledger):
             asked, now_s = attempt.answer.fingerprint, self._requests.clock()
-            attempt.suspect(self._ledger.suspected_at(asked, now_s), self._ledger.furthest(asked, now_s))
+            attempt.isolated_at = self._ledger.suspected_at(asked, now_s)
+            attempt.at_risk_until = self._ledger.furthest(asked, now_s)
 
     def answered(self, attempt: Attempt) -> None:
         """Notes that the request was answered completely."""
@@ -104,7 +105,7 @@ class LossCounter:
         self._requests.num_lost[worker] += 1
         if is_planned:
             for attempt in self._requests.attempts.values():
-                attempt.forget_loss(worker)
+                attempt.lost_with.discard(worker)
             return
         there = list(self._there(worker))
         for attempt in {id(each.attempt): each.attempt for each in there}.values():
@@ -131,7 +132,7 @@ class LossCounter:
                 yield _AtRisk(attempt, Suspect(attempt.answer.fingerprint, ("encode", group)), True)
         for attempt in self._requests.attempts.values():
             stage = self._stage_at(attempt, worker)
-            attempt.forget_loss(worker)
+            attempt.lost_with.discard(worker)
             if stage is not None and not attempt.has_ended:
                 suspect = Suspect(attempt.answer.fingerprint, stage, attempt.num_tokens)
                 yield _AtRisk(attempt, suspect, attempt.is_at_risk)
@@ -160,7 +161,7 @@ class LossCounter:
         """Ends an attempt that is to blame. Returns the seconds until that is known."""
         asked = attempt.answer.fingerprint
         undecided_s = self._ledger.undecided_s(asked, now_s)
-        attempt.wait_for_blame(now_s + undecided_s)
+        attempt.undecided_until_s = now_s + undecided_s
         if undecided_s > 0:
             return undecided_s
         try:

@@ -90,7 +90,7 @@ class RequestPlacer:
 
     async def _ask_workers(self, attempt: Attempt) -> bool:
         """Asks workers once. Returns whether they have taken the attempt."""
-        attempt.ask_workers(self._clock())
+        attempt.started_s = self._clock()
         allowed = partial(self._isolation.allowed, attempt)
         media, round_ = attempt.answer.plan.visual_tokens, _Round()
         with closing(round_), closing(self._policy.place(attempt.placement, media, allowed)) as steps:
@@ -167,7 +167,8 @@ class RequestPlacer:
                 if self.calls.seen(attempt) == round_.seen:  # nobody else handles a loss before it is placed
                     return True
         await self.calls.abort(attempt, attempt.prefill_worker)
-        return attempt.given(None)
+        attempt.is_withdrawn = True
+        return False
 
     async def _may_ask(self, attempt: Attempt, step: Step) -> bool:
         """Checks again what was checked when the worker was chosen: others were asked questions since."""

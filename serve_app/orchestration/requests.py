@@ -1,7 +1,4 @@
-"""Attempts at answering requests: which workers have each, how it ended, and all that have not ended.
-
-Everything that changes an attempt is a method of `Attempt`.
-"""
+"""Attempts at answering requests: which workers have each, how it ended, and all that have not ended."""
 
 from __future__ import annotations
 
@@ -127,36 +124,12 @@ class Attempt:
 
     # Placement
 
-    def ask_workers(self, now_s: float) -> None:
-        """Notes that workers are asked to take it."""
-        self.started_s = now_s
-
-    def given(self, is_taken: bool | None) -> bool:
-        """Notes its prefill worker's reply. None: that worker may have had it, and has it no longer."""
-        self.is_withdrawn = is_taken is None
-        return bool(is_taken)
-
     def place(self, since_s: float) -> None:
         """Notes that its workers have taken it. since_s: when it began to wait for them, Unix time."""
         self.answer.queued.prefill_s += self.started_s - since_s
         self.is_placed = True
 
-    def decode_at(self, worker: str) -> None:
-        """Changes its decode worker."""
-        self.placement.move_decode(worker)
-
-    def begin_move(self, worker: str) -> None:
-        """Notes that its answer is being moved to another decode worker."""
-        self.moving_to = worker
-
-    def cancel_move(self) -> None:
-        self.moving_to = ""
-
     # Progress
-
-    def progress(self, now_s: float) -> None:
-        """Notes that it has made progress, or begins."""
-        self.event_s = now_s
 
     def arrive(self, worker: str) -> None:
         """Notes that a decode worker has received all of it."""
@@ -181,32 +154,6 @@ class Attempt:
             self.end(Outcome.TAKEN_BACK)
         self.failures[group] += 1
         return self.failures[group]
-
-    # Losses
-
-    def suspect(self, isolated_at: frozenset[Hashable], at_risk_until: int) -> None:
-        """Takes what is known of earlier losses of its request."""
-        self.isolated_at, self.at_risk_until = isolated_at, at_risk_until
-
-    def wait_for_blame(self, until_s: float) -> None:
-        self.undecided_until_s = until_s
-
-    @contextmanager
-    def asked(self, worker: str) -> Iterator[None]:
-        """Marks the time in which a worker has a message about it."""
-        self.asking[worker] += 1
-        try:
-            yield
-        finally:
-            self.asking[worker] -= 1
-
-    def lose(self, worker: str) -> None:
-        """Notes that a worker was lost before it answered a message about it."""
-        self.lost_with.add(worker)
-
-    def forget_loss(self, worker: str) -> None:
-        """Notes that the loss of a worker is counted."""
-        self.lost_with.discard(worker)
 
     # End
 
@@ -271,7 +218,7 @@ class Requests:
 
     def begin(self, attempt: Attempt) -> None:
         self.attempts[attempt.id] = attempt
-        attempt.progress(self.clock())
+        attempt.event_s = self.clock()
 
     def leave(self, attempt: Attempt) -> None:
         """Removes an attempt that has ended, and frees what it uses of its workers in the counts."""
@@ -312,10 +259,12 @@ class Shared:
         if info is None or not info.is_alive:
             yield
             return
+        attempt.asking[worker] += 1
         try:
-            with attempt.asked(worker):
-                yield
+            yield
         except WorkerLostError:
             if self.requests.num_lost[worker] == num_lost:  # its `WorkerLost` will come
-                attempt.lose(worker)
+                attempt.lost_with.add(worker)
             raise
+        finally:
+            attempt.asking[worker] -= 1

@@ -141,7 +141,8 @@ class WorkerCalls:
         if is_taken and self.seen(attempt) != seen:
             await self.abort(attempt, attempt.prefill_worker)
             is_taken = None
-        return attempt.given(is_taken)
+        attempt.is_withdrawn = is_taken is None
+        return bool(is_taken)
 
     async def reserve(self, attempt: Attempt, worker: str) -> KVTicket | None:
         """Reserves room for what the attempt's prefill worker computes; None where there is none."""
@@ -268,7 +269,7 @@ class DecodeMoves:
             return None
         if attempt.has_ended:
             return False
-        attempt.decode_at(worker)
+        attempt.placement.move_decode(worker)
         seen = self._calls.seen(attempt)
         ticket = await self._calls.reserve(attempt, worker)
         if ticket is None:
@@ -307,7 +308,7 @@ class DecodeMoves:
         message = Redirect(attempt.id, room.ticket, room.incarnation)
         is_taken = await self._calls.ask_or_redo(attempt, "prefill", prefiller, message)
         if is_taken and attempt.decode_worker == former:
-            attempt.decode_at(room.worker)
+            attempt.placement.move_decode(room.worker)
             await self._calls.abort(attempt, former)
             return room
         await self._calls.abort(attempt, room.worker)
@@ -336,12 +337,12 @@ class DecodeMoves:
         room = await self._other_decoder(attempt, message)
         if room is None:
             return False
-        attempt.begin_move(room.worker)
+        attempt.moving_to = room.worker
         moving = Move(attempt.id, room.ticket, room.incarnation)
         is_taken = await self._calls.ask_or_redo(attempt, "decode", former, moving)
         if is_taken or attempt.decode_worker == room.worker:  # it may be there before the reply, or without
             return True
-        attempt.cancel_move()
+        attempt.moving_to = ""
         await self._calls.abort(attempt, room.worker)
         return False
 

@@ -47,7 +47,8 @@ from epd.serve_app.worker.media_feed import MediaFeeds
 from epd.serve_app.worker.peer_losses import NamedPeer, PeerLosses, named_peer, refusal
 from epd.serve_app.worker.prefill_role import PrefillRole
 from epd.serve_app.worker.worker_roles import Clock, DecodeRole, EncodeRole, ReportBuffer, Role, lost_stage
-from epd.serve_app.worker.worker_stages import StageBuilder, Transport, WorkerSettings
+from epd.serve_app.worker.worker_settings import Transport, WorkerSettings
+from epd.serve_app.worker.worker_stages import StageBuilder
 from epd.stages.encode.beside import BesideThread
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket

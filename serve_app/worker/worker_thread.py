@@ -22,7 +22,7 @@ from typing import Any
 from epd.errors import EPDError, UnavailableError, WorkerFaultError
 from epd.serve_app.messages import Message, WorkerLoad, WorkerReport
 from epd.serve_app.worker.worker_core import WorkerCore
-from epd.serve_app.worker.worker_stages import Transport, WorkerSettings
+from epd.serve_app.worker.worker_settings import Transport, WorkerSettings
 from epd.stages.placement import use_own_threads
 from epd.topology import Stage
 from epd.types import UInt8Array

@@ -31,7 +31,7 @@ from epd.serve_app.orchestration.config import OrchestratorConfig
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.worker.worker_core import WorkerCore
-from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.topology import parse_topology
 from tests.faults.network import Network
 from tests.faults.plan import FaultPlan

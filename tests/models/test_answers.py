@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.workers import SplitPipeline
 from epd.engine_config import EngineConfig
-from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
 from tests.encoders.families import QUESTION, Clip, Family, Media, Picture
 from tests.models.published import PUBLISHED
 from tests.models.shrunk import build

@@ -19,7 +19,7 @@ from benchmarks.gpu.workers import SplitPipeline
 from epd.encoders import FrameSampling, MediaPlan
 from epd.encoders.sampling import DEFAULT_FPS
 from epd.engine_config import EngineConfig
-from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
 from tests.encoders.families import QUESTION, Clip, Family, Media, Picture
 from tests.models.published import PUBLISHED
 from tests.models.real_tokenizer import qwen_tokenizer, qwen_words

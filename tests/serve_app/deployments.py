@@ -33,7 +33,7 @@ from epd.serve_app.service import (
 from epd.serve_app.worker.prefill_role import PrefillRole
 from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker.worker_roles import EncodeRole
-from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.topology import Stage
 from epd.video import media_kind
 from tests.clear_draws import clear_draws, close_draws
@@ -153,9 +153,8 @@ class Deployment:
             await self.service.close()
 
     def cores(self) -> list[WorkerCore]:
-        return [
-            self.fleet.core(info.name) for info in self.fleet.workers.values() if "video" not in info.roles
-        ]
+        workers = self.fleet.workers.values()
+        return [core_of(self.fleet, info.name) for info in workers if "video" not in info.roles]
 
     async def ask(
         self,
@@ -223,6 +222,13 @@ class Deployment:
             if self.service.router.in_flight(name) != InFlight()
         ]
         return left
+
+
+def core_of(fleet: LocalFleet, name: str) -> WorkerCore:
+    """Returns the stages of a worker: to be inspected only while nothing runs."""
+    core = fleet._threads[name].core
+    assert core is not None
+    return core
 
 
 def num_held(core: WorkerCore) -> int:

@@ -18,7 +18,8 @@ from epd.errors import InfeasibleError
 from epd.kv.scheduling import SchedulerConfig
 from epd.serve_app.local.fleet import LocalTransport
 from epd.serve_app.worker.worker_core import stages_of
-from epd.serve_app.worker.worker_stages import StageBuilder, WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
+from epd.serve_app.worker.worker_stages import StageBuilder
 from epd.stages import memory_sizing
 from epd.stages.engine import setup
 from epd.stages.engine.kv_pool import KVPoolsShape

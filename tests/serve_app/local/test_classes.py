@@ -23,7 +23,7 @@ from epd.shapes import make_scene
 from epd.topology import Stage
 from epd.video.demo_video import write_demo_video
 from tests.media import write_video
-from tests.serve_app.deployments import Deployment, Question, deployed
+from tests.serve_app.deployments import Deployment, Question, core_of, deployed
 
 QUESTION = "What is shown?"
 SLOWER = 5.0
@@ -85,7 +85,7 @@ def test_each_worker_has_the_threads_of_its_class(checkpoints: dict[str, Path]) 
         found: dict[str, int] = {}
         try:
             for name in ("many0", "both0", "d0"):
-                core, heard = fleet.core(name), asyncio.Event()
+                core, heard = core_of(fleet, name), asyncio.Event()
                 _note_threads(core, name, found, asyncio.get_running_loop(), heard)
                 await heard.wait()
         finally:
@@ -140,7 +140,7 @@ def _slow_down(deployment: Deployment) -> None:
 
     Both report the seconds that their batches would take.
     """
-    fast, slow = (deployment.fleet.core(name).hosted["encode"] for name in ("e0", "e1"))
+    fast, slow = (core_of(deployment.fleet, name).hosted["encode"] for name in ("e0", "e1"))
     assert isinstance(fast, EncodeRole)
     assert isinstance(slow, EncodeRole)
     for role, patch_s in ((fast, 0.001), (slow, 0.001 * SLOWER)):
@@ -169,7 +169,7 @@ def _samples(role: EncodeRole, patch_s: float) -> dict[Stage, StageSample]:
 
 
 def _patches(deployment: Deployment, name: str) -> float:
-    return deployment.fleet.core(name).load().counters["encoded_patches"]
+    return core_of(deployment.fleet, name).load().counters["encoded_patches"]
 
 
 def test_workers_of_no_class_change_roles_beside_those_of_one(

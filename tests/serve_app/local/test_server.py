@@ -24,6 +24,7 @@ from epd.stages.placement import Placement
 from epd.stages.ranks.group import ProcessRanks
 from tests.ports import free_port
 from tests.serve_app.conftest import JSON, data_url, image_part
+from tests.serve_app.deployments import core_of
 from tests.serve_app.server import wait_until
 
 QUESTION = {"messages": [{"role": "user", "content": "What is it?"}]}
@@ -163,7 +164,7 @@ def test_workers_of_two_processes_answer_as_one_does_when_one_is_lost_too(
         await start(fleet)
 
     def ranks_of(worker: str) -> ProcessRanks:
-        ranks = fleets[-1].core(worker)._builder._ranks
+        ranks = core_of(fleets[-1], worker)._builder._ranks
         assert ranks is not None
         return ranks
 

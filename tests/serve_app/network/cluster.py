@@ -25,7 +25,7 @@ from epd.serve_app.network.worker_server import WorkerServer, WorkerServerConfig
 from epd.serve_app.orchestration.orchestrator import Orchestrator
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.worker.worker_core import WorkerCore
-from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.topology import parse_topology
 from tests.engine_options import parted
 from tests.serve_app.deployments import ANY_FILE, NEVER_S, Answered, Question, patient, reference_to

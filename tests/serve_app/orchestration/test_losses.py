@@ -119,7 +119,7 @@ def test_a_request_is_not_blamed_for_two_workers_that_are_lost_at_once(
             deployment.held.is_on = True
             asking = asyncio.create_task(deployment.ask(questions[0]))
             await until_decoding(deployment, "d0", 1)
-            deployment.fleet.freeze("d1")
+            deployment.fleet._threads["d1"].is_frozen = True
             deployment.fleet.kill("d0")
             deployment.held.is_on = False
             assert (await asking).tokens == expected[0]

@@ -19,7 +19,7 @@ from epd.serve_app.orchestration.replacement import Replacement
 from epd.serve_app.worker.worker_core import WorkerCore
 from epd.serve_app.worker_info import EVERY_STAGE, WorkerInfo
 from epd.topology import ROLE_LETTERS, Stage
-from tests.serve_app.deployments import Deployment, Question, deployed, undisturbed
+from tests.serve_app.deployments import Deployment, Question, core_of, deployed, undisturbed
 from tests.serve_app.orchestration.parts import shared_parts
 
 STAGES: dict[str, Stage] = {letter: stage for stage, letter in ROLE_LETTERS.items()}
@@ -149,7 +149,7 @@ def test_a_worker_that_prefills_encodes_until_an_encoder_is_back(
             assert "encode" not in workers[helper].roles
             assert [answer.tokens for answer in await deployment.ask_all(asked)] == expected
             await deployment.settle()
-            assert "encode" not in deployment.fleet.core(helper).hosted, "its tower is given up"
+            assert "encode" not in core_of(deployment.fleet, helper).hosted, "its tower is given up"
             assert (await deployment.service.status()).counters["encode_fallbacks"] == 1
 
     asyncio.run(run())

@@ -28,6 +28,7 @@ from tests.serve_app.deployments import (
     Answered,
     Deployment,
     Question,
+    core_of,
     deployed,
     undisturbed,
     until_busy,
@@ -115,7 +116,7 @@ def test_a_switch_under_load_changes_no_token(
             assert deployment.fleet.workers[worker].roles == roles(after)
             assert [answer.tokens for answer in await deployment.ask_all(questions)] == expected
             await deployment.settle()
-            assert set(deployment.fleet.core(worker).hosted) == roles(after)
+            assert set(core_of(deployment.fleet, worker).hosted) == roles(after)
             status = await deployment.service.status()
             assert (switch.kind, switch.error) == (kind, "")
             assert status.switches == (switch,)
@@ -253,7 +254,7 @@ def test_nobody_waits_for_a_stage_that_is_gone(
     async def run() -> None:
         limits = SwitchLimits(drain_s=0.0)
         async with deployed(checkpoints["qwen2_5_vl"], "1e2p2d", switching=limits) as deployment:
-            slow = deployment.fleet.core("e0").hosted["encode"].stage._encoder  # type: ignore[attr-defined]
+            slow = core_of(deployment.fleet, "e0").hosted["encode"].stage._encoder  # type: ignore[attr-defined]
             encode = slow.encode
 
             def encode_slowly(*batch: Any) -> Any:
@@ -325,7 +326,7 @@ def test_a_switch_that_fails_midway_leaves_everything_as_it_was(
                 assert deployment.fleet.workers["d0"].takes("decode")
                 assert [answer.tokens for answer in await released(deployment, asking)] == long_expected
                 await deployment.settle()
-                assert set(deployment.fleet.core("d0").hosted) == {"decode"}
+                assert set(core_of(deployment.fleet, "d0").hosted) == {"decode"}
             (total,) = (await deployment.service.status()).switch_totals
             assert (total.kind, total.num_done, total.num_failed) == ("d->p", 0, len(PHASES))
             assert (await deployment.service.status()).topology == "1e1p2d"

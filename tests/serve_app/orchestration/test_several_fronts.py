@@ -263,7 +263,7 @@ async def drain(front: Front, worker: str) -> None:
     front.shared.publish(WorkerChanged(worker))
     while not (await fleet.send(stage, worker, AskRemaining(EVERY_STAGE))).is_over:
         await asyncio.sleep(0.01)
-    fleet._stop(fleet._threads.pop(worker), "it has left")
+    fleet._threads.pop(worker).lose("it has left")
     infos: Any = fleet.workers
     del infos[worker]
     front.shared.publish(WorkerLost(worker, "it has left", info.incarnation, is_planned=True))

@@ -46,7 +46,7 @@ def report(deployment: Deployment, event: FleetEvent) -> None:
 def leave(deployment: Deployment, name: str) -> None:
     """The worker ends for good, whatever it has; nobody starts it again."""
     thread = deployment.fleet._threads.pop(name)
-    deployment.fleet._stop(thread, f"worker '{name}' has left")
+    thread.lose(f"worker '{name}' has left")
     incarnation = infos(deployment).pop(name).incarnation
     report(deployment, WorkerLost(name, "it has left", incarnation, is_planned=True))
 

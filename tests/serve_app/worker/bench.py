@@ -20,7 +20,7 @@ from epd.serve_app.orchestration.live_answer import AnswerPlan
 from epd.serve_app.orchestration.request_planner import RequestPlanner
 from epd.serve_app.service import HeldItem
 from epd.serve_app.worker.worker_core import WorkerCore
-from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.stages.engine.generation import TokenOutput
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket

@@ -18,7 +18,8 @@ from epd.sampling_params import SamplingParams
 from epd.serve_app.local.fleet import LocalTransport
 from epd.serve_app.messages import Reserve, endpoint
 from epd.serve_app.role_messages import AskRemaining, Move, Offload, Onload, Pause, SetRoles, StagesClosed
-from epd.serve_app.worker.worker_stages import StageBuilder, WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
+from epd.serve_app.worker.worker_stages import StageBuilder
 from epd.stages.memory_sizing import GPUMemory
 from epd.stages.placement import Placement
 from epd.topology import Stage

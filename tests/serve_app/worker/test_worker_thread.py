@@ -12,7 +12,7 @@ import pytest
 from epd.errors import EPDError, ModelError, WorkerFaultError, http_status
 from epd.serve_app.messages import Abort, CancelTickets, Redirect
 from epd.serve_app.worker.worker_roles import EncodeRole
-from epd.serve_app.worker.worker_stages import WorkerSettings
+from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.serve_app.worker.worker_thread import Call
 from epd.stages.encode.encoder_pool import EncoderPoolShape
 from tests.serve_app.worker.threads import KeepingThread

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 
 from epd.serve_app.messages import WorkerReport
-from epd.serve_app.worker.worker_stages import Transport, WorkerSettings
+from epd.serve_app.worker.worker_settings import Transport, WorkerSettings
 from epd.serve_app.worker.worker_thread import WorkerCallbacks, WorkerThread
 from epd.topology import Stage
 
