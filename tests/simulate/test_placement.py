@@ -157,6 +157,18 @@ def test_no_periodic_load_makes_them_oscillate_or_much_slower(
     assert switched.e2e_s.mean() < 1.5 * static.e2e_s.mean() + 1.0
 
 
+@pytest.mark.parametrize("period_s", [320.0, 420.0])
+def test_waves_longer_than_the_memory_of_peaks_are_hardly_slower(period_s: float) -> None:
+    """A peak that comes back when its need was just forgotten: 26 s instead of 18 once, at 420 s."""
+    tides = [
+        LoadWave(PICTURES, square_wave(0.2, 2.2, period_s), 2.2),
+        LoadWave(TALK, square_wave(0.3, 2.5, period_s, 0.5), 2.5),
+    ]
+    work = jobs(tides, 900.0)
+    static, switching = (simulate("3e1p4d", work, each)[0] for each in (None, Elasticity(max_tokens=1024)))
+    assert switching.e2e_s.mean() <= 1.1 * static.e2e_s.mean()
+
+
 # Switches that fail
 
 

@@ -125,7 +125,7 @@ class StageTraffic:
     utilisation: share of the time that its workers were busy since the last look
     demand: workers that arrivals need, all the time and with the largest batches, at the end of the horizon
     peak: the largest demand in the last minutes
-    lasting_peak: the same of demands that lasted, which is less than noise makes of it
+    lasting_peak: the same of demands that lasted, or are too large for noise; older ones fade
     """
 
     stage: Stage

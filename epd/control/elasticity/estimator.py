@@ -24,13 +24,16 @@ from epd.topology import STAGES, Stage
 
 # Answers are longer than the gaps between requests; their lengths are remembered longer by this factor.
 _ANSWER_MEMORY = 3.0
+_NUM_HALVES = 5  # after which a fading peak is forgotten
 _LEAST_KV_USAGE = 0.05  # usage below which a worker does not show how many requests would fit
 _NOTHING = StageSample()
 
 # How far ahead utilisation is predicted, and after which time data has lost most of its weight.
 _HORIZON_S, _MEMORY_S = 30.0, 20.0
-# How long the peak of a demand is remembered, and how long a demand lasts to count as one.
-_PEAK_S, _LASTING_S = 180.0, 15.0
+# How long the peak of a demand is remembered in full, and how long a demand lasts to count as one.
+_PEAK_S, _LASTING_S = 180.0, 60.0
+# Share of a peak of any length that is no noise: 2.5 standard deviations of two arrivals a second.
+_SURE_SHARE = 0.78
 # Requests before a load counts as known.
 _MIN_ARRIVALS = 5
 
@@ -67,34 +70,45 @@ class RateTrend:
 class Peak:
     """Keeps the largest value of the last window_s that lasted: single looks are mostly noise.
 
-    lasting_s: time over which the smallest value counts
+    lasting_s: time over which the smallest value counts, once so much has been seen
+    fades: older values count too, but half as much with each window_s
     """
 
-    def __init__(self, window_s: float, lasting_s: float = 0.0) -> None:
+    def __init__(self, window_s: float, lasting_s: float = 0.0, *, fades: bool = False) -> None:
         self._window_s = window_s
         self._lasting_s = lasting_s
+        self._kept_s = (_NUM_HALVES + 1) * window_s if fades else window_s
+        self._first_s: float | None = None
+        self._now_s = 0.0
         self._rising: deque[tuple[float, float]] = deque()  # each is smaller than all that came after it
         self._falling: deque[tuple[float, float]] = deque()  # each is larger than all that came after it
 
     def add(self, now_s: float, value: float) -> None:
+        if self._first_s is None:
+            self._first_s = now_s
         while self._rising and self._rising[-1][1] >= value:
             self._rising.pop()
         self._rising.append((now_s, value))
         while self._rising[0][0] < now_s - self._lasting_s:
             self._rising.popleft()
-        self._note(now_s, self._rising[0][1])
+        self._now_s = now_s
+        if now_s - self._first_s >= self._lasting_s:
+            self._note(now_s, self._rising[0][1])
 
     def _note(self, now_s: float, value: float) -> None:
         while self._falling and self._falling[-1][1] <= value:
             self._falling.pop()
         self._falling.append((now_s, value))
-        while self._falling[0][0] < now_s - self._window_s:
+        while self._falling[0][0] < now_s - self._kept_s:
             self._falling.popleft()
 
     @property
     def value(self) -> float:
-        """Returns the peak, 0 before the first value."""
-        return self._falling[0][1] if self._falling else 0.0
+        """Returns the peak, 0 before the first value that lasted."""
+        return max((value * self._weight(at_s) for at_s, value in self._falling), default=0.0)
+
+    def _weight(self, at_s: float) -> float:
+        return 0.5 ** max(0.0, (self._now_s - at_s) / self._window_s - 1)
 
 
 class Traffic:
@@ -173,7 +187,8 @@ class TrafficEstimator:
         self._traffic = Traffic(_MEMORY_S)
         self._costs = StageCosts(_MEMORY_S, costs or {})
         self._peaks = {stage: Peak(_PEAK_S) for stage in STAGES}
-        self._lasting = {stage: Peak(_PEAK_S, _LASTING_S) for stage in STAGES}
+        self._lasting = {stage: Peak(_PEAK_S, _LASTING_S, fades=True) for stage in STAGES}
+        self._short = {stage: Peak(_PEAK_S, fades=True) for stage in STAGES}
         self._last: dict[str, WorkerSample] = {}
         self._num_followed = self._num_ended = 0  # of arrivals and of ended answers, by `follow`
 
@@ -226,6 +241,7 @@ class TrafficEstimator:
                 demand = self._traffic.trend.rate * need.share * need.request_s
                 self._peaks[stage].add(now_s, demand)
                 self._lasting[stage].add(now_s, demand)
+                self._short[stage].add(now_s, demand)
 
     def _done(self, worker: WorkerSample, stage: Stage) -> StageSample:
         """Returns the work of the worker at a stage since the last look."""
@@ -270,7 +286,7 @@ class TrafficEstimator:
         demand = ahead * need.share * need.request_s
         utilisation = min(_ratio(busy, num_workers), 1.0)
         peak = max(demand, self._peaks[stage].value)
-        lasting = self._lasting[stage].value
+        lasting = max(self._lasting[stage].value, _SURE_SHARE * self._short[stage].value)
         return StageTraffic(
             stage, need, num_workers, num_requests, queued_s, utilisation, demand, peak, lasting
         )

@@ -66,8 +66,18 @@ def test_a_peak_is_the_largest_value_that_lasted(values: list[float], window_s: 
     lasted = []
     for second, value in enumerate(values):
         peak.add(float(second), value)
-        lasted.append(min(values[max(0, second - lasting_s) : second + 1]))
+        lasted.append(min(values[second - lasting_s : second + 1]) if second >= lasting_s else 0.0)
         assert peak.value == max(lasted[max(0, second - window_s) :])
+
+
+def test_a_fading_peak_halves_with_each_window_after_the_first() -> None:
+    peak = Peak(10.0, fades=True)
+    peak.add(0.0, 8.0)
+    seen = []
+    for second in (10.0, 20.0, 30.0, 40.0):
+        peak.add(second, 1.5)
+        seen.append(peak.value)
+    assert seen == [8.0, 4.0, 2.0, 1.5]
 
 
 @settings(max_examples=25, deadline=None)
