@@ -4,7 +4,11 @@
 
 H heads, Dk and Dv channels of keys and values. A decay g is at most 0, a strength b between 0 and 1. A decode
 computes one step. A run of a prompt is computed in chunks: within one, all tokens at once by a triangular
-system, and the matrix goes from chunk to chunk. Both are plain torch, on a GPU too.
+system, and the matrix goes from chunk to chunk. A decode with drafts is a chunk too, with all others, whose
+matrix is that after the known tokens:
+
+    rows of a pass    | a | b | c known, drafts ... | d known | drafts |        all of it plain torch,
+                      one step  one padded chunk of c and d                     on a GPU too
 
 Source: Yang et al. 2024, "Gated Delta Networks" (arXiv 2412.06464, section 3.3).
 """
