@@ -4,14 +4,18 @@
 
 H heads, Dk and Dv channels of keys and values. A decay g is at most 0, a strength b between 0 and 1. A decode
 computes one step. A run of a prompt is computed in chunks: within one, all tokens at once by a triangular
-system, and the matrix goes from chunk to chunk. Both are plain torch, on a GPU too.
+system, and the matrix goes from chunk to chunk. A decode with drafts is a chunk too, with all others, whose
+matrix is that after the known tokens:
+
+    rows of a pass    | a | b | c known, drafts ... | d known | drafts |        all of it plain torch,
+                      one step  one padded chunk of c and d                     on a GPU too
 
 Source: Yang et al. 2024, "Gated Delta Networks" (arXiv 2412.06464, section 3.3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,35 +50,83 @@ class DeltaInputs(NamedTuple):
 class DeltaRun:
     """Holds the packed rows [start, stop) of a sequence.
 
-    source: the slot it reads; None at its start. target: the one it writes; None for drafts.
+    source: the slot it reads; None at its start. target: the one it writes.
+    num_drafts: of its last rows, which read what the others have done, and are in nothing that is written.
     """
 
     start: int
     stop: int
     source: int | None
-    target: int | None
+    target: int
+    num_drafts: int = 0
 
     @property
-    def is_single(self) -> bool:
-        """Returns whether it is one token that follows others, and no draft."""
-        return self.stop - self.start == 1 and None not in (self.source, self.target)
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def num_known(self) -> int:
+        return self.num_rows - self.num_drafts
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedRuns:
+    """Holds the rows of S sequences with drafts, padded to L, all int64 on the device.
+
+    rows: [S, L], packed rows; those past a sequence's own are its first.
+    places, packed: [N], all rows that are its own, in [S * L] and in the pass.
+    num_known: [S], its rows before the drafts. sources, targets: [S], its slots.
+    """
+
+    rows: Tensor
+    places: Tensor
+    packed: Tensor
+    num_known: Tensor
+    sources: Tensor
+    targets: Tensor
+
+    @classmethod
+    def of(cls, runs: Sequence[DeltaRun], device: torch.device) -> DraftedRuns:
+        starts, counts = _column(runs, "start")[:, None], _column(runs, "num_rows")[:, None]
+        at = np.arange(counts.max())
+        rows, places = starts + at * (at < counts), np.flatnonzero(at < counts)
+        columns = [_column(runs, name) for name in ("num_known", "source", "target")]
+        return cls(*arrays_to_device([rows, places, rows.flatten()[places], *columns], device))
+
+    def attend(self, inputs: DeltaInputs, matrices: Tensor, out: Tensor) -> None:
+        """Fills its rows of out [T, H, Dv], and writes the states of its known rows."""
+        state = matrices.index_select(0, self.sources)
+        own, after = delta_drafts(inputs.at(self.rows), state, self.num_known)
+        self._put(own, out)
+        matrices.index_copy_(0, self.targets, after)
+
+    def convolve(self, rows: Tensor, filters: Tensor, tails: Tensor, out: Tensor) -> None:
+        """Fills its rows of out [T, C]. Otherwise as `DeltaPlan.convolve`."""
+        window = torch.cat([tails.index_select(0, self.sources), rows[self.rows]], dim=1)
+        length, kept = self.rows.shape[1], torch.arange(tails.shape[1], device=rows.device)
+        parts = [window[:, at : at + length] * each for at, each in enumerate(filters)]
+        self._put(torch.stack(parts).sum(0), out)
+        last = (self.num_known[:, None] + kept)[..., None].expand(-1, -1, window.shape[-1])
+        tails.index_copy_(0, self.targets, window.gather(1, last))
+
+    def _put(self, own: Tensor, out: Tensor) -> None:
+        out.index_copy_(0, self.packed, own.flatten(0, 1).index_select(0, self.places))
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaPlan:
-    """Says which slots the rows of a pass read and write; a slot that is written is read by drafts alone.
-
-        rows of a sequence    | known | drafts |
-        state                 4 ----> 9         known tokens read 4 and write 9, drafts read 9
+    """Says which slots the rows of a pass read and write; no slot that is written is read.
 
     singles: rows of sequences that have one, int64 [S] on the device, or a slice of all rows; None without.
     sources, targets: their slots, int64 [S] on the device.
-    runs: the others, in order. Drafts are behind the known tokens of their sequence.
+    drafted: sequences with drafts; None without any.
+    runs: the others.
     """
 
     singles: Tensor | slice | None
     sources: Tensor
     targets: Tensor
+    drafted: DraftedRuns | None
     runs: tuple[DeltaRun, ...]
 
     @classmethod
@@ -83,13 +135,20 @@ class DeltaPlan:
     ) -> DeltaPlan:
         """Builds a plan. states: of each segment, as in `Segment`."""
         pairs = zip(query_starts[:-1].tolist(), query_starts[1:].tolist(), states, strict=True)
-        parts = [run for start, stop, slots in pairs for run in _runs(start, stop, *slots)]
-        alone = [each for each in parts if each.is_single]
+        parts = [DeltaRun(start, stop, *slots) for start, stop, slots in pairs]
+        alone = [each for each in parts if each.num_rows == 1 and each.source is not None]
+        drafted = [each for each in parts if each.num_drafts]
         columns = [_column(alone, name) for name in ("start", "source", "target")]
         rows, sources, targets = arrays_to_device(columns, device)
         singles = slice(None) if len(alone) == len(parts) else rows
-        runs = tuple(each for each in parts if each not in alone)
-        return cls(singles if alone else None, sources, targets, runs)
+        runs = tuple(each for each in parts if each not in alone and not each.num_drafts)
+        return cls(
+            singles if alone else None,
+            sources,
+            targets,
+            DraftedRuns.of(drafted, device) if drafted else None,
+            runs,
+        )
 
     def attend(self, inputs: DeltaInputs, matrices: Tensor) -> Tensor:
         """Returns [T, H, Dv]. matrices: float32 [slots, H, Dk, Dv], of which `targets` are written."""
@@ -98,12 +157,12 @@ class DeltaPlan:
             step = delta_step(inputs.at(self.singles), matrices.index_select(0, self.sources))
             out[self.singles], state = step
             matrices.index_copy_(0, self.targets, state)
+        if self.drafted is not None:
+            self.drafted.attend(inputs, matrices, out)
         for run in self.runs:
             before = torch.zeros_like(matrices[0]) if run.source is None else matrices[run.source]
             rows = slice(run.start, run.stop)
-            out[rows], after = delta_chunks(inputs.at(rows), before)
-            if run.target is not None:
-                matrices[run.target] = after
+            out[rows], matrices[run.target] = delta_chunks(inputs.at(rows), before)
         return out
 
     def convolve(self, rows: Tensor, filters: Tensor, tails: Tensor) -> Tensor:
@@ -117,20 +176,15 @@ class DeltaPlan:
             window = torch.cat([tails.index_select(0, self.sources), rows[self.singles, None]], dim=1)
             out[self.singles] = (window * filters).sum(1)
             tails.index_copy_(0, self.targets, window[:, 1:])
+        if self.drafted is not None:
+            self.drafted.convolve(rows, filters, tails, out)
         for run in self.runs:
             before = torch.zeros_like(tails[0]) if run.source is None else tails[run.source]
-            padded, length = torch.cat([before, rows[run.start : run.stop]]), run.stop - run.start
+            padded, length = torch.cat([before, rows[run.start : run.stop]]), run.num_rows
             parts = [padded[at : at + length] * each for at, each in enumerate(filters)]
             out[run.start : run.stop] = torch.stack(parts).sum(0)
-            if run.target is not None:
-                tails[run.target] = padded[length:]
+            tails[run.target] = padded[length:]
         return out
-
-
-def _runs(start: int, stop: int, source: int | None, target: int, num_drafts: int) -> Iterator[DeltaRun]:
-    yield DeltaRun(start, stop - num_drafts, source, target)
-    if num_drafts:
-        yield DeltaRun(stop - num_drafts, stop, target, None)
 
 
 def _column(runs: Sequence[DeltaRun], name: str) -> Int64Array:
@@ -155,7 +209,55 @@ def delta_chunks(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     state: float32 [H, Dk, Dv].
     """
     num_tokens = len(inputs.value)
-    query, key, value, decay, strength = _in_chunks(inputs, min(_CHUNK, num_tokens))
+    chunks = _solved(_in_chunks(inputs, min(_CHUNK, num_tokens)))
+    out = []
+    for at in range(chunks.own.shape[1]):
+        attended, state = chunks.at(at).after(state)
+        out.append(attended)
+    return torch.cat(out, dim=1)[:, :num_tokens].transpose(0, 1), state
+
+
+def delta_drafts(inputs: DeltaInputs, states: Tensor, num_known: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes L tokens of each of S sequences: [S, L, H, Dv], and the states after the first `num_known`.
+
+    inputs: [S, L, ...]. states: float32 [S, H, Dk, Dv]. num_known: int64 [S], at least 1.
+    """
+    chunks = _solved([each.transpose(1, 2) for each in inputs], num_known)
+    out, after = chunks.after(states)
+    return out.transpose(1, 2), after
+
+
+class _Chunks(NamedTuple):
+    """Holds what is known of chunks of C tokens without the state before them, each [..., C, channels].
+
+    own, of_state: what tokens add, and what the state before takes off that. asked: of that state.
+    scores: [..., C, C], of what the tokens add. kept: of that, in the state after them.
+    last: [..., 1, 1], what is left of the state before.
+    """
+
+    own: Tensor
+    of_state: Tensor
+    asked: Tensor
+    scores: Tensor
+    kept: Tensor
+    last: Tensor
+
+    def at(self, index: int) -> _Chunks:
+        return _Chunks(*(each[:, index] for each in self))
+
+    def after(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what the tokens read, and the state after them."""
+        added = self.own - self.of_state @ state
+        out = self.asked @ state + self.scores @ added
+        return out, self.last * state + self.kept.transpose(-1, -2) @ added
+
+
+def _solved(inputs: Sequence[Tensor], num_known: Tensor | None = None) -> _Chunks:
+    """Returns chunks of query, key, value, [..., C, channels], decay and strength, [..., C].
+
+    num_known: int64 [S], of inputs [S, H, C, ...], tokens after which the state is wanted; None for all.
+    """
+    query, key, value, decay, strength = inputs
     total = decay.cumsum(-1)  # of the decays from a chunk's start to each of its tokens
     between = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
     # What a token adds depends on what those before it in the chunk have added.
@@ -164,15 +266,19 @@ def delta_chunks(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     sides = strength[..., None] * torch.cat([value, grown * key], dim=-1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
     own, of_state = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
+    last, left = _left(total, num_known)
     scores = (query @ key.transpose(-1, -2)) * between
-    asked, last = grown * query, total[..., -1:, None]
-    kept = (last - total[..., None]).exp() * key
-    out = []
-    for at in range(value.shape[1]):
-        added = own[:, at] - of_state[:, at] @ state
-        out.append(asked[:, at] @ state + scores[:, at] @ added)
-        state = last[:, at].exp() * state + kept[:, at].transpose(-1, -2) @ added
-    return torch.cat(out, dim=1)[:, :num_tokens].transpose(0, 1), state
+    return _Chunks(own, of_state, grown * query, scores, left[..., None] * key, last[..., None])
+
+
+def _left(total: Tensor, num_known: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns what is left of the state, [..., 1], and of what each token adds, [..., C]: see `_solved`."""
+    if num_known is None:
+        last = total[..., -1:]
+        return last.exp(), (last - total).exp()
+    last = total.gather(2, (num_known - 1)[:, None, None].expand(-1, total.shape[1], 1))
+    is_draft = torch.arange(total.shape[2], device=total.device) >= num_known[:, None, None]
+    return last.exp(), (last - total).masked_fill(is_draft, -torch.inf).exp()
 
 
 def _in_chunks(inputs: DeltaInputs, size: int) -> list[Tensor]:
