@@ -1,13 +1,14 @@
 """Tiny random checkpoints of the real architectures, written to disk as anyone would find them.
 
 Recipe: random weights from a fixed seed, matrices scaled by eight (as initialised, greedy output is one token
-for ever, whatever is asked); a byte-level tokenizer without merges but with the special tokens; their own
-processor classes; a chat template in the manner of Qwen.
+for ever, whatever is asked), biases and norms drawn, see `draw_weights`; a byte-level tokenizer without
+merges but with the special tokens; their own processor classes; a chat template in the manner of Qwen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,12 @@ CHAT_TEMPLATE = """\
 {% endif -%}
 """
 _WEIGHT_SCALE = 8.0
+# Around one, where a new model has norms and scales, and around zero, where it has biases.
+_SPREAD = 0.2
+# Of norms of queries and keys: with ones, all tokens would get like shares of attention.
+_SHARPNESS = 2.0
+_OF_ATTENTION = ("q_norm.weight", "k_norm.weight")
+_CONSTANT = 1e-6  # a deviation below it; InternVL's towers begin with 1e-10
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -228,13 +235,37 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     }
 
 
+@torch.no_grad()
+def draw_weights(model: Any, seed: int = 0) -> Any:
+    """Scales the matrices of a new model, but for embeddings, and draws what is constant in it.
+
+    A checkpoint of zeros and ones would answer the same where a norm is swapped or a bias lost.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    embeddings = model.get_input_embeddings().weight
+    for name, values in {each.data_ptr(): (name, each) for name, each in model.state_dict().items()}.values():
+        if not (values.numel() and values.is_floating_point() and values.isfinite().all()):
+            continue
+        if values.std(correction=0) < _CONSTANT:
+            drawn = float(values.mean() > _CONSTANT) + _SPREAD * torch.randn(values.shape, generator=draw)
+            values.copy_(drawn * (_SHARPNESS if name.endswith(_OF_ATTENTION) else 1.0))
+        elif values.ndim > 1 and values.data_ptr() != embeddings.data_ptr():
+            values.mul_(_WEIGHT_SCALE)
+    head = model.get_output_embeddings().weight
+    head[[each for each in _placeholders(model.config) if each < len(head)]] = 0
+    return model
+
+
+def _placeholders(config: Any) -> Iterator[int]:
+    """Yields the tokens that stand for media, which no trained model answers."""
+    for kind, end in product(("image", "video", "audio"), ("id", "index")):
+        if (token := getattr(config, f"{kind}_token_{end}", None)) is not None:
+            yield token
+
+
 def _save(folder: Path, model_class: Any, config: Any, processor: Any, seed: int) -> Path:
     torch.manual_seed(seed)
-    model = model_class(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(_WEIGHT_SCALE)
+    model = draw_weights(model_class(config).eval(), seed)
     tokenizer = processor.tokenizer
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],

@@ -209,7 +209,7 @@ def build_llava_next_video(folder: Path, seed: int = 0) -> Path:
     return _save(folder, hf.LlavaNextVideoForConditionalGeneration, config, processor, seed)
 
 
-def build_video_llava(folder: Path, seed: int = 0) -> Path:
+def build_video_llava(folder: Path, seed: int = 1) -> Path:
     """Video-LLaVA: a tower for images and one for videos."""
     tokenizer = _named("<image>", "<video>", around="X\n")
     config = hf.VideoLlavaConfig(

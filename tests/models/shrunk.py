@@ -50,7 +50,6 @@ _PATCH = 7  # pixels, of the towers that look at tiles
 _IMAGE_TOKENS = {"internvl": "<IMG_CONTEXT>", "smolvlm": "<image>"}
 _PICTURE_SIZES = ("image_size", "patch_size")
 _EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
-_WEIGHT_SCALE = 8.0  # as in `tests.tiny_models`
 
 
 def build(checkpoint: str, folder: Path) -> Path:
@@ -173,11 +172,10 @@ def _tensors(folder: Path, config: Config) -> dict[str, Tensor]:
     model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     hidden = config.get("text_config", config)["hidden_size"]
     tensors = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in tiny_models.draw_weights(model).state_dict().items():
         is_across = name.endswith("experts.gate_up_proj") and tensor.shape[1] == hidden
         is_across |= name.endswith("experts.down_proj") and tensor.shape[2] == hidden
-        value = tensor.transpose(1, 2) if is_across else tensor
-        tensors[name] = value * _WEIGHT_SCALE if value.ndim > 1 else value
+        tensors[name] = tensor.transpose(1, 2) if is_across else tensor
     return tensors
 
 

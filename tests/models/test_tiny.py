@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoProcessor
 
+from epd.encoders import load_adapter
+from tests import tiny_audio
 from tests.encoders.families import QUESTION, Family
 from tests.encoders.tiny_generic import BUILDERS as GENERIC
-from tests.models import shrunk, tiny_ernie
+from tests.models import shrunk, tiny_ernie, tiny_omni
 from tests.models.published import PUBLISHED
 from tests.models.quantized import WINDOWED_LAYOUTS
 from tests.models.quantized import build as quantized
@@ -22,14 +27,12 @@ from tests.stages.conftest import BUILDERS_HERE, SAMPLING, as_sent
 
 NUM_DIFFERENT = 3
 CASES = ((), ("image",), ("wide_image", "image"))
-# Those with experts and of InternVL are not among them: they repeat a token, or mind no picture.
-SHRUNK = ("Qwen2.5-VL-3B", "Qwen3-VL-2B")
 BUILDERS: dict[str, Callable[[Path], Path]] = {
     **GENERIC,
     **BUILDERS_HERE,
     "ernie4_5_vl_moe": tiny_ernie.build,
 }
-del BUILDERS["molmo2"]  # repeats one token about pictures
+Answers = Callable[[], list[tuple[int, ...]]]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -42,12 +45,12 @@ pytestmark = [
 def test_answers_change_with_a_layer_and_with_the_tower(
     name: str, media: dict[str, Path], tmp_path: Path
 ) -> None:
-    check(Family.load(name, BUILDERS[name](tmp_path / "model")), media)
+    check_family(Family.load(name, BUILDERS[name](tmp_path / "model")), media)
 
 
-@pytest.mark.parametrize("name", SHRUNK)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_so_do_those_of_shrunk_checkpoints(name: str, media: dict[str, Path], tmp_path: Path) -> None:
-    check(Family.load(PUBLISHED[name].config["model_type"], shrunk.build(name, tmp_path)), media)
+    check_family(Family.load(PUBLISHED[name].config["model_type"], shrunk.build(name, tmp_path)), media)
 
 
 @pytest.mark.parametrize(
@@ -56,22 +59,46 @@ def test_so_do_those_of_shrunk_checkpoints(name: str, media: dict[str, Path], tm
 def test_so_do_those_of_quantised_ones(
     name: str, layout: str, media: dict[str, Path], tmp_path: Path
 ) -> None:
-    check(Family.load(name, quantized(layout, tmp_path, WINDOWED_LAYOUTS[name]).plain), media)
+    check_family(Family.load(name, quantized(layout, tmp_path, WINDOWED_LAYOUTS[name]).plain), media)
 
 
-def check(family: Family, media: dict[str, Path]) -> None:
-    plain = answers(family, media)
+def test_so_do_those_of_a_thinker(media: dict[str, Path], tmp_path: Path) -> None:
+    model = tiny_omni.thinker()
+    path = tiny_omni.write(tmp_path / "model", model)
+    check_family(
+        Family("qwen2_5_omni", path, load_adapter(path), model, AutoProcessor.from_pretrained(path)), media
+    )
+
+
+def test_so_do_those_of_a_model_that_hears(tmp_path: Path) -> None:
+    reference = tiny_audio.Reference(tiny_audio.build_qwen2_audio(tmp_path / "model"))
+    sounds = [tiny_audio.tones(seconds, tiny_audio.RATE, seed=seed)[0] for seed, seconds in ((0, 1), (1, 2))]
+    cases = [sounds[:count] for count in range(3)]
+    check(
+        reference.model,
+        lambda: [reference.tokens(each, [*[None] * len(each), QUESTION]) for each in cases],
+    )
+
+
+def check_family(family: Family, media: dict[str, Path]) -> None:
+    check(family.model, partial(answers, family, media))
+
+
+def check(model: Any, answers: Answers) -> None:
+    """answers: to a text, and to two prompts with media."""
+    plain = answers()
     different = sorted(len(set(each)) for each in plain)
     assert different[0] > 1
     assert different[1] >= NUM_DIFFERENT
     assert len(set(plain)) == 3
-    decoder = family.model.get_decoder()
-    towers = [each for each in stacks(family.model) if not set(each) & set(decoder.modules())]
-    with rolled([decoder.layers]):
-        assert [each != old for each, old in zip(answers(family, media), plain, strict=True)] == [True] * 3
-    with rolled(towers):
-        _, *seen = answers(family, media)
-        assert [each != old for each, old in zip(seen, plain[1:], strict=True)] == [True] * 2
+    decoder = model.get_decoder()
+    towers = [each for each in stacks(model) if not set(each) & set(decoder.modules())]
+    for are_vectors in (False, True):
+        with rolled([decoder.layers], are_vectors=are_vectors):
+            assert [each != old for each, old in zip(answers(), plain, strict=True)] == [True] * 3
+        with rolled(towers, are_vectors=are_vectors):
+            _, *seen = answers()
+            assert [each != old for each, old in zip(seen, plain[1:], strict=True)] == [True] * 2
 
 
 @torch.inference_mode()
@@ -94,10 +121,10 @@ def stacks(model: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 @contextmanager
-def rolled(layers: Sequence[nn.ModuleList]) -> Iterator[None]:
-    """Gives each matrix of a middle layer the rows of another meanwhile."""
+def rolled(layers: Sequence[nn.ModuleList], *, are_vectors: bool) -> Iterator[None]:
+    """Gives the matrices of a middle layer each the rows of another, or its norms and biases their values."""
     middle = [parameter for each in layers for parameter in each[(len(each) - 1) // 2].parameters()]
-    kept = [(each, each.data) for each in middle if each.ndim > 1]
+    kept = [(each, each.data) for each in middle if (each.ndim == 1) is are_vectors]
     for parameter, values in kept:
         parameter.data = values.roll(1, 0)
     try:

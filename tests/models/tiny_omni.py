@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from tests.encoders.tiny_tiles import byte_tokenizer
+from tests.tiny_models import draw_weights
 
 _TOKENS = {
     "image_token": "<|IMAGE|>",
@@ -85,12 +86,7 @@ def thinker(seed: int = 0) -> Any:
         audio_end_token_id=named["audio_eos_token"],
     )
     config._attn_implementation = "sdpa"
-    model = Qwen2_5OmniThinkerForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(8.0)
-    return model
+    return draw_weights(Qwen2_5OmniThinkerForConditionalGeneration(config).eval(), seed)
 
 
 def write(folder: Path, model: Any) -> Path:
