@@ -72,9 +72,13 @@ class TableGeometry:
 @lru_cache(_MAX_GRIDS)
 @torch.inference_mode(mode=False)
 def framed_inputs(grids: tuple[Grid, ...], merge: int, device: torch.device) -> dict[str, Tensor]:
-    """Returns the arguments of a tower without windows or table besides the patches. device: the tower's."""
+    """Returns the arguments of Qwen2-VL's and GLM's tower besides the patches. device: the tower's.
+
+    Each frame has a grid of its own, as GLM's reads its table.
+    """
     moved = _moved({"position_ids": _position_ids(grids, merge)}, device)
-    return {"grid_thw": _tensor(grids), "cu_seqlens": _frame_ends(grids), **moved}
+    frames = tuple(grid.cut(1) for grid in grids for _ in range(grid.t))
+    return {"grid_thw": _tensor(frames), "cu_seqlens": _frame_ends(grids), **moved}
 
 
 @lru_cache(_MAX_GRIDS)
@@ -205,19 +209,23 @@ def _embed_patches(module: Any, patches: Tensor) -> Tensor:
 
 
 def _add_places(
-    module: Any, patches: Tensor, _lengths: Tensor, grids: Tensor, rows: Tensor, columns: Tensor
+    module: Any, patches: Tensor, lengths: Tensor, grids: Tensor, rows: Tensor, columns: Tensor
 ) -> Tensor:
-    """Adds to patches [P, C] of frames of one size what the table has at their places.
+    """Adds to patches [P, C] what the table has at their places, computed once for frames of one size.
 
-    grids: int64 [grids, 3], on the host. rows, columns: int64 [P], of each patch in its frame.
+    lengths: patches of each frame. grids: int64 [frames, 3], on the host.
+    rows, columns: int64 [P], of each patch in its frame.
     """
+    if len(grids[:, 1:].unique(dim=0)) > 1:
+        found: Tensor = type(module).forward(module, patches, lengths, grids, rows, columns)
+        return found
     height, width = grids[0, 1:].tolist()
     table = module.position_embedding.weight
     side, count = round(len(table) ** 0.5), height * width
     at = torch.stack(((columns[:count] + 0.5) / width, (rows[:count] + 0.5) / height), dim=-1) * 2 - 1
     square = table.float().t().reshape(1, -1, side, side)
-    found = grid_sample(square, at[None, :, None], "bicubic", "border", align_corners=False)[0, :, :, 0]
-    places = found.t().to(table.dtype)
+    sampled = grid_sample(square, at[None, :, None], "bicubic", "border", align_corners=False)
+    places = sampled[0, :, :, 0].t().to(table.dtype)
     return (patches.view(-1, count, patches.shape[1]) + places).flatten(0, 1)
 
 

@@ -8,6 +8,7 @@ import torch
 from epd.encoders.adapter import Grid, PatchRun
 from epd.encoders.device import CPU
 from tests.encoders.families import Family
+from tests.encoders.test_qwen_tower import NAMES
 
 BATCHES = [
     (Grid(1, 4, 4),),
@@ -17,7 +18,7 @@ BATCHES = [
 
 
 @pytest.mark.parametrize("grids", BATCHES, ids=len)
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_tower_gives_the_same_with_its_inputs_computed_before(
     families: dict[str, Family], name: str, grids: tuple[Grid, ...]
 ) -> None:

@@ -1,4 +1,4 @@
-"""The Qwen towers with fewer operations give what transformers' own forward gives, whatever the runs."""
+"""Towers with fewer operations give what transformers' own forward gives, whatever the runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.encoders.families import Family
 from tests.encoders.tolerances import assert_same_but_for_batching
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-NAMES = ("qwen2_5_vl", "qwen3_vl")
+NAMES = ("qwen2_5_vl", "qwen3_vl", "qwen2_vl", "glm4v", "glm_ocr")
 BATCHES = [(Grid(1, 4, 4),), (Grid(3, 12, 10),), (Grid(2, 6, 14), Grid(1, 6, 14))]
 
 

@@ -87,10 +87,10 @@ def served(tmp_path_factory: pytest.TempPathFactory, media: dict[str, Path]) -> 
     return serve("qwen3_vl", tmp_path_factory.mktemp("lora"), media, {"all": {}, "some": some})
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "gemma3", "gemma4", "gemma4_small"])
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma3", "gemma4", "gemma4_small", "glm4v"])
 def test_layers_of_other_kinds_take_adapters(name: str, tmp_path: Path, media: dict[str, Path]) -> None:
-    """Gated delta layers, and windows; keys that are values too, keys of others, embeddings of layers."""
-    served = serve(name, tmp_path, media, {"all": {"targets": (*ALL, *DELTA)}})
+    """Gated delta layers, windows, keys that are values too, keys of others, gate and up in one."""
+    served = serve(name, tmp_path, media, {"all": {"targets": (*ALL, *DELTA, "gate_up_proj")}})
     served.check(Drive(served.engine(), seed=0), served.prompts)
 
 

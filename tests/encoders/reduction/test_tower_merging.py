@@ -25,7 +25,7 @@ from epd.encoders.reduction.tower_merging import Blocks, TileMerger, merge_cells
 from epd.errors import RequestError, UnsupportedModelError
 from epd.reduction import TowerMerge, tower_merge
 from tests.encoders.families import Family
-from tests.encoders.test_qwen_tower import as_published, batch_of
+from tests.encoders.test_qwen_tower import NAMES, as_published, batch_of
 from tests.encoders.tolerances import assert_same_but_for_batching
 from tests.stages.encode.workers import SAMPLING, clip_of, noise
 
@@ -85,6 +85,10 @@ def unit_plainly(family: Family, patches: Tensor, grid: Grid, num_kept: int) -> 
         hidden = hidden + (
             tower.pos_embed(inputs["interp_indices"]) * inputs["interp_weights"][:, :, None]
         ).sum(1)
+    if hasattr(tower, "embeddings"):
+        at = inputs["position_ids"].unbind(1)
+        lengths = inputs["cu_seqlens"].diff()
+        hidden = tower.embeddings(tower.post_conv_layernorm(hidden), lengths, inputs["grid_thw"], *at)
     cos, sin = (each.unflatten(0, (-1, 4)) for each in tower.rotary_pos_emb(hidden, inputs["position_ids"]))
     hidden = hidden.unflatten(0, (-1, 4))  # [S, patches of a cell, C]
     places, there = list(range(len(hidden))), torch.arange(len(hidden))
@@ -113,11 +117,15 @@ def unit_plainly(family: Family, patches: Tensor, grid: Grid, num_kept: int) -> 
         if number in getattr(tower, "deepstack_visual_indexes", ()):
             merger = tower.deepstack_merger_list[tower.deepstack_visual_indexes.index(number)]
             layers.append(merger(hidden.flatten(0, 1))[there])
-    return Embeddings(tower.merger(hidden.flatten(0, 1))[there], tuple(layers))
+    hidden = hidden.flatten(0, 1)
+    if hasattr(tower, "downsample"):
+        cells = tower.post_layernorm(hidden).unflatten(0, (-1, 2, 2))
+        hidden = tower.downsample(cells.permute(0, 3, 1, 2)).flatten(1)
+    return Embeddings(tower.merger(hidden)[there], tuple(layers))
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_a_qwen_tower_equals_its_layers_on_gathered_cells(
     families: dict[str, Family], name: str, share: float

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
+from transformers.models.glm4v.modeling_glm4v import apply_rotary_pos_emb as apply_rotary_of_glm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 
 from epd.kv.kv_spec import SCALE_BYTES
@@ -188,6 +190,16 @@ def test_rotation_is_that_of_transformers() -> None:
         heads[None].transpose(1, 2), heads[None].transpose(1, 2), whole.cos(), whole.sin()
     )
     rotate(heads, rotations_of(angles, torch.float32))
+    torch.testing.assert_close(heads, theirs[0].transpose(0, 1), rtol=1e-6, atol=1e-6)
+
+
+def test_rotation_of_neighbours_in_part_is_that_of_glm() -> None:
+    torch.manual_seed(0)
+    angles, heads = torch.randn(6, 4), torch.randn(6, 3, 16)
+    turned = angles.repeat_interleave(2, -1)[None]
+    given = heads[None].transpose(1, 2)
+    theirs, _ = apply_rotary_of_glm(given, given, turned.cos(), turned.sin())
+    rotate(heads, replace(rotations_of(angles, torch.float32), by_neighbours=True))
     torch.testing.assert_close(heads, theirs[0].transpose(0, 1), rtol=1e-6, atol=1e-6)
 
 

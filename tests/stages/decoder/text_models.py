@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForImageTextToText,
+    Glm4vConfig,
+    Glm4vMoeConfig,
+    GlmOcrConfig,
     InternVLConfig,
     Qwen2_5_VLConfig,
     Qwen3VLConfig,
@@ -58,6 +61,12 @@ def _qwen3_vl(kind: Any, **text: Any) -> Any:
     return kind(text_config=text, vision_config=vision)
 
 
+def _glm(kind: Any, **text: Any) -> Any:
+    """Half of each head is rotated."""
+    rope = {**_SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    return kind(text_config={**_TEXT, "rope_parameters": rope, **text}, vision_config={**_QWEN_VISION})
+
+
 CONFIGS = {
     "qwen2": lambda: _internvl(model_type="qwen2"),
     "qwen3": lambda: _internvl(model_type="qwen3", head_dim=24),
@@ -84,6 +93,13 @@ CONFIGS = {
     ),
     "qwen3-vl moe": lambda: _qwen3_vl(
         Qwen3VLMoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]
+    ),
+    "glm-4.1v": lambda: _glm(Glm4vConfig),
+    "glm-4.5v": lambda: _glm(
+        Glm4vMoeConfig, head_dim=16, n_routed_experts=4, num_experts_per_tok=4, moe_intermediate_size=24
+    ),
+    "glm-ocr": lambda: _glm(
+        GlmOcrConfig, head_dim=24, rope_parameters={**_SECTIONS, "mrope_section": [6, 3, 3]}
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Two ranks of models with sliding windows or a recurrent state: tokens of `generate`, and half of all.
+"""Two ranks of models with layers of other kinds: tokens of `generate`, and half of all.
 
 Modules: epd.stages.decoder.rank_cut, epd.stages.engine.state_pool
 """
@@ -20,7 +20,7 @@ from epd.stages.engine.model_runner import kv_layouts, state_layout
 from epd.stages.loading.weights import load_role
 from epd.stages.placement import CPU_FLOAT32
 from epd.stages.rank import Rank
-from tests.stages.conftest import BUILDERS_HERE, RECURRENT, WINDOWED, Subject, make
+from tests.stages.conftest import BUILDERS_HERE, GLM, RECURRENT, WINDOWED, Subject, make
 from tests.stages.prompts import Drive, draft_in_part, expected_texts
 from tests.stages.ranks.test_split_ranks import Group, Ranked
 from tests.stages.ranks.thread_ranks import ThreadRanks
@@ -31,7 +31,7 @@ _TWO_HEADS = {"num_global_key_value_heads": 2}
 _OPTIONS: dict[str, dict[str, Any]] = {"gemma4": _TWO_HEADS, "gemma4_experts": _TWO_HEADS}
 
 
-@pytest.fixture(scope="module", params=[*WINDOWED, *RECURRENT])
+@pytest.fixture(scope="module", params=[*WINDOWED, *RECURRENT, *GLM])
 def ranked(
     request: pytest.FixtureRequest, media: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Ranked]:
