@@ -115,6 +115,14 @@ def tabled_inputs(
     return {"grid_thw": _tensor(grids), "cu_seqlens": _frame_ends(grids), **_moved(moved, device)}
 
 
+@lru_cache(_MAX_GRIDS)
+@torch.inference_mode(mode=False)
+def whole_inputs(grids: tuple[Grid, ...], merge: int, device: torch.device) -> dict[str, Tensor]:
+    """Returns the arguments of a tower without windows and tables besides the patches. device: its."""
+    moved = _moved({"position_ids": _position_ids(grids, merge)}, device)
+    return {"grid_thw": _tensor(grids), "cu_seqlens": _frame_ends(grids), **moved}
+
+
 def _tensor(grids: tuple[Grid, ...]) -> Tensor:
     """Returns int64 [grids, 3]: time, height, width."""
     return torch.tensor([[grid.t, grid.h, grid.w] for grid in grids])

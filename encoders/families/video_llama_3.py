@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,8 +27,9 @@ from epd.encoders.adapter import Embeddings, Grid, MediaItem, MediaPlan, PatchRu
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import to_device
 from epd.encoders.families.qwen_sizes import image_size
+from epd.encoders.families.qwen_tower import attend_runs, rotate, whole_inputs
 from epd.encoders.families.qwen_vl import QwenVLAdapter
-from epd.encoders.patches import PatchSpec, patchify
+from epd.encoders.patches import patchify
 from epd.encoders.prompt.mrope import VisualSpan
 from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
 from epd.encoders.reduction.tower_merging import RunMerger
@@ -115,7 +117,10 @@ class VideoLlama3Adapter(QwenVLAdapter):
         return embeddings.mapped(lambda rows: rows.index_select(0, places))
 
     def vision_tower(self, model: nn.Module) -> nn.Module:
-        return model.get_submodule("model")
+        tower: Any = model.get_submodule("model")
+        for layer in tower.vision_model.encoder.layers:
+            layer.self_attn.forward = MethodType(_attend, layer.self_attn)
+        return cast(nn.Module, tower)
 
     def tower_merger(self, tower: Any, merge: TowerMerge) -> TowerMerger:
         vision = tower.vision_model
@@ -128,18 +133,40 @@ class VideoLlama3Adapter(QwenVLAdapter):
         )
 
     def tower_inputs(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Tensor]:
-        sizes = [(grid.t, grid.h, grid.w) for grid in grids]
-        return {"image_grid_thw": torch.tensor(sizes, dtype=torch.int64, device=device)}
+        return whole_inputs(grids, self.video_spec.merge, device)
 
     def encode_batch(self, tower: Any, runs: Sequence[PatchRun]) -> list[Embeddings]:
         patches = torch.cat([run.values for run in runs]).to(next(tower.parameters()).dtype)
-        inputs = self.tower_inputs(tuple(run.grid for run in runs), patches.device)
-        merges = torch.full((len(runs),), self._spec(runs[0].kind).merge, device=patches.device)
-        output = tower.get_image_features(patches, **inputs, image_merge_sizes=merges, return_dict=True)
-        return [Embeddings(rows) for rows in output.pooler_output]
+        merge = (self.image_spec if runs[0].kind == "image" else self.video_spec).merge
+        inputs = whole_inputs(tuple(run.grid for run in runs), merge, patches.device)
+        merges = torch.full((len(runs),), merge)
+        output = tower.vision_model(pixel_values=patches, merge_sizes=merges, return_dict=True, **inputs)
+        counts = [run.grid.num_patches // merge**2 for run in runs]
+        return list(map(Embeddings, torch.split(tower.projector(output.last_hidden_state), counts)))
 
-    def _spec(self, kind: MediaKind) -> PatchSpec:
-        return self.image_spec if kind == "image" else self.video_spec
+
+def _attend(
+    module: Any,
+    hidden_states: Tensor,
+    cu_seqlens: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attends within images and frames, all of one size at once; transformers does one after the other.
+
+    hidden_states: [P, C]. cu_seqlens: int32 [runs + 1], on the host.
+    """
+    if torch.is_grad_enabled():
+        found: tuple[Tensor, None] = type(module).forward(
+            module, hidden_states, cu_seqlens, position_embeddings, **kwargs
+        )
+        return found
+    projections = module.q_proj, module.k_proj, module.v_proj
+    heads = [each(hidden_states).unflatten(1, (module.num_heads, -1)) for each in projections]
+    pairs = torch.stack(heads[:2], dim=1)
+    rotate(pairs, *position_embeddings)
+    out = attend_runs(pairs[:, 0], pairs[:, 1], heads[2], tuple(cu_seqlens.tolist()), module.scaling)
+    return module.out_proj(out.flatten(1)), None
 
 
 def _differs(patches: Tensor) -> Tensor:

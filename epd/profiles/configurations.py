@@ -36,6 +36,12 @@ _ERNIE = MediaRule(
     "grid", 14, min_pixels=56**2, max_pixels=6177 * 28**2, min_frame_pixels=299 * 28**2,
     max_frame_pixels=1196 * 28**2, min_frames=16, max_frames=180, sampling="ceil", has_frame_patches=True,
 )  # fmt: skip
+# Each frame by itself behind its time, as `Time 12.3s:`; patches of an image are not merged. Limits as above.
+_VIDEO_LLAMA = MediaRule(
+    "grid", 14, min_pixels=56**2, max_pixels=1280 * 28**2, min_frame_pixels=128 * 28**2,
+    max_frame_pixels=10**9, max_video_tokens=768, frames_per_unit=1, image_merge=1, min_frames=4,
+    max_frames=180, sampling="units", frame_text_tokens=9, has_least=False,
+)  # fmt: skip
 # Of Molmo 2: patches of a side of the pooled squares of frames, and text around a frame, its time and marks.
 _FRAME_POOL, _MOLMO_FRAME_TEXT = 3, 8
 _RECURRENT, _WINDOWED = "linear_attention", "sliding_attention"
@@ -109,6 +115,11 @@ def _with_files(rule: MediaRule, folder: Path) -> MediaRule:
     )
     if rule.has_frame_patches:
         return replace(rule, max_frame_pixels=frame_most)
+    if rule.image_merge is not None:
+        most = _sizes(video, (0, 768 * 28**2))[1]
+        return replace(
+            rule, min_frame_pixels=frame_least, max_video_tokens=most // (rule.patch * rule.merge) ** 2
+        )
     return _of_all_frames(rule, video) if rule.is_timed else _of_each_frame(rule, video)
 
 
@@ -240,6 +251,14 @@ def _qwen(name: str, config: Config) -> ModelShape:
     )
 
 
+def _video_llama(name: str, config: Config) -> ModelShape:
+    vision, language = config["vision_config"], _language(config)
+    tower = _tower(vision, vision["num_hidden_layers"], vision["intermediate_size"], _IN_FRAME)
+    projector = language.hidden * (vision["hidden_size"] + language.hidden)
+    rule = replace(_VIDEO_LLAMA, patch=vision["patch_size"])
+    return ModelShape(name, tower, language, rule, 1, projector, _context(config))
+
+
 def _tower(vision: Config, layers: int, mlp: int, patches: int) -> Transformer:
     hidden, heads = vision["hidden_size"], vision["num_attention_heads"]
     return Transformer(layers, hidden, heads, heads, hidden // heads, mlp, mlp_matrices=2, attended=patches)
@@ -366,4 +385,5 @@ _READERS = {
     "gemma3": _gemma3,
     "ernie4_5_vl_moe": _ernie,
     "molmo2": _molmo2,
+    "video_llama_3": _video_llama,
 }

@@ -48,7 +48,9 @@ class MediaRule:
         patches of each become a token
     kind clips: of a model that hears; a clip is padded to tile_patches positions of its tower, and becomes
         tokens_per_s tokens for each second
+    image_merge: of images, where it is another than of frames
     min_frame_pixels, max_frame_pixels, max_video_tokens: of a video's frames, each and all together
+    has_least: whether the last leaves a frame its least pixels
     is_timed: the limits of pixels are of all frames together, and a text before each time step says its time
     frame_text_tokens: of the text around each frame; end_tokens: behind the last frame of a video
     video_fps, min_frames, max_frames, sampling: how many frames are sampled, see `num_sampled`
@@ -88,6 +90,8 @@ class MediaRule:
     has_frame_patches: bool = False
     is_whole: bool = False
     overlap: int = 0
+    image_merge: int | None = None
+    has_least: bool = True
 
     @property
     def values_per_patch(self) -> int:
@@ -107,8 +111,9 @@ class MediaRule:
         self._check_sees("an image")
         if self.kind != "grid":
             return self._crops(size) if self.kind == "crops" else self._tiles(size)
-        patches = self._grid_patches(size, self.min_pixels, self.max_pixels)
-        return MediaWork(patches, patches // self.merge**2)
+        rule = replace(self, merge=self.image_merge or self.merge)
+        patches = rule._grid_patches(size, self.min_pixels, self.max_pixels)
+        return MediaWork(patches, patches // rule.merge**2)
 
     def video(self, spec: VideoSpec, num_frames: int | None = None) -> tuple[MediaWork, ...]:
         """Returns the groups of a video, in order.
@@ -163,7 +168,7 @@ class MediaRule:
         if self.max_video_tokens is not None:
             pixels = self.max_video_tokens * (self.patch * self.merge) ** 2 * self.frames_per_unit
             most = min(most, pixels / num_frames)
-        return max(int(most), int(self.min_frame_pixels * LEAST_SHARE))
+        return max(int(most), int(self.min_frame_pixels * LEAST_SHARE) if self.has_least else 0)
 
     def _units_of_groups(self, tokens_per_unit: int, unit: int) -> tuple[int, int]:
         """Returns the time steps of a whole group, and of the first one."""

@@ -43,7 +43,7 @@ def batch_of(family: Family, grids: tuple[Grid, ...]) -> list[PatchRun]:
 
 
 @pytest.mark.parametrize("grids", BATCHES, ids=["one", "frames", "two"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "video_llama_3"])
 def test_a_tower_gives_what_transformers_gives(
     families: dict[str, Family], name: str, grids: tuple[Grid, ...]
 ) -> None:
@@ -105,6 +105,19 @@ def test_a_layer_attends_once_for_each_length_of_a_run(families: dict[str, Famil
         family.adapter.encode_batch(family.tower, runs)
     num_layers = len(family.tower.blocks)  # type: ignore[arg-type]
     assert num_layers <= attention.call_count <= num_layers * max(kinds.values())
+
+
+def test_frames_of_video_llama_are_attended_at_once(families: dict[str, Family]) -> None:
+    family = families["video_llama_3"]
+    runs = batch_of(family, (Grid(3, 12, 10), Grid(2, 12, 10)))
+    attend = qwen_tower.scaled_dot_product_attention
+    with (
+        torch.inference_mode(),
+        patch.object(qwen_tower, "scaled_dot_product_attention", wraps=attend) as attention,
+        patch.object(nn.functional, "scaled_dot_product_attention", side_effect=AssertionError("no other")),
+    ):
+        family.adapter.encode_batch(family.tower, runs)
+    assert attention.call_count == len(family.tower.vision_model.encoder.layers)  # type: ignore[union-attr,arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,6 +15,7 @@ from epd.profiles.catalogue import MODELS
 from epd.profiles.configurations import shape_in
 from epd.workload.requests import Resolution, VideoSpec
 from tests.encoders.tiny_molmo import build_molmo2
+from tests.encoders.tiny_tiles import build_video_llama_3
 from tests.models.tiny_ernie import build
 
 # One of each processor that differs, and two of its other sizes.
@@ -95,7 +96,11 @@ def test_ten_minutes_fit_the_context() -> None:
         assert tokens + shape.media.text_tokens(film) < (shape.context_tokens or 0)
 
 
-@pytest.mark.parametrize("written", [build_molmo2, build], ids=["molmo2", "ernie4_5_vl_moe"])
+@pytest.mark.parametrize(
+    "written",
+    [build_molmo2, build, build_video_llama_3],
+    ids=["molmo2", "ernie4_5_vl_moe", "video_llama_3"],
+)
 def test_a_folder_says_how_its_media_are_cut(written: Callable[[Path], Path], tmp_path: Path) -> None:
     """Tiny models with the rules of the published ones, and settings of their own in the processor's files.
 
@@ -114,5 +119,5 @@ def test_a_folder_says_how_its_media_are_cut(written: Callable[[Path], Path], tm
         shown = f"{spec} {wanted}"
         assert sum(group.num_frames for group in groups) == plan.num_frames, shown
         assert sum(group.num_tokens for group in groups) == plan.num_tokens, shown
-        patches = 64 * plan.num_frames if rule.is_whole else 2 * plan.grid.num_patches
+        patches = 64 * plan.num_frames if rule.is_whole else rule.frames_per_unit * plan.grid.num_patches
         assert sum(group.num_patches for group in groups) == patches, shown
