@@ -64,9 +64,11 @@ RAY_FILES = (
 LONG_FILES = (
     "tests/test_package.py",
     "tests/serve_app/http/test_slow_clients.py",
+    "tests/test_generic_families.py",
     "tests/test_gpu_dry.py",
     "tests/test_how_to.py",
     "tests/test_notebooks.py",
+    "tests/test_tokens.py",
     "tests/test_witness.py",
     "tests/test_works_with.py",
     "tests/training/",

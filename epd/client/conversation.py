@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from epd.client.body import STREAM_HEADERS, MediaPart, SSEParser, body_of, media_part, question_content
-from epd.client.endpoint import Endpoint
+from epd.client.endpoint import Endpoint, certificates
 from epd.errors import RequestError, UnavailableError
 from epd.late_module import LateModule
 from epd.types import REUSE_KINDS, Answer, MediaKind, Reuse, StageTimings, Usage
@@ -137,6 +137,7 @@ class Conversation:
                 headers=headers,
                 timeout=timeout,
                 trust_env=False,
+                verify=certificates(),
             ) as answer:
                 if answer.status_code != HTTPStatus.OK:
                     raise _refusal(shown, answer.status_code, answer.read())
@@ -221,7 +222,9 @@ def completion(endpoint: Endpoint, body: JSON) -> JSON:
     shown, timeout = endpoint.shown_url, httpx.Timeout(_READ_S, connect=_CONNECT_S)
     url, headers = f"{endpoint.url}/v1/chat/completions", endpoint.headers
     try:
-        answer = httpx.post(url, json=body, headers=headers, timeout=timeout, trust_env=False)
+        answer = httpx.post(
+            url, json=body, headers=headers, timeout=timeout, trust_env=False, verify=certificates()
+        )
     except httpx.HTTPError as error:
         raise UnavailableError(f"{shown} gave {type(error).__name__}; ask again") from None
     if answer.status_code != HTTPStatus.OK:

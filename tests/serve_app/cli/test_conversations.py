@@ -18,9 +18,11 @@ from typing import Any
 
 import httpx
 import pytest
+from httpx._transports import default as transports
 from typer.testing import CliRunner, Result
 
 from epd.client import conversation
+from epd.client.endpoint import certificates
 from epd.serve_app.cli.conversations import conversation_with
 from epd.serve_app.cli.program import app
 from epd.serve_app.llm import LLM
@@ -126,6 +128,22 @@ def test_later_turns_find_the_media_in_the_caches(server: Server) -> None:
     assert first.timings.encode_s > 0
     assert second.timings.encode_s == 0
     assert second.usage.num_frames == 6
+
+
+def test_certificates_are_read_once_for_all_requests(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default httpx reads them for each request, of plain HTTP too."""
+    create, known = transports.create_ssl_context, list[Any]()
+
+    def create_seen(verify: Any, **options: Any) -> Any:
+        known.append(verify)
+        return create(verify=verify, **options)
+
+    monkeypatch.setattr(transports, "create_ssl_context", create_seen)
+    talk = conversation_with(server.url, server.key, None, [], {"max_tokens": 1})
+    talk.ask("What is shown?")
+    talk.ask("And which colour?")
+    assert len(known) >= 3  # the model was asked for, too
+    assert {id(each) for each in known} == {id(certificates())}
 
 
 def test_an_interrupt_ends_an_answer_and_not_the_dialogue() -> None:
