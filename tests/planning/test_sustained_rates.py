@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
+from epd.planning.asked import planner_for
 from epd.planning.goodput import Demand, goodput, simulate_at
 from epd.planning.search import Planner
 from epd.planning.space import Space
-from epd.planning.traffic import planner_for
 from epd.profiles.analytic import Efficiency, analytic_profile
 from epd.profiles.cost import StageTable
 from epd.simulate import Deployment, JobMaker
