@@ -29,9 +29,9 @@ from benchmarks.reporting import Row, Section, run_sections, setting
 from benchmarks.serving.servegen import ClientRequest, draw_day
 from epd.control.elasticity.cluster import Roles
 from epd.control.elasticity.controller import PURE_ROLES, ControllerConfig
+from epd.planning.asked import planner_for
 from epd.planning.search import Candidate
 from epd.planning.space import Space
-from epd.planning.traffic import planner_for
 from epd.profiles.files import load_profile
 from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
 from epd.simulate.placement import Elasticity

@@ -1,16 +1,22 @@
-"""Turns the options of `epd plan` and `epd simulate` into what runs; `plan` is `epd.plan` in Python."""
+"""Turns the options of `epd plan` and `epd simulate`, and their traffic, into what runs.
+
+`plan` is `epd.plan` in Python.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from epd.errors import RequestError
 from epd.kv.drafting import DEFAULT_MAX_DRAFT
+from epd.planning.goodput import KEEPS_UP, Demand
 from epd.planning.plan import Plan, make_plan
-from epd.planning.search import OnProgress
+from epd.planning.search import OnProgress, Planner
 from epd.planning.space import MAX_CELL, Space, cells_of
-from epd.planning.traffic import planner_for, workload_jobs
 from epd.profiles.accelerators import CATALOGUE, Devices
 from epd.profiles.files import load_profile
 from epd.profiles.media import MediaRule
@@ -19,6 +25,7 @@ from epd.simulate import Deployment
 from epd.simulate.drafting import DraftPlan
 from epd.simulate.frame_choice import NO_WISHES, VideoWishes
 from epd.simulate.kept_media import KeptMedia
+from epd.simulate.requests import Job, JobMaker
 from epd.topology import parse_topology
 from epd.workload.config import WorkloadConfig, load_workload
 from epd.workload.metrics import SLO
@@ -27,6 +34,12 @@ DEFAULT_PROFILE = "qwen2.5-vl-7b@a100-80gb"
 _DEGREES = (1, 2, 4, 8)
 _RETENTIONS = (1.0, 0.5, 0.25)
 _CPU_THREADS = 64
+# Requests to plan for: more change the plan little.
+MOST_REQUESTS = 250
+# Arrivals are simulated for at most this many times the longest that a request may take, and at least for so
+# many times that one takes with full batches, to its first token and to its last.
+_HORIZON, _FIRST_TOKENS, _ANSWERS = 5.0, 20.0, 2.0
+_BASE = Deployment(parse_topology("1epd"))
 
 
 def plan(
@@ -90,8 +103,8 @@ def plan(
             num_encoders=encoders,
         ),
         attainment=attainment,
-        base=Deployment(
-            parse_topology("1epd"),
+        base=replace(
+            _BASE,
             cpu_threads=num_cpu_threads(cpu_threads, loaded, _threads_beside(loaded, cells[0][1])),
             enable_prefix_caching=config.resolve().has_repeats,
             drafts=draft_plan(draft_acceptance, max_draft),
@@ -100,6 +113,57 @@ def plan(
         ),
     )
     return make_plan(planner, cells=cells, min_rate=min_rate, encoders=beside, on_progress=on_progress)
+
+
+def planner_for(
+    profile: Profile,
+    jobs: Sequence[Job],
+    slo: SLO,
+    space: Space,
+    *,
+    attainment: float = 0.9,
+    base: Deployment = _BASE,
+) -> Planner:
+    """Returns a planner for requests with objectives.
+
+    slo: of a first token, a token after it, or both
+    attainment: share of the requests that must meet it
+    base: all settings that are not searched for
+    """
+    longest_s = (slo.ttft_s or 1.0) + (slo.tpot_s or 0.05) * max(job.output_tokens for job in jobs)
+    alone_s = tuple(_alone_s(profile, job) for job in jobs)
+    settle_s = _settle_s(profile, jobs, fmean(alone_s), slo, base)
+    demand = Demand.of(jobs, slo, attainment, _HORIZON * longest_s, settle_s, alone_s)
+    return Planner(profile, demand, space, base)
+
+
+def _alone_s(profile: Profile, job: Job) -> float:
+    """Returns what encode and prefill of a request take on one worker each."""
+    tokens = job.num_prompt_tokens
+    encode_s = profile.encode.cost.seconds(job.num_patches, len(job.groups)) if job.groups else 0.0
+    return encode_s + profile.prefill.cost.seconds(tokens, tokens * (tokens + 1) / 2)
+
+
+def _settle_s(profile: Profile, jobs: Sequence[Job], alone_s: float, slo: SLO, base: Deployment) -> float:
+    """Returns how long requests must arrive until a layout is as busy as it will be: stages, steps, queues.
+
+    No longer than a queue needs to exceed the objective by far. alone_s: mean of `_alone_s`.
+    """
+    batch = base.decode.max_num_seqs
+    steps_s = fmean(
+        job.output_tokens * profile.decode.cost.seconds(batch, batch * job.num_prompt_tokens) for job in jobs
+    )
+    queues_s = min(_FIRST_TOKENS * alone_s, (slo.ttft_s or math.inf) / KEEPS_UP)
+    return max(queues_s, _ANSWERS * (alone_s + steps_s))
+
+
+def workload_jobs(
+    profile: Profile, config: WorkloadConfig, seed: int, wishes: VideoWishes = NO_WISHES
+) -> list[Job]:
+    """Returns requests of a workload, at most MOST_REQUESTS. wishes: for their videos."""
+    fields = {"num_requests": MOST_REQUESTS, "duration_s": None, "rate": config.rate or 1.0}
+    requests = config.model_copy(update=fields).resolve().requests(seed)
+    return list(JobMaker(profile, wishes=wishes).jobs(requests))
 
 
 def _kept(mb_per_s: float | None, *, has_repeats: bool) -> KeptMedia | None:

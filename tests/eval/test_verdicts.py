@@ -1,6 +1,6 @@
 """Verdicts survive a kill, and rows say of them what counting by hand does.
 
-Modules: `epd/eval/plan.py`, `epd/eval/report.py`, `epd/eval/rows.py`.
+Modules: `epd/eval/plan.py`, `epd/eval/rows.py`, `serve_app/cli/eval.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rich.console import Console
 from epd.errors import RequestError
 from epd.eval.items import FULL, EvalCase, EvalItem, EvalSetting, EvalVideo
 from epd.eval.plan import EvalPlan, todos
-from epd.eval.report import plot_rows, print_rows
 from epd.eval.rows import RowSelection, eval_rows, table_rows
 from epd.eval.statistics import wilson_interval
 from epd.eval.verdicts import RunInfo, TTFTSample, Verdict, VerdictLog
+from epd.serve_app.cli.eval import plot_rows, print_rows
 
 RUN = RunInfo("demo", "shapes-vl", max_tokens=16, seed=1)
 HALF = EvalSetting("half", 0.5)

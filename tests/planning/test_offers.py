@@ -37,7 +37,7 @@ def plan_of() -> Callable[[int, str], Plan]:
     def of(num_devices: int, device: str) -> Plan:
         if (num_devices, device) not in made:
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr("epd.planning.traffic.MOST_REQUESTS", 20)
+                patched.setattr("epd.planning.asked.MOST_REQUESTS", 20)
                 options = {"slo_ttft_s": 2.0, "slo_tpot_s": 0.08, "workload": "text"}
                 made[num_devices, device] = planned(num_devices, profile=f"qwen2.5-vl-7b@{device}", **options)
         return made[num_devices, device]
@@ -186,7 +186,7 @@ def test_films_are_counted_as_a_buyer_counts_them() -> None:
 
 @pytest.fixture
 def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd.planning.traffic.MOST_REQUESTS", 20)
+    monkeypatch.setattr("epd.planning.asked.MOST_REQUESTS", 20)
 
 
 def run(*options: str) -> object:

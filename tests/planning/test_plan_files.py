@@ -68,7 +68,7 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "plan.yaml"
     options = ["--gpus", "2", "--workload", "images", "--slo-ttft-s", "2.5", "--slo-tpot-s", "0.05"]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("epd.planning.traffic.MOST_REQUESTS", 30)  # rather than 250
+        patched.setattr("epd.planning.asked.MOST_REQUESTS", 30)  # rather than 250
         app(
             ["plan", *options, "--cpu-threads", "6", "--profile", str(profile), "--out", str(path)],
             standalone_mode=False,

@@ -1,7 +1,7 @@
 """The planner: the space, the search against trying everything, what binds, and when not to disaggregate.
 
 Modules: `epd/planning/bounds.py`, `epd/planning/goodput.py`, `epd/planning/plan.py`,
-`epd/planning/search.py`, `epd/planning/space.py`, `epd/planning/traffic.py`.
+`epd/planning/search.py`, `epd/planning/space.py`.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ def test_encode_and_decode_on_one_worker_are_simulated() -> None:
 @pytest.fixture
 def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """`epd plan` simulates 30 requests instead of 250."""
-    monkeypatch.setattr("epd.planning.traffic.MOST_REQUESTS", 30)
+    monkeypatch.setattr("epd.planning.asked.MOST_REQUESTS", 30)
 
 
 def run(*options: str) -> object:

@@ -61,7 +61,7 @@ def test_bounds_are_those_of_each_candidate_alone() -> None:
 def test_all_devices_of_a_large_plan_are_used(
     num_devices: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("epd.planning.traffic.MOST_REQUESTS", 10)
+    monkeypatch.setattr("epd.planning.asked.MOST_REQUESTS", 10)
     options = ["--gpus", str(num_devices), "--slo-ttft-s", "2.6", "--slo-tpot-s", "0.04", "--json"]
     app(["plan", *options, "--workload", "images"], standalone_mode=False)
     plan = json.loads(capsys.readouterr().out)

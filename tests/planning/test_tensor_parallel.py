@@ -226,7 +226,7 @@ def test_a_search_over_eight_devices_is_quick() -> None:
 def test_the_command_takes_degrees(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("epd.planning.traffic.MOST_REQUESTS", 20)
+    monkeypatch.setattr("epd.planning.asked.MOST_REQUESTS", 20)
     options = ["plan", "--gpus", "2", "--slo-ttft-s", "2", "--slo-tpot-s", "0.01", "--workload", "images"]
     app([*options, "--max-tensor-parallel", "2"], standalone_mode=False)
     assert "workers on 2 devices each" in capsys.readouterr().out

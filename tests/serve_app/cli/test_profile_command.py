@@ -92,7 +92,7 @@ def test_media_become_what_the_adapter_plans(mine: Profile) -> None:
 def test_a_measured_profile_can_be_simulated_and_planned(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.planning.traffic.MOST_REQUESTS", 30)
+    monkeypatch.setattr("epd.planning.asked.MOST_REQUESTS", 30)
     app(
         ["simulate", "--profile", str(path), "--workload", "video", "--rate", "1", "--num-requests", "10"],
         standalone_mode=False,

@@ -1,6 +1,6 @@
 """Weights of a worker: shared where several workers of a machine's CPUs run the model, its own elsewhere.
 
-Modules: `serve_app/worker/worker_settings.py`, `serve_app/worker/worker_stages.py`.
+Modules: `serve_app/worker/worker_settings.py`.
 """
 
 from __future__ import annotations
