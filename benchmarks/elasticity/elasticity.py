@@ -192,6 +192,7 @@ def main() -> None:
         args.sections or list(sections),
         here,
         save=not args.quick,
+        module="elasticity.elasticity",
     )
     if not args.quick and "day" in (args.sections or sections):
         plot(2.6)

@@ -108,7 +108,7 @@ class Peak:
         return max((value * self._weight(at_s) for at_s, value in self._falling), default=0.0)
 
     def _weight(self, at_s: float) -> float:
-        return 0.5 ** max(0.0, (self._now_s - at_s) / self._window_s - 1)
+        return math.exp2(min(0.0, 1 - (self._now_s - at_s) / self._window_s))
 
 
 class Traffic:
