@@ -358,7 +358,7 @@ class LayerProbe(ModelRunner):
         """
         num_groups = len(self.pools.groups)
         tables = list(segment.block_tables) * num_groups
-        states = None if self.pools.states is None else (None, 0)
+        states = None if self.pools.states is None else (None, 0, 0)
         bounds = {0, len(segment.token_ids)}
         starts: set[int] = set()
         if self.attends_both_ways and segment.visual is not None and segment.both_ways is None:

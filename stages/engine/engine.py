@@ -169,9 +169,8 @@ class LanguageEngine:
             if ids is not None and len(family) > 1:
                 self.kv.allocate(each.request_id, each.scheduled.num_tokens + 1 - request.num_dropped)
             elif ids is not None:  # drafts that held are known, and not in a recurrent state
-                scheduled = each.scheduled
-                scheduled.num_computed = self.kv.num_tokens(each.request_id) + request.num_dropped
-                scheduled.num_seen = scheduled.num_tokens - 1
+                each.scheduled.num_computed = self.kv.num_tokens(each.request_id) + request.num_dropped
+                each.scheduled.num_seen = each.scheduled.num_tokens - 1
 
     def detach(self, request_id: str) -> list[TokenSequence]:
         """Takes a request that decodes out of the queues; its blocks are held until `attach` or `release`.
