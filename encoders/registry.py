@@ -43,6 +43,7 @@ class _Family:
 ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
     "ernie4_5_vl_moe": _Family("ernie4_5_vl:Ernie4_5VLAdapter"),
     "gemma3": _Family("gemma3:Gemma3Adapter"),
+    "gemma4": _Family("gemma4:Gemma4Adapter"),
     "internvl": _Family("internvl:InternVLAdapter"),
     "llava_onevision": _Family("llava_onevision:LlavaOnevisionAdapter"),
     "qwen2_5_vl": _Family("qwen2_5_vl:Qwen2_5VLAdapter"),

@@ -1,4 +1,4 @@
-"""The five families as tiny checkpoints, loaded once for all tests of a run."""
+"""Native families as tiny checkpoints, loaded once for all tests of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from tests.draws import same_draws
 from tests.encoders.families import Family
+from tests.encoders.tiny_gemma import build_gemma4
 from tests.encoders.tiny_tiles import BUILDERS
 
 __all__ = ["same_draws"]
@@ -14,7 +15,8 @@ __all__ = ["same_draws"]
 @pytest.fixture(scope="session")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
     root = tmp_path_factory.mktemp("checkpoints")
-    return {name: Family.load(name, build(root / name)) for name, build in BUILDERS.items()}
+    builders = {**BUILDERS, "gemma4": build_gemma4}
+    return {name: Family.load(name, build(root / name)) for name, build in builders.items()}
 
 
 @pytest.fixture(params=list(BUILDERS))
