@@ -43,6 +43,7 @@ class _Family:
 ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
     "ernie4_5_vl_moe": _Family("ernie4_5_vl:Ernie4_5VLAdapter"),
     "gemma3": _Family("gemma3:Gemma3Adapter"),
+    "gemma4": _Family("gemma4:Gemma4Adapter"),
     "glm46v": _Family("glm4v:Glm4vAdapter"),
     "glm4v": _Family("glm4v:Glm4vAdapter"),
     "glm4v_moe": _Family("glm4v:Glm4vAdapter"),

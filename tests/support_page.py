@@ -82,7 +82,7 @@ PROOFS = (
     ),
     _proof(
         "b",
-        "tests/test_gemma3.py::test_tokens_equal_generate",
+        "tests/test_gemma.py::test_tokens_equal_generate",
         product(["gemma3"], ("text", "image", "images")),
     ),
     _proof(
@@ -115,7 +115,7 @@ PROOFS = (
     ),
     _refusal(
         "l",
-        "tests/test_gemma3.py::test_videos_and_sound_are_refused_in_one_line",
+        "tests/test_gemma.py::test_videos_and_sound_are_refused_in_one_line",
         product(["gemma3"], ("video", "video and image", "audio")),
     ),
     _refusal(
@@ -150,9 +150,7 @@ PROOFS = (
             ("M", "test_answers_move_between_decode_workers", "several decode workers"),
         )
     ),
-    _proof(
-        "c", "tests/test_gemma3.py::test_handed_over_in_chunks_and_from_the_cache", [("gemma3", "1e1p1d")]
-    ),
+    _proof("c", "tests/test_gemma.py::test_handed_over_in_chunks_and_from_the_cache", [("gemma3", "1e1p1d")]),
     _proof(
         "k",
         "tests/stages/test_layer_kinds.py::test_answers_go_on_at_decode_workers_and_move_between_them",

@@ -38,8 +38,8 @@ class Family:
             raise ValueError(f"{self.model_type} needs frames_per_unit if it takes videos, and only then")
 
 
-def _native(model_type: str, name: str, unit: int) -> Family:
-    return Family(model_type, name, "native", _SEES, unit)
+def _native(model_type: str, name: str, unit: int, limit: str = "") -> Family:
+    return Family(model_type, name, "native", _SEES, unit, limit)
 
 
 def _images(model_type: str, name: str, limit: str = "") -> Family:
@@ -60,7 +60,7 @@ _ALL = (
     _native("ernie4_5_vl_moe", "ERNIE 4.5 VL", 2),
     _videos("exaone4_5", "EXAONE 4.5", 2),
     Family("gemma3", "Gemma 3", "native", ("image",), None, "no videos: its processor has none"),
-    _videos("gemma4", "Gemma 4", 1, "no sound"),
+    _native("gemma4", "Gemma 4", 1, "no sound"),
     _native("glm46v", "GLM-4.6V", 2),
     _native("glm4v", "GLM-4.1V", 2),
     _native("glm4v_moe", "GLM-4.5V", 2),

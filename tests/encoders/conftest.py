@@ -6,6 +6,7 @@ import pytest
 
 from tests.draws import same_draws
 from tests.encoders.families import Family
+from tests.encoders.tiny_gemma import build_gemma4
 from tests.encoders.tiny_generic import build_glm4v, build_glm_ocr, build_qwen2_vl
 from tests.encoders.tiny_tiles import BUILDERS
 
@@ -15,7 +16,8 @@ __all__ = ["same_draws"]
 @pytest.fixture(scope="session")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
     root = tmp_path_factory.mktemp("checkpoints")
-    builders = {**BUILDERS, "qwen2_vl": build_qwen2_vl, "glm4v": build_glm4v, "glm_ocr": build_glm_ocr}
+    glm = {"qwen2_vl": build_qwen2_vl, "glm4v": build_glm4v, "glm_ocr": build_glm_ocr}
+    builders = {**BUILDERS, **glm, "gemma4": build_gemma4}
     return {name: Family.load(name, build(root / name)) for name, build in builders.items()}
 
 

@@ -161,6 +161,11 @@ class Family:
             return partial(call, **given, return_dict=True)
         if self.name == "llava_onevision" and kind == "video":
             return partial(self.model.get_video_features, inputs["pixel_values_videos"], return_dict=True)
+        if self.name == "gemma4" and kind == "video":
+            video = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")
+            given = [torch.as_tensor(inputs[name]) for name in video]
+            return partial(self.model.model.get_video_features, *given, return_dict=True)
         names = ("pixel_values", "image_sizes", "batch_num_images", "pixel_attention_mask")
+        names = (*names, "image_position_ids")
         named = {name: inputs[name] for name in names if name in inputs}
         return partial(self.model.get_image_features, **named, return_dict=True)

@@ -15,6 +15,7 @@ from epd.encoders.families.smolvlm import number_in_words
 from epd.errors import RequestError
 from epd.types import MediaKind
 from tests.encoders.families import Clip, Family, Media, Picture
+from tests.encoders.tiny_tiles import BUILDERS
 from tests.encoders.tolerances import BATCHING, assert_close_to
 from tests.positions import adapter_like_transformers, expected_positions, positions_in_transformers
 
@@ -26,6 +27,11 @@ DRAWN = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+
+
+@pytest.fixture(params=[*BUILDERS, "gemma4"])
+def family(request: pytest.FixtureRequest, families: dict[str, Family]) -> Family:
+    return families[request.param]
 
 
 @st.composite

@@ -224,7 +224,7 @@ def build_video_llava(folder: Path, seed: int = 1) -> Path:
         patch_size=7,
         chat_template=tokenizer.chat_template,
     )
-    return _save(folder, hf.VideoLlavaForConditionalGeneration, config, processor, seed)
+    return _save(folder, hf.VideoLlavaForConditionalGeneration, config, processor, seed, layers_decide=True)
 
 
 def build_idefics3(folder: Path, seed: int = 0) -> Path:
@@ -373,7 +373,8 @@ def _pixtral(
         spatial_merge_size=2,
         chat_template=tokenizer.chat_template,
     )
-    return _save(folder, model, made(tokenizer, tower), processor, seed)
+    is_light = processor_class is hf.LightOnOcrProcessor
+    return _save(folder, model, made(tokenizer, tower), processor, seed, layers_decide=is_light)
 
 
 def build_mistral3(folder: Path, seed: int = 0) -> Path:

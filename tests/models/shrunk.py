@@ -172,7 +172,7 @@ def _tensors(folder: Path, config: Config) -> dict[str, Tensor]:
     model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     hidden = config.get("text_config", config)["hidden_size"]
     tensors = {}
-    for name, tensor in tiny_models.draw_weights(model).state_dict().items():
+    for name, tensor in tiny_models.draw_weights(model, layers_decide=True).state_dict().items():
         is_across = name.endswith("experts.gate_up_proj") and tensor.shape[1] == hidden
         is_across |= name.endswith("experts.down_proj") and tensor.shape[2] == hidden
         tensors[name] = tensor.transpose(1, 2) if is_across else tensor

@@ -1,10 +1,14 @@
-"""Gemma 3 from files on: its images, its prompts, its answers over workers, and what it refuses."""
+"""Gemma 3 from files on: its images, its prompts, its answers over workers, and what it refuses.
+
+Of Gemma 4 pixels and refusals: tests/test_generic_families.py asks it in all ways.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +16,14 @@ import torch
 from epd import LLM
 from epd.encoders import FrameSampling, VideoFacts, load_adapter
 from epd.encoders.families.generic import GenericAdapter
+from epd.encoders.patches import resize_image
 from epd.engine_config import EngineConfig
-from epd.errors import UnsupportedMediaError, UnsupportedModelError
+from epd.errors import MediaLimitError, RequestError, UnsupportedMediaError, UnsupportedModelError
+from epd.pixel_limits import PixelLimits
+from epd.reduction import TowerMerge
 from tests.colocated import ColocatedPipeline
 from tests.encoders.families import QUESTION, Family
-from tests.encoders.tiny_gemma import IMAGE_TOKENS, build_gemma3
+from tests.encoders.tiny_gemma import IMAGE_TOKENS, build_gemma3, build_gemma4
 from tests.reference import MAX_TOKENS, generated_as_it_is
 from tests.stages.conftest import as_sent
 
@@ -74,11 +81,54 @@ def test_videos_and_sound_are_refused_in_one_line(family: Family) -> None:
         family.adapter.plan_video(VideoFacts(6, 2.0, 90, 120), SAMPLING)
 
 
-def test_images_that_are_cut_are_refused(family: Family, tmp_path: Path) -> None:
-    folder = shutil.copytree(family.path, tmp_path / "model")
+def changed(family: Family, folder: Path, part: str, **settings: Any) -> Path:
+    """A copy of a checkpoint with other settings of its processor."""
+    shutil.copytree(family.path, folder)
     path = folder / "processor_config.json"
-    settings = json.loads(path.read_text())
-    settings["image_processor"]["do_pan_and_scan"] = True
-    path.write_text(json.dumps(settings))
+    file = json.loads(path.read_text())
+    file[part] |= settings
+    path.write_text(json.dumps(file))
+    return folder
+
+
+def test_images_that_are_cut_are_refused(family: Family, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="do_pan_and_scan=True"):
-        load_adapter(folder)
+        load_adapter(changed(family, tmp_path / "model", "image_processor", do_pan_and_scan=True))
+
+
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return Family.load("gemma4", build_gemma4(tmp_path_factory.mktemp("gemma4") / "model"))
+
+
+@pytest.mark.parametrize("name", ["image", "wide_image", "video"])
+def test_patches_of_gemma_4_are_its_processors_bit_by_bit(
+    gemma4: Family, media: dict[str, Path], name: str
+) -> None:
+    """Theirs are filled with empty ones up to the most that there may be."""
+    item, sampling = as_sent(media[name]), FrameSampling(num_frames=3)
+    plan, suffix = gemma4.plan(item, sampling), "_videos" if name == "video" else ""
+    frames = gemma4.frames(item, plan)
+    if name == "video":
+        frames = torch.cat([resize_image(frame, plan.size, 3) for frame in frames])
+    theirs = gemma4.their_inputs([item], sampling)[f"pixel_values{suffix}"]
+    each = plan.grid.h * plan.grid.w
+    assert theirs.shape[:2] == (plan.num_frames, 70 * 9)
+    assert torch.equal(gemma4.adapter.preprocess(frames, plan), theirs[:, :each].flatten(0, 1))
+    assert not theirs[:, each:].any()
+
+
+def test_gemma_4_refuses_in_one_line_what_it_cannot_do(gemma4: Family, tmp_path: Path) -> None:
+    adapter = gemma4.adapter
+    with pytest.raises(UnsupportedMediaError, match="hears nothing"):
+        _ = adapter.audio
+    with pytest.raises(MediaLimitError, match="picture of 9x0 pixels does not suit"):
+        adapter.plan_image(0, 9)
+    for kind, limits in (("image", PixelLimits(max_pixels=999)), ("video", PixelLimits(is_low_detail=True))):
+        with pytest.raises(RequestError, match="as many tokens as its files say"):
+            adapter.check_pixels([(kind, limits)], None)  # type: ignore[list-item]
+    with pytest.raises(UnsupportedModelError, match="tower_share for a gemma4 model"):
+        adapter.tower_merger(gemma4.tower, TowerMerge(0.5))
+    shifted = changed(gemma4, tmp_path / "model", "video_processor", image_mean=[0.5] * 3)
+    with pytest.raises(UnsupportedModelError, match=r"image_mean=\(0\.5, 0\.5, 0\.5\)"):
+        load_adapter(shifted)
