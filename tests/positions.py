@@ -84,11 +84,8 @@ def expected_positions(model: Any, inputs: Any) -> tuple[list[list[int]], int]:
 def positions_in_transformers(model: Any, inputs: Any) -> tuple[list[list[int]], int]:
     """The same as the installed transformers has it. Skips the test where that cuts seconds."""
     skip_where_seconds_are_cut(model, inputs)
-    positions, delta = model.model.get_rope_index(
-        inputs["input_ids"],
-        inputs["mm_token_type_ids"],
-        **{name: inputs[name] for name in GRID_INPUTS if name in inputs},
-    )
+    names = ("input_ids", "mm_token_type_ids", *GRID_INPUTS)
+    positions, delta = model.model.get_rope_index(**{name: inputs[name] for name in names if name in inputs})
     return positions[:, 0].tolist(), inputs["input_ids"].shape[1] + int(delta)
 
 

@@ -50,7 +50,7 @@ from tests.colocated import ColocatedPipeline
 from tests.encoders.families import QUESTION, Clip, Family, Picture
 from tests.encoders.tiny_generic import BUILDERS
 from tests.encoders.tiny_tiles import BUILDERS as NATIVE
-from tests.positions import trained_positions_in
+from tests.positions import expected_positions, trained_positions_in
 from tests.reference import MAX_TOKENS, generated_as_it_is
 from tests.serve_app.test_llm import encoded_groups
 from tests.stages.conftest import Subject
@@ -153,6 +153,14 @@ def test_tokens_equal_generate(family: Family, media: dict[str, Path], names: tu
     pipeline = ColocatedPipeline.load(family.path, EngineConfig(group_tokens=1))
     answer = pipeline.ask(paths, QUESTION, num_frames=SAMPLING.num_frames, max_tokens=MAX_TOKENS)
     assert answer.token_ids == expected(family, paths)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "glm4v", "glm_ocr"], indirect=True)
+def test_positions_are_those_of_training(family: Family, media: dict[str, Path]) -> None:
+    paths = [media[name] for name in ("wide_image", "tall_video", "image", "video")]
+    prompt = family.prompt([as_sent(each) for each in paths], SAMPLING)
+    wanted = expected_positions(family.model, inputs_for(family, paths))
+    assert (prompt.positions.tolist(), prompt.next_position) == wanted
 
 
 @pytest.mark.parametrize("family", sorted(GENERIC), indirect=True)
@@ -283,6 +291,7 @@ def resize_image_of(clip: Clip, plan: MediaPlan) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["glm46v", "qwen2_vl"], indirect=True)
 def test_limits_of_pixels_hold(family: Family) -> None:
     """Images equal those of the processor with such a `size`; a limit of frames holds each of them."""
+    native = family.adapter
     family = replace(family, adapter=load_adapter(family.path, pixels=BY_TRANSFORMERS))
     image = Picture(torch.zeros((150, 100, 3), dtype=torch.uint8))
     least = family.processor.image_processor.size["shortest_edge"]
@@ -290,9 +299,10 @@ def test_limits_of_pixels_hold(family: Family) -> None:
     sides = {"shortest_edge": least, "longest_edge": frames * least}
     theirs = family.their_inputs([image], SAMPLING, images_kwargs={"size": sides})
     small = PixelLimits(max_pixels=least)
-    plan = family.adapter.plan_image(150, 100, small)
-    assert plan.num_tokens < family.adapter.plan_image(150, 100).num_tokens
-    assert family.adapter.plan_prompt([plan], QUESTION).token_ids.tolist() == theirs["input_ids"][0].tolist()
+    for adapter in (native, family.adapter):
+        plan = adapter.plan_image(150, 100, small)
+        assert plan.num_tokens < adapter.plan_image(150, 100).num_tokens
+        assert adapter.plan_prompt([plan], QUESTION).token_ids.tolist() == theirs["input_ids"][0].tolist()
     clip = family.adapter.plan_video(VideoFacts(6, 2.0, 300, 400), SAMPLING, PixelLimits(max_pixels=1600))
     assert math.prod(clip.size) <= 1600
     assert (clip.num_units, clip.is_joined_whole) == (3, False)

@@ -224,10 +224,11 @@ def _add_places(
     lengths: patches of each frame. grids: int64 [frames, 3], on the host.
     rows, columns: int64 [P], of each patch in its frame.
     """
-    if len(grids[:, 1:].unique(dim=0)) > 1:
+    sizes = {(height, width) for _, height, width in grids.tolist()}
+    if len(sizes) > 1:
         found: Tensor = type(module).forward(module, patches, lengths, grids, rows, columns)
         return found
-    height, width = grids[0, 1:].tolist()
+    ((height, width),) = sizes
     table = module.position_embedding.weight
     side, count = round(len(table) ** 0.5), height * width
     at = torch.stack(((columns[:count] + 0.5) / width, (rows[:count] + 0.5) / height), dim=-1) * 2 - 1

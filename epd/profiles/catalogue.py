@@ -22,6 +22,10 @@ _NAMES = (
 )
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}
 
+_QWEN2_TOWER = {
+    "depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "patch_size": 14,
+    "spatial_merge_size": 2,
+}  # fmt: skip
 _QWEN25_TOWER = {
     "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
     "spatial_merge_size": 2,
@@ -47,6 +51,11 @@ _SIGLIP = {
 _GEMMA3_TOWER = {**_SIGLIP, "image_size": 896, "num_hidden_layers": 27}
 _SMOL_TOWER = {"hidden_size": 768, "image_size": 512, "num_attention_heads": 12, "patch_size": 16}
 
+_QWEN2_SIZES: Mapping[str, _Sizes] = {
+    "2b": (1536, 8960, 28, 12, 2),
+    "7b": (3584, 18944, 28, 28, 4),
+    "72b": (8192, 29568, 80, 64, 8),
+}
 _QWEN25_SIZES: Mapping[str, _Sizes] = {
     "3b": (2048, 11008, 36, 16, 2),
     "7b": (3584, 18944, 28, 28, 4),
@@ -128,6 +137,14 @@ def _text(sizes: _Sizes, vocabulary: int, context: int, *, head_dim: int | None 
 
 def _published() -> Iterator[ModelShape]:
     """Yields the checkpoints of docs/models.md."""
+    for size, sizes in _QWEN2_SIZES.items():
+        config = _text(sizes, 151936 if size == "2b" else 152064, 32_768)
+        config |= {
+            "model_type": "qwen2_vl",
+            "vision_config": _QWEN2_TOWER,
+            "tie_word_embeddings": size == "2b",
+        }
+        yield shape_of(f"qwen2-vl-{size}", config)
     for size, sizes in _QWEN25_SIZES.items():
         config = _text(sizes, 151936 if size == "3b" else 152064, 128_000)
         tower: Mapping[str, Any] = (

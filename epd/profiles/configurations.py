@@ -231,15 +231,18 @@ def _limited(rule: MediaRule, family: str) -> MediaRule:
 
 def _qwen(name: str, config: Config) -> ModelShape:
     vision, language = config["vision_config"], _language(config)
-    is_3 = config["model_type"] != "qwen2_5_vl"
+    has_windows = config["model_type"] == "qwen2_5_vl"
     hidden, heads = vision["hidden_size"], vision["num_heads"]
     tower = Transformer(
         vision["depth"], hidden, heads, heads, hidden // heads, vision["intermediate_size"],
-        mlp_matrices=2 if is_3 else 3, attended=_IN_FRAME if is_3 else _IN_WINDOW, is_in_place=True,
+        mlp_matrices=3 if has_windows else 2, attended=_IN_WINDOW if has_windows else _IN_FRAME,
+        is_in_place=True,
     )  # fmt: skip
     merge, num_mergers = vision["spatial_merge_size"], 1 + len(vision.get("deepstack_visual_indexes", ()))
     wide = hidden * merge**2
-    rule = replace(_QWEN3 if is_3 else _QWEN25, patch=vision["patch_size"], merge=merge)
+    rule = replace(
+        _QWEN25 if "qwen2" in config["model_type"] else _QWEN3, patch=vision["patch_size"], merge=merge
+    )
     return ModelShape(
         name,
         tower,
@@ -257,6 +260,14 @@ def _video_llama(name: str, config: Config) -> ModelShape:
     projector = language.hidden * (vision["hidden_size"] + language.hidden)
     rule = replace(_VIDEO_LLAMA, patch=vision["patch_size"])
     return ModelShape(name, tower, language, rule, 1, projector, _context(config))
+
+
+def _qwen2(name: str, config: Config) -> ModelShape:
+    """Reads Qwen2-VL, whose `hidden_size` of the tower is that of the language model."""
+    vision = config["vision_config"]
+    hidden = vision["embed_dim"]
+    sizes = {"hidden_size": hidden, "intermediate_size": hidden * vision["mlp_ratio"]}
+    return _qwen(name, {**config, "vision_config": {**vision, **sizes}})
 
 
 def _tower(vision: Config, layers: int, mlp: int, patches: int) -> Transformer:
@@ -373,6 +384,7 @@ def _first(value: Any) -> int:
 
 
 _READERS = {
+    "qwen2_vl": _qwen2,
     "qwen2_5_vl": _qwen,
     "qwen3_vl": _qwen,
     "qwen3_vl_moe": _qwen,

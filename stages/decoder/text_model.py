@@ -223,8 +223,8 @@ def _has_known_mixer(layer: Any, *, is_mixed: bool) -> bool:
         return _children(layer) - _EMBEDDING - _BESIDE == norms
     known = (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS)
     modules = _children(layer) - {"self_attn"}
-    norms = [_LAYER_MODULES | more for more in (frozenset(), _MORE_NORMS, _NORMS_BEHIND)]
-    return modules in norms and _children(layer.self_attn) in known
+    with_norms = (_LAYER_MODULES, _LAYER_MODULES | _MORE_NORMS, _LAYER_MODULES | _NORMS_BEHIND)
+    return modules in with_norms and _children(layer.self_attn) in known
 
 
 def _children(module: nn.Module) -> frozenset[str]:

@@ -20,7 +20,7 @@ from epd.stages.engine.setup import states_shape
 from epd.stages.loading.weights import part_bytes, skeleton
 from tests import ROOT
 from tests.encoders.tiny_molmo import PUBLISHED as MOLMO
-from tests.models.published import PUBLISHED, Published
+from tests.models.published import GLM, PUBLISHED, QWEN2_VL, Published
 from tests.models.recurrent import RECURRENT
 from tests.models.tiny_ernie import PUBLISHED as ERNIE
 
@@ -81,7 +81,7 @@ def _read(published: Published) -> Any:
 
 def table() -> str:
     start, end = "| checkpoint | context | weights E, GB | P, D, GB | KV a token, B ", _LAST
-    plain = {**PUBLISHED, **ERNIE, **MOLMO}
+    plain = {**QWEN2_VL, **PUBLISHED, **GLM, **ERNIE, **MOLMO}
     rows = "".join(f"| {' | '.join(_row(name, each))} |\n" for name, each in plain.items())
     recurrent = "".join(f"| {' | '.join(_row(name, each))} |\n" for name, each in RECURRENT.items())
     return (

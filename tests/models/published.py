@@ -454,3 +454,91 @@ PUBLISHED: Mapping[str, Published] = {
         _SMOL,
     ),
 }
+
+
+# Families whose processors' files are not written down here.
+
+
+def _qwen2_vl(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Config:
+    vision = {
+        "depth": 32,
+        "embed_dim": 1280,
+        "hidden_size": hidden,
+        "in_chans": 3,
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+    }
+    return {
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": 32768,
+        "model_type": "qwen2_vl",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "vision_config": vision,
+        "vocab_size": 152064,
+    } | more
+
+
+QWEN2_VL: Mapping[str, Published] = {
+    "Qwen2-VL-2B": Published(
+        _qwen2_vl(1536, 8960, 28, 12, 2, vocab_size=151936, tie_word_embeddings=True),
+        28_672,
+        32_768,
+        has_head=False,
+    ),
+    "Qwen2-VL-7B": Published(_qwen2_vl(3584, 18944, 28, 28, 4), 57_344, 32_768),
+    "Qwen2-VL-72B": Published(_qwen2_vl(8192, 29568, 80, 64, 8), 327_680, 32_768),
+}
+
+GLM: Mapping[str, Published] = {
+    "GLM-4.1V-9B": Published(
+        {
+            "model_type": "glm4v",
+            "text_config": {
+                "hidden_act": "silu",
+                "hidden_size": 4096,
+                "intermediate_size": 13696,
+                "max_position_embeddings": 65536,
+                "model_type": "glm4v_text",
+                "num_attention_heads": 32,
+                "num_hidden_layers": 40,
+                "num_key_value_heads": 2,
+                "rms_norm_eps": 1e-05,
+                "rope_parameters": {
+                    "mrope_section": [8, 12, 12],
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 10000.0,
+                    "rope_type": "default",
+                },
+                "vocab_size": 151552,
+            },
+            "tie_word_embeddings": False,
+            "vision_config": {
+                "depth": 24,
+                "hidden_act": "silu",
+                "hidden_size": 1536,
+                "image_size": 336,
+                "intermediate_size": 13696,
+                "model_type": "glm4v_vision",
+                "num_heads": 12,
+                "out_hidden_size": 4096,
+                "patch_size": 14,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+            },
+        },
+        40_960,
+        65_536,
+    ),
+}

@@ -20,11 +20,11 @@ from epd.profiles.files import load_profile
 from tests import ROOT
 from tests.encoders.tiny_molmo import PUBLISHED as MOLMO
 from tests.models.processors import PROCESSORS
-from tests.models.published import PUBLISHED
+from tests.models.published import PUBLISHED, QWEN2_VL
 from tests.models.tiny_ernie import PUBLISHED as ERNIE
 
 _GIGA = 10**9
-ALL = {**PUBLISHED, **MOLMO, **ERNIE}
+ALL = {**QWEN2_VL, **PUBLISHED, **MOLMO, **ERNIE}
 
 
 def test_every_published_configuration_is_the_model_of_the_catalogue() -> None:
@@ -103,7 +103,7 @@ def test_a_folder_and_a_file_are_models(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="has no field 'num_attention_heads'"):
         load_profile(f"{folder}@l40s")
     (folder / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(RequestError, match="type 'bert'; allowed are qwen2_5_vl"):
+    with pytest.raises(RequestError, match="type 'bert'; allowed are qwen2_vl"):
         load_profile(f"{folder}@l40s")
     (folder / "config.json").write_text("[")
     with pytest.raises(RequestError, match="cannot be read"):

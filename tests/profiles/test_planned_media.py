@@ -14,6 +14,7 @@ from epd.encoders import FrameSampling, VideoFacts, load_adapter
 from epd.profiles.catalogue import MODELS
 from epd.profiles.configurations import shape_in
 from epd.workload.requests import Resolution, VideoSpec
+from tests.encoders.tiny_generic import build_qwen2_vl
 from tests.encoders.tiny_molmo import build_molmo2
 from tests.encoders.tiny_tiles import build_video_llama_3
 from tests.models.tiny_ernie import build
@@ -98,8 +99,8 @@ def test_ten_minutes_fit_the_context() -> None:
 
 @pytest.mark.parametrize(
     "written",
-    [build_molmo2, build, build_video_llama_3],
-    ids=["molmo2", "ernie4_5_vl_moe", "video_llama_3"],
+    [build_qwen2_vl, build_molmo2, build, build_video_llama_3],
+    ids=["qwen2_vl", "molmo2", "ernie4_5_vl_moe", "video_llama_3"],
 )
 def test_a_folder_says_how_its_media_are_cut(written: Callable[[Path], Path], tmp_path: Path) -> None:
     """Tiny models with the rules of the published ones, and settings of their own in the processor's files.
@@ -119,5 +120,6 @@ def test_a_folder_says_how_its_media_are_cut(written: Callable[[Path], Path], tm
         shown = f"{spec} {wanted}"
         assert sum(group.num_frames for group in groups) == plan.num_frames, shown
         assert sum(group.num_tokens for group in groups) == plan.num_tokens, shown
-        patches = 64 * plan.num_frames if rule.is_whole else rule.frames_per_unit * plan.grid.num_patches
+        num_grids = rule.frames_per_unit if rule.has_frame_patches else 1
+        patches = 64 * plan.num_frames if rule.is_whole else num_grids * plan.grid.num_patches
         assert sum(group.num_patches for group in groups) == patches, shown
