@@ -1,4 +1,4 @@
-"""Two ranks of models with sliding windows or a recurrent state: tokens of `generate`, and half of all.
+"""Two ranks of models with windows, a recurrent state or neither: tokens of `generate`, and half of all.
 
 Modules: epd.stages.decoder.rank_cut, epd.stages.engine.state_pool
 """
@@ -30,7 +30,7 @@ _TWO_HEADS = {"num_global_key_value_heads": 2}
 _OPTIONS: dict[str, dict[str, Any]] = {"gemma4": _TWO_HEADS, "gemma4_experts": _TWO_HEADS}
 
 
-@pytest.fixture(scope="module", params=[*WINDOWED, *RECURRENT])
+@pytest.fixture(scope="module", params=[*WINDOWED, *RECURRENT, "video_llama_3"])
 def ranked(
     request: pytest.FixtureRequest, media: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Ranked]:
