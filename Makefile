@@ -57,7 +57,7 @@ soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped
 SEEDS ?= 1000
 SEED_PROCESSES ?= 1
 faults: $(STAMP) ## SEEDS runs of an application in simulated time while processes are lost; figures in benchmarks/results/faults.md
-	nice $(BIN)/python -m tests.faults --seeds $(SEEDS) --processes $(SEED_PROCESSES) --results benchmarks/results/faults.md
+	nice $(BIN)/python -m tests.faults --twice --seeds $(SEEDS) --processes $(SEED_PROCESSES) --results benchmarks/results/faults.md
 
 structured: $(STAMP) ## 1,000 drawn schemas at temperature 1.5 in 1e1p1d, every document validated; the cost of a step
 	$(BIN)/python -m benchmarks.serving.structured

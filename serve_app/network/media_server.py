@@ -162,7 +162,7 @@ class MediaServer:
 
     def _greet(self, channel: Channel, hello: Hello) -> None:
         if hello.kind == "front":
-            self._known_fronts.add(hello.epoch)
+            self._known_fronts.add(hello)
             self._fronts[hello.epoch] = channel
             channel.on_call = partial(self._take, hello.epoch)
             channel.on_push = self._kept.release
@@ -208,8 +208,7 @@ class MediaServer:
     # The board
 
     def _take_view(self, view: View) -> None:
-        linked = [owner for owner, each in self._fronts.items() if each.is_open]
-        for owner in self._known_fronts.lost(view, linked):
+        for owner in self._known_fronts.lost(view):
             self._drop_front(owner)
 
     def _drop_front(self, owner: str) -> None:

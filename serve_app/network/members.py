@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -66,10 +66,14 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message over a link. kind: of who has opened it. epoch: of a member."""
+    """The first message over a link. kind: of who has opened it. epoch: of a member.
+
+    version: of a view that shows a front
+    """
 
     kind: Literal["front", "media", "stage", "board"]
     epoch: str = ""
+    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +158,16 @@ class KnownFronts:
     """Remembers the fronts that a worker serves, to find out which of them are gone."""
 
     def __init__(self) -> None:
-        self._epochs: set[str] = set()
+        self._since: dict[str, int] = {}  # by epoch, the version of a view that shows it
 
-    def add(self, epoch: str) -> None:
-        """Notes a front that has opened a link, which may be newer than the last view."""
-        self._epochs.add(epoch)
+    def add(self, hello: Hello) -> None:
+        """Notes a front that has opened a link."""
+        self._since[hello.epoch] = hello.version
 
-    def lost(self, view: View, linked: Collection[str]) -> set[str]:
-        """Returns known fronts that are not in a view, once. linked: those with an open link."""
-        fronts = {member.epoch for member in view.of_kind("front")}
-        lost = self._epochs - fronts
-        self._epochs = fronts | (set(linked) - lost)
+    def lost(self, view: View) -> list[str]:
+        """Returns known fronts that are gone from a view, once. Those that are newer than it are not."""
+        there = {member.epoch: view.version for member in view.of_kind("front")}
+        newer = {epoch: since for epoch, since in self._since.items() if since > view.version}
+        lost = [epoch for epoch in self._since if epoch not in newer and epoch not in there]
+        self._since = newer | there
         return lost

@@ -149,8 +149,10 @@ class Membership:
         if mine is not None:
             self._end_lost(before)
             self.on_view(self.view)
-        for epoch in view.members.keys() - self.view.members.keys():
-            await self.accuse(epoch, "its loss was handled before the board was restarted")
+        # All at once: the board judges when the first of them has waited.
+        reason = "its loss was handled before the board was restarted"
+        again = [epoch for epoch in view.members if epoch not in self.view.members]
+        await asyncio.gather(*(self.accuse(epoch, reason) for epoch in again))
 
     def _without_lost(self, view: View) -> View:
         """Leaves out members whose loss is handled here: a board that was restarted may take them back."""

@@ -122,7 +122,8 @@ class OtherFronts:
         answered, late = await asyncio.wait(asked, timeout=_ASK_S)
         for each in late:
             each.cancel()
-        return [result for each in answered if (result := each.result()) is not None]
+        results = [each.result() for each in asked if each in answered]
+        return [result for result in results if result is not None]
 
     def tell(self, value: Any) -> None:
         """Tells all of them, and waits for no answer."""
@@ -203,7 +204,7 @@ class _WorkerLinks:
             return
         channel.on_push = self._take_push
         channel.on_close = lambda reason: self._end(name, member, reason)
-        channel.push(Hello("front", self._membership.epoch))
+        channel.push(Hello("front", self._membership.epoch, self._membership.view.version))
         self._workers[name].channel = channel
         self.infos[name] = replace(_info(member), is_alive=True)
         self._tell(WorkerBack(name))

@@ -181,7 +181,7 @@ class WorkerServer:
 
     def _greet(self, channel: Channel, hello: Hello) -> None:
         if hello.kind == "front":
-            self._known_fronts.add(hello.epoch)
+            self._known_fronts.add(hello)
             self._fronts[hello.epoch] = _FrontSession(self, channel)
             channel.push(self.info)
         elif hello.kind == "stage":
@@ -261,8 +261,7 @@ class WorkerServer:
             self._links.meet(peers)
         self.met.meet(map(_peer, stages))
         self._follow_media(view)
-        linked = [owner for owner, each in self._fronts.items() if each.channel.is_open]
-        for owner in self._known_fronts.lost(view, linked):
+        for owner in self._known_fronts.lost(view):
             self._drop_front(owner)
 
     def _follow_media(self, view: View) -> None:

@@ -23,7 +23,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 
-from tests.faults.plan import AIMS, FaultPlan, drawn
+from tests.faults.plan import AIMS, SIZES, FaultPlan, drawn
 from tests.faults.pool import Pool, build_pool, read_once, use_own_folder
 from tests.faults.simulation import Result, simulate
 
@@ -37,12 +37,13 @@ _OTHERS = ("cut", "switch", "drain", "clock", "board", "front", "copy")
 
 @dataclass
 class Totals:
-    """Sums up seeds. failed: those with findings. next_seed: after the last one."""
+    """Sums up seeds. failed, blaming: those with findings, and with blame. next_seed: after the last one."""
 
     num_seeds: int = 0
     virtual_s: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     failed: list[int] = field(default_factory=list)
+    blaming: list[int] = field(default_factory=list)
     next_seed: int = 0
 
     @classmethod
@@ -61,8 +62,11 @@ class Totals:
         self.next_seed = result.plan.seed + 1
         self.virtual_s += result.virtual_s
         self.counts += result.counts
+        self.counts[f"{result.plan.size} worlds"] += 1
         if result.findings:
             self.failed.append(result.plan.seed)
+        if result.counts["blamed"]:
+            self.blaming.append(result.plan.seed)
 
     @property
     def lacking(self) -> Sequence[str]:
@@ -83,6 +87,8 @@ class Totals:
         errors = {name: num for name, num in sorted(counts.items()) if name.endswith("Error")}
         return (
             ("seeds", f"{self.num_seeds:,}"),
+            ("of them small worlds", f"{counts['small worlds']:,}"),
+            ("run twice, equal to the last bit", f"{counts['equal runs']:,}"),
             ("simulated hours", f"{self.virtual_s / 3600:.1f}"),
             ("processes struck, frozen or lost with a machine", f"{sum(counts[name] for name in _LOSSES):,}"),
             *((f"of other faults, {name}", f"{counts[name]:,}") for name in _OTHERS),
@@ -128,7 +134,7 @@ def _explain(result: Result, pool: Pool) -> None:
     only = ",".join(map(str, kept))
     print(
         f"    repeat it: python -m tests.faults --start {plan.seed} --seeds 1 --trace --only {only}"
-        f" --aim {plan.aim!r}",
+        f" --aim {plan.aim!r} --size {plan.size}",
         flush=True,
     )
 
@@ -138,6 +144,8 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=100, help="how many seeds")
     parser.add_argument("--start", type=int, help="the first seed; by default the first that is not counted")
     parser.add_argument("--aim", choices=AIMS, default="", help="of all seeds; by default each has its own")
+    parser.add_argument("--size", choices=SIZES, default="large", help="of all worlds")
+    parser.add_argument("--twice", action="store_true", help="run each seed again, which must be equal")
     parser.add_argument("--only", help="numbers of the faults that are kept, with commas, of one seed")
     parser.add_argument("--processes", type=int, default=1, help="that share the seeds")
     parser.add_argument("--trace", action="store_true", help="print all that happens")
@@ -145,8 +153,8 @@ def _parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _plan(seed: int, pool: Pool, only: str | None, aim: str) -> FaultPlan:
-    plan = drawn(seed, len(pool.questions), aim=aim)
+def _plan(seed: int, pool: Pool, arguments: argparse.Namespace) -> FaultPlan:
+    plan, only = drawn(seed, len(pool.questions), arguments.aim, arguments.size), arguments.only
     kept = None if only is None else {int(each) for each in only.split(",") if each}
     for number in reversed(range(len(plan.faults))):
         if kept is not None and number not in kept:
@@ -155,8 +163,15 @@ def _plan(seed: int, pool: Pool, only: str | None, aim: str) -> FaultPlan:
 
 
 def _run(arguments: argparse.Namespace, pool: Pool, seed: int) -> Result:
-    plan = _plan(seed, pool, arguments.only, arguments.aim)
-    return simulate(plan, pool, is_printed=arguments.trace)
+    plan = _plan(seed, pool, arguments)
+    result = simulate(plan, pool, is_printed=arguments.trace)
+    if arguments.twice:
+        again = simulate(plan, pool)
+        if (again.digest, again.findings) == (result.digest, result.findings):
+            result.counts["equal runs"] += 1
+        else:
+            result.findings.append(f"another run differs: {result.digest}, {again.digest}, {again.findings}")
+    return result
 
 
 def results(arguments: argparse.Namespace, pool: Pool, seeds: Sequence[int]) -> Iterator[Result]:
@@ -201,7 +216,10 @@ def _keep(totals: Totals, counted: Path | None) -> None:
 def _page(totals: Totals, page: Path) -> str:
     """Returns a page with a new table; what follows from its first heading on stays."""
     _, heading, rest = _text(page).partition("\n## ")
-    words = "These are all runs of `make faults`, each with the code of its day. The next has new seeds."
+    words = (
+        "These are all runs of `make faults`, each with the code of its day. The next has new seeds. It runs "
+        "each seed twice: a digest of all that happened, and when, must be equal, and so must the findings."
+    )
     return f"# Simulated faults\n\n{totals.table()}\n\n{words}\n{heading}{rest}"
 
 

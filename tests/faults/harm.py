@@ -90,12 +90,14 @@ class Harm:
         elif fault.kind == "freeze":
             part = _chosen([*workers, *world.fronts], fault.target)
             part.process.freeze()
+            world.harmed.add(part.process.name)
             world.loop.call_later(fault.lasts_s, part.process.thaw)
         elif fault.kind == "cut":
             names = [each.process.name for each in world.parts if each is not part] + ["board"]
             other = names[int(fault.other * len(names))]
             way = (part.process.name, other) if fault.other * 1000 % 2 < 1 else (other, part.process.name)
             world.network.cut_until_s[way] = world.loop.time() + fault.lasts_s
+            world.harmed.update(way)
         elif fault.kind == "copy":
             world.unreadable_until_s[part.process] = world.loop.time() + fault.lasts_s
         else:
@@ -172,6 +174,7 @@ class Harm:
         end_s = self._world.loop.time() + fault.lasts_s + _MUTE_S.get(fault.muted, 0.0)
         ways = [(part.process.name, each.process.name) for each in to if each is not part]
         self._world.network.cut_until_s.update(dict.fromkeys(ways, end_s))
+        self._world.harmed.update(name for way in ways for name in way)
 
 
 def index_of(message: object) -> int:

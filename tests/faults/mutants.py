@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tests.faults.__main__ import Totals, write_broken
-from tests.faults.plan import drawn
+from tests.faults.plan import SIZES, drawn
 from tests.faults.pool import Pool, build_pool, read_once
 from tests.faults.simulation import simulate
 
@@ -176,6 +176,22 @@ MUTANTS = (
         "return following",
     ),
     Mutant(
+        "believes who accuses first", "next boards",
+        _BOARD, "sorted(accusations, key=lambda each: -numbers[each[0]])", "accusations",
+    ),
+    Mutant(
+        "drops a front that is newer than a view", "anything",
+        "serve_app/network/members.py", "if since > view.version", "if False",
+    ),
+    Mutant(
+        "accuses one after the other", "next boards",
+        "serve_app/network/membership.py",
+        "await asyncio.gather(*(self.accuse(epoch, reason) for epoch in again))",
+        "[await self.accuse(epoch, reason) for epoch in again]",
+    ),
+    Mutant("waits for no other accusers", "next boards", _BOARD, "self._told_s - time.monotonic()", "0.0"),
+    Mutant("keeps a worker whose place another one has", "next boards", _BOARD, "self._lose_former(info)"),
+    Mutant(
         "leaves a place vacant", "sole workers",
         "serve_app/orchestration/replacement.py",
         "self._vacated = vacated",
@@ -229,12 +245,12 @@ def _set(functions: Mapping[str, FunctionType], codes: Mapping[str, CodeType]) -
         function.__code__ = codes[name]
 
 
-def verdict(mutant: Mutant, pool: Pool, start: int, num_seeds: int) -> str:
+def verdict(mutant: Mutant, pool: Pool, start: int, num_seeds: int, size: str = "large") -> str:
     """Runs seeds until one finds a mutant. Returns how it was found."""
     totals = Totals()
     with broken(mutant):
         for seed in range(start, start + num_seeds):
-            result = simulate(drawn(seed, len(pool.questions), aim=mutant.aim), pool)
+            result = simulate(drawn(seed, len(pool.questions), mutant.aim, size), pool)
             totals.add(result)
             if result.findings:
                 return f"found by seed {seed} | {result.findings[0].splitlines()[0][:90]}"
@@ -248,6 +264,7 @@ def main() -> int:
     )
     parser.add_argument("--seeds", type=int, default=20, help="how many seeds each may take")
     parser.add_argument("--start", type=int, default=0, help="the first seed")
+    parser.add_argument("--size", choices=SIZES, default="large", help="of all worlds")
     parser.add_argument("--only", default="", help="text of the names or files to run")
     parser.add_argument("--results", type=Path, help="page that gets the table")
     arguments = parser.parse_args()
@@ -257,11 +274,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="epd-mutants-") as folder, read_once():
         pool = build_pool(Path(folder))
         for mutant in chosen:
-            said = verdict(mutant, pool, arguments.start, arguments.seeds)
+            said = verdict(mutant, pool, arguments.start, arguments.seeds, arguments.size)
             rows.append(f"| {mutant.name} | {Path(mutant.file).name} | {mutant.aim} | {said} |")
             print(rows[-1], flush=True)
     if arguments.results is not None:
         command = f"python -m tests.faults.mutants --start {arguments.start} --seeds {arguments.seeds}"
+        command += f" --size {arguments.size}"
         write_broken(arguments.results, "\n".join([*rows, f"\nRepeat it with `{command}`."]))
     return 1 if any("| survived" in row for row in rows) else 0
 

@@ -6,11 +6,15 @@ recovery, where faults that seldom meet each other have to meet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from types import MappingProxyType
 from typing import Literal
+
+from epd.topology import parse_topology
 
 FaultKind = Literal[
     "kill",
@@ -41,8 +45,6 @@ _WEIGHTS: Mapping[FaultKind, int] = MappingProxyType({
 })  # fmt: skip
 _TOPOLOGIES = ("1e1p2d", "2e2p2d", "1e1p3d", "1e2p2d", "2epd", "1ep1p2d")
 _NUM_KINDS = (2, 3, 4, len(_WEIGHTS))  # of a seed: few kinds meet each other more often, the rare ones too
-_ASKED_S = 1.5  # in which questions are asked
-_SPAN_S = 3.0  # in which faults begin
 _TENSORS_EVERY = 20  # seeds
 POISONED_AT = ("Prefill", "Reserve", "EncodeGroup", "ReadFrames")
 # What a worker handles, or reports, when a strike comes.
@@ -50,6 +52,8 @@ _STRUCK_AT = (
     "Prefill", "Reserve", "Redirect", "EncodeGroup", "PeerLost", "Move", "Abort", "SetRoles", "SpanDone",
     "HandedOver", "HandedOver", "Reserve after a loss", "Reserve after a loss", "HandedOver after a loss",
 )  # fmt: skip
+_LOST_S = (10.5, 18.0)  # of silence, after which a board has declared a process lost
+_LATE_S = (10.0, 14.0)  # until what meets such a loss begins
 _STRIKE_S = (0.0, 0.005, 0.05, 0.2, 0.6)
 
 
@@ -61,6 +65,7 @@ class Aim:
     struck_at, struck, muted: what strikes are drawn from, see `Fault`
     max_nth: which message of its kind a strike waits for, at most
     num_kv_tokens: room of each worker
+    is_late: freezes last until a board has declared the loss, and all else begins about then
     """
 
     weights: Mapping[FaultKind, int]
@@ -75,8 +80,35 @@ class Aim:
     max_nth: int = 4
     poisoned_share: float = 0.15
     num_kv_tokens: tuple[int, ...] = (4096,)
+    is_late: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Bounds what a world has, whatever its aim.
+
+    num_asked, num_media: questions, and media workers, drawn from these
+    asked_s, span_s: in which questions are asked, and in which faults begin
+    max_workers, max_fronts, max_nth: of stage workers, of fronts, and as in `Aim`
+    fault_share: of an aim's faults
+    """
+
+    num_asked: tuple[int, ...] = (10,)
+    num_media: tuple[int, ...] = (1, 2)
+    asked_s: float = 1.5
+    span_s: float = 3.0
+    max_workers: int = 6
+    max_fronts: int = 3
+    max_nth: int = 12
+    fault_share: float = 1.0
+
+
+# A small world takes a third of the time, and finds broken lines less often: see the results' page.
+SIZES: Mapping[str, Size] = MappingProxyType({
+    "large": Size(),
+    "small": Size((1, 2, 2, 3), num_media=(1,), asked_s=0.5, span_s=1.5, max_workers=4, max_fronts=2,
+                  max_nth=4, fault_share=0.5),
+})  # fmt: skip
 _SPLIT = ("1e1p2d", "1e1p3d", "2e2p2d")
 AIMS: Mapping[str, Aim] = MappingProxyType({
     "anything": Aim(_WEIGHTS, struck=("itself", "itself", "another", "another", "front", "client", "board"),
@@ -101,6 +133,8 @@ AIMS: Mapping[str, Aim] = MappingProxyType({
                          num_faults=(4, 8), max_nth=2),
     "late members": Aim({"board": 1, "freeze": 2, "strike": 1}, ("PeerLost",), ("board",), ("",),
                         num_faults=(2, 4)),
+    "next boards": Aim({"freeze": 3, "kill": 2, "board": 2}, topologies=_SPLIT, num_fronts=(2,),
+                       num_faults=(3, 6), num_kinds=(3,), num_leaving=(0,), poisoned_share=0.0, is_late=True),
     "lost leaders": Aim({"switch": 3, "strike": 3}, ("Offload", "AskRemaining", "Onload"), ("front",),
                         num_fronts=(2, 3), max_nth=2),
     "moves": Aim({"strike": 4, "switch": 4, "drain": 1},
@@ -175,6 +209,7 @@ class FaultPlan:
     asked: tuple[Asked, ...]
     faults: tuple[Fault, ...]
     aim: str = "anything"
+    size: str = "large"
 
     def without(self, number: int) -> FaultPlan:
         return replace(self, faults=self.faults[:number] + self.faults[number + 1 :])
@@ -215,38 +250,54 @@ class FaultPlan:
         return [head, *map(str, self.faults)]
 
 
-def drawn(seed: int, num_pool: int, num_asked: int = 10, aim: str = "") -> FaultPlan:
+def drawn(seed: int, num_pool: int, aim: str = "", size: str = "large") -> FaultPlan:
     """Draws a plan. num_pool: questions to choose from. aim: by default the seed's own."""
     rng = Random(f"{seed} plan")
     own = "anything" if rng.random() < 0.5 else rng.choice(list(AIMS))
-    aim = aim or own
-    aimed = AIMS[aim]
+    aim, bounds = aim or own, SIZES[size]
+    aimed = _bounded(AIMS[aim], bounds)
     weights = aimed.weights
     kinds = rng.sample(list(weights), min(rng.choice(aimed.num_kinds), len(weights)))
     shares = [weights[kind] for kind in kinds]
-    num_faults = rng.randint(*aimed.num_faults)
-    faults = [_fault(rng, aimed, rng.choices(kinds, shares)[0]) for _ in range(num_faults)]
-    leaving = rng.sample(range(num_asked), rng.choice(aimed.num_leaving))
-    faults += [replace(_fault(rng, aimed, "leave"), question=number) for number in leaving]
+    draw = partial(_fault, rng, aimed, bounds.span_s)
+    faults = [draw(rng.choices(kinds, shares)[0]) for _ in range(rng.randint(*aimed.num_faults))]
+    num_asked = rng.choice(bounds.num_asked) if len(bounds.num_asked) > 1 else bounds.num_asked[0]
+    leaving = rng.sample(range(num_asked), min(rng.choice(aimed.num_leaving), num_asked))
+    faults += [replace(draw("leave"), question=number) for number in leaving]
     if rng.random() < aimed.poisoned_share:
-        faults.append(replace(_fault(rng, aimed, "poison"), question=rng.randrange(num_asked)))
+        faults.append(replace(draw("poison"), question=rng.randrange(num_asked)))
     asked = [
-        Asked(rng.uniform(0.0, _ASKED_S), rng.randrange(num_pool), rng.random()) for _ in range(num_asked)
+        Asked(rng.uniform(0.0, bounds.asked_s), rng.randrange(num_pool), rng.random())
+        for _ in range(num_asked)
     ]
     return FaultPlan(
         seed,
         rng.choice(aimed.topologies),
         rng.choice(aimed.num_fronts),
-        rng.choice((1, 2)),
+        rng.choice(bounds.num_media),
         rng.choice((0.3, 1.0, 1.0, 3.0)),
         rng.choice(aimed.num_kv_tokens),
         tuple(asked),
         tuple(sorted(faults, key=lambda each: each.at_s)),
         aim,
+        size,
     )
 
 
-def _fault(rng: Random, aim: Aim, kind: FaultKind) -> Fault:
+def _bounded(aim: Aim, size: Size) -> Aim:
+    """Returns what is left of an aim in a world of a size."""
+    fits = [name for name in aim.topologies if parse_topology(name).num_workers <= size.max_workers]
+    fewest, most = (math.ceil(number * size.fault_share) for number in aim.num_faults)
+    return replace(
+        aim,
+        topologies=tuple(fits),
+        num_fronts=tuple(number for number in aim.num_fronts if number <= size.max_fronts),
+        num_faults=(fewest, most),
+        max_nth=min(aim.max_nth, size.max_nth),
+    )
+
+
+def _fault(rng: Random, aim: Aim, span_s: float, kind: FaultKind) -> Fault:
     lasts_s = rng.choice((rng.uniform(0.2, 3.0), rng.uniform(3.0, 14.0)))
     if kind == "strike":
         return Fault(
@@ -260,4 +311,12 @@ def _fault(rng: Random, aim: Aim, kind: FaultKind) -> Fault:
             rng.choice(aim.struck),
             rng.choice(aim.muted),
         )
-    return Fault(rng.uniform(0.1, _SPAN_S), kind, rng.random(), rng.random(), lasts_s)
+    fault = Fault(rng.uniform(0.1, span_s), kind, rng.random(), rng.random(), lasts_s)
+    return _late(fault, rng) if aim.is_late else fault
+
+
+def _late(fault: Fault, rng: Random) -> Fault:
+    """Returns a fault that has to do with the loss of a silent process."""
+    if fault.kind == "freeze":
+        return replace(fault, lasts_s=rng.uniform(*_LOST_S))
+    return replace(fault, at_s=fault.at_s + rng.uniform(*_LATE_S))

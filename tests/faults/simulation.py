@@ -2,7 +2,8 @@
 
 Each answer has the tokens of the undisturbed run, or a stated error; nothing is left of any request; every
 request ends in time; a request that is not poisoned is not blamed, and is answered where poison is all that
-harms; a suspect that has a worker for itself puts no other request at risk; blocks are conserved.
+harms; a suspect that has a worker for itself puts no other request at risk; blocks are conserved; no process
+is declared lost that was never silent.
 """
 
 from __future__ import annotations
@@ -79,18 +80,19 @@ class _Run:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 self.found("".join(traceback.format_exception(task.exception()))[-1500:])
         await self._settle()
+        if world.ended_whole:
+            self.found(f"declared lost, and nothing had happened to them: {world.ended_whole}")
         self.result.counts.update(world.counts)
 
     async def _settle(self) -> None:
         """Waits until nothing is left, and checks what each worker has."""
         world = self.world
         end_s = world.loop.time() + _MAX_SETTLE_S
-        while (left := world.leftovers()) and world.loop.time() < end_s:
+        while not (world.is_whole and not world.leftovers()) and world.loop.time() < end_s:
             await asyncio.sleep(0.1)
-        if left:
+        if world.leftovers():
             await world.collect()
-            left = world.leftovers()
-        if left:
+        if left := world.leftovers():
             self.found(f"left behind: {left}")
         for core in world.cores():
             try:
@@ -180,8 +182,8 @@ class _Run:
         if isinstance(error, PoisonedRequestError) and not is_poisoned:
             is_struck = any(each.kind == "strike" for each in self.plan.faults)
             counts["blamed after strikes" if is_struck else "blamed"] += 1
-            if self.world.num_deaths < _MIN_BLAMED_LOSSES:
-                self.found(f"request {index} is blamed for {self.world.num_deaths} lost workers")
+            if (num_lost := self.world.num_lost) < _MIN_BLAMED_LOSSES:
+                self.found(f"request {index} is blamed for {num_lost} lost workers")
         if not is_poisoned and self.plan.has_poison_alone:
             self.found(f"request {index} is not poisoned, nothing else is wrong, and it got: {error}")
         if not isinstance(error, EPDError) or isinstance(error, InternalError | WorkerFaultError):

@@ -135,6 +135,8 @@ class World:
         self.parts: list[Part] = []
         self._num_processes: Counter[str] = Counter()
         self.num_deaths = 0  # of workers
+        self.harmed: set[str] = set()  # processes that were silent, or cut off, for a while
+        self.ended_whole: list[str] = []  # others, that were declared lost
         self.unreadable_until_s: dict[Process, float] = {}  # for which others' pools are not readable
         self.board_process = Process(loop, "board", "m0")
         self.board = self.board_process.context.copy().run(lambda: Board(hang_s=HANG_S))
@@ -181,14 +183,14 @@ class World:
             rng = Random(f"{self.network.seed} {part.process.name}")
             host = SimulatedMedia(self._media, rng, self.kills_process)
             part.server = MediaServer(self._board, place, host, purpose)
-        part.server.membership.on_ended = lambda reason: self._end_soon(part, reason)
+        part.server.membership.on_ended = lambda reason: self._end_lost(part, reason)
         await part.server.start()
         part.is_ready = True
         self.trace.note("ready", part.process.name, part.name)
 
     async def _run_front(self, part: Part, fleet: RemoteFleet) -> None:
         part.server = fleet
-        fleet.membership.on_ended = lambda reason: self._end_soon(part, reason)
+        fleet.membership.on_ended = lambda reason: self._end_lost(part, reason)
         planner = RequestPlanner(self.model, "tiny", group_tokens=16)
         part.front = Orchestrator(fleet, planner, OrchestratorConfig(**self.options), owner=fleet.owner)
         await part.front.start()
@@ -220,6 +222,12 @@ class World:
     def later(self, after_s: float, work: Callable[..., object], *arguments: object) -> None:
         """Does something to the world a little later, called from any process."""
         self.loop.call_later(after_s, work, *arguments, context=contextvars.Context())
+
+    def _end_lost(self, part: Part, reason: str) -> None:
+        """Ends a process that was declared lost."""
+        if part.process.name not in self.harmed:
+            self.ended_whole.append(part.name)
+        self._end_soon(part, reason)
 
     def _end_soon(self, part: Part, reason: str) -> None:
         """Ends a process that runs now, after its callback."""
@@ -273,6 +281,11 @@ class World:
 
     def workers(self, kind: type[Any] = WorkerServer) -> list[Part]:
         return [part for part in self.parts if isinstance(part.server, kind) and part.is_ready]
+
+    @property
+    def num_lost(self) -> int:
+        """Counts the workers that have died, or have been silent until now."""
+        return self.num_deaths + sum(each.process.is_frozen and each.front is None for each in self.parts)
 
     @property
     def is_whole(self) -> bool:

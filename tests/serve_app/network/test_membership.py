@@ -18,7 +18,15 @@ from epd.serve_app.fleet import state_after
 from epd.serve_app.network import board as boards
 from epd.serve_app.network.board import Board
 from epd.serve_app.network.link import Address
-from epd.serve_app.network.members import Credentials, Kind, Member, ProcessAddress
+from epd.serve_app.network.members import (
+    Credentials,
+    Hello,
+    Kind,
+    KnownFronts,
+    Member,
+    ProcessAddress,
+    View,
+)
 from epd.serve_app.network.membership import Membership, end_process, start_ticks
 from epd.serve_app.role_messages import SetRoles
 from epd.serve_app.worker_info import WorkerInfo
@@ -53,6 +61,21 @@ def test_a_process_that_is_gone_is_none(process: subprocess.Popen[bytes]) -> Non
     process.wait()
     assert start_ticks(process.pid) == 0
     end_process(process.pid, ticks)
+
+
+def test_a_front_is_lost_once_and_not_by_a_view_that_is_older_than_it() -> None:
+    """A view may be on its way while a front comes, and opens its link."""
+    fronts, member = KnownFronts(), Member("f", "front", Address("127.0.0.1", 1), "here", pid=0)
+    fronts.add(Hello("front", "f", version=5))
+    assert fronts.lost(View(4, {})) == []
+    assert fronts.lost(View(5, {"f": member})) == []
+    assert [fronts.lost(View(version, {})) for version in (6, 7)] == [["f"], []]
+
+
+def test_a_front_is_lost_that_no_view_has_shown_to_a_worker() -> None:
+    fronts = KnownFronts()
+    fronts.add(Hello("front", "f", version=5))
+    assert [fronts.lost(View(version, {})) for version in (8, 9)] == [["f"], []]
 
 
 @pytest.mark.parametrize("kind", ["front", "media"])
