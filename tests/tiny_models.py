@@ -58,6 +58,7 @@ _WEIGHT_SCALE = 8.0
 # Around one, where a new model has norms and scales, and around zero, where it has biases.
 _SPREAD = 0.2
 _OF_ATTENTION = ("q_norm.weight", "k_norm.weight")
+_LOG_MEMORY = 6.0  # a new recurrent state forgets each token at once; with this, half in 10 to 100 tokens
 _CONSTANT = 1e-6  # a deviation below it; InternVL's towers begin with 1e-10
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -250,6 +251,8 @@ def draw_weights(model: Any, seed: int = 0, *, layers_decide: bool = False) -> A
         if values.std(correction=0) < _CONSTANT:
             drawn = float(values.mean() > _CONSTANT) + _SPREAD * torch.randn(values.shape, generator=draw)
             values.copy_(drawn * (2.0 if layers_decide and name.endswith(_OF_ATTENTION) else 1.0))
+        elif name.endswith("A_log"):
+            values.sub_(_LOG_MEMORY)
         elif values.ndim > 1 and not (layers_decide and values.data_ptr() == embeddings.data_ptr()):
             values.mul_(_WEIGHT_SCALE)
     head = model.get_output_embeddings().weight
