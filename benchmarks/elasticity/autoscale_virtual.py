@@ -136,7 +136,7 @@ class _Fleet(LocalFleet):
         self._events.put_nowait(WorkerChanged(info.name))
         await asyncio.sleep(LEAVE_S)
         self._infos[info.name] = replace(self._infos[info.name], is_alive=False)
-        self._stop(self._threads.pop(info.name), f"worker '{info.name}' has left")
+        self._threads.pop(info.name).lose(f"worker '{info.name}' has left")
         for stage in ROLE_LETTERS:
             self._hubs.close(endpoint(info.name, stage))
         self._events.put_nowait(WorkerLost(info.name, "it has left", info.incarnation, is_planned=True))

@@ -9,7 +9,7 @@ import pytest
 
 from epd.sampling_params import SamplingParams
 from epd.serve_app.network.memory import PoolFiles
-from tests.serve_app.deployments import Question, undisturbed, until_decoding
+from tests.serve_app.deployments import Answered, Question, clear_questions, until_decoding
 from tests.serve_app.orchestration.test_role_switch import MEDIA, roles
 from tests.serve_app.ray.declared_app import DeclaredApp
 from tests.serve_app.ray.ray_session import IGNORED, RaySession, ray_front
@@ -21,29 +21,27 @@ ROUND = (("d1", "p", "1e2p1d"), ("p0", "e", "2e1p1d"), ("e0", "d", "1e1p2d"))
 
 
 @pytest.fixture(scope="module")
-def questions(media: dict[str, Path]) -> list[Question]:
-    return [
+def asked(media: dict[str, Path], checkpoints: dict[str, Path]) -> tuple[list[Question], list[Answered]]:
+    """Six questions, and their undisturbed answers."""
+    questions = [
         Question(
             tuple(media[name] for name in MEDIA[number % 4]),
             f"what {number}?",
             SamplingParams(max_tokens=120, ignore_eos=True, temperature=number % 2 / 2, top_k=5, seed=number),
         )
-        for number in range(6)
+        for number in range(10)
     ]
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoints: dict[str, Path], questions: list[Question]) -> list[tuple[int, ...]]:
-    return undisturbed(checkpoints["qwen2_5_vl"], questions)
+    return clear_questions(checkpoints["qwen2_5_vl"], questions, 6)
 
 
 def test_processes_change_roles_under_load(
     ray_session: RaySession,
     shared_app: DeclaredApp,
     checkpoints: dict[str, Path],
-    questions: list[Question],
-    expected: list[tuple[int, ...]],
+    asked: tuple[list[Question], list[Answered]],
 ) -> None:
+    questions, expected = asked[0], [answer.tokens for answer in asked[1]]
+
     async def run() -> None:
         async with ray_front(checkpoints["qwen2_5_vl"]) as deployment:
             num_moved = 0
