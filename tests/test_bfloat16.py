@@ -23,7 +23,7 @@ CPU_BFLOAT16 = Placement(torch.device("cpu"), torch.bfloat16)
 NUM_EQUAL = 16
 # bfloat16 has 8 bits: the nearest logits of the largest size differ by 2**-7 of it.
 MAX_ROUNDING = 2**-7
-QUESTIONS = ("What is shown?", "how many")
+QUESTIONS = ("Which colour?", "how many")
 CASES = {"text": (), "image": ("image",), "media": ("video", "wide_image")}
 
 

@@ -27,7 +27,7 @@ DRAWN = SamplingParams(
 )
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS)
 # Of three answers to one prompt, some end sooner than others, the first one too.
-OF_SEVERAL_LENGTHS = replace(DRAWN, n=3, min_tokens=1, stop_token_ids=tuple(range(3, 400, 8)))
+OF_SEVERAL_LENGTHS = replace(DRAWN, n=3, min_tokens=1, stop_token_ids=tuple(range(3, 400, 16)))
 
 
 def move(deployment: Deployment, name: str, target: str, sampling: SamplingParams = GREEDY) -> bool:

@@ -66,11 +66,11 @@ def test_drafts_that_hold_are_taken_by_the_state_of_the_next_pass(
 def test_drafts_change_no_token(recurrent: Subject, sampling: SamplingParams) -> None:
     """Of several answers to a prompt, each has a state of its own."""
     prompts, plain = recurrent.mix(5), Drive(recurrent.engine(), seed=0)
-    expected = plain.run(prompts, sampling=sampling, seed=7)
+    expected = plain.run(prompts, sampling=sampling, seed=11)
     answers = {key: tuple(each.token.token_id for each in outputs) for key, outputs in plain.outputs.items()}
     engine = recurrent.engine(drafting=DraftConfig("recycling"))
     draft_in_part(engine, [(prompts[name], tokens) for (name, _), tokens in answers.items()])
-    assert Drive(engine, seed=1).run(prompts, sampling=sampling, seed=7) == expected
+    assert Drive(engine, seed=1).run(prompts, sampling=sampling, seed=11) == expected
     assert engine.counts.num_drafted_tokens > engine.counts.num_accepted_tokens > 0
     assert engine.counts.num_steps < plain.engine.counts.num_steps
 

@@ -26,7 +26,7 @@ DRAWN = SamplingParams(max_tokens=60, temperature=0.3, min_p=0.2)
 PENALISED = SamplingParams(
     max_tokens=60, repetition_penalty=1.2, frequency_penalty=0.2, stop=("the",), min_tokens=9, logprobs=1
 )
-HOT = SamplingParams(max_tokens=40, temperature=1.7, top_k=40, top_p=0.95, presence_penalty=0.3, n=2)
+HOT = SamplingParams(max_tokens=80, temperature=1.7, top_k=40, top_p=0.95, presence_penalty=0.3, n=2)
 LONG = SamplingParams(max_tokens=150)
 KINDS = {"greedy": GREEDY, "drawn": DRAWN, "with penalties": PENALISED, "hot": HOT}
 
