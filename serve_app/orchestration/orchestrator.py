@@ -207,10 +207,13 @@ class Orchestrator:
                 return known
             worker, held = await self.media.place(source)
             try:
-                self._compressions.set(key, await fleet.send("video", worker, CompressVideo(held, plan)))
+                found = await fleet.send("video", worker, CompressVideo(held, plan))
             except (WorkerLostError, NotHeldError):
                 self.media.leave(source, worker)
-        raise UnavailableError(f"{source.label}: {_MAX_LOSSES - 1} times the worker was lost; retry later")
+                continue
+            self._compressions.set(key, found)
+            return found
+        raise UnavailableError(f"{source.label}: {_MAX_LOSSES} media workers were lost with it; retry later")
 
     @property
     def attempts(self) -> Mapping[str, Attempt]:
