@@ -137,6 +137,8 @@ class UploadStore:
         stored = read_record(record, StoredUpload)
         if stored is None or stored.owner != owner:
             raise not_found("upload", upload_id)
+        if stored.upload.status != "pending":  # its client gets the same answer again
+            return stored
         expires_at = int(record.stat().st_mtime) + _PATIENCE_S
         upload = stored.upload.model_copy(update={"expires_at": expires_at})
         return stored.model_copy(update={"upload": upload})
