@@ -190,8 +190,8 @@ class LocalFleet:
         settings = self._config.own.get(name, self._settings)
         thread = _LocalWorker(self._infos[name], settings, self._hubs, listener)
         self._threads[name] = thread
-        await thread.start()
         self._started.append(thread)
+        await thread.start()
 
     async def close(self) -> None:
         if self._is_closed:
@@ -203,7 +203,7 @@ class LocalFleet:
             thread.lose("the fleet is closed")
         for worker in self.media.values():
             worker.close()
-        for thread in dict.fromkeys((*self._started, *self._threads.values())):
+        for thread in self._started:
             await asyncio.to_thread(thread.join, _JOIN_S)
         self._events.put_nowait(None)
 
