@@ -67,7 +67,13 @@ _READS = (
 _FAKES = FakeTensorMode(allow_non_fake_inputs=False)
 _new_tensor = torch.empty
 # What is kept of one device must not reach the tests of another.
-_KEPT = (qwen_tower.windowed_inputs, qwen_tower.tabled_inputs, qwen_tower.runs_by_length, constants)
+_KEPT = (
+    qwen_tower.framed_inputs,
+    qwen_tower.windowed_inputs,
+    qwen_tower.tabled_inputs,
+    qwen_tower.runs_by_length,
+    constants,
+)
 _INDEXED = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, aten._index_put_impl_)
 
 

@@ -72,7 +72,7 @@ class TableGeometry:
 @lru_cache(_MAX_GRIDS)
 @torch.inference_mode(mode=False)
 def framed_inputs(grids: tuple[Grid, ...], merge: int, device: torch.device) -> dict[str, Tensor]:
-    """Returns the arguments of Qwen2-VL's and GLM's tower besides the patches. device: the tower's.
+    """Returns the arguments of a tower without windows or tables of its own. device: the tower's.
 
     Each frame has a grid of its own, as GLM's reads its table.
     """
@@ -113,14 +113,6 @@ def tabled_inputs(
         "interp_weights": torch.cat([weights for _, weights in tabled]),
     }
     return {"grid_thw": _tensor(grids), "cu_seqlens": _frame_ends(grids), **_moved(moved, device)}
-
-
-@lru_cache(_MAX_GRIDS)
-@torch.inference_mode(mode=False)
-def whole_inputs(grids: tuple[Grid, ...], merge: int, device: torch.device) -> dict[str, Tensor]:
-    """Returns the arguments of a tower without windows and tables besides the patches. device: its."""
-    moved = _moved({"position_ids": _position_ids(grids, merge)}, device)
-    return {"grid_thw": _tensor(grids), "cu_seqlens": _frame_ends(grids), **moved}
 
 
 def _tensor(grids: tuple[Grid, ...]) -> Tensor:

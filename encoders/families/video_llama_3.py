@@ -27,7 +27,7 @@ from epd.encoders.adapter import Embeddings, Grid, MediaItem, MediaPlan, PatchRu
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import to_device
 from epd.encoders.families.qwen_sizes import image_size
-from epd.encoders.families.qwen_tower import attend_runs, rotate, whole_inputs
+from epd.encoders.families.qwen_tower import attend_runs, framed_inputs, rotate
 from epd.encoders.families.qwen_vl import QwenVLAdapter
 from epd.encoders.patches import patchify
 from epd.encoders.prompt.mrope import VisualSpan
@@ -133,13 +133,13 @@ class VideoLlama3Adapter(QwenVLAdapter):
         )
 
     def tower_inputs(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Tensor]:
-        return whole_inputs(grids, self.video_spec.merge, device)
+        return framed_inputs(grids, self.video_spec.merge, device)
 
     def encode_batch(self, tower: Any, runs: Sequence[PatchRun]) -> list[Embeddings]:
         patches = torch.cat([run.values for run in runs]).to(next(tower.parameters()).dtype)
         merge = (self.image_spec if runs[0].kind == "image" else self.video_spec).merge
-        inputs = whole_inputs(tuple(run.grid for run in runs), merge, patches.device)
-        merges = torch.full((len(runs),), merge)
+        inputs = framed_inputs(tuple(run.grid for run in runs), merge, patches.device)
+        merges = torch.full((len(inputs["grid_thw"]),), merge)
         output = tower.vision_model(pixel_values=patches, merge_sizes=merges, return_dict=True, **inputs)
         counts = [run.grid.num_patches // merge**2 for run in runs]
         return list(map(Embeddings, torch.split(tower.projector(output.last_hidden_state), counts)))
