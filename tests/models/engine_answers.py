@@ -1,21 +1,29 @@
 """Tests that a family's module imports: answers of the engine, however its passes are cut, are `generate`'s.
 
-The module has a fixture `subject`, with at least three prompts and their expected tokens.
+The module has a fixture `subject`, with at least three prompts and their expected tokens, and `folder`. For
+answers of workers it has `mixed`: media of both kinds, and the tokens that answer QUESTION about 6 frames.
 """
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from epd import LLM
+from epd.encoders import load_adapter
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
+from epd.serve_app.verification import verify
+from tests.reference import MAX_TOKENS
 from tests.stages.conftest import Subject, check
 from tests.stages.prompts import Drive
 from tests.stages.split_deployment import GREEDY, Deployment
 from tests.stages.test_moving import run_moving
+
+QUESTION = "What is shown? Ä, 漢"
 
 
 @pytest.mark.parametrize(("count", "chunk"), [(1, 4096), (5, 4096), (5, 1), (10, 7)])
@@ -53,3 +61,19 @@ def test_answers_move_between_decode_workers(subject: Subject) -> None:
     assert {name: deployment.tokens(name) for name in prompts} == {
         name: prompt.expected for name, prompt in prompts.items()
     }
+
+
+@pytest.mark.parametrize("topology", ["1epd", "1e1p1d"])
+def test_answers_of_workers_and_from_their_caches(
+    mixed: tuple[list[Path], tuple[int, ...]], folder: Path, topology: str
+) -> None:
+    paths, tokens = mixed
+    text = load_adapter(folder).tokenizer.decode(tokens, skip_special_tokens=True)
+    with LLM(folder, topology=topology, max_chunk_tokens=16, num_kv_tokens=4096) as llm:
+        answers = [llm.ask(paths, QUESTION, frames=6, max_tokens=MAX_TOKENS).text for _ in range(2)]
+    assert answers == [text] * 2
+
+
+def test_epd_verify_says_equal(folder: Path, media: dict[str, Path]) -> None:
+    reports = verify(folder, [media["image"], media["video"]])
+    assert [report.is_equal for report in reports] == [True] * 3

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor
 
-from epd import LLM
 from epd.encoders import FrameSampling, VideoFacts, load_adapter
 from epd.encoders.adapter import MediaPlan
 from epd.encoders.families.ernie4_5_vl import Ernie4_5VLAdapter
@@ -34,7 +33,9 @@ from epd.stages.placement import CPU_FLOAT32, Placement
 from tests.colocated import ColocatedPipeline
 from tests.models import tiny_ernie
 from tests.models.engine_answers import (
+    QUESTION,
     test_answers_move_between_decode_workers,
+    test_answers_of_workers_and_from_their_caches,
     test_chunked_and_packed,
     test_preemption_changes_no_token,
     test_several_answers_share_their_prompt,
@@ -46,12 +47,12 @@ from tests.tiny_models import load_reference
 
 __all__ = [
     "test_answers_move_between_decode_workers",
+    "test_answers_of_workers_and_from_their_caches",
     "test_chunked_and_packed",
     "test_preemption_changes_no_token",
     "test_several_answers_share_their_prompt",
 ]
 
-QUESTION = "What is shown? Ä, 漢"
 SAMPLING = FrameSampling(num_frames=6)
 CASES = (
     (),
@@ -98,15 +99,10 @@ def test_tokens_equal_generate(
     assert answer.token_ids == expected(theirs, folder, paths)
 
 
-@pytest.mark.parametrize("topology", ["1epd", "1e1p1d"])
-def test_answers_of_workers_and_from_their_caches(
-    theirs: Any, folder: Path, media: dict[str, Path], topology: str
-) -> None:
+@pytest.fixture(scope="module")
+def mixed(theirs: Any, folder: Path, media: dict[str, Path]) -> tuple[list[Path], tuple[int, ...]]:
     paths = [media["video"], media["image"]]
-    text = load_adapter(folder).tokenizer.decode(expected(theirs, folder, paths), skip_special_tokens=True)
-    with LLM(folder, topology=topology, max_chunk_tokens=16, num_kv_tokens=4096) as llm:
-        answers = [llm.ask(paths, QUESTION, frames=6, max_tokens=MAX_TOKENS).text for _ in range(2)]
-    assert answers == [text] * 2
+    return paths, expected(theirs, folder, paths)
 
 
 def test_epd_verify_says_equal(folder: Path, media: dict[str, Path]) -> None:

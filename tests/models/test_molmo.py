@@ -19,15 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoProcessor
 
-from epd import LLM
-from epd.encoders import FrameSampling, VideoFacts, load_adapter
+from epd.encoders import FrameSampling, VideoFacts
 from epd.encoders.adapter import concatenated
 from epd.encoders.groups import plan_groups, prompt_identity
 from epd.encoders.reduction.reading import reduce_prompt
 from epd.engine_config import EngineConfig, check_reduction
 from epd.errors import ModelError, RequestError, UnsupportedMediaError, UnsupportedModelError
 from epd.reduction import SELECTION_METHODS, ReductionPolicy
-from epd.serve_app.verification import LayerProbe, segment_of, verify
+from epd.serve_app.verification import LayerProbe, segment_of
 from epd.stages.decoder.decoder import FusedDecoder, ModulesDecoder, decoder_of
 from epd.stages.decoder.rank_cut import check_divisible
 from epd.stages.engine.model_runner import kv_bytes_per_token
@@ -38,8 +37,11 @@ from epd.stages.placement import CPU_FLOAT32
 from tests.colocated import ColocatedPipeline, plan_media
 from tests.encoders.tiny_molmo import PUBLISHED, build_molmo2
 from tests.models.engine_answers import (
+    QUESTION,
     test_answers_move_between_decode_workers,
+    test_answers_of_workers_and_from_their_caches,
     test_chunked_and_packed,
+    test_epd_verify_says_equal,
     test_preemption_changes_no_token,
     test_several_answers_share_their_prompt,
 )
@@ -51,12 +53,13 @@ from tests.tiny_models import load_reference
 
 __all__ = [
     "test_answers_move_between_decode_workers",
+    "test_answers_of_workers_and_from_their_caches",
     "test_chunked_and_packed",
+    "test_epd_verify_says_equal",
     "test_preemption_changes_no_token",
     "test_several_answers_share_their_prompt",
 ]
 
-QUESTION = "What is shown? Ä, 漢"
 SAMPLING, FACTS = FrameSampling(num_frames=6), VideoFacts(6, 2.0, 90, 120)
 # Of images and videos, and of two of each, what `generate` does not take.
 MIXES = (
@@ -170,20 +173,10 @@ def test_logits_equal_transformers(
     assert (probe.logits(segment, length) - wanted).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("topology", ["1epd", "1e1p1d"])
-def test_answers_of_workers_and_from_their_caches(
-    theirs: Any, folder: Path, media: dict[str, Path], topology: str
-) -> None:
+@pytest.fixture(scope="module")
+def mixed(theirs: Any, folder: Path, media: dict[str, Path]) -> tuple[list[Path], tuple[int, ...]]:
     paths = [media["image"], media["video"]]
-    text = load_adapter(folder).tokenizer.decode(answered(theirs, folder, paths), skip_special_tokens=True)
-    with LLM(folder, topology=topology, max_chunk_tokens=16, num_kv_tokens=4096) as llm:
-        answers = [llm.ask(paths, QUESTION, frames=6, max_tokens=MAX_TOKENS).text for _ in range(2)]
-    assert answers == [text] * 2
-
-
-def test_epd_verify_says_equal(folder: Path, media: dict[str, Path]) -> None:
-    reports = verify(folder, [media["image"], media["video"]])
-    assert [report.is_equal for report in reports] == [True] * 3
+    return paths, answered(theirs, folder, paths)
 
 
 # What is known of a token

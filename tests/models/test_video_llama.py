@@ -22,14 +22,16 @@ from epd.encoders.groups import prompt_identity
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.pixel_limits import PixelLimits
-from epd.serve_app.verification import verify
 from epd.stages.decoder.decoder import FusedDecoder, decoder_of
 from tests.colocated import ColocatedPipeline
 from tests.encoders.families import Clip, Family
 from tests.encoders.tiny_tiles import build_video_llama_3
 from tests.models.engine_answers import (
+    QUESTION,
     test_answers_move_between_decode_workers,
+    test_answers_of_workers_and_from_their_caches,
     test_chunked_and_packed,
+    test_epd_verify_says_equal,
     test_preemption_changes_no_token,
     test_several_answers_share_their_prompt,
 )
@@ -39,12 +41,13 @@ from tests.tiny_models import load_reference
 
 __all__ = [
     "test_answers_move_between_decode_workers",
+    "test_answers_of_workers_and_from_their_caches",
     "test_chunked_and_packed",
+    "test_epd_verify_says_equal",
     "test_preemption_changes_no_token",
     "test_several_answers_share_their_prompt",
 ]
 
-QUESTION = "What is shown? Ä, 漢"
 SAMPLING = FrameSampling(num_frames=6)
 CASES = (
     (),
@@ -86,20 +89,10 @@ def test_tokens_equal_generate(
     assert answer.token_ids == expected(theirs, folder, paths)
 
 
-@pytest.mark.parametrize("topology", ["1epd", "1e1p1d"])
-def test_answers_of_workers_and_from_their_caches(
-    theirs: Any, folder: Path, media: dict[str, Path], topology: str
-) -> None:
+@pytest.fixture(scope="module")
+def mixed(theirs: Any, folder: Path, media: dict[str, Path]) -> tuple[list[Path], tuple[int, ...]]:
     paths = [media["video"], media["image"]]
-    text = load_adapter(folder).tokenizer.decode(expected(theirs, folder, paths), skip_special_tokens=True)
-    with LLM(folder, topology=topology, max_chunk_tokens=16, num_kv_tokens=4096) as llm:
-        answers = [llm.ask(paths, QUESTION, frames=6, max_tokens=MAX_TOKENS).text for _ in range(2)]
-    assert answers == [text] * 2
-
-
-def test_epd_verify_says_equal(folder: Path, media: dict[str, Path]) -> None:
-    reports = verify(folder, [media["image"], media["video"]])
-    assert [report.is_equal for report in reports] == [True] * 3
+    return paths, expected(theirs, folder, paths)
 
 
 def still_in_part(seed: int) -> Clip:
