@@ -7,17 +7,8 @@ prefer_large_pages()  # torch takes its first memory below
 
 with collector_paused():  # torch and transformers
     from epd.chat import ChatMessage, ContentPart
-    from epd.encoders.adapter import (
-        Adapter,
-        Embeddings,
-        Grid,
-        MediaItem,
-        MediaPlan,
-        PromptPlan,
-        VideoFacts,
-        concatenated,
-        place,
-    )
+    from epd.encoders.adapter import Adapter, Embeddings, concatenated, place
+    from epd.encoders.plans import Grid, MediaItem, MediaPlan, PromptPlan, VideoFacts
     from epd.encoders.prompt.mrope import PositionLayout
     from epd.encoders.registry import ADAPTERS, load_adapter
     from epd.frame_sampling import FrameSampling, ListedTimes

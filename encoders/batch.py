@@ -14,8 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from epd.encoders.adapter import Adapter, Embeddings, MediaPlan, PatchRun, TowerMerger, concatenated
+from epd.encoders.adapter import Adapter, Embeddings, PatchRun, TowerMerger, concatenated
 from epd.encoders.device import device_of, to_device, to_host
+from epd.encoders.plans import MediaPlan
 from epd.errors import RequestError, UnsupportedModelError
 from epd.reduction import TowerMerge, check_tolerance
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from epd.encoders import kernels
-from epd.encoders.adapter import Grid
 from epd.encoders.device import constants
 from epd.encoders.kernels.dispatch import uses_kernels
+from epd.encoders.plans import Grid
 from epd.errors import UnsupportedModelError
 from epd.types import ceil_div
 

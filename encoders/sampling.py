@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from epd.control.request_budget import check_num_frames
-from epd.encoders.adapter import VideoFacts
+from epd.encoders.plans import VideoFacts
 from epd.errors import RequestError
 from epd.frame_sampling import FrameSampling, ListedTimes, check_sampling
 

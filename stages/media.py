@@ -32,7 +32,7 @@ from epd.control.visual_budget import (
     share_frames,
 )
 from epd.encoders import OWN_LIMITS, Adapter, FrameSampling, MediaPlan, PixelLimits, VideoFacts
-from epd.encoders.adapter import PromptPlan
+from epd.encoders.plans import PromptPlan
 from epd.encoders.reduction import reduce_prompt
 from epd.errors import RequestBudgetError
 from epd.reduction import ReductionPolicy, VisualBudget

@@ -14,7 +14,7 @@ from torch import Tensor
 from epd import video
 from epd.bench.media import draw_sound
 from epd.encoders import FrameSampling, VideoFacts
-from epd.encoders.adapter import AudioSpec, MediaPlan
+from epd.encoders.plans import AudioSpec, MediaPlan
 from epd.errors import UnsupportedMediaError
 from epd.profiles.measuring import Action
 from epd.profiles.media import MediaRule

@@ -24,11 +24,12 @@ from transformers import AutoTokenizer
 
 from epd import LLM
 from epd.encoders import Adapter, FrameSampling, VideoFacts, load_adapter
-from epd.encoders.adapter import MediaPlan, PatchRun
+from epd.encoders.adapter import PatchRun
 from epd.encoders.families.generic import GenericAdapter
 from epd.encoders.families.measured_units import frames_per_unit
 from epd.encoders.groups import prompt_identity
 from epd.encoders.patches import resize_image
+from epd.encoders.plans import MediaPlan
 from epd.encoders.registry import ADAPTERS
 from epd.encoders.sampling import sample_by_rule
 from epd.engine_config import EngineConfig

@@ -32,8 +32,8 @@ import torch
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
 from epd.encode.sharding import GROUP_TOKENS
 from epd.encoders import FrameSampling
-from epd.encoders.adapter import MediaPlan, VideoFacts
 from epd.encoders.groups import plan_groups, prompt_identity
+from epd.encoders.plans import MediaPlan, VideoFacts
 from epd.engine_config import EngineConfig
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams

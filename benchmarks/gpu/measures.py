@@ -21,9 +21,9 @@ from benchmarks.gpu.workers import SplitPipeline
 from benchmarks.reporting import Row
 from epd.encode.encoder_cache import CachedGroup
 from epd.encoders import FrameSampling, VideoFacts
-from epd.encoders.adapter import MediaPlan
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.groups import prompt_identity
+from epd.encoders.plans import MediaPlan
 from epd.engine_config import EngineConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams

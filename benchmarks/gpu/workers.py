@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from epd.encode.sharding import GROUP_TOKENS
-from epd.encoders.adapter import MediaPlan
 from epd.encoders.groups import MediaGroup, plan_groups, prompt_identity
+from epd.encoders.plans import MediaPlan
 from epd.sampling_params import SamplingParams
 from epd.serve_app.worker.worker_settings import WorkerSettings
 from epd.serve_app.worker.worker_stages import StageBuilder

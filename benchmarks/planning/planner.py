@@ -33,11 +33,10 @@ from benchmarks.reporting import RESULTS, Row, Section, run_sections, setting
 from benchmarks.score.app_costs import Figures
 from benchmarks.score.calibrating import simulated_figures
 from benchmarks.score.live_app import LiveApp, live_app
+from benchmarks.score.shared_cores import HostedProfile, read_profile
 from benchmarks.score.speed import at_speed
 from epd.bench.media import MediaLibrary
 from epd.machine import usable_cpus
-from epd.profiles.files import load_profile
-from epd.profiles.profile import Profile
 from epd.simulate import Deployment
 from epd.topology import parse_topology
 from epd.video.demo_video import write_scene
@@ -155,21 +154,19 @@ def deployment_of(topology: str) -> Deployment:
     return Deployment(parse_topology(topology), cpu_threads=usable_cpus(), kv_tokens=NUM_KV_TOKENS)
 
 
-def core_seconds(profile: Profile, topology: str, part: Row) -> float:
+def core_seconds(profile: HostedProfile, topology: str, part: Row) -> float:
     """Of one request, by a simulation in which nobody meets anybody."""
     return simulated_figures(profile, deployment_of(topology), workload_at(part, 20, 0.1), SEED).cpu_s
 
 
-def rate_of(profile: Profile, topology: str, part: Row, load: float) -> float:
+def rate_of(profile: HostedProfile, topology: str, part: Row, load: float) -> float:
     """Requests per second that keep this share of the cores busy."""
-    host = profile.host
-    assert host is not None
-    free = host.num_cores - host.idle_cores
+    free = profile.host.num_cores - profile.host.idle_cores
     return load * free / core_seconds(profile, topology, part)
 
 
 def compare(
-    profile: Profile,
+    profile: HostedProfile,
     app: LiveApp,
     topology: str,
     name: str,
@@ -210,7 +207,7 @@ def pairs_of(rounds: Sequence[Round]) -> dict[str, Pair]:
 
 
 def run_round(
-    profile: Profile, options: Options, number: int, rounds: dict[tuple[str, str], list[Round]]
+    profile: HostedProfile, options: Options, number: int, rounds: dict[tuple[str, str], list[Round]]
 ) -> None:
     """All pairs once."""
     with tempfile.TemporaryDirectory(prefix="epd-bench-planner-") as folder:
@@ -266,15 +263,15 @@ def summary_of(pairs: Mapping[tuple[str, str], Mapping[str, Pair]]) -> list[Row]
     ]
 
 
-def measured_profile(options: Options, number: int) -> Profile:
+def measured_profile(options: Options, number: int) -> HostedProfile:
     if options.profile:
-        return load_profile(str(options.profile))
+        return read_profile(options.profile)
     options.profiles.mkdir(parents=True, exist_ok=True)
     path = options.profiles / f"planner-profile-{number + 1}.json"
     repeats = "3" if options.is_quick else "9"
     command = [sys.executable, "-m", "benchmarks.score.app_profile", "--repeats", repeats, "--out", str(path)]
     subprocess.run(command, check=True)
-    return load_profile(str(path))
+    return read_profile(path)
 
 
 def main() -> None:

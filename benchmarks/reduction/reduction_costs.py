@@ -34,8 +34,9 @@ from epd import LLM
 from epd.control.routing import Router
 from epd.encode.encoder_cache import CachedGroup
 from epd.encoders import load_adapter
-from epd.encoders.adapter import Embeddings, PromptPlan
+from epd.encoders.adapter import Embeddings
 from epd.encoders.groups import prompt_identity
+from epd.encoders.plans import PromptPlan
 from epd.encoders.reduction import reduce_prompt
 from epd.encoders.reduction.reading import ItemReducer, ItemReduction, is_cut_at_encoder
 from epd.engine_config import DEFAULT_ENGINE, EngineConfig

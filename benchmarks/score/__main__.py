@@ -40,8 +40,8 @@ from benchmarks.score.measuring import (
     measure,
     sense_of,
 )
+from benchmarks.score.shared_cores import HostedProfile
 from benchmarks.score.speed import at_speed
-from epd.profiles.profile import Profile
 
 AIM_MEDIAN, AIM_P90 = 0.10, 0.25
 FIGURES = {"TTFT": "ttft_s", "TPOT": "tpot_s"}
@@ -96,7 +96,7 @@ def with_entry(history: Sequence[Row], entry: Row) -> list[Row]:
     return [*history, entry]
 
 
-def compared(profile: Profile, live: LiveRun) -> list[Found]:
+def compared(profile: HostedProfile, live: LiveRun) -> list[Found]:
     """Simulates the requests of a live run."""
     case, sense, deployment = live.case, sense_of(live.case), deployment_of(live.case.topology)
     workload = workload_at(sense.workloads[case.workload], NUM_REQUESTS, live.rate)

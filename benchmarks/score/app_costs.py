@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from epd.profiles.host import PromptRule
 from epd.profiles.media import MediaRule
+from epd.profiles.profile import PromptRule
 from epd.types import Float64Array
 
 SHORT_TEXT, LONG_TEXT, NUM_STEPS, NUM_AT_ONCE = 32, 96, 32, 4

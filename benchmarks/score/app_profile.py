@@ -23,15 +23,15 @@ from benchmarks.score import app_costs
 from benchmarks.score.app_costs import LAYOUTS, Figures, kinds_of
 from benchmarks.score.calibrating import Asked, calibrated
 from benchmarks.score.live_app import LiveApp, TrafficResult, live_app
+from benchmarks.score.shared_cores import HostCosts, HostedProfile, write_profile
 from benchmarks.score.speed import at_speed
 from epd.bench.media import MediaLibrary, WriteVideo
 from epd.errors import UnavailableError
 from epd.machine import usable_cpus
 from epd.models import model_folder
-from epd.profiles.files import dump_profile, load_profile
-from epd.profiles.host import HostCosts, PromptRule
+from epd.profiles.files import load_profile
 from epd.profiles.media import MediaRule
-from epd.profiles.profile import Profile
+from epd.profiles.profile import Profile, PromptRule
 from epd.video.demo_video import write_scene
 from epd.workload.config import load_workload
 from epd.workload.requests import Workload
@@ -78,7 +78,7 @@ def with_app(
     write_video: WriteVideo,
     show: Callable[[int, int], None],
     device: str = "auto",
-) -> Profile:
+) -> HostedProfile:
     """Returns the profile with the costs of the application on this machine."""
     return fitted(profile, [app_round(profile, model, write_video, show, device, range(_NUM_ROUNDS))])
 
@@ -125,7 +125,7 @@ def _running(
             yield _AppLoad(app, layout, MediaLibrary(folder / "media", write_video), profile.media)
 
 
-def fitted(profile: Profile, rounds: Sequence[AppRound]) -> Profile:
+def fitted(profile: Profile, rounds: Sequence[AppRound]) -> HostedProfile:
     """Returns the profile with the costs with which the simulator answers as the application did.
 
     All costs are at the mean speed of the cores in these rounds, lower than while one stage is measured.
@@ -135,7 +135,7 @@ def fitted(profile: Profile, rounds: Sequence[AppRound]) -> Profile:
     host = replace(rounds[0].host, idle_cores=idle_cores, sequence_s=sequence_s)
     parts = kinds_of(profile.media)
     asked = [kind.asked(parts[kind.kind]) for each in rounds for kind in each.kinds]
-    found = calibrated(replace(profile, host=host, prompt=rounds[0].prompt), asked)
+    found = calibrated(HostedProfile.of(profile, host, prompt=rounds[0].prompt), asked)
     num_rounds = len(asked) // (len(parts) * len(LAYOUTS))
     layouts = " and ".join(LAYOUTS)
     assumption = f"the application's share: questions at random times, {num_rounds} rounds, of {layouts}"
@@ -204,7 +204,7 @@ def main() -> None:
     command = [sys.executable, "-m", "epd", "profile", str(model), "--repeats", options.repeats]
     subprocess.run([*command, "--out", str(options.out)], check=True)
     found = with_app(load_profile(str(options.out)), model, write_scene, _show)
-    options.out.write_text(dump_profile(found), encoding="utf-8")
+    write_profile(found, options.out)
 
 
 def _show(done: int, num_steps: int) -> None:

@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.score.app_costs import Figures, median
+from benchmarks.score.shared_cores import WAYS, HostCosts, HostedProfile
 from benchmarks.score.speed import at_speed
 from epd.profiles.cost import nonnegative_fit
-from epd.profiles.host import WAYS, HostCosts
-from epd.profiles.profile import Profile
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.deployment import Deployment
 from epd.simulate.requests import GroupWork, Job, JobMaker
-from epd.simulate.simulation import Simulation
 from epd.topology import parse_topology
 from epd.types import Float64Array
 from epd.workload.requests import Workload
@@ -60,10 +58,10 @@ def kept_job(job: Job, retention: float) -> Job:
 
 
 def simulated_figures(
-    profile: Profile, deployment: Deployment, workload: Workload, seed: int, *, retention: float = 1.0
+    profile: HostedProfile, deployment: Deployment, workload: Workload, seed: int, *, retention: float = 1.0
 ) -> Figures:
     """Returns the figures of the same requests in the simulator. retention: share of visual tokens kept."""
-    simulation = Simulation(profile, deployment)
+    simulation = profile.simulation(deployment)
     jobs = JobMaker(profile).jobs(workload.requests(seed))
     result = simulation.run(jobs if retention == 1 else (kept_job(job, retention) for job in jobs))
     rows = result.rows
@@ -78,7 +76,7 @@ def simulated_figures(
     )
 
 
-def calibrated(profile: Profile, asked: Sequence[Asked]) -> Profile:
+def calibrated(profile: HostedProfile, asked: Sequence[Asked]) -> HostedProfile:
     """Returns the profile, whose host gives the cores, with the costs of the application."""
     live = np.concatenate([_times(each.figures) for each in asked])
     counted = live > 0
@@ -90,22 +88,16 @@ def calibrated(profile: Profile, asked: Sequence[Asked]) -> Profile:
     def error(host: HostCosts) -> float:
         return float((_weights(errors := times(host) / live[counted] - 1) * errors**2).sum())
 
-    hosts = [_host(profile)]
+    hosts = [profile.host]
     for _ in range(_NUM_ROUNDS):
         host = _improved(hosts[-1], times, live[counted])
         hosts.append(_with_beside(host, _beside(replace(profile, host=host), asked)))
     return replace(profile, host=min(hosts, key=error))
 
 
-def _simulated(profile: Profile, asked: Asked) -> Figures:
-    deployment = Deployment(parse_topology(asked.topology), cpu_threads=_host(profile).num_cores)
+def _simulated(profile: HostedProfile, asked: Asked) -> Figures:
+    deployment = Deployment(parse_topology(asked.topology), cpu_threads=profile.host.num_cores)
     return simulated_figures(at_speed(profile, asked.core_speed), deployment, asked.workload, asked.seed)
-
-
-def _host(profile: Profile) -> HostCosts:
-    if profile.host is None:
-        raise ValueError("a profile without a host has no cores that the application could use")
-    return profile.host
 
 
 def _times(figures: Figures) -> Float64Array:
@@ -139,10 +131,10 @@ def _with_costs(host: HostCosts, costs: Float64Array) -> HostCosts:
     return replace(host, **fields)
 
 
-def _beside(profile: Profile, asked: Sequence[Asked]) -> list[float]:
+def _beside(profile: HostedProfile, asked: Sequence[Asked]) -> list[float]:
     """Returns the CPU seconds that the simulation lacks, for each of the ways of _BESIDE and each token."""
     nothing = [0.0] * (len(_BESIDE) + 1)
-    silent = replace(profile, host=_with_beside(_host(profile), nothing))
+    silent = replace(profile, host=_with_beside(profile.host, nothing))
     speeds = np.array([each.core_speed for each in asked])
     lacking = speeds * [each.figures.cpu_s - _simulated(silent, each).cpu_s for each in asked]
     return nonnegative_fit(
@@ -150,7 +142,7 @@ def _beside(profile: Profile, asked: Sequence[Asked]) -> list[float]:
     )
 
 
-def _num_gone(asked: Asked, profile: Profile) -> list[float]:
+def _num_gone(asked: Asked, profile: HostedProfile) -> list[float]:
     """Counts how often a request goes each of the ways of _BESIDE, and its output tokens; on average.
 
     An image goes its way twice: see `HostCosts`.

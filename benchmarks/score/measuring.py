@@ -28,6 +28,7 @@ from benchmarks.score.app_costs import Figures
 from benchmarks.score.app_profile import AppRound, app_round, fitted
 from benchmarks.score.hearing_checkpoint import write_hearing_checkpoint
 from benchmarks.score.live_app import live_app
+from benchmarks.score.shared_cores import HostedProfile
 from epd.bench.media import MediaLibrary
 from epd.models import embedded_model_path
 from epd.profiles.files import load_profile
@@ -194,7 +195,9 @@ def _add_round(run: Run, sense: Sense, stages: Profile, number: int) -> None:
         run.add_round(sense, app_round(stages, run.model(sense), write_scene, numbers=[number]))
 
 
-def measure_layout(run: Run, sense: Sense, profile: Profile, topology: str, cases: Sequence[Case]) -> None:
+def measure_layout(
+    run: Run, sense: Sense, profile: HostedProfile, topology: str, cases: Sequence[Case]
+) -> None:
     """Sends the requests of pairs of one layout. profile: for their rates."""
     with tempfile.TemporaryDirectory(prefix="epd-score-") as folder:
         library = MediaLibrary(Path(folder) / "media", write_scene)

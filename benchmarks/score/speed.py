@@ -6,9 +6,8 @@ import threading
 from dataclasses import replace
 from typing import Any, Self
 
-from epd.profiles.host import WAYS, HostCosts, Overhead
+from benchmarks.score.shared_cores import WAYS, HostCosts, HostedProfile, Overhead
 from epd.profiles.measuring import piece_s
-from epd.profiles.profile import Profile
 
 _PAUSE_S = 0.02
 _LEAST_FREE = 0.05  # cores left free of idle use, however slow all of them are
@@ -40,9 +39,9 @@ class SpeedSampler:
         return len(self._taken) / sum(self._taken)
 
 
-def at_speed(profile: Profile, core_speed: float) -> Profile:
+def at_speed(profile: HostedProfile, core_speed: float) -> HostedProfile:
     """Returns the profile at that core speed. Raises ValueError where cores do not compute everything."""
-    if profile.core_speed is None or profile.host is None:
+    if profile.core_speed is None:
         raise ValueError(f"profile {profile.name!r} does not know at which speed its cores were measured")
     factor = profile.core_speed / core_speed
     return replace(

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from epd.chat import ChatMessage, one_turn
-from epd.encoders.adapter import AudioSpec, Embeddings, MediaPlan, PromptPlan
+from epd.encoders.adapter import Embeddings
 from epd.encoders.checkpoint import Checkpoint
+from epd.encoders.plans import AudioSpec, MediaPlan, PromptPlan
 from epd.errors import UnsupportedMediaError
 
 

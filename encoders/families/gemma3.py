@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from epd.encoders.adapter import VideoFacts
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.families.tiles import TileAdapter, TilePlan, tile_spec
+from epd.encoders.plans import VideoFacts
 from epd.encoders.prompt.text_layout import ItemText, Markers
 from epd.errors import UnsupportedMediaError, UnsupportedModelError
 from epd.frame_sampling import FrameSampling

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from epd.chat import ChatMessage
-from epd.encoders.adapter import Embeddings, Grid, MediaPlan, PatchRun, PromptPlan, TowerMerger, VideoFacts
+from epd.encoders.adapter import Embeddings, PatchRun, TowerMerger
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU, device_of
 from epd.encoders.families.base import BaseAdapter
@@ -39,6 +39,7 @@ from epd.encoders.families.interfaces import (
 )
 from epd.encoders.families.measured_units import frames_per_unit
 from epd.encoders.patches import resize_image
+from epd.encoders.plans import Grid, MediaPlan, PromptPlan, VideoFacts
 from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
 from epd.encoders.sampling import sample_by_rule, select_frames, shown_metadata
 from epd.errors import MediaLimitError, UnsupportedMediaError, UnsupportedModelError

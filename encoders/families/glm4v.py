@@ -10,10 +10,10 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from epd.encoders.adapter import Grid, MediaPlan, VideoFacts
 from epd.encoders.families.qwen3_vl import Qwen3VLAdapter
 from epd.encoders.families.qwen_sizes import frame_size
 from epd.encoders.families.qwen_tower import framed_inputs
+from epd.encoders.plans import Grid, MediaPlan, VideoFacts
 from epd.encoders.sampling import sample_by_rule
 from epd.frame_sampling import FrameSampling
 from epd.pixel_limits import CAP_FIELD, NO_CAPS, FrameCaps, PixelLimits, refuse

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
 from transformers.image_utils import ChannelDimension
 
-from epd.encoders.adapter import Embeddings, MediaPlan, VideoFacts
+from epd.encoders.adapter import Embeddings
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.families.tiles import TileAdapter, TilePlan, check_last_layer, cut_tiles, tile_spec
+from epd.encoders.plans import MediaPlan, VideoFacts
 from epd.encoders.prompt.text_layout import ItemText, Markers
 from epd.errors import UnsupportedModelError
 from epd.frame_sampling import FrameSampling

@@ -14,9 +14,9 @@ from dataclasses import replace
 import numpy as np
 
 from epd.chat import ChatMessage
-from epd.encoders.adapter import MediaPlan, PromptPlan
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.families.generic import GenericAdapter
+from epd.encoders.plans import MediaPlan, PromptPlan
 from epd.encoders.prompt.text_layout import Markers
 
 

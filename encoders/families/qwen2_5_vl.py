@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from epd.encoders.adapter import Grid, MediaItem
 from epd.encoders.device import CPU
 from epd.encoders.families.qwen_sizes import image_size
 from epd.encoders.families.qwen_tower import WindowGeometry, framed_inputs, windowed_inputs
 from epd.encoders.families.qwen_vl import QwenVLAdapter
+from epd.encoders.plans import Grid, MediaItem
 from epd.encoders.prompt.mrope import VisualSpan
 from epd.pixel_limits import LEAST_SHARE, NO_CAPS, FrameCaps
 

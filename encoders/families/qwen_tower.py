@@ -39,10 +39,10 @@ from torch import Tensor, nn
 from torch.nn.functional import grid_sample, linear, pad, scaled_dot_product_attention, silu
 
 from epd.encoders import kernels
-from epd.encoders.adapter import Grid
 from epd.encoders.checkpoint import published
 from epd.encoders.device import arrays_to_device, to_device
 from epd.encoders.kernels.dispatch import uses_kernels
+from epd.encoders.plans import Grid
 
 _MAX_GRIDS = 32
 _MAX_KEPT = 64

@@ -12,22 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from epd.chat import ChatMessage
-from epd.encoders.adapter import (
-    Embeddings,
-    Grid,
-    MediaItem,
-    MediaPlan,
-    PatchRun,
-    PromptPlan,
-    TowerMerger,
-    VideoFacts,
-)
+from epd.encoders.adapter import Embeddings, PatchRun, TowerMerger
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU, to_device
 from epd.encoders.families.base import BaseAdapter
 from epd.encoders.families.qwen_sizes import image_size
 from epd.encoders.families.qwen_tower import prepare_tower
 from epd.encoders.patches import patch_spec, patchify, resize_image
+from epd.encoders.plans import Grid, MediaItem, MediaPlan, PromptPlan, VideoFacts
 from epd.encoders.prompt.mrope import LAYOUTS, PositionLayout, VisualSpan, mrope_positions
 from epd.encoders.prompt.prompt import Expansion, lay_out
 from epd.encoders.reduction.tower_merging import RunMerger

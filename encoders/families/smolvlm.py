@@ -16,10 +16,10 @@ from transformers.models.smolvlm.processing_smolvlm import (
     FRAME_TIMESTAMP_MESSAGE,
 )
 
-from epd.encoders.adapter import MediaPlan, VideoFacts
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU
 from epd.encoders.families.tiles import TileAdapter, TilePlan, cut_tiles, tile_spec
+from epd.encoders.plans import MediaPlan, VideoFacts
 from epd.encoders.prompt.text_layout import ItemText, Markers
 from epd.encoders.sampling import DEFAULT_FPS, MAX_FPS, check_wanted, source_metadata
 from epd.frame_sampling import FrameSampling

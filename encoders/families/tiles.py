@@ -24,11 +24,12 @@ from torchvision.transforms.v2 import functional as tvf
 from transformers.utils.import_utils import is_torchvision_greater_or_equal
 
 from epd.chat import ChatMessage
-from epd.encoders.adapter import Embeddings, Grid, MediaPlan, PatchRun, PromptPlan, TowerMerger, VideoFacts
+from epd.encoders.adapter import Embeddings, PatchRun, TowerMerger
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU, constants, to_device
 from epd.encoders.families.base import BaseAdapter
 from epd.encoders.patches import PatchSpec, patchify
+from epd.encoders.plans import Grid, MediaPlan, PromptPlan, VideoFacts
 from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
 from epd.encoders.reduction.tower_merging import TileMerger
 from epd.encoders.sampling import DEFAULT_FPS, check_wanted, select_frames, source_metadata

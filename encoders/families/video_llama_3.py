@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from epd.chat import ChatMessage
-from epd.encoders.adapter import Embeddings, Grid, MediaItem, MediaPlan, PatchRun, PromptPlan, TowerMerger
+from epd.encoders.adapter import Embeddings, PatchRun, TowerMerger
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import to_device
 from epd.encoders.families.qwen_sizes import image_size
 from epd.encoders.families.qwen_tower import attend_runs, framed_inputs, rotate
 from epd.encoders.families.qwen_vl import QwenVLAdapter
 from epd.encoders.patches import patchify
+from epd.encoders.plans import Grid, MediaItem, MediaPlan, PromptPlan
 from epd.encoders.prompt.mrope import VisualSpan
 from epd.encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
 from epd.encoders.reduction.tower_merging import RunMerger

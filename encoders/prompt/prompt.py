@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from epd.chat import ChatMessage
-from epd.encoders.adapter import MediaItem, MediaPlan
 from epd.encoders.checkpoint import Checkpoint
+from epd.encoders.plans import MediaItem, MediaPlan
 from epd.encoders.prompt.chat import Placeholders, check_media, moved_media, render_chat
 from epd.types import Int64Array, MediaKind, PlaceholderRange
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from epd.encoders.adapter import Adapter, PromptPlan
+from epd.encoders.adapter import Adapter
+from epd.encoders.plans import PromptPlan
 
 
 def plan_tokens(adapter: Adapter, token_ids: Sequence[int]) -> PromptPlan:

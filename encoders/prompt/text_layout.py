@@ -17,8 +17,8 @@ from itertools import accumulate
 import numpy as np
 
 from epd.chat import ChatMessage
-from epd.encoders.adapter import MediaItem, MediaPlan, PromptPlan
 from epd.encoders.checkpoint import Checkpoint
+from epd.encoders.plans import MediaItem, MediaPlan, PromptPlan
 from epd.encoders.prompt.chat import Placeholders, check_media, moved_media, render_chat
 from epd.errors import RequestError
 from epd.types import Int64Array, MediaKind, PlaceholderRange

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from epd.encoders.adapter import Embeddings, MediaItem, concatenated
+from epd.encoders.adapter import Embeddings, concatenated
 from epd.encoders.device import to_device
+from epd.encoders.plans import MediaItem
 from epd.encoders.reduction.method import ItemOutline, Method
 from epd.encoders.reduction.selection import new_method
 from epd.reduction import KeptCells, ReductionPolicy, Window

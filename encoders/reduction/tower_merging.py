@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from epd.encoders.adapter import Grid, PatchRun
+from epd.encoders.adapter import PatchRun
 from epd.encoders.device import to_device, to_host
+from epd.encoders.plans import Grid
 from epd.encoders.reduction.merging import SIDE, blocks_of, key_sets, likeness_at_once, means, num_keys
 from epd.reduction import TowerMerge
 

@@ -105,7 +105,7 @@ def plan(
         attainment=attainment,
         base=replace(
             _BASE,
-            cpu_threads=num_cpu_threads(cpu_threads, loaded, _threads_beside(loaded, cells[0][1])),
+            cpu_threads=_threads_beside(loaded, cells[0][1]) if cpu_threads is None else cpu_threads,
             enable_prefix_caching=config.resolve().has_repeats,
             drafts=draft_plan(draft_acceptance, max_draft),
             kept=_kept(cache_mb_per_s, has_repeats=config.resolve().has_repeats),
@@ -214,13 +214,6 @@ def cut_by(profile: Profile, group_tokens: int | None) -> Profile:
     if group_tokens is None:
         return profile
     return replace(profile, media=replace(profile.media, group_tokens=group_tokens))
-
-
-def num_cpu_threads(given: int | None, profile: Profile, default: int) -> int:
-    """Returns the threads that read media: as given, or the cores of the profile's machine, or `default`."""
-    if given is not None:
-        return given
-    return default if profile.host is None else profile.host.num_cores
 
 
 def workload_config(media: MediaRule, source: str | None, **options: Any) -> WorkloadConfig:

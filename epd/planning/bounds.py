@@ -9,7 +9,6 @@ Merged roles may do any of their stages, so every set of stages must fit the wor
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -134,7 +133,7 @@ def bounds(
     """
     work = work or mean_work(profile, deployment, jobs, slo)
     found = [*_of_workers(profile, deployment, work), *_of_threads(deployment, work)]
-    return sorted([*found, *_of_cores(profile, jobs, work)], key=lambda each: each.rate_per_s)
+    return sorted(found, key=lambda each: each.rate_per_s)
 
 
 def _of_workers(profile: Profile, deployment: Deployment, work: MeanWork) -> Iterator[Bound]:
@@ -170,22 +169,6 @@ def _of_threads(deployment: Deployment, work: MeanWork) -> Iterator[Bound]:
             "smaller or shorter videos",
             grows=False,
         )
-
-
-def _of_cores(profile: Profile, jobs: Sequence[Job], work: MeanWork) -> Iterator[Bound]:
-    """Yields the rate that shared cores allow, with the application's least work for a request too."""
-    host = profile.host
-    if host is None:
-        return
-    tokens = sum(job.output_tokens for job in jobs) / len(jobs)
-    request_s = host.request.work_s + host.request.beside_s + host.token_s * tokens
-    seconds = request_s + work.encode_s + work.prefill_s + work.decode_s + work.read_s
-    yield Bound(
-        f"the {host.num_cores} cores of the machine",
-        (host.num_cores - host.idle_cores) / seconds if seconds else math.inf,
-        "take a machine of more cores, or send less media",
-        grows=False,
-    )
 
 
 def outside(profile: Profile, deployment: Deployment, jobs: Sequence[Job]) -> Iterator[str]:

@@ -6,9 +6,9 @@ A name such as qwen2.5-vl-7b@h100 is computed, anything else is read as a file.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from epd.errors import RequestError
 from epd.profiles.accelerators import CATALOGUE, Devices
@@ -30,6 +30,13 @@ class _ProfileFile(BaseModel):
     format: Literal["epd profile, version 1"]
     units: dict[str, str] = {}
     profile: Profile
+
+    @field_validator("profile", mode="before")
+    @classmethod
+    def _without_empty_host(cls, profile: Any) -> Any:
+        """Drops what files of version 0.2 have, of a machine that all workers shared."""
+        is_empty = isinstance(profile, dict) and profile.get("host", "") is None
+        return {name: value for name, value in profile.items() if name != "host"} if is_empty else profile
 
 
 def dump_profile(profile: Profile) -> str:

@@ -7,13 +7,23 @@ from dataclasses import dataclass, field, replace
 
 from epd.errors import RequestError
 from epd.profiles.cost import StageCost, StageTable
-from epd.profiles.host import HostCosts, PromptRule
 from epd.profiles.media import MediaRule
 from epd.profiles.memory import MemoryNeeds
 from epd.profiles.parallel import ShardedModel
 
 # Of a transfer, to see which link is slower.
 _LARGE_UNITS = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRule:
+    """Counts tokens of a prompt without media: fixed_tokens of the uncached template, and its text."""
+
+    fixed_tokens: float = 0.0
+    per_text_token: float = 1.0
+
+    def num_tokens(self, text_tokens: int) -> int:
+        return max(1, round(self.fixed_tokens + self.per_text_token * text_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +43,6 @@ class Profile:
     dtype: of the weights
     kv_cache_dtype: of keys and values, as in `EngineConfig`
     num_threads: of torch in a worker, None where the CPU does not compute
-    host: of the one machine that all workers share, None where each has a device of its own
     prompt: tokens around a text
     parallel: to run a worker on several devices, None where the layers are not known
     beside: times as long that a batch and a pass of one worker take while both run; 2 is half a device each
@@ -58,7 +67,6 @@ class Profile:
     assumptions: tuple[str, ...] = ()
     dtype: str = "bfloat16"
     num_threads: int | None = None
-    host: HostCosts | None = None
     prompt: PromptRule = field(default_factory=PromptRule)
     core_speed: float | None = None
     parallel: ShardedModel | None = None
@@ -94,9 +102,9 @@ class Profile:
         """Returns the profile of workers whose encoders are on devices of another profile.
 
         The price and the power of a device are the means of all, and links are those of the slower ones.
-        Raises RequestError for profiles that are not of one model, or that share the cores of one machine.
+        Raises RequestError for profiles that are not of one model,
         """
-        if other.model != self.model or self.host is not None or other.host is not None:
+        if other.model != self.model:
             raise RequestError(
                 f"received the profiles {self.name!r} and {other.name!r} for encoders; allowed: two of one "
                 "model, each measured on a device or computed; take MODEL@DEVICE"
@@ -117,13 +125,6 @@ class Profile:
             power_w=mean(self.power_w, other.power_w),
             assumptions=(*self.assumptions, f"encoders: {other.name}, and all links are the slower ones"),
         )
-
-    def in_workers(self) -> Profile:
-        """Returns the profile with the costs of the application's workers beside the model."""
-        if self.host is None:
-            return self
-        encode, prefill, decode = self.host.in_worker(self.encode, self.prefill, self.decode)
-        return replace(self, encode=encode, prefill=prefill, decode=decode)
 
     def video_cost(self, codec: str) -> StageCost:
         """Returns the cost of decoding. Raises RequestError for a codec that was not measured."""

@@ -38,7 +38,6 @@ class PassTicks:
         self._decode = profile.decode.cost.times(factor)
         self._restore = profile.transfer.cost
         self._memory = profile.memory
-        self._draft_units = _draft_units(profile)
         self.per_context = ticks_of(self._decode.per_item_s)
 
     def decode_base(self, num_sequences: float) -> int:
@@ -54,7 +53,7 @@ class PassTicks:
         for chunk in output.chunks:
             length = chunk.stop - chunk.start
             if chunk.request.is_decoding:
-                num_decodes += 1 + self._draft_units * chunk.num_drafts
+                num_decodes += 1 + chunk.num_drafts
                 num_context += chunk.stop
             else:
                 num_tokens += length
@@ -70,17 +69,9 @@ class PassTicks:
     def riding(self, output: SchedulerOutput) -> int:
         """Returns the cost that decodes add to a pass with prefill chunks."""
         decodes = [chunk for chunk in output.chunks if chunk.request.is_decoding]
-        num_tokens = sum(1 + self._draft_units * chunk.num_drafts for chunk in decodes)
+        num_tokens = sum(1 + chunk.num_drafts for chunk in decodes)
         context = sum(chunk.stop for chunk in decodes)
         return ticks_of(self._decode.added_s * num_tokens) + self.per_context * context
-
-
-def _draft_units(profile: Profile) -> float:
-    """Returns what a drafted token costs, in sequences: those cost the application's worker something too."""
-    per_unit_s = profile.decode.cost.per_unit_s
-    if profile.host is None or not per_unit_s:
-        return 1.0
-    return max(0.0, 1 - profile.host.sequence_s / per_unit_s)
 
 
 @dataclass(slots=True)

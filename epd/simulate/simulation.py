@@ -12,7 +12,6 @@ In place of the network: workers that answer in no time, so that requests are pl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 
 from epd.control.elasticity.controller import Switch
@@ -23,7 +22,7 @@ from epd.simulate.clock import EventPriority, EventQueue, seconds_of, ticks_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeTask
 from epd.simulate.language import PassResult
-from epd.simulate.machine import Machine, OwnDevices, SharedCores
+from epd.simulate.machine import Machine
 from epd.simulate.media_flow import MediaFlow
 from epd.simulate.placement import (
     Elasticity,
@@ -51,14 +50,15 @@ class Simulation:
         *,
         elasticity: Elasticity | None = None,
         has_spans: bool = False,
+        machine: Callable[[EventQueue], Machine] = Machine,
     ) -> None:
-        """has_spans keeps the actions of every worker. Raises InfeasibleError if one does not fit."""
+        """has_spans keeps the actions of every worker. machine: that runs them.
+
+        Raises InfeasibleError if one does not fit.
+        """
         self.events = EventQueue()
-        self._machine: Machine = OwnDevices(self.events)
-        if profile.host is not None:  # steps share cores with others: none has a known length
-            self._machine = SharedCores(self.events, profile.host)
-            deployment = replace(deployment, is_stepwise=True)
-        self.profile = profile.in_workers()
+        self._machine = machine(self.events)
+        self.profile = profile
         self.deployment = deployment
         self.records = RecordTable()
         self._spans: list[WorkSpan] | None = [] if has_spans else None
@@ -82,7 +82,7 @@ class Simulation:
 
     @property
     def work_s(self) -> float:
-        """Returns seconds of all tasks of workers and readers, and of the application where simulated."""
+        """Returns seconds of all tasks of workers and readers, and of what else the machine counts."""
         return seconds_of(self._machine.work_ticks)
 
     @property

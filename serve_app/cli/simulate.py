@@ -16,7 +16,7 @@ from rich.table import Table
 from epd import console
 from epd.errors import RequestError
 from epd.picture import picture
-from epd.planning.asked import cut_by, draft_plan, num_cpu_threads, workload_config
+from epd.planning.asked import cut_by, draft_plan, workload_config
 from epd.planning.bounds import Bound, bounds
 from epd.profiles.files import load_profile
 from epd.profiles.profile import Profile as LoadedProfile
@@ -96,7 +96,7 @@ def simulate(
         trace=asked.trace,
         **asked.repeats,
     )
-    threads = num_cpu_threads(asked.cpu_threads, loaded, 16)
+    threads = 16 if asked.cpu_threads is None else asked.cpu_threads
     deployment = _deployment(topology, sharding, whole, threads, has_repeats=config.resolve().has_repeats)
     drafts = draft_plan(asked.draft_acceptance, asked.max_draft)
     deployment = replace(deployment, encode_beside=asked.encode_beside, drafts=drafts)

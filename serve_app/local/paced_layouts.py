@@ -22,8 +22,9 @@ from epd.bench.compare import Serve, Served
 from epd.chat import ChatMessage, ContentPart
 from epd.client.body import Body
 from epd.encoders import FrameSampling, VideoFacts, load_adapter
-from epd.encoders.adapter import Adapter, MediaPlan, PromptPlan
+from epd.encoders.adapter import Adapter
 from epd.encoders.groups import plan_groups
+from epd.encoders.plans import MediaPlan, PromptPlan
 from epd.errors import EPDError
 from epd.models import embedded_model_path
 from epd.planning.replay import group_tokens, paced_deployment

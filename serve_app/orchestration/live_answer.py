@@ -14,8 +14,8 @@ from functools import cached_property
 
 from epd.control.arrivals import RequestWork
 from epd.encoders import MediaPlan
-from epd.encoders.adapter import PromptPlan
 from epd.encoders.groups import MediaGroup
+from epd.encoders.plans import PromptPlan
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
 from epd.serve_app.messages import Admitted, EmbeddingsReused, SpanDone

@@ -27,9 +27,10 @@ from torch import Tensor
 from epd.control.recent import Pace, Recent
 from epd.control.way_back import PartCosts
 from epd.encode.encoder_cache import GroupKey
-from epd.encoders.adapter import Embeddings, MediaPlan, PatchRun
+from epd.encoders.adapter import Embeddings, PatchRun
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.device import to_host
+from epd.encoders.plans import MediaPlan
 from epd.stages.encode.encoder_pool import EmbeddingLayout, joined
 from epd.stages.kept_files import EMBEDDINGS_KIND
 from epd.store.piece_files import PieceFiles

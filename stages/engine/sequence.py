@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from epd.encoders.adapter import PromptPlan
 from epd.encoders.device import rows_of
+from epd.encoders.plans import PromptPlan
 from epd.kv.draft_gain import ChosenDrafts
 from epd.kv.drafting import AllDrafts
 from epd.kv.kv_cache import KVCacheManager

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from epd.encoders.adapter import PromptPlan
+from epd.encoders.plans import PromptPlan
 from epd.kv.scheduled_request import PrunedRange
 from epd.reduction import PREFILL_METHODS, PROPAGATING_METHODS
 from epd.stages.rank import Collectives, summed

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from epd.encoders.adapter import PromptPlan
 from epd.encoders.device import CPU, arrays_to_device
+from epd.encoders.plans import PromptPlan
 from epd.reduction import layer_counts
 from epd.stages.kernels.scaled_values import unscaled
 from epd.stages.rank import Collectives, averaged

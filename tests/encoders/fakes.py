@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from epd.encode.encoder_cache import GroupKey
-from epd.encoders.adapter import Embeddings, Grid, MediaPlan, PatchRun, TowerMerger
+from epd.encoders.adapter import Embeddings, PatchRun, TowerMerger
 from epd.encoders.device import CPU, to_device
+from epd.encoders.plans import Grid, MediaPlan
 from epd.reduction import TowerMerge
 
 NUM_CHANNELS = 2

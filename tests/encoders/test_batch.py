@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from epd.encoders import MediaPlan
-from epd.encoders.adapter import Embeddings, Grid, PatchRun
+from epd.encoders.adapter import Embeddings, PatchRun
 from epd.encoders.batch import FrameEncoder, encode_moving
+from epd.encoders.plans import Grid
 from epd.errors import RequestError
 from tests.encoders.fakes import FakeFamily, fake_plan
 from tests.encoders.families import Clip, Family, Picture

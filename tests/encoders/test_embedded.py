@@ -16,12 +16,13 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from epd.encoders import load_adapter
-from epd.encoders.adapter import Grid, PatchRun
+from epd.encoders.adapter import PatchRun
 from epd.encoders.checkpoint import open_checkpoint, read_config, read_generation_config
 from epd.encoders.device import CPU
 from epd.encoders.embedded import PlainConfig, PlainTokenizer, is_embedded
 from epd.encoders.families.qwen_sizes import frame_size, image_size
 from epd.encoders.families.qwen_tower import TableGeometry, tabled_inputs
+from epd.encoders.plans import Grid
 from epd.encoders.sampling import SourceMetadata
 from epd.models import embedded_model_path, embedded_models
 from epd.stages.engine.generation import GenerationSettings

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epd.encoders.adapter import Grid, PatchRun
+from epd.encoders.adapter import PatchRun
 from epd.encoders.device import CPU
+from epd.encoders.plans import Grid
 from tests.encoders.families import Family
 from tests.encoders.test_qwen_tower import NAMES
 

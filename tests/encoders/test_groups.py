@@ -8,8 +8,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.encoders.adapter import Grid, MediaPlan
 from epd.encoders.groups import cut, plan_groups
+from epd.encoders.plans import Grid, MediaPlan
 from epd.types import content_hash
 
 

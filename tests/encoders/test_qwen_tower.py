@@ -16,10 +16,11 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     apply_rotary_pos_emb_vision,
 )
 
-from epd.encoders.adapter import Grid, PatchRun
+from epd.encoders.adapter import PatchRun
 from epd.encoders.device import CPU
 from epd.encoders.families import qwen_tower
 from epd.encoders.families.qwen_tower import attend_runs, runs_by_length
+from epd.encoders.plans import Grid
 from epd.stages.profiling import peak_bytes
 from tests.encoders.families import Family
 from tests.encoders.tolerances import assert_same_but_for_batching

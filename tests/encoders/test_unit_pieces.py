@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from epd.encoders import FrameSampling
-from epd.encoders.adapter import Grid, PatchRun
+from epd.encoders.adapter import PatchRun
 from epd.encoders.batch import FrameEncoder, unit_pieces
+from epd.encoders.plans import Grid
 from tests.encoders.fakes import FakeFamily
 from tests.encoders.families import Clip, Family, Picture
 from tests.encoders.tolerances import assert_same_but_for_batching

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from epd.encoders import Embeddings
-from epd.encoders.adapter import MediaPlan, PatchRun
+from epd.encoders.adapter import PatchRun
 from epd.encoders.batch import FrameEncoder
+from epd.encoders.plans import MediaPlan
 from epd.stages.engine.kv_pool import KVPool
 from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.packed_pass import PackedPass

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor
 
 from epd.encoders import FrameSampling, VideoFacts, load_adapter
-from epd.encoders.adapter import MediaPlan
 from epd.encoders.families.ernie4_5_vl import Ernie4_5VLAdapter
 from epd.encoders.groups import plan_groups, prompt_identity
 from epd.encoders.names import parts_by_kind
+from epd.encoders.plans import MediaPlan
 from epd.engine_config import EngineConfig
 from epd.errors import ModelError, RequestError, UnsupportedMediaError, UnsupportedModelError
 from epd.frame_sampling import ListedTimes

@@ -16,9 +16,9 @@ from transformers import AutoProcessor
 
 from epd import LLM
 from epd.encoders import FrameSampling, VideoFacts, load_adapter
-from epd.encoders.adapter import MediaPlan
 from epd.encoders.families.video_llama_3 import VideoLlama3Adapter
 from epd.encoders.groups import prompt_identity
+from epd.encoders.plans import MediaPlan
 from epd.engine_config import EngineConfig
 from epd.errors import RequestError
 from epd.pixel_limits import PixelLimits

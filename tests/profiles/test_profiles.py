@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from epd.encoders.adapter import Grid, MediaPlan
 from epd.encoders.groups import plan_groups
+from epd.encoders.plans import Grid, MediaPlan
 from epd.errors import RequestError
 from epd.profiles.analytic import Efficiency, analytic_profile
 from epd.profiles.catalogue import MODELS

@@ -8,7 +8,6 @@ import pytest
 
 from epd.errors import RequestError
 from epd.planning.goodput import Demand, rate_bound
-from epd.profiles.host import HostCosts
 from epd.profiles.profile import Profile
 from epd.simulate import Deployment, Simulation, SimulationResult
 from epd.simulate.drafting import DraftPlan, acceptance_of
@@ -37,15 +36,6 @@ def test_a_drafted_token_costs_what_another_sequence_does() -> None:
     profile = replace(plain_profile(), decode=replace(PROFILE.decode, cost=flat(0.01, 0.001)))
     drafted = run(profile, DraftPlan(1.0, 8), output_tokens="401")
     assert drafted.tpot_s[-1] == pytest.approx((0.01 + 9 * 0.001) / 9, rel=0.1)
-
-
-def test_a_drafted_token_costs_the_application_no_sequence() -> None:
-    """Of 5 ms for each sequence in a step, 4 are the application's."""
-    profile = replace(plain_profile(), decode=replace(PROFILE.decode, cost=flat(0.01, 0.001)))
-    profile = replace(profile, host=HostCosts(2, 0.0, sequence_s=0.004))
-    plain, drafted = (run(profile, plan, output_tokens="401") for plan in (None, DraftPlan(1.0, 8)))
-    assert plain.tpot_s[-1] == pytest.approx(0.015)
-    assert drafted.tpot_s[-1] == pytest.approx((0.015 + 8 * 0.001) / 9, rel=0.1)
 
 
 @pytest.mark.parametrize(("acceptance", "max_draft"), [(0.6, 3), (0.8, 4)])

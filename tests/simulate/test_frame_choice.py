@@ -14,7 +14,7 @@ from benchmarks.encode.published_processors import opened
 from epd.encoders import FrameSampling, MediaPlan, VideoFacts
 from epd.errors import RequestBudgetError
 from epd.profiles.analytic import analytic_profile
-from epd.profiles.host import PromptRule
+from epd.profiles.profile import PromptRule
 from epd.reduction import KEEP_ALL, VisualBudget
 from epd.simulate import JobMaker
 from epd.simulate.frame_choice import FrameChooser, VideoWishes

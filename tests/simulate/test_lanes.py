@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.score.shared_cores import HostCosts, SharedCores
 from epd.kv.scheduling import SchedulerConfig
-from epd.profiles.host import HostCosts
 from epd.profiles.profile import Profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult
 from epd.simulate.clock import EventPriority, EventQueue, ticks_of
-from epd.simulate.machine import Machine, OwnDevices, SharedCores
+from epd.simulate.machine import Machine
 from epd.topology import parse_topology
 from epd.workload.requests import PlannedRequest, RequestShape, Resolution
 from tests.simulate.test_simulation import PROFILE, flat, jobs, plain_profile, simulate
@@ -108,7 +108,7 @@ def test_what_a_task_has_left_may_change_while_it_runs(is_shared: bool) -> None:
     """A task of 4 s has 3 left at 1 s and gets 6; at 3 s these are 4, and it gets 1: it ends at 4 s."""
     events, ends = EventQueue(), []
     costs = HostCosts(num_cores=2, idle_cores=0.0)
-    machine: Machine = SharedCores(events, costs) if is_shared else OwnDevices(events)
+    machine = SharedCores(events, costs) if is_shared else Machine(events)
     task = machine.run(ticks_of(4), lambda: ends.append(events.now))
     machine.run(ticks_of(10), lambda: ends.append(events.now))
 

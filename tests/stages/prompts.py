@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from epd.encoders import Adapter, FrameSampling
-from epd.encoders.adapter import Embeddings, PromptPlan
+from epd.encoders.adapter import Embeddings
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.groups import prompt_identity
+from epd.encoders.plans import PromptPlan
 from epd.sampling_params import SamplingParams
 from epd.stages.encode.embedding_receiver import EmbeddingSplicer
 from epd.stages.engine.engine import LanguageEngine

@@ -37,7 +37,8 @@ with warnings.catch_warnings():
         measure,
         sense_of,
     )
-    from epd.profiles.host import HostCosts, PromptRule
+    from benchmarks.score.shared_cores import HostCosts
+    from epd.profiles.profile import PromptRule
 
 HERE = {"date": "2999-01-01 10:00 UTC", "cores": 2}
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from epd.encoders import load_adapter
-from epd.encoders.adapter import Grid, MediaPlan
+from epd.encoders.plans import Grid, MediaPlan
 from epd.errors import (
     CancelledError,
     CorruptMediaError,

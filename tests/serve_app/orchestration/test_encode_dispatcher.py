@@ -11,8 +11,8 @@ import pytest
 
 from epd.control.routing import Router
 from epd.encode.encoder_cache import CachedGroup, GroupKey, GroupSpec
-from epd.encoders.adapter import Grid, MediaPlan
 from epd.encoders.groups import MediaGroup
+from epd.encoders.plans import Grid, MediaPlan
 from epd.errors import UnavailableError
 from epd.serve_app.fleet import WorkerLostError
 from epd.serve_app.messages import CancelTickets, EncodeGroup, Reissue

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from epd.encode.encoder_cache import CachedGroup
-from epd.encoders.adapter import PromptPlan
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.groups import MediaGroup, plan_groups
+from epd.encoders.plans import PromptPlan
 from epd.encoders.reduction import (
     ItemReduction,
     begins_reading,

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from epd.encoders.adapter import Grid, MediaItem, MediaPlan, PromptPlan, PromptReduction
 from epd.encoders.groups import plan_groups, prompt_identity, salted
+from epd.encoders.plans import Grid, MediaItem, MediaPlan, PromptPlan, PromptReduction
 from epd.reduction import ReductionPolicy
 from epd.stages.encode.embedding_store import group_name, unit_name
 from epd.store.piece_files import namespace

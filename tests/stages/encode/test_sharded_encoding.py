@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from epd import video
 from epd.encode.encoder_cache import EncoderCacheManager, GroupSpec
 from epd.encoders import MediaPlan, VideoFacts
-from epd.encoders.adapter import Embeddings, Grid, PatchRun
+from epd.encoders.adapter import Embeddings, PatchRun
 from epd.encoders.batch import FrameEncoder
 from epd.encoders.groups import MediaGroup, cut, plan_groups
+from epd.encoders.plans import Grid
 from epd.errors import EncodeError, InfeasibleError
 from epd.stages.connectors.mailbox import InProcessHub
 from epd.stages.encode.embedding_receiver import EmbeddingReceiver

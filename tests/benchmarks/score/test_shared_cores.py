@@ -1,13 +1,15 @@
 """Workers that share the cores of one machine, and what the application costs there.
 
-Modules: `epd/profiles/host.py`, `epd/profiles/measuring.py`, `epd/simulate/machine.py`.
+Modules: `epd/profiles/measuring.py`, `epd/simulate/machine.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,20 +17,23 @@ import pytest
 
 from benchmarks.score.app_costs import KINDS, LAYOUTS, LONG_TEXT, SHORT_TEXT, Figures, prompt_rule, sequence_s
 from benchmarks.score.calibrating import Asked, _weights, calibrated, simulated_figures
+from benchmarks.score.shared_cores import (
+    HostCosts,
+    HostedProfile,
+    Overhead,
+    SharedCores,
+    read_profile,
+    write_profile,
+)
 from benchmarks.score.speed import SpeedSampler, at_speed
-from epd.planning.goodput import Demand, goodput, rate_bound
 from epd.profiles.analytic import analytic_profile
 from epd.profiles.cost import StageCost
-from epd.profiles.files import dump_profile, parse_profile
-from epd.profiles.host import HostCosts, Overhead, PromptRule
 from epd.profiles.measuring import core_speed
-from epd.profiles.profile import Profile
+from epd.profiles.profile import Profile, PromptRule
 from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
 from epd.simulate.clock import EventPriority, EventQueue, ticks_of
-from epd.simulate.machine import SharedCores
 from epd.topology import parse_topology
 from epd.workload.config import load_workload
-from epd.workload.metrics import SLO
 from tests.simulate.test_simulation import PROFILE, jobs, plain_profile
 
 FREE = HostCosts(num_cores=2, idle_cores=0.0)
@@ -67,14 +72,16 @@ def test_an_idle_application_takes_its_share() -> None:
 
 def simulate(profile: Profile, topology: str, num: int = 1, **part: str) -> SimulationResult:
     work = jobs(profile, num, **part)
-    return Simulation(profile, Deployment(parse_topology(topology))).run(work)
+    deployment = Deployment(parse_topology(topology))
+    made = profile.simulation if isinstance(profile, HostedProfile) else partial(Simulation, profile)
+    return made(deployment).run(work)
 
 
 def test_what_costs_nothing_changes_nothing() -> None:
     profile = plain_profile()
     for topology in ("1e1p1d", "2ep1d"):
         alone = simulate(profile, topology, images="1", image_size="448x448")
-        shared = simulate(replace(profile, host=FREE), topology, images="1", image_size="448x448")
+        shared = simulate(HostedProfile.of(profile, FREE), topology, images="1", image_size="448x448")
         assert shared.ttft_s[0] == pytest.approx(alone.ttft_s[0], abs=1e-9)
         assert shared.e2e_s[0] == pytest.approx(alone.e2e_s[0], abs=1e-9)
 
@@ -95,7 +102,7 @@ def test_every_overhead_has_its_place() -> None:
         decode_s=0.001,
         sequence_s=0.002,
     )
-    profile = replace(plain_profile(), host=costs)
+    profile = HostedProfile.of(plain_profile(), costs)
     part = {"images": "1", "image_size": "448x448", "output_tokens": "5"}
     split = simulate(profile, "1e1p1d", **part)
     assert split.ttft_s[0] == pytest.approx(1.85 + 0.03 + 0.3 + 0.5 + 2 * 1 + 2 + 8 + 16)
@@ -112,14 +119,14 @@ def test_media_that_are_known_are_looked_at_all_the_same() -> None:
     ttft_s = []
     for costs in (FREE, host):
         deployment = Deployment(parse_topology("1epd"), enable_prefix_caching=True)
-        result = Simulation(replace(plain_profile(), host=costs), deployment).run(work)
+        result = HostedProfile.of(plain_profile(), costs).simulation(deployment).run(work)
         assert result.rows["cached_tokens"][1] > 0
         ttft_s.append(result.ttft_s[1])
     assert ttft_s[1] - ttft_s[0] == pytest.approx(0.014)
 
 
 def test_what_is_done_beside_takes_cores_from_others() -> None:
-    profile = replace(plain_profile(), host=replace(FREE, num_cores=1))
+    profile = HostedProfile.of(plain_profile(), replace(FREE, num_cores=1))
     part = {"images": "0", "output_tokens": "50"}
     quiet = simulate(profile, "1epd", **part)
     costs = replace(FREE, num_cores=1, request=Overhead(beside_s=0.05), token_s=0.002)
@@ -135,10 +142,11 @@ def test_prompts_are_longer_than_their_text() -> None:
     assert job.num_prompt_tokens == 80
 
 
-def test_a_profile_with_a_host_survives_its_file() -> None:
+def test_a_profile_with_a_host_survives_its_file(tmp_path: Path) -> None:
     host = replace(FREE, request=Overhead(0.1, 0.2, 0.3))
-    profile = replace(plain_profile(), host=host, num_threads=1, core_speed=4000.0)
-    assert parse_profile(dump_profile(profile)) == profile
+    profile = HostedProfile.of(plain_profile(), host, num_threads=1, core_speed=4000.0)
+    write_profile(profile, tmp_path / "hosted.json")
+    assert read_profile(tmp_path / "hosted.json") == profile
 
 
 # What an application would report whose costs are known, of a model with these costs.
@@ -165,7 +173,7 @@ def small_profile() -> Profile:
     )
 
 
-def asked(profile: Profile, layout: str, part: Mapping[str, object], core_speed: float) -> Asked:
+def asked(profile: HostedProfile, layout: str, part: Mapping[str, object], core_speed: float) -> Asked:
     """As if the simulator were the application, on cores of that speed."""
     profile = at_speed(profile, core_speed)
     config = load_workload(None, {"rate": 0.1, "num_requests": 6, "mix": [part]}).resolve()
@@ -177,13 +185,12 @@ def test_costs_that_are_known_are_found_again() -> None:
     """Although the cores were slower for a while."""
     base = replace(small_profile(), core_speed=1000.0)
     answers = [
-        asked(replace(base, host=KNOWN), layout, part, core_speed)
+        asked(HostedProfile.of(base, KNOWN), layout, part, core_speed)
         for part, core_speed in zip(KINDS, (1000.0, 800.0, 800.0, 1100.0), strict=True)
         for layout in LAYOUTS
     ]
-    found = calibrated(replace(base, host=replace(FREE, idle_cores=0.1)), answers)
+    found = calibrated(HostedProfile.of(base, replace(FREE, idle_cores=0.1)), answers)
     host = found.host
-    assert host is not None
     for name in ("encode_s", "prefill_s", "decode_s", "token_s"):
         assert getattr(host, name) == pytest.approx(getattr(KNOWN, name), abs=1e-4), name
     for name in ("request", "split", "media", "image", "video", "sent", "second", "end"):
@@ -204,13 +211,12 @@ def test_an_answer_that_was_disturbed_counts_by_its_error_and_not_by_the_square(
 
 def test_slower_cores_take_longer_for_work_but_not_for_waiting() -> None:
     host = replace(FREE, idle_cores=0.1, request=Overhead(0.02, 0.5), decode_s=0.004)
-    profile = replace(small_profile(), host=host, core_speed=1000.0)
+    profile = HostedProfile.of(small_profile(), host, core_speed=1000.0)
     slow = at_speed(profile, 500.0)
     part = {"images": "1", "image_size": "448x448", "output_tokens": "9"}
     before, after = simulate(profile, "1epd", **part), simulate(slow, "1epd", **part)
     assert after.ttft_s[0] - 0.5 == pytest.approx(2 * (before.ttft_s[0] - 0.5))
     assert after.tpot_s[0] == pytest.approx(2 * before.tpot_s[0])
-    assert slow.host is not None
     assert slow.host.idle_cores == pytest.approx(0.2)
     assert at_speed(slow, 1000.0) == profile
     with pytest.raises(ValueError, match="does not know at which speed"):
@@ -235,8 +241,8 @@ def test_the_speed_of_a_core_is_told_by_the_time_of_its_own_work(monkeypatch: py
 
 def test_images_of_a_prompt_reach_the_encoder_one_by_one() -> None:
     """The first is taken at once, the others, which come while it is encoded, together."""
-    profile = replace(plain_profile(), host=replace(FREE, image=Overhead(0.01)))
-    simulation = Simulation(profile, Deployment(parse_topology("1e1p1d")), has_spans=True)
+    profile = HostedProfile.of(plain_profile(), replace(FREE, image=Overhead(0.01)))
+    simulation = profile.simulation(Deployment(parse_topology("1e1p1d")), has_spans=True)
     result = simulation.run(jobs(profile, 1, images="3", image_size="448x448"))
     spans = [span for span in result.spans if span.name == "encode"]
     assert len(spans) == 2
@@ -279,17 +285,3 @@ def test_a_batch_counts_once_for_a_request() -> None:
     spans = Simulation(profile, Deployment(parse_topology("1e1p1d")), has_spans=True)
     result = spans.run(jobs(profile, 1, images="3", image_size="448x448"))
     assert rows["encode_ticks"][0] == sum(span.ticks for span in result.spans if span.name == "encode")
-
-
-def test_cores_that_are_shared_bound_the_rate() -> None:
-    """More workers than cores serve no more, and a plan for them says so."""
-    profile = replace(plain_profile(), host=replace(FREE, request=Overhead(0.3, 0.0, 0.1)))
-    work = jobs(profile, 60, rate=1.0, images="0", output_tokens="11")
-    demand = Demand.of(work, SLO(ttft_s=5.0))
-    bounds = [
-        rate_bound(profile, Deployment(parse_topology(name)), demand) for name in ("1epd", "4epd", "16epd")
-    ]
-    # 0.4 s of the application and 0.1 s of ten steps at the least, on two cores.
-    assert bounds[1] == bounds[2] == pytest.approx(2 / 0.4, rel=0.05)
-    found = goodput(profile, Deployment(parse_topology("4epd")), demand)
-    assert 0.5 * bounds[1] < found <= bounds[1]
