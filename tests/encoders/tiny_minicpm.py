@@ -23,8 +23,11 @@ _MARKS = {
 }
 
 
-def _minicpm(folder: Path, seed: int, version: str, **marks: str) -> Path:
-    """MiniCPM-V: an overview and slices, each image with its number; Qwen3.5's language model."""
+def _minicpm(folder: Path, seed: int, version: str, *, cuts_frames: bool, **marks: str) -> Path:
+    """MiniCPM-V: an overview and slices, each image with its number; Qwen3.5's language model.
+
+    cuts_frames: whether frames have slices too. The authors advise against it, and the files allow it.
+    """
     tokenizer = byte_tokenizer(tuple(_MARKS.values()), _template("<|image_pad|>", "<|video_pad|>"), _MARKS)
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in marks.items()}
     config = getattr(hf, f"MiniCPMV{version}Config")(
@@ -50,23 +53,22 @@ def _minicpm(folder: Path, seed: int, version: str, **marks: str) -> Path:
         **ids,
     )
     size = {"patch_size": _PATCH, "scale_resolution": 8 * _PATCH, "max_slice_nums": 4}
-    # Slices of frames are off, as the authors advise for videos.
     processor = getattr(hf, f"MiniCPMV{version}Processor")(
         image_processor=hf.MiniCPMV4_6ImageProcessor(**size),
-        video_processor=hf.MiniCPMV4_6VideoProcessor(**size, slice_mode=False),
+        video_processor=hf.MiniCPMV4_6VideoProcessor(**size, slice_mode=cuts_frames),
         tokenizer=tokenizer,
         chat_template=tokenizer.chat_template,
     )
     return _save(folder, getattr(hf, f"MiniCPMV{version}ForConditionalGeneration"), config, processor, seed)
 
 
-def build_minicpmv4_6(folder: Path, seed: int = 0) -> Path:
+def build_minicpmv4_6(folder: Path, seed: int = 0, *, cuts_frames: bool = False) -> Path:
     """MiniCPM-V 4.6: positions count tokens."""
-    return _minicpm(folder, seed, "4_6")
+    return _minicpm(folder, seed, "4_6", cuts_frames=cuts_frames)
 
 
-def build_minicpmv4_7(folder: Path, seed: int = 0) -> Path:
+def build_minicpmv4_7(folder: Path, seed: int = 0, *, cuts_frames: bool = False) -> Path:
     """MiniCPM-V 4.7: an image is a canvas of positions, which its slices share."""
     marks = {f"{name}_id": _MARKS[f"{name}_token"] for name in ("image_start", "image_end")}
     marks |= {f"{name}_id": _MARKS[f"{name}_token"] for name in ("slice_start", "slice_end")}
-    return _minicpm(folder, seed, "4_7", **marks, newline_id="Ċ")
+    return _minicpm(folder, seed, "4_7", cuts_frames=cuts_frames, **marks, newline_id="Ċ")
