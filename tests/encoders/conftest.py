@@ -25,6 +25,12 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
     return {name: Family.load(name, build(root / name)) for name, build in builders.items()}
 
 
-@pytest.fixture(params=[*BUILDERS, "minicpmv4_7"])
+@pytest.fixture(params=list(BUILDERS))
 def family(request: pytest.FixtureRequest, families: dict[str, Family]) -> Family:
+    return families[request.param]
+
+
+@pytest.fixture(params=[*BUILDERS, "minicpmv4_7"])
+def tiled_or_not(request: pytest.FixtureRequest, families: dict[str, Family]) -> Family:
+    """Those, and one whose units have tiles of two sizes."""
     return families[request.param]
