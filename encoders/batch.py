@@ -167,7 +167,7 @@ def unit_pieces(run: PatchRun, max_patches: int) -> list[PatchRun]:
 
     13 tiles of 1,024 patches, 4,096 at most     [0, 4) [4, 8) [8, 12) [12, 13)
     """
-    num_units, of_unit = run.grid.t, run.grid.h * run.grid.w
+    num_units, of_unit = run.grid.t, run.grid.cut(1).num_patches
     step, rows = max(1, max_patches // of_unit), len(run.values) // num_units
     return [
         replace(

@@ -143,7 +143,7 @@ def _units(item: MediaItem, mm_hash: str, reduction: str) -> Iterator[tuple[Plac
     is_one_window = len(item.windows) == 1  # what is kept of it may be something else then
     for index, place in enumerate(item.units):
         windows = item.windows[index : index + 1]
-        run = index if plan.is_joined_whole else 0
+        run = index if plan.is_joined_whole else index % plan.grid.num_tiles
         shown = (_shown(plan, *item.unit_run(index)), reduction, windows, is_one_window, run)
         digest = hashlib.blake2b(repr((facts, shown)).encode(), digest_size=DIGEST_BYTES).digest()
         yield place, digest

@@ -38,9 +38,14 @@ class Grid:
     def num_patches(self) -> int:
         return self.t * self.h * self.w
 
-    def cut(self, num_units: int) -> Grid:
+    @property
+    def num_tiles(self) -> int:
+        """Counts the tiles of a unit. Words may lie between their tokens."""
+        return 1
+
+    def cut(self, num_units: int) -> Self:
         """Returns the grid of `num_units` units of this item."""
-        return Grid(num_units, self.h, self.w)
+        return replace(self, t=num_units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +168,18 @@ class MediaPlan:
         """Reports whether the tokens are known only from all units together: see `Adapter.join`."""
         return False
 
+    @property
+    def is_reducible(self) -> bool:
+        """Reports whether fewer tokens may be kept: a unit has one run of them, known without the others."""
+        return not self.is_joined_whole and self.grid.num_tiles == 1
+
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
     """Places one image, video or clip of sound in a prompt: its units, in order.
 
-    units: a range for each; of an item that is joined whole, one for each run of its tokens; one for each
-        window if only some of the tokens are kept.
+    units: a range for each, or for each of its tiles; of an item that is joined whole, one for each run of
+        its tokens; one for each window if only some of the tokens are kept.
     windows: of a reduced item, else empty.
     """
 
@@ -181,9 +191,13 @@ class MediaItem:
         if self.plan.is_joined_whole:
             self._check_runs()
             return
-        needed = len(self.windows) or self.plan.num_units
+        needed = len(self.windows) or self.plan.num_units * self._num_tiles
         if len(self.units) != needed:
             raise ValueError(f"{needed} units need as many ranges, got {len(self.units)}")
+
+    @property
+    def _num_tiles(self) -> int:
+        return self.plan.grid.num_tiles
 
     def _check_runs(self) -> None:
         if self.num_tokens != self.plan.num_tokens:
@@ -200,22 +214,24 @@ class MediaItem:
         """Returns the units [start, stop) whose tokens are in range `index`."""
         if self.windows:
             return self.windows[index].start, self.windows[index].stop
-        return (0, self.plan.num_units) if self.plan.is_joined_whole else (index, index + 1)
+        unit = index // self._num_tiles
+        return (0, self.plan.num_units) if self.plan.is_joined_whole else (unit, unit + 1)
 
     def range_of(self, unit: int) -> PlaceholderRange:
-        """Returns the range of a unit's tokens, which it may share with other units."""
+        """Returns the range of a unit's tokens, and of words between them. Other units may share it."""
         if self.windows:
             return self.units[bisect_right(self.windows, unit, key=lambda window: window.start) - 1]
-        if self.plan.is_joined_whole:
-            return PlaceholderRange(self.units[0].offset, self.units[-1].stop - self.units[0].offset)
-        return self.units[unit]
+        tiles = self.units[unit * self._num_tiles : (unit + 1) * self._num_tiles]
+        runs = self.units if self.plan.is_joined_whole else tiles
+        return PlaceholderRange(runs[0].offset, runs[-1].stop - runs[0].offset)
 
     def token_indices(self, start: int, stop: int) -> Int64Array:
-        """Returns the prompt positions of the visual tokens in ranges [start, stop), in order: int64 [V].
+        """Returns the prompt positions of the visual tokens of units or windows [start, stop): int64 [V].
 
         For an item that is joined whole, returns all. For a window that is reduced in prefill, returns those
         of all its tokens, which are placed at its start.
         """
+        start, stop = (each * self._num_tiles for each in (start, stop))
         if self.plan.is_joined_whole:
             start, stop = 0, len(self.units)
         units, windows = self.units[start:stop], self.windows[start:stop]

@@ -51,6 +51,8 @@ ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
     "glm_ocr": _Family("glm4v:Glm4vAdapter"),
     "internvl": _Family("internvl:InternVLAdapter"),
     "llava_onevision": _Family("llava_onevision:LlavaOnevisionAdapter"),
+    "minicpmv4_6": _Family("minicpmv:MiniCPMVAdapter"),
+    "minicpmv4_7": _Family("minicpmv:MiniCPMVAdapter"),
     "qwen2_5_vl": _Family("qwen2_5_vl:Qwen2_5VLAdapter"),
     "qwen2_audio": _Family("qwen2_audio:Qwen2AudioAdapter"),
     "qwen2_vl": _Family("qwen2_5_vl:Qwen2VLAdapter"),

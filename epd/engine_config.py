@@ -30,7 +30,7 @@ from epd.store.object_store import check_url
 
 # Families whose layers have a recurrent state, a sliding window, or media that attend each other across the
 # prompt, by `model_type` of config.json.
-RECURRENT_FAMILIES = ("qwen3_5", "qwen3_5_moe")
+RECURRENT_FAMILIES = ("minicpmv4_6", "minicpmv4_7", "qwen3_5", "qwen3_5_moe")
 WINDOWED_FAMILIES = ("aya_vision", "cohere2_vision", "gemma3", "gemma4")
 BOTH_WAYS_FAMILIES = ("molmo2",)
 DEFAULT_HUB = "huggingface"

@@ -199,10 +199,13 @@ class Comparison:
             assert planned.image is not None
             return _Medium(planned.plan, planned.image, torch.from_numpy(pixels)[None])
         sampling = FrameSampling(num_frames=self._question.num_frames)
-        plan = plan_video(self._adapter, video.look(path), sampling)
-        frames = torch.from_numpy(video.decode(path, plan.times_s, plan.size).data)
-        plan = self._adapter.compressed(plan, [frames])
-        return _Medium(plan, frames, frames)
+        facts = video.look(path)
+        plan = plan_video(self._adapter, facts, sampling)
+        # MiniCPM-V's processor could cut a frame of the planned size once more.
+        resizes_again = self._theirs.config.model_type.startswith("minicpm")
+        sizes = plan.size, (facts.height, facts.width) if resizes_again else plan.size
+        frames, sent = (torch.from_numpy(video.decode(path, plan.times_s, each).data) for each in sizes)
+        return _Medium(self._adapter.compressed(plan, [frames]), frames, sent)
 
     def _encoded(self, media: Sequence[_Medium]) -> Any:
         found = []
@@ -243,8 +246,12 @@ class Comparison:
             return False
         vars(base).pop("get_rope_index", None)
         ours = torch.from_numpy(prompt.positions)[:, None].to(inputs["input_ids"].device)
-        names = ("input_ids", "mm_token_type_ids", "attention_mask", "second_per_grid_ts")
-        given = {name: value for name, value in inputs.items() if name in names or name.endswith("grid_thw")}
+        names = "input_ids", "mm_token_type_ids", "attention_mask", "second_per_grid_ts", "target_sizes"
+        given = {
+            name: value
+            for name, value in inputs.items()
+            if name.startswith(names) or name.endswith("grid_thw")
+        }
         if "video_second_per_grid" in inputs:  # as Qwen2.5-Omni names it
             given["second_per_grids"] = inputs["video_second_per_grid"]
         theirs = base.get_rope_index(**given)[0] if len(prompt.media) else ours

@@ -186,7 +186,7 @@ class _Planning:
             return self._made(whole)
         if self._fits(whole, self._context - 1):
             return self._made(whole)
-        can_thin = any(not plan.is_joined_whole for plan in self._default)
+        can_thin = any(plan.is_reducible for plan in self._default)
         levels = allowed_levels(self._budget, whole.retention, can_thin=can_thin)
         choice = self._choice(whole.num_frames, levels, may_choose_frames=may_choose_frames)
         if choice is None:

@@ -20,7 +20,13 @@ from torch import Tensor
 
 from epd.encoders import Adapter, load_adapter
 
-GRID_INPUTS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+GRID_INPUTS = (
+    "image_grid_thw",
+    "video_grid_thw",
+    "second_per_grid_ts",
+    "target_sizes",
+    "target_sizes_videos",
+)
 
 
 def authors_positions(config: Any, inputs: Any) -> Tensor:

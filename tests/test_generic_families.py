@@ -9,7 +9,7 @@ import json
 import math
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -85,11 +85,6 @@ PAIRS = {
     and not (name in NOT_MIXED and case == "video and image")
 }
 SAMPLING = FrameSampling(num_frames=6)
-# What the processor is told for the same: frames, where it knows a most.
-CALLS: Mapping[str, Mapping[str, Any]] = {
-    "minicpmv4_6": {"max_num_frames": 6},
-    "minicpmv4_7": {"max_num_frames": 6},
-}
 BY_TRANSFORMERS = PixelSettings(model_impl="transformers")
 
 pytestmark = [
@@ -137,8 +132,7 @@ def told_apart(family: Family, inputs: Any) -> AbstractContextManager[Any]:
 
 
 def inputs_for(family: Family, media: list[Path]) -> Any:
-    call = CALLS.get(family.name, {}) if any(each.suffix == ".mp4" for each in media) else {}
-    return family.their_inputs([as_sent(each) for each in media], SAMPLING, **call)
+    return family.their_inputs([as_sent(each) for each in media], SAMPLING)
 
 
 def test_every_family_that_is_listed_is_proven() -> None:
@@ -268,7 +262,7 @@ def test_frames_that_get_smaller_with_their_number_are_cut(family: Family, num_f
     short = family.adapter.plan_video(VideoFacts(2, 2.0, 112, 112), FrameSampling(num_frames=2))
     assert math.prod(plan.size) < math.prod(short.size)
     assert plan.num_units * plan.frames_per_unit == num_frames
-    theirs = family.their_inputs([clip], many, **CALLS.get(family.name, {}))
+    theirs = family.their_inputs([clip], many)
     assert family.prompt([clip], many).token_ids.tolist() == theirs["input_ids"][0].tolist()
     frames = resize_image_of(clip, plan)
     with torch.inference_mode():

@@ -32,6 +32,7 @@ from epd.encoders.families.base import BaseAdapter
 from epd.encoders.families.interfaces import (
     FEATURES,
     model_class,
+    numbered,
     pad_of,
     position_rule,
     seen_kinds,
@@ -208,7 +209,7 @@ class GenericAdapter(BaseAdapter):
         expansions = [self._expanded(self._shown(plan)) for plan in media]
         template = self.checkpoint.chat_template
         texts = [self._text(each, plan) for each, plan in zip(expansions, media, strict=True)]
-        texts = self._numbered(media, texts)
+        texts = numbered(self._processor, self.markers, media, texts)
         plan = plan_text_prompt(self.checkpoint, template, self.markers, media, texts, messages)
         if self._positions is None:
             return replace(plan, positions=np.repeat(plan.positions, self._position_rows, axis=0))
@@ -226,20 +227,6 @@ class GenericAdapter(BaseAdapter):
         counts = iter(length // each for length in text.pad_lengths)
         cut = self._pad_pattern.sub(lambda pad: pad.group() * next(counts), text.text)
         return ItemText(cut, (each,) * plan.num_units)
-
-    def _numbered(self, media: Sequence[MediaPlan], texts: Sequence[ItemText]) -> list[ItemText]:
-        """Writes before an item how many of its kind came before, where the family does."""
-        processor, numbered = self._processor, list(texts)
-        is_on = getattr(processor, "use_image_id", None)
-        if not (getattr(processor, "default_use_image_id", False) if is_on is None else is_on):
-            return numbered
-        for kind, token in self.markers.in_template.items():
-            places = [place for place, plan in enumerate(media) if plan.kind == kind]
-            words = [texts[place].text for place in places]
-            named = processor._prepend_local_ids([token * len(places)], words, token)
-            for place, text in zip(places, named, strict=True):
-                numbered[place] = replace(texts[place], text=text)
-        return numbered
 
     def _position_inputs(self, token_ids: Int64Array, expansions: Sequence[_Expansion]) -> dict[str, Tensor]:
         """Returns what `get_rope_index` may take: ids, kinds of tokens, and the facts of all items."""

@@ -333,7 +333,7 @@ def attend_runs(query: Tensor, key: Tensor, value: Tensor, ends: tuple[int, ...]
     """Attends query, key and value [P, H, D] within runs [ends[i], ends[i + 1]): [P, H, D]."""
     by_length = runs_by_length(ends, query.device)
     if len(by_length) == 1:
-        return _attend_alike(query, key, value, by_length[0][0], scale)
+        return attend_alike(query, key, value, by_length[0][0], scale)
     if uses_kernels(query) and query.dtype in _HALF_TYPES:
         bounds, longest = _bounds(ends, query.device), by_length[-1][0]
         # Imports torch's compiler, which a CPU needs not.
@@ -344,12 +344,12 @@ def attend_runs(query: Tensor, key: Tensor, value: Tensor, ends: tuple[int, ...]
     out = torch.empty_like(query)
     for length, rows in by_length:
         q, k, v = (each.index_select(0, rows) for each in (query, key, value))
-        out.index_copy_(0, rows, _attend_alike(q, k, v, length, scale))
+        out.index_copy_(0, rows, attend_alike(q, k, v, length, scale))
     return out
 
 
-def _attend_alike(query: Tensor, key: Tensor, value: Tensor, length: int, scale: float) -> Tensor:
-    """Attends within runs of one length, one after the other."""
+def attend_alike(query: Tensor, key: Tensor, value: Tensor, length: int, scale: float) -> Tensor:
+    """Attends within runs of one length, one after the other: [P, H, D]."""
     q, k, v = (each.view(-1, length, *each.shape[1:]).transpose(1, 2) for each in (query, key, value))
     return scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1)
 

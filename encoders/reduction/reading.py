@@ -147,8 +147,8 @@ def reduce_prompt(prompt: PromptPlan, policy: ReductionPolicy) -> PromptPlan:
     """Plans the prompt with only as many visual tokens of each item as the policy keeps.
 
     Text keeps its positions, and so do kept tokens. Where text lies between units, each unit is a window of
-    its own. Items that are joined whole stay as they are, and so do those whose pixels have decided already.
-    A policy that keeps all gives the same prompt.
+    its own. Items that are joined whole or whose units have tiles stay as they are, and so do those whose
+    pixels have decided already. A policy that keeps all gives the same prompt.
     Raises RequestError for a method that the language model takes part in, where tokens of media attend each
     other.
     """
@@ -183,7 +183,7 @@ def reduce_prompt(prompt: PromptPlan, policy: ReductionPolicy) -> PromptPlan:
 
 def _windows(item: MediaItem, policy: ReductionPolicy) -> tuple[Window, ...]:
     plan = item.plan
-    if plan.is_joined_whole or plan.kept:
+    if not plan.is_reducible or plan.kept:
         return ()
     breaks = {unit + 1 for unit, (a, b) in enumerate(pairwise(item.units)) if a.stop != b.offset}
     window_units = max(1, WINDOW_TOKENS // plan.tokens_per_unit)

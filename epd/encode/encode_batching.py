@@ -20,7 +20,7 @@ class WaitingGroup(Protocol):
     def key(self) -> GroupKey: ...
 
     @property
-    def shape(self) -> tuple[str | float | None, ...]:
+    def shape(self) -> tuple[object, ...]:
         """Returns what groups must have in common to share one call of the tower."""
         ...
 
@@ -34,7 +34,7 @@ def pick_batch(waiting: Iterable[WaitingGroup], max_patches: int) -> list[int]:
     The oldest group comes first and is always taken, so none starves; of groups with equal keys only the
     first is taken, since it serves all.
     """
-    shape: tuple[str | float | None, ...] | None = None
+    shape: tuple[object, ...] | None = None
     picked: list[int] = []
     keys: set[GroupKey] = set()
     filled = 0

@@ -73,8 +73,8 @@ _ALL = (
     _images("llava_next", "LLaVA-NeXT (1.6)"),
     _videos("llava_next_video", "LLaVA-NeXT-Video", 1),
     _native("llava_onevision", "LLaVA-OneVision", 1),
-    _videos("minicpmv4_6", "MiniCPM-V 4.6", 1),
-    _videos("minicpmv4_7", "MiniCPM-V 4.7", 1),
+    _native("minicpmv4_6", "MiniCPM-V 4.6", 1),
+    _native("minicpmv4_7", "MiniCPM-V 4.7", 1),
     _videos(
         "molmo2",
         "Molmo 2",

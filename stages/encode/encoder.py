@@ -87,10 +87,9 @@ class EncodeJob:
         return self.ticket.target.num_embeddings if self.group is None else self.group.spec.num_embeddings
 
     @property
-    def shape(self) -> tuple[str | float | None, ...]:
+    def shape(self) -> tuple[object, ...]:
         """Returns what jobs must have in common to share one call of the tower."""
-        grid = self.plan.grid
-        return (self.plan.kind, *self.plan.size, grid.h, grid.w, self.key.tower_share)
+        return (self.plan.kind, self.plan.size, self.plan.grid.cut(1), self.key.tower_share)
 
 
 @dataclass(slots=True)

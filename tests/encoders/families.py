@@ -127,6 +127,8 @@ class Family:
             "video_metadata": [[clip.metadata for clip in clips]] if nested else [c.metadata for c in clips],
             "do_sample_frames": True,
         }
+        if self.name.startswith("minicpm"):  # whose rule knows a most
+            return options | {"max_num_frames": sampling.num_frames}
         if sampling.num_frames:
             return options | {"num_frames": sampling.num_frames, "fps": 1 if nested else None}
         return options | {"fps": sampling.fps, "num_frames": 64 if nested else None}
@@ -161,6 +163,11 @@ class Family:
             return partial(call, **given, return_dict=True)
         if self.name == "llava_onevision" and kind == "video":
             return partial(self.model.get_video_features, inputs["pixel_values_videos"], return_dict=True)
+        if self.name.startswith("minicpm"):
+            suffix = "" if kind == "image" else "_videos"
+            call = getattr(self.model, f"get_{kind}_features")
+            given = [inputs[name + suffix] for name in ("pixel_values", "target_sizes")]
+            return partial(call, *given, return_dict=True)
         if self.name == "gemma4" and kind == "video":
             video = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")
             given = [torch.as_tensor(inputs[name]) for name in video]

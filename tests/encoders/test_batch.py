@@ -36,8 +36,9 @@ def units(embeddings: Embeddings, num_units: int) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def test_what_stands_still_is_encoded_once(family: Family) -> None:
+def test_what_stands_still_is_encoded_once(tiled_or_not: Family) -> None:
     """Of two videos and in one call of the tower: nothing is taken from another run."""
+    family = tiled_or_not
     plan, frames = standing(family, SHOWN)
     _, others = standing(family, (0, 1, 1), seed=1)
     plain = FrameEncoder(family.adapter, family.tower)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import transformers as hf
 
@@ -23,10 +24,17 @@ _MARKS = {
 }
 
 
-def _minicpm(folder: Path, seed: int, version: str, **marks: str) -> Path:
-    """MiniCPM-V: an overview and slices, each image with its number; Qwen3.5's language model."""
+def _minicpm(
+    folder: Path, seed: int, version: str, *marks: str, cuts_frames: bool = False, mode: str = "16x"
+) -> Path:
+    """MiniCPM-V: an overview and slices, each image with its number; Qwen3.5's language model.
+
+    marks: tokens that the configuration names. mode: how many patches are a token, 16 or 4.
+    cuts_frames: whether frames have slices too. The authors advise against it, and the files allow it.
+    """
     tokenizer = byte_tokenizer(tuple(_MARKS.values()), _template("<|image_pad|>", "<|video_pad|>"), _MARKS)
-    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in marks.items()}
+    ids = {f"{name}_id": getattr(tokenizer, f"{name}_token_id") for name in marks}
+    ids |= {"newline_id": tokenizer.convert_tokens_to_ids("Ċ")} if marks else {}
     config = getattr(hf, f"MiniCPMV{version}Config")(
         text_config={
             "model_type": "qwen3_5_text",
@@ -45,28 +53,32 @@ def _minicpm(folder: Path, seed: int, version: str, **marks: str) -> Path:
             "patch_size": _PATCH,
         },
         insert_layer_id=1,
+        downsample_mode=mode,
         image_token_id=tokenizer.image_token_id,
         video_token_id=tokenizer.video_token_id,
         **ids,
     )
-    size = {"patch_size": _PATCH, "scale_resolution": 8 * _PATCH, "max_slice_nums": 4}
-    # Slices of frames are off, as the authors advise for videos.
+    size = {
+        "patch_size": _PATCH,
+        "scale_resolution": 11 * _PATCH,
+        "max_slice_nums": 4,
+        "downsample_mode": mode,
+    }
     processor = getattr(hf, f"MiniCPMV{version}Processor")(
         image_processor=hf.MiniCPMV4_6ImageProcessor(**size),
-        video_processor=hf.MiniCPMV4_6VideoProcessor(**size, slice_mode=False),
+        video_processor=hf.MiniCPMV4_6VideoProcessor(**size, slice_mode=cuts_frames),
         tokenizer=tokenizer,
         chat_template=tokenizer.chat_template,
     )
     return _save(folder, getattr(hf, f"MiniCPMV{version}ForConditionalGeneration"), config, processor, seed)
 
 
-def build_minicpmv4_6(folder: Path, seed: int = 0) -> Path:
+def build_minicpmv4_6(folder: Path, seed: int = 0, **options: Any) -> Path:
     """MiniCPM-V 4.6: positions count tokens."""
-    return _minicpm(folder, seed, "4_6")
+    return _minicpm(folder, seed, "4_6", **options)
 
 
-def build_minicpmv4_7(folder: Path, seed: int = 0) -> Path:
+def build_minicpmv4_7(folder: Path, seed: int = 0, **options: Any) -> Path:
     """MiniCPM-V 4.7: an image is a canvas of positions, which its slices share."""
-    marks = {f"{name}_id": _MARKS[f"{name}_token"] for name in ("image_start", "image_end")}
-    marks |= {f"{name}_id": _MARKS[f"{name}_token"] for name in ("slice_start", "slice_end")}
-    return _minicpm(folder, seed, "4_7", **marks, newline_id="Ċ")
+    marks = "image_start", "image_end", "slice_start", "slice_end"
+    return _minicpm(folder, seed, "4_7", *marks, **options)

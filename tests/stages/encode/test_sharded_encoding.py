@@ -36,7 +36,8 @@ NUM_ENCODERS = (1, 2, 3, 5, 8)
 
 
 @pytest.mark.parametrize("num_encoders", NUM_ENCODERS)
-def test_sharded_equals_unsharded(family: Family, num_encoders: int) -> None:
+def test_sharded_equals_unsharded(tiled_or_not: Family, num_encoders: int) -> None:
+    family = tiled_or_not
     media = [Picture(noise(90, 150, 3, seed=1)), clip_of(family)]
     plans, groups = plan_all(family, media)
     workers = Workers(family, num_encoders)
@@ -138,8 +139,9 @@ def test_another_receiver_is_served_from_the_encoders_cache(families: dict[str, 
     assert workers.num_encoded == len(groups) == len(workers.frames_asked)
 
 
-def test_an_overlapping_clip_reuses_the_common_groups(family: Family) -> None:
+def test_an_overlapping_clip_reuses_the_common_groups(tiled_or_not: Family) -> None:
     """Frames at one a second: the clip [8 s, 24 s) after the clip [0 s, 16 s) of the same video."""
+    family = tiled_or_not
     clip = clip_of(family, length=96)
     plan = family.plan(clip, SAMPLING)
     unit = plan.frames_per_unit
@@ -148,7 +150,7 @@ def test_an_overlapping_clip_reuses_the_common_groups(family: Family) -> None:
         indices = tuple(range(first * 4, last * 4, 4))
         part = replace(
             plan,
-            grid=Grid((last - first) // unit, plan.grid.h, plan.grid.w),
+            grid=plan.grid.cut((last - first) // unit),
             times_s=tuple((index + 0.5) / 4 for index in indices),
             frame_indices=indices,
             unit_span_s=float(unit),
