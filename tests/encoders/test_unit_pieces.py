@@ -46,6 +46,8 @@ def test_pieces_give_the_embeddings_of_the_whole(tiled_or_not: Family) -> None:
         for limit in (None, plan.grid.cut(2).num_patches)
     )
     run = whole.patches(frames, plan)
+    assert pieces.max_patches is not None
+    assert {piece.grid.t for piece in unit_pieces(run, pieces.max_patches)} <= {1, 2}
     assert_same_but_for_batching(pieces.encode([run])[0], whole.encode([run])[0])
 
 
