@@ -39,7 +39,7 @@ def test_runs_share_a_call_only_if_it_takes_all_of_them() -> None:
 def test_pieces_give_the_embeddings_of_the_whole(tiled_or_not: Family) -> None:
     """A video in every family; its last unit may have one frame only."""
     family = tiled_or_not
-    plan = family.plan(Clip(noise(7, 56, 84, 3), 1.0), FrameSampling(num_frames=7))
+    plan = family.plan(Clip(noise(7, 84, 112, 3), 1.0), FrameSampling(num_frames=7))
     assert plan.num_units > 2
     frames = noise(len(plan.frame_indices), *plan.size, 3)
     whole, pieces = (
@@ -47,6 +47,8 @@ def test_pieces_give_the_embeddings_of_the_whole(tiled_or_not: Family) -> None:
         for limit in (None, plan.grid.cut(2).num_patches)
     )
     run = whole.patches(frames, plan)
+    assert pieces.max_patches is not None
+    assert {piece.grid.t for piece in unit_pieces(run, pieces.max_patches)} <= {1, 2}
     assert_same_but_for_batching(pieces.encode([run])[0], whole.encode([run])[0])
 
 

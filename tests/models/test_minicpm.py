@@ -26,11 +26,12 @@ from epd.engine_config import EngineConfig
 from epd.errors import MediaLimitError, RequestError, UnsupportedModelError
 from epd.pixel_limits import PixelLimits
 from epd.reduction import ReductionPolicy, TowerMerge
+from epd.serve_app.verification import verify
 from epd.stages.decoder.decoder import FusedDecoder, decoder_of
 from tests.colocated import ColocatedPipeline
 from tests.encoders.families import Family, Picture
 from tests.encoders.tiny_minicpm import build_minicpmv4_6, build_minicpmv4_7
-from tests.media import write_image
+from tests.media import write_image, write_video
 from tests.models.engine_answers import (
     QUESTION,
     test_answers_move_between_decode_workers,
@@ -125,6 +126,15 @@ def test_tokens_equal_generate(
     assert isinstance(pipeline.adapter, MiniCPMVAdapter)
     answer = pipeline.ask(paths, QUESTION, num_frames=6, max_tokens=MAX_TOKENS)
     assert answer.token_ids == expected(theirs[version], folders[version], paths)
+
+
+def test_verify_sends_frames_as_they_were(folder: Path, tmp_path: Path) -> None:
+    """At the planned size, 56 x 112 pixels, the processor would cut slices of them."""
+    small = write_video(tmp_path / "small.mp4", num_frames=20, height=54, width=96)
+    plan = load_adapter(folder).plan_video(VideoFacts(20, 10.0, 54, 96), SAMPLING)
+    assert (plan.size, plan.grid.num_tiles) == ((56, 112), 1)
+    assert load_adapter(folder).plan_video(VideoFacts(20, 10.0, *plan.size), SAMPLING).grid.num_tiles == 3
+    assert [report.is_equal for report in verify(folder, [small])] == [True] * 2
 
 
 def test_layers_are_ours(theirs: dict[str, Any]) -> None:
