@@ -38,7 +38,7 @@ from epd.engine_config import EngineConfig
 from epd.serve_app.cli.own_model import OwnConversation, open_model
 from epd.serve_app.local.own_service import OwnService
 from epd.shapes import make_scene
-from epd.stages.encode.embedding_store import EmbeddingStore
+from epd.stages.encode.embedding_store import KeptUnits
 from epd.stages.engine import kv_store
 from epd.store.piece_files import PieceFiles
 from epd.types import Tier
@@ -80,7 +80,7 @@ def forced(way: str) -> Iterator[None]:
         if way != "choice":
             stack.enter_context(mock.patch.object(kv_store, "cheapest", all_or_none))
             reads = staticmethod(lambda *_: way == "embeddings")
-            stack.enter_context(mock.patch.object(EmbeddingStore, "_is_read", reads))
+            stack.enter_context(mock.patch.object(KeptUnits, "_is_read", reads))
         yield
 
 

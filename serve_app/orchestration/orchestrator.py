@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -76,7 +76,6 @@ class Orchestrator:
         self.config = config = config or OrchestratorConfig()
         self.arrivals = Arrivals()
         self.ask_leader: Callable[[SwitchRequest], Awaitable[Any]] | None = None
-        self._compressions: Recent[tuple[str, MediaPlan], MediaPlan] = Recent(_MAX_COMPRESSIONS)
         self._planner = planner
         self._shared = shared = _shared(fleet, config)
         self.router, self.queue, self.requests = shared.router, shared.queue, shared.requests
@@ -96,8 +95,7 @@ class Orchestrator:
         self._substituted = SubstitutedFrames(folder=config.cache_dir)
         self._runner = AttemptRunner(shared, self.media, self.losses, self.isolation, self._placement, owner)
         self._is_draining = False
-        self._threads = ThreadPoolExecutor(config.num_planning_threads, thread_name_prefix="planning")
-        self.prompts = Prompts(planner, self._plan, self._threads)
+        self.prompts = Prompts(shared, planner, self.media, self.retention)
 
     @property
     def models(self) -> Sequence[ModelCard]:
@@ -144,7 +142,7 @@ class Orchestrator:
         await self._evacuations.close()
         await self.media.close()
         await self._shared.fleet.close()
-        self._threads.shutdown(cancel_futures=True)
+        self.prompts.close()
 
     # Answers
 
@@ -156,7 +154,7 @@ class Orchestrator:
             raise UnavailableError("the server is shutting down; retry later or use another replica")
         self.queue.check(now_s, deadline_s, num_coming=self.requests.num_planning, priority=request.priority)
         await self.losses.check(request)
-        plan = await self._plan(request)
+        plan = await self.prompts.plan(request)
         answer = LiveAnswer(request, plan, self._planner.texts, self.requests.clock, self._substituted)
         answer.reuses = Reuses(plan) if self.config.cache_dir is not None else None
         self.arrivals.arrived(self.requests.clock(), plan.work)
@@ -169,51 +167,6 @@ class Orchestrator:
         finally:
             self.arrivals.finished()
             running.cancel()
-
-    async def _plan(self, request: AnswerRequest) -> AnswerPlan:
-        """Plans a request with the share of visual tokens kept now; images stay at their workers."""
-        if self.retention is not None:
-            request = self.retention.reduced(request)
-        else:
-            request = replace(request, reduction=request.reduction.clamped(1.0, request.retention_min or 0.0))
-        with self.requests.planning():
-            loop = asyncio.get_running_loop()
-            self._planner.check_images(request)
-            images = await self.media.plan_images(request.media)
-            plan = self._planner.plan_at_once(request, images)
-            if plan is None:
-                plan = await loop.run_in_executor(self._threads, self._planner.plan, request, images)
-            if not self._planner.adapter.compresses or plan.prompt.reduction is not None:
-                return plan
-            images |= await self._compressed(request.media, plan.media)
-            compressed = await loop.run_in_executor(self._threads, self._planner.plan, request, images)
-            return replace(compressed, choice=plan.choice)
-
-    async def _compressed(
-        self, sources: Sequence[MediaSource], plans: Sequence[MediaPlan]
-    ) -> dict[int, MediaPlan]:
-        """Returns the videos of a request, by place, with the tokens that their pixels leave."""
-        pairs = enumerate(zip(sources, plans, strict=True))
-        videos = {place: pair for place, pair in pairs if pair[0].kind == "video"}
-        found = await asyncio.gather(*(self._compressed_one(*pair) for pair in videos.values()))
-        return dict(zip(videos, found, strict=True))
-
-    async def _compressed_one(self, source: MediaSource, plan: MediaPlan) -> MediaPlan:
-        """Looks at a video once; then it is known. Raises MediaError, UnavailableError."""
-        key, fleet = (source.mm_hash, plan), self._shared.fleet
-        for _ in range(_MAX_LOSSES):
-            known = self._compressions.get(key)
-            if known is not None:
-                return known
-            worker, held = await self.media.place(source)
-            try:
-                found = await fleet.send("video", worker, CompressVideo(held, plan))
-            except (WorkerLostError, NotHeldError):
-                self.media.leave(source, worker)
-                continue
-            self._compressions.set(key, found)
-            return found
-        raise UnavailableError(f"{source.label}: {_MAX_LOSSES} media workers were lost with it; retry later")
 
     @property
     def attempts(self) -> Mapping[str, Attempt]:
@@ -368,22 +321,71 @@ class AttemptRunner:
 
 
 class Prompts:
-    """Implements PromptService. Nothing is encoded, and no worker of a stage hears of it."""
+    """Plans requests, and implements PromptService. Nothing is encoded; no worker of a stage hears of it."""
 
     def __init__(
-        self,
-        planner: RequestPlanner,
-        plan: Callable[[AnswerRequest], Awaitable[AnswerPlan]],
-        threads: Executor,
+        self, shared: Shared, planner: RequestPlanner, media: FleetMedia, retention: LoadRetention | None
     ) -> None:
-        """Stands on an orchestrator's parts. plan: as for an answer. threads: run the tokenizer."""
+        """Stands on an orchestrator's parts. retention: that follows the load, if it does."""
+        self._shared = shared
         self._planner = planner
-        self._plan = plan
-        self._threads = threads
+        self._media = media
+        self._retention = retention
+        self._compressions: Recent[tuple[str, MediaPlan], MediaPlan] = Recent(_MAX_COMPRESSIONS)
+        self._threads = ThreadPoolExecutor(shared.config.num_planning_threads, thread_name_prefix="planning")
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._threads.shutdown(cancel_futures=True)
+
+    async def plan(self, request: AnswerRequest) -> AnswerPlan:
+        """Plans a request with the share of visual tokens kept now; images stay at their workers."""
+        if self._retention is not None:
+            request = self._retention.reduced(request)
+        else:
+            request = replace(request, reduction=request.reduction.clamped(1.0, request.retention_min or 0.0))
+        with self._shared.requests.planning():
+            loop = asyncio.get_running_loop()
+            self._planner.check_images(request)
+            images = await self._media.plan_images(request.media)
+            plan = self._planner.plan_at_once(request, images)
+            if plan is None:
+                plan = await loop.run_in_executor(self._threads, self._planner.plan, request, images)
+            if not self._planner.adapter.compresses or plan.prompt.reduction is not None:
+                return plan
+            images |= await self._compressed(request.media, plan.media)
+            compressed = await loop.run_in_executor(self._threads, self._planner.plan, request, images)
+            return replace(compressed, choice=plan.choice)
+
+    async def _compressed(
+        self, sources: Sequence[MediaSource], plans: Sequence[MediaPlan]
+    ) -> dict[int, MediaPlan]:
+        """Returns the videos of a request, by place, with the tokens that their pixels leave."""
+        pairs = enumerate(zip(sources, plans, strict=True))
+        videos = {place: pair for place, pair in pairs if pair[0].kind == "video"}
+        found = await asyncio.gather(*(self._compressed_one(*pair) for pair in videos.values()))
+        return dict(zip(videos, found, strict=True))
+
+    async def _compressed_one(self, source: MediaSource, plan: MediaPlan) -> MediaPlan:
+        """Looks at a video once; then it is known. Raises MediaError, UnavailableError."""
+        key, fleet = (source.mm_hash, plan), self._shared.fleet
+        for _ in range(_MAX_LOSSES):
+            known = self._compressions.get(key)
+            if known is not None:
+                return known
+            worker, held = await self._media.place(source)
+            try:
+                found = await fleet.send("video", worker, CompressVideo(held, plan))
+            except (WorkerLostError, NotHeldError):
+                self._media.leave(source, worker)
+                continue
+            self._compressions.set(key, found)
+            return found
+        raise UnavailableError(f"{source.label}: {_MAX_LOSSES} media workers were lost with it; retry later")
 
     async def estimate(self, request: AnswerRequest) -> Estimate:
         """See `PromptService`."""
-        plan = await self._plan(request)
+        plan = await self.plan(request)
         return Estimate(
             plan.usage(0),
             plan.retention,

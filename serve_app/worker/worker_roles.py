@@ -233,7 +233,7 @@ class EncodeRole(Role):
                 "encoded_patches": counts.num_patches,
                 "encode_batches": counts.num_batches,
                 "units_skipped": counts.num_units_skipped,
-                **({} if store is None else store_counters(store.counts, "store_read_embeddings")),
+                **({} if store is None else store_counters(store.units.counts, "store_read_embeddings")),
             },
         )
 

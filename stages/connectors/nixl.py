@@ -52,6 +52,30 @@ class _Read:
     handle: Any = None
 
 
+class _Buffers:
+    """Keeps memory for reads that an agent has registered."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+        self._free: list[Tensor] = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Returns registered memory of at least so many bytes, uint8."""
+        for index, buffer in enumerate(self._free):
+            if buffer.nbytes >= num_bytes:
+                return self._free.pop(index)
+        buffer = torch.empty(max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()), dtype=torch.uint8)
+        self._agent.register_memory(_regions(buffer), _MEMORY)
+        return buffer
+
+    def contents(self, read: _Read) -> UInt8Array:
+        """Returns what was read. Its buffer is free again when that is dropped."""
+        assert read.buffer is not None
+        contents: UInt8Array = read.buffer[: read.place.num_bytes].numpy()
+        weakref.finalize(contents, self._free.append, read.buffer)
+        return contents
+
+
 class NixlAgent:
     """Reads memory of other agents, and registers memory of this process for them. Thread-safe."""
 
@@ -66,7 +90,7 @@ class NixlAgent:
         self._begun: deque[_Read] = deque()
         self._reads: list[_Read] = []
         self._metadata = b""
-        self._free: list[Tensor] = []  # registered, for reads
+        self._buffers = _Buffers(self._agent)
         self._remote: dict[bytes, tuple[str, Callable[[], bool]]] = {}  # names, by metadata
         self._is_closed = False
         self._wake = threading.Event()
@@ -110,7 +134,7 @@ class NixlAgent:
         self._wake.set()
         self._thread.join()
         self._reads.clear()
-        self._agent = None
+        self._agent, self._buffers = None, _Buffers(None)
 
     def _run(self) -> None:
         try:
@@ -136,7 +160,7 @@ class NixlAgent:
         place = read.place
         self._reads.append(read)
         try:
-            read.buffer = self._buffer(place.num_bytes)
+            read.buffer = self._buffers.take(place.num_bytes)
             sides = [
                 self._agent.get_xfer_descs([(address, place.num_bytes, 0)], _MEMORY)
                 for address in (read.buffer.data_ptr(), place.address)
@@ -145,15 +169,6 @@ class NixlAgent:
             self._agent.transfer(read.handle)
         except self._errors as error:
             logger.warning("NIXL cannot begin to read: %s", error)
-
-    def _buffer(self, num_bytes: int) -> Tensor:
-        """Returns registered memory of at least so many bytes."""
-        for index, buffer in enumerate(self._free):
-            if buffer.nbytes >= num_bytes:
-                return self._free.pop(index)
-        buffer = torch.empty(max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()), dtype=torch.uint8)
-        self._agent.register_memory(_regions(buffer), _MEMORY)
-        return buffer
 
     def _remote_of(self, read: _Read) -> str:
         """Returns the name of the agent to read from; forgets those of processes that are gone."""
@@ -173,7 +188,7 @@ class NixlAgent:
             if state == "PROC" and read.is_there():
                 return False
             done, read.done = read.done, None
-            done(self._contents(read) if state == "DONE" else None)
+            done(self._buffers.contents(read) if state == "DONE" else None)
         return self._is_released(read)
 
     def _state(self, read: _Read) -> str:
@@ -184,13 +199,6 @@ class NixlAgent:
         except self._errors as error:
             logger.warning("NIXL cannot read: %s", error)
             return "ERR"
-
-    def _contents(self, read: _Read) -> UInt8Array:
-        """Returns what was read. Its buffer is free again when that is dropped."""
-        assert read.buffer is not None
-        contents: UInt8Array = read.buffer[: read.place.num_bytes].numpy()
-        weakref.finalize(contents, self._free.append, read.buffer)
-        return contents
 
     def _is_released(self, read: _Read) -> bool:
         try:

@@ -83,6 +83,97 @@ class Wanted(Protocol):
     def on_reuse(self) -> Callable[[Reuse], None]: ...
 
 
+class KeptUnits:
+    """Finds and reads the units of groups that are kept, and says whether encoding them is quicker."""
+
+    def __init__(
+        self, files: PieceFiles, layout: EmbeddingLayout, encoder: FrameEncoder, paces: ReadPaces | None
+    ) -> None:
+        """paces: see `WriteBehind`."""
+        self.files = WriteBehind(files, EMBEDDINGS_KIND, paces)
+        self.counts = self.files.counts
+        self._layout = layout
+        self._encoder = encoder
+        self._encoding = Pace()  # of patches
+        self._counting = Lock()
+
+    def has(self, key: GroupKey, plan: MediaPlan, frames_s: float | None = None) -> bool:
+        """Returns whether all of a group is kept and to be read, so that its frames need not come.
+
+        frames_s: in which they would come; None if that is not known.
+        """
+        tier, num_units = self.files.tier_of(group_name(key, plan)), self.num_units(key, plan)
+        media_s = self.encode_s(plan.grid.num_patches, math.inf if frames_s is None else frames_s)
+        if not self._is_read(self.files.seconds(tier, num_units * _NAME_BYTES), media_s):
+            return False
+        bytes_per_unit = plan.num_tokens * self._layout.bytes_per_embedding / num_units
+        tiers = Counter(self.files.tier_of(unit) for unit in set(self.units_of(key, plan)))
+        read_s = sum(self.files.seconds(tier, num * bytes_per_unit, num) for tier, num in tiers.items())
+        return bool(tiers) and self._is_read(read_s, media_s)
+
+    def encode_s(self, num_patches: int, frames_s: float = 0.0) -> float:
+        """Returns the seconds until patches are encoded, infinite if that is not known."""
+        seconds = self._encoding.seconds(num_patches, time.monotonic())
+        return math.inf if seconds is None else max(seconds, frames_s)
+
+    @staticmethod
+    def _is_read(read_s: float, media_s: float) -> bool:
+        return math.isfinite(read_s) and PartCosts(embeddings_s=read_s, encode_s=media_s).reads_embeddings
+
+    def note_encoded(self, num_patches: int, seconds: float) -> None:
+        """Notes how long the tower took for patches, until now."""
+        now_s = time.monotonic()
+        self._encoding.add(num_patches, now_s - seconds, now_s)
+
+    def pays(self, name: str, group: Wanted) -> bool:
+        """Returns whether a unit is read sooner than encoded, as far as that is known."""
+        num_bytes = self.num_rows(group) * self._layout.bytes_per_embedding
+        encode_s = self.encode_s(group.num_patches // self.num_units(group.key, group.plan))
+        return self._is_read(self.files.seconds(self.files.tier_of(name), num_bytes), encode_s)
+
+    def num_rows(self, group: Wanted) -> int:
+        return group.num_embeddings // self.num_units(group.key, group.plan)
+
+    def num_units(self, key: GroupKey, plan: MediaPlan) -> int:
+        """Counts the units of a group that are known one by one."""
+        is_by_unit = self._encoder.is_by_unit and key.tower_share is None
+        return plan.num_units if plan.kind == "video" and is_by_unit else 1
+
+    def names(self, frames: Tensor, group: Wanted) -> list[str]:
+        """Names a group's units by their pixels, uint8 [N, h, w, 3]."""
+        plan, num_units = group.plan, self.num_units(group.key, group.plan)
+        if num_units == 1:
+            return [unit_name(group.key, plan, frames)]
+        one = plan.part(0, 1)  # as all others, but for its times
+        ranges = [plan.frame_range(unit, unit + 1) for unit in range(num_units)]
+        return [unit_name(group.key, one, frames[each.start : each.stop]) for each in ranges]
+
+    def units_of(self, key: GroupKey, plan: MediaPlan) -> list[str]:
+        """Returns the names of a group's units; none if they are not kept."""
+        kept = bytearray(self.num_units(key, plan) * _NAME_BYTES)
+        if not self.files.read(group_name(key, plan), 0, memoryview(kept)):
+            return []
+        return [kept[start : start + _NAME_BYTES].hex() for start in range(0, len(kept), _NAME_BYTES)]
+
+    def read(self, name: str, num_rows: int, rows: dict[str, Tensor], reused: list[Reuse]) -> bool:
+        """Reads the rows of a unit. Returns whether they are there."""
+        if name not in self.files:
+            return False
+        found = torch.empty(num_rows, self._layout.width, dtype=self._layout.dtype)
+        tier = self.files.read(name, 0, found.flatten().view(torch.uint8).numpy().data)
+        if tier is None:
+            with self._counting:
+                self.counts.num_failed += 1
+            return False
+        rows[name] = found
+        reused.append(self.counted(Reuse("embeddings", tier, num_rows, found.nbytes)))
+        return True
+
+    def counted(self, reuse: Reuse) -> Reuse:
+        with self._counting:
+            return self.counts.found(reuse)
+
+
 class EmbeddingStore:
     """Keeps what one encoder encodes. Threads of its own look what is kept.
 
@@ -97,44 +188,13 @@ class EmbeddingStore:
         paces: ReadPaces | None = None,
     ) -> None:
         """paces: see `WriteBehind`."""
-        self._files = WriteBehind(files, EMBEDDINGS_KIND, paces)
-        self.counts = self._files.counts
+        self.units = KeptUnits(files, layout, encoder, paces)
         self.on_look: Callable[[], None] = lambda: None
         self._layout = layout
         self._encoder = encoder
-        self._encoding = Pace()  # of patches
         self._encoded: Recent[str, bool] = Recent(_NUM_ENCODED)
-        self._counting = Lock()
         self._hashers = ThreadPoolExecutor(_NUM_HASHERS, "hash-frames")
         self._readers = ThreadPoolExecutor(_NUM_READERS, "read-embeddings")
-
-    def has(self, key: GroupKey, plan: MediaPlan, frames_s: float | None = None) -> bool:
-        """Returns whether all of a group is kept and to be read, so that its frames need not come.
-
-        frames_s: in which they would come; None if that is not known.
-        """
-        tier, num_units = self._files.tier_of(group_name(key, plan)), self._num_units(key, plan)
-        media_s = self._encode_s(plan.grid.num_patches, math.inf if frames_s is None else frames_s)
-        if not self._is_read(self._files.seconds(tier, num_units * _NAME_BYTES), media_s):
-            return False
-        bytes_per_unit = plan.num_tokens * self._layout.bytes_per_embedding / num_units
-        tiers = Counter(self._files.tier_of(unit) for unit in set(self._units_of(key, plan)))
-        read_s = sum(self._files.seconds(tier, num * bytes_per_unit, num) for tier, num in tiers.items())
-        return bool(tiers) and self._is_read(read_s, media_s)
-
-    def _encode_s(self, num_patches: int, frames_s: float = 0.0) -> float:
-        """Returns the seconds until patches are encoded, infinite if that is not known."""
-        seconds = self._encoding.seconds(num_patches, time.monotonic())
-        return math.inf if seconds is None else max(seconds, frames_s)
-
-    @staticmethod
-    def _is_read(read_s: float, media_s: float) -> bool:
-        return math.isfinite(read_s) and PartCosts(embeddings_s=read_s, encode_s=media_s).reads_embeddings
-
-    def note_encoded(self, num_patches: int, seconds: float) -> None:
-        """Notes how long the tower took for patches, until now."""
-        now_s = time.monotonic()
-        self._encoding.add(num_patches, now_s - seconds, now_s)
 
     # Looking for groups, in threads
 
@@ -165,17 +225,17 @@ class EmbeddingStore:
     def is_late(self, group: Wanted, since_s: float) -> bool:
         """Returns whether a group that is looked for would have been encoded by now."""
         waited_s = time.monotonic() - since_s
-        return group.has_frames and waited_s > max(_PATIENCE_S, self._encode_s(group.num_patches))
+        return group.has_frames and waited_s > max(_PATIENCE_S, self.units.encode_s(group.num_patches))
 
     def _look_by_pixels(self, group: Wanted, looked: Future[Found]) -> Found | None:
         """Returns what is found at once; None if something is to be read first."""
         frames = group.frames()
-        found = Found(self._names(frames, group), frames=frames)
-        kept = [name for name in dict.fromkeys(found.names) if name in self._files]
-        found.left.update(name for name in kept if not self._pays(name, group))
-        num_left = len(found.left) * self._num_rows(group)
+        found = Found(self.units.names(frames, group), frames=frames)
+        kept = [name for name in dict.fromkeys(found.names) if name in self.units.files]
+        found.left.update(name for name in kept if not self.units.pays(name, group))
+        num_left = len(found.left) * self.units.num_rows(group)
         if num_left:
-            group.on_reuse(self._counted(Reuse("embeddings", "left", num_left)))
+            group.on_reuse(self.units.counted(Reuse("embeddings", "left", num_left)))
         if len(kept) == len(found.left):
             return found
         self._readers.submit(self._settle, looked, self._read_units, group, found)
@@ -183,7 +243,7 @@ class EmbeddingStore:
 
     def _look_by_source(self, group: Wanted) -> Found:
         """Reads a group without frames, as was found out before; asks for them if it is there no more."""
-        found = self._read_units(group, Found(self._units_of(group.key, group.plan)))
+        found = self._read_units(group, Found(self.units.units_of(group.key, group.plan)))
         if not found.names or any(name not in found.rows for name in found.names):
             found.frames = group.frames()
         return found
@@ -193,15 +253,9 @@ class EmbeddingStore:
         reused: list[Reuse] = []
         for name in dict.fromkeys(found.names):
             if name not in found.left:
-                self._read(name, self._num_rows(group), found.rows, reused)
+                self.units.read(name, self.units.num_rows(group), found.rows, reused)
         _tell(group, reused)
         return found
-
-    def _pays(self, name: str, group: Wanted) -> bool:
-        """Returns whether a unit is read sooner than encoded, as far as that is known."""
-        num_bytes = self._num_rows(group) * self._layout.bytes_per_embedding
-        encode_s = self._encode_s(group.num_patches // self._num_units(group.key, group.plan))
-        return self._is_read(self._files.seconds(self._files.tier_of(name), num_bytes), encode_s)
 
     # In the tower's thread
 
@@ -232,12 +286,12 @@ class EmbeddingStore:
             self._encoded.set(name, True)
         for group, each in zip(groups, names, strict=True):
             pieces[group_name(group.key, group.plan)] = memoryview(bytes.fromhex("".join(each)))
-        self._files.add(pieces)
+        self.units.files.add(pieces)
 
     def _hashed(self, group: Wanted) -> Found:
         """Returns a group for which the disk did not answer, to be encoded whole."""
         frames = group.frames()
-        names = self._names(frames, group)
+        names = self.units.names(frames, group)
         return Found(names, left=set(names), frames=frames)
 
     def _add_run(
@@ -254,8 +308,8 @@ class EmbeddingStore:
         for index, name in enumerate(found.names):
             if name in known or name in new or name in rows:
                 continue
-            is_kept = name not in found.left and self._encoded.get(name) and self._pays(name, group)
-            if not is_kept or not self._read(name, self._num_rows(group), rows, reused):
+            is_kept = name not in found.left and self._encoded.get(name) and self.units.pays(name, group)
+            if not is_kept or not self.units.read(name, self.units.num_rows(group), rows, reused):
                 new[name] = index
         if new:
             frames = group.frames() if found.frames is None else found.frames
@@ -266,57 +320,11 @@ class EmbeddingStore:
         _tell(group, reused)
         return found.names
 
-    def _num_rows(self, group: Wanted) -> int:
-        return group.num_embeddings // self._num_units(group.key, group.plan)
-
-    def _num_units(self, key: GroupKey, plan: MediaPlan) -> int:
-        """Counts the units of a group that are known one by one."""
-        is_by_unit = self._encoder.is_by_unit and key.tower_share is None
-        return plan.num_units if plan.kind == "video" and is_by_unit else 1
-
-    # Names
-
-    def _names(self, frames: Tensor, group: Wanted) -> list[str]:
-        """Names a group's units by their pixels, uint8 [N, h, w, 3]."""
-        plan, num_units = group.plan, self._num_units(group.key, group.plan)
-        if num_units == 1:
-            return [unit_name(group.key, plan, frames)]
-        one = plan.part(0, 1)  # as all others, but for its times
-        ranges = [plan.frame_range(unit, unit + 1) for unit in range(num_units)]
-        return [unit_name(group.key, one, frames[each.start : each.stop]) for each in ranges]
-
-    def _units_of(self, key: GroupKey, plan: MediaPlan) -> list[str]:
-        """Returns the names of a group's units; none if they are not kept."""
-        kept = bytearray(self._num_units(key, plan) * _NAME_BYTES)
-        if not self._files.read(group_name(key, plan), 0, memoryview(kept)):
-            return []
-        return [kept[start : start + _NAME_BYTES].hex() for start in range(0, len(kept), _NAME_BYTES)]
-
-    # Rows
-
-    def _read(self, name: str, num_rows: int, rows: dict[str, Tensor], reused: list[Reuse]) -> bool:
-        """Reads the rows of a unit. Returns whether they are there."""
-        if name not in self._files:
-            return False
-        found = torch.empty(num_rows, self._layout.width, dtype=self._layout.dtype)
-        tier = self._files.read(name, 0, found.flatten().view(torch.uint8).numpy().data)
-        if tier is None:
-            with self._counting:
-                self.counts.num_failed += 1
-            return False
-        rows[name] = found
-        reused.append(self._counted(Reuse("embeddings", tier, num_rows, found.nbytes)))
-        return True
-
-    def _counted(self, reuse: Reuse) -> Reuse:
-        with self._counting:
-            return self.counts.found(reuse)
-
     def close(self) -> None:
         """Ends the threads, once what waits is written."""
         for threads in (self._hashers, self._readers):
             threads.shutdown(wait=False, cancel_futures=True)
-        self._files.close()
+        self.units.files.close()
 
 
 WantedT = TypeVar("WantedT", bound=Wanted)

@@ -167,8 +167,10 @@ class EncodeStage:
         self._looks = Looks(self.store)
 
     def has(self, key: GroupKey, plan: MediaPlan, frames_s: float | None = None) -> bool:
-        """Returns whether a group is to be offered without its frames. frames_s: see `EmbeddingStore.has`."""
-        return self.cache.is_ready(key) or (self.store is not None and self.store.has(key, plan, frames_s))
+        """Returns whether a group is to be offered without its frames. frames_s: see `KeptUnits.has`."""
+        return self.cache.is_ready(key) or (
+            self.store is not None and self.store.units.has(key, plan, frames_s)
+        )
 
     def close(self) -> None:
         """Ends what runs beside it."""
@@ -365,7 +367,7 @@ class EncodeStage:
             return []
         (calls, seconds), batch, self._running = run, self._running, []
         if self.store is not None and (num_patches := sum(call.num_patches for call in calls)):
-            self.store.note_encoded(num_patches, seconds)
+            self.store.units.note_encoded(num_patches, seconds)
         for call in calls:
             if call.error is None:
                 self._commit(call)

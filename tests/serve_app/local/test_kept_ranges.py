@@ -14,7 +14,7 @@ from epd import video
 from epd.encoders import Adapter, FrameSampling, load_adapter
 from epd.engine_config import EngineConfig
 from epd.serve_app.cli.own_model import OwnConversation, open_model
-from epd.stages.encode.embedding_store import EmbeddingStore
+from epd.stages.encode.embedding_store import KeptUnits
 from tests.colocated import plan_media
 from tests.media import write_video
 from tests.serve_app.local.test_kept_embeddings import remuxed
@@ -68,7 +68,7 @@ def test_drawn_parts_encode_only_what_no_earlier_request_had(
 ) -> None:
     """Odd seconds, other rates, a remuxed copy, a cut, one frame; counted at the encoder."""
     # A tower as small as this one would encode some of it sooner than a disk gives it.
-    monkeypatch.setattr(EmbeddingStore, "note_encoded", lambda *_: None)
+    monkeypatch.setattr(KeptUnits, "note_encoded", lambda *_: None)
     whole = write_video(tmp_path / "whole.mp4", num_frames=_SECONDS * _FPS, fps=_FPS, height=64, width=96)
     files = {
         whole: _SECONDS,

@@ -53,7 +53,7 @@ def test_images_of_too_many_pixels_are_not_decoded(
     async def ask() -> None:
         paths = (media["wide_image"], media["image"])
         async with service.media.sources("r", tuple(map(reference_to, paths))) as sources:
-            await service._plan(Question(paths).request(sources))
+            await service.prompts.plan(Question(paths).request(sources))
 
     with pytest.raises(RequestBudgetError, match=r"allowed 9,000 \(max_image_pixels\)"):
         asyncio.run(ask())

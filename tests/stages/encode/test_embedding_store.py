@@ -78,7 +78,7 @@ def test_a_second_life_encodes_and_reads_no_frame(family: Family, clip: Clip, tm
     assert run(again, media, groups) == 0
     assert again.frames_asked == []
     assert again.encoders[0].store is not None
-    counts = again.encoders[0].store.counts
+    counts = again.encoders[0].store.units.counts
     assert counts.read_tokens == sum(group.spec.num_embeddings for group in groups)
     assert counts.num_failed == 0
 
@@ -254,7 +254,7 @@ def test_an_idle_tower_waits_for_a_silent_disk_no_longer_than_it_encodes(
 ) -> None:
     kept = groups_of(family, [clip])
     assert asked.stage.store is not None
-    asked.stage.store.note_encoded(1000, 0.1)
+    asked.stage.store.units.note_encoded(1000, 0.1)
     asked.submit(clip, kept, has_frames=True)
     asked.until_ready(kept)
     assert not asked.files.may_answer.is_set()
@@ -266,19 +266,19 @@ def test_what_is_slow_to_read_is_encoded_and_told(family: Family, clip: Clip, as
     kept, store = groups_of(family, [clip]), asked.stage.store
     assert store is not None
     asked.files.may_answer.set()
-    store._files.note_read("disk", 1, time.monotonic() - 1000.0)
-    assert all(store.has(group.spec.key, group.plan) for group in kept), "nothing else is known"
-    store.note_encoded(1000, 0.1)
-    assert not any(store.has(group.spec.key, group.plan, 1.0) for group in kept)
-    assert all(store.has(group.spec.key, group.plan, 1e9) for group in kept)
-    assert all(store.has(group.spec.key, group.plan) for group in kept), "no frames came yet"
+    store.units.files.note_read("disk", 1, time.monotonic() - 1000.0)
+    assert all(store.units.has(group.spec.key, group.plan) for group in kept), "nothing else is known"
+    store.units.note_encoded(1000, 0.1)
+    assert not any(store.units.has(group.spec.key, group.plan, 1.0) for group in kept)
+    assert all(store.units.has(group.spec.key, group.plan, 1e9) for group in kept)
+    assert all(store.units.has(group.spec.key, group.plan) for group in kept), "no frames came yet"
     asked.submit(clip, kept, has_frames=True)
     asked.until_ready(kept)
     assert asked.stage.counts.num_patches == patches(kept)
     assert {(each.kind, each.tier, each.num_bytes) for each in asked.told} == {("embeddings", "left", 0)}
     assert sum(each.num for each in asked.told) == sum(group.spec.num_embeddings for group in kept)
-    assert store.counts.left_tokens == sum(group.spec.num_embeddings for group in kept)
-    assert store.counts.read_tokens == 0
+    assert store.units.counts.left_tokens == sum(group.spec.num_embeddings for group in kept)
+    assert store.units.counts.read_tokens == 0
 
 
 @pytest.mark.parametrize(("latency_s", "is_read"), [(0.0, True), (0.1, False)])
@@ -297,7 +297,7 @@ def test_small_units_of_a_slow_disk_are_read_unless_each_read_takes_long(
     stage.keep_in(PieceFiles(tmp_path, "tests", 1 << 30, {}), paces)
     assert stage.store is not None
     num_bytes = sum(group.spec.num_embeddings for group in groups) * workers.layout.bytes_per_embedding
-    stage.store.note_encoded(patches(groups), 10 * num_bytes / 2e6)  # and 64 KiB take 60 times as long
+    stage.store.units.note_encoded(patches(groups), 10 * num_bytes / 2e6)  # and 64 KiB take 60 times as long
     assert {stage.has(group.spec.key, group.plan, 0.0) for group in groups} == {is_read}
     stage.close()
 
