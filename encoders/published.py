@@ -43,12 +43,18 @@ _MODELS: Any = transformers.AutoModelForMultimodalLM
 
 
 def read_config(path: Path) -> Any:
-    """Reads a folder's config.json. Raises OSError, and what transformers does."""
+    """Reads a folder's config.json, but not of parts that hear: they get nothing to hear.
+
+    Raises OSError, and what transformers does.
+    """
     if internvl_chat.is_authors_layout(path):
         return transformers.InternVLConfig.from_dict(internvl_chat.settings_of(path))
     if qwen_omni.is_authors_layout(path):
         return transformers.Qwen2_5_VLConfig.from_dict(qwen_omni.settings_of(path))
-    return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    if config.model_type == "gemma4":
+        config.audio_config = None
+    return config
 
 
 def read_generation_config(path: Path) -> Any:

@@ -165,7 +165,9 @@ def sample_by_rule(processor: Any, video: VideoFacts, frame_sampling: FrameSampl
         wanted = num_frames or (processor.num_frames if fps is None else None)
         rate = fps or processor.fps or DEFAULT_FPS
         most = min(wanted or video.num_frames / video.fps * rate, video.num_frames)
-        given = {"num_frames": int(most)} if wanted else {"fps": rate}
+        # transformers' common rule takes the file's number, where there is one, in the place of a rate
+        is_common = processor.sample_frames.__qualname__.startswith("BaseVideoProcessor.")
+        given = {"num_frames": max(1, int(most))} if wanted or is_common else {"fps": rate}
     check_wanted(frame_sampling, most)
     try:
         indices = tuple(int(each) for each in processor.sample_frames(source_metadata(video), **given))

@@ -154,7 +154,7 @@ class Comparison:
         self._theirs: Any = (
             published()
             .reference_class(folder)
-            .from_pretrained(folder, dtype=placement.dtype, attn_implementation="sdpa", local_files_only=True)
+            .from_pretrained(folder, dtype=placement.dtype, local_files_only=True)
         )
         self._theirs.to(placement.device).eval()
         self._tolerance = TOLERANCES[placement.dtype]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForMultimodalLM, AutoProcessor
 
 from epd import LLM
 from epd.encoders import FrameSampling, VideoFacts, load_adapter
@@ -21,6 +22,8 @@ from epd.engine_config import EngineConfig
 from epd.errors import MediaLimitError, RequestError, UnsupportedMediaError, UnsupportedModelError
 from epd.pixel_limits import PixelLimits
 from epd.reduction import TowerMerge
+from epd.stages.loading.weights import load_role
+from epd.stages.placement import CPU_FLOAT32
 from tests.colocated import ColocatedPipeline
 from tests.encoders.families import QUESTION, Family
 from tests.encoders.tiny_gemma import IMAGE_TOKENS, build_gemma3, build_gemma4
@@ -132,3 +135,20 @@ def test_gemma_4_refuses_in_one_line_what_it_cannot_do(gemma4: Family, tmp_path:
     shifted = changed(gemma4, tmp_path / "model", "video_processor", image_mean=[0.5] * 3)
     with pytest.raises(UnsupportedModelError, match=r"image_mean=\(0\.5, 0\.5, 0\.5\)"):
         load_adapter(shifted)
+
+
+def test_a_model_that_hears_is_loaded_without_its_tower_for_sound(
+    media: dict[str, Path], tmp_path: Path
+) -> None:
+    """As Gemma 4 E2B and E4B are published: transformers computes that tower by eager attention alone."""
+    folder = build_gemma4(tmp_path / "model", hears=True)
+    theirs = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    held = {name.split(".")[1] for name, _ in theirs.named_parameters()}
+    role = load_role(folder, "encode", CPU_FLOAT32).model
+    assert {name.split(".")[1] for name, _ in role.named_parameters()} == held - {
+        *("language_model", "audio_tower", "embed_audio"),
+    }
+    adapter, processor = load_adapter(folder), AutoProcessor.from_pretrained(folder, local_files_only=True)
+    family, paths = Family("gemma4", folder, adapter, theirs, processor), [media["image"]]
+    answer = ColocatedPipeline.load(folder).ask(paths, QUESTION, max_tokens=MAX_TOKENS)
+    assert answer.token_ids == expected(family, paths)

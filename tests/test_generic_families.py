@@ -240,6 +240,15 @@ def test_a_rule_that_knows_no_number_of_frames(name: str) -> None:
         sample_by_rule(rule, video, FrameSampling(num_frames=5, max_frames=len(own) - 1))
 
 
+def test_a_rate_comes_before_the_number_that_a_file_has() -> None:
+    """Gemma 4's file has 32 frames, which transformers takes in the place of a rate, or refuses for 20."""
+    rule, video = transformers.Gemma4VideoProcessor(), VideoFacts(20, 10.0, 90, 120)
+    metadata = transformers.video_utils.VideoMetadata(20, 10.0, duration=2.0)
+    at_rate = transformers.video_utils.default_sample_indices_fn(metadata, fps=2.0)
+    assert sample_by_rule(rule, video, FrameSampling(fps=2.0)) == tuple(at_rate) == (0, 5, 10, 15)
+    assert sample_by_rule(rule, video, FrameSampling()) == tuple(range(20))
+
+
 def test_a_tower_that_mixes_frames_takes_a_video_whole(folders: Callable[[str], Path]) -> None:
     config = load_adapter(folders("llava_next_video")).checkpoint.config  # type: ignore[attr-defined]
 

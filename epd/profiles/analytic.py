@@ -11,7 +11,7 @@ from epd.profiles.cost import StageCost, StageTable, ValidRange
 from epd.profiles.memory import MemoryNeeds
 from epd.profiles.parallel import ParallelStack, ShardedModel
 from epd.profiles.profile import Profile
-from epd.profiles.shapes import ModelShape, Transformer
+from epd.profiles.shapes import ModelShape, Transformer, WindowLayers
 
 _BYTES_PER_VALUE, _BYTES_PER_LOGIT = 2, 4
 # Context of the device and workspaces of matrix products: an assumption.
@@ -111,7 +111,7 @@ def _memory(on: Device, of: ModelShape, *, has_scales: bool) -> MemoryNeeds:
         device_bytes=on.memory_bytes,
         vision_weight_bytes=(of.vision.num_parameters + of.num_projector_parameters) * _BYTES_PER_VALUE,
         language_weight_bytes=of.language.num_parameters * _BYTES_PER_VALUE,
-        kv_bytes_per_token=_kv_bytes(of.language, of.language.kv_values_per_token, has_scales=has_scales),
+        kv_bytes_per_token=_kv_bytes(of.language, has_scales=has_scales),
         embedding_bytes_per_token=of.language.hidden * of.embeddings_per_token * _BYTES_PER_VALUE,
         encode_bytes_per_patch=(of.vision.live_values_per_token + of.media.values_per_patch)
         * _BYTES_PER_VALUE,
@@ -119,18 +119,16 @@ def _memory(on: Device, of: ModelShape, *, has_scales: bool) -> MemoryNeeds:
         logits_bytes_per_sequence=of.language.vocabulary * _BYTES_PER_LOGIT,
         fixed_bytes=_RUNTIME_BYTES,
         state_bytes=_state_bytes(of),
-        window_bytes_per_token=_kv_bytes(
-            of.language, of.language.window_values_per_token, has_scales=has_scales
-        ),
-        window_tokens=of.language.window,
+        window_bytes_per_token=_kv_bytes(of.language.windowed, has_scales=has_scales),
+        window_tokens=of.language.windowed.window,
     )
 
 
-def _kv_bytes(of: Transformer, num_values: int, *, has_scales: bool) -> int:
-    """Counts the bytes of as many keys and values. has_scales: values have 8 bits, each head with a scale."""
+def _kv_bytes(of: Transformer | WindowLayers, *, has_scales: bool) -> int:
+    """Counts the bytes that a token leaves. has_scales: values have 8 bits, each head with a scale."""
     if not has_scales:
-        return num_values * _BYTES_PER_VALUE
-    num_heads = num_values // (2 * of.head_dim)
+        return of.kv_values_per_token * _BYTES_PER_VALUE
+    num_heads = of.kv_values_per_token // (2 * of.head_dim)
     return num_heads * (of.head_dim * _BYTES_PER_VALUE + of.head_dim + SCALE_BYTES)
 
 
@@ -169,7 +167,9 @@ def _passes(on: Device, of: ModelShape, efficiency: Efficiency) -> StageCost:
     language = of.language
     return StageCost(
         0.0,
-        _reading_s(on, language.num_parameters - language.num_in_experts, efficiency),
+        _reading_s(
+            on, language.num_parameters - language.num_in_experts - language.num_looked_up, efficiency
+        ),
         language.flops_per_token / (on.flops_per_s * efficiency.compute),
         experts_s=_reading_s(on, language.num_in_experts, efficiency),
         active_share=language.num_active_experts / language.num_experts,
@@ -179,13 +179,13 @@ def _passes(on: Device, of: ModelShape, efficiency: Efficiency) -> StageCost:
 def _decode(on: Device, of: ModelShape, efficiency: Efficiency, *, has_scales: bool) -> StageTable:
     """A step reads the keys and values of all tokens and of full windows, and reads and writes states."""
     values, bytes_per_s = of.language, on.memory_bytes_per_s * efficiency.memory
-    window_bytes = values.window * _kv_bytes(values, values.window_values_per_token, has_scales=has_scales)
+    window_bytes = values.windowed.window * _kv_bytes(values.windowed, has_scales=has_scales)
     passes = _passes(on, of, efficiency)
     cost = replace(
         passes,
         experts_s=passes.experts_s * values.mlp_hidden / (values.mlp_hidden + values.media_mlp_hidden),
         fixed_s=values.num_layers * efficiency.replay_s,
-        per_item_s=_kv_bytes(values, values.kv_values_per_token, has_scales=has_scales) / bytes_per_s,
+        per_item_s=_kv_bytes(values, has_scales=has_scales) / bytes_per_s,
         read_s=(window_bytes + 2 * _state_bytes(of)) / bytes_per_s,
     )
     return StageTable(
@@ -222,7 +222,7 @@ def _assumptions(of: ModelShape, efficiency: Efficiency, *, has_scales: bool) ->
         found += ("prefill computes all tokens by the experts of media, decoding by those of text",)
     if of.media.is_whole:
         found += ("prefill waits for all media of a request; more than a pass of them takes more memory",)
-    if of.language.num_windowed:
+    if of.language.windowed.num_layers:
         found += ("windows are full: prompts that are shorter than one are faster than computed",)
     if has_scales:
         found += ("values in 8 bits are read at the same bandwidth as those in 16",)

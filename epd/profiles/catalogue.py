@@ -115,6 +115,36 @@ _MOLMO_ADAPTER = {
     "head_dim": 72, "hidden_size": 1152, "intermediate_size": 9728, "num_attention_heads": 16,
     "vision_feature_layer": (24, 18),
 }  # fmt: skip
+_GLM_TOWER = {
+    "depth": 24, "hidden_size": 1536, "intermediate_size": 13696, "num_heads": 12, "out_hidden_size": 4096,
+    "patch_size": 14, "spatial_merge_size": 2,
+}  # fmt: skip
+_GLM_EXPERTS = {
+    "first_k_dense_replace": 1, "moe_intermediate_size": 1408, "n_routed_experts": 128,
+    "n_shared_experts": 1, "num_experts_per_tok": 8,
+}  # fmt: skip
+_VIDEO_LLAMA_TOWER = {**_SIGLIP, "num_hidden_layers": 27}
+_GEMMA4_SMALL_TOWER = {
+    "head_dim": 64, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12,
+    "num_hidden_layers": 16, "patch_size": 16, "pooling_kernel_size": 3, "position_embedding_size": 10_240,
+}  # fmt: skip
+_GEMMA4_TOWER = {
+    **_GEMMA4_SMALL_TOWER, "head_dim": 72, "hidden_size": 1152, "intermediate_size": 4304,
+    "num_attention_heads": 16, "num_hidden_layers": 27,
+}  # fmt: skip
+# Layers behind each other of which the last has no window; those that read keys of others, or heads of keys
+# of layers without a window.
+_GEMMA4_SIZES: Mapping[str, tuple[_Sizes, int, dict[str, Any]]] = {
+    "e2b": ((1536, 6144, 35, 8, 1), 5, {"num_kv_shared_layers": 20, "use_double_wide_mlp": True}),
+    "e4b": ((2560, 10240, 42, 8, 2), 6, {"num_kv_shared_layers": 18}),
+    "26b-a4b": (
+        (2816, 2112, 30, 16, 8),
+        6,
+        {"num_global_key_value_heads": 2, "moe_intermediate_size": 704, "enable_moe_block": True}
+        | {"num_experts": 128, "top_k_experts": 8},
+    ),
+    "31b": ((5376, 21504, 60, 32, 16), 6, {"num_global_key_value_heads": 4}),
+}
 _LARGE_TOWERS = ("38b", "78b", "241b-a28b")
 _LLAVA_SIZES: Mapping[str, _Sizes] = {
     "0.5b": (896, 4864, 24, 14, 2),
@@ -194,6 +224,26 @@ def _published() -> Iterator[ModelShape]:
     text = _text((2560, 9728, 36, 32, 8), 151_936, 36_864, head_dim=128)
     config = {"model_type": "molmo2", "vision_config": _MOLMO_TOWER, "adapter_config": _MOLMO_ADAPTER}
     yield shape_of("molmo2-4b", config | {"text_config": text})
+    text = _text((4096, 13696, 40, 32, 2), 151_552, 65_536)
+    config = {"model_type": "glm4v", "vision_config": _GLM_TOWER, "text_config": text}
+    yield shape_of("glm-4.1v-9b", config)
+    text = _text((4096, 10944, 46, 96, 8), 151_552, 65_536, head_dim=128) | _GLM_EXPERTS
+    config = {"model_type": "glm4v_moe", "vision_config": {**_GLM_TOWER, "intermediate_size": 10944}}
+    yield shape_of("glm-4.5v-106b-a12b", config | {"text_config": text})
+    for size in ("2b", "7b"):
+        text = _text(_QWEN2_SIZES[size], 151_936 if size == "2b" else 152_064, 32_768)
+        config = {"model_type": "video_llama_3", "vision_config": _VIDEO_LLAMA_TOWER, "text_config": text}
+        yield shape_of(f"videollama3-{size}", config | {"tie_word_embeddings": size == "2b"})
+    for size, (sizes, every, more) in _GEMMA4_SIZES.items():
+        is_small = size in ("e2b", "e4b")
+        text = dict(zip(_NAMES, sizes, strict=True)) | {"head_dim": 256, "vocab_size": 262_144}
+        text |= {"sliding_window_pattern": every, "attention_k_eq_v": not is_small, **more}
+        text |= {"sliding_window": 512 if is_small else 1024, "hidden_size_per_layer_input": 256 * is_small}
+        text["max_position_embeddings"] = 131_072 if is_small else 262_144
+        tower = _GEMMA4_SMALL_TOWER if is_small else _GEMMA4_TOWER
+        yield shape_of(
+            f"gemma-4-{size}", {"model_type": "gemma4", "vision_config": tower, "text_config": text}
+        )
 
 
 # Models of published figures, which nothing here serves.

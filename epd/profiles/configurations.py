@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +9,14 @@ from typing import Any
 from epd.errors import RequestError
 from epd.pixel_settings import AUTHORS
 from epd.profiles.media import MediaRule
-from epd.profiles.shapes import DeltaLayers, ModelShape, Transformer
+from epd.profiles.processor_files import GLM46V_FRAME_TEXT, Config, read_object, with_files
+from epd.profiles.shapes import DeltaLayers, ModelShape, Transformer, WindowLayers
 from epd.types import ceil_div
 
-Config = Mapping[str, Any]
 # Patches that one attends to in a tower of windows, and in one of whole frames, about.
 _IN_WINDOW, _IN_FRAME = 128, 1024
 # Text around a frame of a video: `Frame12: <img></img>` beside its digits; SmolVLM2's time and marks, about.
 _INTERNVL_FRAME_TEXT, _SMOLVLM_FRAME_TEXT = 6, 13
-# What processors that cap frames hold a video and a frame to, where their file does not say.
-_FILE_VIDEO_TOKENS, _FILE_SHARE, _FILE_FRAME_TOKENS = 128_000, 0.9, 768
 _QWEN25 = MediaRule("grid", 14, min_pixels=3136, min_frame_pixels=3136, min_frames=4, sampling="units")
 _QWEN3 = MediaRule(
     "grid", 16, min_pixels=65_536, max_pixels=16_777_216, max_video_tokens=12_288, min_frame_pixels=4096,
@@ -42,6 +38,14 @@ _VIDEO_LLAMA = MediaRule(
     max_frame_pixels=10**9, max_video_tokens=768, frames_per_unit=1, image_merge=1, min_frames=4,
     max_frames=180, sampling="units", frame_text_tokens=9, has_least=False,
 )  # fmt: skip
+# An image is counted as the two frames of a time step; `max_seconds` is the processor's `max_duration`.
+_GLM = MediaRule(
+    "grid", 14, min_pixels=112**2, max_pixels=15_000 * 28**2, min_frame_pixels=112**2,
+    max_frame_pixels=10**9, max_video_tokens=30_000, is_timed=True, has_least=False, image_frames=2,
+    sampling="pairs", max_seconds=300, frame_text_tokens=2,
+)  # fmt: skip
+# Frames behind their times, as `00:12`, between marks.
+_GEMMA4 = MediaRule("pooled", 16, 3, tile_tokens=280, frame_tokens=70, num_frames=32, frame_text_tokens=8)
 # Of Molmo 2: patches of a side of the pooled squares of frames, and text around a frame, its time and marks.
 _FRAME_POOL, _MOLMO_FRAME_TEXT = 3, 8
 _RECURRENT, _WINDOWED = "linear_attention", "sliding_attention"
@@ -69,97 +73,11 @@ def shape_in(path: Path) -> ModelShape:
     Beside the configuration, the processor's files say how pictures of a Qwen family are sized and sampled.
     """
     folder = path if path.is_dir() else path.parent
-    config = _json(path / "config.json" if path.is_dir() else path)
+    config = read_object(path / "config.json" if path.is_dir() else path)
     shape = shape_of(folder.resolve().name.lower(), config)
-    if shape.media.kind not in ("grid", "crops"):
+    if shape.media.kind not in ("grid", "crops", "pooled"):
         return shape
-    return replace(shape, media=_with_files(shape.media, folder))
-
-
-def _json(file: Path) -> Config:
-    """Reads an object. Raises RequestError for anything else."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise RequestError(
-            f"{str(file)!r} cannot be read: {reason}; give a folder with a config.json, or that file"
-        ) from None
-    if not isinstance(found, dict):
-        raise RequestError(f"{str(file)!r} holds a {type(found).__name__}; allowed: a JSON object")
-    return found
-
-
-def _with_files(rule: MediaRule, folder: Path) -> MediaRule:
-    """Returns the rule with what the processor's files of a folder say, those for videos last."""
-    image, video = _settings(folder)
-    if rule.kind == "crops":
-        return replace(
-            rule,
-            max_tiles=int(image.get("max_crops") or rule.max_tiles),
-            overlap=sum(image.get("overlap_margins") or (rule.overlap,)),
-            max_frames=int(video.get("num_frames") or rule.max_frames),
-            video_fps=float(video.get("max_fps") or rule.video_fps),
-        )
-    least, most = _sizes(image, (rule.min_pixels, rule.max_pixels))
-    frame_least, frame_most = _sizes(video, (rule.min_frame_pixels, rule.max_frame_pixels))
-    rule = replace(
-        rule,
-        min_pixels=least,
-        max_pixels=most,
-        min_frame_pixels=frame_least if rule.is_timed or rule.has_frame_patches else least,
-        video_fps=float(video.get("fps") or rule.video_fps),
-        min_frames=int(video.get("min_frames") or rule.min_frames),
-        max_frames=int(video.get("max_frames") or rule.max_frames),
-        num_frames=video.get("num_frames") or rule.num_frames,
-    )
-    if rule.has_frame_patches:
-        return replace(rule, max_frame_pixels=frame_most)
-    if rule.image_merge is not None:
-        most = _sizes(video, (0, 768 * 28**2))[1]
-        return replace(
-            rule, min_frame_pixels=frame_least, max_video_tokens=most // (rule.patch * rule.merge) ** 2
-        )
-    return _of_all_frames(rule, video) if rule.is_timed else _of_each_frame(rule, video)
-
-
-def _settings(folder: Path) -> tuple[Config, Config]:
-    """Returns what the processor's files of a folder say of images, and of videos."""
-    whole, images, videos = (
-        _json(folder / name) if (folder / name).exists() else {}
-        for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-    )
-    image = {**images, **whole.get("image_processor", {})}
-    return image, {**images, **videos, **whole.get("video_processor", {})}
-
-
-def _of_each_frame(rule: MediaRule, video: Config) -> MediaRule:
-    """Returns the rule of Qwen2.5-VL, whose file limits each frame, and may cap it or leave the caps out."""
-    _, most = _sizes(video, (0, rule.max_pixels))
-    if "cap_pixels_per_frame" not in video:
-        return replace(rule, max_frame_pixels=min(most, rule.max_frame_pixels))
-    tokens = int(video.get("max_video_tokens", _FILE_VIDEO_TOKENS) * _FILE_SHARE)
-    is_capped = video["cap_pixels_per_frame"]
-    return replace(rule, max_frame_pixels=most, max_video_tokens=tokens if is_capped else None)
-
-
-def _of_all_frames(rule: MediaRule, video: Config) -> MediaRule:
-    """Returns the rule of Qwen3-VL, whose file limits all frames together, and may cap each."""
-    side = rule.patch * rule.merge
-    _, most = _sizes(video, (0, 0))
-    if most:
-        rule = replace(rule, max_video_tokens=most // (side**2 * rule.frames_per_unit))
-    if "cap_pixels_per_frame" not in video:
-        return rule
-    tokens = video.get("max_video_tokens", _FILE_FRAME_TOKENS)
-    return replace(rule, max_frame_pixels=tokens * side**2 if video["cap_pixels_per_frame"] else most)
-
-
-def _sizes(processor: Config, default: tuple[int, int]) -> tuple[int, int]:
-    """Returns the least and the most pixels that a processor's file names."""
-    size = processor.get("size") or {}
-    least = size.get("shortest_edge") or processor.get("min_pixels") or default[0]
-    return int(least), int(size.get("longest_edge") or processor.get("max_pixels") or default[1])
+    return replace(shape, media=with_files(shape.media, folder))
 
 
 def _text_config(config: Config) -> Config:
@@ -171,25 +89,31 @@ def _text_config(config: Config) -> Config:
 def _language(config: Config) -> Transformer:
     text = _text_config(config)
     heads, hidden = text["num_attention_heads"], text["hidden_size"]
-    experts = text.get("num_experts") or 1
+    kv_heads, head_dim = text.get("num_key_value_heads") or heads, text.get("head_dim") or hidden // heads
+    experts = text.get("num_experts") or text.get("n_routed_experts") or 1
+    width = text["moe_intermediate_size"] if experts > 1 else text["intermediate_size"]
     is_tied = bool(config.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False))
-    kinds = _layer_kinds(text)
-    num_windowed = kinds.count(_WINDOWED)
+    kinds, dense = _layer_kinds(text), text.get("first_k_dense_replace") or 0
+    windowed = kinds.count(_WINDOWED)
     return Transformer(
         text["num_hidden_layers"],
         hidden,
         heads,
-        text.get("num_key_value_heads") or heads,
-        text.get("head_dim") or hidden // heads,
-        text["moe_intermediate_size"] if experts > 1 else text["intermediate_size"],
+        kv_heads,
+        head_dim,
+        width,
         vocabulary=text["vocab_size"],
         num_experts=experts,
         num_active_experts=text["num_experts_per_tok"] if experts > 1 else 1,
         is_tied=is_tied,
-        shared_mlp_hidden=text.get("shared_expert_intermediate_size") or 0,
+        shared_mlp_hidden=text.get("shared_expert_intermediate_size")
+        or (text.get("n_shared_experts") or 0) * width,
+        num_dense=dense,
+        dense_hidden=text["intermediate_size"] if dense else 0,
         has_query_gate=bool(text.get("attn_output_gate", False)),
-        num_windowed=num_windowed,
-        window=text["sliding_window"] if num_windowed else 0,
+        windowed=WindowLayers(windowed, text["sliding_window"], kv_heads, head_dim)
+        if windowed
+        else WindowLayers(),
         delta=_delta_layers(text, kinds.count(_RECURRENT)),
     )
 
@@ -334,15 +258,14 @@ def _ernie(name: str, config: Config) -> ModelShape:
     """Its experts are chosen by the kind of a token; the widths are those of text's, and of media's."""
     text = _text_config(config)
     wide, narrow = text["moe_intermediate_size"]
-    named = {"num_experts": text["moe_num_experts"], "num_experts_per_tok": text["moe_k"]}
-    named |= {"moe_intermediate_size": wide}
-    named["shared_expert_intermediate_size"] = text["moe_num_shared_experts"] * wide
-    language = replace(
-        _language({**config, "text_config": {**text, **named}}),
-        media_mlp_hidden=narrow,
-        num_dense=text["mlp_layer_types"].count("dense"),
-        dense_hidden=text["intermediate_size"],
-    )
+    named = {
+        "num_experts": text["moe_num_experts"],
+        "num_experts_per_tok": text["moe_k"],
+        "moe_intermediate_size": wide,
+        "n_shared_experts": text["moe_num_shared_experts"],
+        "first_k_dense_replace": text["mlp_layer_types"].count("dense"),
+    }
+    language = replace(_language({**config, "text_config": {**text, **named}}), media_mlp_hidden=narrow)
     vision = config["vision_config"]
     hidden, heads, merge = vision["hidden_size"], vision["num_heads"], vision["spatial_merge_size"]
     tower = Transformer(
@@ -378,6 +301,61 @@ def _molmo2(name: str, config: Config) -> ModelShape:
     return ModelShape(name, tower, language, rule, 1, projector, _context(config), is_shared=False)
 
 
+def _glm(name: str, config: Config) -> ModelShape:
+    """Reads the tower of GLM-4.xV, whose layers are as wide as the language model, or that of GLM-OCR."""
+    vision, language = config["vision_config"], _language(config)
+    hidden, heads, merge = vision["hidden_size"], vision["num_heads"], vision["spatial_merge_size"]
+    joined, merger = vision["out_hidden_size"], vision["intermediate_size"]
+    mlp = joined
+    if config["model_type"] == "glm_ocr":
+        mlp, merger = merger, 3 * joined
+    tower = Transformer(vision["depth"], hidden, heads, heads, hidden // heads, mlp, attended=_IN_FRAME)
+    projector = joined * (hidden * merge**2 + joined + 3 * merger)
+    rule = replace(_GLM, patch=vision["patch_size"], merge=merge)
+    if config["model_type"] in ("glm46v", "glm_ocr"):
+        rule = replace(rule, sampling="length", frame_text_tokens=GLM46V_FRAME_TEXT)
+    return ModelShape(name, tower, language, rule, 1, projector, _context(config))
+
+
+def _gemma4(name: str, config: Config) -> ModelShape:
+    vision, text = config["vision_config"], config["text_config"]
+    heads, channels = vision["num_attention_heads"], vision["head_dim"]
+    hidden, pool = vision["hidden_size"], vision["pooling_kernel_size"]
+    tower = Transformer(
+        vision["num_hidden_layers"], hidden, heads, heads, channels, vision["intermediate_size"],
+        attended=_IN_FRAME,
+    )  # fmt: skip
+    language = _gemma4_language(text)
+    projector = hidden * (2 * vision["position_embedding_size"] + language.hidden)
+    rule = replace(_GEMMA4, patch=vision["patch_size"], merge=pool)
+    return ModelShape(name, tower, language, rule, 1, projector, _context(config))
+
+
+def _gemma4_language(text: Config) -> Transformer:
+    """Reads layers whose heads differ with their kind, and of which the last read keys of the others.
+
+    Experts are beside an MLP. In the smaller models the last layers' MLP may be twice as wide.
+    """
+    is_joint, is_wide = bool(text.get("attention_k_eq_v")), bool(text.get("use_double_wide_mlp"))
+    known = {"sliding_window_pattern": 6, "tie_word_embeddings": True, **text}
+    if text.get("enable_moe_block"):
+        known |= {"num_experts_per_tok": text["top_k_experts"]}
+        known |= {"shared_expert_intermediate_size": text["intermediate_size"]}
+    whole, num_lent = _language(known), text.get("num_kv_shared_layers") or 0
+    lent = _layer_kinds(known)[whole.num_layers - num_lent :]
+    return replace(
+        whole,
+        num_kv_heads=(is_joint and text.get("num_global_key_value_heads")) or whole.num_kv_heads,
+        head_dim=text.get("global_head_dim") or 512,
+        num_lent=num_lent - lent.count(_WINDOWED),
+        has_value_matrix=not is_joint,
+        num_dense=num_lent if is_wide else 0,
+        dense_hidden=2 * whole.mlp_hidden if is_wide else 0,
+        layer_inputs=text.get("hidden_size_per_layer_input") or 0,
+        windowed=replace(whole.windowed, num_lent=lent.count(_WINDOWED)),
+    )
+
+
 def _first(value: Any) -> int:
     """Returns the first of a pair of sides, or the one that stands for both."""
     return int(value[0] if isinstance(value, list | tuple) else value)
@@ -395,6 +373,11 @@ _READERS = {
     "qwen3_5": _qwen,
     "qwen3_5_moe": _qwen,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "glm4v": _glm,
+    "glm4v_moe": _glm,
+    "glm46v": _glm,
+    "glm_ocr": _glm,
     "ernie4_5_vl_moe": _ernie,
     "molmo2": _molmo2,
     "video_llama_3": _video_llama,

@@ -24,6 +24,8 @@ from epd.workload.requests import AudioClip, Resolution, VideoSpec
 _ANY_FRAMES = 10**9
 # Of `<12.3 seconds>` and the marks around a time step's visual tokens, without the digits before the point.
 _TIME_TOKENS = 7
+# Of GLM-4.6V: frames a second of a video up to so many seconds, and the most.
+_RATES, _MOST_SECONDS, _MOST_BY_LENGTH = ((30, 6), (300, 2), (math.inf, 1)), 2400, 640
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +48,16 @@ class MediaRule:
     kind canvas: the same, in the rows and columns whose shape is closest to the image's
     kind crops: tiles that repeat `overlap` patches of each other, and always an overview; `merge` x `merge`
         patches of each become a token
+    kind pooled: patches of a frame that is scaled to tile_tokens, or frame_tokens in a video, of `merge` x
+        `merge` patches at most
     kind clips: of a model that hears; a clip is padded to tile_patches positions of its tower, and becomes
         tokens_per_s tokens for each second
-    image_merge: of images, where it is another than of frames
+    image_merge: of images, where it is another than of frames; image_frames: that one counts as in its limits
     min_frame_pixels, max_frame_pixels, max_video_tokens: of a video's frames, each and all together
     has_least: whether the last leaves a frame its least pixels
     is_timed: the limits of pixels are of all frames together, and a text before each time step says its time
     frame_text_tokens: of the text around each frame; end_tokens: behind the last frame of a video
-    video_fps, min_frames, max_frames, sampling: how many frames are sampled, see `num_sampled`
+    video_fps, min_frames, max_frames, max_seconds, sampling: how many frames are sampled, see `num_sampled`
     num_frames: wanted of each video, None for those of its rate
     has_videos: whether the family takes them
     has_frame_patches: the tower takes the frames of a time step one by one
@@ -62,7 +66,7 @@ class MediaRule:
     group_tokens: visual tokens that do, in their place, as the server cuts groups; None for group_frames
     """
 
-    kind: Literal["grid", "tiles", "canvas", "crops", "clips"]
+    kind: Literal["grid", "tiles", "canvas", "crops", "pooled", "clips"]
     patch: int
     merge: int = 2
     max_pixels: int = 12_845_056
@@ -84,13 +88,15 @@ class MediaRule:
     frame_text_tokens: int = 0
     end_tokens: int = 0
     min_frames: int = 1
-    sampling: Literal["floor", "units", "round", "ceil", "capped"] = "floor"
+    sampling: Literal["floor", "units", "round", "ceil", "capped", "pairs", "length"] = "floor"
     num_frames: int | None = None
     has_videos: bool = True
     has_frame_patches: bool = False
     is_whole: bool = False
     overlap: int = 0
     image_merge: int | None = None
+    image_frames: int = 1
+    max_seconds: float | None = None
     has_least: bool = True
 
     @property
@@ -109,10 +115,12 @@ class MediaRule:
 
     def image(self, size: Resolution) -> MediaWork:
         self._check_sees("an image")
+        if self.kind == "pooled":
+            return self._pooled(size, self.tile_tokens)
         if self.kind != "grid":
             return self._crops(size) if self.kind == "crops" else self._tiles(size)
         rule = replace(self, merge=self.image_merge or self.merge)
-        patches = rule._grid_patches(size, self.min_pixels, self.max_pixels)
+        patches = rule._grid_patches(size, self.min_pixels, self.max_pixels, self.image_frames)
         return MediaWork(patches, patches // rule.merge**2)
 
     def video(self, spec: VideoSpec, num_frames: int | None = None) -> tuple[MediaWork, ...]:
@@ -140,7 +148,7 @@ class MediaRule:
     def text_tokens(self, spec: VideoSpec, num_frames: int | None = None) -> int:
         """Returns the tokens of the text that the prompt has between a video's frames."""
         taken = self._whole(num_frames or self.num_sampled(spec), self.num_sampled(spec))
-        if not self.is_timed:
+        if self.frame_text_tokens or not self.is_timed:
             named = range(1, taken + 1) if self.kind == "canvas" else ()  # its frames have numbers
             return taken * self.frame_text_tokens + sum(len(str(number)) for number in named)
         return sum(_TIME_TOKENS + len(f"{time_s:.1f}") - 2 for time_s in self._unit_times_s(spec, taken))
@@ -153,11 +161,14 @@ class MediaRule:
 
     def _unit(self, size: Resolution, num_frames: int) -> MediaWork:
         """Returns a time step of one of so many frames, or a frame where it is a tile."""
+        if self.kind == "pooled":
+            return self._pooled(size, self.frame_tokens or self.tile_tokens)
         if self.kind != "grid":
             return MediaWork(self.tile_patches, self.frame_tokens or self.tile_tokens)
         most, count = self._frame_pixels(num_frames), 1
         if self.is_timed:
-            most, count = most * num_frames, max(num_frames, self.frames_per_unit)
+            most = most * num_frames if self.has_least else self._video_pixels
+            count = max(num_frames, self.frames_per_unit)
         patches = self._grid_patches(size, self.min_frame_pixels, most, count)
         num_grids = self.frames_per_unit if self.has_frame_patches else 1
         return MediaWork(num_grids * patches, patches // self.merge**2, self.frames_per_unit)
@@ -166,9 +177,13 @@ class MediaRule:
         """Returns the pixels of each of so many frames at most; a cap leaves some more than the least."""
         most: float = self.max_frame_pixels
         if self.max_video_tokens is not None:
-            pixels = self.max_video_tokens * (self.patch * self.merge) ** 2 * self.frames_per_unit
-            most = min(most, pixels / num_frames)
+            most = min(most, self._video_pixels / num_frames)
         return max(int(most), int(self.min_frame_pixels * LEAST_SHARE) if self.has_least else 0)
+
+    @property
+    def _video_pixels(self) -> int:
+        """Returns the pixels of all frames together at most, where there is a limit."""
+        return (self.max_video_tokens or 0) * (self.patch * self.merge) ** 2 * self.frames_per_unit
 
     def _units_of_groups(self, tokens_per_unit: int, unit: int) -> tuple[int, int]:
         """Returns the time steps of a whole group, and of the first one."""
@@ -194,7 +209,11 @@ class MediaRule:
 
         floor: of the rate, rounded down; units: in whole time steps; round: rounded to the nearest; ceil: up
         capped: as floor, which no wanted number is above
+        pairs: as floor, but of max_seconds, and length: by the video's length; the last may stand twice
         """
+        if self.sampling in ("pairs", "length"):
+            number = self._num_by_length(spec) if self.sampling == "length" else self._num_of_seconds(spec)
+            return number + number % 2
         is_in_steps = self.kind == "grid" and self.sampling != "ceil"
         total, unit = spec.num_frames, self.frames_per_unit if is_in_steps else 1
         if total <= unit:
@@ -206,6 +225,21 @@ class MediaRule:
             at_rate = min(max(at_rate, self.min_frames), min(self.max_frames, total) // unit * unit)
             return int(at_rate // unit * unit)
         return min(max(self._counted(at_rate), self.min_frames), self.max_frames, total)
+
+    def _num_of_seconds(self, spec: VideoSpec) -> int:
+        rate, seconds = min(self.video_fps, spec.fps), spec.num_frames / spec.fps
+        seconds = min(seconds, self.max_seconds or seconds)
+        return max(1, min(int(seconds * rate), spec.num_frames))
+
+    def _num_by_length(self, spec: VideoSpec) -> int:
+        """Counts frames taken at the ticks of a rate, which are spread anew where these are too few."""
+        seconds = spec.num_frames / spec.fps
+        rate = next(each for most_s, each in _RATES if seconds <= most_s)
+        wanted, num_ticks = min(int(min(seconds, _MOST_SECONDS) * rate), _MOST_BY_LENGTH), int(seconds) * rate
+        if wanted > spec.num_frames:
+            return spec.num_frames
+        last = max(num_ticks - 1, math.ceil((num_ticks - 1) / rate * spec.fps), 0)
+        return wanted if num_ticks >= wanted else min(wanted, last + 1)
 
     def _counted(self, at_rate: float) -> int:
         if self.sampling == "ceil":
@@ -224,6 +258,15 @@ class MediaRule:
             return num_frames
         unit = self.frames_per_unit
         return min(max(round(num_frames / unit), 1) * unit, most)
+
+    def _pooled(self, size: Resolution, most: int) -> MediaWork:
+        """Counts the tokens of a picture that is scaled to as many as there may be, whole ones of a side."""
+        side = self.patch * self.merge
+        scale = math.sqrt(most * side**2 / (size.width * size.height))
+        wide, high = (math.floor(scale * length / side) for length in (size.width, size.height))
+        lengths = size.width, size.height
+        tokens = wide * high or min(max(lengths) // min(lengths), most)
+        return MediaWork(tokens * self.merge**2, tokens)
 
     def _tiles(self, size: Resolution) -> MediaWork:
         """Counts tiles: those of the image, and one for the whole image, unless it is the only one."""

@@ -49,6 +49,25 @@ class DeltaLayers:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowLayers:
+    """Describes layers that attend the last `window` tokens alone, with heads of their own sizes.
+
+    num_lent: of these layers, those that read keys and values of others
+    """
+
+    num_layers: int = 0
+    window: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 1
+    num_lent: int = 0
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Counts the values of keys and values that a token leaves in all layers."""
+        return 2 * (self.num_layers - self.num_lent) * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class Transformer:
     """Describes a stack of layers.
 
@@ -59,9 +78,12 @@ class Transformer:
     is_in_place: queries and keys are rotated, and gates multiplied, where they are
     shared_mlp_hidden: of an expert that computes every token beside the others
     media_mlp_hidden: of as many experts again, which compute the tokens of media alone
-    num_dense: layers with an MLP of dense_hidden in the place of experts
+    num_dense: layers with an MLP of dense_hidden in the place of the others', or of experts
     has_query_gate: attention's output is multiplied by a gate, which is as wide as the queries
-    num_windowed: layers that attend the last `window` tokens alone
+    num_lent: of the layers that attend all tokens, those that read keys and values of others
+    has_value_matrix: in these layers; else values are made of keys
+    layer_inputs: channels that each layer gets of each token beside, from a table of all tokens
+    windowed: the layers with a window
     delta: the layers that have a recurrent state, None for attention in all
     """
 
@@ -83,19 +105,22 @@ class Transformer:
     num_dense: int = 0
     dense_hidden: int = 0
     has_query_gate: bool = False
-    num_windowed: int = 0
-    window: int = 0
+    num_lent: int = 0
+    has_value_matrix: bool = True
+    layer_inputs: int = 0
+    windowed: WindowLayers = WindowLayers()
     delta: DeltaLayers | None = None
-
-    @property
-    def _num_attending(self) -> int:
-        """Counts the layers with attention, in a window or to all tokens."""
-        return self.num_layers - (0 if self.delta is None else self.delta.num_layers)
 
     @property
     def num_full(self) -> int:
         """Counts the layers that attend all tokens."""
-        return self._num_attending - self.num_windowed
+        recurrent = 0 if self.delta is None else self.delta.num_layers
+        return self.num_layers - self.windowed.num_layers - recurrent
+
+    @property
+    def num_looked_up(self) -> int:
+        """Counts the parameters of the table of layers' inputs, of which a token reads a row."""
+        return self.vocabulary * self.num_layers * self.layer_inputs
 
     @property
     def num_in_experts(self) -> int:
@@ -110,7 +135,7 @@ class Transformer:
     @property
     def num_parameters(self) -> int:
         """Counts parameters of the layers and, if there is a vocabulary, its matrices: two, or a tied one."""
-        return self.num_in_layers + (2 - self.is_tied) * self.vocabulary * self.hidden
+        return self.num_in_layers + self.num_looked_up + (2 - self.is_tied) * self.vocabulary * self.hidden
 
     @property
     def num_in_layers(self) -> int:
@@ -119,14 +144,26 @@ class Transformer:
 
     def _num_in_layers(self, num_experts: int, width: int) -> int:
         """Counts parameters of the layers with so many experts of a width."""
-        num_heads = (2 + self.has_query_gate) * self.num_heads + 2 * self.num_kv_heads
-        attention = self._num_attending * self.hidden * self.head_dim * num_heads
+        attention = self.hidden * (self._channels_of_queries + self._channels_of_keys)
+        inputs = 3 * self.num_layers * self.hidden * self.layer_inputs
         recurrent = 0 if self.delta is None else self.delta.num_parameters(self.hidden)
         router = self.hidden * self.num_experts if self.num_experts > 1 else 0
         shared = self.mlp_matrices * self.hidden * self.shared_mlp_hidden
         dense = self.num_dense * self.mlp_matrices * self.hidden * self.dense_hidden
         beside = (self.num_layers - self.num_dense) * (router + shared) + dense
-        return attention + recurrent + beside + self._num_in_experts(num_experts, width)
+        return attention + inputs + recurrent + beside + self._num_in_experts(num_experts, width)
+
+    @property
+    def _channels_of_queries(self) -> int:
+        """Counts those of queries, gates and outputs in all layers with attention."""
+        channels = self.num_full * self.head_dim + self.windowed.num_layers * self.windowed.head_dim
+        return (2 + self.has_query_gate) * self.num_heads * channels
+
+    @property
+    def _channels_of_keys(self) -> int:
+        """Counts those of keys and values that have a matrix, in all layers."""
+        full = self.kv_values_per_token if self.has_value_matrix else self.kv_values_per_token // 2
+        return full + self.windowed.kv_values_per_token
 
     @property
     def flops_per_token(self) -> float:
@@ -137,7 +174,8 @@ class Transformer:
         """
         weights = self._num_in_layers(self.num_active_experts, self.mlp_hidden)
         weights += self.vocabulary * self.hidden
-        windows = 4.0 * self.num_windowed * self.num_heads * self.head_dim * self.window
+        windowed = self.windowed
+        windows = 4.0 * windowed.num_layers * self.num_heads * windowed.head_dim * windowed.window
         recurrent = 0 if self.delta is None else self.delta.flops_per_token
         return 2.0 * weights + self.attended * self.flops_per_pair + windows + recurrent
 
@@ -155,12 +193,7 @@ class Transformer:
     @property
     def kv_values_per_token(self) -> int:
         """Counts the values of keys and values that a token leaves in layers that attend all."""
-        return 2 * self.num_full * self.num_kv_heads * self.head_dim
-
-    @property
-    def window_values_per_token(self) -> int:
-        """Counts the same in layers with a window, of each of its tokens."""
-        return 2 * self.num_windowed * self.num_kv_heads * self.head_dim
+        return 2 * (self.num_full - self.num_lent) * self.num_kv_heads * self.head_dim
 
     @property
     def live_values_per_token(self) -> int:
@@ -170,7 +203,8 @@ class Transformer:
         Attention: the residual, its norm, queries, keys and values, and those that are rotated. In place:
         what the layer was given too; two of the MLP's width; queries, keys and values, and the attended rows
         twice. Measured for Qwen2.5-VL (`stages/profiling.py`): 6 % more, its tower 3 %. Recurrent layers were
-        not measured: channels before and after the convolution, gate and output, and float32 heads.
+        not measured: channels before and after the convolution, gate and output, and float32 heads. Inputs of
+        layers are there for all of them.
         """
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = 3 * queries + 2 * keys
@@ -183,7 +217,8 @@ class Transformer:
             values = self.delta.num_value_heads * self.delta.value_dim
             heads = self.delta.num_value_heads * (2 * self.delta.key_dim + self.delta.value_dim)
             recurrent = 2 * (self.delta.num_channels + values + heads)
-        return 2 * self.hidden + max(self.mlp_matrices * mlp, attention + keys + gates, recurrent)
+        inputs = self.num_layers * self.layer_inputs
+        return 2 * self.hidden + inputs + max(self.mlp_matrices * mlp, attention + keys + gates, recurrent)
 
 
 @dataclass(frozen=True, slots=True)

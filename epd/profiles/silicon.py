@@ -256,15 +256,16 @@ def load_silicon(folder: Path, device: str, backend: str = "vllm", products: str
 def silicon_profile(silicon: Silicon, device: str, model: str, launch_s: float = LAUNCH_S) -> Profile:
     """Returns the profile of a model on a device by measured kernels.
 
-    Raises RequestError for recurrent layers, and for experts of sizes that the tables lack.
+    Raises RequestError for recurrent layers, heads of two sizes, and experts of sizes that the tables lack.
 
     launch_s: that the host takes to launch a layer of prefill or of the tower
     """
     of = model_named(model)
-    if of.language.delta is not None:
+    windowed, is_recurrent = of.language.windowed, of.language.delta is not None
+    if is_recurrent or (windowed.num_layers and windowed.head_dim != of.language.head_dim):
         raise RequestError(
-            f"received {of.name}, which has recurrent layers; allowed: models without; take "
-            f"--profile {of.name}@{device}"
+            f"received {of.name}, which has {'recurrent layers' if is_recurrent else 'heads of two sizes'}; "
+            f"allowed: models without; take --profile {of.name}@{device}"
         )
     try:
         encode = _launched(

@@ -104,6 +104,13 @@ _GEMMA4_NAMES = {
     "eoa_token": "<audio|>",
 }
 _VIDEO = "<|video|>"
+_GEMMA4_AUDIO = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "output_proj_dims": 32,
+    "subsampling_conv_channels": [4, 4],
+}
 # Of the checkpoints with experts, and of those with embeddings for each layer.
 GEMMA4_EXPERTS = {
     "enable_moe_block": True,
@@ -121,12 +128,12 @@ GEMMA4_SMALL = {
 }
 
 
-def build_gemma4(folder: Path, seed: int = 0, **text: Any) -> Path:
+def build_gemma4(folder: Path, seed: int = 0, *, hears: bool = False, **text: Any) -> Path:
     """Gemma 4 with two rounds of five layers with windows and one without, whose heads are larger.
 
     As the large ones are published: there keys are values too, and the tokens of an image attend each other
     in layers with windows alone. Images and frames have 70 tokens at most.
-    text: other fields of the language model.
+    hears: with a tower for sound, as the small ones have it. text: other fields of the language model.
     """
     template = _template("<|image|>", _VIDEO)
     tokenizer = byte_tokenizer((*_GEMMA4_NAMES.values(), _VIDEO), template, _GEMMA4_NAMES)
@@ -154,7 +161,7 @@ def build_gemma4(folder: Path, seed: int = 0, **text: Any) -> Path:
             "patch_size": 4,
             "position_embedding_size": 256,
         },
-        audio_config=None,
+        audio_config=_GEMMA4_AUDIO if hears else None,
         boi_token_id=ids["boi_token"],
         eoi_token_id=ids["eoi_token"],
         image_token_id=ids["image_token"],

@@ -10,25 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
+from epd.encoders.published import read_config
 from epd.engine_config import DEFAULT_ENGINE
 from epd.kv.scheduling import SchedulerConfig
 from epd.serve_app.worker.worker_stages import embedding_layout
-from epd.stages.engine.model_runner import kv_bytes_per_token
-from epd.stages.engine.setup import states_shape
+from epd.stages.engine.model_runner import kv_layouts
+from epd.stages.engine.setup import kv_shape, states_shape
 from epd.stages.loading.weights import part_bytes, skeleton
 from tests import ROOT
 from tests.encoders.tiny_molmo import PUBLISHED as MOLMO
-from tests.models.published import GLM, PUBLISHED, QWEN2_VL, Published
+from tests.models.published import GLM, PUBLISHED, QWEN2_VL, VIDEO_LLAMA, Published
 from tests.models.recurrent import RECURRENT
 from tests.models.tiny_ernie import PUBLISHED as ERNIE
+from tests.models.windowed import WINDOWED
 
 PAGE = ROOT / "benchmarks" / "results" / "checkpoints.md"
 _START, _END = "<!-- python -m tests.models.page -->\n", "<!-- end -->\n"
 CARD_BYTES = 80 * 10**9
 # A worker that computes or continues answers needs room for this context, or it fits in name alone.
-LEAST_TOKENS = 32_768
+LEAST_TOKENS, _ANY_TOKENS = 32_768, 10**6
 _GIGA, _MEGA = 10**9, 10**6
 _LAST = "| E to P a token, B | P, D on 80 GB, k tokens | 1epd |\n"
 
@@ -38,10 +39,10 @@ class Figures:
     """What one checkpoint takes in bfloat16.
 
     encode_bytes, language_bytes: weights of an encoder, and of a prefill or decode worker.
-    kv_bytes: of a token's keys and values.
+    kv_bytes: of a token's keys and values in the layers that attend all tokens.
     embedding_bytes: of a visual token on its way from E to P.
-    state_bytes: of a sequence's recurrent state; 0 without any.
-    slot_bytes: of all slots for such states, of as many answers as grow at once by default.
+    state_bytes: of a sequence's recurrent state, or of its full windows; 0 without any.
+    slot_bytes: of all room for these, of as many answers as grow at once by default.
     """
 
     encode_bytes: int
@@ -61,32 +62,35 @@ def figures(published: Published) -> Figures:
     """Builds the checkpoint without memory, and counts."""
     config = _read(published)
     model: Any = skeleton(config, torch.bfloat16)
-    states = states_shape(model, SchedulerConfig().max_num_seqs)
+    states, (full, *windowed) = states_shape(model, SchedulerConfig().max_num_seqs), kv_layouts(model)
+    window_bytes = kv_shape(model, _ANY_TOKENS).bytes_by_group[1:]
     tied = 0 if published.has_head else model.lm_head.weight.nbytes
     return Figures(
         part_bytes(model, "encode"),
         part_bytes(model, "language") - tied,
-        kv_bytes_per_token(model),
+        full[0].bytes_per_token,
         embedding_layout(config, torch.bfloat16).bytes_per_embedding,
-        0 if states is None else states.layout.bytes_per_sequence,
-        0 if states is None else states.num_bytes,
+        sum(layout.bytes_per_token * (window or 0) for layout, window in windowed)
+        + (0 if states is None else states.layout.bytes_per_sequence),
+        sum(window_bytes) + (0 if states is None else states.num_bytes),
     )
 
 
 def _read(published: Published) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(published.config), encoding="utf-8")
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        return read_config(Path(folder))
 
 
 def table() -> str:
     start, end = "| checkpoint | context | weights E, GB | P, D, GB | KV a token, B ", _LAST
-    plain = {**QWEN2_VL, **PUBLISHED, **GLM, **ERNIE, **MOLMO}
+    plain = {**QWEN2_VL, **PUBLISHED, **GLM, **ERNIE, **MOLMO, **VIDEO_LLAMA}
+    kept = {**RECURRENT, **WINDOWED}
     rows = "".join(f"| {' | '.join(_row(name, each))} |\n" for name, each in plain.items())
-    recurrent = "".join(f"| {' | '.join(_row(name, each))} |\n" for name, each in RECURRENT.items())
+    more = "".join(f"| {' | '.join(_row(name, each))} |\n" for name, each in kept.items())
     return (
         f"{start}{end}|---|{'---:|' * 7}\n{rows}\n"
-        f"{start}| state of an answer, MB {end}|---|{'---:|' * 8}\n{recurrent}"
+        f"{start}| kept of an answer, MB {end}|---|{'---:|' * 8}\n{more}"
     )
 
 

@@ -541,4 +541,95 @@ GLM: Mapping[str, Published] = {
         40_960,
         65_536,
     ),
+    "GLM-4.5V-106B-A12B": Published(
+        {
+            "model_type": "glm4v_moe",
+            "text_config": {
+                "attention_bias": True,
+                "first_k_dense_replace": 1,
+                "head_dim": 128,
+                "hidden_act": "silu",
+                "hidden_size": 4096,
+                "intermediate_size": 10944,
+                "max_position_embeddings": 65536,
+                "model_type": "glm4v_moe_text",
+                "moe_intermediate_size": 1408,
+                "n_group": 1,
+                "n_routed_experts": 128,
+                "n_shared_experts": 1,
+                "norm_topk_prob": True,
+                "num_attention_heads": 96,
+                "num_experts_per_tok": 8,
+                "num_hidden_layers": 46,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-05,
+                "rope_parameters": {
+                    "mrope_section": [8, 12, 12],
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 10000.0,
+                    "rope_type": "default",
+                },
+                "routed_scaling_factor": 1.0,
+                "topk_group": 1,
+                "vocab_size": 151552,
+            },
+            "tie_word_embeddings": False,
+            "vision_config": {
+                "depth": 24,
+                "hidden_act": "silu",
+                "hidden_size": 1536,
+                "image_size": 336,
+                "intermediate_size": 10944,
+                "model_type": "glm4v_moe_vision",
+                "num_heads": 12,
+                "out_hidden_size": 4096,
+                "patch_size": 14,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+            },
+        },
+        188_416,
+        65_536,
+    ),
+}
+
+
+def _video_llama_3(sizes: Config, vocabulary: int, *, tied: bool) -> Config:
+    return {
+        "image_token_id": 151655,
+        "model_type": "video_llama_3",
+        "text_config": {
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
+            "hidden_act": "silu",
+            "max_position_embeddings": 32768,
+            "model_type": "qwen2",
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "tie_word_embeddings": tied,
+            "vocab_size": vocabulary,
+        }
+        | sizes,
+        "tie_word_embeddings": tied,
+        "video_token_id": 151656,
+        "vision_config": {
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "layer_norm_eps": 1e-06,
+            "model_type": "video_llama_3_vision",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 27,
+            "patch_size": 14,
+        },
+    }
+
+
+VIDEO_LLAMA: Mapping[str, Published] = {
+    "VideoLLaMA3-2B": Published(
+        _video_llama_3(_sizes(1536, 8960, 28, 12, 2), 151936, tied=True), 28_672, 32_768, has_head=False
+    ),
+    "VideoLLaMA3-7B": Published(
+        _video_llama_3(_sizes(3584, 18944, 28, 28, 4), 152064, tied=False), 57_344, 32_768
+    ),
 }

@@ -20,11 +20,11 @@ from epd.profiles.files import load_profile
 from tests import ROOT
 from tests.encoders.tiny_molmo import PUBLISHED as MOLMO
 from tests.models.processors import PROCESSORS
-from tests.models.published import PUBLISHED, QWEN2_VL
+from tests.models.published import GLM, PUBLISHED, QWEN2_VL, VIDEO_LLAMA
 from tests.models.tiny_ernie import PUBLISHED as ERNIE
 
 _GIGA = 10**9
-ALL = {**QWEN2_VL, **PUBLISHED, **MOLMO, **ERNIE}
+ALL = {**QWEN2_VL, **PUBLISHED, **MOLMO, **ERNIE, **GLM, **VIDEO_LLAMA}
 
 
 def test_every_published_configuration_is_the_model_of_the_catalogue() -> None:

@@ -21,6 +21,7 @@ from epd.profiles.profile import Profile
 from epd.workload.requests import Resolution, VideoSpec
 from tests.models.recurrent import RECURRENT, STATE_BYTES
 from tests.models.test_windowed import LAYERS, TEXTS
+from tests.models.windowed import WINDOW_BYTES, WINDOWED
 
 _GIGA = 10**9
 # 70 % of the bandwidth of an H100.
@@ -47,10 +48,33 @@ def test_a_recurrent_model_is_that_of_the_catalogue(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "giga"),
-    [("Qwen3.5-0.8B", 1.50), ("Qwen3.5-9B", 17.91), ("Qwen3.5-27B", 53.79), ("Qwen3.5-35B-A3B", 69.32)],
+    [
+        *(("Qwen3.5-0.8B", 1.50), ("Qwen3.5-9B", 17.91), ("Qwen3.5-27B", 53.79), ("Qwen3.5-35B-A3B", 69.32)),
+        *(("Gemma-4-E2B", 9.26), ("Gemma-4-E4B", 14.93), ("Gemma-4-26B-A4B", 50.47), ("Gemma-4-31B", 61.39)),
+    ],
 )
 def test_weights_are_those_of_the_page_of_models(name: str, giga: float) -> None:
     assert profile_of(name).memory.language_weight_bytes / _GIGA == pytest.approx(giga, abs=0.006)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_layers_that_read_keys_of_others_keep_none(name: str) -> None:
+    """Gemma 4, whose layers with a window have heads of another size, and of which the last keep nothing."""
+    published, shape = WINDOWED[name], MODELS[name.lower()]
+    assert shape_of(name.lower(), published.config) == shape
+    assert shape.context_tokens == published.context_tokens
+    memory = profile_of(name).memory
+    assert memory.kv_bytes_per_token == published.kv_bytes_per_token
+    assert memory.window_bytes_per_token * memory.window_tokens == WINDOW_BYTES[name]
+
+
+def test_a_step_reads_no_table_of_which_a_token_takes_a_row() -> None:
+    """Of Gemma 4 E2B: 35 layers get 256 channels of each of 262,144 tokens, half of all weights."""
+    profile = profile_of("gemma-4-e2b")
+    table_bytes = 2 * 262_144 * 35 * 256
+    read_bytes = profile.memory.language_weight_bytes - table_bytes + WINDOW_BYTES["Gemma-4-E2B"]
+    assert profile.decode.cost.seconds(1) == pytest.approx(read_bytes / _BYTES_PER_S, rel=1e-3)
+    assert table_bytes > 0.5 * profile.memory.language_weight_bytes
 
 
 @pytest.mark.parametrize("size", TEXTS)

@@ -107,6 +107,12 @@ def test_profiles_by_name_and_by_file(tmp_path) -> None:  # type: ignore[no-unty
         ("qwen2.5-vl-7b", 7.6, 0.67),
         ("qwen3-vl-4b", 4.0, 0.30),
         ("qwen3-vl-8b", 8.2, 0.41),
+        ("videollama3-7b", 7.6, 0.41),
+        ("gemma-4-e2b", 5.1 - 0.3 - 0.15, 0.15),  # of which it hears with 0.3
+        ("gemma-4-e4b", 8.0 - 0.3 - 0.15, 0.15),
+        ("gemma-4-26b-a4b", 25.2, 0.55),
+        ("gemma-4-31b", 30.7, 0.55),
+        ("glm-4.5v-106b-a12b", 106.0, 0.68),
     ],
 )
 def test_parameters_are_those_of_the_published_models(
@@ -115,6 +121,17 @@ def test_parameters_are_those_of_the_published_models(
     shape = MODELS[model]
     assert shape.language.num_parameters / 1e9 == pytest.approx(billions, rel=0.05)
     assert shape.vision.num_parameters / 1e9 == pytest.approx(vision_billions, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [("gemma-4-e2b", 2.3), ("gemma-4-e4b", 4.5), ("gemma-4-26b-a4b", 3.8), ("glm-4.5v-106b-a12b", 12.0)],
+)
+def test_a_token_computes_the_published_active_parameters(model: str, billions: float) -> None:
+    """Each is two FLOPs, beside attention in windows; of GLM the page rounds down, or has no head."""
+    of = MODELS[model].language
+    windows = 4 * of.windowed.num_layers * of.num_heads * of.windowed.head_dim * of.windowed.window
+    assert (of.flops_per_token - windows) / 2e9 == pytest.approx(billions, rel=0.07)
 
 
 def test_a_decode_step_reads_the_weights_and_a_prefill_computes() -> None:

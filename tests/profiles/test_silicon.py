@@ -275,6 +275,8 @@ def test_wrong_files_and_models_with_experts_are_refused(silicon: Silicon, tmp_p
         silicon_profile(silicon, "h100", "qwen3-vl-30b-a3b")
     with pytest.raises(RequestError, match="has recurrent layers"):
         silicon_profile(silicon, "h100", "qwen3.5-0.8b")
+    with pytest.raises(RequestError, match="has heads of two sizes"):
+        silicon_profile(silicon, "h100", "gemma-4-31b")
     broken = tmp_path / "systems" / "data" / "h100_sxm" / "gemm" / "vllm" / "0.11.0" / "gemm_perf"
     write(broken.with_suffix(".txt"), [{"gemm_dtype": "bfloat16", "m": "x", "n": 1, "k": 1, "latency": 1}])
     with pytest.raises(RequestError, match="wrong column or value"):
