@@ -162,7 +162,9 @@ def test_all_but_gates_of_states_is_a_quarter_of_float32(paths: dict[str, Path])
 
 def test_experts_and_what_is_quantised_are_refused_in_one_line(tmp_path: Path) -> None:
     path = shrunk.build("InternVL3.5-30B-A3B", tmp_path / "experts")
-    with pytest.raises(UnsupportedModelError, match=r"^received the quantization fp8 for .* experts; allowed: "):
+    with pytest.raises(
+        UnsupportedModelError, match=r"^received the quantization fp8 for .* experts; allowed: "
+    ):
         load_role(path, "language", FP8)
     path = build("awq", tmp_path).quantized
     with pytest.raises(UnsupportedModelError, match=r"for weights quantised by 'awq'; allowed: [^\n]*$"):

@@ -6,8 +6,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
+from epd.stages.loading.quantized_forms import TensorForm
+from epd.stages.loading.quantized_linear import QuantizedLinear
 
 
 def fp8_matrix(num_out: int, num_in: int, block: tuple[int, int] | None) -> Fp8Matrix:
@@ -16,6 +19,24 @@ def fp8_matrix(num_out: int, num_in: int, block: tuple[int, int] | None) -> Fp8M
     rows, columns = block or (1, num_in)
     scales = torch.rand(-(-num_out // rows), -(-num_in // columns)) + 0.5
     return Fp8Matrix(values, scales.bfloat16(), rows, columns)
+
+
+def to_fp8(model: Any) -> Any:
+    """Replaces the linear modules of a language model's layers by those in FP8, without values."""
+    layers = model.get_decoder().layers
+    for name, linear in list(layers.named_modules()):
+        if isinstance(linear, nn.Linear):
+            rows, columns = linear.weight.shape
+            parts = {
+                "weight": TensorForm("", (rows, columns), torch.float8_e4m3fn, (1, columns), "fp8"),
+                "scales": TensorForm("", (rows, 1), torch.float32, (1, columns), "fp8_scales"),
+            }
+            module = QuantizedLinear(linear, parts, is_weight_only=False)
+            for part, form in parts.items():
+                empty = torch.empty(form.shape, dtype=form.dtype, device=linear.weight.device)
+                module.register_parameter(part, nn.Parameter(empty, requires_grad=False))
+            layers.set_submodule(name, module)
+    return model
 
 
 def int4_matrix(num_out: int, num_in: int, group: int) -> Int4Matrix:
