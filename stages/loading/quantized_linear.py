@@ -172,12 +172,20 @@ def can_merge(modules: Sequence[nn.Module]) -> bool:
 def _fp8_kind(values: Tensor, block: tuple[int, int], rows_in: RowsIn) -> Fp8Kind:
     """Decides how an FP8 matrix [N, C] is multiplied, by its device and its sizes."""
     kind: Fp8Kind = "rows" if block[0] == 1 else "blocks"
-    if values.device.type != "cuda" or rows_in == "nowhere":
-        return "rows" if rows_in == "everywhere" else "weights"
-    capability = torch.cuda.get_device_capability(values.device)
-    has_kind = capability >= _FP8_ROWS if kind == "rows" else capability[0] == _FP8_BLOCKS
-    is_whole = not any(size % _MULTIPLES[kind] for size in values.shape)
-    return kind if has_kind and is_whole else "weights"
+    is_on_gpu = values.device.type == "cuda"
+    is_meant = rows_in == "everywhere" or (rows_in == "gpu" and is_on_gpu)
+    is_whole = not is_on_gpu or not any(size % _MULTIPLES[kind] for size in values.shape)
+    return kind if is_meant and is_whole and kind in fp8_kinds(values.device) else "weights"
+
+
+def fp8_kinds(device: torch.device) -> tuple[Fp8Kind, ...]:
+    """Returns the products of FP8 times FP8 that torch has for a device."""
+    if device.type != "cuda":
+        return ("rows",)
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] == _FP8_BLOCKS:
+        return "rows", "blocks"
+    return ("rows",) if capability >= _FP8_ROWS else ()
 
 
 def products_text(model: nn.Module) -> str:

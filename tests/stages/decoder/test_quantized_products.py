@@ -16,7 +16,7 @@ from torch.nn.functional import ScalingType
 from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, fp8_rows_plain, multiply_plain
 from epd.stages.loading.quantized_forms import TensorForm
 from epd.stages.loading.quantized_linear import Fp8Product, QuantizedLinear
-from tests.stages.decoder.quantized_matrices import fp8_matrix, int4_matrix, moved
+from tests.stages.decoder.quantized_matrices import fp8_matrix, in_float64, int4_matrix, moved
 from tests.stages.decoder.test_fusions import drawn, on_gpu
 
 # Against the twin in float32: kernels add up products in float32 too, and round the sums once.
@@ -148,15 +148,6 @@ def test_values_of_four_bits_are_those_of_their_halves_of_a_group() -> None:
     zeros, scales = torch.tensor([[1, 12]], dtype=torch.uint8), torch.tensor([[0.5, 2.0]])
     matrix = Int4Matrix(packed, zeros, scales)
     assert matrix.dequantised(0, 1).tolist() == [[0.0, 0.5, 1.0, 1.5, 0.0, 4.0, 2.0, 6.0]]
-
-
-def in_float64(rows: Tensor, matrix: Fp8Matrix, bias: Tensor | None, group: int) -> Tensor:
-    """Rows rounded to FP8, each group of columns by its largest value, times what the matrix stands for."""
-    groups = rows.double().unflatten(1, (-1, group))
-    steps = (groups.abs().amax(2, keepdim=True) / 448).clamp_min(1e-30)
-    near = (groups / steps).float().to(torch.float8_e4m3fn).double() * steps
-    product = near.flatten(1) @ matrix.dequantised(0, matrix.num_rows).double().t()
-    return product if bias is None else product + bias.double()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
