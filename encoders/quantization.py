@@ -33,6 +33,7 @@ class Quantization:
     block: rows and columns of a matrix that share a scale; None if each row has one, or all rows the same.
     has_zeros: whether groups of 4 bits have zero points in the files.
     has_low_zeros: whether these lie one step too low, as GPTQ first wrote them.
+    is_weight_only: whether rows are not to be quantised, too.
     """
 
     method: str
@@ -40,6 +41,7 @@ class Quantization:
     block: tuple[int, int] | None
     has_zeros: bool = True
     has_low_zeros: bool = False
+    is_weight_only: bool = False
 
 
 def read_quantization(path: Path) -> Quantization | None:
@@ -54,6 +56,15 @@ def read_quantization(path: Path) -> Quantization | None:
         return _read(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ModelError(f"cannot read '{file}': {' '.join(str(error).split())}") from error
+
+
+def check_plain(quantization: Quantization | None) -> None:
+    """Raises UnsupportedModelError for a checkpoint that cannot be quantised, since it is already."""
+    if quantization is not None:
+        raise UnsupportedModelError(
+            f"received the quantization fp8 for weights quantised by '{quantization.method}'; allowed: those "
+            "in bfloat16, float16 and float32; leave it out"
+        )
 
 
 def _read(config: Mapping[str, Any]) -> Quantization | None:
@@ -147,10 +158,10 @@ def _compressed(found: _Found) -> Quantization:
     weights.expect("type", "float")
     weights.expect("num_bits", 8)
     weights.expect("symmetric", True, default=True)
-    if weights.expect("strategy", "tensor", "channel", "block") != "block":
-        return Quantization(found.method, 8, None)
-    weights.expect("block_structure", list(FP8_BLOCK))
-    return Quantization(found.method, 8, FP8_BLOCK)
+    has_blocks = weights.expect("strategy", "tensor", "channel", "block") == "block"
+    if has_blocks:
+        weights.expect("block_structure", list(FP8_BLOCK))
+    return Quantization(found.method, 8, FP8_BLOCK if has_blocks else None, is_weight_only=not activations)
 
 
 def _packed(found: _Found) -> Quantization:

@@ -55,6 +55,18 @@ def check_kv_cache_dtype(name: str) -> None:
         )
 
 
+QUANTIZATIONS = ("fp8",)
+
+
+def check_quantization(name: str | None) -> None:
+    """Raises RequestError for a way in which weights are not quantised when they are loaded."""
+    if name is not None and name not in QUANTIZATIONS:
+        raise RequestError(
+            f"received the quantization '{name}'; allowed: {', '.join(QUANTIZATIONS)}; leave it out for the "
+            "weights as they are, since quantised checkpoints need none"
+        )
+
+
 def check_cache_dir(folder: Path | None) -> None:
     """Raises RequestError for a URL."""
     if folder is not None and folder.parts[:1] in (("s3:",), ("gs:",), ("file:",)):
@@ -71,6 +83,7 @@ _CHECKS: Mapping[str, Callable[..., object]] = {
     "cache_objects": check_url,
     "dtype": check_dtype,
     "kv_cache_dtype": check_kv_cache_dtype,
+    "quantization": check_quantization,
     "hub": check_hub,
     "max_draft": lambda value: DraftConfig(max_draft=value),
     "lora_modules": lambda value: lora_modules(value or ()),
@@ -114,6 +127,11 @@ class EngineConfig(PixelSettings):
         le=256,
         description="Threads of torch; by default OMP_NUM_THREADS or all cores; a server divides the cores "
         "among its workers.",
+    )
+    quantization: str | None = Field(
+        default=None,
+        description="fp8 brings the language model's layers to FP8 when they are loaded, with a scale for "
+        "each row of a matrix, and what they multiply token by token. By default weights stay as they are.",
     )
     kv_cache_dtype: str = Field(
         default=KV_CACHE_DTYPES[0],

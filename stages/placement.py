@@ -24,13 +24,21 @@ class Placement:
 
     device: the CPU, or one GPU by its number, which torch's questions about memory need
     dtype: a floating-point type that the device computes in
+    quantization: of the language model's layers when they are loaded, fp8 or None
     """
 
     device: torch.device
     dtype: torch.dtype
+    quantization: str | None = None
 
     @classmethod
-    def resolve(cls, device: str = "auto", dtype: str = "auto", model_path: Path | None = None) -> Self:
+    def resolve(
+        cls,
+        device: str = "auto",
+        dtype: str = "auto",
+        model_path: Path | None = None,
+        quantization: str | None = None,
+    ) -> Self:
         """Returns the placement that these options mean on this machine.
 
         device: auto, cpu, cuda or cuda:N; cuda is the first GPU, and auto that one where there is one
@@ -40,7 +48,7 @@ class Placement:
         Raises RequestError for names that are unknown, and for what this machine does not have.
         """
         placed = _device(device)
-        return cls(placed, _dtype(dtype, placed, model_path))
+        return cls(placed, _dtype(dtype, placed, model_path), quantization)
 
     @property
     def is_cuda(self) -> bool:
@@ -51,7 +59,8 @@ class Placement:
         return str(self.dtype).removeprefix("torch.")
 
     def __str__(self) -> str:
-        return f"{self.dtype_name} on {self.device}"
+        types = self.dtype_name if self.quantization is None else f"{self.dtype_name} and {self.quantization}"
+        return f"{types} on {self.device}"
 
 
 CPU_FLOAT32 = Placement(torch.device("cpu"), torch.float32)

@@ -116,6 +116,7 @@ class Profiler:
             ),
             dtype=self.placement.dtype_name,
             kv_cache_dtype=self._options.kv_cache_dtype,
+            quantization=self.placement.quantization,
             num_threads=num_threads,
             switch_s=self._switch_s,
             core_speed=sum(speeds) / len(speeds),

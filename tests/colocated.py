@@ -267,7 +267,7 @@ class ColocatedPipeline:
         path = Path(model_path)
         adapter = load_adapter(path, pixels=config.pixels)
         use_threads(config.num_threads, config.tensor_parallel_size)
-        placement = Placement.resolve(config.device, config.dtype, path)
+        placement = Placement.resolve(config.device, config.dtype, path, config.quantization)
         model, ranks = load_with_ranks(path, "whole", placement, config.tensor_parallel_size)
         settings = generation_settings(path, adapter)
         if config.num_kv_tokens is None:

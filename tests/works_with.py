@@ -103,6 +103,7 @@ FEATURES = (
     Feature("static frames skipped", {"skip_static": 0.0}),
     Feature("merging in the tower", {"tower_share": 0.5}, changes_answers=True),
     Feature("values in 8 bits", {"kv_cache_dtype": "int8_values"}, changes_answers=True),
+    Feature("layers in FP8", {"quantization": "fp8"}, changes_answers=True),
     *map(_reduction, ("balanced", "evs", "funnel", "mustdrop", "quickprefill", "fastkv")),
     _model("FP8 weights", "fp8"),
     _model("AWQ weights", "awq"),

@@ -47,6 +47,7 @@ SECTIONS: Mapping[str, GpuSection] = {
     "closed_loop": GpuSection("Requests a second", closed_loop, 300),
     "decode": GpuSection("Decoding", measures.decode, 90),
     "prefill": GpuSection("Prefill", measures.prefill, 40),
+    "in_fp8": GpuSection("Passes with layers in FP8", measures.in_fp8, 90),
     "encode": GpuSection("Encoding", measures.encode, 40),
     "first_token": GpuSection("From decoded frames to the first token", measures.first_token, 90),
     "role_switch": GpuSection("A worker changes roles", role_switch, 120),
@@ -56,6 +57,7 @@ SECTIONS: Mapping[str, GpuSection] = {
 }
 NEEDS_CHECKPOINT = (
     "prefill",
+    "in_fp8",
     "encode",
     "transfers",
     "decode",

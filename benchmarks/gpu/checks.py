@@ -30,12 +30,12 @@ from epd.stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
 from epd.stages.engine.slot_copies import token_slots
 from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, multiply_plain
 from epd.stages.kernels.scaled_values import scaled, unscaled
-from epd.stages.loading.quantized_linear import QuantizedProduct
+from epd.stages.loading.quantized_linear import Fp8Kind, Fp8Product, QuantizedProduct, fp8_kinds
 from epd.types import ceil_div
 from tests.encoders.families import Clip, Family, Media, Picture
 from tests.models import shrunk
 from tests.models.published import PUBLISHED
-from tests.stages.decoder.quantized_matrices import fp8_matrix, int4_matrix, moved
+from tests.stages.decoder.quantized_matrices import fp8_matrix, in_float64, int4_matrix, moved
 
 _BLOCK_SIZE = 16
 # Query heads, KV heads, head size: Qwen2.5-VL-7B, Qwen3-VL-8B, SmolVLM2-2.2B.
@@ -61,6 +61,8 @@ def kernels(setup: Setup) -> Iterator[Row]:
         yield _attention(setup, dtype, *_HEADS[0], int8_values=True)
         for num_rows, (name, matrix) in itertools.product((1, 300), _matrices().items()):
             yield _product(setup, dtype, num_rows, name, matrix)
+        for num_rows, kind in itertools.product((1, 300), fp8_kinds(setup.placement.device)):
+            yield _fp8_product(setup, dtype, num_rows, kind)
 
 
 def _patches(setup: Setup) -> Row:
@@ -117,14 +119,8 @@ def _attention(
     if int8_values:
         values = [unscaled(scaled(each), dtype) for each in values]
     theirs = torch.cat([_plainly(*each) for each in zip(queries, keys, values, strict=True)])
-    difference = float((ours.cpu().double() - theirs).abs().max() / theirs.abs().max())
-    return {
-        "kernel": f"attention {num_heads}/{num_kv_heads} heads of {head_dim}" + ", int8 values" * int8_values,
-        "dtype": str(dtype).removeprefix("torch."),
-        "difference": f"{difference:.1e}",
-        "allowed": _ALLOWED[dtype],
-        OK: difference <= _ALLOWED[dtype],
-    }
+    kernel = f"attention {num_heads}/{num_kv_heads} heads of {head_dim}" + ", int8 values" * int8_values
+    return _compared(kernel, dtype, ours, theirs)
 
 
 def _matrices() -> dict[str, Fp8Matrix | Int4Matrix]:
@@ -143,9 +139,22 @@ def _product(
     rows, bias = torch.randn(num_rows, matrix.num_columns).to(dtype), torch.randn(matrix.num_rows).to(dtype)
     ours = QuantizedProduct(moved(matrix, device), bias.to(device))(rows.to(device))
     theirs = multiply_plain(rows.double(), matrix, bias.double())
+    return _compared(f"{num_rows} rows times {name}", dtype, ours, theirs)
+
+
+def _fp8_product(setup: Setup, dtype: torch.dtype, num_rows: int, kind: Fp8Kind) -> Row:
+    """FP8 times FP8, against rows that are rounded apart and a product in float64."""
+    device, matrix = setup.placement.device, fp8_matrix(384, 512, (128, 128) if kind == "blocks" else None)
+    rows, bias = torch.randn(num_rows, 512).to(dtype), torch.randn(384).to(dtype)
+    ours = Fp8Product.of(moved(matrix, device), kind, bias.to(device))(rows.to(device))
+    theirs = in_float64(rows, matrix, bias, matrix.columns_of_scale)
+    return _compared(f"{num_rows} rows in FP8, scaled by {kind}", dtype, ours, theirs)
+
+
+def _compared(kernel: str, dtype: torch.dtype, ours: Tensor, theirs: Tensor) -> Row:
     difference = float((ours.cpu().double() - theirs).abs().max() / theirs.abs().max())
     return {
-        "kernel": f"{num_rows} rows times {name}",
+        "kernel": kernel,
         "dtype": str(dtype).removeprefix("torch."),
         "difference": f"{difference:.1e}",
         "allowed": _ALLOWED[dtype],

@@ -36,6 +36,7 @@ from epd.stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
 from epd.stages.engine.model_runner import ModelRunner, kv_bytes_per_token, kv_layouts
 from epd.stages.engine.packed_pass import Segment
 from epd.stages.engine.setup import build_engine
+from epd.stages.loading.weights import load_role
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket
 from epd.types import ceil_div
 from tests.models import shrunk
@@ -193,9 +194,7 @@ def prefill(setup: Setup) -> Iterator[Row]:
     """A pass over new tokens of one request."""
     model = setup.load("language")
     for num_tokens in setup.sizes.prefill_tokens:
-        blocks = ceil_div(num_tokens, _BLOCK_SIZE)
-        runner = ModelRunner(model, setup.adapter, _pools(setup, model, blocks))
-        seconds = setup.seconds(partial(runner.run, [_segment(num_tokens, 0, 0, blocks)]))
+        seconds = _prefill_s(setup, model, num_tokens)
         operations = _language_operations(model, num_tokens)
         yield {
             "tokens": num_tokens,
@@ -203,6 +202,31 @@ def prefill(setup: Setup) -> Iterator[Row]:
             "tokens/s": round(num_tokens / seconds),
             "TFLOP/s": round(operations / seconds / 1e12, 3),
         }
+
+
+def _prefill_s(setup: Setup, model: Any, num_tokens: int) -> float:
+    blocks = ceil_div(num_tokens, _BLOCK_SIZE)
+    runner = ModelRunner(model, setup.adapter, _pools(setup, model, blocks))
+    return setup.seconds(partial(runner.run, [_segment(num_tokens, 0, 0, blocks)]))
+
+
+def in_fp8(setup: Setup) -> Iterator[Row]:
+    """Passes of prefill, and of decodes behind the shortest context, with layers as they are and in FP8."""
+    plain, fp8 = (_pass_ms(setup, each) for each in (None, "fp8"))
+    for what, ms in plain.items():
+        yield {"what": what, "ms": ms, "ms in FP8": fp8[what], "times as fast": round(ms / fp8[what], 2)}
+
+
+def _pass_ms(setup: Setup, quantization: str | None) -> dict[str, float]:
+    placement = replace(setup.placement, quantization=quantization)
+    model = load_role(setup.path, "language", placement).model
+    found = {
+        f"prefill of {each}": _prefill_s(setup, model, each) * 1e3 for each in setup.sizes.prefill_tokens
+    }
+    for batch in setup.sizes.decode_batches[:4]:
+        row = _decode_pass(setup, model, batch, setup.sizes.decode_contexts[0])
+        found[f"decode of {batch}"] = float(row["ms"])
+    return {what: round(ms, 3) for what, ms in found.items()}
 
 
 def encode(setup: Setup) -> Iterator[Row]:

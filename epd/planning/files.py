@@ -39,6 +39,7 @@ class PlanSettings(_Strict):
     retention: float = Field(gt=0, le=1)
     dtype: Literal["float32", "bfloat16", "float16"]
     kv_cache_dtype: str | None = None
+    quantization: str | None = None
     num_video_threads: int = Field(ge=1)
     encode_beside: bool | None = None
     draft: DraftMethod | None = None

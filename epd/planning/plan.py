@@ -142,6 +142,7 @@ class Plan:
             "retention": settings.retention,
             "dtype": self.profile.dtype,
             "kv_cache_dtype": self.profile.kv_cache_dtype,
+            "quantization": self.profile.quantization,
             "encode_beside": deployment.encode_beside,
             "num_video_threads": deployment.cpu_threads,
             "num_threads": self.profile.num_threads,

@@ -55,16 +55,22 @@ def parse_profile(text: str, name: str = "profile") -> Profile:
         raise RequestError(f"{name}: {where}: {first['msg']}; write a profile with epd profile") from None
 
 
-def load_profile(name_or_path: str, devices: Devices = CATALOGUE, kv_cache_dtype: str = "auto") -> Profile:
+def load_profile(
+    name_or_path: str,
+    devices: Devices = CATALOGUE,
+    kv_cache_dtype: str = "auto",
+    quantization: str | None = None,
+) -> Profile:
     """Loads a profile by name (MODEL@DEVICE) or from a file. Raises RequestError.
 
     devices: known by name.
-    kv_cache_dtype: of a profile that is computed. A file says its own.
+    kv_cache_dtype, quantization: of a profile that is computed. A file says its own.
     """
     path = Path(name_or_path)
     model, separator, device = name_or_path.rpartition("@")
     if separator and not path.exists():
-        return analytic_profile(device, model, devices=devices, kv_cache_dtype=kv_cache_dtype)
+        options = {"kv_cache_dtype": kv_cache_dtype, "quantization": quantization}
+        return analytic_profile(device, model, devices=devices, **options)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

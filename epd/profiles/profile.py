@@ -41,7 +41,7 @@ class Profile:
     cores_per_device: threads of the CPU beside each device, that read media; None if they are not known
     context_tokens: of a prompt and its answer at most; None if it is not known
     dtype: of the weights
-    kv_cache_dtype: of keys and values, as in `EngineConfig`
+    kv_cache_dtype, quantization: of keys and values, and of the language model, as in `EngineConfig`
     num_threads: of torch in a worker, None where the CPU does not compute
     prompt: tokens around a text
     parallel: to run a worker on several devices, None where the layers are not known
@@ -76,6 +76,7 @@ class Profile:
     cores_per_device: int | None = None
     context_tokens: int | None = None
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         if self.beside < 1:

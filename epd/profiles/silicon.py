@@ -27,7 +27,7 @@ import yaml  # type: ignore[import-untyped]  # its stubs are another package
 
 from epd.errors import RequestError
 from epd.profiles.accelerators import DEVICES, Device, Devices
-from epd.profiles.analytic import LAUNCH_S, analytic_profile
+from epd.profiles.analytic import AS_FAST_IN_FP8, LAUNCH_S, analytic_profile
 from epd.profiles.catalogue import model_named
 from epd.profiles.cost import Measurement, StageTable, fit_experts, fit_roofline
 from epd.profiles.profile import Profile
@@ -279,25 +279,23 @@ def silicon_profile(silicon: Silicon, device: str, model: str, launch_s: float =
             f"received tables of {silicon.system} with a wrong column or value ({error}); allowed: those of "
             "AIConfigurator; copy them again"
         ) from None
-    base = analytic_profile(device, model, devices=Devices({device: silicon.device}))
+    is_small = PRODUCTS[silicon.products] < PRODUCTS[_TYPE]
+    devices = Devices({device: silicon.device})
+    base = analytic_profile(device, model, devices=devices, quantization="fp8" if is_small else None)
     versions = ", ".join(f"{name} {version}" for name, (version, _) in silicon.tables.items())
     told = (
         f"sums of kernels that AIConfigurator measured on {silicon.system} ({versions}), products of the "
         f"language model in {silicon.products}",
         f"products at {_SUSTAINED:.0%} of the data sheet's FLOPs or less, {launch_s * 1e3:.2f} ms a layer or "
         "more to launch prefill and towers: measured on one H100",
-        *base.assumptions[3:],
+        *(each for each in base.assumptions[3:] if each != AS_FAST_IN_FP8),
     )
     encode = replace(encode, valid_items=base.encode.valid_items)
     parallel = None if base.parallel is None else replace(base.parallel, shared=shared)
-    in_layers = (
-        of.language.num_parameters - (2 - of.language.is_tied) * of.language.vocabulary * of.language.hidden
-    )
-    saved = in_layers * (PRODUCTS[_TYPE] - PRODUCTS[silicon.products])
-    memory = replace(base.memory, language_weight_bytes=base.memory.language_weight_bytes - saved)
+    is_on_load = silicon.products == "fp8" and of.language.num_experts == 1
     return replace(
         base,
-        memory=memory,
+        quantization="fp8" if is_on_load else None,
         encode=encode,
         prefill=prefill,
         decode=decode,

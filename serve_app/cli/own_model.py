@@ -42,7 +42,8 @@ def open_model(
 
 def placement_of(config: EngineConfig, model: Path | None) -> Placement:
     """Returns where a model runs: see `Placement.resolve`. Raises RequestError."""
-    return Placement.resolve(config.device, config.dtype, model_folder(model, config.revision, config.hub))
+    folder = model_folder(model, config.revision, config.hub)
+    return Placement.resolve(config.device, config.dtype, folder, config.quantization)
 
 
 def _num_threads(config: EngineConfig) -> int:

@@ -27,7 +27,7 @@ _Model = Annotated[
     ),
 ]
 # A profile has costs of passes without drafts, merges or a budget of memory: other options change nothing.
-PROFILED = ("device", "dtype", "kv_cache_dtype", "num_threads", "revision", "hub")
+PROFILED = ("device", "dtype", "kv_cache_dtype", "quantization", "num_threads", "revision", "hub")
 _Repeats = Annotated[int, typer.Option(metavar="N", help="Runs of each point.")]
 _Machine = Annotated[str, typer.Option(metavar="NAME", help="Name of this machine in the profile.")]
 
@@ -64,11 +64,11 @@ def _show(found: Profile, out: Path | None, as_json: bool) -> None:
 
 def _profile_of(model: str | None, repeats: int, machine: str, config: EngineConfig) -> Profile:
     if model is not None and "@" in model and not Path(model).exists():
-        return load_profile(model, kv_cache_dtype=config.kv_cache_dtype)
+        return load_profile(model, kv_cache_dtype=config.kv_cache_dtype, quantization=config.quantization)
     from epd.stages import placement, profiling  # torch
 
     path = model_folder(model, config.revision, config.hub)
-    where = placement.Placement.resolve(config.device, config.dtype, path)
+    where = placement.Placement.resolve(config.device, config.dtype, path, config.quantization)
     with console.loading_bar() as show:
         profiler = profiling.Profiler(path, config.num_threads or 1, where, show, config.kv_cache_dtype)
     with console.progress_bar("stages") as show:

@@ -90,9 +90,10 @@ class ProcessTransport:
     def weights(self, path: Path, placement: Placement) -> Path | None:
         """Returns the file of weights, written by the machine's first worker.
 
-        None without room for it, and for a GPU, to which each worker loads its own.
+        None without room for it, for a GPU, to which each worker loads its own, and for weights that each
+        quantises.
         """
-        if placement.is_cuda:
+        if placement.is_cuda or placement.quantization is not None:
             return None
         dtype = placement.dtype
         num_bytes = num_weight_bytes(path, dtype)

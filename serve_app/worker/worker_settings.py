@@ -77,7 +77,8 @@ class WorkerSettings:
 
     def placement(self) -> Placement:
         """Returns where the models of this process run. Raises RequestError for what the machine lacks."""
-        return Placement.resolve(self.engine.device, self.engine.dtype, self.model_path)
+        options = self.engine
+        return Placement.resolve(options.device, options.dtype, self.model_path, options.quantization)
 
 
 class Transport(Protocol):

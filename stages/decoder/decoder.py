@@ -151,6 +151,7 @@ class FusedDecoder:
         add_rms_norm(hidden, layer.mlp(hidden), layer.mlp_norm)
         chunk = weight.new_zeros(_CHUNK, len(weight), dtype=dtype)
         layer.qkv(chunk)
+        layer.out(weight.new_zeros(_CHUNK, model.heads[0] * model.heads[2], dtype=dtype))
         layer.mlp(chunk)
         for cache, values in zip(caches, held, strict=True):
             cache[0, 0] = values

@@ -352,6 +352,7 @@ def kv_files(model: Path, options: EngineConfig, shape: KVPoolsShape, facts: Map
     """Opens the files of a model's keys and values: see `kept_files`."""
     layouts = "; ".join(str(layout) for layout in shape.layouts)
     own = {"layouts": layouts, "block_size": str(shape.block_size), "model_impl": options.model_impl}
+    own |= {} if options.quantization is None else {"quantization": options.quantization}
     return kept_files(model, options, KV_KIND, {**own, **facts})
 
 

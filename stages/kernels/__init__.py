@@ -12,12 +12,13 @@ from epd.encoders.kernels.dispatch import at_first_use
 if TYPE_CHECKING:
     from epd.stages.kernels.kv_slots import copy_blocks_fused, norm_rotate_write_fused, write_slots
     from epd.stages.kernels.paged_attention import attend_tiles
-    from epd.stages.kernels.quantized_products import fp8_product, int4_product
+    from epd.stages.kernels.quantized_products import fp8_product, fp8_rows, int4_product
 
 __all__ = [
     "attend_tiles",
     "copy_blocks_fused",
     "fp8_product",
+    "fp8_rows",
     "int4_product",
     "norm_rotate_write_fused",
     "write_slots",
@@ -27,6 +28,7 @@ _MODULES = {
     "attend_tiles": "paged_attention",
     "copy_blocks_fused": "kv_slots",
     "fp8_product": "quantized_products",
+    "fp8_rows": "quantized_products",
     "int4_product": "quantized_products",
     "norm_rotate_write_fused": "kv_slots",
     "write_slots": "kv_slots",

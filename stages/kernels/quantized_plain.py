@@ -12,6 +12,9 @@ from epd.types import ceil_div
 
 # Values of a matrix that are dequantised at a time.
 _PIECE = 2**22
+FP8_MAX = 448.0
+# cuBLAS wants the scales of a column of rows to begin at 16 bytes.
+ROWS_TOGETHER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,18 @@ class Int4Matrix:
         values = torch.cat((halves & 15, halves >> 4), 2).to(torch.float32)
         zeros, scales = (each[start:stop, :, None].to(torch.float32) for each in (self.zeros, self.scales))
         return values.sub_(zeros).mul_(scales).flatten(1)
+
+
+def fp8_rows_plain(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Quantises rows [T, C] to FP8, each group of columns by its largest value: the twin of `fp8_rows`.
+
+    Returns float8_e4m3fn [M, C] and their scales, float32 [M, C / group], of which a column lies in one
+    piece. M is T rounded up to `ROWS_TOGETHER`, and rows behind T have no meaning.
+    """
+    grouped = functional.pad(rows, (0, 0, 0, -len(rows) % ROWS_TOGETHER)).unflatten(1, (-1, group))
+    scales = grouped.abs().amax(2).to(torch.float32) / FP8_MAX
+    values = grouped / torch.where(scales == 0, 1.0, scales)[..., None]
+    return values.to(torch.float8_e4m3fn).flatten(1), scales.t().contiguous().t()
 
 
 def multiply_plain(rows: Tensor, matrix: Fp8Matrix | Int4Matrix, bias: Tensor | None) -> Tensor:

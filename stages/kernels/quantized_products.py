@@ -5,6 +5,8 @@
     4 bits    BLOCK_K bytes at a time, of one group: a column of its first half in their low bits, one of its
               second half in the high bits
 
+    rows      a program quantises a row, or a group of its columns, for torch's own FP8 products
+
 Products of values that are not scaled yet are added up in float32, and then scaled: FP8 values, and those of
 4 bits less their zero point, are exact in 16 bits. Tiles are not tuned on a GPU.
 
@@ -20,11 +22,12 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
+from epd.stages.kernels.quantized_plain import ROWS_TOGETHER, Fp8Matrix, Int4Matrix
 from epd.types import ceil_div
 
 # Of at most this many rows the tile of a decode is not mostly padding; tl.dot takes no fewer.
 _FEW_ROWS = 16
+_ROW_BLOCK = 2048  # values of a row that a program quantises at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,51 @@ def fp8_product(rows: Tensor, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor:
             num_stages=tile.num_stages,
         )
     return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator] # Triton is untyped
+def _fp8_rows_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
+    rows, values, scales, num_rows, num_in, row_stride, GROUP: tl.constexpr, BLOCK: tl.constexpr
+):
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    source = rows + row * row_stride + group * GROUP
+    target = values + row * num_in + group * GROUP
+    k = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, GROUP, BLOCK):
+        value = tl.load(source + start + k, mask=start + k < GROUP, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+    scale = tl.math.div_rn(tl.max(largest, 0), 448.0)
+    tl.store(scales + group * num_rows + row, scale)
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    for start in range(0, GROUP, BLOCK):
+        value = tl.load(source + start + k, mask=start + k < GROUP, other=0.0).to(tl.float32)
+        value = tl.math.div_rn(value, scale).to(tl.float8e4nv)
+        tl.store(target + start + k, value, mask=start + k < GROUP)
+
+
+def fp8_rows(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Quantises rows [T, C], each group of columns by its largest value; needs compute capability 8.9.
+
+    Returns FP8 values and scales as `fp8_rows_plain` does, its twin.
+    """
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    num_rows, num_in = ceil_div(len(rows), ROWS_TOGETHER) * ROWS_TOGETHER, rows.shape[1]
+    values = rows.new_empty(num_rows, num_in, dtype=torch.float8_e4m3fn)
+    scales = rows.new_empty(num_in // group, num_rows, dtype=torch.float32)
+    if len(rows):
+        _fp8_rows_kernel[(len(rows), num_in // group)](
+            rows,
+            values,
+            scales,
+            num_rows,
+            num_in,
+            rows.stride(0),
+            GROUP=group,
+            BLOCK=min(_ROW_BLOCK, int(triton.next_power_of_2(group))),
+            num_warps=1 if group <= _ROW_BLOCK // 8 else 4,
+        )
+    return values, scales.t()
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_groups"])  # type: ignore[untyped-decorator] # Triton is untyped

@@ -26,14 +26,17 @@ import torch
 from torch import Tensor
 
 from epd.encoders.quantization import Quantization
+from epd.stages.kernels.quantized_plain import fp8_rows_plain
 from epd.types import ceil_div
 
 # What is done to a stored tensor: nothing, one scale is given to each row, or a layout is taken apart: first
 # AWQ's, then that of words along columns or rows, whose values follow each other. Zero points that lie a step
-# too low, as GPTQ first wrote them, are raised; those of symmetric values are in the middle.
+# too low, as GPTQ first wrote them, are raised; those of symmetric values are in the middle. Weights that are
+# not quantised become FP8, and the scales of that.
 Step = Literal[
     "none", "for_each_row", "packed", "zeros", "turned",
     "packed_down", "packed_across", "zeros_across", "raised_zeros_across", "zeros_down", "middle",
+    "fp8", "fp8_scales",
 ]  # fmt: skip
 _MIDDLE = 8  # the value of 4 bits that stands for 0 where there are no zero points
 # AWQ has eight values in a word, and these are the four bits of it that column 0, 1, ... of the eight has.
@@ -47,6 +50,7 @@ class TensorForm:
 
     name, shape, dtype: in the model.
     block: rows and columns of its matrix that share a scale.
+    columns: that are kept of what becomes FP8, whose scales are those of whole rows; None for all.
     """
 
     name: str
@@ -54,6 +58,7 @@ class TensorForm:
     dtype: torch.dtype
     block: tuple[int, int]
     step: Step = "none"
+    columns: tuple[int, int] | None = None
 
     def of(self, stored: Tensor) -> Tensor:
         """Returns the stored tensor in this form."""
@@ -61,6 +66,10 @@ class TensorForm:
             return stored.reshape(-1, 1).expand(self.shape).contiguous()
         if self.step == "middle":
             return torch.full(self.shape, _MIDDLE, dtype=self.dtype, device=stored.device)
+        if self.step in ("fp8", "fp8_scales"):
+            values, scales = fp8_rows_plain(stored, stored.shape[1])
+            kept = scales if self.step == "fp8_scales" else values[:, slice(*(self.columns or (None,)))]
+            return kept[: self.shape[0]].contiguous()
         if self.step in _VALUES:
             values = _VALUES[self.step](stored)[: self.shape[0]]
             return pack(values, self.block[1]) if "packed" in self.step else values.contiguous()

@@ -1,24 +1,52 @@
-"""Replaces linear modules whose weights are quantised by those that have a place for what the files hold."""
+"""Replaces linear modules whose weights are quantised, and chooses how these are multiplied.
+
+weights   values are dequantised inside of the product, by a kernel on a GPU, else in plain torch
+rows      FP8 times FP8, with a scale for each row of both
+blocks    FP8 times FP8, with a scale for each 128 columns of a row, and for blocks of the matrix
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import ScalingType
 
 from epd.encoders.kernels.dispatch import uses_kernels
 from epd.encoders.names import name_in_model
+from epd.encoders.quantization import FP8_BLOCK
+from epd.errors import UnsupportedModelError
 from epd.stages import kernels
-from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, multiply_plain
+from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, fp8_rows_plain, multiply_plain
 from epd.stages.loading.merged_weights import merged
 from epd.stages.loading.quantized_forms import TensorForm
+from epd.stages.loading.weight_files import StoredTensor
 
 # Rows of AWQ that share a word of a file.
 _AWQ_ROWS = 8
+_GATES = (".in_proj_a.weight", ".in_proj_b.weight")
 _FP8_PARTS, _INT4_PARTS = ("weight", "scales"), ("packed", "zeros", "scales")
+Fp8Kind = Literal["weights", "rows", "blocks"]
+# Where rows are quantised, too: of matrices quantised here everywhere, so that a CPU answers as a GPU does.
+RowsIn = Literal["nowhere", "gpu", "everywhere"]
+# What torch multiplies: how rows and the matrix are scaled, of what both its sizes are multiples, and since
+# which GPU, by compute capability. Blocks are Hopper's alone.
+_RECIPES = {
+    "rows": (ScalingType.RowWise, ScalingType.RowWise),
+    "blocks": (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
+}
+_MULTIPLES = {"rows": 16, "blocks": FP8_BLOCK[0]}
+_FP8_ROWS, _FP8_BLOCKS = (8, 9), 9
+_TOLD = {
+    "weights": "dequantised in their products",
+    "rows": "multiplied in FP8 by rows",
+    "blocks": "multiplied in FP8 by blocks",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +68,46 @@ class QuantizedProduct:
         return product
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Product:
+    """Multiplies rows, which are quantised as they come, by an FP8 matrix, both in FP8.
+
+    scales: of the matrix, float32, as torch wants them: [1, N], or [C / 128, N / 128] with columns of a
+    multiple of four. bias: [N].
+    """
+
+    matrix: Fp8Matrix
+    scales: Tensor
+    kind: Fp8Kind
+    bias: Tensor | None = None
+
+    @classmethod
+    def of(cls, matrix: Fp8Matrix, kind: Fp8Kind, bias: Tensor | None) -> Fp8Product:
+        scales = matrix.scales.to(torch.float32)
+        if kind == "blocks":
+            scales = functional.pad(scales, (0, -scales.shape[1] % 4))
+        return cls(matrix, scales.t(), kind, bias)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Returns [T, N] of rows [T, C]."""
+        quantise = kernels.fp8_rows if uses_kernels(rows) else fp8_rows_plain
+        is_by_row = self.kind == "rows"  # of a rank's columns, where it has some of them
+        values, scales = quantise(rows, rows.shape[1] if is_by_row else self.matrix.columns_of_scale)
+        left, right = _RECIPES[self.kind]
+        is_16_bits = rows.dtype.itemsize == 2  # others' bias torch does not add on a GPU
+        product: Tensor = functional.scaled_mm(
+            values,
+            self.matrix.values.t(),
+            scales,
+            left,
+            self.scales,
+            right,
+            bias=self.bias if is_16_bits else None,
+            output_dtype=rows.dtype,
+        )[: len(rows)]
+        return product if self.bias is None or is_16_bits else product.add_(self.bias)
+
+
 class QuantizedLinear(nn.Module):
     """Computes what a linear module does, from a quantised weight.
 
@@ -49,7 +117,7 @@ class QuantizedLinear(nn.Module):
 
     scales: nn.Parameter
 
-    def __init__(self, linear: nn.Linear, parts: Mapping[str, TensorForm]) -> None:
+    def __init__(self, linear: nn.Linear, parts: Mapping[str, TensorForm], *, is_weight_only: bool) -> None:
         """Replaces a linear module. parts: forms of its tensors by the names of parameters."""
         super().__init__()
         for name, form in parts.items():
@@ -57,6 +125,9 @@ class QuantizedLinear(nn.Module):
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.register_parameter("bias", linear.bias)
         self.block = parts["scales"].block
+        self._rows_in: RowsIn = "nowhere" if is_weight_only else "gpu"
+        if parts["scales"].step == "fp8_scales":
+            self._rows_in = "everywhere"
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     @property
@@ -77,6 +148,11 @@ class QuantizedLinear(nn.Module):
             return self.block
         return (1, 2) if part == "packed" else (1, 1)
 
+    @property
+    def fp8_kind(self) -> Fp8Kind:
+        """Returns how the matrix, and those that it is merged with, are multiplied."""
+        return _fp8_kind(self.weight, self.block, self._rows_in) if hasattr(self, "weight") else "weights"
+
     def forward(self, rows: Tensor) -> Tensor:
         """Returns [..., N] of rows [..., C]."""
         product = product_of([self])(rows.flatten(0, -2))
@@ -93,15 +169,40 @@ def can_merge(modules: Sequence[nn.Module]) -> bool:
     return len(kinds) == 1 and not any(each % parts[0].block[0] for each in num_rows)
 
 
-def product_of(modules: Sequence[QuantizedLinear]) -> QuantizedProduct:
+def _fp8_kind(values: Tensor, block: tuple[int, int], rows_in: RowsIn) -> Fp8Kind:
+    """Decides how an FP8 matrix [N, C] is multiplied, by its device and its sizes."""
+    kind: Fp8Kind = "rows" if block[0] == 1 else "blocks"
+    is_on_gpu = values.device.type == "cuda"
+    is_meant = rows_in == "everywhere" or (rows_in == "gpu" and is_on_gpu)
+    is_whole = not is_on_gpu or not any(size % _MULTIPLES[kind] for size in values.shape)
+    return kind if is_meant and is_whole and kind in fp8_kinds(values.device) else "weights"
+
+
+def fp8_kinds(device: torch.device) -> tuple[Fp8Kind, ...]:
+    """Returns the products of FP8 times FP8 that torch has for a device."""
+    if device.type != "cuda":
+        return ("rows",)
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] == _FP8_BLOCKS:
+        return "rows", "blocks"
+    return ("rows",) if capability >= _FP8_ROWS else ()
+
+
+def products_text(model: nn.Module) -> str:
+    """Says how the quantised matrices of a model are multiplied; empty without any."""
+    kinds = Counter(each.fp8_kind for each in model.modules() if isinstance(each, QuantizedLinear))
+    return "".join(f", {count} quantised matrices {_TOLD[kind]}" for kind, count in kinds.items())
+
+
+def product_of(modules: Sequence[QuantizedLinear]) -> QuantizedProduct | Fp8Product:
     """Returns the product with the matrices of modules that `can_merge`, one above the other."""
-    matrix: Fp8Matrix | Int4Matrix
     parts = {part: _merged(modules, part) for part in modules[0].parts}
-    if "weight" in parts:
-        matrix = Fp8Matrix(parts["weight"], parts["scales"], *modules[0].block)
-    else:
-        matrix = Int4Matrix(parts["packed"], parts["zeros"], parts["scales"])
-    return QuantizedProduct(matrix, merged(modules, "bias"))
+    bias, kinds = merged(modules, "bias"), {each.fp8_kind for each in modules}
+    if "weight" not in parts:
+        return QuantizedProduct(Int4Matrix(parts["packed"], parts["zeros"], parts["scales"]), bias)
+    matrix = Fp8Matrix(parts["weight"], parts["scales"], *modules[0].block)
+    kind = kinds.pop() if len(kinds) == 1 else "weights"
+    return QuantizedProduct(matrix, bias) if kind == "weights" else Fp8Product.of(matrix, kind, bias)
 
 
 def _merged(modules: Sequence[QuantizedLinear], part: str) -> Tensor:
@@ -110,9 +211,38 @@ def _merged(modules: Sequence[QuantizedLinear], part: str) -> Tensor:
     return whole
 
 
-def quantize_modules(model: nn.Module, forms: Iterable[TensorForm]) -> None:
+def quantized_on_load(
+    stored: Iterable[StoredTensor], model: Any, name_of: Callable[[str], str | None]
+) -> Iterator[StoredTensor]:
+    """Says of the weights of a language model's layers that they become FP8, with a scale for each row.
+
+    A weight is stored once and read twice: its values, then its scales. What makes the gates of recurrent
+    states stays as it is.
+    name_of: the name in the model of a stored tensor. Raises UnsupportedModelError for experts.
+    """
+    names = {each: name for name, each in model.named_modules()}
+    layers = list(model.get_decoder().layers.modules())
+    if any(hasattr(each, "experts") for each in layers):
+        raise UnsupportedModelError(
+            "received the quantization fp8 for a model with experts; allowed: models without; leave it out"
+        )
+    chosen = {f"{names[each]}.weight" for each in layers if isinstance(each, nn.Linear)}
+    for each in stored:
+        name = name_of(each.name)
+        if name not in chosen or name.endswith(_GATES):
+            yield each
+            continue
+        matrix, block = name.removesuffix(".weight"), (1, each.shape[1])
+        scales = TensorForm(f"{matrix}.scales", (each.shape[0], 1), torch.float32, block, "fp8_scales")
+        yield replace(each, form=TensorForm(name, each.shape, torch.float8_e4m3fn, block, "fp8"))
+        source = each.source or each.name
+        yield replace(each, name=f"{matrix}.weight_scale", source=source, form=scales)
+
+
+def quantize_modules(model: nn.Module, forms: Iterable[TensorForm], *, is_weight_only: bool = False) -> None:
     """Replaces the linear modules of a skeleton that these are the forms of, where it has them.
 
+    is_weight_only: whether the files say that rows are not quantised.
     Raises ValueError for a quantised weight of any other module, and for one that does not fit.
     """
     known = model.state_dict(keep_vars=True)
@@ -124,10 +254,11 @@ def quantize_modules(model: nn.Module, forms: Iterable[TensorForm]) -> None:
         name = name_in_model(f"{matrix}.weight", known)
         if name is not None:  # else it is of another role
             path = name.removesuffix(".weight")
-            model.set_submodule(path, _replaced(matrix, model.get_submodule(path), parts))
+            module = _checked(matrix, model.get_submodule(path), parts)
+            model.set_submodule(path, QuantizedLinear(module, parts, is_weight_only=is_weight_only))
 
 
-def _replaced(matrix: str, module: nn.Module, parts: Mapping[str, TensorForm]) -> QuantizedLinear:
+def _checked(matrix: str, module: nn.Module, parts: Mapping[str, TensorForm]) -> nn.Linear:
     if not isinstance(module, nn.Linear):
         kind = type(module).__name__
         raise ValueError(f"{matrix} is a quantised {kind}; allowed: linear modules; get another checkpoint")
@@ -135,4 +266,4 @@ def _replaced(matrix: str, module: nn.Module, parts: Mapping[str, TensorForm]) -
     stored = rows, columns if "weight" in parts else 2 * columns
     if stored != module.weight.shape:
         raise ValueError(f"{matrix} has shape {stored}, the model wants {tuple(module.weight.shape)}")
-    return QuantizedLinear(module, parts)
+    return module

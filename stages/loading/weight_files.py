@@ -105,7 +105,7 @@ _UNITS: Mapping[Step, tuple[bool, tuple[tuple[int, int], tuple[int, int]]]] = {
 
 
 def _part_in_form(part: TensorPart, shape: Sequence[int], form: TensorForm) -> TensorPart | None:
-    if form.step == "for_each_row":
+    if form.step in ("for_each_row", "fp8", "fp8_scales"):  # whole rows are read
         return None if part.dim == 1 or math.prod(shape) == 1 else part
     if form.step == "none":
         return part
@@ -152,7 +152,10 @@ class StoredTensor:
             return self
         if self.part is not None:
             raise ValueError(f"{self.name} is a part of {self.source} already, and cannot be cut again")
-        form = None if self.form is None else replace(self.form, shape=part.shape_of(self.form.shape))
+        form = self.form
+        if form is not None:
+            columns = part.ranges[0] if part.dim == 1 and form.step == "fp8" else None
+            form = replace(form, shape=part.shape_of(form.shape), columns=columns)
         read, is_turned = part.of_stored(self.shape, self.form), part.is_turned(self.shape)
         shape = self.shape if read is None else read.shape_of(self.shape)
         return replace(self, shape=shape, part=read, form=form, is_turned=is_turned)

@@ -32,13 +32,13 @@ from epd.encoders.checkpoint import published, read_config
 from epd.encoders.embedded import PlainConfig
 from epd.encoders.families.qwen3_vl_modules import Qwen3VLModules
 from epd.encoders.names import JointPart, WeightSet, is_wanted, joint_part, name_in_model
-from epd.encoders.quantization import read_quantization
+from epd.encoders.quantization import check_plain, read_quantization
 from epd.errors import ModelError
 from epd.host_memory import map_large_tensors
 from epd.stages.attention.support import check_attention
 from epd.stages.device_memory import check_room
 from epd.stages.loading.merged_weights import MergedMemory, merged_part
-from epd.stages.loading.quantized_linear import quantize_modules
+from epd.stages.loading.quantized_linear import products_text, quantize_modules, quantized_on_load
 from epd.stages.loading.weight_files import (
     StoredTensor,
     TensorPart,
@@ -170,7 +170,12 @@ def load_role(
             prune(model, role)
             listed = listed_tensors(path) if weights is None else list(tensors_in(weights))
             stored = with_forms(listed, quantization)
-            quantize_modules(model, [each.form for each in stored if each.form is not None])
+            if placement.quantization is not None and role != "encode":
+                check_plain(quantization)
+                stored = list(quantized_on_load(stored, model, names_of(model, model.state_dict())))
+            is_weight_only = quantization is not None and quantization.is_weight_only
+            forms = [each.form for each in stored if each.form is not None]
+            quantize_modules(model, forms, is_weight_only=is_weight_only)
             parts = cut(model) if cut is not None else {}
             loaded = _fill(model, path, stored, placement, on_progress, parts, is_copied=weights is None)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
@@ -178,9 +183,8 @@ def load_role(
         raise ModelError(f"the weights at '{path}' do not load: {reason}") from error
     model.eval()
     seconds = time.perf_counter() - start_s
-    logger.info(
-        "loaded %.2f GB of %s weights, %s, in %.1f s", loaded.num_bytes / 1e9, role, placement, seconds
-    )
+    size, products = loaded.num_bytes / 1e9, products_text(model)
+    logger.info("loaded %.2f GB of %s weights, %s%s, in %.1f s", size, role, placement, products, seconds)
     return loaded
 
 

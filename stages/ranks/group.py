@@ -236,7 +236,7 @@ def _placement(placement: Placement, index: int, size: int) -> Placement:
             f"received a tensor parallel size of {size} on '{placement.device}'; allowed: up to "
             f"{num_gpus - first}, the GPUs from there on that this process sees; set a smaller one"
         )
-    return Placement(torch.device("cuda", first + index), placement.dtype)
+    return replace(placement, device=torch.device("cuda", first + index))
 
 
 def load_with_ranks(

@@ -43,7 +43,7 @@ READ = [
     (changed(FP8, "weight_block_size", None), Quantization("fp8", 8, None)),
     (CHANNELS, Quantization("compressed-tensors", 8, None)),
     (changed(CHANNELS, "config_groups.group_0.input_activations", None),
-     Quantization("compressed-tensors", 8, None)),
+     Quantization("compressed-tensors", 8, None, is_weight_only=True)),
     (compressed("tensor"), Quantization("compressed-tensors", 8, None)),
     (compressed("block", block_structure=[128, 128]), Quantization("compressed-tensors", 8, (128, 128))),
     (AWQ, Quantization("awq", 4, (1, 128))),

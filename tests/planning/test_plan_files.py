@@ -62,7 +62,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
 def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan for the embedded model's name, by the costs of another, on two devices."""
     folder = tmp_path_factory.mktemp("plan")
-    text = dump_profile(analytic_profile("a100-80gb", "qwen2.5-vl-7b", kv_cache_dtype="int8_values"))
+    options = {"kv_cache_dtype": "int8_values", "quantization": "fp8"}
+    text = dump_profile(analytic_profile("a100-80gb", "qwen2.5-vl-7b", **options))
     profile = folder / "profile.json"
     profile.write_text(text.replace('"model": "qwen2.5-vl-7b"', '"model": "shapes-vl-2"'))
     path = folder / "plan.yaml"
@@ -92,7 +93,7 @@ def test_the_app_gets_what_the_plan_decides(plan_path: Path, served: Served) -> 
     assert args.topology == record["topology"]
     assert args.slo_ttft_s == 2.5
     assert args.num_video_threads == 6
-    assert (args.dtype, args.kv_cache_dtype) == ("bfloat16", "int8_values")
+    assert (args.dtype, args.kv_cache_dtype, args.quantization) == ("bfloat16", "int8_values", "fp8")
     assert (args.num_kv_tokens or 0) > 100_000
 
 

@@ -116,6 +116,19 @@ def test_values_in_8_bits_take_what_their_pool_takes() -> None:
     assert (whole.kv_cache_dtype, less.kv_cache_dtype) == ("auto", "int8_values")
 
 
+def test_layers_in_fp8_take_half_and_are_read_in_half_the_time() -> None:
+    """Qwen2.5-VL-7B: attention and MLP of 28 layers; embeddings and head have 16 bits."""
+    in_layers = 28 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18_944)
+    whole, less = (analytic_profile("h100", "qwen2.5-vl-7b", quantization=name) for name in (None, "fp8"))
+    saved = whole.memory.language_weight_bytes - less.memory.language_weight_bytes
+    assert saved == in_layers
+    share = less.memory.language_weight_bytes / whole.memory.language_weight_bytes
+    assert 0.5 < share < 0.6
+    assert less.decode.cost.floor_s / whole.decode.cost.floor_s == pytest.approx(share)
+    assert less.memory.vision_weight_bytes == whole.memory.vision_weight_bytes
+    assert (whole.quantization, less.quantization) == (None, "fp8")
+
+
 def test_windows_of_values_in_8_bits_are_smaller_too() -> None:
     whole, less = (
         analytic_profile("h100", "gemma-3-4b", kv_cache_dtype=name) for name in ("auto", "int8_values")

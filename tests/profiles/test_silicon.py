@@ -218,6 +218,8 @@ def test_weights_and_products_of_8_bits_are_halved_and_heads_and_towers_are_not(
         silicon_profile(load_silicon(folder, "h100", products=kind), "h100", "qwen2.5-vl-7b")
         for kind in ("bfloat16", "fp8")
     )
+    assert (wide.quantization, narrow.quantization) == (None, "fp8"), "so a plan serves with it"
+    assert not any("none has been measured" in each for each in narrow.assumptions)
     in_vocabulary = 2 * of.vocabulary * of.hidden
     saved = wide.memory.language_weight_bytes - narrow.memory.language_weight_bytes
     assert saved == of.num_parameters - in_vocabulary

@@ -48,12 +48,13 @@ from epd.stages.engine.kv_pool import KVLayout, KVPool
 from epd.stages.engine.model_runner import warm_up
 from epd.stages.kernels.kv_slots import copy_blocks_fused, norm_rotate_write_fused, write_slots
 from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
-from epd.stages.kernels.quantized_products import fp8_product, int4_product
+from epd.stages.kernels.quantized_products import fp8_product, fp8_rows, int4_product
 
 # Shared memory that one block of threads may have (CUDA C++ Programming Guide, compute capabilities).
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 # Those whose every kernel is compiled; of others, attention, for which tiles are chosen by chip.
 ARCHS = (80, 90)
+FP8_SINCE = 89
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Query heads to a KV head of Qwen2.5-VL 7B and 3B, of Llama 8B, and one to one.
 GROUPS = (7, 8, 4, 1)
@@ -64,7 +65,7 @@ PATCHES = [((8, 448, 448, 3), 2, 14, 2), ((8, 448, 448, 3), 2, 16, 2), ((3, 384,
 _OPTIONS = frozenset({"num_warps", "num_stages"})
 _NAMES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
-    torch.int64: "*i64", torch.uint8: "*u8", torch.int8: "*i8",
+    torch.int64: "*i64", torch.uint8: "*u8", torch.int8: "*i8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 
 
@@ -253,6 +254,17 @@ def quantized_launches(dtype: torch.dtype, group: int) -> list[Launch]:
     return recorded(launch)
 
 
+def fp8_row_launches(dtype: torch.dtype) -> list[Launch]:
+    """The launches that quantise rows of a 7B model, whole and by blocks of 128 columns; not before 8.9."""
+
+    def launch() -> None:
+        for num_in, group in ((3584, 3584), (18_944, 18_944), (3584, 128)):
+            for num_rows in (1, 2048):
+                fp8_rows(torch.empty(num_rows, num_in, dtype=dtype, device="cuda"), group)
+
+    return recorded(launch)
+
+
 def patch_launches(
     frames: tuple[int, ...], unit: int, side: int, merge: int, dtype: torch.dtype
 ) -> list[Launch]:
@@ -322,7 +334,8 @@ def _compiled_job(number: int) -> Report:
 def every_launch(arch: int) -> Iterator[tuple[str, Launch]]:
     """What a model may launch, without repetition: block sizes change little, so all with one group each."""
     seen: set[tuple[str, ...]] = set()
-    for what, launch in itertools.chain(_attention(arch), _others() if arch in ARCHS else ()):
+    of_fp8 = _fp8_rows() if arch >= FP8_SINCE else ()
+    for what, launch in itertools.chain(_attention(arch), _others() if arch in ARCHS else (), of_fp8):
         if launch.variant not in seen:
             seen.add(launch.variant)
             yield what, launch
@@ -353,6 +366,12 @@ def _others() -> Iterator[tuple[str, Launch]]:
         yield f"patches {[unit, side, merge]} {dtype}", patch_launches(shape, unit, side, merge, dtype)[0]
 
 
+def _fp8_rows() -> Iterator[tuple[str, Launch]]:
+    for dtype in DTYPES:
+        for launch in fp8_row_launches(dtype):
+            yield f"rows to FP8 {dtype}", launch
+
+
 def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[str, Any]:
     """Compiles what some shapes launch. Returns the reports of each by kernel, and the variants of a warm-up.
 
@@ -366,6 +385,8 @@ def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[s
             launches += attention_launches(heads, block_size, dtype, arch, int8_values=int8_values)
             if arch in ARCHS:
                 launches += fusion_launches(heads, dtype, has_norms=dim != 64, int8_values=int8_values)
+        if arch >= FP8_SINCE:
+            launches += fp8_row_launches(dtype)
         if arch in ARCHS:
             launches += patch_launches((8, 448, 448, 3), 2, 14, 2, dtype)
             launches += quantized_launches(dtype, 32 if dim == 80 else 128)

@@ -16,6 +16,7 @@ from tests.encoders.test_kernels import CASES
 from tests.stages.attention.test_kernels import PASSES
 from tests.stages.decoder.test_fusions import SHAPES
 from tests.stages.decoder.test_quantized_products import CASES as PRODUCTS
+from tests.stages.decoder.test_quantized_products import ROWS
 
 # Each part prints one line, whatever became of the others.
 EACH = """
@@ -48,6 +49,7 @@ PARTS = {
     "tower": lambda: towers.compare_fused("cpu", torch.float32),
     "fusions": lambda: fusions.compare_all("cpu"),
     "products": lambda: products.compare_all("cpu"),
+    "rows": lambda: products.compare_rows("cpu"),
     "bytes": lambda: products.compare_every_byte("cpu"),
 }
 """
@@ -101,6 +103,7 @@ def without_triton() -> dict[str, str]:
         ("tower", None),
         ("fusions", 15 * len(SHAPES)),
         ("products", len(PRODUCTS)),
+        ("rows", len(ROWS)),
         ("bytes", True),
     ],
 )

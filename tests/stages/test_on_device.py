@@ -33,9 +33,11 @@ from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerateRequest, GenerationSettings, StepResult
 from epd.stages.engine.graphs import GraphMaker
 from epd.stages.engine.setup import build_engine, kv_shape
+from epd.stages.loading.quantized_linear import products_text
 from epd.stages.prefill import PrefillStage
 from tests.encoders.families import QUESTION, Family
 from tests.fake_cuda import CUDA, FakeCuda, draw_exactly, fake_cuda, model_like
+from tests.stages.decoder.quantized_matrices import to_fp8
 from tests.stages.encode.workers import clip_of
 
 MAX_TOKENS = 4
@@ -270,6 +272,24 @@ def test_a_step_of_decodes_is_one_replay(
         assert cuda.launches.count("replay") == 1
         assert len(cuda.launches) <= most
         assert cuda.waits == [("stages/sampling/sampler.py", "_on_host")]
+
+
+def test_in_fp8_nothing_waits_for_scales(
+    families: dict[str, Family], cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of rows are computed on the device, in prefill and in decodes that are captured."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    device = OnDevice(families["qwen2_5_vl"], cuda)
+    with cuda.unchecked():
+        device.model = to_fp8(model_like(device.family.model.config))
+    assert "quantised matrices multiplied in FP8 by rows" in products_text(device.model)
+    engine = device.engine(graphs=Replays(cuda))
+    engine.add(request := device.request())
+    device.feed(request, [engine])
+    results = steps(engine)
+    assert {"_scaled_mm_v2", "replay"} <= set(cuda.launches)
+    assert {file for file, _ in cuda.waits} == {"stages/sampling/sampler.py"}
+    assert len(cuda.waits) == sum(bool(result.outputs) for result in results)
 
 
 def test_a_step_of_decodes_that_share_a_prefix_is_one_replay(

@@ -35,6 +35,7 @@ GIVEN: dict[str, Any] = {
     "async_scheduling": True,
     "enforce_eager": True,
     "num_threads": 3,
+    "quantization": "fp8",
     "kv_cache_dtype": "int8_values",
     "num_kv_tokens": 4096,
     "gpu_memory_utilization": 0.5,
@@ -154,6 +155,7 @@ def test_workers_get_every_field_of_a_server(monkeypatch: pytest.MonkeyPatch) ->
         ({"max_draft": 33}, "a max_draft of 33; allowed: 1 to 32"),
         ({"device": "tpu"}, "the device 'tpu'; allowed: auto, cpu"),
         ({"kv_cache_dtype": "fp8"}, "the kv_cache_dtype 'fp8'; allowed: auto, int8_values; use int8_values"),
+        ({"quantization": "awq"}, "the quantization 'awq'; allowed: fp8; leave it out"),
         ({"dtype": "int8"}, "the dtype 'int8'; allowed: auto, bfloat16"),
     ],
 )

@@ -135,6 +135,8 @@ def test_a_computed_profile_is_printed_as_such(capsys: pytest.CaptureFixture[str
     assert "nothing was measured" in capsys.readouterr().out
     app(["profile", "qwen3-vl-8b@h200", "--kv-cache-dtype", "int8_values"], standalone_mode=False)
     assert "values in 8 bits are read at the same bandwidth" in capsys.readouterr().out
+    app(["profile", "qwen3-vl-8b@h200", "--quantization", "fp8"], standalone_mode=False)
+    assert "products in FP8 are computed as fast as in 16 bits" in capsys.readouterr().out
     assert app(["profile", "--repeats", "0"], standalone_mode=False) == 2
 
 

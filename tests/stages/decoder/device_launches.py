@@ -23,6 +23,7 @@ from epd.stages.attention.device import DeviceHeads
 from epd.stages.decoder.decoder import DecoderInputs, FusedDecoder, LayerCaches
 from epd.stages.decoder.layers import layers_of
 from epd.stages.decoder.text_model import text_model
+from tests.stages.decoder.quantized_matrices import to_fp8
 from tests.stages.decoder.text_models import CONFIGS
 from tests.stages.kernels_ahead import Launch, recorded
 
@@ -30,7 +31,9 @@ _DISPATCHED = (
     "epd.stages.attention.attention",
     "epd.stages.attention.device",
     "epd.stages.decoder.operations",
+    "epd.stages.loading.quantized_linear",
 )
+IN_FP8 = " in FP8"
 _CONTEXTS = (40_000, 900)
 
 
@@ -55,7 +58,10 @@ def launches(name: str, num_layers: int, *, is_warm_up: bool = False) -> tuple[l
 
     def launch() -> None:
         with torch.device("cuda"):
-            model = AutoModelForImageTextToText.from_config(CONFIGS[name](), dtype=torch.bfloat16).eval()
+            config = CONFIGS[name.removesuffix(IN_FP8)]()
+            model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
+        if name.endswith(IN_FP8):
+            to_fp8(model)
         known = text_model(model.get_decoder())
         assert known is not None
         decoder = FusedDecoder(known, layers_of(model.get_decoder()))
@@ -79,6 +85,7 @@ def launches(name: str, num_layers: int, *, is_warm_up: bool = False) -> tuple[l
             stack.enter_context(patch(f"{module}.uses_kernels", lambda tensor: tensor.is_cuda))
         stack.enter_context(patch("epd.stages.attention.device._num_processors", lambda _: 132))
         stack.enter_context(patch("epd.stages.attention.device._chip", lambda _: 90))
+        stack.enter_context(patch("torch.cuda.get_device_capability", lambda _: (9, 0)))
         return recorded(launch), operations.names
 
 
@@ -99,7 +106,7 @@ def variants(found: list[Launch]) -> set[tuple[str, str, str, str]]:
 
 
 def main() -> None:
-    for name in ("qwen2", "qwen2.5-vl", "qwen3", "qwen3-vl", "llama with biases"):
+    for name in ("qwen2", "qwen2.5-vl", "qwen3", "qwen3-vl", "llama with biases", f"qwen3{IN_FP8}"):
         two, three = (launches(name, num_layers) for num_layers in (2, 3))
         counts, kernels = counted(*three) - counted(*two), three[0]
         warm, _ = launches(name, 3, is_warm_up=True)
