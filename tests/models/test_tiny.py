@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoProcessor
+from torch import Tensor, nn
+from transformers import AutoProcessor, StoppingCriteriaList
 
 from epd.encoders import load_adapter
 from tests import tiny_audio
@@ -32,7 +33,9 @@ BUILDERS: dict[str, Callable[[Path], Path]] = {
     **BUILDERS_HERE,
     "ernie4_5_vl_moe": tiny_ernie.build,
 }
-Answers = Callable[[], list[tuple[int, ...]]]
+Tokens = tuple[int, ...]
+# Answers, each at least as far as it equals that of the sequence, where one is given.
+Answers = Callable[[Sequence[Tokens]], list[Tokens]]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -76,7 +79,7 @@ def test_so_do_those_of_a_model_that_hears(tmp_path: Path) -> None:
     cases = [sounds[:count] for count in range(3)]
     check(
         reference.model,
-        lambda: [reference.tokens(each, [*[None] * len(each), QUESTION]) for each in cases],
+        lambda _plain: [reference.tokens(each, [*[None] * len(each), QUESTION]) for each in cases],
     )
 
 
@@ -86,7 +89,7 @@ def check_family(family: Family, media: dict[str, Path]) -> None:
 
 def check(model: Any, answers: Answers) -> None:
     """answers: to a text, and to two prompts with media."""
-    plain = answers()
+    plain = answers(())
     different = sorted(len(set(each)) for each in plain)
     assert different[0] > 1
     assert different[1] >= NUM_DIFFERENT
@@ -95,22 +98,35 @@ def check(model: Any, answers: Answers) -> None:
     towers = [each for each in stacks(model) if not set(each) & set(decoder.modules())]
     for are_vectors in (False, True):
         with rolled([decoder.layers], are_vectors=are_vectors):
-            assert [each != old for each, old in zip(answers(), plain, strict=True)] == [True] * 3
+            assert [each != old for each, old in zip(answers(plain), plain, strict=True)] == [True] * 3
         with rolled(towers, are_vectors=are_vectors):
-            _, *seen = answers()
+            _, *seen = answers(plain)
             assert [each != old for each, old in zip(seen, plain[1:], strict=True)] == [True] * 2
 
 
 @torch.inference_mode()
-def answers(family: Family, media: dict[str, Path]) -> list[tuple[int, ...]]:
+def answers(family: Family, media: dict[str, Path], plain: Sequence[Tokens]) -> list[Tokens]:
     """Greedy answers of `generate` to a text, an image and two images."""
     found = []
-    for names in CASES:
+    for names, old in zip_longest(CASES, plain):
         inputs = family.their_inputs([as_sent(media[each]) for each in names], SAMPLING, QUESTION)
+        length = inputs["input_ids"].shape[1]
         with trained_positions_in(family.model):
-            sequence = family.model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)
-        found.append(tuple(sequence[0, inputs["input_ids"].shape[1] :].tolist()))
+            sequence = family.model.generate(
+                **inputs, max_new_tokens=MAX_TOKENS, do_sample=False, stopping_criteria=differs(length, old)
+            )
+        found.append(tuple(sequence[0, length:].tolist()))
     return found
+
+
+def differs(length: int, plain: Tokens | None) -> StoppingCriteriaList:
+    """Ends an answer at its first token that is another one's. length: of the prompt"""
+
+    def ends(sequences: Tensor, _scores: Any, **_others: Any) -> Tensor:
+        (answer,) = sequences[:, length:].tolist()
+        return torch.tensor([plain is not None and tuple(answer) != plain[: len(answer)]])
+
+    return StoppingCriteriaList([ends])
 
 
 def stacks(model: nn.Module) -> Iterator[nn.ModuleList]:
