@@ -250,17 +250,17 @@ class ModelRunner:
             return self._decoder.run(hidden, whole, range(num_layers), inputs.logit_rows)
         # Before anything runs, since a view begins anew whenever its question is planned.
         rest = [segment.later() for segment in segments]
-        batches = attention_batches(rest, self._kinds, self.pools.block_size)
-        later_plans = self._plans(batches, rest)
+        later_plans = self._plans(attention_batches(rest, self._kinds, self.pools.block_size), rest)
         num_whole = num_whole_layers(num_layers, len(visual.deepstack) if visual is not None else 0)
         hidden = self._decoder.run(hidden, whole, range(num_whole))
         going_on = [(len(segment.token_ids), segment.going_on) for segment in segments]
         rows = rows_going_on(going_on, self._device)
-        caches = self._caches_of(later_plans, None)
-        lora = None if lora is None else lora.only(rows)
+        if num_whole == num_layers:
+            return hidden[rows[inputs.logit_rows]]
+        caches, lora = self._caches_of(later_plans, None), lora and lora.only(rows)
         prompt_ids = None if prompt_ids is None else prompt_ids[rows]
-        positions, visual_rows = inputs.positions[:, rows], inputs.visual_rows
-        later = DecoderInputs(positions, caches, visual_rows, lora=lora, prompt_ids=prompt_ids)
+        places = inputs.positions[:, rows]
+        later = DecoderInputs(places, caches, inputs.visual_rows, lora=lora, prompt_ids=prompt_ids)
         return self._decoder.run(hidden[rows], later, range(num_whole, num_layers), inputs.logit_rows)
 
     def _prompt_ids(self, packed: PackedPass, token_ids: Tensor) -> Tensor | None:

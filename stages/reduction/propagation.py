@@ -82,7 +82,7 @@ def observing_rows(num_tokens: int, device: torch.device | None = None) -> Tenso
 
 def num_whole_layers(num_layers: int, num_deepstack: int) -> int:
     """Counts the layers that compute all tokens of a window: a third, and all with deepstack features."""
-    return max(1, num_layers // 3, num_deepstack)
+    return min(num_layers, max(1, num_layers // 3, num_deepstack))
 
 
 def rows_going_on(segments: Sequence[tuple[int, GoingOn | None]], device: torch.device) -> Tensor:

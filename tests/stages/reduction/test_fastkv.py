@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from typer.testing import CliRunner
 
 from epd.batch.lines import CHAT_URL, LineDefaults, parse_line
-from epd.encoders import Embeddings, PromptPlan, concatenated
+from epd.encoders import Embeddings, PromptPlan, concatenated, load_adapter
 from epd.encoders.groups import prompt_identity
 from epd.encoders.reduction import reduce_prompt
 from epd.engine_config import RECURRENT_FAMILIES
@@ -35,6 +35,7 @@ from epd.serve_app.cli.program import app
 from epd.serve_app.http.requests.chat_request import ChatRequest
 from epd.serve_app.http.requests.request_parsing import reduction_policy
 from epd.stages.decoder.decoder import FusedDecoder
+from epd.stages.engine.generation import GenerationSettings
 from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.packed_pass import Segment
 from tests.colocated import ColocatedPipeline, EncodedMedia, MediaContext
@@ -56,7 +57,7 @@ from tests.stages.reduction.prompts import (
 from tests.stages.reduction.test_prefill_methods import rounded
 from tests.stages.test_moving import run_moving
 from tests.stages.test_split_stages import Deployment
-from tests.tiny_models import load_reference
+from tests.tiny_models import build_qwen3_vl, load_reference
 
 NUM_OBSERVING = 32
 
@@ -374,6 +375,20 @@ def test_any_batch_and_chunking_gives_the_same_tokens(
     assert drive(engine, chunk, mix) == expected(mix)
     assert engine.kv.usage == 0
     assert passes.has_mixed() == (chunk > 7)
+
+
+def test_layers_that_all_have_deepstack_features_compute_all_rows_once(
+    tmp_path: Path, clip: Path, questions: list[str]
+) -> None:
+    """Their norm is in the last one's output, also for answers that grow beside a window."""
+    model = load_reference(build_qwen3_vl(tmp_path / "model", num_hidden_layers=2))
+    settings = GenerationSettings(eos_ids=frozenset())
+    pipeline = ColocatedPipeline(model, load_adapter(tmp_path / "model"), settings=settings)
+    encoded, engines = pipeline.encode_media([clip], num_frames=12), Engines(model, pipeline)
+    policies = {"half": ReductionPolicy("fastkv", 0.5), "whole": ReductionPolicy()}
+    some = answered_alone(engines, pipeline, encoded, questions[:2], policies)
+    for seed in range(3):
+        assert drive(engines.engine(), seed, some) == expected(some)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "offload"])
