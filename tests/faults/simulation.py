@@ -26,6 +26,7 @@ from tests.faults.harm import Harm, index_of, index_of_id
 from tests.faults.plan import FaultPlan
 from tests.faults.pool import Pool, PoolQuestion
 from tests.faults.virtual_time import Clock, NothingLeftError, VirtualLoop, decided
+from tests.faults.workers import named_memory, no_threads
 from tests.faults.world import Part, Trace, World, simulated_pool_of, simulated_thread
 from tests.serve_app.deployments import Answered, Question
 from tests.serve_app.media_fleet import reference_to
@@ -34,6 +35,7 @@ _MAX_ANSWER_S = 400.0  # virtual time of one request, whatever is lost
 _MAX_SETTLE_S = 120.0
 _MAX_CLOSE_S = 5.0
 _NEVER = ("loop_failures", "event_failures", "stalls")  # counters of a front that stay at zero
+_MAX_GARBAGE = 200_000  # objects of seeds before, until they are collected
 _MIN_BLAMED_LOSSES = 2  # workers that are lost before any request is blamed
 
 
@@ -213,7 +215,8 @@ class _Errors(logging.Handler):
 @contextmanager
 def _collector_off() -> Iterator[None]:
     """Keeps the collector from running at times that no seed decides, since it frees frames."""
-    gc.collect()
+    if gc.get_count()[0] > _MAX_GARBAGE:
+        gc.collect()
     gc.disable()
     try:
         yield
@@ -237,7 +240,7 @@ def simulate(plan: FaultPlan, pool: Pool, *, is_printed: bool = False) -> Result
     trace = Trace(clock, is_printed=is_printed)
     errors = _Errors(result, trace)
     model = nullcontext() if plan.has_tensors else exact_model()
-    with model, decided(clock), _logged(errors), _collector_off():
+    with model, decided(clock), named_memory(), no_threads(), _logged(errors), _collector_off():
         loop = VirtualLoop(clock, plan.seed)
         loop.set_exception_handler(lambda _loop, _context: None)  # of tasks of dead processes
         asyncio.set_event_loop(loop)
