@@ -206,7 +206,8 @@ class EngineConfig(PixelSettings):
     draft: DraftMethod = Field(
         default=DEFAULT_DRAFT,
         description="What proposes the next tokens, for one pass to check: none, prompt-lookup (repetition), "
-        "recycling (what followed before) or auto (what pays for a request). Answers stay the same.",
+        "recycling (what followed before), auto (what pays of the two for a request) or mtp (the head that "
+        "checkpoints of Qwen3.5 have for it). Answers stay the same.",
     )
     max_draft: int = Field(
         default=DEFAULT_MAX_DRAFT,
@@ -255,6 +256,11 @@ class EngineConfig(PixelSettings):
     @property
     def drafting(self) -> DraftConfig:
         return DraftConfig(self.draft, self.max_draft)
+
+    @property
+    def has_draft_head(self) -> bool:
+        """Returns whether workers load the model's own head for drafts."""
+        return self.draft == "mtp"
 
     @property
     def int8_values(self) -> bool:

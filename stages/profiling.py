@@ -26,8 +26,9 @@ from epd.profiles.profile import Profile
 from epd.stages.device_memory import total_bytes
 from epd.stages.encode.beside import beside_of, wall_clock
 from epd.stages.engine.generation import generation_settings
-from epd.stages.engine.model_runner import kv_layouts, state_layout
+from epd.stages.engine.model_runner import kv_layouts
 from epd.stages.engine.setup import build_engine, default_kv_tokens
+from epd.stages.engine.state_pool import state_layout
 from epd.stages.loading.weights import OnBytes, load_role, part_bytes
 from epd.stages.memory_sizing import text_request
 from epd.stages.placement import CPU_FLOAT32, Placement, use_threads

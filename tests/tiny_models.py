@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForImageTextToText,
@@ -184,6 +185,37 @@ def build_qwen3_5(folder: Path, seed: int = 0, **text: Any) -> Path:
         **_token_ids(tokenizer),
     )
     return _save(folder, model, config, _qwen3_processor(tokenizer), seed)
+
+
+def add_head(folder: Path, seed: int = 0) -> Path:
+    """Adds `mtp.*` to a checkpoint: a layer with attention drawn like the model's own, experts one by one."""
+    decoder = load_reference(folder).get_decoder()
+    draw, size = torch.Generator().manual_seed(seed), decoder.config.hidden_size
+    layer = decoder.layers[decoder.config.layer_types.index("full_attention")]
+    tensors = {"mtp.fc.weight": torch.randn(size, 2 * size, generator=draw) * (2 * size) ** -0.5}
+    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        tensors[f"mtp.{name}.weight"] = 0.2 * torch.randn(size, generator=draw)
+    for name, values in layer.state_dict().items():
+        drawn = values.mean() + values.std() * torch.randn(values.shape, generator=draw)
+        tensors |= dict(_as_published(f"mtp.layers.0.{name}", drawn))
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def _as_published(name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields a tensor of a layer, or the matrices of its experts, by their names in the files."""
+    start, _, kind = name.rpartition(".")
+    if not start.endswith(".experts"):
+        yield name, values
+        return
+    for expert, matrix in enumerate(values):
+        parts = (
+            {"gate": matrix.chunk(2)[0], "up": matrix.chunk(2)[1]}
+            if kind == "gate_up_proj"
+            else {"down": matrix}
+        )
+        yield from ((f"{start}.{expert}.{each}_proj.weight", part.clone()) for each, part in parts.items())
 
 
 def _qwen3_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLProcessor:

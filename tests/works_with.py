@@ -30,7 +30,7 @@ from epd.video.demo_video import write_demo_video
 from tests.encoders.tiny_gemma import build_gemma3
 from tests.media import draw_frames
 from tests.models import lora, quantized, shrunk
-from tests.tiny_models import build_qwen3_5
+from tests.tiny_models import add_head, build_qwen3_5
 
 _MODEL = "shapes-vl-2"
 _IMAGES_ALONE = "gemma3"  # is asked about an image, since it takes no videos
@@ -112,6 +112,7 @@ FEATURES = (
     Feature("keys and values on disk", {"cache_dir": Path("kept")}),
     Feature("an object store", {"cache_dir": Path("kept"), "cache_objects": "objects"}),
     _model("sliding windows", _IMAGES_ALONE),
+    Feature("drafts by a head", {"draft": "mtp"}, checkpoint="headed", changes_answers=True),
     Feature("parsers", {"reasoning_parser": "qwen3", "tool_call_parser": "qwen3_coder"}),
     Feature("LoRA adapters", has_adapter=True, changes_answers=True),
     Feature("a schema", fields={"response_format": _FORMAT}, changes_answers=True),
@@ -228,6 +229,8 @@ class Trials:
 
     def _built(self, checkpoint: str) -> Path:
         folder = self._folder / checkpoint
+        if checkpoint == "headed":
+            return folder if folder.exists() else add_head(build_qwen3_5(folder))
         if checkpoint == "qwen3_5":
             return folder if folder.exists() else build_qwen3_5(folder)
         if checkpoint == _IMAGES_ALONE:

@@ -11,7 +11,7 @@ from epd.kv.draft_gain import ChosenDrafts, DraftStatistics
 from epd.kv.draft_sources import DraftSource, PromptLookup, Recycling, SuccessorTable
 from epd.types import Int64Array
 
-DraftMethod = Literal["none", "prompt-lookup", "recycling", "auto"]
+DraftMethod = Literal["none", "prompt-lookup", "recycling", "auto", "mtp"]
 DRAFT_METHODS: tuple[str, ...] = get_args(DraftMethod)
 DEFAULT_DRAFT: DraftMethod = "none"
 DEFAULT_MAX_DRAFT = 8

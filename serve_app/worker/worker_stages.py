@@ -338,7 +338,13 @@ class StageBuilder:
             model = self._whole.part(role)
         else:
             size = self._num_ranks if role == "language" else 1
-            model, ranks = load_with_ranks(self.settings.model_path, role, self.placement, size)
+            model, ranks = load_with_ranks(
+                self.settings.model_path,
+                role,
+                self.placement,
+                size,
+                with_draft_head=self.settings.engine.has_draft_head,
+            )
             self._ranks = ranks or self._ranks
         self.weights_s += time.perf_counter() - start_s
         return model
@@ -353,7 +359,8 @@ class StageBuilder:
         weights = None if is_apart else self.transport.weights(path, self.placement)
         if weights is None:
             return None
-        return WholeModel(path, self.placement, weights)
+        has_head = self.settings.engine.has_draft_head
+        return WholeModel(path, self.placement, weights, with_draft_head=has_head)
 
 
 def embedding_layout(config: Any, dtype: torch.dtype) -> EmbeddingLayout:

@@ -28,9 +28,13 @@ from epd.stages.attention.host import HostPlan
 from epd.stages.attention.pieces import is_one_piece
 from epd.stages.attention.support import check_arguments
 from epd.stages.kernels.scaled_values import is_scaled, scaled
+from epd.stages.kernels.tiling import MOST_SHORT
 from epd.stages.reduction.pruning import PrunedRows
 from epd.stages.reduction.question_views import ViewedRows
-from epd.types import BoolArray, Int32Array, Int64Array
+from epd.types import BoolArray, Int32Array, Int64Array, ceil_div
+
+# Long enough that a GPU's keys are cut for a single segment, whose parts are merged then.
+_LONG_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,3 +220,34 @@ def attend_layer(
 def register(name: str = "epd_paged") -> None:
     """Registers `epd_paged` with transformers; a model selects it by `set_attn_implementation(name)`."""
     published().AttentionInterface.register(name, epd_paged)
+
+
+def warm_up(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_query_heads: int,
+    window: int | None = None,
+    *,
+    marks_some: bool = False,
+) -> None:
+    """Launches every kernel that passes over caches of these shapes need, so that no request waits for one.
+
+    key_cache, value_cache: [num_blocks, block_size, Hkv, D]; what is in them stays. window: of the layers.
+    marks_some: whether only some of a segment's tokens may attend each other.
+    """
+    block_size, head_dim = key_cache.shape[1], key_cache.shape[3]
+    heads = DeviceHeads.of(key_cache, num_query_heads)
+    held = key_cache[0, 0].clone(), value_cache[0, 0].clone()
+    tall = MOST_SHORT + 1  # a decode step and a chunk are tiled apart
+    for lens in ([1], [tall], *([[1, tall]] if marks_some else [])):
+        num_new, contexts = sum(lens), np.full(len(lens), _LONG_TOKENS, np.int32)
+        table = np.zeros((len(lens), ceil_div(_LONG_TOKENS, block_size)), np.int32)
+        both_ways = np.arange(num_new) == num_new - 1 if len(lens) > 1 else None
+        starts, slots = np.cumsum([0, *lens], dtype=np.int32), np.zeros(num_new, np.int64)
+        batch = AttentionBatch(starts, contexts, table, slots, block_size, window, both_ways)
+        plan = AttentionPlan.build(batch, key_cache.device, heads)
+        new = key_cache.new_zeros(num_new, *key_cache.shape[2:])
+        write_kv(new, new, key_cache, value_cache, plan.slot_mapping)
+        query = key_cache.new_zeros(num_new, num_query_heads, head_dim)
+        attend(query, key_cache, value_cache, plan, head_dim**-0.5)
+    key_cache[0, 0], value_cache[0, 0] = held

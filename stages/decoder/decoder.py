@@ -191,6 +191,15 @@ class FusedDecoder:
         normed = add_rms_norm(residual, added, self._layers.norm)
         return normed if rows is None else _only(rows, normed)
 
+    def write(self, hidden: Tensor, inputs: DecoderInputs) -> None:
+        """Writes keys and values of hidden [T, C] in the first layer, which has attention; nothing else."""
+        layer, model = self._layers.layers[0], self._model
+        assert isinstance(layer, DecoderLayer)
+        qkv, _ = self._qkv(layer, add_rms_norm(hidden, None, layer.attention_norm))
+        keys, values, plan = inputs.paged.layer(0)
+        rotations = Rotations.of(model, inputs.positions, hidden.dtype)
+        norm_rotate_write(qkv, model.heads, layer.head_norms, rotations, (keys, values), plan.slot_mapping)
+
     def _embedded(self, hidden: Tensor, inputs: DecoderInputs) -> Tensor | None:
         """Returns the embeddings of tokens for each layer, [T, L, P], where the model has them."""
         embeddings = self._layers.embeddings

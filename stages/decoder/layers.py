@@ -174,11 +174,16 @@ def head_of(model: Any, ranks: Collectives | None = None) -> Linear:
     head: Any = model.get_output_embeddings()
     made = _heads.get(head)
     if made is None:
-        made = _linear(head, _kind([head]))
+        made = linear_of(head)
         cap = getattr(model.get_decoder().config, "final_logit_softcapping", None)
         made = made if cap is None else CappedHead(made, cap)
         made = _heads[head] = made if ranks is None else GatheredHead(made, head.out_features, ranks)
     return made
+
+
+def linear_of(module: Any) -> Linear:
+    """Returns the product with the matrix of one module, which all ranks have whole."""
+    return _linear(module, _kind([module]))
 
 
 def embedding_of(model: Any, ranks: Collectives | None = None) -> Callable[[Tensor], Tensor]:

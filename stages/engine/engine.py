@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -293,6 +294,10 @@ class LanguageEngine:
         if self._drafting is None:
             return
         decoding = [self._sequences[each.request_id] for each in self.scheduler.running if each.is_decoding]
+        if self._runner.draft_head is not None:
+            draft = partial(self._sequences.draft_by_head, self._runner, self._drafting.config.max_draft)
+            run_apart(decoding, draft, lambda each, error: self._fail(each.scheduled, error, result))
+            return
         for sequence in decoding:
             try:
                 sequence.draft(len(decoding))
@@ -328,15 +333,15 @@ class LanguageEngine:
             self._moves.restore(restore)
             self.scheduler.advance(restore.request, restore.stop + restore.request.num_dropped)
 
-    def _run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Returns logits [R, V] of the sampled rows: a chunk's last, and one before it for each draft."""
+    def _run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor | None]:
+        """Returns logits of each chunk's last rows, and the rows where a head drafts: see `run_with_head`."""
         num_rows = map(self._sequences.num_rows, chunks)
-        return self._runner.run(
-            [
-                self._guarded(chunk).segment(chunk.start, chunk.stop, count, self.kv)
-                for chunk, count in zip(chunks, num_rows, strict=True)
-            ]
-        )
+        segments = [
+            self._guarded(chunk).segment(chunk.start, chunk.stop, count, self.kv)
+            for chunk, count in zip(chunks, num_rows, strict=True)
+        ]
+        has_head = self._runner.draft_head is not None
+        return self._runner.run_with_head(segments) if has_head else (self._runner.run(segments), None)
 
     def _guarded(self, chunk: Chunk) -> TokenSequence:
         """Returns the chunk's sequence; a question that drops tokens is told those that it may not."""
@@ -353,16 +358,18 @@ class LanguageEngine:
         def run(some: Sequence[Chunk]) -> None:
             live = [chunk for chunk in some if chunk.request.request_id in self._sequences]
             if live:
-                logits = self._run(live)
+                logits, hidden = self._run(live)
                 parts = [(chunk, self._family(chunk), self._sequences.num_rows(chunk)) for chunk in live]
-                computed.extend(sample_chunks(parts, logits))
+                computed.extend(sample_chunks(parts, logits, hidden))
 
         run_apart(chunks, run, lambda chunk, error: self._fail(chunk.request, error, result))
         self._commit(computed, result)
 
     def _commit(self, computed: Sequence[ComputedChunk], result: StepResult) -> None:
         for each in computed:
+            num_before = each.family[0].num_generated
             self._record(each.chunk.request, result, self._sequences.record, each)
+            each.keep_hidden(num_before)
 
     def _go_on(self, sampled: Sequence[tuple[TokenSequence, SampledToken]], result: StepResult) -> None:
         """Commits the next tokens of sequences that decode."""

@@ -20,7 +20,7 @@ from epd.encoders.device import arrays_to_device, device_of, to_device
 from epd.encoders.kernels.dispatch import uses_kernels
 from epd.errors import RequestError
 from epd.lora_modules import LoRAModule
-from epd.stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
+from epd.stages.attention.attention import AttentionBatch, AttentionPlan, warm_up
 from epd.stages.attention.device import DeviceHeads
 from epd.stages.attention.support import (
     MIXED_HEADS,
@@ -31,8 +31,8 @@ from epd.stages.attention.support import (
     state_layers,
 )
 from epd.stages.decoder.decoder import Decoder, DecoderInputs, FusedDecoder, LayerCaches, decoder_of
-from epd.stages.decoder.delta_layer import delta_sizes
 from epd.stages.decoder.delta_rule import DeltaPlan
+from epd.stages.decoder.draft_head import DraftHead, has_draft_head
 from epd.stages.decoder.gemma4 import ids_read
 from epd.stages.decoder.layers import embedding_of, head_of
 from epd.stages.decoder.linear import Linear
@@ -48,16 +48,12 @@ from epd.stages.engine.packed_pass import (
     packed_pass,
     visual_of,
 )
-from epd.stages.engine.state_pool import StateLayout
-from epd.stages.kernels.tiling import MOST_SHORT
 from epd.stages.rank import ALONE, Collectives, RankGroup
 from epd.stages.reduction.propagation import ObservedRows, num_whole_layers, rows_going_on
 from epd.stages.reduction.pruning import ROWS, PrunedRows
 from epd.stages.reduction.question_views import ViewedRows, question_slots
 from epd.types import ceil_div
 
-# Long enough that a GPU's keys are cut for a single segment, whose parts are merged then.
-_LONG_TOKENS = 16_384
 logger = logging.getLogger(__name__)
 
 
@@ -68,12 +64,14 @@ class PassInputs:
     token_ids: [T]. positions: [rows, T].
     logit_rows: [R], of the last layer's output, those that logits are wanted of.
     visual_rows: [V], the packed rows of visual tokens.
+    next_ids: [S], the tokens after the segments, for a pass that writes rows of a head for drafts.
     """
 
     token_ids: Tensor
     positions: Tensor
     logit_rows: Tensor
     visual_rows: Tensor
+    next_ids: Tensor | None = None
 
 
 class ModelRunner:
@@ -119,6 +117,7 @@ class ModelRunner:
         self._kinds = [GroupKind(window, attends_both_ways(config, window)) for window in windows]
         self.attends_both_ways = any(kind.is_both_ways for kind in self._kinds)
         self._adds = adds_embeddings(config)
+        self.draft_head = DraftHead.of(model, pools.groups[0].layer(-1))
         # Of each layer, its group, the first for one without attention, and its caches.
         self._groups, self._caches = _places(model.get_decoder().config, pools)
         num_heads = model.get_decoder().config.num_attention_heads
@@ -230,22 +229,57 @@ class ModelRunner:
         """Computes a pass as `run` and `run_decodes` do."""
         if self._graphs is not None and not packed.segments and self._graphs.fits(packed):
             return self._graphs.run(packed, token_ids)
+        logits: Tensor = self._head(self._decode(packed, self._inputs(packed, token_ids), visual))
+        return logits
+
+    @torch.inference_mode()
+    def run_with_head(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+        """Computes segments as `run` does, and writes rows of the head for drafts.
+
+        Returns also what the last layer gives for the rows of the logits, [R, C].
+        """
+        packed, visual = self.packed(segments), visual_of(segments)
+        next_ids = np.array([each.next_id for each in segments], dtype=np.int64)
+        inputs = replace(self._inputs(packed), next_ids=to_device(torch.from_numpy(next_ids), self._device))
+        rows = self._decode(packed, inputs, visual)
+        return self._head(rows), rows
+
+    @torch.inference_mode()
+    def draft(
+        self, segments: Sequence[Segment], hidden: Tensor, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Lets the head for drafts propose the second next token of each of S sequences: int64 [S].
+
+        segments: the last token whose next one is known, which is in its place. hidden: [S, C], what the
+        last layer, or the head, gives for it. token_ids: int64 [S], the next ones, if they are not read yet.
+        Returns also what the head gives.
+        """
+        assert self.draft_head is not None
+        packed = packed_pass(segments, self._kinds, self.pools.block_size)
+        inputs, plan = self._inputs(packed, token_ids), self._plans(packed.batches, segments)[0]
+        rows = self.draft_head.run(self._embed(inputs.token_ids), hidden, inputs.positions, plan)
+        return self._head(rows).argmax(-1), rows
+
+    def _inputs(self, packed: PackedPass, token_ids: Tensor | None = None) -> PassInputs:
         arrays = [packed.token_ids, packed.positions, packed.logit_rows, packed.visual_rows]
         inputs = PassInputs(*arrays_to_device(arrays, self._device))
         ids = inputs.token_ids if token_ids is None else token_ids
-        inputs = replace(inputs, token_ids=self._as_read(ids))
-        logits: Tensor = self._head(self._decode(packed, inputs, visual))
-        return logits
+        return replace(inputs, token_ids=self._as_read(ids))
 
     def _decode(self, packed: PackedPass, inputs: PassInputs, visual: Embeddings | None) -> Tensor:
         """Returns the last layer's output for the rows that logits are wanted of, [R, C]."""
         num_layers, segments = self._decoder.num_layers, packed.segments
         plans = self._plans(packed.batches, segments)
         hidden, visual = self._embedded(visual, inputs)
+        following = self._following(hidden, packed, inputs)
         states = self._states_of(packed)
         caches, lora = self._caches_of(plans, states), self._lora_rows(packed)
         ids, prompt_ids = inputs.token_ids, self._prompt_ids(packed, inputs.token_ids)
         whole = DecoderInputs(inputs.positions, caches, inputs.visual_rows, visual, lora, ids, prompt_ids)
+        if self.draft_head is not None and following is not None:
+            rows = self._decoder.run(hidden, whole, range(num_layers))
+            self.draft_head.write(following, rows, inputs.positions, plans[0])
+            return rows.index_select(0, inputs.logit_rows)
         if all(segment.going_on is None for segment in segments):
             return self._decoder.run(hidden, whole, range(num_layers), inputs.logit_rows)
         # Before anything runs, since a view begins anew whenever its question is planned.
@@ -262,6 +296,14 @@ class ModelRunner:
         places = inputs.positions[:, rows]
         later = DecoderInputs(places, caches, inputs.visual_rows, lora=lora, prompt_ids=prompt_ids)
         return self._decoder.run(hidden[rows], later, range(num_whole, num_layers), inputs.logit_rows)
+
+    def _following(self, embedded: Tensor, packed: PackedPass, inputs: PassInputs) -> Tensor | None:
+        """Returns embeddings of the tokens after those of a pass, [T, C], where a head reads them."""
+        if inputs.next_ids is None:
+            return None
+        last = torch.from_numpy(packed.batches[0].query_starts[1:].astype(np.int64) - 1)
+        rows = to_device(last, self._device)
+        return embedded.roll(-1, 0).index_copy_(0, rows, self._embed(inputs.next_ids))
 
     def _prompt_ids(self, packed: PackedPass, token_ids: Tensor) -> Tensor | None:
         """Returns ids of tokens of prompts, and -1 for others: int64 [T]; None where nobody reads them."""
@@ -348,7 +390,7 @@ def _places(config: Any, pools: KVPools) -> tuple[list[int], list[tuple[Tensor, 
 def kv_layouts(model: Any, *, int8_values: bool = False) -> list[tuple[KVLayout, int | None]]:
     """Describes what a token of `model` leaves in the cache of each layer group, and the group's window.
 
-    Layers of all tokens come first. int8_values: see `KVLayout`.
+    Layers of all tokens come first, and of them the head for drafts last. int8_values: see `KVLayout`.
     """
     decoder = model.get_decoder()
     config, dtype = decoder.config, next(decoder.parameters()).dtype
@@ -359,7 +401,8 @@ def kv_layouts(model: Any, *, int8_values: bool = False) -> list[tuple[KVLayout,
     for kind in kinds:
         layers = [each for each in own if windows[each] == kind]
         heads = _kv_heads(config, decoder.layers[layers[0]])
-        found.append((KVLayout(len(layers), *heads, dtype, int8_values), kind))
+        num_layers = len(layers) + (kind is None and has_draft_head(model))
+        found.append((KVLayout(num_layers, *heads, dtype, int8_values), kind))
     return found
 
 
@@ -375,46 +418,3 @@ def _kv_heads(config: Any, layer: Any) -> tuple[int, int]:
         return config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_key_value_heads, head_dim
-
-
-def state_layout(model: Any) -> StateLayout | None:
-    """Describes the recurrent state of a sequence; None for a model without any."""
-    config = model.get_decoder().config
-    num_layers = sum(state_layers(config))
-    if not num_layers:
-        return None
-    sizes, dtype = delta_sizes(config), next(model.get_decoder().parameters()).dtype
-    window = config.linear_conv_kernel_dim - 1
-    heads = sizes.num_heads, sizes.key_dim, sizes.value_dim
-    return StateLayout(num_layers, sizes.num_channels, window, *heads, dtype)
-
-
-def warm_up(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    num_query_heads: int,
-    window: int | None = None,
-    *,
-    marks_some: bool = False,
-) -> None:
-    """Launches every kernel that passes over caches of these shapes need, so that no request waits for one.
-
-    key_cache, value_cache: [num_blocks, block_size, Hkv, D]; what is in them stays. window: of the layers.
-    marks_some: whether only some of a segment's tokens may attend each other.
-    """
-    block_size, head_dim = key_cache.shape[1], key_cache.shape[3]
-    heads = DeviceHeads.of(key_cache, num_query_heads)
-    held = key_cache[0, 0].clone(), value_cache[0, 0].clone()
-    tall = MOST_SHORT + 1  # a decode step and a chunk are tiled apart
-    for lens in ([1], [tall], *([[1, tall]] if marks_some else [])):
-        num_new, contexts = sum(lens), np.full(len(lens), _LONG_TOKENS, np.int32)
-        table = np.zeros((len(lens), ceil_div(_LONG_TOKENS, block_size)), np.int32)
-        both_ways = np.arange(num_new) == num_new - 1 if len(lens) > 1 else None
-        starts, slots = np.cumsum([0, *lens], dtype=np.int32), np.zeros(num_new, np.int64)
-        batch = AttentionBatch(starts, contexts, table, slots, block_size, window, both_ways)
-        plan = AttentionPlan.build(batch, key_cache.device, heads)
-        new = key_cache.new_zeros(num_new, *key_cache.shape[2:])
-        write_kv(new, new, key_cache, value_cache, plan.slot_mapping)
-        query = key_cache.new_zeros(num_new, num_query_heads, head_dim)
-        attend(query, key_cache, value_cache, plan, head_dim**-0.5)
-    key_cache[0, 0], value_cache[0, 0] = held

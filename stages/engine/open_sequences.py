@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from epd.kv.drafting import Drafting
 from epd.kv.kv_cache import KVCacheManager
 from epd.kv.scheduled_request import ScheduledRequest
@@ -13,6 +16,7 @@ from epd.kv.scheduling import Scheduler
 from epd.stages.engine.block_moves import BlockMoves
 from epd.stages.engine.generation import EngineCounts, Extent, GenerateRequest, StepResult
 from epd.stages.engine.kv_store import KVStore
+from epd.stages.engine.model_runner import ModelRunner
 from epd.stages.engine.sequence import ComputedChunk, TokenSequence
 from epd.stages.grammar.matcher import GrammarBuilder
 from epd.stages.sampling.detokenizer import AnswerEnds
@@ -46,6 +50,31 @@ class OpenSequences(dict[str, TokenSequence]):
         """Counts the rows of logits that a chunk needs: its last, and one before it for each draft."""
         wanted = self.of_chunk(chunk).request.extent is not Extent.MEDIA
         return 1 + chunk.num_drafts if chunk.is_sampled and wanted else 0
+
+    def draft_by_head(self, runner: ModelRunner, max_draft: int, decoding: Sequence[TokenSequence]) -> None:
+        """Lets the model's head propose up to max_draft next tokens of sequences that decode.
+
+        One that has just come from another worker has no drafts yet, nor has one without room.
+        """
+        drafted = [each for each in decoding if self._may_draft_by_head(each, max_draft)]
+        if not drafted:
+            return
+        rows = torch.stack([each.hidden for each in drafted if each.hidden is not None])
+        ids, found = None, list[Tensor]()
+        for number in range(min(max_draft, max(each.draft_room for each in drafted))):
+            segments = [each.head_segment(number, self._scheduler.kv) for each in drafted]
+            ids, rows = runner.draft(segments, rows, ids)
+            found.append(ids)
+        for each, tokens in zip(drafted, torch.stack(found, dim=1).tolist(), strict=True):
+            each.put_drafts(tokens[: each.draft_room])
+
+    def _may_draft_by_head(self, sequence: TokenSequence, max_draft: int) -> bool:
+        """Takes its last drafts, and makes room for rows of the head; returns whether there is any."""
+        sequence.put_drafts(())
+        if sequence.hidden is None or sequence.draft_room < 1 or not sequence.may_sample:
+            return False
+        num_tokens = sequence.scheduled.num_tokens - 2 + max_draft
+        return self._scheduler.make_room_ahead(sequence.scheduled, num_tokens)
 
     def remove(self, sequence: TokenSequence, *, hold: bool = False) -> None:
         """Takes a sequence out of the queues, whatever state it is in. hold: its blocks are kept."""

@@ -46,6 +46,7 @@ class Segment:
     both_ways: bool [n], tokens that attend each other, also later ones; None without any.
     lora: name of the adapter that the request wants; empty for the model alone.
     num_prompt: how many of the first new tokens are the prompt's; the others are the answer's.
+    next_id: the token after the new ones; any where it is not known.
     """
 
     token_ids: Int64Array
@@ -62,6 +63,7 @@ class Segment:
     both_ways: BoolArray | None = None
     lora: str = ""
     num_prompt: int = 0
+    next_id: int = 0
 
     @property
     def is_whole(self) -> bool:

@@ -119,6 +119,7 @@ class TokenSequence:
         )
         self.tokens = TokenRows(request.prompt)
         self.drafts: tuple[int, ...] = ()
+        self.hidden: Tensor | None = None  # [C], of the token before the last, for a head that drafts
         self.source = source
         self.sampling = SamplingState(
             request.sampling,
@@ -167,9 +168,16 @@ class TokenSequence:
         """Guesses tokens that may follow, to be computed along with the last one in a pass of so many."""
         if self.source is None:
             return
+        self.put_drafts(self.source.propose(self.known_ids, self.draft_room, num_sequences))
+
+    @property
+    def draft_room(self) -> int:
+        """Returns how many drafts may become tokens, besides the one that is sampled behind them."""
+        return self.scheduled.max_total_tokens - self.scheduled.num_tokens - 1
+
+    def put_drafts(self, drafts: Sequence[int]) -> None:
+        """Takes tokens that may follow, in the place of those before."""
         num_tokens = self.scheduled.num_tokens
-        room = self.scheduled.max_total_tokens - num_tokens - 1
-        drafts = self.source.propose(self.known_ids, room, num_sequences)
         self.drafts, self.scheduled.num_drafts = tuple(drafts), len(drafts)
         if not drafts:
             return
@@ -187,9 +195,20 @@ class TokenSequence:
             num_open = num_held + (self.finish_reason is None)
             self.source.learn(known, drafts, [token.token_id for token in sampled], num_open)
 
+    def head_segment(self, num_drafted: int, kv: KVCacheManager) -> Segment:
+        """Returns the place of the head's row for the next draft, with the token after it."""
+        place = self.scheduled.num_tokens - 2 + num_drafted
+        self.tokens.reserve(place + 2)
+        return Segment(
+            token_ids=self.tokens.ids[place + 1 : place + 2],
+            positions=self.tokens.positions[:, place : place + 1],
+            num_cached=[place],
+            block_tables=[self._table(kv, 0)],
+        )
+
     def segment(self, start: int, stop: int, num_logits: int, kv: KVCacheManager) -> Segment:
         """Returns tokens [start, stop) for the model to compute, or the whole window of which they stay."""
-        self.tokens.reserve(stop)
+        self.tokens.reserve(stop + 1)
         num_groups = len(kv.spec.num_blocks)
         visual = self.visual.part(start, stop) if start < self.scheduled.num_prompt_tokens else None
         segment = Segment(
@@ -204,6 +223,7 @@ class TokenSequence:
             lora=self.request.sampling.lora,
             num_prompt=max(0, min(stop, self.scheduled.num_prompt_tokens) - start),
             view=self.view if self.view is not None and start == self.view.start else None,
+            next_id=int(self.tokens.ids[stop]),
         )
         window = self._windows.get(start)
         return segment if window is None else _of_window(segment, window)
@@ -307,17 +327,31 @@ class ComputedChunk:
 
     family: the sequences that its logits serve: at the end of a prompt all of the request, else one.
     tokens: one for each of several sequences, else for each row.
+    hidden: [rows, C], what the last layer gives for its rows of logits, for a head that drafts.
     """
 
     chunk: Chunk
     family: list[TokenSequence]
     tokens: list[SampledToken]
+    hidden: Tensor | None = None
+
+    def keep_hidden(self, num_before: int) -> None:
+        """Lets its sequences have the row that their last token was sampled from.
+
+        num_before: tokens of their answers before this pass.
+        """
+        for each in self.family if self.tokens and self.hidden is not None else ():
+            each.hidden = self.hidden[each.num_generated - num_before - 1]
 
 
 def sample_chunks(
-    chunks: Sequence[tuple[Chunk, list[TokenSequence], int]], logits: Tensor
+    chunks: Sequence[tuple[Chunk, list[TokenSequence], int]], logits: Tensor, hidden: Tensor | None = None
 ) -> list[ComputedChunk]:
-    """Samples all chunks, each with its family and its rows of logits. logits [R, V], R = all rows."""
+    """Samples all chunks, each with its family and its rows of logits. logits [R, V], R = all rows.
+
+    hidden: [R, C], see `ComputedChunk`.
+    """
+    parts = hidden.split([count for *_, count in chunks]) if hidden is not None else [None] * len(chunks)
     rows: list[SamplingRow] = []
     places: list[int] = []
     counts: list[int] = []
@@ -337,8 +371,8 @@ def sample_chunks(
         logits = rows_of(logits, places)
     tokens = iter(sample(logits, rows) if rows else ())
     return [
-        ComputedChunk(chunk, family, [next(tokens) for _ in range(count)])
-        for (chunk, family, _), count in zip(chunks, counts, strict=True)
+        ComputedChunk(chunk, family, [next(tokens) for _ in range(count)], part)
+        for (chunk, family, _), count, part in zip(chunks, counts, parts, strict=True)
     ]
 
 

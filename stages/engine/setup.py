@@ -28,9 +28,9 @@ from epd.stages.engine.engine import LanguageEngine
 from epd.stages.engine.generation import GenerationSettings
 from epd.stages.engine.graphs import CudaGraphMaker, GraphMaker
 from epd.stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape, StorageOrder
-from epd.stages.engine.model_runner import ModelRunner, kv_layouts, state_layout
+from epd.stages.engine.model_runner import ModelRunner, kv_layouts
 from epd.stages.engine.packed_pass import Segment, visual_of
-from epd.stages.engine.state_pool import StatesShape
+from epd.stages.engine.state_pool import StatesShape, state_layout
 from epd.stages.rank import RankGroup
 from epd.stages.sampling.sampler import SamplingRow, SamplingState, sample
 

@@ -12,10 +12,13 @@ The channels are those of queries, of keys and of values. Of several ranks, each
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from epd.stages.attention.support import state_layers
+from epd.stages.decoder.delta_layer import delta_sizes
 from epd.stages.rank import ALONE, Rank
 
 
@@ -123,3 +126,15 @@ class StatePool:
         host = StatePool(shape, memory)
         host.copy(self, slot, 0)
         return host
+
+
+def state_layout(model: Any) -> StateLayout | None:
+    """Describes the recurrent state of a sequence; None for a model without any."""
+    config = model.get_decoder().config
+    num_layers = sum(state_layers(config))
+    if not num_layers:
+        return None
+    sizes, dtype = delta_sizes(config), next(model.get_decoder().parameters()).dtype
+    window = config.linear_conv_kernel_dim - 1
+    heads = sizes.num_heads, sizes.key_dim, sizes.value_dim
+    return StateLayout(num_layers, sizes.num_channels, window, *heads, dtype)

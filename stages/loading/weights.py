@@ -37,6 +37,7 @@ from epd.errors import ModelError
 from epd.host_memory import map_large_tensors
 from epd.stages.attention.support import check_attention
 from epd.stages.device_memory import check_room
+from epd.stages.loading.draft_modules import add_draft_head
 from epd.stages.loading.merged_weights import MergedMemory, merged_part
 from epd.stages.loading.quantized_linear import products_text, quantize_modules, quantized_on_load
 from epd.stages.loading.weight_files import (
@@ -147,6 +148,8 @@ def load_role(
     weights: Path | None = None,
     on_progress: OnBytes | None = None,
     cut: Cut | None = None,
+    *,
+    with_draft_head: bool = False,
 ) -> LoadedModel:
     """Loads the part of the model at `path` for a worker of this role, in eval mode, with sdpa attention.
 
@@ -154,6 +157,7 @@ def load_role(
     weights: what `write_weights` has made of it, to be mapped instead of being read.
     on_progress: called with the bytes that have been read, and with all of them.
     cut: leaves the part of a rank, which alone is read; not with `weights`.
+    with_draft_head: whether the language model has its head for drafts, see `add_draft_head`; not with `cut`.
     Raises ModelError when the files lack a tensor or cannot be read, UnsupportedModelError for attention that
     nothing here computes, and for weights quantised as nothing here computes, or can cut, InfeasibleError for
     weights that the memory has no room for, before any is read.
@@ -169,6 +173,8 @@ def load_role(
             model = skeleton(config, placement.dtype)
             prune(model, role)
             listed = listed_tensors(path) if weights is None else list(tensors_in(weights))
+            if with_draft_head and role != "encode":
+                add_draft_head(model, (each.name for each in listed))
             stored = with_forms(listed, quantization)
             if placement.quantization is not None and role != "encode":
                 check_plain(quantization)
@@ -305,9 +311,12 @@ def _placed(stored: StoredTensor, tensor: Tensor, placement: Placement) -> Tenso
 class WholeModel:
     """Maps a model's weights: whatever part of it is requested is there at once."""
 
-    def __init__(self, path: Path, placement: Placement, weights: Path) -> None:
+    def __init__(
+        self, path: Path, placement: Placement, weights: Path, *, with_draft_head: bool = False
+    ) -> None:
         """Maps weights as in `load_role`. Raises ModelError."""
-        self._model = load_role(path, "whole", placement, weights).model
+        loaded = load_role(path, "whole", placement, weights, with_draft_head=with_draft_head)
+        self._model = loaded.model
 
     def part(self, role: WeightSet) -> nn.Module:
         """Returns what a worker of this role runs: other modules are left out, weights share memory."""

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from epd.encoders import Embeddings
 from epd.encoders.names import WeightSet
-from epd.errors import EPDError, RankLostError, RequestError
+from epd.errors import EPDError, RankLostError, RequestError, UnsupportedModelError
 from epd.stages.decoder.rank_cut import cut_model
 from epd.stages.engine.block_moves import PoolMoves
 from epd.stages.engine.kv_pool import KVPoolsShape
@@ -240,7 +240,7 @@ def _placement(placement: Placement, index: int, size: int) -> Placement:
 
 
 def load_with_ranks(
-    path: Path, role: WeightSet, placement: Placement, size: int
+    path: Path, role: WeightSet, placement: Placement, size: int, *, with_draft_head: bool = False
 ) -> tuple[Any, ProcessRanks | None]:
     """Loads a model, or rank 0's part of it and the other ranks; None with a size of 1.
 
@@ -248,7 +248,12 @@ def load_with_ranks(
     UnsupportedModelError for a language model that so many ranks cannot share, and RankLostError.
     """
     if size == 1:
-        return load_role(path, role, placement).model, None
+        return load_role(path, role, placement, with_draft_head=with_draft_head).model, None
+    if with_draft_head:
+        raise UnsupportedModelError(
+            f"received the draft mtp with a tensor parallel size of {size}; allowed: 1, since ranks have no "
+            "part of the head; use another --draft"
+        )
     started: list[ProcessRanks] = []
 
     def cut(model: nn.Module) -> dict[str, TensorPart]:

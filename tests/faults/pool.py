@@ -161,8 +161,8 @@ def read_once() -> Iterator[None]:
         key = f"{path} {options}"
         return adapters.get(key) or adapters.setdefault(key, load_adapter(path, **options))
 
-    def whole(path: Path, placement: Placement, weights: Path) -> WholeModel:
-        return models.get(path) or models.setdefault(path, WholeModel(path, placement, weights))
+    def whole(path: Path, placement: Placement, weights: Path, **options: Any) -> WholeModel:
+        return models.get(path) or models.setdefault(path, WholeModel(path, placement, weights, **options))
 
     def generation(path: Path, adapter: Adapter) -> GenerationSettings:
         return settings.get(path) or settings.setdefault(path, generation_settings(path, adapter))

@@ -191,7 +191,8 @@ def test_nothing_is_drafted_and_no_memory_taken_by_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "num_rows"), [("none", 0), ("prompt-lookup", 0), ("recycling", 1000), ("auto", 1000)]
+    ("method", "num_rows"),
+    [("none", 0), ("prompt-lookup", 0), ("recycling", 1000), ("auto", 1000), ("mtp", 0)],
 )
 def test_successors_of_the_whole_vocabulary_are_kept_where_they_are_drafted_from(
     method: DraftMethod, num_rows: int
@@ -200,7 +201,7 @@ def test_successors_of_the_whole_vocabulary_are_kept_where_they_are_drafted_from
     assert len(drafting._table._rows) == num_rows
 
 
-@pytest.mark.parametrize("method", ["none", "prompt-lookup", "recycling", "auto"])
+@pytest.mark.parametrize("method", ["none", "prompt-lookup", "recycling", "auto", "mtp"])
 def test_only_a_draft_that_is_chosen_by_its_gain_is_dropped_for_it(method: DraftMethod) -> None:
     """Passes with drafts are shown to cost ten times as much: no draft of a token pays."""
     drafting = Drafting(DraftConfig(method), 1000)

@@ -54,7 +54,10 @@ def draw(base: Path, folder: Path, seed: int, targets: Sequence[str] = ALL, **co
     for name, weight in weights.items():
         module, _, kind = name.rpartition(".")
         is_other = (
-            kind != "weight" or ".layers." not in name or ".experts." in name or "vision_tower." in name
+            kind != "weight"
+            or ".layers." not in name
+            or name.startswith("mtp.")
+            or any(part in name for part in (".experts.", "vision_tower."))
         )
         if is_other or module.rpartition(".")[2] not in targets:
             continue

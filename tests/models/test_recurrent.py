@@ -18,8 +18,9 @@ from epd.stages.attention.support import RECURRENT as TEXT_MODELS
 from epd.stages.attention.support import check_attention
 from epd.stages.decoder.rank_cut import cut_model
 from epd.stages.decoder.text_model import text_model
-from epd.stages.engine.model_runner import kv_layouts, state_layout
+from epd.stages.engine.model_runner import kv_layouts
 from epd.stages.engine.setup import kv_shape
+from epd.stages.engine.state_pool import state_layout
 from epd.stages.loading.weights import prune, skeleton
 from epd.stages.rank import Rank
 from tests.models.recurrent import RECURRENT, STATE_BYTES

@@ -42,10 +42,9 @@ from epd.encoders.kernels.layer_fusions import (
     silu_mul_fused,
 )
 from epd.machine import usable_cpus
-from epd.stages.attention.attention import AttentionBatch
+from epd.stages.attention.attention import AttentionBatch, warm_up
 from epd.stages.attention.device import DeviceHeads, DevicePlan
 from epd.stages.engine.kv_pool import KVLayout, KVPool
-from epd.stages.engine.model_runner import warm_up
 from epd.stages.kernels.kv_slots import copy_blocks_fused, norm_rotate_write_fused, write_slots
 from epd.stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix
 from epd.stages.kernels.quantized_products import fp8_product, fp8_rows, int4_product

@@ -16,7 +16,8 @@ import torch
 from epd.kv.drafting import DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.stages.decoder.rank_cut import cut_model
-from epd.stages.engine.model_runner import kv_layouts, state_layout
+from epd.stages.engine.model_runner import kv_layouts
+from epd.stages.engine.state_pool import state_layout
 from epd.stages.loading.weights import load_role
 from epd.stages.placement import CPU_FLOAT32
 from epd.stages.rank import Rank
