@@ -66,8 +66,8 @@ class MovingAnswers:
 
     @property
     def num_paused(self) -> int:
-        """Counts the answers of paused requests."""
-        return sum(map(len, self._paused.values()))
+        """Counts the answers of paused requests, and those that have left, but for their blocks."""
+        return sum(map(len, [*self._paused.values(), *self._leaving.values()]))
 
     def pause(self, request_id: str) -> tuple[TokenIdentity, int] | None:
         """Stops a request that decodes, so that it can be moved.
@@ -96,7 +96,8 @@ class MovingAnswers:
         sequences = self._paused.get(request_id)
         if sequences is None or self._outbox.is_open(request_id):
             return False
-        self._outbox.open(ticket, sequences[0].request_id)
+        kept = self._engine.scheduler.prompts.id_of(request_id)
+        self._outbox.open(ticket, kept if kept in self._engine.kv else sequences[0].request_id)
         self._outbox.send(request_id, _moved_state(sequences))
         return True
 
@@ -131,6 +132,7 @@ class MovingAnswers:
         for request_id in [each for each in self._leaving if self._outbox.is_settled(each)]:
             for sequence in self._leaving.pop(request_id):
                 self._engine.scheduler.release(sequence.request_id)
+            self._engine.scheduler.prompts.forget(request_id)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless engine and outbox agree."""

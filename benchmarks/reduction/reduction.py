@@ -264,11 +264,16 @@ def seconds_to_first_token() -> dict[Key, float]:
 
 
 def whole_rows(logs: Sequence[Path]) -> list[Row]:
-    """Returns what three stages of mustdrop leave together, beside what two of them do."""
+    """Returns what three stages of mustdrop leave together, beside what two of them do.
+
+    ttft_s: with embeddings that are there, so of two as of three: what merges in the tower keeps as many.
+    """
     two = {(row["frames"], row["method"], row["retention"]): row for row in stored("reduction")["accuracy"]}
-    costs = counted_costs(WHOLE_COSTS)
+    costs, times = counted_costs(WHOLE_COSTS), seconds_to_first_token()
     return [
-        accuracy_row(key, row) | {"of_full_two_stages": two[key]["of_full"]} | costs[key]
+        accuracy_row(key, row)
+        | {"of_full_two_stages": two[key]["of_full"], "ttft_s": times.get(key)}
+        | costs[key]
         for key, row in logged_rows(logs)
     ]
 

@@ -115,6 +115,62 @@ class ScheduledRequest:
         return max((p.start + p.num_inputs for p in self.pruned if p.stop > num_computed), default=0)
 
 
+class KeptPrompts:
+    """Keeps prompts of several answers as they were, with the states and windows that answers leave behind.
+
+    So they can be sent to another worker. Those that are not being sent go first where room lacks.
+    """
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self._idle: set[str] = set()
+        self._sent: set[str] = set()
+
+    @property
+    def ids(self) -> set[str]:
+        """Lists the ids under which they are in the cache."""
+        return {self.id_of(request_id) for request_id in self._idle | self._sent}
+
+    @staticmethod
+    def id_of(request_id: str) -> str:
+        return f"{request_id}#prompt"
+
+    def keep(self, request_id: str, answer_id: str) -> list[BlockCopy]:
+        """Keeps the prompt of a request, one of whose answers is about to begin, where there is room."""
+        if not self._kv.can_fork(answer_id):
+            return []
+        self._idle.add(request_id)
+        return self._kv.fork(answer_id, self.id_of(request_id))
+
+    def send(self, request_id: str) -> bool:
+        """Holds a prompt until it is taken back or forgotten. Returns False where it is not kept."""
+        is_kept = request_id in self._idle
+        if is_kept:
+            self._idle.remove(request_id)
+            self._sent.add(request_id)
+        return is_kept
+
+    def take_back(self, request_id: str) -> None:
+        """Lets a prompt go again where room lacks. Unknown ones are ignored."""
+        if request_id in self._sent:
+            self._sent.remove(request_id)
+            self._idle.add(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Frees the blocks of a prompt. Unknown ones are ignored."""
+        if request_id in self._idle | self._sent:
+            self._kv.free(self.id_of(request_id))
+            self._idle.discard(request_id)
+            self._sent.discard(request_id)
+
+    def give_way(self) -> bool:
+        """Forgets all that are not being sent. Returns whether there were any."""
+        idle = sorted(self._idle)
+        for request_id in idle:
+            self.forget(request_id)
+        return bool(idle)
+
+
 class Reservations:
     """Opens block tables of the requests of one scheduler."""
 

@@ -26,7 +26,7 @@ from typing import Literal
 
 from epd.kv.block_pool import BlockCopy
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.scheduled_request import Reservations, ScheduledRequest
+from epd.kv.scheduled_request import KeptPrompts, Reservations, ScheduledRequest
 from epd.kv.scheduler_output import Chunk, Preemption, Restore, SchedulerOutput
 from epd.types import ceil_div
 
@@ -64,6 +64,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.reservations = Reservations(kv, recomputes=config.preemption == "recompute")
+        self.prompts = KeptPrompts(kv)
         self.waiting: list[ScheduledRequest] = []
         self.running: list[ScheduledRequest] = []
         self.num_preempted = 0
@@ -205,6 +206,8 @@ class Scheduler:
     def _make_room(self, request: ScheduledRequest, num_tokens: int, output: SchedulerOutput) -> bool:
         """Reserves blocks for held tokens, preempting the youngest for them; False if that was `request`."""
         while not self.kv.can_allocate(request.request_id, num_tokens):
+            if self.prompts.give_way():
+                continue
             preempted = next(each for each in reversed(self.running) if self._can_preempt(each, request))
             self.running.remove(preempted)
             self._preempt(preempted, output)
@@ -239,7 +242,9 @@ class Scheduler:
         Those come later in the queue, so none is admitted and then preempted in one step.
         """
         while self.waiting:
-            if not self._admit_first(output) and not self._preempt_for(self.waiting[0], output):
+            first = self.waiting[0]
+            has_room = self._admit_first(output) or (self._has_slot(first) and self.prompts.give_way())
+            if not has_room and not self._preempt_for(first, output):
                 return
 
     def admit_early(self) -> SchedulerOutput:
@@ -407,7 +412,7 @@ class Scheduler:
             is_known = request.num_computed <= request.num_tokens <= request.max_total_tokens + 1
             if not (held <= request.num_held and is_known):
                 raise AssertionError(f"{held} tokens are in the cache of {request}")
-        owners = {request.request_id for request in self.running} | self._held
+        owners = {request.request_id for request in self.running} | self._held | self.prompts.ids
         lost = {owner for owner in owners if owner not in self.kv}
         if lost or any(request.request_id in self.kv for request in self.waiting):
             raise AssertionError(f"{lost} run without blocks, or a waiting request has some")

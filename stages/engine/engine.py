@@ -168,16 +168,20 @@ class LanguageEngine:
             for token_id in ids or ():
                 each.push(SampledToken(token_id))
             if ids is not None and len(family) > 1:
-                self.kv.allocate(each.request_id, each.scheduled.num_tokens + 1 - request.num_dropped)
+                num_held = each.scheduled.num_tokens + 1 - request.num_dropped
+                if not self.kv.can_allocate(each.request_id, num_held):
+                    self.scheduler.prompts.give_way()
+                self.kv.allocate(each.request_id, num_held)
             elif ids is not None:  # drafts that held are known, and not in a recurrent state
                 each.scheduled.num_computed = self.kv.num_tokens(each.request_id) + request.num_dropped
                 each.scheduled.num_seen = each.scheduled.num_tokens - 1
+        self._sequences.keep_prompt(family)
 
     def detach(self, request_id: str) -> list[TokenSequence]:
         """Takes a request that decodes out of the queues; its blocks are held until `attach` or `release`.
 
         Returns its sequences that are not over. Returns none, and changes nothing, where it cannot be moved:
-        one waits for room, its layers differ in length, or several begin with one state or window.
+        one waits for room, its layers differ in length, or the state that several begin with has given way.
         """
         sequences = self._sequences.of_request(request_id)
         groups = range(len(self.kv.spec.num_blocks))
@@ -186,8 +190,8 @@ class LanguageEngine:
             and len({self.kv.num_tokens(each.request_id, group) for group in groups}) == 1
             for each in sequences
         )
-        is_several = any(each.request.sampling.n > 1 for each in sequences)
-        if not is_plain or (is_several and self.kv.spec.keeps_states):
+        is_split = self.kv.spec.keeps_states and any(each.request.sampling.n > 1 for each in sequences)
+        if not is_plain or (is_split and not self.scheduler.prompts.send(request_id)):
             return []
         for each in sequences:
             self._sequences.remove(each, hold=True)
@@ -198,6 +202,7 @@ class LanguageEngine:
         for each in sequences:
             self._sequences[each.request_id] = each
             self.scheduler.take_back(each.scheduled)
+            self.scheduler.prompts.take_back(each.request.request_id)
 
     def abort(self, request_id: str, *, hold: bool = False) -> None:
         """Forgets a request and all its sequences, whatever state they are in; unknown ids are ignored.

@@ -83,6 +83,8 @@ class OpenSequences(dict[str, TokenSequence]):
         if self.store is not None and self.store.forget(sequence.request_id):
             return  # it is not in a queue yet
         self._scheduler.remove(sequence.scheduled, hold=hold)
+        if sequence.request.sampling.n > 1 and not hold and not self.of_request(sequence.request.request_id):
+            self._scheduler.prompts.forget(sequence.request.request_id)
 
     def record(self, computed: ComputedChunk, result: StepResult) -> None:
         """Records a chunk that has been run: tokens that are in the cache, and those that were sampled."""
@@ -158,6 +160,14 @@ class OpenSequences(dict[str, TokenSequence]):
         sequence.forget_tables()
         if sequence.finish_reason is not None:
             self.remove(sequence)
+
+    def keep_prompt(self, family: Sequence[TokenSequence]) -> None:
+        """Keeps a computed prompt of several answers where these would not: see `KeptPrompts`."""
+        grown = [each for each in family if each.finish_reason is None]
+        kv, most = self._scheduler.kv, self._scheduler.config.max_num_seqs
+        if kv.spec.keeps_states and grown and 1 < len(family) <= most:
+            request_id = family[0].request.request_id
+            self._moves.copy(self._scheduler.prompts.keep(request_id, grown[0].request_id))
 
     def _hold(self, sequence: TokenSequence, result: StepResult) -> None:
         """Takes a prefilled request out of the queues and keeps its blocks."""

@@ -521,6 +521,21 @@ def test_a_held_request_can_be_taken_back_at_its_old_place() -> None:
     assert spans(step(queue)) == [("a", 4, 5), ("b", 5, 6)]
 
 
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_a_prompt_kept_for_a_move_goes_before_an_answer_does_unless_it_is_being_sent(is_sent: bool) -> None:
+    """Of four blocks, one has the end of the prompt alone, which the answer needs when it is the fourth."""
+    queue = scheduler(num_blocks=4)
+    queue.add(request("a", 6, max_new=10))
+    step(queue)
+    queue.kv.copied(queue.prompts.keep("a", "a"))
+    assert queue.prompts.send("a")
+    if not is_sent:
+        queue.prompts.take_back("a")
+    for _ in range(8):
+        step(queue)
+    assert (queue.prompts.id_of("a") in queue.kv, queue.num_preempted) == (is_sent, is_sent)
+
+
 def test_a_child_that_finds_no_room_files_no_block_that_was_never_written() -> None:
     """Its part of a block would have been a copy; the copy is not carried out where the child must wait."""
     queue = scheduler(8)

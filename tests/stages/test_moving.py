@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from epd.kv.scheduled_request import KeptPrompts
 from epd.sampling_params import SamplingParams
 from epd.stages.decode import DecodeStage
 from tests.stages.conftest import Subject
@@ -96,6 +98,32 @@ def test_several_answers_to_one_prompt_are_moved_together(
     if sampling is OF_SEVERAL_LENGTHS:
         lengths = {key: len(outputs) for key, outputs in deployment.outputs.items()}
         assert any(lengths[name, 0] < max(lengths[name, 1], lengths[name, 2]) for name in prompts)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma3"])
+def test_several_answers_begin_elsewhere_with_the_state_or_window_of_their_prompt(
+    name: str, subjects: Callable[[str], Subject]
+) -> None:
+    subject = subjects(name)
+    prompts, sampling = subject.mix(4), replace(OF_SEVERAL_LENGTHS, max_tokens=40)
+    expected = Deployment(subject, 1, random.Random(0)).run(prompts, sampling)
+    deployment = Deployment(subject, 3, random.Random(1), decode_kv_tokens=768)
+    assert run_moving(deployment, prompts, sampling) > 5
+    assert {name: deployment.tokens(name) for name in prompts} == expected
+
+
+def test_what_would_move_gives_way_to_answers_that_grow(
+    subjects: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay then, with their tokens."""
+    subject, sampling = subjects("qwen3_5"), replace(GREEDY, n=3)
+    prompts, give_way, gave_way = subject.mix(4), KeptPrompts.give_way, list[bool]()
+    expected = Deployment(subject, 1, random.Random(0)).run(prompts, sampling)
+    monkeypatch.setattr(KeptPrompts, "give_way", lambda kept: gave_way.append(give_way(kept)) or gave_way[-1])
+    tight = Deployment(subject, 1, random.Random(1), decode_kv_tokens=256)
+    assert tight.run(prompts, sampling) == expected
+    assert any(gave_way)
+    tight.settle()
 
 
 def test_an_answer_goes_on_where_it_was_if_the_other_worker_is_lost(a_family: Subject) -> None:
