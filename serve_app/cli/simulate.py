@@ -84,7 +84,7 @@ def simulate(
     """Simulate a fleet.
 
     Runs requests of a workload through the live scheduler, router and admission on a topology. Caches are
-    simulated where media repeat. By default 16 threads read media, or the cores of the profile's machine.
+    simulated where media repeat. By default 16 threads read media.
     """
     asked = FleetOptions(**options)
     loaded = cut_by(load_profile(profile), asked.group_tokens)

@@ -21,6 +21,7 @@ from typing import Literal
 from epd.errors import EPDError, InfeasibleError, InternalError, RequestError, UnavailableError
 from epd.serve_app.fleet import Fleet, WorkerLostError, send_surely
 from epd.serve_app.messages import Message, ReplyT
+from epd.serve_app.orchestration.config import SwitchLimits
 from epd.serve_app.orchestration.evacuation import Evacuation
 from epd.serve_app.orchestration.requests import Shared
 from epd.serve_app.orchestration.worker_calls import DecodeMoves
@@ -29,7 +30,6 @@ from epd.serve_app.role_messages import (
     Offload,
     Onload,
     OnloadTimes,
-    RemainingWork,
     SetRoles,
     StagesClosed,
 )
@@ -215,6 +215,10 @@ class _SwitchRun:
         return self.target.roles
 
     @property
+    def limits(self) -> SwitchLimits:
+        return self.shared.config.switching
+
+    @property
     def leaving(self) -> frozenset[Stage]:
         """Returns the stages that it gives up."""
         return stages_of(self.info.roles) - stages_of(self.roles)
@@ -272,11 +276,11 @@ class _SwitchRun:
 
     async def _offload(self) -> None:
         await self._send(Offload(self.info.roles - closed_roles(self.info.roles, self.roles), self.leaving))
-        await self.evacuation.hand_on(await self._remaining())
+        await self.evacuation.hand_on(await self._send(AskRemaining(self.leaving)))
 
     async def _migrate(self) -> None:
-        redo_s = time.monotonic() + self.shared.config.switching.drain_s
-        while not (left := await self._remaining()).is_over:
+        redo_s = time.monotonic() + self.limits.drain_s
+        while not (left := await self._send(AskRemaining(self.leaving))).is_over:
             check_others(self.shared.fleet, self.info, self.roles)
             await self.evacuation.step(left, is_late=time.monotonic() >= redo_s)
             await asyncio.sleep(_POLL_S)
@@ -318,18 +322,14 @@ class _SwitchRun:
 
     # Messages
 
-    async def _remaining(self) -> RemainingWork:
-        return await self._send(AskRemaining(self.leaving))
-
     async def _send(self, message: Message[ReplyT]) -> ReplyT:
         """Sends a message. Raises UnavailableError at the time limit, or if the worker was restarted."""
         now = self.shared.fleet.workers.get(self.name)
         if now is None or not now.is_alive or now.incarnation != self.info.incarnation:
             raise WorkerLostError(f"worker '{self.name}' was lost; it is started with its former roles")
-        limit_s = self.shared.config.switching.limit_s
-        left_s = self.start_s + limit_s - time.monotonic()
+        left_s = self.start_s + self.limits.limit_s - time.monotonic()
         try:
             async with asyncio.timeout(max(left_s, 0.0)):
                 return await self.shared.fleet.send(min(self.info.roles), self.name, message)
         except TimeoutError:
-            raise UnavailableError(f"it took more than {limit_s:g} s") from None
+            raise UnavailableError(f"it took more than {self.limits.limit_s:g} s") from None
