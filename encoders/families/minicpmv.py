@@ -331,7 +331,7 @@ def _tower_inputs(
 
 def _places(height: int, width: int, merge: int, places_per_side: int) -> Tensor:
     """Returns the places of a tile's patches, those of a visual token together: int64 [height * width]."""
-    raster = get_vision_nearest_position_ids(torch.tensor([[height, width]]), places_per_side)
+    raster: Tensor = get_vision_nearest_position_ids(torch.tensor([[height, width]]), places_per_side)
     return raster.view(height // merge, merge, width // merge, merge).transpose(1, 2).flatten()
 
 
