@@ -16,6 +16,7 @@ from epd.bench.media import draw_sound
 from epd.encoders import FrameSampling, VideoFacts
 from epd.encoders.plans import AudioSpec, MediaPlan
 from epd.errors import UnsupportedMediaError
+from epd.pixel_limits import PixelLimits
 from epd.profiles.measuring import Action
 from epd.profiles.media import MediaRule
 from epd.video.demo_video import write_scene
@@ -30,6 +31,7 @@ _VIDEO_SIZES, _VIDEO_FRAMES, _VIDEO_S = ((160, 96), (320, 192), (640, 384)), (2,
 # Beside 2048 pixels of height: sizes are cut to whole patches, and some shape comes close to the limit.
 _WIDTHS = tuple(range(1024, 4097, 64))
 _PHOTO_SIDES = (256, 512, 1024)
+_WHOLE = PixelLimits(is_low_detail=True)  # of an image that would have tiles
 
 
 class Sample(NamedTuple):
@@ -68,14 +70,16 @@ class _Pictures:
         clip = self._ten_seconds(720, 1280)
         hour = self._adapter.plan_video(VideoFacts(86_400, 24.0, 2048, 2048), FrameSampling())
         per_unit = image.grid.h * image.grid.w
-        side = image.size[0] // image.grid.h
-        if image.num_units > 1 or image.is_joined_whole:
+        num_tiles = image.num_units * image.grid.num_tiles
+        whole = image if image.grid.num_tiles == 1 else self._adapter.plan_image(2048, 2048, _WHOLE)
+        side = whole.size[0] // whole.grid.h
+        if num_tiles > 1 or image.is_joined_whole:
             return MediaRule(
                 "tiles",
                 max(1, side),
                 tile_patches=per_unit,
-                tile_tokens=max(1, image.num_tokens // image.num_units),
-                max_tiles=max(1, image.num_units - 1),
+                tile_tokens=max(1, image.num_tokens // num_tiles),
+                max_tiles=max(1, num_tiles - 1),
                 video_fps=clip.num_frames / 10,
                 max_frames=hour.num_frames,
             )

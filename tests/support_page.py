@@ -175,7 +175,10 @@ PROOFS = (
         "w",
         "tests/stages/ranks/test_ranked_layers.py::test_tokens_equal_generate_after_a_hand_over",
         product(
-            ("gemma3", "gemma4", "glm4v", "glm4v_moe", "qwen3_5", "qwen3_5_moe", "video_llama_3"),
+            (
+                *("gemma3", "gemma4", "glm4v", "glm4v_moe", "minicpmv4_7", "qwen3_5", "qwen3_5_moe"),
+                "video_llama_3",
+            ),
             ["tensor parallel"],
         ),
     ),

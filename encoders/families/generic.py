@@ -32,7 +32,6 @@ from epd.encoders.families.base import BaseAdapter
 from epd.encoders.families.interfaces import (
     FEATURES,
     model_class,
-    numbered,
     pad_of,
     position_rule,
     seen_kinds,
@@ -52,8 +51,8 @@ from epd.types import Int64Array, MediaKind, ceil_div
 _META = torch.device("meta")
 # Values of a processor's output that are kept with a plan: sizes and grids have few, pixels many.
 _MOST_FACTS = 4096
-# Of processors of videos: tokens do not depend on pixels, and no frames are joined.
-_FIXED: Mapping[str, object] = {"use_token_compression": False, "stack_frames": 1}
+# Of processors of videos: tokens do not depend on pixels.
+_FIXED: Mapping[str, object] = {"use_token_compression": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +208,6 @@ class GenericAdapter(BaseAdapter):
         expansions = [self._expanded(self._shown(plan)) for plan in media]
         template = self.checkpoint.chat_template
         texts = [self._text(each, plan) for each, plan in zip(expansions, media, strict=True)]
-        texts = numbered(self._processor, self.markers, media, texts)
         plan = plan_text_prompt(self.checkpoint, template, self.markers, media, texts, messages)
         if self._positions is None:
             return replace(plan, positions=np.repeat(plan.positions, self._position_rows, axis=0))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import transformers
@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.families.qwen_sizes import image_size
 from epd.encoders.patches import INTERPOLATION
-from epd.encoders.plans import MediaPlan
-from epd.encoders.prompt.text_layout import ItemText, Markers
 from epd.errors import UnsupportedModelError
 from epd.pixel_limits import PixelLimits
 from epd.types import Int64Array, MediaKind
@@ -63,22 +61,6 @@ def pad_of(processor: Any, kind: MediaKind, token: str) -> str:
     if ids[0] is None or processor.tokenizer.convert_tokens_to_ids(token) in ids:
         return token
     return str(processor.tokenizer.convert_ids_to_tokens(ids[0]))
-
-
-def numbered(
-    processor: Any, markers: Markers, media: Sequence[MediaPlan], texts: Sequence[ItemText]
-) -> list[ItemText]:
-    """Writes before an item how many of its kind came before, where the family does."""
-    written, is_on = list(texts), getattr(processor, "use_image_id", None)
-    if not (getattr(processor, "default_use_image_id", False) if is_on is None else is_on):
-        return written
-    for kind, token in markers.in_template.items():
-        places = [place for place, plan in enumerate(media) if plan.kind == kind]
-        words = [texts[place].text for place in places]
-        named = processor._prepend_local_ids([token * len(places)], words, token)
-        for place, text in zip(places, named, strict=True):
-            written[place] = replace(texts[place], text=text)
-    return written
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from epd.encoders.adapter import Embeddings, PatchRun, TowerMerger
 from epd.encoders.checkpoint import Checkpoint
 from epd.encoders.device import CPU, to_device
 from epd.encoders.families.base import BaseAdapter
-from epd.encoders.families.interfaces import model_class, numbered, position_rule
+from epd.encoders.families.interfaces import model_class, position_rule
 from epd.encoders.families.qwen_tower import attend_alike, attend_runs
 from epd.encoders.families.tiles import TileSpec, tile_spec
 from epd.encoders.patches import PatchSpec, patchify
@@ -212,8 +212,7 @@ class MiniCPMVAdapter(BaseAdapter):
         )
 
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
-        texts = [self._item_text(plan) for plan in media]
-        texts = numbered(self.checkpoint.processor, self.markers, media, texts)
+        texts = self._numbered(media, [self._item_text(plan) for plan in media])
         template = self.checkpoint.chat_template
         plan = plan_text_prompt(self.checkpoint, template, self.markers, media, texts, messages)
         if self._positions is None:
@@ -229,6 +228,18 @@ class MiniCPMVAdapter(BaseAdapter):
         merge = self._specs[plan.kind].merge
         lengths = tuple(high * wide // merge**2 for high, wide in grid.tiles)
         return ItemText(picture * plan.num_units, lengths * plan.num_units)
+
+    def _numbered(self, media: Sequence[MediaPlan], texts: list[ItemText]) -> list[ItemText]:
+        """Writes before an item how many of its kind came before. 4.7 numbers images alone."""
+        processor = self.checkpoint.processor
+        is_on = processor.default_use_image_id if processor.use_image_id is None else processor.use_image_id
+        for kind, token in self.markers.in_template.items() if is_on else ():
+            places = [place for place, plan in enumerate(media) if plan.kind == kind]
+            words = [texts[place].text for place in places]
+            named = processor._prepend_local_ids([token * len(places)], words, token)
+            for place, text in zip(places, named, strict=True):
+                texts[place] = replace(texts[place], text=text)
+        return texts
 
     def resize(self, image: Tensor, plan: MediaPlan) -> Tensor:
         spec, grid = self._specs["image"], _grid_of(plan)
@@ -323,7 +334,7 @@ def _tower_inputs(
 
 def _places(height: int, width: int, merge: int, places_per_side: int) -> Tensor:
     """Returns the places of a tile's patches, those of a visual token together: int64 [height * width]."""
-    raster = get_vision_nearest_position_ids(torch.tensor([[height, width]]), places_per_side)
+    raster: Tensor = get_vision_nearest_position_ids(torch.tensor([[height, width]]), places_per_side)
     return raster.view(height // merge, merge, width // merge, merge).transpose(1, 2).flatten()
 
 

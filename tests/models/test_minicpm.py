@@ -28,6 +28,7 @@ from epd.pixel_limits import PixelLimits
 from epd.reduction import ReductionPolicy, TowerMerge
 from epd.serve_app.verification import verify
 from epd.stages.decoder.decoder import FusedDecoder, decoder_of
+from epd.stages.profiled_media import _Pictures
 from tests.colocated import ColocatedPipeline
 from tests.encoders.families import Family, Picture
 from tests.encoders.tiny_minicpm import build_minicpmv4_6, build_minicpmv4_7
@@ -202,6 +203,13 @@ def test_an_image_in_low_detail_has_no_slices(folder: Path) -> None:
     assert [plan.resized for plan in plans] == [(84, 56), (112, 84)]
     ids = family.adapter.plan_prompt([plans[0]], QUESTION).token_ids
     assert ids.tolist() == whole["input_ids"][0].tolist()
+
+
+def test_a_profile_knows_its_tiles(folder: Path) -> None:
+    rule = _Pictures(load_adapter(folder)).rule()
+    assert (rule.kind, rule.patch, rule.max_tiles) == ("tiles", 7, 4)
+    assert (rule.tile_patches, rule.tile_tokens) == (144, 9)
+    assert (rule.video_fps, rule.max_frames) == (1.0, 128)
 
 
 def test_what_it_cannot_do_is_refused_in_one_line(folder: Path) -> None:

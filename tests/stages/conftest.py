@@ -23,6 +23,7 @@ from tests.encoders.conftest import families, family
 from tests.encoders.families import Clip, Family, Media, Picture
 from tests.encoders.tiny_gemma import GEMMA4_EXPERTS, GEMMA4_SMALL, build_gemma3, build_gemma4
 from tests.encoders.tiny_generic import build_glm4v, build_glm4v_moe
+from tests.encoders.tiny_minicpm import build_minicpmv4_7
 from tests.encoders.tiny_tiles import BUILDERS
 from tests.engine_options import parted
 from tests.positions import trained_positions_in
@@ -51,6 +52,7 @@ BUILDERS_HERE = BUILDERS | {
     "glm4v": build_glm4v,
     "glm4v_moe": build_glm4v_moe,
     "gemma3": build_gemma3,
+    "minicpmv4_7": partial(build_minicpmv4_7, cuts_frames=True),
     "gemma4": partial(build_gemma4, **_SIX),
     "gemma4_small": partial(build_gemma4, **_SIX, **GEMMA4_SMALL | {"num_kv_shared_layers": 2}),
     "gemma4_experts": partial(build_gemma4, seed=1, **_SIX, **GEMMA4_EXPERTS),
@@ -173,8 +175,8 @@ def inputs_of(family: Family, paths: list[Path], question: str, sampling: FrameS
         return family.their_inputs([as_sent(path) for path in paths], sampling, question)
     with (
         warnings.catch_warnings()
-    ):  # GLM's processor makes an array of a tensor in a way that numpy 2 regrets
-        warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
+    ):  # GLM's processor and MiniCPM-V's make arrays of tensors in ways that numpy 2 regrets
+        warnings.filterwarnings("ignore", "__array_(_ implementation|wrap__)", DeprecationWarning)
         return processor_inputs(family.processor, paths, question, sampling)
 
 

@@ -32,7 +32,7 @@ _TWO_HEADS = {"num_global_key_value_heads": 2}
 _OPTIONS: dict[str, dict[str, Any]] = {"gemma4": _TWO_HEADS, "gemma4_experts": _TWO_HEADS}
 
 
-@pytest.fixture(scope="module", params=[*WINDOWED, *RECURRENT, *GLM, "video_llama_3"])
+@pytest.fixture(scope="module", params=[*WINDOWED, *RECURRENT, *GLM, "video_llama_3", "minicpmv4_7"])
 def ranked(
     request: pytest.FixtureRequest, media: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Ranked]:
